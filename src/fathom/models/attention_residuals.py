@@ -1,0 +1,142 @@
+"""`attention_residuals`: each sub-layer reads a softmax over the outputs of earlier blocks, scored by a learned query.
+
+    α = softmax_s( (w ⊙ p) · s / rms(s) )        h = Σ_s α_s s        over the sources s
+
+Two published variants differ in what a source is. `block_sum`: the embeddings, the *sum* of each completed block's
+sub-layer outputs, and the sum of the current block so far. `snapshot`: the embeddings, a snapshot of the running
+stream at each block's end, and the running stream itself, which is never reset and has a learned `recency_bias` on
+its logit. `block_size` counts sub-layers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .numerics import softmax_list, weighted_sum, widen
+from .roles import Cost, Mechanism, Residual, State
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+
+VARIANTS = ("block_sum", "snapshot")
+
+
+@dataclass(frozen=True)
+class AttentionResidualsOptions:
+    """Options of `attention_residuals`."""
+
+    block_size: int = 12
+    """Sub-layers per block (two to a layer)."""
+    variant: str = "block_sum"
+    """`block_sum` (reset after each block) or `snapshot` (cumulative, with a recency bias)."""
+    recency_bias: float = 3.0
+    """Initial bias on the running stream, `snapshot` only."""
+
+    def resolve(self, config: FathomConfig) -> AttentionResidualsOptions:
+        """A block holds at least one sub-layer; the variant exists."""
+        if self.block_size < 1:
+            raise ValueError(f"residual_options.block_size must be at least 1, got {self.block_size}")
+        if self.variant not in VARIANTS:
+            raise ValueError(f"residual_options.variant must be one of {', '.join(VARIANTS)}, got {self.variant}")
+        return self
+
+
+class SourceNorm(nn.Module):
+    """Holds the weight w of the norm that scores sources; the sources themselves stay un-normed."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(width))
+
+
+class AttentionResiduals(Residual):
+    """State: the sources themselves, oldest first, beginning with the embeddings."""
+
+    def __init__(self, config: FathomConfig, sublayer: int) -> None:
+        super().__init__(config, sublayer)
+        options = config.residual_options
+        self.snapshot = options["variant"] == "snapshot"
+        self.starts_block = sublayer % options["block_size"] == 0
+        self.ends_block = (sublayer + 1) % options["block_size"] == 0
+        self.eps = config.rms_norm_eps
+        self.initial_bias = options["recency_bias"]
+        self.pseudo_query = nn.Parameter(torch.empty(config.hidden_size))
+        self.norm = SourceNorm(config.hidden_size)
+        # One element, not none: FSDP2 cannot shard a scalar.
+        self.recency_bias = nn.Parameter(torch.empty(1)) if self.snapshot else None
+
+    def init_weights(self, std: float) -> None:
+        """A zero query: every source alike, but for the recency bias."""
+        init.zeros_(self.pseudo_query)
+        init.ones_(self.norm.weight)
+        if self.recency_bias is not None:
+            init.constant_(self.recency_bias, self.initial_bias)
+
+    def begin(self, embeddings: Tensor) -> State:
+        """`snapshot` starts its running stream as a copy of the embeddings."""
+        return (embeddings, embeddings) if self.snapshot else (embeddings,)
+
+    def read(self, state: State) -> tuple[Tensor, Any]:
+        """The weighted sum of the un-normed sources."""
+        query = widen(self.norm.weight) * widen(self.pseudo_query)  # [hidden_size]
+        scores = []
+        for source in state:
+            x = widen(source)
+            rms = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+            scores.append((x * query).sum(-1, keepdim=True) * rms)  # [B, T, 1]
+        if self.recency_bias is not None:
+            scores[-1] = scores[-1] + self.recency_bias
+        return weighted_sum([w.to(state[0].dtype) for w in softmax_list(scores)], state), None
+
+    def write(self, state: State, update: Tensor, context: Any) -> State:
+        """Add to the current sum, or start one; `snapshot` adds to the stream and keeps a copy at a block's end."""
+        if self.snapshot:
+            stream = state[-1] + update
+            return (*state[:-1], stream, stream) if self.ends_block else (*state[:-1], stream)
+        if self.starts_block or len(state) == 1:  # a trip of a loop may begin inside a block
+            return (*state, update)
+        return (*state[:-1], state[-1] + update)
+
+
+def source_counts(config: FathomConfig) -> list[int]:
+    """How many sources each read of a forward pass has, the one before the final norm included."""
+    from .slots import plan
+
+    block, snapshot = config.residual_options["block_size"], config.residual_options["variant"] == "snapshot"
+    counts = []
+    for trip in plan(config):
+        sources = 2 if snapshot else 1
+        for sublayer in (s for visit in trip for s in (2 * visit.layer, 2 * visit.layer + 1)):
+            counts.append(sources)
+            sources += (sublayer + 1) % block == 0 if snapshot else sublayer % block == 0 or sources == 1
+        counts.append(sources)
+    return counts
+
+
+def cost(config: FathomConfig, scalar: int) -> Cost:
+    """Per source: a product with the query for the score, and a weighted sum."""
+    reads, width = source_counts(config), config.hidden_size
+    snapshot = config.residual_options["variant"] == "snapshot"
+    return Cost(
+        parameters=(2 * config.num_hidden_layers + 1) * (2 * width + snapshot),
+        flops=4 * width * sum(reads),
+        elementwise_flops=2 * width * sum(reads),  # the sources' rms
+        transient_bytes=scalar * width * (max(reads) - 1),
+        io_bytes=scalar * width * (2 * sum(reads) + len(reads) - 1),
+    )
+
+
+ATTENTION_RESIDUALS = Mechanism(
+    name="attention_residuals",
+    axis="residual",
+    summary="softmax over earlier blocks, scored by a learned query",
+    paper="arXiv 2603.15031",
+    build=AttentionResiduals,
+    cost=cost,
+    options=AttentionResidualsOptions,
+)

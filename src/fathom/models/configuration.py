@@ -1,0 +1,75 @@
+"""`FathomConfig`: Qwen3's configuration and one value for each axis of depth."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
+
+from .published import is_published, published_config
+from .registry import AXES, resolve_options
+
+K_NORM_POSITIONS = ("before_rope", "after_rope")
+
+
+@strict
+class FathomConfig(Qwen3Config):
+    """With every axis at its first value this is Qwen3, bit for bit."""
+
+    model_type = "fathom"
+
+    mixer: str = "none"
+    """What value attention reads."""
+    residual: str = "plain"
+    """How a layer's output reaches later layers."""
+    recurrence: str = "once"
+    """How many trips a token makes through the stack."""
+    mixer_options: dict | None = None
+    """Options of the mixer, as its file documents them."""
+    residual_options: dict | None = None
+    """Options of the residual."""
+    recurrence_options: dict | None = None
+    """Options of the recurrence."""
+    k_norm_position: str = "before_rope"
+    """`after_rope` norms keys after rotating them, as the released Depth-Attention weights need."""
+    embedding_scale: float = 1.0
+    """Factor on the input embeddings, for every mechanism alike."""
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if kv_heads < 1 or heads % kv_heads:
+            raise ValueError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim ({self.head_dim}) must be even, since rotary embedding turns pairs")
+        if self.k_norm_position not in K_NORM_POSITIONS:
+            raise ValueError(
+                f"k_norm_position must be one of {', '.join(K_NORM_POSITIONS)}, got {self.k_norm_position!r}"
+            )
+        for axis in AXES:
+            setattr(self, f"{axis}_options", resolve_options(self, axis))
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
+        """As in transformers, but overrides of an axis are applied before validation, not after."""
+        config_dict = dict(config_dict)
+        for axis in AXES:
+            if axis in kwargs and kwargs[axis] != config_dict.get(axis):
+                config_dict.pop(f"{axis}_options", None)  # they belonged to another mechanism
+        for key in [k for k in kwargs if k in cls.__dataclass_fields__ and k not in ("dtype", "torch_dtype")]:
+            config_dict[key] = kwargs.pop(key)
+        return super().from_dict(config_dict, **kwargs)
+
+    @classmethod
+    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read `config.json`: ours, any Qwen3's, or one of the released depth models."""
+        config_dict, kwargs = super().get_config_dict(*args, **kwargs)
+        kind = config_dict.get("model_type")
+        if is_published(config_dict):
+            config_dict = published_config(config_dict)
+        elif kind == "qwen3":
+            config_dict = {**config_dict, "model_type": cls.model_type}
+        elif kind not in (cls.model_type, None):
+            raise ValueError(f"{args[0] if args else 'this checkpoint'} is a {kind} model; Fathom opens qwen3 and fathom")
+        return config_dict, kwargs

@@ -1,0 +1,107 @@
+"""`denseformer`: after each block, a learned static average over the outputs of all blocks before it.
+
+    x ← Σ_{j ≤ i+1} α_{i,j} X_j        X_0 = embeddings, X_{j+1} = raw output of block j
+
+With `dilation` δ, block i reads the X_j with j ≡ i + 1 (mod δ); with `period` p, only every p-th block averages.
+α starts one-hot on the newest, so a pretrained model starts as itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .roles import Cost, Mechanism, Residual, State
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+
+
+@dataclass(frozen=True)
+class DenseFormerOptions:
+    """Options of `denseformer`."""
+
+    dilation: int = 1
+    """Read every dilation-th earlier block."""
+    period: int = 1
+    """Average after every period-th block."""
+
+    def resolve(self, config: FathomConfig) -> DenseFormerOptions:
+        """Both between 1 and the number of layers."""
+        for name in ("dilation", "period"):
+            if not 1 <= getattr(self, name) <= config.num_hidden_layers:
+                raise ValueError(
+                    f"residual_options.{name} must be between 1 and {config.num_hidden_layers} (the number of "
+                    f"layers), got {getattr(self, name)}"
+                )
+        return self
+
+
+def num_weights(config: FathomConfig, block: int) -> int:
+    """How many block outputs block number `block` averages; 0 if it does not."""
+    options = config.residual_options
+    return (block + 1) // options["dilation"] + 1 if (block + 1) % options["period"] == 0 else 0
+
+
+class DenseFormer(Residual):
+    """State: the stream, then the history X_0, X_1, … of this trip."""
+
+    def __init__(self, config: FathomConfig, sublayer: int) -> None:
+        super().__init__(config, sublayer)
+        self.dilation = config.residual_options["dilation"]
+        ends_block = sublayer % 2 == 1
+        weights = num_weights(config, sublayer // 2) if ends_block else 0
+        self.ends_block = ends_block
+        self.alpha = nn.Parameter(torch.empty(weights)) if weights else None
+
+    def init_weights(self, std: float) -> None:
+        """One-hot on the newest."""
+        if self.alpha is not None:
+            init.copy_(self.alpha, torch.eye(len(self.alpha))[-1])
+
+    def write(self, state: State, update: Tensor, context: Any) -> State:
+        """Add; after a block, also remember its raw output and average."""
+        stream, *history = state
+        raw = stream + update
+        if not self.ends_block:
+            return (raw, *(history or (stream,)))
+        history.append(raw)
+        if self.alpha is None:
+            return (raw, *history)
+        read = history[:: -self.dilation]  # newest first; in a later trip of a loop the oldest may not exist
+        mixed = self.alpha[-1] * read[0]
+        for weight, x in zip(self.alpha.flip(0)[1:], read[1:], strict=False):
+            mixed = mixed + weight * x
+        return (mixed, *history)
+
+
+def cost(config: FathomConfig, scalar: int) -> Cost:
+    """A multiply and an add per weight and channel; every block output of the trip stays alive."""
+    from .slots import plan
+
+    trips = [[visit.layer for visit in trip] for trip in plan(config)]
+    parameters = sum(num_weights(config, block) for block in range(config.num_hidden_layers))
+    used = sum(min(num_weights(config, layer), 2 + i) for trip in trips for i, layer in enumerate(trip))
+    width = config.hidden_size
+    return Cost(
+        parameters=parameters,
+        flops=2 * width * used,
+        transient_bytes=scalar * width * max(len(trip) for trip in trips),
+        io_bytes=scalar * width * (used + sum(len(trip) for trip in trips)),
+    )
+
+
+DENSEFORMER = Mechanism(
+    name="denseformer",
+    axis="residual",
+    summary="learned static average over all block outputs",
+    paper="arXiv 2402.02622",
+    build=DenseFormer,
+    cost=cost,
+    options=DenseFormerOptions,
+    identity_at_init=True,
+)

@@ -1,0 +1,205 @@
+"""`depth_attention`: a layer's query attends over earlier layers' keys of the same token and mixes their values.
+
+For one token and one key-value head, with q̄ the mean of the head's group of queries, k̂ the keys that sequence
+attention uses and D_ℓ = {i < ℓ : i mod stride = 0} ∪ {the `recent_window` layers just below ℓ}:
+
+    α   = softmax over j ∈ D_ℓ ∪ {ℓ} of  q̄_ℓ · k̂_j / √D   (+ self_bias where j = ℓ)
+    ṽ_ℓ = α_ℓ v_ℓ + Σ_{j ∈ D_ℓ} α_j ṽ_j
+
+Sources contribute their *mixed* value. ṽ is what the cache stores, so decoding needs nothing of the past but the
+ordinary cache. No parameters.
+
+The form below is chosen for memory traffic, which is all that the mix costs: a list of sources, no stack, no cat, no
+einsum, arithmetic in float32, one rounding at the end. A compiler fuses it into one kernel; run eagerly, a
+hand-written backward keeps no float32 copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .numerics import head_pool, softmax_list, weighted_sum, widen
+from .roles import Cost, Mechanism, State, ValueMixer
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+
+
+@dataclass(frozen=True)
+class ScheduleOptions:
+    """Which layers are sources: shared by the mixers that read a grid."""
+
+    stride: int | None = None
+    """Every stride-th layer, counted from layer 0, is a source for all layers above it. Default: half the layers."""
+    recent_window: int = 0
+    """How many layers just below are sources too."""
+    across_trips: str | None = None
+    """Sources from earlier trips of a loop: `none`, `same_layer` (the layer's own earlier trips; the default in a
+    loop) or `grid` (the grid of every earlier trip)."""
+
+    def resolve(self, config: FathomConfig) -> ScheduleOptions:
+        """Fill in the defaults that depend on the model."""
+        layers = config.num_hidden_layers
+        stride = max(1, layers // 2) if self.stride is None else self.stride
+        if not 1 <= stride <= layers:
+            raise ValueError(f"mixer_options.stride must be between 1 and {layers} (the number of layers), got {stride}")
+        if not 0 <= self.recent_window <= layers:
+            raise ValueError(f"mixer_options.recent_window must be between 0 and {layers}, got {self.recent_window}")
+        allowed = ("none", "same_layer", "grid") if config.recurrence == "loop" else ("none",)
+        across = self.across_trips or ("same_layer" if config.recurrence == "loop" else "none")
+        if across not in allowed:
+            raise ValueError(
+                f"mixer_options.across_trips must be one of {', '.join(allowed)} with recurrence={config.recurrence}, "
+                f"got {across}"
+            )
+        return replace(self, stride=stride, across_trips=across)
+
+
+@dataclass(frozen=True)
+class DepthAttentionOptions(ScheduleOptions):
+    """Options of `depth_attention`."""
+
+    self_bias: float = 0.0
+    """Added to the logit of the layer's own value. With 20 or more a pretrained model starts as itself."""
+    self_bias_steps: int = 0
+    """Training steps over which `self_bias` falls linearly to 0; with 0 it stays."""
+
+    def resolve(self, config: FathomConfig) -> DepthAttentionOptions:
+        """As the schedule does, and no negative number of steps."""
+        if self.self_bias_steps < 0:
+            raise ValueError(f"mixer_options.self_bias_steps must not be negative, got {self.self_bias_steps}")
+        resolved = super().resolve(config)
+        assert isinstance(resolved, DepthAttentionOptions)
+        return resolved
+
+
+def grid_sources(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
+    """The absolute grid below a layer, and its recent window."""
+    stride, window = config.mixer_options["stride"], config.mixer_options["recent_window"]
+    return tuple(i for i in range(layer_idx) if i % stride == 0 or i >= layer_idx - window)
+
+
+class DepthAttention(ValueMixer):
+    """Attention over depth."""
+
+    def __init__(self, config: FathomConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        self.options = config.mixer_options  # the config's own dict: what is annealed here is what gets saved
+        self.initial_bias = float(self.options["self_bias"])
+        # A tensor, since a Python number that changes every step would recompile every step.
+        self.self_bias = nn.Buffer(torch.tensor(self.initial_bias), persistent=False) if self.initial_bias else None
+
+    source_layers = staticmethod(grid_sources)
+
+    @staticmethod
+    def across_trips(config: FathomConfig) -> str:
+        """As the option says."""
+        return config.mixer_options["across_trips"]
+
+    def init_weights(self, std: float) -> None:
+        """Only the bias, which no checkpoint holds."""
+        if self.self_bias is not None:
+            init.constant_(self.self_bias, self.initial_bias)
+
+    def set_step(self, step: int) -> None:
+        """Let go of the own value."""
+        if self.self_bias is not None and (steps := self.options["self_bias_steps"]):
+            bias = self.initial_bias * max(0.0, 1.0 - step / steps)
+            self.self_bias.fill_(bias)
+            self.options["self_bias"] = bias
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: State) -> Tensor:
+        """ṽ of the module's docstring; the very tensor that came in where there is no source."""
+        if not sources:
+            return value
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return mix(query, key, value, sources, self.self_bias)[0]
+        return _Mix.apply(query, self.self_bias, key, value, *sources)
+
+
+def depth_weights(
+    query: Tensor, key: Tensor, sources: State, self_bias: Tensor | None = None
+) -> tuple[list[Tensor], Tensor]:
+    """α for every source and, last, the layer itself (each `[B, H_kv, T, 1]`, float32), and the scaled mean query."""
+    q = widen(head_pool(query, key.shape[1])) * query.shape[-1] ** -0.5  # [B, H_kv, T, D]
+    scores = [(q * widen(k)).sum(-1, keepdim=True) for k in (*sources[::2], key)]
+    if self_bias is not None:
+        scores[-1] = scores[-1] + self_bias
+    return softmax_list(scores), q
+
+
+def mix(
+    query: Tensor, key: Tensor, value: Tensor, sources: State, self_bias: Tensor | None = None
+) -> tuple[Tensor, list[Tensor], Tensor]:
+    """ṽ, and what its backward pass needs: the weights and the scaled mean query."""
+    weights, q = depth_weights(query, key, sources, self_bias)
+    mixed = weighted_sum(weights, (*sources[1::2], value))
+    return mixed.to(value.dtype), weights, q
+
+
+class _Mix(torch.autograd.Function):
+    """`mix` with the backward pass written out: it keeps the inputs and recomputes the weights from them."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, self_bias: Tensor | None, key: Tensor, value: Tensor, *sources: Tensor) -> Tensor:
+        mixed, weights, _ = mix(query, key, value, sources, self_bias)
+        ctx.save_for_backward(query, key, value, mixed, *weights, *sources)
+        return mixed
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mixed, *rest = ctx.saved_tensors
+        count = (len(rest) + 2) // 3
+        weights, sources = rest[:count], rest[count:]
+        kv_heads, scale = key.shape[1], query.shape[-1] ** -0.5
+        q = widen(head_pool(query, kv_heads)) * scale
+        grad = widen(grad)
+        delta = (grad * mixed).sum(-1, keepdim=True)  # Σ_j α_j (grad · v_j), by linearity
+
+        grads: list[Tensor] = []
+        grad_q = torch.zeros_like(q)
+        for weight, k, v in zip(weights, (*sources[::2], key), (*sources[1::2], value), strict=True):
+            grad_score = weight * ((grad * v).sum(-1, keepdim=True) - delta)
+            grad_q = torch.addcmul(grad_q, grad_score, widen(k))
+            grads += [(grad_score * q).to(k.dtype), (weight * grad).to(v.dtype)]
+
+        group = query.shape[1] // kv_heads
+        grad_query = (grad_q * (scale / group)).to(query.dtype)
+        if group > 1:
+            grad_query = grad_query.unsqueeze(2).expand(-1, -1, group, -1, -1).reshape(query.shape)
+        return grad_query, None, grads[-2], grads[-1], *grads[:-2]
+
+
+def cost(config: FathomConfig, scalar: int) -> Cost:
+    """Scores and mixture over every candidate, and the pooling of grouped queries."""
+    from .slots import plan
+
+    visits = [visit for trip in plan(config) for visit in trip]
+    width = config.num_key_value_heads * config.head_dim
+    candidates = sum(len(v.sources) + 1 for v in visits if v.sources)
+    mixing = sum(bool(v.sources) for v in visits)
+    pooled = config.num_attention_heads > config.num_key_value_heads
+    pooling = mixing * config.num_attention_heads * config.head_dim * pooled
+    softmax = 6 * config.num_key_value_heads * candidates
+    return Cost(
+        flops=4 * width * candidates,
+        elementwise_flops=pooling + mixing * width + softmax,  # the middle term scales the pooled query
+        transient_bytes=2 * width * scalar * sum(v.kept for v in visits),
+        io_bytes=scalar * width * (2 * candidates + len(visits)),
+    )
+
+
+DEPTH_ATTENTION = Mechanism(
+    name="depth_attention",
+    axis="mixer",
+    summary="attend over earlier layers' values of the same token",
+    paper="arXiv 2606.05014",
+    build=DepthAttention,
+    cost=cost,
+    options=DepthAttentionOptions,
+)

@@ -1,0 +1,82 @@
+"""`loop`: the same stack again.
+
+    x_{k+1} = r_k        (the residual stream as the last layer left it, un-normed)
+
+With this feed and no halting the model is a plain decoder of `count` times the depth whose weights repeat; each trip
+has keys and values of its own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .roles import Cost, Mechanism, Recurrence
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+    from .slots import Out
+
+
+@dataclass(frozen=True)
+class LoopOptions:
+    """Options of `loop`."""
+
+    count: int = 3
+    """How often the looped layers run."""
+    prelude: int = 0
+    """Layers that run once, before the loop."""
+    coda: int = 0
+    """Layers that run once, after the loop."""
+
+    def resolve(self, config: FathomConfig) -> LoopOptions:
+        """Refuse a loop without layers."""
+        if self.count < 1:
+            raise ValueError(f"recurrence_options.count must be at least 1, got {self.count}")
+        if self.prelude < 0 or self.coda < 0 or self.prelude + self.coda >= config.num_hidden_layers:
+            raise ValueError(
+                f"recurrence_options.prelude + coda must leave at least one of the {config.num_hidden_layers} layers "
+                f"to loop, got {self.prelude} + {self.coda}"
+            )
+        return self
+
+
+class Loop(Recurrence):
+    """Feeds the residual stream back into the stack."""
+
+    @staticmethod
+    def extra_trips(config: FathomConfig) -> int:
+        """`count` - 1."""
+        return config.recurrence_options["count"] - 1
+
+    @staticmethod
+    def span(config: FathomConfig) -> tuple[int, int]:
+        """What is left between prelude and coda."""
+        options = config.recurrence_options
+        return options["prelude"], config.num_hidden_layers - options["coda"]
+
+    def feed(self, x: Tensor, out: Out) -> Tensor:
+        """The un-normed stream, so that nothing is normalised twice."""
+        return out.residual
+
+
+def cost(config: FathomConfig, scalar: int) -> Cost:
+    """Every extra trip pays the looped layers again, in arithmetic and in cache."""
+    from .cost import layer_cache_bytes, layer_flops
+
+    start, stop = Loop.span(config)
+    again = Loop.extra_trips(config) * (stop - start)
+    return Cost(flops=again * layer_flops(config), cache_bytes=again * layer_cache_bytes(config, scalar))
+
+
+LOOP = Mechanism(
+    name="loop",
+    axis="recurrence",
+    summary="run the stack several times on its own output",
+    paper="arXiv 1807.03819",
+    build=Loop,
+    cost=cost,
+    options=LoopOptions,
+)

@@ -1,0 +1,116 @@
+"""Cross-entropy of a linear head without the logits of a whole batch.
+
+Rows are taken in chunks. While a chunk's logits are at hand, their gradient is formed in place and multiplied out,
+so backward has nothing left to compute and `[B, T, V]` never exists. It costs the same three matrix products as the
+plain way.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from .numerics import widen
+
+IGNORE = -100
+CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
+"""Logits per chunk: small enough to stay in a processor's cache, large enough to fill a GPU."""
+
+
+def causal_lm_loss(
+    hidden: Tensor,
+    head: nn.Module,
+    labels: Tensor | None,
+    num_items_in_batch: Tensor | int | None = None,
+    shift_labels: Tensor | None = None,
+) -> Tensor:
+    """Next-token cross-entropy in float32: the sum over targets, divided by their number or by `num_items_in_batch`.
+
+    Args:
+        hidden: `[B, T, hidden_size]`, what the head reads.
+        head: The output projection; anything but a plain linear layer (a LoRA adapter, say) is called as it is.
+        labels: `[B, T]`, shifted here; -100 is ignored.
+        num_items_in_batch: Targets of the whole batch when it is spread over several calls.
+        shift_labels: `[B, T]`, already shifted; takes the place of `labels`.
+    """
+    if shift_labels is None:
+        if labels is None:
+            raise ValueError("pass labels or shift_labels")
+        shift_labels = F.pad(labels, (0, 1), value=IGNORE)[..., 1:]
+    rows, targets = hidden.flatten(0, -2), shift_labels.flatten().to(hidden.device)
+    if type(head) is nn.Linear:
+        total = linear_cross_entropy(rows, head.weight, targets)
+    else:
+        total = _chunked(rows, head, targets)
+    if num_items_in_batch is None:
+        return total / (targets != IGNORE).sum().clamp(min=1)
+    if isinstance(num_items_in_batch, Tensor):
+        num_items_in_batch = num_items_in_batch.to(total.device)
+    return total / num_items_in_batch
+
+
+def linear_cross_entropy(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """Summed cross-entropy of `rows @ weight.T` against `targets`, `[N, D]` and `[V, D]` and `[N]`."""
+    if torch.is_autocast_enabled(rows.device.type):
+        dtype = torch.get_autocast_dtype(rows.device.type)
+        rows, weight = rows.to(dtype), weight.to(dtype)
+    with torch.autocast(rows.device.type, enabled=False):
+        return _LinearCrossEntropy.apply(rows, weight, targets)
+
+
+def chunk_rows(count: int, vocabulary: int, device: str) -> int:
+    """Rows per chunk, so that the chunks of a batch are equal but for the last."""
+    most = max(1, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // vocabulary)
+    return -(-count // -(-count // most)) if count else 1
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        need_rows, need_weight = ctx.needs_input_grad[:2]
+        total = rows.new_zeros((), dtype=torch.promote_types(rows.dtype, torch.float32))
+        grad_rows = torch.empty_like(rows) if need_rows else None
+        grad_weight = torch.zeros_like(weight, dtype=total.dtype) if need_weight else None
+        size = chunk_rows(len(rows), len(weight), rows.device.type)
+        for start in range(0, len(rows), size):
+            x, target = rows[start : start + size], targets[start : start + size]
+            valid = target != IGNORE
+            index = target.where(valid, 0).unsqueeze(1)
+            log_p = F.log_softmax(widen(x @ weight.T), -1)
+            total = total - log_p.gather(1, index).squeeze(1).where(valid, 0).sum()
+            if not (need_rows or need_weight):
+                continue
+            # d loss / d logits = p - onehot, formed where the log-probabilities are
+            grad = log_p.exp_().scatter_add_(1, index, log_p.new_full((), -1.0).expand_as(index)).to(rows.dtype)
+            if grad_rows is not None:
+                grad_rows[start : start + size] = (grad @ weight) * valid.unsqueeze(1)
+            if grad_weight is not None:
+                grad_weight += grad.T @ (x * valid.unsqueeze(1))
+        ctx.save_for_backward(grad_rows, grad_weight)
+        ctx.weight_dtype = weight.dtype
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
+        grad_rows, grad_weight = ctx.saved_tensors
+        return (
+            None if grad_rows is None else grad_rows * grad.to(grad_rows.dtype),
+            None if grad_weight is None else (grad_weight * grad).to(ctx.weight_dtype),
+            None,
+        )
+
+
+def _chunked(rows: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
+    def part(x: Tensor, target: Tensor) -> Tensor:
+        return F.cross_entropy(widen(head(x)), target, ignore_index=IGNORE, reduction="sum")
+
+    size = max(1, CHUNK_ELEMENTS["cuda"] // 50_000)
+    pieces = [
+        checkpoint(part, rows[i : i + size], targets[i : i + size], use_reentrant=False)
+        for i in range(0, len(rows), size)
+    ]
+    return torch.stack(pieces).sum()

@@ -1,0 +1,349 @@
+"""The one forward pass in the project: Qwen3's decoder, with a role on each axis of depth.
+
+`Attention` asks the mixer which value to store; `DecoderLayer` reads from and writes to the residual; `FathomModel`
+walks the plan of `slots.py`, hands every layer the sources that its mixer reads, and lets the recurrence decide what
+the next trip starts from. Parameter names are Qwen3's, so no checkpoint is ever converted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.qwen3.modeling_qwen3 import (
+    Qwen3MLP,
+    Qwen3PreTrainedModel,
+    Qwen3RotaryEmbedding,
+    eager_attention_forward,
+)
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration import FathomConfig
+from .loss import causal_lm_loss
+from .registry import mechanism
+from .rms_norm import RMSNorm
+from .roles import MechanismModule, State
+from .rotary import rotate
+from .slots import Out, plan, unroll, with_banks
+
+
+class Attention(nn.Module):
+    """Qwen3's attention; the mixer sits between the projections and the cache."""
+
+    def __init__(self, config: FathomConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.config = config
+        self.layer_idx = layer_idx
+        self.head_dim = config.head_dim
+        self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
+        self.scaling = self.head_dim**-0.5
+        self.attention_dropout = config.attention_dropout
+        self.is_causal = True
+        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+        self.norm_rotated_keys = config.k_norm_position == "after_rope"
+
+        width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
+        self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
+        self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
+        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.mixer = mechanism("mixer", config.mixer).build(config, layer_idx)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        position_embeddings: tuple[Tensor, Tensor],
+        attention_mask: Tensor | None,
+        past_key_values: Cache | None = None,
+        bank: int | None = None,
+        sources: State = (),
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """The output, the weights if the backend returns them, and the new tokens' key and mixed value."""
+        shape = hidden_states.shape[:-1]
+        heads = (*shape, -1, self.head_dim)
+        query = self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2)  # [B, H, T, D]
+        key = self.k_proj(hidden_states).view(heads)
+        value = self.v_proj(hidden_states).view(heads).transpose(1, 2)  # [B, H_kv, T, D]
+        if self.norm_rotated_keys:
+            query, key = rotate(query, key.transpose(1, 2), *position_embeddings)
+            key = self.k_norm(key)
+        else:
+            query, key = rotate(query, self.k_norm(key).transpose(1, 2), *position_embeddings)
+        value = self.mixer(query, key, value, sources)
+
+        keys, values = key, value
+        if past_key_values is not None:
+            keys, values = past_key_values.update(key, value, self.layer_idx if bank is None else bank)
+
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        output, weights = attend(
+            self,
+            query,
+            keys,
+            values,
+            attention_mask,
+            dropout=self.attention_dropout if self.training else 0.0,
+            scaling=self.scaling,
+            sliding_window=self.sliding_window,
+            **kwargs,
+        )
+        return self.o_proj(output.reshape(*shape, -1).contiguous()), weights, key, value
+
+
+class DecoderLayer(GradientCheckpointingLayer):
+    """Attention and MLP, each between a read and a write of the residual."""
+
+    def __init__(self, config: FathomConfig, layer_idx: int) -> None:
+        super().__init__()
+        residual = mechanism("residual", config.residual).build
+        self.self_attn = Attention(config, layer_idx)
+        self.mlp = Qwen3MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.attn_residual = residual(config, 2 * layer_idx)
+        self.mlp_residual = residual(config, 2 * layer_idx + 1)
+
+    def forward(self, state: State, sources: State = (), **kwargs: Any) -> tuple[State, Tensor, Tensor]:
+        """The new residual state, and this layer's key and mixed value for the layers that read them."""
+        x, context = self.attn_residual.read(state)
+        update, _, key, value = self.self_attn(self.input_layernorm(x), sources=sources, **kwargs)
+        state = self.attn_residual.write(state, update, context)
+        x, context = self.mlp_residual.read(state)
+        state = self.mlp_residual.write(state, self.mlp(self.post_attention_layernorm(x)), context)
+        return state, key, value
+
+
+class FathomPreTrainedModel(Qwen3PreTrainedModel):
+    """What every Fathom model shares with transformers."""
+
+    config: FathomConfig
+    config_class = FathomConfig
+    _no_split_modules = ["DecoderLayer"]
+    _can_record_outputs = {"attentions": Attention}
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, MechanismModule):
+            module.init_weights(self.config.initializer_range)
+        else:
+            super()._init_weights(module)
+
+    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+        """Recompute each layer in the backward pass; non-reentrant, or gradients to depth sources would vanish."""
+        chosen = dict(gradient_checkpointing_kwargs or {})
+        if chosen.setdefault("use_reentrant", False):
+            raise ValueError("use_reentrant=True loses the gradients of depth sources; leave it False")
+        super().gradient_checkpointing_enable(chosen)
+
+    def set_step(self, step: int) -> None:
+        """Tell every mechanism how many optimizer steps have been made, for those that follow a schedule."""
+        for module in self.modules():
+            if isinstance(module, MechanismModule):
+                module.set_step(step)
+
+
+class FathomModel(FathomPreTrainedModel):
+    """The decoder without its head."""
+
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__(config)
+        self.padding_idx = config.pad_token_id
+        self.vocab_size = config.vocab_size
+        self.plan = plan(config)
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
+        self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.final_residual = mechanism("residual", config.residual).build(config, 2 * config.num_hidden_layers)
+        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.recurrence = mechanism("recurrence", config.recurrence).build(config)
+        self.rotary_emb = Qwen3RotaryEmbedding(config=config)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        use_cache: bool | None = None,
+        output_hidden_states: bool = False,
+        head: Callable[[Tensor], Tensor] | None = None,
+        **kwargs: Any,
+    ) -> BaseModelOutputWithPast:
+        """As `Qwen3Model.forward`; `head` turns hidden states into logits for recurrences that feed on them."""
+        if (input_ids is None) == (inputs_embeds is None):
+            raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.config.embedding_scale != 1.0:
+            x = x * self.config.embedding_scale
+
+        # Masks look at what the caller gave: without a cache of theirs, and with positions that restart, documents are
+        # packed; positions that are made here never are.
+        given, given_positions = past_key_values, position_ids
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if past_key_values is not None:
+            with_banks(past_key_values, self.config)
+        if position_ids is None:
+            seen = 0 if given is None else given.get_seq_length()
+            position_ids = (torch.arange(x.shape[1], device=x.device) + seen).unsqueeze(0)
+
+        masks = self._masks(x, attention_mask, given, given_positions)
+        position_embeddings = self.rotary_emb(x, position_ids)
+        kept: dict[int, State] = {}
+        hidden_states: list[Tensor] = []
+
+        def trip(k: int, x: Tensor) -> Out:
+            state = self.final_residual.begin(x)
+            for visit in self.plan[k]:
+                if output_hidden_states:
+                    hidden_states.append(self.final_residual.read(state)[0])
+                state, key, value = self.layers[visit.layer](
+                    state,
+                    tuple(tensor for i in visit.sources for tensor in kept[i]),
+                    attention_mask=masks[self.config.layer_types[visit.layer]],
+                    position_embeddings=position_embeddings,
+                    position_ids=position_ids,
+                    past_key_values=past_key_values,
+                    bank=visit.bank,
+                    **kwargs,
+                )
+                if visit.kept:
+                    kept[visit.index] = (key, value)
+            return Out(self.final_residual.read(state)[0], self.norm, head)
+
+        state = unroll(self.recurrence, x, trip)
+        hidden = self.recurrence.readout(state)
+        return FathomModelOutput(
+            last_hidden_state=hidden,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*hidden_states, hidden) if output_hidden_states else None,
+            recurrence_state=state,
+        )
+
+    def _masks(
+        self, x: Tensor, attention_mask: Any, past_key_values: Cache | None, position_ids: Tensor | None
+    ) -> dict[str, Any]:
+        if isinstance(attention_mask, dict):  # `generate` may have prepared it
+            return attention_mask
+        arguments = {
+            "config": self.config,
+            "inputs_embeds": x,
+            "attention_mask": attention_mask,
+            "past_key_values": past_key_values,
+            "position_ids": position_ids,
+        }
+        masks = {"full_attention": create_causal_mask(**arguments)}
+        if "sliding_attention" in self.config.layer_types:
+            masks["sliding_attention"] = create_sliding_window_causal_mask(**arguments)
+        return masks
+
+
+@dataclass
+class FathomModelOutput(BaseModelOutputWithPast):
+    """`BaseModelOutputWithPast` and the recurrence's state, from which losses and metrics are made."""
+
+    recurrence_state: dict[str, Any] | None = None
+
+
+@dataclass
+class FathomCausalLMOutput(CausalLMOutputWithPast):
+    """`CausalLMOutputWithPast`, the named terms that `loss` already includes, and what training should log."""
+
+    aux_losses: dict[str, Tensor] | None = None
+    metrics: dict[str, Tensor] | None = None
+
+
+class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
+    """The decoder with a language-modelling head."""
+
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
+
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__(config)
+        self.model = FathomModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | Tensor = 0,
+        return_logits: bool | None = None,
+        shift_labels: Tensor | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> FathomCausalLMOutput:
+        """As `Qwen3ForCausalLM.forward`, but that training does not make logits.
+
+        Args:
+            input_ids: `[B, T]`.
+            attention_mask: `[B, past + T]`; zeros are padding.
+            position_ids: `[B, T]`; positions that restart within a row mark packed documents.
+            past_key_values: A cache from an earlier call, or an empty one.
+            inputs_embeds: `[B, T, hidden_size]` in place of `input_ids`.
+            labels: `[B, T]`, shifted inside; -100 is ignored. Asks for the loss.
+            use_cache: Whether to return a cache; by default as the configuration says, and not while training.
+            logits_to_keep: Make logits for the last so many positions only; 0 for all.
+            return_logits: Whether to make logits beside a loss. By default only outside training.
+            shift_labels: Labels that are already shifted, in place of `labels`.
+            num_items_in_batch: Targets of the whole batch, when the loss of one call is a part of its mean.
+        """
+        with_loss = labels is not None or shift_labels is not None
+        if with_loss and self.training and use_cache is None:
+            use_cache = False
+        outputs = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            head=self.lm_head,
+            **kwargs,
+        )
+        hidden, state = outputs.last_hidden_state, outputs.recurrence_state
+        result = FathomCausalLMOutput(
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+        if with_loss:
+            result.loss = causal_lm_loss(hidden, self.lm_head, labels, num_items_in_batch, shift_labels)
+            aux = self.model.recurrence.aux_losses(state, labels if shift_labels is None else shift_labels)
+            if aux:
+                result.aux_losses = aux
+                result.loss = result.loss + sum(aux.values())
+            result.metrics = self.model.recurrence.metrics(state) or None
+        if not with_loss or (not self.training if return_logits is None else return_logits):
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            result.logits = self.lm_head(hidden[:, keep])
+        return result

@@ -1,0 +1,41 @@
+"""The few sums that several mechanisms share, written so that a compiler fuses them: lists, never stacks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def widen(x: Tensor) -> Tensor:
+    """At least float32: half precision is for storage, not for sums."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def softmax_list(scores: Sequence[Tensor]) -> list[Tensor]:
+    """Softmax across equally shaped tensors, element by element."""
+    top = scores[0]
+    for score in scores[1:]:
+        top = torch.maximum(top, score)
+    weights = [(score - top).exp() for score in scores]
+    total = weights[0]
+    for weight in weights[1:]:
+        total = total + weight
+    return [weight / total for weight in weights]
+
+
+def weighted_sum(weights: Sequence[Tensor], terms: Sequence[Tensor]) -> Tensor:
+    """Σ_j weights_j · terms_j."""
+    total = weights[0] * terms[0]
+    for weight, term in zip(weights[1:], terms[1:], strict=True):
+        total = total + weight * term
+    return total
+
+
+def head_pool(query: Tensor, num_key_value_heads: int) -> Tensor:
+    """Mean of each key-value head's contiguous group of queries: `[B, H, T, D]` to `[B, H_kv, T, D]`."""
+    batch, heads, length, width = query.shape
+    if heads == num_key_value_heads:
+        return query
+    return query.view(batch, num_key_value_heads, heads // num_key_value_heads, length, width).mean(2)

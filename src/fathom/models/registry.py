@@ -1,0 +1,108 @@
+"""Every mechanism by name. To add one, write its file and add it to `ALL`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+from .attention_residuals import ATTENTION_RESIDUALS
+from .denseformer import DENSEFORMER
+from .depth_attention import DEPTH_ATTENTION
+from .hyper_connections import HYPER_CONNECTIONS
+from .looping import LOOP
+from .roles import Cost, Mechanism, Recurrence, Residual, ValueMixer
+from .uniform_depth import UNIFORM_DEPTH
+from .value_residual import VALUE_RESIDUAL
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+
+
+def free(config: FathomConfig, scalar: int) -> Cost:
+    """Nothing."""
+    return Cost()
+
+
+NONE = Mechanism("none", "mixer", "each layer's own value", "Qwen3", ValueMixer, free, identity_at_init=True)
+PLAIN = Mechanism("plain", "residual", "add to one stream", "Qwen3", Residual, free, identity_at_init=True)
+ONCE = Mechanism("once", "recurrence", "one trip through the stack", "Qwen3", Recurrence, free, identity_at_init=True)
+
+ALL = (
+    *(NONE, DEPTH_ATTENTION, UNIFORM_DEPTH, VALUE_RESIDUAL),
+    *(PLAIN, DENSEFORMER, ATTENTION_RESIDUALS, HYPER_CONNECTIONS),
+    *(ONCE, LOOP),
+)
+MECHANISMS: dict[str, Mechanism] = {mechanism.name: mechanism for mechanism in ALL}
+AXES = ("mixer", "residual", "recurrence")
+DEFAULTS = {"mixer": "none", "residual": "plain", "recurrence": "once"}
+VANILLA = "vanilla"
+
+
+def mechanism(axis: str, name: str) -> Mechanism:
+    """The mechanism of that name on that axis."""
+    found = MECHANISMS.get(name)
+    if found is None or found.axis != axis:
+        names = ", ".join(m.name for m in ALL if m.axis == axis)
+        raise ValueError(f"{axis} must be one of {names}, got {name!r}")
+    return found
+
+
+def parse_mechanism(text: str) -> dict[str, str]:
+    """`loop+depth_attention` as one value per axis; `vanilla` is every axis at its first."""
+    values = dict(DEFAULTS)
+    taken: set[str] = set()
+    for name in (part.strip() for part in text.split("+")):
+        if name == VANILLA:
+            continue
+        if name not in MECHANISMS:
+            raise ValueError(f"unknown mechanism {name!r}; there are {VANILLA}, {', '.join(sorted(MECHANISMS))}")
+        axis = MECHANISMS[name].axis
+        if axis in taken:
+            raise ValueError(f"{text!r} names two values of the {axis} axis")
+        taken.add(axis)
+        values[axis] = name
+    return values
+
+
+def mechanism_name(config: FathomConfig) -> str:
+    """The inverse of `parse_mechanism`."""
+    names = [getattr(config, axis) for axis in reversed(AXES) if getattr(config, axis) != DEFAULTS[axis]]
+    return "+".join(names) or VANILLA
+
+
+def resolve_options(config: FathomConfig, axis: str) -> dict[str, Any]:
+    """The axis' options with every default filled in, or one line that says what is wrong."""
+    chosen, given = mechanism(axis, getattr(config, axis)), getattr(config, f"{axis}_options") or {}
+    types = {f.name: f.type for f in fields(chosen.options)}
+    for key, value in given.items():
+        if key not in types:
+            known = ", ".join(types) or "none"
+            raise ValueError(f"{axis}_options.{key} is not an option of {chosen.name} (it has: {known})")
+        if not _fits(value, str(types[key])):
+            raise ValueError(f"{axis}_options.{key} must be {types[key]}, got {value!r}")
+    return asdict(chosen.options(**given).resolve(config))
+
+
+def _fits(value: Any, annotation: str) -> bool:
+    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
+    allowed = [part.strip() for part in annotation.split("|")]
+    if value is None:
+        return "None" in allowed
+    if isinstance(value, bool):
+        return "bool" in allowed
+    return any(isinstance(value, kinds.get(name, (object,))) for name in allowed)
+
+
+def mixer_class(config: FathomConfig) -> type[ValueMixer]:
+    """The class behind `config.mixer`."""
+    return mechanism("mixer", config.mixer).build  # type: ignore[return-value]
+
+
+def residual_class(config: FathomConfig) -> type[Residual]:
+    """The class behind `config.residual`."""
+    return mechanism("residual", config.residual).build  # type: ignore[return-value]
+
+
+def recurrence_class(config: FathomConfig) -> type[Recurrence]:
+    """The class behind `config.recurrence`."""
+    return mechanism("recurrence", config.recurrence).build  # type: ignore[return-value]

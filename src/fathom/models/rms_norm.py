@@ -1,0 +1,50 @@
+"""RMS norm: Qwen3's, to the last bit, with a backward pass that touches memory half as often.
+
+    y = w ⊙ (x · r),  r = 1 / √(mean(x²) + ε)
+    dx = r (g − x r² mean(g ⊙ x)),  g = w ⊙ dy        dw = Σ dy ⊙ (x · r)
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
+
+from .numerics import widen
+
+
+class RMSNorm(Qwen3RMSNorm):
+    """Qwen3's norm in single and half precision; double stays double, so that exactness can be measured."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """Normalise the last dimension."""
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return normalise(hidden_states, self.weight, self.variance_epsilon)[0]
+        return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
+
+
+def normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """y and r of the module's docstring."""
+    wide = widen(x)
+    rms = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * (wide * rms).to(x.dtype), rms
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        y, rms = normalise(x, weight, eps)
+        ctx.save_for_backward(x, weight, rms)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, rms = ctx.saved_tensors
+        wide = widen(x)
+        normed_grad = grad * wide  # dy ⊙ x, for both gradients
+        grad_weight = (normed_grad * rms).sum(tuple(range(x.dim() - 1)))
+        mean = (normed_grad * widen(weight)).mean(-1, keepdim=True)
+        grad_x = torch.addcmul(grad * widen(weight), wide, mean * rms.pow(2), value=-1) * rms
+        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None

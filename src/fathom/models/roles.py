@@ -1,0 +1,189 @@
+"""The three roles that a mechanism can play, and what it must declare.
+
+Each base class *is* the first value of its axis: a `ValueMixer` that mixes nothing, a `Residual` that adds, a
+`Recurrence` that makes one trip. A mechanism subclasses one of them in a file of its own and ends that file with
+one `Mechanism`. The decoder in `modeling.py` knows these classes and nothing about any mechanism.
+
+State is functional throughout: methods return new tensors and mutate nothing, because a list that is changed inside
+a layer breaks activation checkpointing and FSDP2 without an error.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+    from .slots import Out
+
+State = tuple[Tensor, ...]
+
+
+class View(enum.Enum):
+    """Which slots (token, trip) a slot may read."""
+
+    SAME = "same"  # the same trip of earlier tokens (or the last one they made)
+    DUO = "duo"  # trips up to its own
+    ALL = "all"  # everything before it
+
+    @property
+    def depth_parallel(self) -> bool:
+        """Whether one trip of all tokens can be computed at once, exactly."""
+        return self is not View.ALL
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a mechanism adds to the vanilla decoder. Everything but `parameters` is per token of a forward pass."""
+
+    parameters: int = 0
+    flops: float = 0.0
+    """Of matrix products and weighted sums, as the papers count them."""
+    elementwise_flops: float = 0.0
+    """Of norms, softmaxes and pooling, which the papers leave out."""
+    cache_bytes: int = 0
+    transient_bytes: int = 0
+    """Alive during the forward pass beyond vanilla; nothing of it survives the token."""
+    io_bytes: int = 0
+    """Activation reads and writes of an unfused implementation."""
+
+    def __add__(self, other: Cost) -> Cost:
+        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Cost)))
+
+
+@dataclass(frozen=True)
+class NoOptions:
+    """A mechanism without options."""
+
+    def resolve(self, config: FathomConfig) -> NoOptions:
+        """Fill in what depends on `config`, and refuse what is impossible."""
+        return self
+
+
+@dataclass(frozen=True)
+class Mechanism:
+    """One value of one axis: the declaration at the end of every mechanism file."""
+
+    name: str
+    axis: str
+    """`mixer`, `residual` or `recurrence`."""
+    summary: str
+    paper: str
+    build: Callable[..., nn.Module]
+    """Mixer: (config, layer_idx). Residual: (config, sublayer). Recurrence: (config)."""
+    cost: Callable[[FathomConfig, int], Cost]
+    """(config, bytes per scalar)."""
+    options: type = NoOptions
+    identity_at_init: bool = False
+    """Whether switching it on leaves a pretrained model's function as it is."""
+
+
+class MechanismModule(nn.Module):
+    """What the three roles share."""
+
+    no_weight_decay: tuple[str, ...] = ()
+    """Local names of parameters that weight decay must leave alone although they have two dimensions or more."""
+
+    def init_weights(self, std: float) -> None:
+        """Initialise this module's own parameters and buffers (with `transformers.initialization`)."""
+
+    def set_step(self, step: int) -> None:
+        """Follow a schedule over training steps."""
+
+
+class ValueMixer(MechanismModule):
+    """Decides which value attention stores and reads: `layers.N.self_attn.mixer`."""
+
+    def __init__(self, config: FathomConfig, layer_idx: int) -> None:
+        super().__init__()
+        self.layer_idx = layer_idx
+
+    @staticmethod
+    def source_layers(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
+        """The earlier layers that this layer reads, ascending: the only place where the rule is written."""
+        return ()
+
+    @staticmethod
+    def across_trips(config: FathomConfig) -> str:
+        """How sources cross the trips of a recurrence: `none`, `same_layer` or `grid`."""
+        return "none"
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: State) -> Tensor:
+        """The value to store, `[B, H_kv, T, D]`.
+
+        Args:
+            query: `[B, H, T, D]`, normed and rotated.
+            key: `[B, H_kv, T, D]`, normed and rotated.
+            value: `[B, H_kv, T, D]`, this layer's own projection.
+            sources: `(key, mixed value, key, mixed value, ...)` of earlier layers for the *same* tokens, oldest first.
+        """
+        return value
+
+
+class Residual(MechanismModule):
+    """Decides how a sub-layer's output reaches later ones: `layers.N.{attn,mlp}_residual`, `model.final_residual`.
+
+    Sub-layers are numbered 0 … 2L-1 (attention, MLP, attention, …); 2L is the read before the final norm.
+    """
+
+    def __init__(self, config: FathomConfig, sublayer: int) -> None:
+        super().__init__()
+        self.sublayer = sublayer
+
+    def begin(self, embeddings: Tensor) -> State:
+        """The state in which a trip starts; `embeddings` is `[B, T, hidden_size]`."""
+        return (embeddings,)
+
+    def read(self, state: State) -> tuple[Tensor, Any]:
+        """The sub-layer's input `[B, T, hidden_size]`, and whatever `write` will need."""
+        return state[0], None
+
+    def write(self, state: State, update: Tensor, context: Any) -> State:
+        """Merge the sub-layer's output into the state."""
+        return (state[0] + update,)
+
+
+class Recurrence(MechanismModule):
+    """Decides how many trips a token makes and what each one starts from: `model.recurrence`."""
+
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__()
+        self.depth = self.extra_trips(config)
+
+    view = View.SAME
+
+    @staticmethod
+    def extra_trips(config: FathomConfig) -> int:
+        """Trips beyond the first."""
+        return 0
+
+    @staticmethod
+    def span(config: FathomConfig) -> tuple[int, int]:
+        """The layers `[start, stop)` that every trip visits; those outside are visited once, before and after."""
+        return 0, config.num_hidden_layers
+
+    def feed(self, x: Tensor, out: Out) -> Tensor:
+        """The next trip's input from this trip's input and output, `[B, T, hidden_size]`."""
+        raise RuntimeError(f"{type(self).__name__} makes one trip only")
+
+    def gate(self, trip: int, out: Out, state: dict[str, Any]) -> dict[str, Any]:
+        """Update the policy's state after a trip. Here: everyone goes on, and the last trip counts."""
+        return {"last": out}
+
+    def readout(self, state: dict[str, Any]) -> Tensor:
+        """The hidden state that the head reads, `[B, T, hidden_size]`, normed."""
+        last: Out = state["last"]
+        return last.hidden
+
+    def aux_losses(self, state: dict[str, Any], labels: Tensor) -> dict[str, Tensor]:
+        """Terms to add to the cross-entropy, by name."""
+        return {}
+
+    def metrics(self, state: dict[str, Any]) -> dict[str, Tensor]:
+        """What training should log, by name."""
+        return {}

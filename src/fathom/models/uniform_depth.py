@@ -1,0 +1,61 @@
+"""`uniform_depth`: the plain average over the sources of `depth_attention`, the honest control for it.
+
+    ṽ_ℓ = (v_ℓ + Σ_{j ∈ D_ℓ} ṽ_j) / M_ℓ,        M_ℓ = |D_ℓ| + 1
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .depth_attention import ScheduleOptions, grid_sources
+from .roles import Cost, Mechanism, State, ValueMixer
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+
+
+class UniformDepth(ValueMixer):
+    """Averages values over depth without any attention."""
+
+    source_layers = staticmethod(grid_sources)
+
+    @staticmethod
+    def across_trips(config: FathomConfig) -> str:
+        """As the option says."""
+        return config.mixer_options["across_trips"]
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: State) -> Tensor:
+        """The mean of the own value and the sources' mixed values."""
+        if not sources:
+            return value
+        total = value
+        for mixed in sources[1::2]:
+            total = total + mixed
+        return total / (len(sources) // 2 + 1)
+
+
+def cost(config: FathomConfig, scalar: int) -> Cost:
+    """One addition per source and a division."""
+    from .slots import plan
+
+    visits = [visit for trip in plan(config) for visit in trip]
+    width = config.num_key_value_heads * config.head_dim
+    candidates = sum(len(v.sources) + 1 for v in visits if v.sources)
+    return Cost(
+        flops=width * candidates,
+        transient_bytes=2 * width * scalar * sum(v.kept for v in visits),
+        io_bytes=scalar * width * (candidates + len(visits)),
+    )
+
+
+UNIFORM_DEPTH = Mechanism(
+    name="uniform_depth",
+    axis="mixer",
+    summary="average earlier layers' values of the same token",
+    paper="arXiv 2606.05014, Table 5",
+    build=UniformDepth,
+    cost=cost,
+    options=ScheduleOptions,
+)

@@ -1,0 +1,53 @@
+"""`value_residual`: every layer adds half of the first layer's value to half of its own.
+
+    ṽ_ℓ = ½ v_0 + ½ v_ℓ        for ℓ ≥ 1
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .roles import Cost, Mechanism, State, ValueMixer
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+
+
+class ValueResidual(ValueMixer):
+    """Mixes with layer 0 alone; not recursive, since layer 0's mixed value is its raw one."""
+
+    @staticmethod
+    def source_layers(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
+        """Layer 0."""
+        return (0,) if layer_idx else ()
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: State) -> Tensor:
+        """½ v_0 + ½ v_ℓ."""
+        return torch.lerp(value, sources[1], 0.5) if sources else value
+
+
+def cost(config: FathomConfig, scalar: int) -> Cost:
+    """Two products and a sum per layer and trip."""
+    from .slots import plan
+
+    visits = [visit for trip in plan(config) for visit in trip]
+    width = config.num_key_value_heads * config.head_dim
+    mixing = sum(bool(v.sources) for v in visits)
+    return Cost(
+        flops=3 * width * mixing,
+        transient_bytes=2 * width * scalar * sum(v.kept for v in visits),
+        io_bytes=3 * scalar * width * mixing,
+    )
+
+
+VALUE_RESIDUAL = Mechanism(
+    name="value_residual",
+    axis="mixer",
+    summary="half of the first layer's value, half of the own",
+    paper="arXiv 2410.17897",
+    build=ValueResidual,
+    cost=cost,
+)
