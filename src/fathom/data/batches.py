@@ -1,0 +1,299 @@
+"""Batches as a pure function of (seed, step, rank layout): a run resumes from one integer, on any number of ranks."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fathom.data.permutation import Permutation
+from fathom.data.shards import DataError, TokenDataset
+
+Packing = Literal["windows", "documents"]
+IGNORED = -100  # the label that Hugging Face losses skip
+
+
+@dataclass
+class Batch:
+    """Rows for one forward pass; the model shifts the labels, as Hugging Face models do.
+
+    The counts are those of the global batch, all ranks and micro-batches together: they are never reduced across ranks.
+    """
+
+    input_ids: Tensor
+    """Token ids, int64 [rows, T]."""
+    labels: Tensor
+    """The same ids, or -100 where nothing is to be predicted; may share memory with `input_ids`."""
+    position_ids: Tensor | None
+    """Positions that restart with each document, under `packing="documents"`; None elsewhere."""
+    num_targets: int
+    """Tokens predicted in the global batch: the `num_items_in_batch` of a Hugging Face loss."""
+    num_bytes: int | None = None
+    """Bytes of text that those tokens stand for, in evaluation; the denominator of bits per byte."""
+
+    def to(self, device: torch.device | str) -> Batch:
+        """Copy to a device, without waiting where the memory is pinned."""
+        input_ids = self.input_ids.to(device, non_blocking=True)
+        shared = self.labels is self.input_ids
+        labels = input_ids if shared else self.labels.to(device, non_blocking=True)
+        positions = None if self.position_ids is None else self.position_ids.to(device, non_blocking=True)
+        return Batch(input_ids, labels, positions, self.num_targets, self.num_bytes)
+
+    def pin_memory(self) -> Batch:
+        """Copy to page-locked memory, from which a GPU can fetch in the background."""
+        input_ids = self.input_ids.pin_memory()
+        labels = input_ids if self.labels is self.input_ids else self.labels.pin_memory()
+        positions = None if self.position_ids is None else self.position_ids.pin_memory()
+        return Batch(input_ids, labels, positions, self.num_targets, self.num_bytes)
+
+    def split(self, rows: int) -> list[Batch]:
+        """Cut into micro-batches of `rows` rows that share this batch's memory and its global counts."""
+        pieces = []
+        for start in range(0, len(self.input_ids), rows):
+            part = slice(start, start + rows)
+            input_ids = self.input_ids[part]
+            labels = input_ids if self.labels is self.input_ids else self.labels[part]
+            positions = None if self.position_ids is None else self.position_ids[part]
+            pieces.append(Batch(input_ids, labels, positions, self.num_targets, self.num_bytes))
+        return pieces
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """The order in which a run reads a dataset.
+
+    The stream of tokens is cut into windows of `sequence_length`. Epoch e shuffles them with a permutation that
+    (seed, e) alone chooses; epochs follow each other without a gap, and step s takes the rows
+    `[s * rows_per_step, (s + 1) * rows_per_step)` of that endless list. Every rank takes a contiguous slice of the
+    step's rows and every micro-batch a slice of the rank's, so no layout changes what a step learns from.
+    """
+
+    dataset: TokenDataset
+    """Where the tokens are."""
+    sequence_length: int
+    """Tokens per row."""
+    rows_per_step: int
+    """Rows of the global batch."""
+    seed: int
+    """Chooses the shuffles."""
+    packing: Packing = "windows"
+    """`windows`: rows are read as one text. `documents`: position_ids restart at each document in a row, and no
+    document's first token is predicted from the one before it."""
+
+    def __post_init__(self) -> None:
+        if self.packing not in ("windows", "documents"):
+            raise DataError(f"packing {self.packing!r} is not one of windows, documents")
+        _require_length(self.sequence_length)
+        if self.rows_per_step < 1:
+            raise DataError(f"rows_per_step must be at least 1, not {self.rows_per_step}")
+        if self.num_windows < 1:
+            raise DataError(
+                f"{self.dataset.directory}: a context of {self.sequence_length} tokens is longer than the split "
+                f"{self.dataset.split!r} ({self.dataset.num_tokens} tokens)"
+            )
+
+    @property
+    def num_windows(self) -> int:
+        """Rows in one epoch."""
+        return self.dataset.num_tokens // self.sequence_length
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Whole steps before any window comes a second time; at least 1."""
+        return max(1, self.num_windows // self.rows_per_step)
+
+    def windows(self, step: int) -> NDArray[np.int64]:
+        """The windows of the global batch at a step, in order."""
+        rows = np.arange(step * self.rows_per_step, (step + 1) * self.rows_per_step)
+        epochs, places = np.divmod(rows, self.num_windows)
+        windows = np.empty_like(rows)
+        for epoch in np.unique(epochs).tolist():
+            here = epochs == epoch
+            windows[here] = Permutation(self.num_windows, self.seed, epoch)(places[here])
+        return windows
+
+    def batch(self, step: int, rank: int = 0, world_size: int = 1, micro_batch: int | None = None) -> list[Batch]:
+        """The micro-batches of one rank at one step.
+
+        Args:
+            step: Which step of the run, from 0.
+            rank: Which data-parallel rank.
+            world_size: How many of them there are.
+            micro_batch: Rows per forward pass; all of the rank's rows at once if not given.
+        """
+        rows, micro_batch = self._layout(rank, world_size, micro_batch)
+        return self._rank_batch(step, rank * rows, rows).split(micro_batch)
+
+    def prefetch(
+        self,
+        start_step: int,
+        stop_step: int,
+        rank: int = 0,
+        world_size: int = 1,
+        micro_batch: int | None = None,
+        depth: int = 2,
+    ) -> Iterator[tuple[int, list[Batch]]]:
+        """Yield `(step, batch(step, ...))` for a range of steps, read ahead by a thread.
+
+        Args:
+            start_step: The first step.
+            stop_step: The step after the last.
+            rank: Which data-parallel rank.
+            world_size: How many of them there are.
+            micro_batch: Rows per forward pass; all of the rank's rows at once if not given.
+            depth: How many steps may wait in memory, which is pinned where CUDA is available.
+        """
+        rows, micro_batch = self._layout(rank, world_size, micro_batch)
+        return self._prefetch(range(start_step, stop_step), rank * rows, rows, micro_batch, depth)
+
+    def _prefetch(
+        self, steps: range, first: int, rows: int, micro_batch: int, depth: int
+    ) -> Iterator[tuple[int, list[Batch]]]:
+        ready: queue.Queue[tuple[int, Batch] | BaseException | None] = queue.Queue(depth)
+        stopped = threading.Event()
+        pin = torch.cuda.is_available()
+
+        def put(item: tuple[int, Batch] | BaseException | None) -> None:
+            while not stopped.is_set():
+                try:
+                    return ready.put(item, timeout=0.1)
+                except queue.Full:
+                    continue
+
+        def read_ahead() -> None:
+            try:
+                for step in steps:
+                    batch = self._rank_batch(step, first, rows)
+                    put((step, batch.pin_memory() if pin else batch))
+                    if stopped.is_set():
+                        return
+                put(None)
+            except BaseException as error:  # handed to the consumer, who raises it
+                put(error)
+
+        threading.Thread(target=read_ahead, name="fathom-prefetch", daemon=True).start()
+        try:
+            while (item := ready.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                step, batch = item
+                yield step, batch.split(micro_batch)
+        finally:
+            stopped.set()
+
+    def _layout(self, rank: int, world_size: int, micro_batch: int | None) -> tuple[int, int]:
+        """Rows per rank and rows per micro-batch."""
+        if not 0 <= rank < world_size:
+            raise DataError(f"rank {rank} is outside a world of {world_size}")
+        if self.rows_per_step % world_size:
+            raise DataError(f"{self.rows_per_step} rows per step cannot be shared equally by {world_size} ranks")
+        rows = self.rows_per_step // world_size
+        micro_batch = rows if micro_batch is None else micro_batch
+        if micro_batch < 1 or rows % micro_batch:
+            raise DataError(f"{rows} rows per rank cannot be cut into micro-batches of {micro_batch}")
+        return rows, micro_batch
+
+    def _rank_batch(self, step: int, first: int, rows: int) -> Batch:
+        starts = self.windows(step) * self.sequence_length
+        length = self.sequence_length
+        tokens = np.empty((rows, length), np.int64)
+        for row, start in enumerate(starts[first : first + rows].tolist()):
+            self.dataset.read(start, tokens[row])
+        input_ids = torch.from_numpy(tokens)
+        if self.packing == "windows":
+            return Batch(input_ids, input_ids, None, self.rows_per_step * (length - 1))
+        # The count is of the global batch: the boundaries of every rank's rows are looked up, in the index alone.
+        boundaries = [self.dataset.document_ends(start, start + length) - start for start in starts.tolist()]
+        num_targets = sum(length - 1 - len(inside) for inside in boundaries)
+        labels, positions = _separate(tokens, boundaries[first : first + rows])
+        return Batch(input_ids, torch.from_numpy(labels), torch.from_numpy(positions), num_targets)
+
+
+def evaluation_batches(
+    dataset: TokenDataset,
+    sequence_length: int,
+    batch_size: int,
+    max_tokens: int | None = None,
+    rank: int = 0,
+    world_size: int = 1,
+    packing: Packing = "windows",
+) -> Iterator[Batch]:
+    """Yield the windows of a dataset in order, each beginning on the last token of the one before.
+
+    Every token but the first is thus predicted exactly once. All ranks yield equally many batches of equal shape: rows
+    beyond the end are EOS with every label -100.
+
+    Args:
+        dataset: What to evaluate on; `TokenDataset.select` gives one domain.
+        sequence_length: Tokens per row.
+        batch_size: Rows per batch and rank.
+        max_tokens: Stop after about so many predicted tokens, at the end of a window; never before the first.
+        rank: Which rank's batches to yield.
+        world_size: How many ranks share the windows.
+        packing: As in `BatchPlan`.
+    """
+    _require_length(sequence_length)
+    if dataset.num_tokens < 2:
+        raise DataError(f"{dataset.directory}: the split {dataset.split!r} holds nothing to predict")
+    stride = sequence_length - 1
+    count = -(-(dataset.num_tokens - 1) // stride)
+    if max_tokens is not None:
+        count = min(count, max(1, max_tokens // stride))
+    return _evaluation_batches(dataset, sequence_length, batch_size, count, rank, world_size, packing)
+
+
+def _evaluation_batches(
+    dataset: TokenDataset, length: int, batch_size: int, count: int, rank: int, world_size: int, packing: Packing
+) -> Iterator[Batch]:
+    for first in range(0, count, batch_size * world_size):
+        spans = []
+        for window in range(first, min(first + batch_size * world_size, count)):
+            start = window * (length - 1)
+            spans.append((start, min(start + length, dataset.num_tokens)))
+        nothing = np.empty(0, np.int64)
+        ends = [dataset.document_ends(start, stop) if packing == "documents" else nothing for start, stop in spans]
+        # What is predicted: everything from the second token of each run of one document, or of the window.
+        num_targets = num_bytes = 0
+        for (start, stop), inside in zip(spans, ends, strict=True):
+            edges = [start, *inside.tolist(), stop]
+            num_targets += stop - start - 1 - len(inside)
+            num_bytes += sum(
+                dataset.bytes_before(b) - dataset.bytes_before(a + 1) for a, b in itertools.pairwise(edges)
+            )
+        tokens = np.full((batch_size, length), dataset.eos_token_id, np.int64)
+        labels = np.full((batch_size, length), IGNORED, np.int64)
+        positions = np.broadcast_to(np.arange(length), tokens.shape).copy()
+        mine = slice(rank * batch_size, (rank + 1) * batch_size)
+        for row, ((start, stop), inside) in enumerate(zip(spans[mine], ends[mine], strict=True)):
+            dataset.read(start, tokens[row, : stop - start])
+            part = slice(row, row + 1)
+            separated, positions[part] = _separate(tokens[part], [inside - start])
+            labels[row, : stop - start] = separated[0, : stop - start]
+        position_ids = torch.from_numpy(positions) if packing == "documents" else None
+        yield Batch(torch.from_numpy(tokens), torch.from_numpy(labels), position_ids, num_targets, num_bytes)
+
+
+def _separate(
+    tokens: NDArray[np.int64], boundaries: list[NDArray[np.int64]]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Labels and positions of rows in which a new document begins at each boundary."""
+    labels = tokens.copy()
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape).copy()
+    for row, inside in enumerate(boundaries):
+        labels[row, inside] = IGNORED
+        for boundary in inside.tolist():
+            positions[row, boundary:] = np.arange(tokens.shape[1] - boundary)
+    return labels, positions
+
+
+def _require_length(sequence_length: int) -> None:
+    if sequence_length < 2:
+        raise DataError(f"sequence_length must be at least 2, not {sequence_length}: the first token is not predicted")

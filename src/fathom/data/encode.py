@@ -1,0 +1,220 @@
+"""The work of a `prepare` worker: parse records, choose their split, tokenise them.
+
+Run as a program it serves requests on its standard input until that closes, which it does when the parent dies,
+however it dies. A plain subprocess needs no `__main__` guard in the caller's script, as multiprocessing would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fathom.data.shards import DataError, token_dtype
+from fathom.data.sources import Kind, Reading, parse
+from fathom.data.tokenizer import plain_encoder
+
+
+@dataclass(frozen=True)
+class Encoding:
+    """Everything that turns a record into tokens of a split."""
+
+    tokenizer_file: Path
+    vocab_size: int
+    eos_token_id: int
+    held_out: float
+    reading: Reading
+
+
+@dataclass
+class Chunk:
+    """Records that travel to a worker together."""
+
+    kind: Kind
+    name: str
+    domain: str
+    first: int
+    """The number of the first record in its source."""
+    payloads: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class Encoded:
+    """The documents of a chunk that belong to one (split, domain), in order."""
+
+    split: str
+    domain: str
+    tokens: NDArray[Any]
+    lengths: NDArray[np.int64]
+    byte_lengths: NDArray[np.int64]
+
+
+def choose_split(text: str, held_out: float) -> str:
+    """`val` for the given share of all texts, by content: texts that differ in white space alone stay together."""
+    digest = hashlib.blake2b(" ".join(text.split()).encode("utf-8"), digest_size=8).digest()
+    return "val" if int.from_bytes(digest, "big") < held_out * 2.0**64 else "train"
+
+
+class Encoder:
+    """Encodes chunks in this process."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        self._encoding = encoding
+        self._dtype = token_dtype(encoding.vocab_size)
+        self._tokenizer = plain_encoder(encoding.tokenizer_file)
+
+    def __call__(self, chunk: Chunk) -> list[Encoded]:
+        """Tokenise a chunk."""
+        documents = []
+        for number, payload in enumerate(chunk.payloads, chunk.first):
+            document = parse(chunk.kind, chunk.name, chunk.domain, number, payload, self._encoding.reading)
+            if document is not None:
+                documents.append(document)
+        encodings = self._tokenizer.encode_batch_fast([text for text, _, _ in documents], add_special_tokens=False)
+        groups: dict[tuple[str, str], tuple[list[int], list[int], list[int]]] = {}
+        for (text, domain, size), encoding in zip(documents, encodings, strict=True):
+            key = choose_split(text, self._encoding.held_out), domain
+            tokens, lengths, byte_lengths = groups.setdefault(key, ([], [], []))
+            ids = encoding.ids
+            tokens.extend(ids)
+            tokens.append(self._encoding.eos_token_id)
+            lengths.append(len(ids) + 1)
+            byte_lengths.append(size)
+        return [
+            Encoded(*key, np.array(tokens, self._dtype), np.array(lengths, np.int64), np.array(sizes, np.int64))
+            for key, (tokens, lengths, sizes) in groups.items()
+        ]
+
+
+class _Worker:
+    """A process that encodes, and the pipe to it."""
+
+    def __init__(self, encoding: Encoding) -> None:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "fathom.data.encode"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment,
+        )
+        self._encoding: Encoding | None = encoding
+
+    def __call__(self, chunk: Chunk) -> list[Encoded]:
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            if self._encoding is not None:
+                pickle.dump(self._encoding, self.process.stdin)
+                self._encoding = None
+            pickle.dump(chunk, self.process.stdin)
+            self.process.stdin.flush()
+            result = pickle.load(self.process.stdout)
+        except (EOFError, BrokenPipeError, pickle.UnpicklingError):
+            status = self.process.wait()
+            raise DataError(f"a tokenising process died (exit status {status}); run again to continue") from None
+        if isinstance(result, Exception):
+            raise result
+        return cast(list[Encoded], result)
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                # Closing flushes, and nobody reads any more.
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+
+def encode_chunks(
+    chunks: Iterator[tuple[Any, Chunk]], encoding: Encoding, workers: int
+) -> Iterator[tuple[Any, list[Encoded]]]:
+    """Encode chunks on `workers` processes and yield the results in the order of the chunks, each with its tag.
+
+    With one worker everything happens in this process. At most two chunks per worker are in memory.
+    """
+    if workers <= 1:
+        encoder = Encoder(encoding)
+        for tag, chunk in chunks:
+            yield tag, encoder(chunk)
+        return
+    local = threading.local()
+    started: list[_Worker] = []
+
+    def work(chunk: Chunk) -> list[Encoded]:
+        if not hasattr(local, "worker"):
+            local.worker = _Worker(encoding)
+            started.append(local.worker)
+        result: list[Encoded] = local.worker(chunk)
+        return result
+
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="fathom-encode")
+    pending: deque[tuple[Any, Future[list[Encoded]]]] = deque()
+    try:
+        for tag, chunk in chunks:
+            pending.append((tag, pool.submit(work, chunk)))
+            if len(pending) >= 2 * workers:
+                tag, future = pending.popleft()
+                yield tag, future.result()
+        while pending:
+            tag, future = pending.popleft()
+            yield tag, future.result()
+    finally:
+        for _, future in pending:
+            future.cancel()
+        for worker in started:
+            worker.process.kill()
+        pool.shutdown()
+        for worker in started:
+            worker.stop()
+
+
+def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
+    """Answer chunks with what they encode to, or with the exception, until the requests end."""
+    encoder = None
+    while True:
+        try:
+            request = pickle.load(requests)
+        except EOFError:
+            return
+        if encoder is None:
+            encoder = Encoder(request)
+            continue
+        try:
+            result: Any = encoder(request)
+        except Exception as error:
+            result = error if isinstance(error, DataError) else RuntimeError(f"{type(error).__name__}: {error}")
+        try:
+            pickle.dump(result, replies)
+            replies.flush()
+        except BrokenPipeError:
+            return
+
+
+if __name__ == "__main__":
+    # Ctrl-C reaches the whole process group; the parent decides what it means.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # Replies have standard output to themselves: whatever else prints goes to standard error.
+    channel = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    # As `__main__`, the classes here would be others than the parent's.
+    from fathom.data.encode import serve as serve_as_imported
+
+    serve_as_imported(sys.stdin.buffer, channel)

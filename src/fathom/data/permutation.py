@@ -1,0 +1,42 @@
+"""A shuffle of any size that needs no array: a keyed Feistel network, walked until it lands inside the range."""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+from numpy.typing import NDArray
+
+ROUNDS = 8
+
+
+class Permutation:
+    """A bijection of `range(size)` chosen by `key`; evaluating it costs the same time and memory at any size."""
+
+    def __init__(self, size: int, *key: int) -> None:
+        self.size = size
+        self._half = np.uint64(max((size - 1).bit_length() + 1, 2) // 2)
+        self._mask = np.uint64((1 << int(self._half)) - 1)
+        digest = hashlib.blake2b(repr(key).encode(), digest_size=8 * ROUNDS).digest()
+        self._keys = np.frombuffer(digest, "<u8").astype(np.uint64)
+
+    def __call__(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where each index goes."""
+        values = self._scramble(indices.astype(np.uint64))
+        # The network permutes the next power of four; what falls outside the range is sent on until it returns.
+        while (outside := values >= self.size).any():
+            values[outside] = self._scramble(values[outside])
+        return values.astype(np.int64)
+
+    def _scramble(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = values >> self._half, values & self._mask
+        for key in self._keys:
+            left, right = right, left ^ (_mix(right ^ key) & self._mask)
+        return (left << self._half) | right
+
+
+def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser: every bit of the input reaches every bit of the output."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

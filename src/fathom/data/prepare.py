@@ -1,0 +1,414 @@
+"""`fathom prepare`: text in, checksummed token shards out; parallel, in constant memory, and resumable.
+
+One process reads records in order, workers parse and tokenise them, and the same process appends the results in order,
+so the output does not depend on the number of workers. Shards only ever grow. From time to time they are forced to the
+disk and a journal records their lengths and how far reading has come; after a crash they are cut back to the journal
+and work goes on from there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import shutil
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fathom.data.encode import Chunk, Encoded, Encoding, choose_split, encode_chunks
+from fathom.data.progress import ProgressBar
+from fathom.data.shards import (
+    FORMAT,
+    INDEX,
+    JOURNAL,
+    TOKENIZER,
+    VERIFIED,
+    VERSION,
+    DataError,
+    Shard,
+    ShardWriter,
+    read_index,
+    require_vocabulary,
+    shard_entries,
+    token_dtype,
+    write_index,
+    write_json,
+)
+from fathom.data.sources import FileFormat, Reading, Source, Undecodable, find_sources, parse
+from fathom.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_checksums, train_bpe, vocabulary_size
+
+CHUNK_BYTES = 1 << 20
+CHUNK_RECORDS = 4096
+CHECKPOINT_SECONDS = 5.0
+# Starting a pool costs about a second per worker; less text than this is tokenised sooner without one.
+POOL_BYTES = 8 << 20
+MOST_DOMAINS = 1000
+
+
+@dataclass
+class Summary:
+    """What `prepare` made, and how fast."""
+
+    directory: Path
+    """Where the corpus is."""
+    vocab_size: int
+    """Embedding rows that its tokens need."""
+    splits: dict[str, dict[str, dict[str, int]]]
+    """Tokens, documents and bytes of every domain of every split."""
+    resumed_documents: int
+    """Documents that an interrupted run had finished."""
+    seconds: float
+    """Time this run took, after any tokenizer training."""
+    documents_per_second: float
+    """How many documents a second this run tokenised."""
+
+
+def prepare(
+    inputs: list[str],
+    out: Path,
+    tokenizer: str | None = None,
+    train_tokenizer: int | None = None,
+    text_field: str = "text",
+    domain_field: str | None = None,
+    separator: str | None = None,
+    file_format: FileFormat = "auto",
+    undecodable: Undecodable = "error",
+    held_out: float = 0.01,
+    shard_tokens: int = 1 << 27,
+    tokenizer_bytes: int = 1 << 28,
+    model_vocab_size: int | None = None,
+    workers: int | None = None,
+    overwrite: bool = False,
+) -> Summary:
+    """Turn documents into token shards.
+
+    Killed at any moment and run again with the same arguments, it continues and ends with the same bytes.
+
+    Args:
+        inputs: Files, directories, globs or `hf:ORG/NAME?name=CONFIG&split=SPLIT`; `NAME=` before one names its domain.
+        out: The directory to make.
+        tokenizer: A tokenizer directory, a tokenizer.json, or a name on the Hugging Face Hub.
+        train_tokenizer: Train a byte-level BPE of this many tokens on the training documents instead.
+        text_field: The JSON field or Parquet column that holds the text.
+        domain_field: The JSON field or Parquet column that names the domain of each document.
+        separator: A line that separates documents within text files (may be empty); if not given, a file is a document.
+        file_format: Read every file as this, whatever its extension.
+        undecodable: What to do with text that is not UTF-8: stop, replace what is wrong, or skip the document.
+        held_out: The share of documents that go to the validation split, chosen by a hash of their text.
+        shard_tokens: Tokens after which a shard is closed.
+        tokenizer_bytes: Train the tokenizer on at most this much text, an equal share from the start of every input.
+        model_vocab_size: Refuse a tokenizer with more tokens than this.
+        workers: Tokenising processes; one per available core if not given. The output does not depend on it.
+        overwrite: Replace a corpus in `out` that was made with other arguments.
+    """
+    reading = Reading(text_field, domain_field, separator, undecodable)
+    _check_arguments(tokenizer, train_tokenizer, held_out, shard_tokens, model_vocab_size)
+    out = Path(out)
+    sources = find_sources(inputs, reading, file_format)
+    settings = {
+        "inputs": inputs,
+        "tokenizer": tokenizer or train_tokenizer,
+        "reading": asdict(reading),
+        "file_format": file_format,
+        "held_out": held_out,
+        "shard_tokens": shard_tokens,
+        "tokenizer_bytes": tokenizer_bytes if train_tokenizer else None,
+        "input_bytes": sum(source.size for source in sources),
+    }
+    _probe(sources, reading)
+    with _locked(out):
+        if difference := _difference(out, settings, sources):
+            if not overwrite:
+                raise DataError(f"{out}: {difference}: choose another directory, or overwrite=true")
+            _clear(out)
+        if (out / INDEX).exists():
+            (out / JOURNAL).unlink(missing_ok=True)
+            return _summary(out, 0, 0.0, resumed=None)
+        try:
+            run = _Run(out, sources, reading, settings)
+            run.prepare_tokenizer(tokenizer, train_tokenizer, tokenizer_bytes, model_vocab_size)
+            started, resumed = time.monotonic(), run.documents
+            run.tokenize(_worker_count(workers, sources))
+            run.finish()
+        except OSError as error:
+            raise DataError(f"{error.filename or out}: {error.strerror or error}; run again to continue") from error
+        return _summary(out, run.documents - resumed, time.monotonic() - started, resumed)
+
+
+@dataclass
+class _Run:
+    """One run of `prepare`; what must survive a crash is `position`, `documents` and the writers' shards."""
+
+    out: Path
+    sources: list[Source]
+    reading: Reading
+    settings: dict[str, Any]
+    position: tuple[int, int] = (0, 0)
+    """The source, and the record in it, from which reading continues."""
+    documents: int = 0
+    writers: dict[tuple[str, str], ShardWriter] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.held_out: float = self.settings["held_out"]
+        self.inputs_stamp = _stamp(self.sources)
+        self.journal: dict[str, Any] | None = None
+        if (self.out / JOURNAL).exists():
+            self.journal = json.loads((self.out / JOURNAL).read_bytes())
+            self.position = (self.journal["position"][0], self.journal["position"][1])
+            self.documents = self.journal["documents"]
+        else:
+            self._write_journal()
+
+    def prepare_tokenizer(
+        self, name: str | None, train_size: int | None, train_bytes: int, model_vocab_size: int | None
+    ) -> None:
+        """Load or train the tokenizer, unless an earlier run saved it already."""
+        if not (self.out / TOKENIZER).is_dir():
+            if train_size is not None:
+                tokenizer = train_bpe(self._training_texts(train_bytes), train_size)
+            else:
+                assert name is not None
+                tokenizer = load_tokenizer(name)
+            if model_vocab_size is not None:
+                require_vocabulary(vocabulary_size(tokenizer), model_vocab_size, name or "the tokenizer")
+            save_tokenizer(tokenizer, self.out)
+        tokenizer = load_tokenizer(str(self.out / TOKENIZER))
+        self.vocab_size, self.eos_token_id = vocabulary_size(tokenizer), int(tokenizer.eos_token_id)
+        if model_vocab_size is not None:
+            require_vocabulary(self.vocab_size, model_vocab_size, self.out / TOKENIZER)
+        self._restore_writers()
+
+    def tokenize(self, workers: int) -> None:
+        """Read, encode and append everything from the journal's position on."""
+        encoding = Encoding(
+            self.out / TOKENIZER / "tokenizer.json", self.vocab_size, self.eos_token_id, self.held_out, self.reading
+        )
+        total = self.settings["input_bytes"] if all(source.size for source in self.sources) else None
+        started, before, saved = time.monotonic(), self.documents, time.monotonic()
+        with ProgressBar("tokenising", total) as bar:
+            for (position, bytes_read), groups in encode_chunks(self._chunks(), encoding, workers):
+                for group in groups:
+                    self._append(group)
+                self.position = position
+                now = time.monotonic()
+                if now - saved >= CHECKPOINT_SECONDS:
+                    self._write_journal()
+                    saved = now
+                bar.update(bytes_read, f"{(self.documents - before) / max(now - started, 1e-9):,.0f} documents/s")
+
+    def finish(self) -> None:
+        """Write the index, after which the corpus is complete and the journal is not needed."""
+        if not self.documents:
+            raise DataError(f"{', '.join(self.settings['inputs'])}: no documents: every record is empty")
+        self._write_journal()
+        splits: dict[str, dict[str, list[dict[str, int]]]] = {"train": {}, "val": {}}
+        for (split, domain), writer in sorted(self.writers.items()):
+            splits[split][domain] = shard_entries(writer.shards)
+        if not splits["train"]:
+            raise DataError(f"{self.out}: every document was held out, none is left to train on: lower held_out")
+        if self.held_out and not splits["val"]:
+            warnings.warn(
+                f"{self.out}: none of {self.documents} documents fell into the held-out {self.held_out:.2%}: "
+                "there is no validation split",
+                stacklevel=3,
+            )
+        index = {
+            "format": FORMAT,
+            "version": VERSION,
+            "settings": self.settings,
+            "vocab_size": self.vocab_size,
+            "eos_token_id": self.eos_token_id,
+            "dtype": token_dtype(self.vocab_size).name,
+            "tokenizer_crc32": tokenizer_checksums(self.out),
+            "splits": {split: domains for split, domains in splits.items() if domains},
+        }
+        write_index(self.out, index)
+        (self.out / JOURNAL).unlink()
+
+    def _append(self, group: Encoded) -> None:
+        key = group.split, group.domain
+        if key not in self.writers:
+            if len(self.writers) >= 2 * MOST_DOMAINS:
+                raise DataError(f"more than {MOST_DOMAINS} domains: is {self.reading.domain_field!r} a domain_field?")
+            self.writers[key] = self._writer(*key)
+        self.writers[key].append(group.tokens, group.lengths, group.byte_lengths)
+        self.documents += len(group.lengths)
+
+    def _chunks(self) -> Iterator[tuple[tuple[tuple[int, int], int], Chunk]]:
+        """Chunks from the current position on, each with the position and the bytes read after it."""
+        first_source, first_record = self.position
+        base = sum(source.size for source in self.sources[:first_source])
+        for number in range(first_source, len(self.sources)):
+            source = self.sources[number]
+            record = first_record if number == first_source else 0
+            chunk = Chunk(source.kind, source.name, source.domain, record)
+            size = bytes_read = 0
+            for payload, bytes_read in source.records(self.reading, record):
+                chunk.payloads.append(payload)
+                record += 1
+                size += _payload_bytes(payload)
+                if size >= CHUNK_BYTES or len(chunk.payloads) >= CHUNK_RECORDS:
+                    yield ((number, record), base + bytes_read), chunk
+                    chunk, size = Chunk(source.kind, source.name, source.domain, record), 0
+            base += source.size
+            yield ((number + 1, 0), base), chunk
+
+    def _training_texts(self, limit: int) -> Iterator[str]:
+        """Training documents from the start of every source: what is held out teaches the tokenizer nothing."""
+        with ProgressBar("training the tokenizer", None) as bar:
+            for source in self.sources:
+                room = limit // len(self.sources)
+                for number, record in enumerate(source.records(self.reading)):
+                    document = parse(source.kind, source.name, source.domain, number, record.payload, self.reading)
+                    if document is None or choose_split(document[0], self.held_out) != "train":
+                        continue
+                    yield document[0]
+                    room -= document[2]
+                    bar.update(0)
+                    if room <= 0:
+                        break
+
+    def _write_journal(self) -> None:
+        for writer in self.writers.values():
+            writer.sync()
+        journal = {
+            "settings": self.settings,
+            "inputs_stamp": self.inputs_stamp,
+            "position": self.position,
+            "documents": self.documents,
+            "shards": [[*key, shard_entries(writer.shards)] for key, writer in self.writers.items()],
+        }
+        write_json(self.out / JOURNAL, journal)
+
+    def _writer(self, split: str, domain: str, shards: list[Shard] | None = None) -> ShardWriter:
+        dtype = token_dtype(self.vocab_size)
+        return ShardWriter(self.out, split, domain, dtype, self.settings["shard_tokens"], shards)
+
+    def _restore_writers(self) -> None:
+        """Go back to the journal: what was written after it is cut off."""
+        for split, domain, entries in self.journal["shards"] if self.journal else []:
+            self.writers[split, domain] = self._writer(split, domain, [Shard(**entry) for entry in entries])
+        wanted: dict[Path, int] = {}
+        for writer in self.writers.values():
+            wanted.update(writer.file_sizes())
+        for path in [*self.out.glob("train/*/*"), *self.out.glob("val/*/*")]:
+            if path not in wanted:
+                path.unlink()
+        for path, size in wanted.items():
+            if not path.exists() or path.stat().st_size < size:
+                raise DataError(f"{path} is shorter than the journal says: delete {self.out} and start anew")
+            os.truncate(path, size)
+
+
+def _check_arguments(
+    tokenizer: str | None, train_size: int | None, held_out: float, shard_tokens: int, model_vocab_size: int | None
+) -> None:
+    if (tokenizer is None) == (train_size is None):
+        raise DataError("give either tokenizer or train_tokenizer")
+    if not 0 <= held_out < 1:
+        raise DataError(f"held_out must be at least 0 and below 1, not {held_out}")
+    if shard_tokens < 1:
+        raise DataError(f"shard_tokens must be positive, not {shard_tokens}")
+    if train_size is not None and model_vocab_size is not None:
+        require_vocabulary(train_size, model_vocab_size, "train_tokenizer")
+
+
+def _probe(sources: list[Source], reading: Reading) -> None:
+    """Read the first record of every source, so that a wrong field or a damaged file is found before the work."""
+    for source in sources:
+        if source.kind != "hub":
+            for record in itertools.islice(source.records(reading), 1):
+                parse(source.kind, source.name, source.domain, 0, record.payload, reading)
+
+
+def _worker_count(workers: int | None, sources: list[Source]) -> int:
+    if workers is not None:
+        if workers < 1:
+            raise DataError(f"workers must be at least 1, not {workers}")
+        return workers
+    if all(source.size for source in sources) and sum(source.size for source in sources) < POOL_BYTES:
+        return 1
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _payload_bytes(payload: Any) -> int:
+    if isinstance(payload, Path):
+        return payload.stat().st_size
+    return len(payload[0] or "") if isinstance(payload, tuple) else len(payload)
+
+
+def _stamp(sources: list[Source]) -> str:
+    """Changes when any input file does."""
+    stamps = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for source in sources for p in source.paths]
+    return hashlib.blake2b(json.dumps(stamps).encode(), digest_size=16).hexdigest()
+
+
+def _difference(out: Path, settings: dict[str, Any], sources: list[Source]) -> str | None:
+    """How the corpus in `out`, finished or begun, differs from the one that is asked for; None if it does not."""
+    if (out / INDEX).exists():
+        old = read_index(out)
+    elif (out / JOURNAL).exists():
+        old = json.loads((out / JOURNAL).read_bytes())
+    else:
+        return None
+    for key, value in json.loads(json.dumps(settings)).items():
+        found = old["settings"].get(key)
+        if found != value:
+            return f"was prepared with {key} {found!r}, not {value!r}"
+    if old.get("inputs_stamp", _stamp(sources)) != _stamp(sources):
+        return "the inputs changed since the interrupted run began"
+    return None
+
+
+def _summary(out: Path, documents: int, seconds: float, resumed: int | None) -> Summary:
+    index = read_index(out)
+    splits = {
+        split: {
+            domain: {key: sum(entry[key] for entry in entries) for key in ("tokens", "documents", "bytes")}
+            for domain, entries in domains.items()
+        }
+        for split, domains in index["splits"].items()
+    }
+    if resumed is None:
+        resumed = sum(counts["documents"] for domains in splits.values() for counts in domains.values())
+    return Summary(out, index["vocab_size"], splits, resumed, seconds, documents / seconds if seconds else 0.0)
+
+
+@contextmanager
+def _locked(out: Path) -> Iterator[None]:
+    """Hold the output directory for this process alone; the system lets go of it however the process ends."""
+    ours = (out / INDEX).exists() or (out / JOURNAL).exists()
+    if out.exists() and not out.is_dir():
+        raise DataError(f"{out} is not a directory")
+    if out.is_dir() and not ours and any(path.name != JOURNAL + ".tmp" for path in out.iterdir()):
+        raise DataError(f"{out} holds other files: choose another directory")
+    out.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:
+            pass  # Windows has no such lock.
+        except OSError:
+            raise DataError(f"{out} is being prepared by another process") from None
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _clear(out: Path) -> None:
+    # A journal of nothing comes first and goes last: whatever a crash leaves is recognised as ours and as unfinished.
+    write_json(out / JOURNAL, {"settings": {}})
+    for path in (out / INDEX, out / VERIFIED):
+        path.unlink(missing_ok=True)
+    for folder in ("train", "val", TOKENIZER):
+        shutil.rmtree(out / folder, ignore_errors=True)
+    (out / JOURNAL).unlink()

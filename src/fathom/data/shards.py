@@ -1,0 +1,370 @@
+"""Token shards on disk: the format, its reader, its writer, and the checksums that guard it.
+
+A corpus is a directory::
+
+    index.json                      what follows, with counts and checksums; written last
+    tokenizer/                      a Hugging Face tokenizer
+    SPLIT/DOMAIN/00000.bin          token ids, little-endian uint16 or uint32; every document ends with EOS
+    SPLIT/DOMAIN/00000.idx          int64 [documents, 2]: where each document ends, in tokens and in UTF-8 bytes
+
+The checksum is CRC-32: it finds every error burst of up to 32 bits and all but one in four billion of the others,
+`zlib` computes it several times faster than any hash in the standard library, and its running value is one integer,
+so an interrupted writer goes on without reading a shard again. It guards against accidents, not against adversaries.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import json
+import os
+import zlib
+from collections.abc import Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import quote
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fathom.data.progress import ProgressBar
+
+FORMAT = "fathom-tokens"
+VERSION = 1
+INDEX = "index.json"
+JOURNAL = ".prepare.json"
+VERIFIED = ".verified.json"
+TOKENIZER = "tokenizer"
+READ_BYTES = 1 << 23
+
+
+class DataError(Exception):
+    """Data that cannot be used, explained in one line."""
+
+
+def first_line(error: Exception) -> str:
+    """What another library's exception says, for a one-line message."""
+    return next(iter(str(error).splitlines()), "") or type(error).__name__
+
+
+@dataclass
+class Shard:
+    """What the index says of one shard; the checksums cover its two files."""
+
+    tokens: int = 0
+    documents: int = 0
+    bytes: int = 0
+    tokens_crc32: int = 0
+    index_crc32: int = 0
+
+
+def token_dtype(vocab_size: int) -> np.dtype[Any]:
+    """The smallest type on disk that holds every id of a vocabulary."""
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def shard_files(directory: Path, split: str, domain: str, number: int) -> tuple[Path, Path]:
+    """The token file and the document index of one shard."""
+    # A domain is any string: quoted, it stays one folder below its split, and a leading dot cannot climb out of it.
+    folder = directory / split / quote(domain, safe=" ").replace(".", "%2E")
+    return folder / f"{number:05d}.bin", folder / f"{number:05d}.idx"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file so that a reader, or a crash, sees the old one or the new one and nothing between."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(value, file, indent=1, ensure_ascii=False)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+
+
+def _seal(index: Mapping[str, Any]) -> int:
+    body = {key: value for key, value in index.items() if key != "crc32"}
+    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+
+
+def write_index(directory: Path, index: Mapping[str, Any]) -> None:
+    """Seal and write the index, which makes the directory a finished corpus."""
+    write_json(directory / INDEX, {**index, "crc32": _seal(index)})
+
+
+def read_index(directory: Path) -> dict[str, Any]:
+    """Read and check the index of a finished corpus."""
+    path = directory / INDEX
+    if not path.is_file():
+        if not directory.is_dir():
+            raise DataError(f"{directory}: no such directory")
+        if (directory / JOURNAL).is_file():
+            raise DataError(f"{directory} is an unfinished corpus: run the same `fathom prepare` again to complete it")
+        raise DataError(f"{directory} is not a prepared corpus: it has no {INDEX}")
+    try:
+        index: dict[str, Any] = json.loads(path.read_bytes())
+        sealed = index.get("crc32") == _seal(index)
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{path} is corrupt: {error}") from None
+    if not sealed:
+        raise DataError(f"{path} is corrupt: its checksum does not match")
+    if (index["format"], index["version"]) != (FORMAT, VERSION):
+        raise DataError(f"{path}: format {index['format']} {index['version']} is not {FORMAT} {VERSION}")
+    return index
+
+
+def file_crc32(path: Path) -> int:
+    """The CRC-32 of a file, read in pieces."""
+    value = 0
+    with path.open("rb") as file:
+        while piece := file.read(READ_BYTES):
+            value = zlib.crc32(piece, value)
+    return value
+
+
+class ShardWriter:
+    """Appends documents to the shards of one (split, domain); its whole state is a list of `Shard`s.
+
+    A shard is closed by the document that brings it to `shard_tokens`: documents are never cut, and where shards end
+    depends on the documents alone, not on how the calls of `append` were grouped.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        split: str,
+        domain: str,
+        dtype: np.dtype[Any],
+        shard_tokens: int,
+        shards: list[Shard] | None = None,
+    ) -> None:
+        self.directory, self.split, self.domain = directory, split, domain
+        self.dtype, self.shard_tokens = dtype, shard_tokens
+        self.shards = shards or []
+        self._dirty: set[Path] = set()
+
+    def append(self, tokens: NDArray[Any], lengths: NDArray[np.int64], byte_lengths: NDArray[np.int64]) -> None:
+        """Write documents: their concatenated tokens, and the length of each in tokens and in bytes."""
+        token_ends, byte_ends = np.cumsum(lengths), np.cumsum(byte_lengths)
+        done = 0
+        while done < len(lengths):
+            if not self.shards or self.shards[-1].tokens >= self.shard_tokens:
+                self.shards.append(Shard())
+            shard = self.shards[-1]
+            token_base, byte_base = (int(token_ends[done - 1]), int(byte_ends[done - 1])) if done else (0, 0)
+            room = token_base + self.shard_tokens - shard.tokens
+            stop = min(int(np.searchsorted(token_ends, room)) + 1, len(lengths))
+            ends = np.stack([token_ends[done:stop] - token_base, byte_ends[done:stop] - byte_base], axis=1)
+            self._write(shard, tokens[token_base : int(token_ends[stop - 1])], ends.astype("<i8"))
+            done = stop
+
+    def _write(self, shard: Shard, tokens: NDArray[Any], ends: NDArray[np.int64]) -> None:
+        ends += np.array([shard.tokens, shard.bytes])
+        token_bytes, index_bytes = tokens.astype(self.dtype, copy=False).tobytes(), ends.tobytes()
+        token_file, index_file = shard_files(self.directory, self.split, self.domain, len(self.shards) - 1)
+        token_file.parent.mkdir(parents=True, exist_ok=True)
+        for path, data in ((token_file, token_bytes), (index_file, index_bytes)):
+            with path.open("ab") as file:
+                file.write(data)
+            self._dirty.add(path)
+        shard.tokens, shard.bytes = int(ends[-1, 0]), int(ends[-1, 1])
+        shard.documents += len(ends)
+        shard.tokens_crc32 = zlib.crc32(token_bytes, shard.tokens_crc32)
+        shard.index_crc32 = zlib.crc32(index_bytes, shard.index_crc32)
+
+    def file_sizes(self) -> dict[Path, int]:
+        """How long each of the shards' files is."""
+        sizes = {}
+        for number, shard in enumerate(self.shards):
+            token_file, index_file = shard_files(self.directory, self.split, self.domain, number)
+            sizes[token_file], sizes[index_file] = shard.tokens * self.dtype.itemsize, shard.documents * 16
+        return sizes
+
+    def sync(self) -> None:
+        """Force what was appended to the disk, so that a journal may speak of it."""
+        for path in self._dirty:
+            descriptor = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+        self._dirty.clear()
+
+
+class TokenDataset:
+    """One split of a corpus, all domains or one: a stream of tokens in which every document ends with EOS.
+
+    Shards are memory-mapped: opening costs no memory, and processes on a machine share the pages.
+    """
+
+    def __init__(self, directory: Path, index: dict[str, Any], split: str, domains: Iterable[str]) -> None:
+        self.directory = directory
+        self.split = split
+        self.domains = tuple(domains)
+        self.vocab_size: int = index["vocab_size"]
+        self.eos_token_id: int = index["eos_token_id"]
+        self.dtype = np.dtype(index["dtype"])
+        self._index = index
+        self._tokens: list[NDArray[Any]] = []
+        self._documents: list[NDArray[np.int64]] = []
+        shards = []
+        for shard, (token_file, index_file) in self._shard_files():
+            shards.append(shard)
+            # A plain view of the map: np.memmap's own indexing is several times slower.
+            self._tokens.append(np.asarray(np.memmap(token_file, self.dtype, "r")))
+            self._documents.append(np.asarray(np.memmap(index_file, "<i8", "r")).reshape(-1, 2))
+        self._starts = [0, *np.cumsum([shard.tokens for shard in shards]).tolist()]
+        self._byte_starts = [0, *np.cumsum([shard.bytes for shard in shards]).tolist()]
+        self.num_tokens: int = self._starts[-1]
+        self.num_bytes: int = self._byte_starts[-1]
+        self.num_documents = sum(shard.documents for shard in shards)
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | Path,
+        split: str = "train",
+        domain: str | None = None,
+        verify: bool | Literal["cached"] = True,
+    ) -> TokenDataset:
+        """Open a split and check it.
+
+        Args:
+            directory: A directory that `prepare` has finished.
+            split: `train` or `val`.
+            domain: One domain's name; all of them, one after the other, if not given.
+            verify: True reads every file and compares its checksum; `cached` does so only for files whose size or
+                modification time changed since they last passed; False compares sizes alone.
+        """
+        directory = Path(directory)
+        index = read_index(directory)
+        splits = index["splits"]
+        if split not in splits:
+            raise DataError(f"{directory} has no split {split!r}: it has {', '.join(splits)}")
+        if domain is not None and domain not in splits[split]:
+            raise DataError(f"{directory}: split {split!r} has no domain {domain!r}: it has {', '.join(splits[split])}")
+        domains = [domain] if domain is not None else list(splits[split])
+        files = {}
+        for name in domains:
+            for number, entry in enumerate(splits[split][name]):
+                shard = Shard(**entry)
+                token_file, index_file = shard_files(directory, split, name, number)
+                files[token_file] = (shard.tokens * np.dtype(index["dtype"]).itemsize, shard.tokens_crc32)
+                files[index_file] = (shard.documents * 16, shard.index_crc32)
+        for name, crc32 in index["tokenizer_crc32"].items():
+            path = directory / TOKENIZER / name
+            files[path] = (path.stat().st_size if path.exists() else -1, crc32)
+        _check(directory, files, verify)
+        return cls(directory, index, split, domains)
+
+    @property
+    def tokenizer_directory(self) -> Path:
+        """The Hugging Face tokenizer that made these tokens."""
+        return self.directory / TOKENIZER
+
+    def select(self, domain: str) -> TokenDataset:
+        """The part of this dataset that belongs to one domain, without another verification."""
+        if domain not in self.domains:
+            raise DataError(f"{self.directory}: no domain {domain!r} here: there is {', '.join(self.domains)}")
+        return TokenDataset(self.directory, self._index, self.split, [domain])
+
+    def require_vocabulary(self, model_vocab_size: int) -> None:
+        """Refuse a model whose embedding has no row for some token of this corpus."""
+        require_vocabulary(self.vocab_size, model_vocab_size, self.directory)
+
+    def read(self, start: int, out: NDArray[np.int64]) -> None:
+        """Copy the tokens that begin at `start` of the stream into `out`, across shards where needed."""
+        done = 0
+        number = bisect.bisect_right(self._starts, start) - 1
+        while done < len(out):
+            local = start + done - self._starts[number]
+            piece = self._tokens[number][local : local + len(out) - done]
+            out[done : done + len(piece)] = piece
+            done += len(piece)
+            number += 1
+
+    def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The positions `start < p < stop` of the stream at which a new document begins."""
+        found = []
+        number = bisect.bisect_right(self._starts, start) - 1
+        while number < len(self._documents) and self._starts[number] < stop:
+            base, ends = self._starts[number], self._documents[number][:, 0]
+            first = np.searchsorted(ends, start - base, side="right")
+            last = np.searchsorted(ends, stop - base, side="left")
+            found.append(ends[first:last] + base)
+            number += 1
+        return np.concatenate(found) if found else np.empty(0, np.int64)
+
+    def bytes_before(self, position: int) -> int:
+        """How many bytes of text the first `position` tokens stand for.
+
+        Exact where a document ends; inside a document its bytes are spread evenly over its tokens, and EOS stands for
+        none. Neighbouring windows therefore add up to exactly the bytes of the documents they cover.
+        """
+        number = bisect.bisect_right(self._starts, position) - 1
+        if number == len(self._documents):
+            return self.num_bytes
+        documents, local = self._documents[number], position - self._starts[number]
+        document = int(np.searchsorted(documents[:, 0], local, side="right"))
+        token_start, byte_start = documents[document - 1].tolist() if document else (0, 0)
+        token_end, byte_end = documents[document].tolist()
+        length = max(token_end - token_start - 1, 1)
+        inside = (byte_end - byte_start) * min(local - token_start, length) // length
+        return self._byte_starts[number] + byte_start + inside
+
+    def _shard_files(self) -> Iterable[tuple[Shard, tuple[Path, Path]]]:
+        for domain in self.domains:
+            for number, entry in enumerate(self._index["splits"][self.split][domain]):
+                yield Shard(**entry), shard_files(self.directory, self.split, domain, number)
+
+
+def require_vocabulary(vocab_size: int, model_vocab_size: int, where: str | Path) -> None:
+    """Refuse a model whose embedding has no row for some token."""
+    if vocab_size > model_vocab_size:
+        raise DataError(f"{where}: a vocabulary of {vocab_size} tokens does not fit a model with {model_vocab_size}")
+
+
+def _check(directory: Path, files: Mapping[Path, tuple[int, int]], verify: bool | Literal["cached"]) -> None:
+    """Compare files with the (size, checksum) that the index gives; name the first that differs."""
+    stamps: dict[str, list[int]] = {}
+    for path, (size, crc32) in files.items():
+        try:
+            status = path.stat()
+        except OSError:
+            raise DataError(f"{path} is missing") from None
+        if status.st_size != size:
+            what = "is truncated" if status.st_size < size else "has grown"
+            raise DataError(f"{path} {what}: {status.st_size} bytes where the index says {size}")
+        stamps[str(path.relative_to(directory))] = [status.st_size, status.st_mtime_ns, crc32]
+    if not verify:
+        return
+    known = _read_verified(directory)
+    pending = [
+        path
+        for path, (name, stamp) in zip(files, stamps.items(), strict=True)
+        if verify != "cached" or known.get(name) != stamp
+    ]
+    done = 0
+    with ProgressBar("verifying", sum(files[path][0] for path in pending)) as bar, ThreadPoolExecutor(4) as pool:
+        for path, found in zip(pending, pool.map(file_crc32, pending), strict=True):
+            if found != files[path][1]:
+                pool.shutdown(cancel_futures=True)
+                raise DataError(f"{path} is corrupt: checksum {found:08x} where the index says {files[path][1]:08x}")
+            done += files[path][0]
+            bar.update(done)
+    # A corpus may lie on a read-only disk; it is then verified again next time.
+    with contextlib.suppress(OSError):
+        write_json(directory / VERIFIED, {**known, **stamps})
+
+
+def _read_verified(directory: Path) -> dict[str, list[int]]:
+    try:
+        known = json.loads((directory / VERIFIED).read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def shard_entries(shards: Iterable[Shard]) -> list[dict[str, int]]:
+    """Shards as the index and the journal hold them."""
+    return [asdict(shard) for shard in shards]

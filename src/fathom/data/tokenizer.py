@@ -1,0 +1,114 @@
+"""Tokenizers: any that Hugging Face can load, or a byte-level BPE trained here."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fathom.data.shards import TOKENIZER, DataError, file_crc32, first_line
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+EOS, PAD = "<|endoftext|>", "<|pad|>"
+SMALLEST_VOCABULARY = 258  # every byte, EOS and padding
+# Qwen's: words with their leading space, single digits, punctuation, runs of white space.
+PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
+    """Train a byte-level BPE; the same texts in the same order give the same tokenizer.
+
+    Args:
+        texts: What to learn merges from.
+        vocab_size: Tokens to aim at, EOS and padding included; a small corpus may give fewer.
+
+    Returns:
+        A `transformers.PreTrainedTokenizerFast`.
+    """
+    if vocab_size < SMALLEST_VOCABULARY:
+        raise DataError(f"a byte-level tokenizer needs at least {SMALLEST_VOCABULARY} tokens, not {vocab_size}")
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(PATTERN), "isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[EOS, PAD],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
+
+
+def load_tokenizer(name: str) -> Any:
+    """Load a tokenizer from a directory, a `tokenizer.json` or the Hub; refuse one that cannot mark document ends."""
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    path = Path(name)
+    try:
+        if path.is_file():
+            tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
+            if EOS in tokenizer.get_vocab():
+                tokenizer.eos_token = EOS
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+    except Exception as error:
+        raise DataError(f"{name}: cannot load the tokenizer: {first_line(error)}") from None
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise DataError(f"{name}: the tokenizer has no fast (tokenizer.json) form")
+    if tokenizer.eos_token_id is None:
+        raise DataError(f"{name}: the tokenizer has no EOS token to put between documents")
+    return tokenizer
+
+
+def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+    """Save beside the shards, all files or none."""
+    temporary = directory / f".{TOKENIZER}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    tokenizer.save_pretrained(temporary)
+    config = temporary / "tokenizer_config.json"
+    settings = json.loads(config.read_bytes())
+    # Where the tokenizer was loaded from says nothing about it, and would make equal corpora differ.
+    settings.pop("name_or_path", None)
+    if settings.get("tokenizer_class") == "TokenizersBackend":
+        # The same class by the name that transformers 4 and what builds on it understand too.
+        settings["tokenizer_class"] = "PreTrainedTokenizerFast"
+    config.write_text(json.dumps(settings, indent=2, ensure_ascii=False, sort_keys=True), encoding="utf-8")
+    temporary.replace(directory / TOKENIZER)
+
+
+def vocabulary_size(tokenizer: Any) -> int:
+    """The embedding rows a tokenizer needs: its largest id plus one, which exceeds its length where ids have gaps."""
+    return int(max(tokenizer.get_vocab().values())) + 1
+
+
+def tokenizer_checksums(directory: Path) -> dict[str, int]:
+    """The checksum of every file of a saved tokenizer."""
+    return {path.name: file_crc32(path) for path in sorted((directory / TOKENIZER).iterdir()) if path.is_file()}
+
+
+def plain_encoder(tokenizer_file: Path) -> Tokenizer:
+    """A tokenizer that encodes text as text: nothing added, nothing cut, and no special token read from a document."""
+    from tokenizers import Tokenizer
+
+    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
