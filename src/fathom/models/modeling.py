@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from os import PathLike
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration import FathomConfig
 from .loss import causal_lm_loss
+from .published import released
 from .registry import mechanism
 from .rms_norm import RMSNorm
 from .roles import MechanismModule, State
@@ -142,6 +144,30 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
             module.init_weights(self.config.initializer_range)
         else:
             super()._init_weights(module)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | PathLike[str] | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Open a Fathom, Qwen3 or released depth checkpoint; `mixer=`, `residual=` and `recurrence=` retrofit it.
+
+        Stricter than transformers: a decoder tensor that is missing or has another shape is an error, since a model
+        that silently starts part of itself at random is worth nothing. Tensors of a mechanism that the checkpoint
+        did not have are initialised. Pickles are not opened.
+        """
+        kwargs.setdefault("use_safetensors", True)
+        wants_info = kwargs.pop("output_loading_info", False)
+        tolerant = kwargs.pop("ignore_mismatched_sizes", False)
+        path, kwargs = released(pretrained_model_name_or_path, cls.config_class, kwargs)
+        model, info = super().from_pretrained(
+            path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+        )
+        for name, found, needed in sorted(info["mismatched_keys"]) if not tolerant else ():
+            raise ValueError(f"{name} has shape {list(found)} in the checkpoint, this configuration needs {list(needed)}")
+        own = {f"{n}.{p}" for n, m in model.named_modules() if isinstance(m, MechanismModule) for p, _ in m.named_parameters()}
+        if lost := sorted(set(info["missing_keys"]) - own):
+            raise ValueError(f"the checkpoint lacks {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
+        return (model, info) if wants_info else model
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
         """Recompute each layer in the backward pass; non-reentrant, or gradients to depth sources would vanish."""

@@ -7,9 +7,14 @@ have Qwen3's names, the three rivals' need renaming, and every one holds a norm 
 from __future__ import annotations
 
 import re
+from os import PathLike
+from pathlib import Path
 from typing import Any
 
+from huggingface_hub import snapshot_download
+from safetensors.torch import load_file
 from torch import Tensor
+from transformers import PretrainedConfig
 
 DEPTH_FLAGS = ("use_depth_attention", "recurrent_model", "cross_layer_pattern", "cross_layer_mode")
 BASELINE_KEYS = ("baseline_mode", "residual_baseline")
@@ -112,3 +117,20 @@ def published_state_dict(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Released tensors under our names; scalars become one-element vectors."""
     renamed = {rename(name): tensor for name, tensor in tensors.items()}
     return {name: t.reshape(1) if t.dim() == 0 else t for name, t in renamed.items() if name is not None}
+
+
+def released(
+    path: str | PathLike[str] | None, config_class: type[PretrainedConfig], kwargs: dict[str, Any]
+) -> tuple[str | PathLike[str] | None, dict[str, Any]]:
+    """Arguments for `from_pretrained`: as they came, or, for a released model, its tensors and config translated."""
+    if path is None or "state_dict" in kwargs or not is_published(PretrainedConfig.get_config_dict(path)[0]):
+        return path, kwargs
+    config = kwargs.pop("config", None)
+    if config is None:
+        config, kwargs = config_class.from_pretrained(path, return_unused_kwargs=True, **kwargs)
+    kwargs.pop("use_safetensors", None)
+    local = Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), allow_patterns="*.safetensors"))
+    tensors = {name: tensor for file in sorted(local.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    if config.residual == "attention_residuals":
+        config.residual_options["variant"] = variant_of(list(tensors))
+    return None, {**kwargs, "config": config, "state_dict": published_state_dict(tensors)}
