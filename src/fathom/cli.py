@@ -1,0 +1,194 @@
+"""The command line: parse, call, print. A command is one decorated function; what it imports, it imports when run."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import json
+import sys
+import typing
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fathom._version import __version__
+from fathom.recipe import Recipe, RecipeError, describe, load_recipe
+
+Action = Callable[["Parser", Sequence[str]], int]
+COMMANDS: dict[str, tuple[str, Action]] = {}
+
+
+class UsageError(Exception):
+    """A command line that means nothing."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, like all others here."""
+
+    def error(self, message: str) -> NoReturn:
+        """Complain without the usage, which `--help` prints."""
+        raise UsageError(f"{message} ({self.prog} --help shows what there is)")
+
+
+def command(summary: str) -> Callable[[Action], Action]:
+    """Make a function `fathom NAME`; it gets a parser to add its arguments to, and the words to parse."""
+
+    def register(action: Action) -> Action:
+        COMMANDS[action.__name__] = (summary, action)
+        return action
+
+    return register
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; 0 if all went well, 1 if it failed, 2 if it was asked wrongly."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        return _dispatch(words)
+    except (UsageError, FileNotFoundError) as error:
+        return _complain(error, 2)
+    except KeyboardInterrupt:
+        return _complain(Exception("interrupted"), 130)
+    except BrokenPipeError:  # the reader of our output left
+        sys.stderr.close()
+        return 1
+    except Exception as error:
+        # Our own errors are written for the reader; anybody else's needs its traceback.
+        if not type(error).__module__.startswith("fathom."):
+            raise
+        return _complain(error, getattr(error, "exit_code", 2 if isinstance(error, ValueError) else 1))
+
+
+def _dispatch(words: Sequence[str]) -> int:
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:<{width}}  {summary}" for name, (summary, _) in COMMANDS.items())
+    parser = Parser(
+        prog="fathom",
+        usage="fathom COMMAND ...",
+        description="Decoder language models whose depth does more work.",
+        epilog=f"commands:\n{listing}\n\nfathom COMMAND --help says more.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"fathom {__version__}")
+    parser.add_argument("command", help=argparse.SUPPRESS)
+    name = parser.parse_args(words[:1]).command
+    if name not in COMMANDS:
+        raise UsageError(f"{name}: no such command; there are {', '.join(COMMANDS)}")
+    summary, action = COMMANDS[name]
+    description = summary[0].upper() + summary[1:] + "."
+    # Raw, so that tables stay tables; abbreviations off, so that a new option never changes what an old script means.
+    kind = argparse.RawDescriptionHelpFormatter
+    return action(
+        Parser(prog=f"fathom {name}", description=description, formatter_class=kind, allow_abbrev=False), words[1:]
+    )
+
+
+@command("train a recipe, or continue its run")
+def train(parser: Parser, words: Sequence[str]) -> int:
+    """`fathom train RECIPE [key=value ...]`."""
+    _add_recipe(parser)
+    parser.add_argument("--run", type=Path, help="run directory (default: runs/ and the recipe's name)")
+    parser.add_argument("--new", action="store_true", help="refuse to continue a run that exists")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and what it costs, and stop")
+    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    options = parser.parse_args(words)
+    recipe = load_recipe(options.recipe, options.overrides)
+    if options.dry_run:
+        return _dry_run(recipe, options.json)
+
+    from fathom.training import train as run
+
+    result = run(recipe, options.run or Path("runs") / Path(options.recipe).stem, resume=not options.new)
+    evaluation = result.evaluation
+    if options.json:
+        summary = {key: str(value) if isinstance(value, Path) else value for key, value in vars(result).items()}
+        print(json.dumps({**summary, "evaluation": evaluation and evaluation.to_dict()}))
+    elif evaluation is not None:
+        print(
+            f"{result.run_dir}: {result.step} steps, held-out loss {evaluation.loss:.4f}, "
+            f"perplexity {evaluation.perplexity:.2f}, {evaluation.bits_per_byte:.4f} bits per byte"
+        )
+    return 0
+
+
+@command("turn text into token shards")
+def prepare(parser: Parser, words: Sequence[str]) -> int:
+    """`fathom prepare INPUT ... --tokenizer T --out DIR`."""
+    from fathom.data.prepare import prepare as call
+
+    print(_call(call, parser, words, positional="inputs"))
+    return 0
+
+
+def _dry_run(recipe: Recipe, as_json: bool) -> int:
+    from fathom.training.estimate import estimate
+
+    cost = estimate(recipe)
+    if as_json:
+        print(json.dumps({"recipe": recipe.to_dict(), **cost.to_dict()}))
+        return 0
+    gib = 2**30
+    print(recipe.to_yaml())
+    rows = {
+        "mechanism": cost.mechanism,
+        "parameters": f"{cost.parameters:,}",
+        "FLOPs per token": f"{cost.flops_per_token:,.0f} forward, three times that in training",
+        "cache per token": f"{cost.cache_bytes_per_token:,} bytes (bf16)",
+        "tokens": f"{cost.tokens:,}",
+        "FLOPs": f"{cost.training_flops:.3g}",
+        "ranks": f"{cost.ranks}",
+        "memory per rank": f"{cost.state_bytes / gib:.2f} GiB of weights, gradients and optimizer state, "
+        f"and about {cost.activation_bytes / gib:.2f} GiB of activations",
+    }
+    for name, value in rows.items():
+        print(f"{name:<16} {value}")
+    return 0
+
+
+def _add_recipe(parser: Parser) -> None:
+    """The arguments of a command that takes a recipe, and every key of one under `--help`."""
+    parser.add_argument("recipe", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
+    if parser.epilog is None:
+        lines = [f"  {k} = {default}  ({allowed})\n      {text}" for k, allowed, default, text in describe()]
+        parser.epilog = "recipe keys:\n" + "\n".join(lines)
+
+
+def _call(function: Callable[..., Any], parser: Parser, words: Sequence[str], positional: str) -> Any:
+    """Call a function whose typed, documented parameters are the command's options; one of them takes the words."""
+    import jsonargparse
+    from docstring_parser import parse
+
+    documented = parse(function.__doc__ or "")
+    parser.description = documented.description
+    help_ = {p.arg_name: (p.description or "").replace("\n", " ") for p in documented.params}
+    hints = typing.get_type_hints(function)
+    types = jsonargparse.ArgumentParser(exit_on_error=False)
+    for name, parameter in inspect.signature(function).parameters.items():
+        text = help_.get(name, "").replace("%", "%%")
+        if name == positional:
+            parser.add_argument(name, nargs="+", metavar=name.upper().removesuffix("S"), help=text)
+            continue
+        flag, required = "--" + name.replace("_", "-"), parameter.default is inspect.Parameter.empty
+        if hints[name] is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            parser.add_argument(flag, required=required, default=None if required else parameter.default, help=text)
+        types.add_argument(flag, type=hints[name])
+    given = vars(parser.parse_args(words))
+    values = {positional: given.pop(positional)}
+    for name, value in given.items():
+        try:
+            values[name] = getattr(types.parse_object({name: value}), name) if isinstance(value, str) else value
+        except (jsonargparse.ArgumentError, TypeError, ValueError):
+            raise RecipeError(f"--{name.replace('_', '-')} {value}: not a value of type {hints[name]}") from None
+    return function(**values)
+
+
+def _complain(error: BaseException, code: int) -> int:
+    print(f"fathom: {' '.join(str(error).split()) or type(error).__name__}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,441 @@
+"""Recipes: a whole run as data. Dataclasses are the schema, the docstring under a field is its help, YAML gives values.
+
+A recipe file may name another as `base`; its own keys win, and dotted `key=value` overrides win over both.
+Whatever is wrong is found here, before anything is loaded, and said in one line: the key, the value, what is allowed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Union
+
+import yaml
+
+if TYPE_CHECKING:
+    from fathom.models.configuration import FathomConfig
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be run; the message is one line for its author."""
+
+    exit_code = 2
+
+
+@dataclass(frozen=True)
+class Data:
+    """What is read, and in which order."""
+
+    directory: str = "data"
+    """directory of token shards that `fathom prepare` wrote"""
+    sequence_length: int = 2048
+    """tokens in a row"""
+    packing: Literal["windows", "documents"] = "windows"
+    """windows: documents run on, EOS between them; documents: no attention across documents, positions restart"""
+    seed: int | None = None
+    """seed of the data order; null takes train.seed"""
+    verify: bool = True
+    """compare every shard with its checksum before training"""
+
+
+@dataclass(frozen=True)
+class Optim:
+    """How the weights move."""
+
+    name: Literal["adamw", "muon"] = "adamw"
+    """adamw everywhere, or muon for the matrices inside layers and adamw for everything else"""
+    lr: float = 1e-3
+    """peak learning rate; muon's update is scaled to adamw's size, so one number serves both"""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """adamw's decay rates of the first and second moment"""
+    eps: float = 1e-8
+    """adamw's denominator offset"""
+    momentum: float = 0.95
+    """muon's momentum"""
+    weight_decay: float = 0.1
+    """decoupled weight decay of matrices; parameters with fewer than two dimensions get none"""
+    clip: float | None = 1.0
+    """largest global gradient norm; null clips nothing"""
+    schedule: Literal["cosine", "wsd", "linear", "constant"] = "cosine"
+    """shape after warm-up: cosine or linear down to the floor, or warm-up, stable, decay"""
+    warmup: float = 0.02
+    """share of the steps over which the learning rate rises linearly from zero"""
+    decay: float = 0.2
+    """share of the steps over which wsd decays at the end"""
+    floor: float = 0.1
+    """final learning rate as a share of the peak"""
+
+
+@dataclass(frozen=True)
+class Train:
+    """How long, how large, how safe."""
+
+    seed: int = 0
+    """seed of the initial weights and of anything random in a step"""
+    steps: int = 1000
+    """optimizer steps"""
+    tokens_per_step: int = 524288
+    """tokens in a step over all ranks; gradient accumulation follows from it"""
+    micro_batch: int = 8
+    """rows a rank takes through the model at once; the last of a step may be smaller"""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16 computes in bfloat16 on fp32 master weights, with fp32 gradient sums and optimizer state"""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    """auto takes cuda where there is one"""
+    compile: bool = False
+    """torch.compile for each layer"""
+    activation_checkpointing: bool = False
+    """recompute each layer in the backward pass instead of keeping its activations"""
+    skip_spikes: float | None = 10.0
+    """skip a step whose gradient norm exceeds this many times its running mean; null skips non-finite steps only"""
+    max_skipped: int = 10
+    """stop after so many skipped steps in a row"""
+    log_every: int = 10
+    """steps between two looks at the device; every step is logged"""
+    checkpoint_every: int = 500
+    """steps between checkpoints; the last step is always saved"""
+    keep_last: int = 3
+    """checkpoints kept"""
+    async_save: bool = True
+    """write checkpoints while training goes on"""
+    export: bool = True
+    """write a Hugging Face directory at the end of the run"""
+
+
+@dataclass(frozen=True)
+class ParallelRecipe:
+    """How ranks share the work; ranks come from torchrun."""
+
+    name: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = "auto"
+    """auto: single in one process, fsdp under torchrun; hsdp shards within groups and replicates across them"""
+    shard_size: int | None = None
+    """ranks that share one copy of the weights under hsdp; null takes the ranks of one machine"""
+    reshard_after_forward: bool = True
+    """free a layer's gathered weights after its forward pass: less memory, one more gather"""
+
+
+@dataclass(frozen=True)
+class Evaluate:
+    """The look at held-out text during training."""
+
+    every: int = 1000
+    """steps between evaluations; 0 evaluates at the end alone"""
+    tokens: int = 1048576
+    """held-out tokens per evaluation, shared evenly among the domains"""
+    micro_batch: int | None = None
+    """rows at once; null takes train.micro_batch"""
+    position_buckets: int = 8
+    """equal stretches of the context over which the loss is reported"""
+
+
+@dataclass(frozen=True)
+class Track:
+    """Where numbers go. metrics.jsonl in the run directory is always written."""
+
+    backends: tuple[str, ...] = ()
+    """any of wandb, trackio, tensorboard"""
+    project: str = "fathom"
+    """project under which wandb and trackio file the run"""
+    display: Literal["auto", "live", "lines", "none"] = "auto"
+    """live panel on a terminal, else one line per log interval"""
+    peak_flops: float | None = None
+    """peak FLOP/s of one device, for MFU; null knows the common accelerators"""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run: model, data, optimizer, loop, ranks, evaluation, tracking."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    """the keys of config.json, and from_pretrained: a checkpoint directory to continue from"""
+    data: Data = field(default_factory=Data)
+    """what is read"""
+    optim: Optim = field(default_factory=Optim)
+    """how the weights move"""
+    train: Train = field(default_factory=Train)
+    """how long, how large, how safe"""
+    parallel: ParallelRecipe = field(default_factory=ParallelRecipe)
+    """how ranks share the work"""
+    evaluate: Evaluate = field(default_factory=Evaluate)
+    """held-out text"""
+    track: Track = field(default_factory=Track)
+    """where numbers go"""
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of a step over all ranks."""
+        return self.train.tokens_per_step // self.data.sequence_length
+
+    @property
+    def data_seed(self) -> int:
+        """Seed of the data order."""
+        return self.train.seed if self.data.seed is None else self.data.seed
+
+    def config(self) -> FathomConfig:
+        """The model block as a configuration; with `from_pretrained`, that checkpoint's under the block's keys."""
+        return _config(self.model)
+
+    def override(self, *assignments: str) -> Recipe:
+        """This recipe with `key=value` overrides applied."""
+        return parse_recipe(self.to_dict(), assignments)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, dicts and scalars."""
+        return typing.cast("dict[str, Any]", _plain(dataclasses.asdict(self)))
+
+    def to_yaml(self) -> str:
+        """The resolved recipe; `load_recipe` reads it back to an equal one."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+
+
+SECTIONS: dict[str, type] = {
+    "data": Data,
+    "optim": Optim,
+    "train": Train,
+    "parallel": ParallelRecipe,
+    "evaluate": Evaluate,
+    "track": Track,
+}
+
+# Keys that change how a run is carried out, not what it computes: a resumed run may change them.
+FREE_ON_RESUME = (
+    *("data.verify", "parallel", "track", "evaluate.micro_batch"),
+    *(f"train.{key}" for key in ("micro_batch", "device", "compile", "activation_checkpointing", "log_every")),
+    *(f"train.{key}" for key in ("checkpoint_every", "keep_last", "async_save", "export", "max_skipped")),
+)
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe file and whatever it is based on, apply overrides, check everything."""
+    return parse_recipe(_read(Path(path), ()), overrides)
+
+
+def parse_recipe(values: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+    """A checked recipe from nested values and `key=value` overrides."""
+    for assignment in overrides:
+        key, equals, text = assignment.partition("=")
+        if not equals or not key:
+            raise RecipeError(f"{assignment}: an override is written key=value, as in optim.lr=3e-4")
+        values = _merge(values, _nest(key, _yaml(text, key)))
+    sections = {name: _section(name, values.get(name)) for name in SECTIONS}
+    for name in values:
+        if name not in SECTIONS and name != "model":
+            raise _unknown(name, ["model", *SECTIONS])
+    model = values.get("model") or {}
+    if not isinstance(model, dict):
+        raise RecipeError(f"model={model}: expected the keys of a config.json")
+    recipe = Recipe(model=model, **sections)
+    for holds, key, allowed in _rules(recipe):
+        if not holds:
+            raise RecipeError(f"{key}={_show(_get(recipe.to_dict(), key))}: {allowed}")
+    return recipe
+
+
+def differences(a: Recipe, b: Recipe, ignore: Sequence[str] = FREE_ON_RESUME) -> list[str]:
+    """Dotted keys on which two recipes disagree, without those under a prefix in `ignore`."""
+    left, right = (dict(_leaves(recipe.to_dict())) for recipe in (a, b))
+    keys = [key for key in {**left, **right} if left.get(key) != right.get(key) or (key in left) != (key in right)]
+    return [key for key in keys if not any(key == prefix or key.startswith(prefix + ".") for prefix in ignore)]
+
+
+def describe() -> list[tuple[str, str, str, str]]:
+    """Every key as (dotted key, allowed values, default, help), for `fathom train --help`."""
+    rows = [("model.*", "see config.json", "", _help(Recipe)["model"])]
+    for name, section in SECTIONS.items():
+        defaults, hints, help_ = section(), typing.get_type_hints(section), _help(section)
+        for key in hints:
+            rows.append((f"{name}.{key}", _allowed(hints[key]), _show(getattr(defaults, key)), help_[key]))
+    return rows
+
+
+def _rules(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
+    """(holds, key, what is allowed) for everything that a type cannot say."""
+    data, optim, train, evaluate = recipe.data, recipe.optim, recipe.train, recipe.evaluate
+    yield data.sequence_length > 1, "data.sequence_length", "allowed: 2 or more"
+    context = recipe.model.get("max_position_embeddings")
+    fits = not isinstance(context, int) or data.sequence_length <= context
+    yield fits, "data.sequence_length", f"allowed: at most model.max_position_embeddings={context}"
+    yield optim.lr > 0, "optim.lr", "allowed: a positive number"
+    yield all(0 <= beta < 1 for beta in optim.betas), "optim.betas", "allowed: two numbers in [0, 1)"
+    yield optim.eps > 0, "optim.eps", "allowed: a positive number"
+    yield 0 <= optim.momentum < 1, "optim.momentum", "allowed: a number in [0, 1)"
+    yield optim.weight_decay >= 0, "optim.weight_decay", "allowed: 0 or more"
+    yield optim.clip is None or optim.clip > 0, "optim.clip", "allowed: a positive number, or null"
+    for key in ("warmup", "decay", "floor"):
+        yield 0 <= getattr(optim, key) <= 1, f"optim.{key}", "allowed: a share between 0 and 1"
+    whole = optim.schedule != "wsd" or optim.warmup + optim.decay <= 1
+    yield whole, "optim.decay", f"allowed: at most 1 - optim.warmup={_show(optim.warmup)}"
+    for key in ("steps", "micro_batch", "max_skipped", "log_every", "checkpoint_every", "keep_last"):
+        yield getattr(train, key) >= 1, f"train.{key}", "allowed: 1 or more"
+    yield train.seed >= 0, "train.seed", "allowed: 0 or more"
+    yield data.seed is None or data.seed >= 0, "data.seed", "allowed: 0 or more, or null"
+    rows = train.tokens_per_step > 0 and train.tokens_per_step % data.sequence_length == 0
+    yield rows, "train.tokens_per_step", f"allowed: a multiple of data.sequence_length={data.sequence_length}"
+    yield train.skip_spikes is None or train.skip_spikes > 1, "train.skip_spikes", "allowed: more than 1, or null"
+    yield (
+        recipe.parallel.shard_size is None or recipe.parallel.shard_size >= 1,
+        "parallel.shard_size",
+        "allowed: 1 or more",
+    )
+    yield evaluate.every >= 0, "evaluate.every", "allowed: 0 or more"
+    yield evaluate.tokens >= 1, "evaluate.tokens", "allowed: 1 or more"
+    yield evaluate.micro_batch is None or evaluate.micro_batch >= 1, "evaluate.micro_batch", "allowed: 1 or more"
+    buckets = 1 <= evaluate.position_buckets <= data.sequence_length
+    yield buckets, "evaluate.position_buckets", "allowed: 1 to data.sequence_length"
+    known = set(recipe.track.backends) <= {"wandb", "trackio", "tensorboard"}
+    yield known, "track.backends", "allowed: any of wandb, trackio, tensorboard"
+
+
+def _config(model: dict[str, Any]) -> FathomConfig:
+    """Build the configuration, turning whatever it objects to into one line."""
+    from fathom.models.configuration import FathomConfig
+
+    keys = dict(model)
+    source = keys.pop("from_pretrained", None)
+    known = {f.name for f in dataclasses.fields(FathomConfig)} | set(FathomConfig().to_dict())
+    for key in keys:
+        if key not in known:
+            raise _unknown(f"model.{key}", [f"model.{name}" for name in sorted(known)])
+    if source is not None and not (Path(source) / "config.json").is_file():
+        raise RecipeError(f"model.from_pretrained={source}: no config.json there")
+    try:
+        if source is None:
+            return FathomConfig(**keys)
+        return FathomConfig.from_pretrained(source, **keys)
+    except Exception as error:
+        raise RecipeError(f"model: {' '.join(str(error).split())}") from error
+
+
+def _section(name: str, values: Any) -> Any:
+    """One dataclass of the recipe from its mapping."""
+    section = SECTIONS[name]
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise RecipeError(f"{name}={_show(values)}: expected keys: {', '.join(typing.get_type_hints(section))}")
+    hints = typing.get_type_hints(section)
+    for key in values:
+        if key not in hints:
+            raise _unknown(f"{name}.{key}", [f"{name}.{known}" for known in hints])
+    return section(**{key: _convert(f"{name}.{key}", hints[key], value) for key, value in values.items()})
+
+
+def _convert(key: str, hint: Any, value: Any) -> Any:
+    """The value as the field's type, or one line that says what is allowed."""
+    from jsonargparse import ArgumentError
+
+    if value is None and type(None) not in typing.get_args(hint):
+        raise RecipeError(f"{key}=null: allowed: {_allowed(hint)}")
+    try:
+        return _parser(hint).parse_object({"value": value}).value
+    except (ArgumentError, TypeError, ValueError) as error:
+        raise RecipeError(f"{key}={_show(value)}: allowed: {_allowed(hint)}") from error
+
+
+@cache
+def _parser(hint: Any) -> Any:
+    from jsonargparse import ArgumentParser
+
+    parser = ArgumentParser(exit_on_error=False)
+    parser.add_argument("--value", type=hint)
+    return parser
+
+
+def _allowed(hint: Any) -> str:
+    """A type in words."""
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
+    arguments = typing.get_args(hint)
+    if typing.get_origin(hint) is Literal:
+        return f"one of {', '.join(arguments)}"
+    if typing.get_origin(hint) in (Union, types.UnionType):
+        return " or ".join(_allowed(argument) for argument in arguments)
+    if typing.get_origin(hint) is tuple:
+        return "a list of names" if arguments[-1] is Ellipsis else f"a list of {len(arguments)} numbers"
+    return names.get(hint, str(hint))
+
+
+def _help(section: type) -> dict[str, str]:
+    """The docstring under each field."""
+    from docstring_parser import parse_from_object
+
+    return {p.arg_name: (p.description or "").replace("\n", " ") for p in parse_from_object(section).params}
+
+
+def _unknown(key: str, known: Sequence[str]) -> RecipeError:
+    close = difflib.get_close_matches(key, known, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(known)}"
+    return RecipeError(f"{key}: unknown key; {hint}")
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML in which 1e-3 is a number, as YAML 1.2 and every reader of a recipe have it."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _yaml(text: str, source: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"{source}: not YAML: {' '.join(str(error).split())}") from error
+
+
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+    """A file's values on top of its base's."""
+    if not path.is_file():
+        raise RecipeError(f"{path}: no such recipe")
+    if path.resolve() in seen:
+        raise RecipeError(f"{path}: base refers back to itself")
+    values = _yaml(path.read_text(encoding="utf-8"), str(path))
+    if not isinstance(values, dict):
+        raise RecipeError(f"{path}: a recipe is a mapping of sections")
+    base = values.pop("base", None)
+    return values if base is None else _merge(_read(path.parent / str(base), (*seen, path.resolve())), values)
+
+
+def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(below)
+    for key, value in above.items():
+        under = merged.get(key)
+        merged[key] = _merge(under, value) if isinstance(under, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def _nest(key: str, value: Any) -> dict[str, Any]:
+    for part in reversed(key.split(".")):
+        value = {part: value}
+    return typing.cast("dict[str, Any]", value)
+
+
+def _get(values: Any, key: str) -> Any:
+    for part in key.split("."):
+        values = values[part]
+    return values
+
+
+def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + str(key), value
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _show(value: Any) -> str:
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))

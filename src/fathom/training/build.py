@@ -1,0 +1,185 @@
+"""From a recipe to something that can take a step: the core that `train`, `compare` and benchmarks share."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fathom.recipe import Recipe, RecipeError
+from fathom.training.guard import Guard
+from fathom.training.optimizer import Optimizer, learning_rate
+from fathom.training.parallel import Ranks, device_of, parallelize, synchronize_gradients, whole
+
+if TYPE_CHECKING:
+    from fathom.data.batches import Batch, BatchPlan
+    from fathom.data.shards import TokenDataset
+    from fathom.models.configuration import FathomConfig
+    from fathom.models.modeling import FathomForCausalLM
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One step's numbers. Tensors are on the device and stay there until somebody reads them."""
+
+    step: int
+    lr: float
+    tokens: int
+    loss: Tensor
+    """Mean loss of the global batch, with auxiliary losses."""
+    grad_norm: Tensor
+    """Global norm before clipping."""
+    skipped: Tensor
+    """1.0 if the weights were left alone."""
+    extra: dict[str, Tensor] = field(default_factory=dict)
+    """What the mechanism reports: auxiliary losses and metrics, averaged over this rank's micro-batches."""
+
+
+@dataclass
+class Training:
+    """A model with everything that moves it."""
+
+    recipe: Recipe
+    ranks: Ranks
+    config: FathomConfig
+    model: FathomForCausalLM
+    optimizer: Optimizer
+    guard: Guard
+    data: TokenDataset
+    plan: BatchPlan
+
+    @property
+    def micro_batch(self) -> int:
+        """Rows a rank takes through the model at once."""
+        return min(self.recipe.train.micro_batch, self.recipe.rows_per_step // self.ranks.world_size)
+
+    def batches(self, start: int, stop: int) -> Iterator[tuple[int, Sequence[Batch]]]:
+        """This rank's micro-batches of a range of steps, read ahead by a thread."""
+        return self.plan.prefetch(start, stop, self.ranks.rank, self.ranks.world_size, self.micro_batch)
+
+    def step(self, step: int, batches: Sequence[Batch] | None = None) -> StepMetrics:
+        """One optimizer step. A pure function of the weights, the optimizer's state and `step`."""
+        recipe, ranks, model = self.recipe, self.ranks, self.model
+        if batches is None:
+            batches = self.plan.batch(step, ranks.rank, ranks.world_size, self.micro_batch)
+        torch.manual_seed(_seed(recipe.train.seed, "step", step, ranks.rank))
+        model.train()
+        model.set_step(step)
+        loss = torch.zeros((), device=ranks.device)
+        extra: dict[str, Tensor] = {}
+        for number, batch in enumerate(batches):
+            synchronize_gradients(model, last=number == len(batches) - 1)
+            out = forward(model, batch.to(ranks.device))
+            # FSDP averages gradients over ranks; the loss is already divided by the targets of all of them.
+            (out.loss * ranks.world_size).backward()
+            loss += out.loss.detach().float()
+            for name, value in {
+                **(getattr(out, "aux_losses", None) or {}),
+                **(getattr(out, "metrics", None) or {}),
+            }.items():
+                extra[name] = extra.get(name, torch.zeros_like(loss)) + value.detach().float() / len(batches)
+        loss = ranks.sum(loss)
+        norm = clip_gradients(self.optimizer.parameters.values(), recipe.optim.clip)
+        skipped = self.guard.refuse(loss, norm)
+        lr = learning_rate(recipe.optim, step, recipe.train.steps)
+        self.optimizer.step(lr, skipped)
+        self.optimizer.zero_grad()
+        return StepMetrics(step, lr, recipe.train.tokens_per_step, loss, norm, skipped, extra)
+
+    def state(self) -> dict[str, Tensor]:
+        """Every tensor that a checkpoint must hold, by name."""
+        weights = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
+        optimizer = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
+        return {**weights, **optimizer, **{f"guard.{name}": tensor for name, tensor in self.guard.state().items()}}
+
+
+def build_training(recipe: Recipe, ranks: Ranks | None = None, data: TokenDataset | None = None) -> Training:
+    """Check a recipe against its data, then build model and optimizer, placed and sharded.
+
+    Args:
+        recipe: What to build.
+        ranks: This process among others; alone if not given.
+        data: The training split, if it is open already.
+    """
+    from fathom.data.batches import BatchPlan
+    from fathom.data.shards import TokenDataset
+
+    ranks = ranks or Ranks(device=device_of(recipe.train.device))
+    config = recipe.config()
+    rows = _rows_per_rank(recipe, ranks.world_size)
+    if data is None:
+        # One rank of a machine reads the checksums for all.
+        data = TokenDataset.open(recipe.data.directory, verify=recipe.data.verify and ranks.local_rank == 0)
+    data.require_vocabulary(config.vocab_size)
+    plan = BatchPlan(data, recipe.data.sequence_length, rows * ranks.world_size, recipe.data_seed, recipe.data.packing)
+    model = build_model(recipe, config, ranks.device)
+    parallelize(model, ranks, recipe)
+    optimizer = Optimizer(model, recipe.optim)
+    return Training(recipe, ranks, config, model, optimizer, Guard(recipe.train.skip_spikes, ranks.device), data, plan)
+
+
+def build_model(recipe: Recipe, config: FathomConfig, device: torch.device) -> FathomForCausalLM:
+    """The recipe's model with its initial weights in fp32, or those of the checkpoint it continues."""
+    from fathom.models.modeling import FathomForCausalLM
+
+    source = recipe.model.get("from_pretrained")
+    if source is not None:
+        model = FathomForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
+        return cast("FathomForCausalLM", model.to(device))
+    with device:
+        model = FathomForCausalLM(config)
+    model.float()
+    initialize(model, recipe.train.seed)
+    return model
+
+
+def initialize(model: FathomForCausalLM, seed: int) -> None:
+    """Draw the weights anew, each module's from a generator seeded with its name.
+
+    So two mechanisms start from equal values wherever they share a parameter, whatever else either of them has.
+    """
+    for name, module in reversed(list(model.named_modules())):  # children first, as transformers does
+        torch.manual_seed(_seed(seed, "init", name))
+        model._init_weights(module)
+    model.tie_weights()
+
+
+def forward(model: nn.Module, batch: Batch) -> Any:
+    """A batch through the model; the loss counts as this batch's share of the global mean."""
+    return model(
+        input_ids=batch.input_ids,
+        labels=batch.labels,
+        position_ids=batch.position_ids,
+        num_items_in_batch=batch.num_targets,
+        use_cache=False,
+    )
+
+
+def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
+    """Scale all gradients to a global norm of at most `limit`; their norm before, as a tensor."""
+    parameters = [p for p in parameters if p.grad is not None]
+    norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
+    if limit is not None:
+        torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return norm.float()
+
+
+def _rows_per_rank(recipe: Recipe, world_size: int) -> int:
+    rows, remainder = divmod(recipe.rows_per_step, world_size)
+    if remainder:
+        raise RecipeError(
+            f"train.tokens_per_step={recipe.train.tokens_per_step}: allowed: a multiple of data.sequence_length"
+            f"={recipe.data.sequence_length} times {world_size} ranks"
+        )
+    if rows % min(recipe.train.micro_batch, rows):
+        raise RecipeError(f"train.micro_batch={recipe.train.micro_batch}: allowed: a divisor of {rows} rows per rank")
+    return rows
+
+
+def _seed(*parts: object) -> int:
+    """A seed that depends on every part and on nothing else."""
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")

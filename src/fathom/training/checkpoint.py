@@ -1,0 +1,286 @@
+"""Checkpoints that survive: written beside, checked by checksum, renamed into place, announced last.
+
+`step-000200/` holds safetensors files written by torch.distributed.checkpoint (each rank its shards; no pickle
+anywhere), `trainer.json`, `recipe.yaml` and `manifest.json` with the size and SHA-256 of all of them. It first lies
+under a temporary name; every file and directory is fsynced before the rename, and `latest` is updated after it. So a
+directory named `step-*` was once complete, and the manifest tells whether it still is.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+
+from fathom.training.parallel import Ranks
+
+# Saving in a lone process is what we want, not what torch must guess.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+LATEST = "latest"
+MANIFEST = "manifest.json"
+RECIPE = "recipe.yaml"
+TRAINER = "trainer.json"
+UNFINISHED = ".unfinished-"
+REPLACED = ".replaced-"
+FILE_BYTES = 2 << 30  # a file is serialised in memory before it is written
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint that could not be written or read; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint on disk."""
+
+    directory: Path
+    step: int
+    """Optimizer steps taken, skipped ones included."""
+
+
+class Checkpointer:
+    """Writes, finds and prunes the checkpoints of one run directory. Every rank must make the same calls."""
+
+    def __init__(
+        self,
+        run_dir: Path,
+        ranks: Ranks,
+        keep_last: int,
+        asynchronous: bool = True,
+        say: Callable[[str], None] = print,
+    ) -> None:
+        self.run_dir = run_dir
+        self.ranks = ranks
+        self.keep_last = keep_last
+        self.asynchronous = asynchronous
+        self.say = say
+        # The saving thread needs a group of its own: collectives of two threads must not meet in one.
+        self.group = dist.new_group(backend="gloo") if ranks.control is not None else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="fathom-checkpoint")
+        self._pending: Future[None] | None = None
+        self._pending_step = 0
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], trainer: Mapping[str, Any], recipe: str) -> None:
+        """Write a checkpoint, in the background if so asked. Tensors are copied before this returns.
+
+        A failure costs this checkpoint alone: it is reported, its files are removed, and earlier ones stay.
+        """
+        self.wait()
+        temporary = self.run_dir / f"{UNFINISHED}{name(step)}"
+        if self.ranks.first:
+            shutil.rmtree(temporary, ignore_errors=True)
+        self.ranks.barrier()
+        self._pending_step = step
+        writing = self._write(temporary, dict(tensors))
+        self._pending = self._thread.submit(self._finish, writing, temporary, step, dict(trainer), recipe)
+        if not self.asynchronous:
+            self.wait()
+
+    def wait(self) -> bool:
+        """Wait for a save under way; whether the last one succeeded on every rank."""
+        if self._pending is None:
+            return True
+        pending, self._pending = self._pending, None
+        try:
+            pending.result()
+            problem = ""
+        except Exception as error:
+            problem = _reason(error)
+        if not self.ranks.any(bool(problem)):
+            return True
+        shutil.rmtree(self.run_dir / f"{UNFINISHED}{name(self._pending_step)}", ignore_errors=True)
+        if problem:
+            kept = self.steps()
+            previous = f"the checkpoint of step {kept[-1]} is kept" if kept else "there is no earlier one"
+            self.say(f"checkpoint of step {self._pending_step} was not saved: {problem}; {previous}")
+        return False
+
+    def close(self) -> None:
+        """Finish what is under way."""
+        self.wait()
+        self._thread.shutdown()
+
+    def steps(self) -> list[int]:
+        """Steps with a checkpoint, ascending; whether it is intact is another question."""
+        found = (path.name.removeprefix("step-") for path in self.run_dir.glob("step-*") if path.is_dir())
+        return sorted(int(number) for number in found if number.isdigit())
+
+    def newest(self) -> Saved | None:
+        """The newest intact checkpoint. Broken ones are named and passed over."""
+        found: Saved | None = None
+        if self.ranks.first:
+            for path in self.run_dir.glob(f"{UNFINISHED}*"):
+                shutil.rmtree(path, ignore_errors=True)
+            found = self._newest()
+        found = self.ranks.share(found)
+        return found
+
+    def load(self, saved: Saved, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+        """Read a checkpoint into tensors, however either side is sharded; returns what `trainer.json` says."""
+        reader = dcp.HuggingFaceStorageReader(str(saved.directory))
+        try:
+            dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+        except Exception as error:
+            raise CheckpointError(f"{saved.directory} does not fit this model: {_reason(error)}") from error
+        return read_json(saved.directory / TRAINER)
+
+    def _newest(self) -> Saved | None:
+        for step in reversed(self.steps()):
+            directory = self.run_dir / name(step)
+            problem = damage(directory)
+            if problem is None:
+                return Saved(directory, step)
+            self.say(f"{directory} is damaged ({problem}); trying the one before")
+        return None
+
+    def _write(self, directory: Path, tensors: dict[str, Tensor]) -> Future[Any]:
+        """Start writing tensors; they may change once this returns."""
+        writer = dcp.HuggingFaceStorageWriter(
+            str(directory), fqn_to_index_mapping=_files(tensors), save_distributed=True, thread_count=1
+        )
+        alone = not dist.is_initialized()
+        answer = dcp.async_save(tensors, storage_writer=writer, process_group=self.group, no_dist=alone)
+        return answer if isinstance(answer, Future) else answer.upload_completion
+
+    def _finish(self, writing: Future[Any], temporary: Path, step: int, trainer: dict[str, Any], recipe: str) -> None:
+        """In the saving thread: once the tensors are written, add the rest and put the directory in place."""
+        writing.result()
+        sums = self._checksums(temporary)
+        if self.ranks.first:
+            for file, text in ((RECIPE, recipe), (TRAINER, json.dumps({"step": step, **trainer}, indent=2))):
+                write_durably(temporary / file, text)
+                sums[file] = _digest(temporary / file)
+            write_durably(temporary / MANIFEST, json.dumps({"files": sums}, indent=2))
+            _publish(temporary, self.run_dir / name(step))
+            write_atomically(self.run_dir / LATEST, name(step) + "\n")
+            self._prune(step)
+
+    def _checksums(self, directory: Path) -> dict[str, Any]:
+        """Size and checksum of every file written so far; the ranks share the work, and a failure is everyone's."""
+        files = sorted(path for path in directory.iterdir() if path.is_file())
+        mine: dict[str, Any] | str
+        try:
+            mine = {path.name: _digest(path) for path in files[self.ranks.rank :: self.ranks.world_size]}
+        except OSError as error:
+            mine = _reason(error)
+        parts: list[Any] = [mine]
+        if self.group is not None:
+            parts = [None] * self.ranks.world_size
+            dist.all_gather_object(parts, mine, group=self.group)
+        for problem in (part for part in parts if isinstance(part, str)):
+            raise CheckpointError(problem)
+        return {file: entry for part in parts for file, entry in part.items()}
+
+    def _prune(self, step: int) -> None:
+        """Delete checkpoints beyond the last k up to this step; newer ones can only be damaged, and stay."""
+        for old in [s for s in self.steps() if s <= step][: -self.keep_last]:
+            # Renamed first: a half-deleted directory must not look like a checkpoint.
+            doomed = self.run_dir / f"{REPLACED}{name(old)}"
+            os.replace(self.run_dir / name(old), doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def name(step: int) -> str:
+    """A checkpoint's directory name."""
+    return f"step-{step:06d}"
+
+
+def damage(directory: Path) -> str | None:
+    """What is wrong with a checkpoint's files, in words; None if nothing."""
+    try:
+        files = read_json(directory / MANIFEST)["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{MANIFEST} cannot be read"
+    for file, expected in files.items():
+        path = directory / file
+        if not path.is_file():
+            return f"{file} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{file} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+    for file, expected in files.items():
+        if _digest(directory / file)["sha256"] != expected["sha256"]:
+            return f"{file} has another checksum"
+    return None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file."""
+    value = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return value
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file and wait until the disk has it."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file so that a reader finds either the old text or the new."""
+    temporary = path.with_name(f".{path.name}.new")
+    write_durably(temporary, text)
+    os.replace(temporary, path)
+    _sync_directory(path.parent)
+
+
+def _publish(temporary: Path, final: Path) -> None:
+    """Give a finished directory its name. A damaged namesake makes room."""
+    _sync_directory(temporary)
+    if final.exists():
+        doomed = final.with_name(REPLACED + final.name)
+        shutil.rmtree(doomed, ignore_errors=True)
+        os.replace(final, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+    os.replace(temporary, final)
+    _sync_directory(final.parent)
+
+
+def _sync_directory(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
+    """Which numbered file each tensor goes to, the same on every rank."""
+    answer, index, size = {}, 1, 0
+    for key, tensor in tensors.items():
+        size += tensor.numel() * tensor.element_size()
+        if size > FILE_BYTES:
+            index, size = index + 1, 0
+        answer[key] = index
+    return answer
+
+
+def _digest(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        digest = hashlib.sha256()
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
+
+
+def _reason(error: BaseException) -> str:
+    """The innermost cause in one line: wrappers of torch.distributed.checkpoint fill screens."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,73 @@
+"""What a recipe will cost, before it costs anything: `fathom train --dry-run`."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fathom.recipe import Recipe
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Sizes of a run, from arithmetic alone."""
+
+    mechanism: str
+    parameters: int
+    """Exact."""
+    flops_per_token: float
+    """One forward pass: causal attention counted once, embeddings not, head counted."""
+    cache_bytes_per_token: int
+    """Keys and values at two bytes a number."""
+    tokens: int
+    """Seen by the run."""
+    training_flops: float
+    """Three forward passes for each token."""
+    ranks: int
+    state_bytes: int
+    """Per rank: fp32 weights, gradients and optimizer moments, and the bf16 weights in use."""
+    activation_bytes: int
+    """Per rank and micro-batch: what a fused implementation keeps for the backward pass; an estimate."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def estimate(recipe: Recipe) -> Estimate:
+    """Count; nothing is allocated and no data is opened."""
+    from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
+    from fathom.models.registry import mechanism_name
+
+    config = recipe.config()
+    parameters = count_parameters(config)
+    flops = flops_per_token(config, recipe.data.sequence_length)
+    tokens = recipe.train.steps * recipe.train.tokens_per_step
+    ranks = int(os.environ.get("WORLD_SIZE", "1"))
+    sharers = {"single": 1, "ddp": 1, "hsdp": recipe.parallel.shard_size or ranks}.get(recipe.parallel.name, ranks)
+    # Weights, gradients and two moments in fp32 (muon keeps one, but only of some); bf16 adds a copy, gathered or not.
+    state = 16 * parameters // sharers + (2 * parameters if recipe.train.precision == "bf16" else 0) // sharers
+    return Estimate(
+        mechanism=mechanism_name(config),
+        parameters=parameters,
+        flops_per_token=flops,
+        cache_bytes_per_token=cache_bytes_per_token(config),
+        tokens=tokens,
+        training_flops=3 * flops * tokens,
+        ranks=ranks,
+        state_bytes=state,
+        activation_bytes=_activation_bytes(recipe, config),
+    )
+
+
+def _activation_bytes(recipe: Recipe, config: Any) -> int:
+    """Kept by a layer: four tensors of the residual's width, three of queries, keys and values, four of the MLP's."""
+    scalar = 2 if recipe.train.precision == "bf16" else 4
+    queries, keys = (h * config.head_dim for h in (config.num_attention_heads, config.num_key_value_heads))
+    layer = 4 * config.hidden_size + 3 * queries + 3 * keys + 4 * config.intermediate_size
+    trips = int((config.recurrence_options or {}).get("loops", 1))
+    visits = config.num_hidden_layers * trips
+    per_token = visits * config.hidden_size + layer if recipe.train.activation_checkpointing else visits * layer
+    rows = min(recipe.train.micro_batch, recipe.rows_per_step)
+    return rows * recipe.data.sequence_length * per_token * scalar

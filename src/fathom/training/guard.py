@@ -1,0 +1,40 @@
+"""Decides on the device, without a word to the host, whether a step may touch the weights."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# A mean over fewer norms than this is no ground to call one a spike: the first steps differ by orders of magnitude.
+SETTLED = 50
+MEMORY = 0.98
+
+
+class Guard:
+    """Refuses steps whose loss or gradient is not finite, or whose gradient norm is far above its running mean."""
+
+    def __init__(self, spike: float | None, device: torch.device) -> None:
+        self.spike = spike
+        self.accepted = torch.zeros((), device=device)
+        self.mean_norm = torch.zeros((), device=device)
+        self.refused_in_a_row = torch.zeros((), device=device)
+
+    def refuse(self, loss: Tensor, norm: Tensor) -> Tensor:
+        """1.0 if the step must be skipped, else 0.0, as a tensor; remembers the verdict."""
+        bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        if self.spike is not None:
+            bad = bad | ((self.accepted >= SETTLED) & (norm > self.spike * self.mean_norm))
+        weight = torch.where(self.accepted == 0, 1.0, 1 - MEMORY)
+        self.mean_norm = torch.where(bad, self.mean_norm, torch.lerp(self.mean_norm, norm, weight))
+        self.accepted = self.accepted + (~bad)
+        self.refused_in_a_row = torch.where(bad, self.refused_in_a_row + 1, torch.zeros_like(self.refused_in_a_row))
+        return bad.float()
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold."""
+        return {"accepted": self.accepted, "mean_norm": self.mean_norm, "refused_in_a_row": self.refused_in_a_row}
+
+    def load(self, state: dict[str, Tensor]) -> None:
+        """Continue from a checkpoint."""
+        self.accepted, self.mean_norm = state["accepted"], state["mean_norm"]
+        self.refused_in_a_row = state["refused_in_a_row"]

@@ -1,0 +1,272 @@
+"""The training loop, and what surrounds it: resuming, logging, evaluating, saving, stopping."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from fathom.recipe import Recipe, RecipeError, differences, load_recipe
+from fathom.training.build import Training, build_training
+from fathom.training.checkpoint import RECIPE, Checkpointer, read_json, write_atomically
+from fathom.training.evaluate import Evaluation, evaluate
+from fathom.training.meter import Meter
+from fathom.training.parallel import Ranks, start, whole
+from fathom.training.tracking import Display, Tracker, open_trackers
+
+if TYPE_CHECKING:
+    from fathom.data.shards import TokenDataset
+
+RESULT = "result.json"
+MODEL = "model"
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message is one line."""
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """How a call of `train` ended."""
+
+    run_dir: Path
+    step: int
+    """Steps taken over the life of the run."""
+    finished: bool
+    """False if a signal ended it early; calling `train` again continues."""
+    tokens: int
+    seconds: float
+    """Seconds spent in steps over the life of the run: evaluation, checkpoints and downtime left out."""
+    evaluation: Evaluation | None = None
+    """The last held-out evaluation, if the run finished."""
+    model: Path | None = None
+    """The Hugging Face directory, if one was written."""
+
+
+def train(
+    recipe: Recipe, run_dir: str | Path, *, resume: bool = True, callbacks: Sequence[Tracker] = ()
+) -> TrainResult:
+    """Train a recipe in a run directory, continuing where an earlier call ended.
+
+    Args:
+        recipe: What to train.
+        run_dir: Where the resolved recipe, metrics and checkpoints go.
+        resume: Whether a run that exists may be continued; if not, one that exists is an error.
+        callbacks: Receive the same numbers as the trackers; on the first rank alone.
+    """
+    run_dir = Path(run_dir)
+    recipe.config()
+    with start(recipe) as ranks:
+        _require_same(recipe, run_dir, resume)
+        result = _result(run_dir)
+        if result is not None:
+            return result
+        with ExitStack() as stack:
+            run = Run(recipe, run_dir, ranks, callbacks, stack)
+            return run.train()
+
+
+class Run:
+    """One run directory being trained."""
+
+    def __init__(
+        self, recipe: Recipe, run_dir: Path, ranks: Ranks, callbacks: Sequence[Tracker], stack: ExitStack
+    ) -> None:
+        from fathom.data.shards import TokenDataset
+
+        self.recipe, self.run_dir, self.ranks = recipe, run_dir, ranks
+        self.display = Display(recipe.track.display if ranks.first else "none", run_dir.name, recipe.train.steps)
+        stack.callback(self.display.close)
+        self.training = build_training(recipe, ranks)
+        self.held_out: TokenDataset = TokenDataset.open(recipe.data.directory, split="val", verify=False)
+        if ranks.first:  # from here on, the directory is this recipe's
+            run_dir.mkdir(parents=True, exist_ok=True)
+            write_atomically(run_dir / RECIPE, recipe.to_yaml())
+        ranks.barrier()
+        keep, later = recipe.train.keep_last, recipe.train.async_save
+        self.checkpoints = Checkpointer(run_dir, ranks, keep, later, self.display.say)
+        stack.callback(self.checkpoints.close)
+        self.step, seconds = self._restore()
+        self.trackers: list[Tracker] = [self.display, *callbacks] if ranks.first else []
+        if ranks.first:
+            self.trackers += open_trackers(recipe, run_dir, self.step, self.display.say)
+        for tracker in self.trackers[1:]:
+            stack.callback(tracker.close)
+        self.meter = Meter(self.training, seconds)
+        self.evaluation: Evaluation | None = None
+
+    def train(self) -> TrainResult:
+        """The loop."""
+        settings, training = self.recipe.train, self.training
+        with stop_signals() as stopped:
+            for step, batches in training.batches(self.step, settings.steps):
+                self.meter.add(training.step(step, batches))
+                self.step = step + 1
+                stopping = self.ranks.any(bool(stopped))
+                if stopping or self._due(settings.log_every):
+                    self._log()
+                if self._due(self.recipe.evaluate.every):
+                    self.evaluation = self._evaluate()
+                if stopping or self._due(settings.checkpoint_every):
+                    self._save()
+                if stopping:
+                    break
+            return self._finish()
+
+    def _due(self, every: int) -> bool:
+        return bool(every) and (self.step % every == 0 or self.step == self.recipe.train.steps)
+
+    def _log(self) -> None:
+        """Read the steps since the last look, and stop if too many in a row were refused."""
+        for line in self.meter.read():
+            step = int(line.pop("step"))
+            for tracker in self.trackers:
+                tracker.log(step, line)
+            if line["skipped"]:
+                self.display.say(f"step {step} skipped: loss {line['loss']:.4g}, gradient norm {line['grad_norm']:.4g}")
+        if self.meter.refused_in_a_row >= self.recipe.train.max_skipped:
+            self.checkpoints.wait()
+            kept = self.checkpoints.steps()
+            where = f"the checkpoint of step {kept[-1]} is intact" if kept else "no checkpoint was written yet"
+            raise TrainingError(
+                f"stopped at step {self.step}: {self.meter.refused_in_a_row} steps in a row had a non-finite loss or a "
+                f"gradient spike and were skipped; {where}; a lower optim.lr or more optim.warmup may help"
+            )
+
+    def _evaluate(self) -> Evaluation:
+        self._log()
+        with self.meter.paused():
+            evaluation = evaluate(self.training.model, self.held_out, self.recipe, self.ranks)
+            values = {"tokens": self.step * self.recipe.train.tokens_per_step, "seconds": self.meter.seconds}
+            for tracker in self.trackers:
+                tracker.log(self.step, {**values, **evaluation.flat()})
+            self.display.say(
+                f"step {self.step}: held-out loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}, "
+                f"{evaluation.bits_per_byte:.4f} bits per byte"
+            )
+        return evaluation
+
+    def _save(self) -> None:
+        self._log()
+        with self.meter.paused():
+            trainer = {
+                "seconds": self.meter.seconds,
+                "tokens": self.step * self.recipe.train.tokens_per_step,
+                "corpus_tokens": self.training.data.num_tokens,
+                "world_size": self.ranks.world_size,
+                "torch": torch.__version__,
+            }
+            self.checkpoints.save(self.step, self.training.state(), trainer, self.recipe.to_yaml())
+
+    def _finish(self) -> TrainResult:
+        """Wait for the last checkpoint; after the last step, evaluate and export."""
+        if not self.checkpoints.wait():
+            raise TrainingError(
+                f"the checkpoint of step {self.step} could not be written; free some space and run again"
+            )
+        tokens = self.step * self.recipe.train.tokens_per_step
+        if self.step < self.recipe.train.steps:
+            self.display.say(f"stopped after step {self.step}; the same command continues")
+            return TrainResult(self.run_dir, self.step, False, tokens, self.meter.seconds)
+        evaluation = self.evaluation or self._evaluate()
+        model = export_model(self.training, self.run_dir / MODEL) if self.recipe.train.export else None
+        result = TrainResult(self.run_dir, self.step, True, tokens, self.meter.seconds, evaluation, model)
+        if self.ranks.first:
+            values = {
+                "step": self.step,
+                "tokens": tokens,
+                "seconds": result.seconds,
+                "evaluation": evaluation.to_dict(),
+            }
+            write_atomically(self.run_dir / RESULT, json.dumps(values, indent=2))
+        return result
+
+    def _restore(self) -> tuple[int, float]:
+        """Continue from the newest intact checkpoint; (steps, seconds) so far."""
+        saved = self.checkpoints.newest()
+        if saved is None:
+            return 0, 0.0
+        self.training.optimizer.materialize()
+        tensors = self.training.state()
+        trainer = self.checkpoints.load(saved, tensors)
+        self.training.guard.load({k.removeprefix("guard."): v for k, v in tensors.items() if k.startswith("guard.")})
+        if trainer["corpus_tokens"] != self.training.data.num_tokens:
+            raise RecipeError(
+                f"data.directory={self.recipe.data.directory}: holds {self.training.data.num_tokens} training tokens, "
+                f"but this run began with {trainer['corpus_tokens']}"
+            )
+        self.display.say(f"continuing after step {saved.step} from {saved.directory}")
+        return saved.step, float(trainer["seconds"])
+
+
+@contextmanager
+def stop_signals() -> Iterator[list[int]]:
+    """A list that fills when SIGTERM or SIGINT arrives; a second one acts as it always did."""
+    received: list[int] = []
+    before: dict[signal.Signals, Any] = {}
+
+    def note(number: int, frame: FrameType | None) -> None:
+        received.append(number)
+        signal.signal(number, before[signal.Signals(number)])
+
+    try:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            before[number] = signal.signal(number, note)
+    except ValueError:  # not the main thread: whoever owns the process decides when it ends
+        pass
+    try:
+        yield received
+    finally:
+        for caught, handler in before.items():
+            signal.signal(caught, handler)
+
+
+def export_model(training: Training, directory: Path) -> Path:
+    """Gather the weights and write a Hugging Face directory, in the precision that the run computed in."""
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    from fathom.export import export
+    from fathom.models.modeling import FathomForCausalLM
+
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    weights = {name: whole(p.detach()).cpu() for name, p in training.model.named_parameters()}
+    if training.ranks.first:
+        with torch.device("meta"):
+            model = FathomForCausalLM(training.config)
+        model.load_state_dict(weights, strict=False, assign=True)
+        model.tie_weights()
+        if training.recipe.train.precision == "bf16":
+            model.to(torch.bfloat16)
+        export(model, directory, tokenizer=AutoTokenizer.from_pretrained(training.data.tokenizer_directory))
+    training.ranks.barrier()
+    return directory
+
+
+def _require_same(recipe: Recipe, run_dir: Path, resume: bool) -> None:
+    """Refuse a run directory that belongs to another recipe."""
+    path = run_dir / RECIPE
+    if path.exists():
+        if not resume:
+            raise RecipeError(f"{run_dir} holds a run already")
+        differing = differences(load_recipe(path), recipe)
+        if differing:
+            raise RecipeError(f"{run_dir} holds a run of another recipe; different: {', '.join(differing)}")
+
+
+def _result(run_dir: Path) -> TrainResult | None:
+    """The result of a run that finished earlier."""
+    path = run_dir / RESULT
+    if not path.exists():
+        return None
+    values = read_json(path)
+    evaluation = Evaluation.from_dict(values["evaluation"])
+    model = run_dir / MODEL if (run_dir / MODEL).exists() else None
+    return TrainResult(run_dir, values["step"], True, values["tokens"], values["seconds"], evaluation, model)

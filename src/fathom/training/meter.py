@@ -1,0 +1,95 @@
+"""Speed, memory and losses of a run, read from the device no more often than somebody looks."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+
+from fathom.training.build import StepMetrics, Training
+
+
+@dataclass
+class Meter:
+    """Collects steps on the device and reads them back together, with speed, memory and the time left."""
+
+    training: Training
+    seconds: float
+    """Seconds in steps over the life of the run."""
+    refused_in_a_row: int = 0
+    _steps: list[StepMetrics] = field(default_factory=list)
+    _since: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        from fathom.models.cost import flops_per_token
+
+        recipe = self.training.recipe
+        self.refused_in_a_row = int(self.training.guard.refused_in_a_row.item())
+        self._flops = 3 * flops_per_token(self.training.config, recipe.data.sequence_length)
+        self._peak = recipe.track.peak_flops or peak_flops(self.training.ranks.device)
+
+    def add(self, metrics: StepMetrics) -> None:
+        """Remember a step without looking at it."""
+        self._steps.append(metrics)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Time spent here is not the steps'."""
+        began = time.perf_counter()
+        yield
+        self._since += time.perf_counter() - began
+
+    def read(self) -> list[dict[str, float]]:
+        """A dict per step since the last call, the last one with speed. This waits for the device."""
+        if not self._steps:
+            return []
+        steps, self._steps = self._steps, []
+        names = list(steps[-1].extra)
+        columns = [[m.loss, m.grad_norm, m.skipped, *(m.extra[name] for name in names)] for m in steps]
+        table = torch.stack([torch.stack([value.float() for value in column]) for column in columns]).tolist()
+        now = time.perf_counter()
+        elapsed, self._since = now - self._since, now
+        self.seconds += elapsed
+        lines = []
+        for metrics, (loss, norm, skipped, *extra) in zip(steps, table, strict=True):
+            self.refused_in_a_row = self.refused_in_a_row + 1 if skipped else 0
+            line = {"step": metrics.step + 1, "tokens": (metrics.step + 1) * metrics.tokens, "loss": loss}
+            line |= {
+                "grad_norm": norm,
+                "lr": metrics.lr,
+                "skipped": int(skipped),
+                **dict(zip(names, extra, strict=True)),
+            }
+            lines.append(line)
+        lines[-1] |= self._speed(len(steps), elapsed, steps[-1])
+        return lines
+
+    def _speed(self, steps: int, elapsed: float, last: StepMetrics) -> dict[str, float]:
+        ranks = self.training.ranks
+        rate = steps * last.tokens / elapsed
+        speed = {"seconds": self.seconds, "tokens_per_second": rate, "memory_bytes": float(memory_bytes(ranks.device))}
+        if self._peak:
+            speed["mfu"] = rate * self._flops / (self._peak * ranks.world_size)
+        return {**speed, "eta_seconds": (self.training.recipe.train.steps - last.step - 1) * elapsed / steps}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 peak of the accelerators one meets, from their data sheets."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    table = {"H200": 989e12, "H100": 989e12, "GH200": 989e12, "B200": 2250e12, "A100": 312e12, "L40S": 362e12}
+    return next((peak for key, peak in table.items() if key in name), None)
+
+
+def memory_bytes(device: torch.device) -> int:
+    """Peak memory: of the device, or of the process on a CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -1,0 +1,119 @@
+"""Optimizers and learning-rate schedules, by name."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from fathom.recipe import Optim
+
+
+def learning_rate(optim: Optim, step: int, steps: int) -> float:
+    """The learning rate of a step, counted from 0: the peak follows the warm-up, the last step is at the floor."""
+    warmup = round(optim.warmup * steps)
+    if step < warmup:
+        return optim.lr * (step + 1) / (warmup + 1)
+    last = steps - 1
+    start = last - round(optim.decay * steps) if optim.schedule == "wsd" else warmup
+    progress = min(1.0, max(0, step - start) / max(1, last - start))
+    shape = {
+        "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
+        "linear": 1 - progress,
+        "wsd": 1 - progress,
+        "constant": 1.0,
+    }[optim.schedule]
+    return optim.lr * (optim.floor + (1 - optim.floor) * shape)
+
+
+def decays(model: nn.Module) -> dict[str, bool]:
+    """Whether weight decay applies, by parameter name: to matrices, unless their module exempts them."""
+    answer = {}
+    for prefix, module in model.named_modules():
+        exempt = getattr(module, "no_weight_decay", ())
+        for name, parameter in module.named_parameters(recurse=False):
+            answer[f"{prefix}.{name}" if prefix else name] = parameter.ndim >= 2 and name not in exempt
+    # A tied parameter sits in two modules but is one; its first name speaks for it.
+    return {name: answer[name] for name, _ in model.named_parameters()}
+
+
+class Optimizer:
+    """One optimizer, or muon and adamw side by side, seen as one."""
+
+    def __init__(self, model: nn.Module, optim: Optim) -> None:
+        self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        decay = decays(model)
+        hidden = [n for n, p in self.parameters.items() if ".layers." in n and p.ndim == 2 and decay[n]]
+        matrices = hidden if optim.name == "muon" else []
+        rest = [n for n in self.parameters if n not in set(matrices)]
+        groups = [
+            {"params": [self.parameters[n] for n in rest if decay[n]], "weight_decay": optim.weight_decay},
+            {"params": [self.parameters[n] for n in rest if not decay[n]], "weight_decay": 0.0},
+        ]
+        fused = _fused(self.parameters.values())
+        adamw = torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused
+        )
+        self.parts: list[torch.optim.Optimizer] = [adamw]
+        if matrices:
+            self.parts.append(
+                torch.optim.Muon(
+                    [self.parameters[n] for n in matrices],
+                    lr=optim.lr,
+                    weight_decay=optim.weight_decay,
+                    momentum=optim.momentum,
+                    adjust_lr_fn="match_rms_adamw",
+                )
+            )
+        self._skips_on_device = fused and not matrices
+
+    def step(self, lr: float, skip: Tensor) -> None:
+        """Move the weights, unless `skip` holds 1.
+
+        Fused adamw reads `skip` on the device, so the host does not wait; muon cannot, and the host looks.
+        """
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+        if self._skips_on_device:
+            adamw = cast(Any, self.parts[0])
+            adamw.found_inf, adamw.grad_scale = skip, None
+            adamw.step()
+        elif not bool(skip.item()):
+            for part in self.parts:
+                part.step()
+
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+    def state(self) -> dict[str, Tensor]:
+        """The optimizer's tensors by parameter name: `exp_avg.model.norm.weight` and so on."""
+        found = {}
+        for name, parameter in self.parameters.items():
+            for part in self.parts:
+                for kind, tensor in part.state.get(parameter, {}).items():
+                    found[f"{kind}.{name}"] = tensor
+        return found
+
+    def materialize(self) -> None:
+        """Create the state that a first step would, for a checkpoint to be read into; weights stay as they are."""
+        for parameter in self.parameters.values():
+            parameter.grad = torch.zeros_like(parameter)
+        for part in self.parts:
+            decay = [group["weight_decay"] for group in part.param_groups]
+            for group in part.param_groups:
+                group["lr"] = group["weight_decay"] = 0.0
+            part.step()
+            for group, value in zip(part.param_groups, decay, strict=True):
+                group["weight_decay"] = value
+        self.zero_grad()
+
+
+def _fused(parameters: Iterable[Tensor]) -> bool:
+    """Whether torch has a fused adamw for all of them."""
+    return all(p.device.type in ("cuda", "cpu", "xpu", "mps") and p.is_floating_point() for p in parameters)

@@ -1,0 +1,170 @@
+"""Ranks and how they share a model: single, ddp, fsdp or hsdp, by name.
+
+Everything but a plain fp32 process goes through FSDP2, with one mesh per name: ddp is the case in which a group that
+shards has one rank, hsdp has both groups, fsdp one group of all. So precision, clipping and checkpoints have one
+path, and a checkpoint written under one name opens under another.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from fathom.recipe import ParallelRecipe, Recipe, RecipeError
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """This process among the others."""
+
+    name: str = "single"
+    """The strategy in force: single, ddp, fsdp or hsdp."""
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    control: dist.ProcessGroup | None = None
+    """Gloo group for host-side agreement; it never touches an accelerator. None in a lone process."""
+
+    @property
+    def first(self) -> bool:
+        """Whether this rank speaks and writes for all."""
+        return self.rank == 0
+
+    def any(self, flag: bool) -> bool:
+        """Whether the flag is set on any rank; all ranks get the same answer."""
+        if self.control is None:
+            return flag
+        seen = torch.tensor(int(flag))
+        dist.all_reduce(seen, dist.ReduceOp.MAX, group=self.control)
+        return bool(seen.item())
+
+    def sum(self, value: Tensor) -> Tensor:
+        """The sum over ranks, on the value's device."""
+        if self.world_size > 1:
+            dist.all_reduce(value)
+        return value
+
+    def share(self, value: Any) -> Any:
+        """The first rank's value, on every rank."""
+        box = [value]
+        if self.control is not None:
+            dist.broadcast_object_list(box, src=0, group=self.control)
+        return box[0]
+
+    def barrier(self) -> None:
+        """Wait for every rank."""
+        if self.control is not None:
+            dist.barrier(group=self.control)
+
+
+@contextmanager
+def start(recipe: Recipe) -> Iterator[Ranks]:
+    """Join the ranks that torchrun started, or stand alone; process groups that begin here end here."""
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    device = device_of(recipe.train.device)
+    name = _strategy(recipe.parallel, world_size)
+    if name == "single" and recipe.train.precision == "fp32":
+        yield Ranks(device=device)
+        return
+    ours = not dist.is_initialized()
+    if ours:
+        _join(device, world_size)
+    try:
+        control = dist.new_group(backend="gloo", timeout=timedelta(hours=2)) if world_size > 1 else None
+        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+        yield Ranks(name, dist.get_rank(), local_rank, world_size, device, control)
+    finally:
+        if ours:
+            dist.destroy_process_group()
+
+
+def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
+    """Prepare a model in place, in the order that works: checkpoint activations, compile layers, shard."""
+    layers: nn.ModuleList = cast(Any, model).model.layers
+    if recipe.train.activation_checkpointing:
+        enable = cast(Any, model).gradient_checkpointing_enable
+        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if recipe.train.compile:
+        # Layers share one code object but differ in how many sources they read: each may need a graph of its own.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(layers) + 8)
+        for layer in layers:
+            layer.compile()
+    if ranks.name == "single" and recipe.train.precision == "fp32":
+        return
+    lowered = torch.bfloat16 if recipe.train.precision == "bf16" else None
+    settings: dict[str, Any] = {
+        "mesh": _mesh(recipe.parallel, ranks),
+        # Inputs are not cast: what a mechanism carries from layer to layer in fp32 stays fp32.
+        "mp_policy": MixedPrecisionPolicy(lowered, reduce_dtype=torch.float32, cast_forward_inputs=False),
+        "reshard_after_forward": recipe.parallel.reshard_after_forward and ranks.name in ("fsdp", "hsdp"),
+    }
+    for layer in layers:
+        fully_shard(layer, **settings)
+    fully_shard(model, **settings)
+
+
+def synchronize_gradients(model: nn.Module, last: bool) -> None:
+    """Before a micro-batch: replicas add their gradients up once, after the step's last micro-batch.
+
+    Shards still reduce after each, since a rank that shards has no room for whole gradients.
+    """
+    if isinstance(model, FSDPModule):
+        model.set_requires_all_reduce(last)
+        model.set_is_last_backward(last)
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A sharded tensor gathered, any other as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _strategy(parallel: ParallelRecipe, world_size: int) -> str:
+    name = parallel.name
+    if name == "auto":
+        return "fsdp" if world_size > 1 else "single"
+    if name == "single" and world_size > 1:
+        raise RecipeError(f"parallel.name=single: allowed with {world_size} ranks: auto, ddp, fsdp, hsdp")
+    return name
+
+
+def device_of(name: str) -> torch.device:
+    """The device that a recipe's `train.device` means for this process."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    if name == "cuda":
+        if not torch.cuda.is_available():
+            raise RecipeError("train.device=cuda: no CUDA device here; allowed: auto, cpu")
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("cpu")
+
+
+def _join(device: torch.device, world_size: int) -> None:
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
+    else:
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def _mesh(parallel: ParallelRecipe, ranks: Ranks) -> DeviceMesh:
+    kind, world = ranks.device.type, ranks.world_size
+    if ranks.name in ("single", "fsdp"):
+        return init_device_mesh(kind, (world,), mesh_dim_names=("shard",))
+    machine = int(os.environ.get("LOCAL_WORLD_SIZE", str(world)))
+    shard = 1 if ranks.name == "ddp" else parallel.shard_size or machine
+    if world % shard:
+        raise RecipeError(f"parallel.shard_size={shard}: allowed: a divisor of {world} ranks")
+    return init_device_mesh(kind, (world // shard, shard), mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,236 @@
+"""Where a run's numbers go: metrics.jsonl always, wandb, trackio or TensorBoard by name, and the terminal."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from fathom.recipe import Recipe, RecipeError
+
+METRICS = "metrics.jsonl"
+
+
+class Tracker(Protocol):
+    """Receives numbers. `train` takes any number of these as `callbacks`."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Numbers known after so many steps."""
+
+    def close(self) -> None:
+        """The run ends here."""
+
+
+class JsonLines:
+    """One JSON object per line. A full disk delays lines; it does not lose them or stop the run."""
+
+    def __init__(self, path: Path, step: int, say: Callable[[str], None]) -> None:
+        self.path, self.say = path, say
+        self._waiting: list[str] = []
+        self._complained = False
+        _forget_after(path, step)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Append a line."""
+        self._waiting.append(json.dumps({"step": step, **values}) + "\n")
+        # Whole lines in one write: a killed process leaves at most one broken line, and the last.
+        text = "".join(self._waiting).encode()
+        try:
+            before = self.path.stat().st_size if self.path.exists() else 0
+            try:
+                with self.path.open("ab") as file:
+                    file.write(text)
+            except OSError:
+                os.truncate(self.path, before)
+                raise
+            self._waiting.clear()
+        except OSError as error:
+            if not self._complained:
+                self.say(f"{self.path}: {error.strerror}; metrics wait in memory")
+            self._complained = True
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+class Wandb:
+    """Weights & Biases."""
+
+    def __init__(self, run_dir: Path, recipe: Recipe) -> None:
+        wandb = _import("wandb")
+        self._run = wandb.init(
+            project=recipe.track.project, name=run_dir.name, id=run_dir.name, resume="allow", config=recipe.to_dict()
+        )
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class Trackio:
+    """Hugging Face trackio."""
+
+    def __init__(self, run_dir: Path, recipe: Recipe) -> None:
+        self._trackio = _import("trackio")
+        self._trackio.init(project=recipe.track.project, name=run_dir.name, config=recipe.to_dict(), resume="allow")
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send."""
+        self._trackio.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._trackio.finish()
+
+
+class TensorBoard:
+    """TensorBoard event files in the run directory."""
+
+    def __init__(self, run_dir: Path, recipe: Recipe) -> None:
+        _import("tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"))
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Write scalars."""
+        for name, value in values.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Flush."""
+        self._writer.close()
+
+
+BACKENDS: dict[str, Callable[[Path, Recipe], Tracker]] = {
+    "wandb": Wandb,
+    "trackio": Trackio,
+    "tensorboard": TensorBoard,
+}
+
+
+def open_trackers(recipe: Recipe, run_dir: Path, step: int, say: Callable[[str], None]) -> list[Tracker]:
+    """The trackers that a recipe names, positioned after `step`."""
+    return [
+        JsonLines(run_dir / METRICS, step, say),
+        *(BACKENDS[name](run_dir, recipe) for name in recipe.track.backends),
+    ]
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics.jsonl; a last line that a crash broke is left out."""
+    lines = []
+    for line in _lines(run_dir / METRICS):
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue
+    return lines
+
+
+def _forget_after(path: Path, step: int) -> None:
+    """Drop lines that a resumed run is going to write again, and what a crash broke."""
+    from fathom.training.checkpoint import write_atomically
+
+    lines = _lines(path)
+    kept = []
+    for line in lines:
+        try:
+            if json.loads(line)["step"] <= step:
+                kept.append(line)
+        except (ValueError, KeyError, TypeError):
+            continue
+    if kept != lines:
+        write_atomically(path, "".join(line + "\n" for line in kept))
+
+
+def _lines(path: Path) -> Sequence[str]:
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def _import(name: str) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        raise RecipeError(f"track.backends={name}: not installed; pip install 'fathom-lm[{name}]'") from None
+
+
+class Display:
+    """The terminal: a live panel where there is one, a line per log interval elsewhere."""
+
+    def __init__(self, mode: str, title: str, steps: int) -> None:
+        self.steps, self.title = steps, title
+        if mode == "auto":
+            mode = "live" if sys.stderr.isatty() else "lines"
+        self.mode = mode
+        self._live: Any = None
+        if mode == "live":
+            from rich.console import Console
+            from rich.live import Live
+
+            self._live = Live(console=Console(stderr=True), refresh_per_second=4, transient=False)
+            self._live.start()
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Show a step's numbers, if they came with a speed: one line per interval is enough."""
+        if "tokens_per_second" not in values or self.mode == "none":
+            return
+        if self._live is not None:
+            self._live.update(self._panel(step, values))
+        else:
+            parts = [f"step {step}/{self.steps}", *(f"{k} {v}" for k, v in readable(values).items())]
+            print("  ".join(parts), file=sys.stderr, flush=True)
+
+    def say(self, text: str) -> None:
+        """A sentence of its own."""
+        if self._live is not None:
+            self._live.console.print(text, markup=False, highlight=False)
+        elif self.mode != "none":
+            print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Leave the terminal as it was found."""
+        if self._live is not None:
+            self._live.stop()
+
+    def _panel(self, step: int, values: Mapping[str, float]) -> Any:
+        from rich.console import Group
+        from rich.panel import Panel
+        from rich.progress_bar import ProgressBar
+        from rich.table import Table
+
+        table = Table.grid(padding=(0, 3))
+        row = readable(values)
+        for _ in row:
+            table.add_column(justify="left")
+        table.add_row(*(f"[dim]{name}[/]" for name in row))
+        table.add_row(*(f"[bold]{value}[/]" for value in row.values()))
+        bar = ProgressBar(total=self.steps, completed=step)
+        return Panel(Group(table, bar), title=f"{self.title}  step {step} of {self.steps}", title_align="left")
+
+
+def readable(values: Mapping[str, float]) -> dict[str, str]:
+    """The numbers a person watches, in a person's units."""
+    shown = {"loss": f"{values['loss']:.4f}", "lr": f"{values['lr']:.2e}", "grad": f"{values['grad_norm']:.2f}"}
+    shown["tok/s"] = f"{values['tokens_per_second']:,.0f}"
+    if "mfu" in values:
+        shown["MFU"] = f"{100 * values['mfu']:.1f} %"
+    shown["memory"] = f"{values['memory_bytes'] / 2**30:.1f} GiB"
+    shown["ETA"] = duration(values["eta_seconds"])
+    return shown
+
+
+def duration(seconds: float) -> str:
+    """Seconds as h:mm:ss or m:ss."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
