@@ -103,31 +103,34 @@ class AttentionResiduals(Residual):
         return (*state[:-1], state[-1] + update)
 
 
-def source_counts(config: FathomConfig) -> list[int]:
-    """How many sources each read of a forward pass has, the one before the final norm included."""
+def source_counts(config: FathomConfig) -> list[tuple[int, int]]:
+    """For every read of a forward pass, the one before the final norm included: sources, and different tensors among
+    them (the running stream coincides with a snapshot just taken)."""
     from .slots import plan
 
     block, snapshot = config.residual_options["block_size"], config.residual_options["variant"] == "snapshot"
     counts = []
     for trip in plan(config):
-        sources = 2 if snapshot else 1
+        sources, repeated = (2, 1) if snapshot else (1, 0)
         for sublayer in (s for visit in trip for s in (2 * visit.layer, 2 * visit.layer + 1)):
-            counts.append(sources)
-            sources += (sublayer + 1) % block == 0 if snapshot else sublayer % block == 0 or sources == 1
-        counts.append(sources)
+            counts.append((sources, sources - repeated))
+            repeated = int(snapshot and (sublayer + 1) % block == 0)
+            sources += repeated if snapshot else int(sublayer % block == 0 or sources == 1)
+        counts.append((sources, sources - repeated))
     return counts
 
 
 def cost(config: FathomConfig, scalar: int) -> Cost:
     """Per source: a product with the query for the score, and a weighted sum."""
-    reads, width = source_counts(config), config.hidden_size
+    counts, width = source_counts(config), config.hidden_size
+    reads = sum(sources for sources, _ in counts)
     snapshot = config.residual_options["variant"] == "snapshot"
     return Cost(
         parameters=(2 * config.num_hidden_layers + 1) * (2 * width + snapshot),
-        flops=4 * width * sum(reads),
-        elementwise_flops=2 * width * sum(reads),  # the sources' rms
-        transient_bytes=scalar * width * (max(reads) - 1),
-        io_bytes=scalar * width * (2 * sum(reads) + len(reads) - 1),
+        flops=4 * width * reads,
+        elementwise_flops=2 * width * reads,  # the sources' rms
+        transient_bytes=scalar * width * (max(different for _, different in counts) - 1),
+        io_bytes=scalar * width * (2 * reads + len(counts) - 1),
     )
 
 

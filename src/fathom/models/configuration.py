@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import field
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -25,11 +26,11 @@ class FathomConfig(Qwen3Config):
     """How a layer's output reaches later layers."""
     recurrence: str = "once"
     """How many trips a token makes through the stack."""
-    mixer_options: dict | None = None
+    mixer_options: dict = field(default_factory=dict)
     """Options of the mixer, as its file documents them."""
-    residual_options: dict | None = None
+    residual_options: dict = field(default_factory=dict)
     """Options of the residual."""
-    recurrence_options: dict | None = None
+    recurrence_options: dict = field(default_factory=dict)
     """Options of the recurrence."""
     k_norm_position: str = "before_rope"
     """`after_rope` norms keys after rotating them, as the released Depth-Attention weights need."""
@@ -71,5 +72,7 @@ class FathomConfig(Qwen3Config):
         elif kind == "qwen3":
             config_dict = {**config_dict, "model_type": cls.model_type}
         elif kind not in (cls.model_type, None):
-            raise ValueError(f"{args[0] if args else 'this checkpoint'} is a {kind} model; Fathom opens qwen3 and fathom")
+            raise ValueError(
+                f"{args[0] if args else 'this checkpoint'} is a {kind} model; Fathom opens qwen3 and fathom"
+            )
         return config_dict, kwargs

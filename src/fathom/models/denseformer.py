@@ -86,11 +86,13 @@ def cost(config: FathomConfig, scalar: int) -> Cost:
     trips = [[visit.layer for visit in trip] for trip in plan(config)]
     parameters = sum(num_weights(config, block) for block in range(config.num_hidden_layers))
     used = sum(min(num_weights(config, layer), 2 + i) for trip in trips for i, layer in enumerate(trip))
+    # At a trip's end: X_0 … X_n, and a stream of its own if the last block averaged.
+    alive = max(len(trip) + (num_weights(config, trip[-1]) > 0) for trip in trips)
     width = config.hidden_size
     return Cost(
         parameters=parameters,
         flops=2 * width * used,
-        transient_bytes=scalar * width * max(len(trip) for trip in trips),
+        transient_bytes=scalar * width * alive,
         io_bytes=scalar * width * (used + sum(len(trip) for trip in trips)),
     )
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
 from .numerics import head_pool, softmax_list, weighted_sum, widen
@@ -47,7 +48,9 @@ class ScheduleOptions:
         layers = config.num_hidden_layers
         stride = max(1, layers // 2) if self.stride is None else self.stride
         if not 1 <= stride <= layers:
-            raise ValueError(f"mixer_options.stride must be between 1 and {layers} (the number of layers), got {stride}")
+            raise ValueError(
+                f"mixer_options.stride must be between 1 and {layers} (the number of layers), got {stride}"
+            )
         if not 0 <= self.recent_window <= layers:
             raise ValueError(f"mixer_options.recent_window must be between 0 and {layers}, got {self.recent_window}")
         allowed = ("none", "same_layer", "grid") if config.recurrence == "loop" else ("none",)
@@ -126,7 +129,7 @@ def depth_weights(
     query: Tensor, key: Tensor, sources: State, self_bias: Tensor | None = None
 ) -> tuple[list[Tensor], Tensor]:
     """α for every source and, last, the layer itself (each `[B, H_kv, T, 1]`, float32), and the scaled mean query."""
-    q = widen(head_pool(query, key.shape[1])) * query.shape[-1] ** -0.5  # [B, H_kv, T, D]
+    q = head_pool(query, key.shape[1]) * query.shape[-1] ** -0.5  # [B, H_kv, T, D]
     scores = [(q * widen(k)).sum(-1, keepdim=True) for k in (*sources[::2], key)]
     if self_bias is not None:
         scores[-1] = scores[-1] + self_bias
@@ -146,18 +149,21 @@ class _Mix(torch.autograd.Function):
     """`mix` with the backward pass written out: it keeps the inputs and recomputes the weights from them."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, self_bias: Tensor | None, key: Tensor, value: Tensor, *sources: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, self_bias: Tensor | None, key: Tensor, value: Tensor, *sources: Tensor
+    ) -> Tensor:
         mixed, weights, _ = mix(query, key, value, sources, self_bias)
         ctx.save_for_backward(query, key, value, mixed, *weights, *sources)
         return mixed
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mixed, *rest = ctx.saved_tensors
         count = (len(rest) + 2) // 3
         weights, sources = rest[:count], rest[count:]
         kv_heads, scale = key.shape[1], query.shape[-1] ** -0.5
-        q = widen(head_pool(query, kv_heads)) * scale
+        q = head_pool(query, kv_heads) * scale
         grad = widen(grad)
         delta = (grad * mixed).sum(-1, keepdim=True)  # Σ_j α_j (grad · v_j), by linearity
 

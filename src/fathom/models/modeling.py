@@ -35,7 +35,7 @@ from .loss import causal_lm_loss
 from .published import released
 from .registry import mechanism
 from .rms_norm import RMSNorm
-from .roles import MechanismModule, State
+from .roles import MechanismModule, Recurrence, Residual, State, ValueMixer
 from .rotary import rotate
 from .slots import Out, plan, unroll, with_banks
 
@@ -62,7 +62,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.mixer = mechanism("mixer", config.mixer).build(config, layer_idx)
+        self.mixer: ValueMixer = mechanism("mixer", config.mixer).build(config, layer_idx)
 
     def forward(
         self,
@@ -118,8 +118,8 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.mlp = Qwen3MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.attn_residual = residual(config, 2 * layer_idx)
-        self.mlp_residual = residual(config, 2 * layer_idx + 1)
+        self.attn_residual: Residual = residual(config, 2 * layer_idx)
+        self.mlp_residual: Residual = residual(config, 2 * layer_idx + 1)
 
     def forward(self, state: State, sources: State = (), **kwargs: Any) -> tuple[State, Tensor, Tensor]:
         """The new residual state, and this layer's key and mixed value for the layers that read them."""
@@ -152,8 +152,8 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
         """Open a Fathom, Qwen3 or released depth checkpoint; `mixer=`, `residual=` and `recurrence=` retrofit it.
 
         Stricter than transformers: a decoder tensor that is missing or has another shape is an error, since a model
-        that silently starts part of itself at random is worth nothing. Tensors of a mechanism that the checkpoint
-        did not have are initialised. Pickles are not opened.
+        that silently starts part of itself at random is worth nothing. A mechanism of which the checkpoint has no
+        tensor is initialised. Pickles are not opened.
         """
         kwargs.setdefault("use_safetensors", True)
         wants_info = kwargs.pop("output_loading_info", False)
@@ -163,10 +163,15 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
             path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
         )
         for name, found, needed in sorted(info["mismatched_keys"]) if not tolerant else ():
-            raise ValueError(f"{name} has shape {list(found)} in the checkpoint, this configuration needs {list(needed)}")
-        own = {f"{n}.{p}" for n, m in model.named_modules() if isinstance(m, MechanismModule) for p, _ in m.named_parameters()}
-        if lost := sorted(set(info["missing_keys"]) - own):
+            raise ValueError(
+                f"{name} has shape {list(found)} in the checkpoint, this configuration needs {list(needed)}"
+            )
+        missing = set(info["missing_keys"])
+        lost = sorted(missing - _new_mechanisms(model, missing))
+        if lost:
             raise ValueError(f"the checkpoint lacks {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
+        if path is None and pretrained_model_name_or_path is not None and (unread := sorted(info["unexpected_keys"])):
+            raise ValueError(f"this released checkpoint holds {unread[0]}, for which the model has no place")
         return (model, info) if wants_info else model
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
@@ -183,6 +188,15 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
                 module.set_step(step)
 
 
+def _new_mechanisms(model: nn.Module, missing: set[str]) -> set[str]:
+    """The tensors of those mechanisms that are missing as a whole."""
+    tensors: dict[type, set[str]] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, MechanismModule):
+            tensors.setdefault(type(module), set()).update(f"{name}.{p}" for p, _ in module.named_parameters())
+    return {name for names in tensors.values() if names <= missing for name in names}
+
+
 class FathomModel(FathomPreTrainedModel):
     """The decoder without its head."""
 
@@ -193,9 +207,11 @@ class FathomModel(FathomPreTrainedModel):
         self.plan = plan(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
-        self.final_residual = mechanism("residual", config.residual).build(config, 2 * config.num_hidden_layers)
+        self.final_residual: Residual = mechanism("residual", config.residual).build(
+            config, 2 * config.num_hidden_layers
+        )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.recurrence = mechanism("recurrence", config.recurrence).build(config)
+        self.recurrence: Recurrence = mechanism("recurrence", config.recurrence).build(config)
         self.rotary_emb = Qwen3RotaryEmbedding(config=config)
         self.gradient_checkpointing = False
         self.post_init()
@@ -343,7 +359,8 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             shift_labels: Labels that are already shifted, in place of `labels`.
             num_items_in_batch: Targets of the whole batch, when the loss of one call is a part of its mean.
         """
-        with_loss = labels is not None or shift_labels is not None
+        targets = labels if shift_labels is None else shift_labels
+        with_loss = targets is not None
         if with_loss and self.training and use_cache is None:
             use_cache = False
         outputs = self.model(
@@ -362,9 +379,9 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
-        if with_loss:
+        if targets is not None:
             result.loss = causal_lm_loss(hidden, self.lm_head, labels, num_items_in_batch, shift_labels)
-            aux = self.model.recurrence.aux_losses(state, labels if shift_labels is None else shift_labels)
+            aux = self.model.recurrence.aux_losses(state, targets)
             if aux:
                 result.aux_losses = aux
                 result.loss = result.loss + sum(aux.values())

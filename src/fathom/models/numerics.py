@@ -34,8 +34,9 @@ def weighted_sum(weights: Sequence[Tensor], terms: Sequence[Tensor]) -> Tensor:
 
 
 def head_pool(query: Tensor, num_key_value_heads: int) -> Tensor:
-    """Mean of each key-value head's contiguous group of queries: `[B, H, T, D]` to `[B, H_kv, T, D]`."""
+    """Mean of each key-value head's contiguous group of queries, widened: `[B, H, T, D]` to `[B, H_kv, T, D]`."""
     batch, heads, length, width = query.shape
     if heads == num_key_value_heads:
-        return query
-    return query.view(batch, num_key_value_heads, heads // num_key_value_heads, length, width).mean(2)
+        return widen(query)
+    groups = query.view(batch, num_key_value_heads, heads // num_key_value_heads, length, width)
+    return groups.mean(2, dtype=torch.promote_types(query.dtype, torch.float32))

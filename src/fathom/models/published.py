@@ -6,6 +6,7 @@ have Qwen3's names, the three rivals' need renaming, and every one holds a norm 
 
 from __future__ import annotations
 
+import json
 import re
 from os import PathLike
 from pathlib import Path
@@ -18,6 +19,7 @@ from transformers import PretrainedConfig
 
 DEPTH_FLAGS = ("use_depth_attention", "recurrent_model", "cross_layer_pattern", "cross_layer_mode")
 BASELINE_KEYS = ("baseline_mode", "residual_baseline")
+HUB_KEYS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
 DEAD = re.compile(r"^lm_head_layernorm\.")
 
 RENAMES = (
@@ -59,9 +61,11 @@ def _first(config: dict[str, Any], *keys: str, default: Any = None) -> Any:
 
 
 def _depth_attention(config: dict[str, Any]) -> dict[str, Any]:
-    pattern = _first(config, "cross_layer_pattern", "cross_layer_mode", default="depth_softmax")
-    if pattern != "depth_softmax":
-        raise ValueError(f"cross_layer_pattern {pattern!r} is not Depth-Attention; Fathom opens depth_softmax")
+    pattern = _first(config, "cross_layer_pattern", "cross_layer_mode")
+    if not config.get("use_depth_attention") and pattern != "depth_softmax":  # `recurrent_model` alone mixes nothing
+        raise ValueError(
+            f"this checkpoint has neither use_depth_attention nor cross_layer_pattern 'depth_softmax', but {pattern!r}"
+        )
     stride = _first(config, "depth_attention_stride", "depth_softmax_stride")
     if stride is None:
         raise ValueError("this Depth-Attention checkpoint does not say its stride (depth_attention_stride)")
@@ -123,14 +127,25 @@ def released(
     path: str | PathLike[str] | None, config_class: type[PretrainedConfig], kwargs: dict[str, Any]
 ) -> tuple[str | PathLike[str] | None, dict[str, Any]]:
     """Arguments for `from_pretrained`: as they came, or, for a released model, its tensors and config translated."""
-    if path is None or "state_dict" in kwargs or not is_published(PretrainedConfig.get_config_dict(path)[0]):
+    hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
+    if path is None or "state_dict" in kwargs or not is_published(PretrainedConfig.get_config_dict(path, **hub)[0]):
         return path, kwargs
     config = kwargs.pop("config", None)
     if config is None:
         config, kwargs = config_class.from_pretrained(path, return_unused_kwargs=True, **kwargs)
     kwargs.pop("use_safetensors", None)
-    local = Path(path) if Path(path).is_dir() else Path(snapshot_download(str(path), allow_patterns="*.safetensors"))
-    tensors = {name: tensor for file in sorted(local.glob("*.safetensors")) for name, tensor in load_file(file).items()}
+    local = Path(path)
+    if not local.is_dir():
+        local = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.safetensors.index.json"], **hub))
+    tensors = {name: tensor for file in _weight_files(local) for name, tensor in load_file(file).items()}
     if config.residual == "attention_residuals":
         config.residual_options["variant"] = variant_of(list(tensors))
     return None, {**kwargs, "config": config, "state_dict": published_state_dict(tensors)}
+
+
+def _weight_files(directory: Path) -> list[Path]:
+    if (index := directory / "model.safetensors.index.json").exists():
+        return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+    if (whole := directory / "model.safetensors").exists():
+        return [whole]
+    raise FileNotFoundError(f"{directory} has neither model.safetensors nor an index of its parts")

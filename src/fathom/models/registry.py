@@ -90,7 +90,7 @@ def _fits(value: Any, annotation: str) -> bool:
         return "None" in allowed
     if isinstance(value, bool):
         return "bool" in allowed
-    return any(isinstance(value, kinds.get(name, (object,))) for name in allowed)
+    return any(isinstance(value, kinds.get(name, ())) for name in allowed)
 
 
 def mixer_class(config: FathomConfig) -> type[ValueMixer]:

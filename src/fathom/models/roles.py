@@ -74,7 +74,7 @@ class Mechanism:
     """`mixer`, `residual` or `recurrence`."""
     summary: str
     paper: str
-    build: Callable[..., nn.Module]
+    build: Callable[..., Any]
     """Mixer: (config, layer_idx). Residual: (config, sublayer). Recurrence: (config)."""
     cost: Callable[[FathomConfig, int], Cost]
     """(config, bytes per scalar)."""

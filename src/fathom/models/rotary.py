@@ -1,6 +1,6 @@
 """Rotary position embedding: Qwen3's, to the last bit, without its concatenations.
 
-    (x₁, x₂) → (x₁ cos − x₂ sin, x₂ cos + x₁ sin)      over the two halves of a head
+(x₁, x₂) → (x₁ cos − x₂ sin, x₂ cos + x₁ sin)      over the two halves of a head
 """
 
 from __future__ import annotations
@@ -40,4 +40,5 @@ class _Rotate(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _turn(grad, *ctx.saved_tensors, back=True), None, None
+        cos, sin = ctx.saved_tensors
+        return _turn(grad, cos, sin, back=True), None, None

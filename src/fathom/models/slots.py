@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from .registry import recurrence_class, mixer_class
+from .registry import mixer_class, recurrence_class
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -44,7 +44,7 @@ Plan = tuple[tuple[Visit, ...], ...]
 
 
 def plan(config: FathomConfig) -> Plan:
-    """The visits of every trip, in order. What lies before the looped span belongs to trip 0, what follows, to the last."""
+    """The visits of every trip, in order. Layers before the looped span belong to trip 0, those after, to the last."""
     trips = recurrence_class(config).extra_trips(config) + 1
     start, stop = recurrence_class(config).span(config)
     order = [(layer, 0) for layer in range(start)]
@@ -72,17 +72,11 @@ def _sources(config: FathomConfig, layer: int, trip: int, index: dict[tuple[int,
 
     found = {latest(source, trip) for source in grid}
     if rule == "grid":
-        every_source = {s for s in range(config.num_hidden_layers) if _is_grid_source(config, s)}
-        found |= {latest(s, k) for k in range(trip) for s in every_source if (s, 0) in index}
+        whole_trip = mixer.source_layers(config, config.num_hidden_layers)  # as a layer on top would read it
+        found |= {latest(s, k) for k in range(trip) for s in whole_trip if (s, 0) in index}
     elif rule == "same_layer":
         found |= {index[layer, k] for k in range(trip) if (layer, k) in index}
     return tuple(sorted(found - {index[layer, trip]}))
-
-
-def _is_grid_source(config: FathomConfig, layer: int) -> bool:
-    return any(
-        layer in mixer_class(config).source_layers(config, reader) for reader in range(layer + 1, config.num_hidden_layers)
-    )
 
 
 def _bank(config: FathomConfig, layer: int, trip: int, start: int, stop: int) -> int:
@@ -109,7 +103,9 @@ def with_banks(cache: Cache, config: FathomConfig) -> Cache:
 class Out:
     """What a trip produced: the un-normed residual stream and, made only when asked for, its normed form and logits."""
 
-    def __init__(self, residual: Tensor, norm: Callable[[Tensor], Tensor], head: Callable[[Tensor], Tensor]) -> None:
+    def __init__(
+        self, residual: Tensor, norm: Callable[[Tensor], Tensor], head: Callable[[Tensor], Tensor] | None
+    ) -> None:
         self.residual = residual
         self._norm, self._head = norm, head
         self._hidden: Tensor | None = None
@@ -124,6 +120,8 @@ class Out:
     @property
     def logits(self) -> Tensor:
         """`[B, T, vocab_size]`."""
+        if self._head is None:
+            raise ValueError("this recurrence feeds on logits: call the model with its head (FathomForCausalLM does)")
         return self._head(self.hidden)
 
 

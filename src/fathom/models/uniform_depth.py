@@ -1,6 +1,6 @@
 """`uniform_depth`: the plain average over the sources of `depth_attention`, the honest control for it.
 
-    ṽ_ℓ = (v_ℓ + Σ_{j ∈ D_ℓ} ṽ_j) / M_ℓ,        M_ℓ = |D_ℓ| + 1
+ṽ_ℓ = (v_ℓ + Σ_{j ∈ D_ℓ} ṽ_j) / M_ℓ,        M_ℓ = |D_ℓ| + 1
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`value_residual`: every layer adds half of the first layer's value to half of its own.
 
-    ṽ_ℓ = ½ v_0 + ½ v_ℓ        for ℓ ≥ 1
+ṽ_ℓ = ½ v_0 + ½ v_ℓ        for ℓ ≥ 1
 """
 
 from __future__ import annotations

@@ -1,0 +1,70 @@
+"""The models that the conformance suite runs over: every registered mechanism and the sensible compositions."""
+
+import torch
+
+from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models.registry import parse_mechanism
+
+SHAPE = dict(
+    vocab_size=61,
+    hidden_size=32,
+    intermediate_size=48,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    max_position_embeddings=128,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=2,
+)
+
+# id -> (mechanism, options by axis)
+CASES: dict[str, tuple[str, dict]] = {
+    "vanilla": ("vanilla", {}),
+    "depth_attention": ("depth_attention", {}),
+    "depth_attention-dense": ("depth_attention", {"mixer": {"stride": 1, "self_bias": 0.5}}),
+    "depth_attention-window": ("depth_attention", {"mixer": {"stride": 4, "recent_window": 1}}),
+    "uniform_depth": ("uniform_depth", {}),
+    "value_residual": ("value_residual", {}),
+    "denseformer": ("denseformer", {}),
+    "denseformer-sparse": ("denseformer", {"residual": {"dilation": 2, "period": 2}}),
+    "attention_residuals": ("attention_residuals", {"residual": {"block_size": 3}}),
+    "attention_residuals-snapshot": ("attention_residuals", {"residual": {"block_size": 3, "variant": "snapshot"}}),
+    "hyper_connections": ("hyper_connections", {"residual": {"streams": 3}}),
+    "hyper_connections-free": ("hyper_connections", {"residual": {"streams": 2, "sinkhorn_iterations": 0}}),
+    "loop": ("loop", {"recurrence": {"count": 3}}),
+    "loop-middle": ("loop", {"recurrence": {"count": 2, "prelude": 1, "coda": 1}}),
+    "loop+depth_attention": ("loop+depth_attention", {"recurrence": {"count": 2}}),
+    "loop+depth_attention-grid": (
+        "loop+depth_attention",
+        {"recurrence": {"count": 3, "prelude": 1}, "mixer": {"across_trips": "grid", "stride": 2}},
+    ),
+    "denseformer+depth_attention": ("denseformer+depth_attention", {}),
+    "loop+denseformer": ("loop+denseformer", {"recurrence": {"count": 2, "prelude": 1}}),
+    "depth_attention+attention_residuals": ("depth_attention+attention_residuals", {"residual": {"block_size": 3}}),
+}
+
+
+def config_of(case: str, **shape) -> FathomConfig:
+    """The case's configuration at the small shape."""
+    name, options = CASES[case]
+    keys = {f"{axis}_options": value for axis, value in options.items()}
+    return FathomConfig(**{**SHAPE, **parse_mechanism(name), **keys, **shape})
+
+
+def build(config: FathomConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> FathomForCausalLM:
+    """A model whose every parameter is away from its initial value, as training would leave it."""
+    torch.manual_seed(seed)
+    model = FathomForCausalLM(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape)
+            # Matrices large enough for attention and mixing to be far from uniform.
+            parameter.add_(noise * (0.2 if parameter.ndim < 2 or "residual" in name else 0.25))
+    return model.to(dtype)
+
+
+def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
+    """Random ids without the special ones."""
+    return torch.randint(3, SHAPE["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))

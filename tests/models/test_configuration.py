@@ -1,0 +1,142 @@
+"""The configuration refuses, in one line, whatever cannot be, and round-trips whatever can."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models.registry import mechanism_name, parse_mechanism
+
+from .cases import CASES, SHAPE, build, config_of, tokens
+
+
+def config(**keys):
+    return FathomConfig(**{**SHAPE, **keys})
+
+
+@pytest.mark.parametrize(
+    "keys,says",
+    [
+        ({"num_attention_heads": 5}, r"num_attention_heads \(5\) must be a multiple of num_key_value_heads \(2\)"),
+        ({"head_dim": 7}, "head_dim"),
+        ({"mixer": "depth_attn"}, "mixer must be one of none, depth_attention, .* got 'depth_attn'"),
+        ({"mixer": "loop"}, "mixer must be one of"),
+        ({"residual": "dense"}, "residual must be one of plain, denseformer"),
+        ({"recurrence": "ponder9"}, "recurrence must be one of once, loop"),
+        ({"k_norm_position": "middle"}, "k_norm_position must be one of before_rope, after_rope"),
+        ({"mixer": "depth_attention", "mixer_options": {"stride": 0}}, "mixer_options.stride must be between 1 and 4"),
+        ({"mixer": "depth_attention", "mixer_options": {"stride": 5}}, "mixer_options.stride .* got 5"),
+        ({"mixer": "depth_attention", "mixer_options": {"stride": "2"}}, "mixer_options.stride must be int"),
+        (
+            {"mixer": "depth_attention", "mixer_options": {"strid": 2}},
+            r"strid is not an option of depth_attention \(it has",
+        ),
+        ({"mixer": "depth_attention", "mixer_options": {"recent_window": -1}}, "recent_window"),
+        ({"mixer": "depth_attention", "mixer_options": {"across_trips": "grid"}}, "across_trips must be one of none"),
+        ({"mixer_options": {"stride": 2}}, r"stride is not an option of none \(it has: none\)"),
+        ({"residual": "denseformer", "residual_options": {"period": 9}}, "residual_options.period"),
+        ({"residual": "attention_residuals", "residual_options": {"variant": "x"}}, "variant must be one of block_sum"),
+        ({"residual": "attention_residuals", "residual_options": {"block_size": 0}}, "block_size"),
+        ({"residual": "hyper_connections", "residual_options": {"streams": 0}}, "streams"),
+        ({"recurrence": "loop", "recurrence_options": {"count": 0}}, "count must be at least 1"),
+        ({"recurrence": "loop", "recurrence_options": {"prelude": 2, "coda": 2}}, "at least one of the 4 layers"),
+    ],
+)
+def test_errors_are_one_clear_line(keys, says):
+    with pytest.raises(ValueError, match=says) as error:
+        config(**keys)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_round_trip(case, tmp_path):
+    original = config_of(case)
+    original.save_pretrained(tmp_path)
+    again = AutoConfig.from_pretrained(tmp_path)
+    assert type(again) is FathomConfig
+    assert {**again.to_dict(), "_name_or_path": ""} == original.to_dict()
+    assert parse_mechanism(mechanism_name(again)) == parse_mechanism(CASES[case][0])
+
+
+def test_options_are_stored_resolved():
+    assert config(mixer="depth_attention").mixer_options["stride"] == 2
+    looped = config(mixer="depth_attention", recurrence="loop")
+    assert looped.mixer_options["across_trips"] == "same_layer"
+
+
+@pytest.mark.parametrize("text", ["vanilla+nothing", "depth_attention+uniform_depth", ""])
+def test_bad_mechanism_names(text):
+    with pytest.raises(ValueError):
+        parse_mechanism(text)
+
+
+def qwen3(directory):
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**SHAPE)).eval()
+    model.save_pretrained(directory)
+    return model
+
+
+def test_any_qwen3_directory_opens_as_it_is(tmp_path, caplog):
+    theirs, ids = qwen3(tmp_path), tokens(1, 9)
+    ours = FathomForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, theirs(ids).logits)
+    assert ours.config.model_type == "fathom" and not caplog.records
+
+
+def test_overrides_retrofit(tmp_path):
+    qwen3(tmp_path)
+    model = FathomForCausalLM.from_pretrained(tmp_path, mixer="depth_attention", mixer_options={"stride": 1})
+    assert model.config.mixer_options["stride"] == 1
+    dense = FathomForCausalLM.from_pretrained(tmp_path, residual="denseformer")
+    assert all(p.isfinite().all() for p in dense.parameters())
+    with torch.no_grad():
+        ids = tokens(1, 9)
+        assert torch.equal(dense(ids).logits, FathomForCausalLM.from_pretrained(tmp_path)(ids).logits)
+    with pytest.raises(ValueError, match="stride must be between"):
+        FathomForCausalLM.from_pretrained(tmp_path, mixer="depth_attention", mixer_options={"stride": 99})
+
+
+def test_changing_the_mechanism_drops_the_old_options(tmp_path):
+    build(config_of("depth_attention-dense")).save_pretrained(tmp_path)
+    model = FathomForCausalLM.from_pretrained(tmp_path, mixer="value_residual")
+    assert model.config.mixer_options == {}
+
+
+def test_wrong_shape_names_the_tensor(tmp_path):
+    qwen3(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    tensors["model.layers.1.mlp.up_proj.weight"] = torch.zeros(48, 31)
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"model.layers.1.mlp.up_proj.weight has shape \[48, 31\] .* needs \[48, 32\]"):
+        FathomForCausalLM.from_pretrained(tmp_path)
+
+
+def test_missing_tensor_is_named(tmp_path):
+    qwen3(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = load_file(path)
+    del tensors["model.layers.2.self_attn.q_norm.weight"]
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"lacks model\.layers\.2\.self_attn\.q_norm\.weight"):
+        FathomForCausalLM.from_pretrained(tmp_path)
+
+
+def test_another_architecture_is_refused(tmp_path):
+    keys = {k: v for k, v in SHAPE.items() if k != "head_dim"}
+    LlamaForCausalLM(LlamaConfig(**keys)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="is a llama model; Fathom opens qwen3 and fathom"):
+        FathomForCausalLM.from_pretrained(tmp_path)
+
+
+def test_registered_with_the_auto_classes(tmp_path):
+    import fathom  # noqa: F401
+
+    build(config_of("depth_attention")).save_pretrained(tmp_path)
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "fathom"
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is FathomForCausalLM

@@ -1,0 +1,495 @@
+"""The conformance suite: what it takes to be a supported mechanism, over the registry and the sensible compositions."""
+
+import copy
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
+
+from fathom.export import export
+from fathom.models import FathomForCausalLM
+from fathom.models.cost import cache_bytes_per_token, count_parameters, mechanism_cost
+from fathom.models.depth_attention import depth_weights
+from fathom.models.registry import MECHANISMS, mechanism
+from fathom.models.roles import Residual, ValueMixer
+
+from .cases import CASES, SHAPE, build, config_of, tokens
+from .ranks import on_two_ranks, sharded_gradients
+
+every_case = pytest.mark.parametrize("case", CASES)
+EXACT = 1e-11  # float64
+CLOSE = 1e-4  # float32, as logits
+
+
+def logits(model, ids, **kwargs):
+    with torch.no_grad():
+        return model(ids, use_cache=False, **kwargs).logits
+
+
+def in_chunks(model, ids, sizes, cache, **kwargs):
+    with torch.no_grad():
+        return torch.cat([model(part, past_key_values=cache, **kwargs).logits for part in ids.split(sizes, 1)], 1)
+
+
+def worst(a, b):
+    return (a.double() - b.double()).abs().max().item()
+
+
+def test_registry_is_covered():
+    used = {name for case, _ in CASES.values() for name in case.split("+")}
+    assert set(MECHANISMS) - {"none", "plain", "once"} <= used
+
+
+# --- the baseline -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("shape", [{}, {"tie_word_embeddings": True}, {"attention_bias": True}, {"layers": "sliding"}])
+def test_vanilla_is_qwen3_bitwise(dtype, backend, shape):
+    if "layers" in shape:
+        shape = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
+    ours = build(config_of("vanilla", **shape), dtype=dtype)
+    theirs = Qwen3ForCausalLM(Qwen3Config(**SHAPE, **shape)).eval().to(dtype)
+    assert list(ours.state_dict()) == list(theirs.state_dict())
+    theirs.load_state_dict(ours.state_dict())
+    for model in (ours, theirs):
+        model.set_attn_implementation(backend)
+    ids = tokens(2, 19)
+    assert torch.equal(logits(ours, ids), logits(theirs, ids))
+    assert torch.equal(ours(ids).logits, theirs(ids).logits), "also with gradients on"
+    sizes = [7, 1, 1, 10]
+    caches = [DynamicCache(config=m.config) for m in (ours, theirs)]
+    assert torch.equal(in_chunks(ours, ids, sizes, caches[0]), in_chunks(theirs, ids, sizes, caches[1]))
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "default", "rope_theta": 1e4},
+        {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 32},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "rope_theta": 1e4,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_every_rope_scaling_is_qwen3s(rope):
+    ours = build(config_of("vanilla", rope_parameters=rope))
+    theirs = Qwen3ForCausalLM(Qwen3Config(**SHAPE, rope_parameters=rope)).eval()
+    theirs.load_state_dict(ours.state_dict())
+    ids = tokens(1, 100)
+    assert torch.equal(logits(ours, ids), logits(theirs, ids))
+
+
+# --- one function, however it is called -------------------------------------------------------------------------------
+
+
+@every_case
+@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.data())
+def test_full_is_chunked_is_static(case, data):
+    model = _cached_model(case)
+    cuts = sorted(data.draw(st.sets(st.integers(1, 20), max_size=20), label="cuts"))
+    sizes = [b - a for a, b in zip([0, *cuts], [*cuts, 21], strict=True)]
+    ids = tokens(2, 21)
+    full = logits(model, ids)
+    assert worst(in_chunks(model, ids, sizes, DynamicCache(config=model.config)), full) < EXACT
+    assert worst(in_chunks(model, ids, sizes, StaticCache(config=model.config, max_cache_len=24)), full) < EXACT
+
+
+_models: dict = {}
+
+
+def _cached_model(case):
+    if case not in _models:
+        _models[case] = build(config_of(case), dtype=torch.float64)
+    return _models[case]
+
+
+@every_case
+def test_token_by_token_in_single_precision(case):
+    model, ids = build(config_of(case)), tokens(2, 12)
+    stepwise = in_chunks(model, ids, 1, DynamicCache(config=model.config))
+    assert worst(stepwise, logits(model, ids)) < CLOSE
+
+
+@every_case
+def test_left_padded_rows_are_single_rows(case):
+    model = _cached_model(case)
+    rows = [tokens(1, n, seed=n) for n in (5, 9, 12)]
+    padded = torch.zeros(3, 12, dtype=torch.long)
+    mask = torch.zeros_like(padded)
+    for i, row in enumerate(rows):
+        padded[i, 12 - row.shape[1] :], mask[i, 12 - row.shape[1] :] = row, 1
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    together = logits(model, padded, attention_mask=mask, position_ids=positions)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():  # prefill, then decode the last token
+        model(padded[:, :-1], attention_mask=mask[:, :-1], position_ids=positions[:, :-1], past_key_values=cache)
+        step = model(padded[:, -1:], attention_mask=mask, position_ids=positions[:, -1:], past_key_values=cache)
+    for i, row in enumerate(rows):
+        alone = logits(model, row)[0]
+        assert worst(together[i, 12 - row.shape[1] :], alone) < EXACT
+        assert worst(step.logits[i, 0], alone[-1]) < EXACT
+
+
+@every_case
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_packed_documents_are_single_rows(case, use_cache):
+    model = _cached_model(case)
+    documents = [tokens(1, n, seed=n) for n in (4, 7, 6)]
+    positions = torch.cat([torch.arange(d.shape[1]) for d in documents]).unsqueeze(0)
+    with torch.no_grad():
+        packed = model(torch.cat(documents, 1), position_ids=positions, use_cache=use_cache).logits
+    alone = torch.cat([logits(model, d) for d in documents], 1)
+    assert worst(packed, alone) < EXACT
+
+
+@every_case
+def test_prefix_invariance(case):
+    model, ids = _cached_model(case), tokens(1, 14)
+    changed = ids.clone()
+    changed[:, 8:] = tokens(1, 6, seed=99)
+    before, after = logits(model, ids), logits(model, changed)
+    assert worst(before[:, :8], after[:, :8]) < EXACT
+    assert worst(before[:, 8:], after[:, 8:]) > 1e-3, "the change must be visible somewhere"
+
+
+@every_case
+@pytest.mark.parametrize("how", ["greedy", "sampled", "beam"])
+def test_generate_is_its_uncached_self(case, how):
+    model = build(config_of(case))
+    arguments = {
+        "greedy": {"do_sample": False},
+        "sampled": {"do_sample": True, "top_k": 20},
+        "beam": {"do_sample": False, "num_beams": 3},
+    }[how]
+    ids = torch.cat([torch.zeros(1, 3, dtype=torch.long), tokens(1, 4)], 1)
+    batch = torch.cat([ids, tokens(1, 7, seed=5)])  # one row is padded
+    mask = (batch != 0).long()
+    outputs = []
+    for use_cache in (True, False):
+        torch.manual_seed(7)
+        outputs.append(model.generate(batch, attention_mask=mask, max_new_tokens=10, use_cache=use_cache, **arguments))
+    assert torch.equal(*outputs)
+
+
+# The two faults of the published code must be visible to the property above: a suite that cannot see them is worthless.
+
+
+def _step_errors(fault):
+    """Largest error of token-by-token decoding when past values are re-mixed with the current query."""
+    model = build(config_of("depth_attention", num_hidden_layers=6), dtype=torch.float64)
+    ids = tokens(1, 12)
+    full = logits(model, ids)
+    raw: dict[int, list] = {}
+
+    for layer in model.model.layers:
+        mixer, index = layer.self_attn.mixer, layer.self_attn.layer_idx
+        raw[index] = []
+
+        def remix(query, key, value, sources, *, mixer=mixer, index=index):
+            raw[index].append((key, value))
+            keys, values = (torch.cat(t, 2) for t in zip(*raw[index], strict=True))
+            if not sources:
+                history[index] = (keys, values)
+                return values
+            stride = model.config.mixer_options["stride"]
+            past = [history[i] for i in range(index) if i % stride == 0]
+            flat = tuple(t for pair in past for t in pair)
+            spread = query.expand(-1, -1, keys.shape[2], -1)  # the current query for every past token
+            weights, _ = depth_weights(spread, keys, flat)
+            mixed = sum(w * v for w, v in zip(weights, (*flat[1::2], values), strict=True))
+            history[index] = (keys, mixed)
+            return mixed
+
+        mixer.forward = remix
+
+    history: dict = {}
+    steps = []
+    for t in range(ids.shape[1]):
+        history.clear()
+        cache = _KeysOnly(model, raw, top_left=fault == "top_left_mask")
+        steps.append(cache.step(ids[:, t : t + 1], t))
+    return worst(torch.cat(steps, 1), full)
+
+
+class _KeysOnly:
+    """Stands in for a cache in the published code's place: attention sees what the faulty mixer returns."""
+
+    def __init__(self, model, raw, top_left):
+        self.model, self.raw, self.top_left = model, raw, top_left
+
+    def update(self, key, value, layer):
+        keys = torch.cat([k for k, _ in self.raw[layer]], 2)
+        if self.top_left and layer > 0:  # `is_causal` aligned to the top left: one query sees key 0 alone
+            return keys[:, :, :1], value[:, :, :1]
+        return keys, value
+
+    def step(self, token, position):
+        model = self.model.model
+        x = model.embed_tokens(token)
+        rotary = model.rotary_emb(x, torch.tensor([[position]]))
+        state, kept = (x,), {}
+        with torch.no_grad():
+            for visit in model.plan[0]:
+                sources = tuple(t for i in visit.sources for t in kept[i])
+                layer = model.layers[visit.layer]
+                state, key, value = layer(
+                    state,
+                    sources,
+                    attention_mask=None,
+                    position_embeddings=rotary,
+                    past_key_values=self,
+                    is_causal=False,
+                )
+                kept[visit.index] = (key, value)
+            return self.model.lm_head(model.norm(state[0]))
+
+
+def test_the_published_faults_are_seen():
+    assert _step_errors("remix") > 0.05
+    assert _step_errors("top_left_mask") > 0.5
+
+
+# --- training ---------------------------------------------------------------------------------------------------------
+
+
+def gradients(model, ids, **kwargs):
+    model.train()
+    model.zero_grad()
+    model(ids, labels=ids, **kwargs).loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@every_case
+def test_every_parameter_gets_a_gradient(case):
+    model = build(config_of(case), dtype=torch.float64)
+    found = gradients(model, tokens(2, 16))
+    assert set(found) == {name for name, _ in model.named_parameters()}
+    dead = {name for name, g in found.items() if not g.abs().sum() > 0}
+    # A softmax over one source is constant, so nothing can move its query.
+    assert all(name.startswith("model.layers.0.attn_residual.") for name in dead), dead
+
+
+@every_case
+def test_checkpointing_changes_nothing(case):
+    model, ids = build(config_of(case), dtype=torch.float64), tokens(2, 16)
+    plain = gradients(model, ids)
+    model.gradient_checkpointing_enable()
+    again = gradients(model, ids)
+    assert max(worst(plain[name], again[name]) for name in plain) < 1e-12
+
+
+def test_reentrant_checkpointing_is_refused():
+    with pytest.raises(ValueError, match="use_reentrant"):
+        build(config_of("depth_attention")).gradient_checkpointing_enable({"use_reentrant": True})
+
+
+@every_case
+def test_compiled_in_one_graph(case):
+    torch._dynamo.reset()
+    model, ids = build(config_of(case), dtype=torch.float64), tokens(2, 16)
+    plain = gradients(model, ids)
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    model.zero_grad()
+    whole(ids, labels=ids).loss.backward()
+    compiled = {name: p.grad for name, p in model.named_parameters()}
+    assert max(worst(plain[name], compiled[name]) for name in plain) < 1e-10
+    model.eval()
+    with torch.no_grad():
+        assert worst(whole(ids, use_cache=False).logits, logits(model, ids)) < 1e-10
+
+
+def test_two_fsdp_ranks_are_one_process(tmp_path):
+    """All cases in one launch, since starting two processes costs more than the comparison."""
+    on_two_ranks(sharded_gradients, tmp_path, list(CASES))
+    for case in CASES:
+        model, ids = build(config_of(case), dtype=torch.float64), tokens(4, 16)
+        whole = gradients(model, ids)
+        sharded = torch.load(tmp_path / f"{case}.pt", weights_only=True)
+        assert set(sharded) == set(whole), case
+        assert max(worst(whole[name], sharded[name]) for name in whole) < 1e-10, case
+
+
+# --- life of a checkpoint ---------------------------------------------------------------------------------------------
+
+
+@every_case
+def test_initialised_from_nothing(case):
+    config = config_of(case)
+    fresh = FathomForCausalLM(config)
+    with torch.device("meta"):
+        empty = FathomForCausalLM(config)
+    empty.to_empty(device="cpu")
+    assert any(p.isnan().any() for p in empty.parameters()), "the poison must work"
+    for module in empty.modules():
+        module._is_hf_initialized = False
+    empty.init_weights()
+    for model in (fresh, empty):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            assert tensor.isfinite().all(), name
+
+
+@every_case
+def test_identity_at_init_where_declared(case):
+    config = config_of(case)
+    if config.recurrence != "once":
+        return  # another trip is another function, whatever the weights
+    parts = [mechanism(axis, getattr(config, axis)) for axis in ("mixer", "residual")]
+    torch.manual_seed(0)
+    vanilla = FathomForCausalLM(config_of("vanilla")).eval()
+    model = FathomForCausalLM(config).eval()
+    model.load_state_dict(vanilla.state_dict(), strict=False)
+    ids = tokens(2, 16)
+    same = torch.equal(logits(model, ids), logits(vanilla, ids))
+    assert same == all(part.identity_at_init for part in parts)
+
+
+CLEAN_ROOM = """
+import json, sys
+sys.modules["fathom"] = None  # importing it raises
+import torch
+from transformers import AutoModel, AutoModelForCausalLM
+torch.set_num_threads(1)
+for directory in json.loads(sys.argv[1]):
+    saved = torch.load(directory + ".pt", weights_only=True)
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
+    with torch.no_grad():
+        assert torch.equal(model(saved["ids"]).logits, saved["logits"]), directory
+    generated = model.generate(saved["ids"], max_new_tokens=4, do_sample=False)
+    assert torch.equal(generated, saved["generated"]), directory
+    model.save_pretrained(directory + "-again")
+    again = AutoModelForCausalLM.from_pretrained(directory + "-again", trust_remote_code=True)
+    with torch.no_grad():
+        assert torch.equal(again(saved["ids"]).logits, saved["logits"]), directory
+    AutoModel.from_pretrained(directory, trust_remote_code=True)
+print("all equal")
+"""
+
+
+def test_exports_open_in_a_clean_process(tmp_path, monkeypatch):
+    """Every case in one process that cannot import Fathom."""
+    monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
+    directories = []
+    for case in CASES:
+        model, ids = build(config_of(case)), tokens(2, 9)
+        directory = export(model, tmp_path / case.replace("+", "-and-"))
+        with torch.no_grad():
+            expected = {
+                "ids": ids,
+                "logits": model(ids).logits,
+                "generated": model.generate(ids, max_new_tokens=4, do_sample=False),
+            }
+        torch.save(expected, f"{directory}.pt")
+        directories.append(str(directory))
+    command = [sys.executable, "-c", CLEAN_ROOM, json.dumps(directories)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert "all equal" in result.stdout, result.stderr[-3000:]
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+class Arithmetic(TorchDispatchMode):
+    """Counts multiplications and additions, element-wise ones included."""
+
+    def __init__(self):
+        super().__init__()
+        self.products, self.elementwise = 0, 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if name in ("mm", "addmm", "bmm"):
+            a, b = args[-2], args[-1]
+            self.products += 2 * a.numel() * b.shape[-1]
+        elif name in ("mul", "add", "sub", "div", "maximum", "exp", "sigmoid", "pow", "lerp", "addcmul", "rsqrt"):
+            self.elementwise += out.numel() * {"lerp": 3, "addcmul": 2}.get(name, 1)
+        elif name in ("sum", "mean", "amax"):
+            self.elementwise += args[0].numel()
+        return out
+
+
+def counted(case, shape):
+    model, ids = build(config_of(case, **shape)), tokens(1, 16)
+    with Arithmetic() as counter, torch.no_grad():
+        model(ids, use_cache=False)
+    return (counter.products + counter.elementwise) / ids.numel()
+
+
+@every_case
+def test_declared_cost_is_measured(case):
+    config = config_of(case)
+    cost = mechanism_cost(config, bytes_per_scalar=4)
+    model, vanilla = build(config), config_of("vanilla")
+    assert cost.parameters == count_parameters(config) - count_parameters(vanilla)
+
+    cache = DynamicCache(config=config)
+    in_chunks(model, tokens(2, 9), [5, 1, 1, 1, 1], cache)
+    held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+    assert held == 2 * 9 * cache_bytes_per_token(config, 4)
+    assert cost.cache_bytes == cache_bytes_per_token(config, 4) - cache_bytes_per_token(vanilla, 4)
+    assert transient_bytes(model) == cost.transient_bytes
+
+
+def transient_bytes(model):
+    """Bytes per token beyond one stream: every source handed to a mixer, and the residual state at its largest."""
+    ids, sources, states = tokens(1, 8), {}, []
+    stream = ids.numel() * model.config.hidden_size * 4
+
+    def look(module, args):
+        sources.update({t.untyped_storage().data_ptr(): t.nbytes for t in args[3]})
+
+    def watch(residual):
+        read = residual.read
+
+        def watched(state):
+            states.append(sum({id(t): t.nbytes for t in state}.values()) - stream)
+            return read(state)
+
+        residual.read = watched
+
+    for module in model.modules():
+        if isinstance(module, ValueMixer):
+            module.register_forward_pre_hook(look)
+        if isinstance(module, Residual):
+            watch(module)
+    cache = DynamicCache(config=model.config)  # keeps every key and value alive, so that no address is used twice
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    return (sum(sources.values()) + max(states)) / ids.numel()
+
+
+@every_case
+def test_declared_flops_are_measured(case):
+    if "loop" in case:
+        return  # what a trip costs is the vanilla stack again: test_looping.py counts it
+    shape = {"num_attention_heads": 8, "head_dim": 32, "hidden_size": 256, "num_hidden_layers": 12}
+    cost = mechanism_cost(config_of(case, **shape))
+    extra = counted(case, shape) - counted("vanilla", shape)
+    declared = cost.flops + cost.elementwise_flops
+    # The papers count an addition for every term of a sum; the first term needs none.
+    assert extra == pytest.approx(declared, rel=0.12, abs=1)
+
+
+def test_tied_state_survives_a_copy():
+    """`copy.deepcopy` and a second forward leave no trace of the first: state is functional."""
+    model, ids = build(config_of("loop+depth_attention")), tokens(1, 10)
+    first = logits(model, ids)
+    twin = copy.deepcopy(model)
+    assert torch.equal(first, logits(model, ids)) and torch.equal(first, logits(twin, ids))
