@@ -1,7 +1,7 @@
 """The work of a `prepare` worker: parse records, choose their split, tokenise them.
 
-Run as a program it serves requests on its standard input until that closes, which it does when the parent dies,
-however it dies. A plain subprocess needs no `__main__` guard in the caller's script, as multiprocessing would.
+A worker is a plain subprocess that serves requests on its standard input until that closes, which it does when the
+parent dies, however it dies. Unlike multiprocessing it needs no `__main__` guard in the caller's script.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import contextlib
 import hashlib
 import os
 import pickle
-import signal
 import subprocess
 import sys
 import threading
@@ -27,6 +26,20 @@ from numpy.typing import NDArray
 from fathom.data.shards import DataError, token_dtype
 from fathom.data.sources import Kind, Reading, parse
 from fathom.data.tokenizer import plain_encoder
+
+# `import fathom` brings in torch, which a worker does without: seconds and hundreds of megabytes for each of them.
+# So the package is entered by its path. Ctrl-C reaches the whole process group, but the parent decides what it means;
+# and replies have standard output to themselves: whatever else prints goes to standard error.
+WORKER = """
+import os, signal, sys, types
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+fathom = sys.modules["fathom"] = types.ModuleType("fathom")
+fathom.__path__ = [sys.argv[1]]
+from fathom.data.encode import serve
+replies = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)
+serve(sys.stdin.buffer, replies)
+"""
 
 
 @dataclass(frozen=True)
@@ -110,7 +123,7 @@ class _Worker:
             "TOKENIZERS_PARALLELISM": "false",
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "fathom.data.encode"],
+            [sys.executable, "-c", WORKER, str(Path(__file__).parent.parent)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -206,15 +219,3 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
             replies.flush()
         except BrokenPipeError:
             return
-
-
-if __name__ == "__main__":
-    # Ctrl-C reaches the whole process group; the parent decides what it means.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # Replies have standard output to themselves: whatever else prints goes to standard error.
-    channel = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)
-    # As `__main__`, the classes here would be others than the parent's.
-    from fathom.data.encode import serve as serve_as_imported
-
-    serve_as_imported(sys.stdin.buffer, channel)

@@ -33,6 +33,7 @@ from fathom.data.shards import (
     DataError,
     Shard,
     ShardWriter,
+    first_line,
     read_index,
     require_vocabulary,
     shard_entries,
@@ -152,6 +153,9 @@ class _Run:
     position: tuple[int, int] = (0, 0)
     """The source, and the record in it, from which reading continues."""
     documents: int = 0
+    vocab_size: int = 0
+    """0 until the tokenizer is saved."""
+    eos_token_id: int = 0
     writers: dict[tuple[str, str], ShardWriter] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -162,6 +166,7 @@ class _Run:
             self.journal = json.loads((self.out / JOURNAL).read_bytes())
             self.position = (self.journal["position"][0], self.journal["position"][1])
             self.documents = self.journal["documents"]
+            self.vocab_size, self.eos_token_id = self.journal["vocab_size"], self.journal["eos_token_id"]
         else:
             self._write_journal()
 
@@ -169,7 +174,8 @@ class _Run:
         self, name: str | None, train_size: int | None, train_bytes: int, model_vocab_size: int | None
     ) -> None:
         """Load or train the tokenizer, unless an earlier run saved it already."""
-        if not (self.out / TOKENIZER).is_dir():
+        if not self.vocab_size:
+            shutil.rmtree(self.out / TOKENIZER, ignore_errors=True)
             if train_size is not None:
                 tokenizer = train_bpe(self._training_texts(train_bytes), train_size)
             else:
@@ -178,8 +184,8 @@ class _Run:
             if model_vocab_size is not None:
                 require_vocabulary(vocabulary_size(tokenizer), model_vocab_size, name or "the tokenizer")
             save_tokenizer(tokenizer, self.out)
-        tokenizer = load_tokenizer(str(self.out / TOKENIZER))
-        self.vocab_size, self.eos_token_id = vocabulary_size(tokenizer), int(tokenizer.eos_token_id)
+            self.vocab_size, self.eos_token_id = vocabulary_size(tokenizer), int(tokenizer.eos_token_id)
+            self._write_journal()
         if model_vocab_size is not None:
             require_vocabulary(self.vocab_size, model_vocab_size, self.out / TOKENIZER)
         self._restore_writers()
@@ -282,6 +288,8 @@ class _Run:
             "inputs_stamp": self.inputs_stamp,
             "position": self.position,
             "documents": self.documents,
+            "vocab_size": self.vocab_size,
+            "eos_token_id": self.eos_token_id,
             "shards": [[*key, shard_entries(writer.shards)] for key, writer in self.writers.items()],
         }
         write_json(self.out / JOURNAL, journal)
@@ -351,12 +359,15 @@ def _stamp(sources: list[Source]) -> str:
 
 def _difference(out: Path, settings: dict[str, Any], sources: list[Source]) -> str | None:
     """How the corpus in `out`, finished or begun, differs from the one that is asked for; None if it does not."""
-    if (out / INDEX).exists():
-        old = read_index(out)
-    elif (out / JOURNAL).exists():
-        old = json.loads((out / JOURNAL).read_bytes())
-    else:
-        return None
+    try:
+        if (out / INDEX).exists():
+            old = read_index(out)
+        elif (out / JOURNAL).exists():
+            old = json.loads((out / JOURNAL).read_bytes())
+        else:
+            return None
+    except (DataError, ValueError) as error:
+        return first_line(error)
     for key, value in json.loads(json.dumps(settings)).items():
         found = old["settings"].get(key)
         if found != value:

@@ -68,7 +68,7 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 def shard_files(directory: Path, split: str, domain: str, number: int) -> tuple[Path, Path]:
     """The token file and the document index of one shard."""
     # A domain is any string: quoted, it stays one folder below its split, and a leading dot cannot climb out of it.
-    folder = directory / split / quote(domain, safe=" ").replace(".", "%2E")
+    folder = directory / split / (quote(domain, safe=" ").replace(".", "%2E") or "%")
     return folder / f"{number:05d}.bin", folder / f"{number:05d}.idx"
 
 

@@ -156,12 +156,13 @@ def _repair(kind: Kind, domain: str, payload: Any, reading: Reading, where: str)
 def _json_fields(line: bytes, reading: Reading, where: str) -> tuple[str, str] | None:
     if not line.strip():
         return None
+    text = line.decode("utf-8-sig")
     try:
-        value = json.loads(line)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise DataError(f"{where}: bad JSON: {error.msg} at column {error.colno}") from None
-    except RecursionError:
-        raise DataError(f"{where}: bad JSON: nested too deeply") from None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}: bad JSON: {first_line(error)}") from None
     if not isinstance(value, dict):
         raise DataError(f"{where}: expected a JSON object, found {type(value).__name__}")
     for field in (reading.text_field, reading.domain_field):
@@ -266,11 +267,36 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 def _decompressed(raw: IO[bytes], compression: str, path: Path) -> IO[bytes]:
     module = _require(compression, str(path))
     if compression == "zstandard":
-        # By default the reader stops without a word after the first of several frames.
-        stream = module.ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-        return io.BufferedReader(stream)
+        return io.BufferedReader(_ZstdReader(raw, module.ZstdDecompressor()), 1 << 20)
     file: IO[bytes] = module.open(raw, "rb")
     return file
+
+
+class _ZstdReader(io.RawIOBase):
+    """Zstandard frames as one stream; the library's own reader ends without a word where a file was cut off."""
+
+    def __init__(self, raw: IO[bytes], decompressor: Any) -> None:
+        self._raw, self._decompressor = raw, decompressor
+        self._frame: Any = None
+        self._compressed = self._ready = b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._ready:
+            self._compressed = self._compressed or self._raw.read(1 << 16)
+            if not self._compressed:
+                if self._frame is not None:
+                    raise EOFError("compressed file ended before the end-of-stream marker was reached")
+                return 0
+            self._frame = self._frame or self._decompressor.decompressobj()
+            self._ready, self._compressed = self._frame.decompress(self._compressed), b""
+            if self._frame.eof:
+                self._compressed, self._frame = self._frame.unused_data, None
+        count = min(len(buffer), len(self._ready))
+        buffer[:count], self._ready = self._ready[:count], self._ready[count:]
+        return count
 
 
 def _lines(path: Path) -> Iterator[Record]:
@@ -315,10 +341,8 @@ def _read_file(path: Path) -> bytes:
 def _parquet(path: Path, reading: Reading, start: int) -> Iterator[Record]:
     parquet = _require("pyarrow.parquet", str(path))
     columns = [reading.text_field] + ([reading.domain_field] if reading.domain_field else [])
-    try:
+    with _foreign(str(path)):
         file = parquet.ParquetFile(path)
-    except Exception as error:
-        raise DataError(f"{path}: not a Parquet file: {first_line(error)}") from None
     names = file.schema_arrow.names
     for column in columns:
         if column not in names:
@@ -329,12 +353,13 @@ def _parquet(path: Path, reading: Reading, start: int) -> Iterator[Record]:
         rows = file.metadata.row_group(group).num_rows
         if row + rows > start:
             number = row
-            for batch in file.iter_batches(1024, row_groups=[group], columns=columns):
-                values = [batch.column(column).to_pylist() for column in columns]
-                for payload in zip(*values, strict=True):
-                    if number >= start:
-                        yield Record(payload, size * number // total)
-                    number += 1
+            with _foreign(str(path)):
+                for batch in file.iter_batches(1024, row_groups=[group], columns=columns):
+                    values = [batch.column(column).to_pylist() for column in columns]
+                    for payload in zip(*values, strict=True):
+                        if number >= start:
+                            yield Record(payload, size * number // total)
+                        number += 1
         row += rows
 
 
@@ -343,14 +368,21 @@ def _hub(name: str, reading: Reading, start: int) -> Iterator[Record]:
     datasets = _require("datasets", name)
     path, _, query = name.removeprefix(HUB).partition("?")
     options = {"split": "train", **dict(parse_qsl(query))}
-    try:
+    with _foreign(name):
         stream = datasets.load_dataset(path, streaming=True, **options)
+        for row in stream.skip(start) if start else stream:
+            for field in (reading.text_field, reading.domain_field):
+                if field is not None and field not in row:
+                    raise DataError(f"{name}: no field {field!r}: it has {', '.join(row)}")
+            yield Record((row[reading.text_field], row.get(reading.domain_field)), 0)
+
+
+@contextmanager
+def _foreign(name: str) -> Iterator[None]:
+    """Whatever another library raises while it reads, said in one line."""
+    try:
+        yield
+    except DataError:
+        raise
     except Exception as error:
-        raise DataError(
-            f"{name}: cannot open the dataset: {str(error).splitlines()[0] if str(error) else error!r}"
-        ) from None
-    for row in stream.skip(start) if start else stream:
-        for field in (reading.text_field, reading.domain_field):
-            if field is not None and field not in row:
-                raise DataError(f"{name}: no field {field!r}: it has {', '.join(row)}")
-        yield Record((row[reading.text_field], row.get(reading.domain_field)), 0)
+        raise DataError(f"{name}: cannot read it: {first_line(error)}") from None

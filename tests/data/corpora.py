@@ -1,0 +1,25 @@
+"""Generated documents, and a corpus as one value to compare."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+SENTENCE = "the depth of a river is measured with rope and lead, or with sound — naïve 水深 in fathoms\n"
+WORDS = SENTENCE.split(" ")
+
+
+def write_documents(path: Path, count: int, seed: int = 0, **fields: str) -> list[str]:
+    """JSON lines of random sentences, all different; returns the texts."""
+    chance = random.Random(seed)
+    texts = [f"{seed}/{i}: " + " ".join(chance.choices(WORDS, k=chance.randint(1, 60))) for i in range(count)]
+    lines = [json.dumps({"id": i, "text": text, **fields}) for i, text in enumerate(texts)]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return texts
+
+
+def tree(directory: Path) -> dict[str, bytes]:
+    """Every file of a corpus but the verification cache, which holds modification times."""
+    files = (path for path in directory.rglob("*") if path.is_file() and path.name != ".verified.json")
+    return {str(path.relative_to(directory)): path.read_bytes() for path in files}

@@ -1,0 +1,472 @@
+"""From text to shards: nothing lost, nothing leaked, the same bytes from any number of workers and after any crash."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import types
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import fathom
+from fathom.data import prepare as prepare_module
+from fathom.data import sources
+from fathom.data.encode import WORKER, choose_split
+from fathom.data.prepare import prepare
+from fathom.data.shards import DataError, TokenDataset
+from tests.data.corpora import tree, write_documents
+
+
+def documents(directory: Path, split: str) -> Iterator[str]:
+    """The texts of a split, decoded."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(directory / "tokenizer")
+    dataset = TokenDataset.open(directory, split)
+    tokens = np.empty(dataset.num_tokens, np.int64)
+    dataset.read(0, tokens)
+    edges = [0, *dataset.document_ends(0, len(tokens)).tolist(), len(tokens)]
+    for start, stop in pairwise(edges):
+        assert tokens[stop - 1] == dataset.eos_token_id
+        yield tokenizer.decode(tokens[start : stop - 1])
+
+
+def leaked(directory: Path) -> set[str]:
+    """Texts that are on both sides of the split."""
+    return set(documents(directory, "train")) & set(documents(directory, "val"))
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", " \t spaces\r\n\n  kept ", "naïve 水深 🌊", "<|endoftext|> is text", "x\u200b\ufeff"]
+)
+def test_texts_come_back_as_they_were(tmp_path: Path, tokenizer: str, text: str) -> None:
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"text": text}) + "\n" + json.dumps({"text": "other"}), encoding="utf-8"
+    )
+    (tmp_path / "b.txt").write_bytes(text.encode())
+    summary = prepare([str(tmp_path / "a.jsonl"), str(tmp_path / "b.txt")], tmp_path / "out", tokenizer, held_out=0)
+    assert list(documents(tmp_path / "out", "train")) == [text, "other", text]
+    assert summary.splits["train"]["default"]["bytes"] == 2 * len(text.encode()) + len("other")
+
+
+def test_both_splits_together_are_the_input(corpus: Path) -> None:
+    texts = write_documents(corpus.parent / "a.jsonl", 400, seed=1) + write_documents(
+        corpus.parent / "b.jsonl", 200, seed=2
+    )
+    train, val = list(documents(corpus, "train")), list(documents(corpus, "val"))
+    assert sorted(train + val) == sorted(texts)
+    assert train == [text for text in texts if text in set(train)], "documents keep their order"
+    assert 30 < len(val) < 90
+    assert not leaked(corpus)
+
+
+def test_equal_texts_stay_on_one_side(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
+    texts = write_documents(tmp_path / "a.jsonl", 150)
+    again = [json.dumps({"id": f"copy {i}", "text": text}) for i, text in enumerate(texts)]
+    (tmp_path / "b.jsonl").write_text("\n".join(again), encoding="utf-8")
+    inputs = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    prepare(inputs, tmp_path / "out", tokenizer, held_out=0.3)
+    assert len(list(documents(tmp_path / "out", "val"))) > 40
+    assert not leaked(tmp_path / "out")
+    assert all(choose_split(f" {text}\n", 0.3) == choose_split(text, 0.3) for text in texts)
+
+    # The control: a split by anything but the text is one that this test sees through.
+    turn = iter(range(10**6))
+    monkeypatch.setattr("fathom.data.encode.choose_split", lambda text, share: ["train", "val"][next(turn) % 7 < 2])
+    prepare(inputs, tmp_path / "leaking", tokenizer, held_out=0.3)
+    assert leaked(tmp_path / "leaking")
+
+
+def test_the_split_is_stable() -> None:
+    """Fixed by the text alone, for every machine and for all time; and a larger share only adds to a smaller one."""
+    chosen = [i for i in range(200) if choose_split(f"document {i}", 0.05) == "val"]
+    assert chosen == HELD_OUT
+    assert set(chosen) <= {i for i in range(200) if choose_split(f"document {i}", 0.2) == "val"}
+    assert {choose_split("any", 0.0), choose_split("any", 1.0)} == {"train", "val"}
+
+
+HELD_OUT = [40, 70, 100, 118, 123, 129, 148, 163]
+
+
+def test_workers_do_not_change_a_byte(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
+    monkeypatch.setattr(prepare_module, "CHUNK_BYTES", 2048)
+    write_documents(tmp_path / "a.jsonl", 300)
+    for name in ("x", "y", "z"):
+        (tmp_path / f"{name}.txt").write_text(f"file {name}\n" * 50)
+    inputs = [str(tmp_path / "a.jsonl"), f"files={tmp_path}/*.txt"]
+    trees = []
+    for workers in (1, 2, 3):
+        prepare(inputs, tmp_path / f"out{workers}", tokenizer, held_out=0.2, shard_tokens=1000, workers=workers)
+        trees.append(tree(tmp_path / f"out{workers}"))
+    assert trees[0] == trees[1] == trees[2]
+    assert len(trees[0]) > 10
+
+
+def test_a_worker_reports_its_error(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' * 10 + '{"text": 1}\n')
+    with pytest.raises(DataError, match=r"a\.jsonl:11: field 'text' is int, not text"):
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, workers=2)
+
+
+def run(arguments: dict[str, object], delay: float | None = None) -> int | None:
+    """Prepare in a forked process, killed after a delay; how many documents it found done, or None if it was killed.
+
+    The process saves its place after every chunk, so that a kill finds it in every state.
+    """
+    receive, send = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            prepare_module.CHUNK_BYTES, prepare_module.CHECKPOINT_SECONDS = 4096, 0.0
+            os.write(send, b"ready")
+            os.write(send, b"%d" % prepare(**arguments).resumed_documents)
+        finally:
+            os._exit(1)
+    os.close(send)
+    with os.fdopen(receive, "rb", 0) as channel:
+        assert channel.read(5) == b"ready"
+        if delay is not None:
+            time.sleep(delay)
+            os.kill(child, signal.SIGKILL)
+        answer = channel.read(20)
+    status = os.waitpid(child, 0)[1]
+    assert answer or os.WIFSIGNALED(status)
+    return int(answer) if answer else None
+
+
+def kill_and_resume(tmp_path: Path, tokenizer: str, times: int, workers: int, seed: int) -> None:
+    """Kill runs at random moments, then let one finish."""
+    write_documents(tmp_path / "a.jsonl", 1500)
+    write_documents(tmp_path / "b.jsonl", 500, seed=1)
+    arguments: dict[str, object] = {
+        "inputs": [f"a={tmp_path / 'a.jsonl'}", f"b={tmp_path / 'b.jsonl'}"],
+        "tokenizer": tokenizer,
+        "held_out": 0.2,
+        "shard_tokens": 5000,
+        "workers": workers,
+    }
+    started = time.monotonic()
+    assert run({**arguments, "out": tmp_path / "whole"}) == 0
+    length = time.monotonic() - started
+    expected = tree(tmp_path / "whole")
+    chance = random.Random(seed)
+    kills = attempt = resumed = 0
+    while kills < times or not resumed:
+        out = tmp_path / f"killed{attempt}"
+        while (found := run({**arguments, "out": out}, chance.uniform(0, 1.1 * length))) is None:
+            kills += 1
+        # It outran the signal, on its own or after runs that did not.
+        assert tree(out) == expected
+        resumed += found
+        attempt += 1
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_and_resumed_gives_the_same_bytes(tmp_path: Path, tokenizer: str, workers: int) -> None:
+    kill_and_resume(tmp_path, tokenizer, times=2, workers=workers, seed=workers)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_many_times_gives_the_same_bytes(tmp_path: Path, tokenizer: str, workers: int) -> None:
+    kill_and_resume(tmp_path, tokenizer, times=25, workers=workers, seed=100 + workers)
+
+
+@pytest.mark.parametrize("lose", ["nothing", "tail", "new shard"])
+def test_resume_continues_where_the_journal_says(tmp_path: Path, tokenizer: str, monkeypatch, lose: str) -> None:
+    """A crash in this process, at every chunk in turn: what is finished is not tokenised again."""
+    monkeypatch.setattr(prepare_module, "CHUNK_BYTES", 4096)
+    monkeypatch.setattr(prepare_module, "CHECKPOINT_SECONDS", 0.0)
+    write_documents(tmp_path / "a.jsonl", 200)
+    options = {"tokenizer": tokenizer, "held_out": 0.2, "shard_tokens": 2000, "workers": 1}
+    prepare([str(tmp_path / "a.jsonl")], tmp_path / "whole", **options)
+    real = prepare_module._Run._append
+    for crash in range(1, 12, 2):
+        out = tmp_path / f"out{crash}"
+        calls = iter(range(10**6))
+
+        def append(self, group, crash=crash, calls=calls):
+            real(self, group)
+            if next(calls) == crash:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(prepare_module._Run, "_append", append)
+        with pytest.raises(KeyboardInterrupt):
+            prepare([str(tmp_path / "a.jsonl")], out, **options)
+        journal = json.loads((out / ".prepare.json").read_bytes())
+        if lose == "tail":
+            (path,) = list(out.glob("train/*/00000.bin"))
+            with path.open("ab") as file:
+                file.write(b"\xff" * 100)
+        elif lose == "new shard":
+            (out / "train" / "default" / "00099.bin").write_bytes(b"left over")
+        monkeypatch.setattr(prepare_module._Run, "_append", real)
+        summary = prepare([str(tmp_path / "a.jsonl")], out, **options)
+        assert summary.resumed_documents == journal["documents"] >= (crash // 2) * 5
+        assert tree(out) == tree(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("moment", ["train_bpe", "save_tokenizer", "vocabulary_size"])
+def test_a_crash_around_the_tokenizer(tmp_path: Path, monkeypatch, moment: str) -> None:
+    write_documents(tmp_path / "a.jsonl", 100)
+    prepare([str(tmp_path / "a.jsonl")], tmp_path / "whole", train_tokenizer=300)
+
+    def crash(*arguments):
+        (tmp_path / "out" / ".tokenizer.tmp").mkdir()
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare_module, moment, crash)
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", train_tokenizer=300)
+    prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", train_tokenizer=300)
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_finished_work_is_not_done_again(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
+    write_documents(tmp_path / "a.jsonl", 50)
+    first = prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
+    monkeypatch.setattr(prepare_module, "_Run", None)
+    second = prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
+    assert second.splits == first.splits and second.resumed_documents == 50
+    with pytest.raises(DataError, match=r"was prepared with held_out 0\.01, not 0\.5: choose another directory"):
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, held_out=0.5)
+
+
+def test_overwriting_replaces_and_resumes(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
+    write_documents(tmp_path / "a.jsonl", 100)
+    inputs, out = [str(tmp_path / "a.jsonl")], tmp_path / "out"
+    prepare(inputs, out, tokenizer, held_out=0.3, shard_tokens=500)
+    prepare(inputs, out, tokenizer, held_out=0.2, overwrite=True)
+    prepare(inputs, tmp_path / "fresh", tokenizer, held_out=0.2)
+    assert tree(out) == tree(tmp_path / "fresh")
+    (out / "index.json").write_text("{")
+    with pytest.raises(DataError, match="corrupt"):
+        prepare(inputs, out, tokenizer, held_out=0.2)
+    prepare(inputs, out, tokenizer, held_out=0.2, overwrite=True)
+    assert tree(out) == tree(tmp_path / "fresh")
+
+
+def test_changed_inputs_are_noticed_by_a_resume(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
+    write_documents(tmp_path / "a.jsonl", 50)
+
+    def interrupt(self, workers):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare_module._Run, "tokenize", interrupt)
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
+    os.utime(tmp_path / "a.jsonl", (1, 1))
+    with pytest.raises(DataError, match="the inputs changed since the interrupted run began"):
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
+
+
+def test_a_full_disk_is_one_line_and_resumable(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
+    write_documents(tmp_path / "a.jsonl", 50)
+
+    def full(self, group):
+        raise OSError(28, "No space left on device", "00000.bin")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(prepare_module._Run, "_append", full)
+        with pytest.raises(DataError, match=r"00000\.bin: No space left on device; run again to continue"):
+            prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
+    assert prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer).splits["train"]
+
+
+def test_two_runs_do_not_share_a_directory(tmp_path: Path, tokenizer: str) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    write_documents(tmp_path / "a.jsonl", 5)
+    (tmp_path / "out").mkdir()
+    descriptor = os.open(tmp_path / "out", os.O_RDONLY)
+    fcntl.flock(descriptor, fcntl.LOCK_EX)
+    with pytest.raises(DataError, match="is being prepared by another process"):
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
+    os.close(descriptor)
+
+
+def test_every_format_gives_the_same_shards(tmp_path: Path, tokenizer: str) -> None:
+    texts = write_documents(tmp_path / "a.jsonl", 60)
+    plain = (tmp_path / "a.jsonl").read_bytes()
+    for suffix, compress in ((".gz", gzip.compress), (".xz", lzma.compress), (".bz2", bz2.compress)):
+        (tmp_path / f"a.jsonl{suffix}").write_bytes(compress(plain[:999]) + compress(plain[999:]))
+    (tmp_path / "a.txt").write_text("".join(f"{text}\n---\n" for text in texts), encoding="utf-8", newline="")
+    names = ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.bz2"]
+    try:
+        import pyarrow
+        import pyarrow.parquet
+
+        rows = [{"text": text} for text in texts]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "a.parquet", row_group_size=7)
+        names.append("a.parquet")
+    except ImportError:
+        pass
+    try:
+        import zstandard
+
+        compressor = zstandard.ZstdCompressor()
+        (tmp_path / "a.jsonl.zst").write_bytes(compressor.compress(plain[:999]) + compressor.compress(plain[999:]))
+        names.append("a.jsonl.zst")
+    except ImportError:
+        pass
+    for name in names:
+        prepare([str(tmp_path / name)], tmp_path / f"out-{name}", tokenizer, held_out=0)
+        assert list(documents(tmp_path / f"out-{name}", "train")) == texts
+        source = sources.find_sources([str(tmp_path / name)], sources.Reading())[0]
+        everything = [record.payload for record in source.records(sources.Reading())]
+        assert [record.payload for record in source.records(sources.Reading(), 23)] == everything[23:]
+    prepare([str(tmp_path / "a.txt")], tmp_path / "out-txt", tokenizer, held_out=0, separator="---")
+    assert list(documents(tmp_path / "out-txt", "train")) == [f"{text}\n" for text in texts]
+
+
+def test_hub_datasets_are_streamed(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
+    class Stream(list):
+        def skip(self, count: int) -> Stream:
+            return Stream(self[count:])
+
+    asked = []
+
+    def load_dataset(path: str, **options: object) -> Stream:
+        asked.append((path, options))
+        return Stream({"body": f"row {i}", "topic": "odd" if i % 2 else "even"} for i in range(10))
+
+    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
+    name = "hf:org/name?name=en&split=validation"
+    prepare([name], tmp_path / "out", tokenizer, text_field="body", domain_field="topic", held_out=0, workers=1)
+    assert asked[0] == ("org/name", {"streaming": True, "name": "en", "split": "validation"})
+    assert list(documents(tmp_path / "out", "train")) == [f"row {i}" for i in (0, 2, 4, 6, 8, 1, 3, 5, 7, 9)]
+    (source,) = sources.find_sources([name], sources.Reading("body"))
+    assert [record.payload[0] for record in source.records(sources.Reading("body"), 8)] == ["row 8", "row 9"]
+
+
+def test_domains_by_field(tmp_path: Path, tokenizer: str) -> None:
+    rows = [{"text": f"text {i}", "source": ["a", "b/c", "..", ""][i % 4]} for i in range(40)]
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    summary = prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, domain_field="source", held_out=0)
+    assert {domain: counts["documents"] for domain, counts in summary.splits["train"].items()} == dict.fromkeys(
+        ["", "..", "a", "b/c"], 10
+    )
+    assert TokenDataset.open(tmp_path / "out", domain="b/c").num_documents == 10
+    assert {path.parent.parent for path in (tmp_path / "out").rglob("*.bin")} == {tmp_path / "out" / "train"}
+
+
+def test_undecodable_text(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    (tmp_path / "b.jsonl").write_bytes(
+        b'{"text": "good"}\n{"text": "lone \\ud800"}\n{"text": "caf\xe9"}\n\n{"text": null}\n'
+    )
+    for name, where in (("a.txt", r"a\.txt is not UTF-8"), ("b.jsonl", r"b\.jsonl:2 is not UTF-8")):
+        with pytest.raises(DataError, match=where):
+            prepare([str(tmp_path / name)], tmp_path / f"out-{name}", tokenizer, held_out=0)
+    inputs = [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]
+    prepare(inputs, tmp_path / "replaced", tokenizer, held_out=0, undecodable="replace")
+    assert list(documents(tmp_path / "replaced", "train")) == ["caf�", "good", "lone ?", "caf�"]
+    prepare(inputs, tmp_path / "skipped", tokenizer, held_out=0, undecodable="skip")
+    assert list(documents(tmp_path / "skipped", "train")) == ["good"]
+
+
+def write_bad_inputs(folder: Path) -> None:
+    (folder / "good.jsonl").write_text('{"text": "good"}\n{"text": "also"}\n')
+    (folder / "bad.jsonl").write_text('{"text": "good"}\n\n{"text": oops}\n')
+    (folder / "list.jsonl").write_text("[1]\n")
+    (folder / "field.jsonl").write_text('{"id": 1, "body": "x"}\n')
+    (folder / "number.jsonl").write_text('{"text": 5}\n')
+    (folder / "blank.jsonl").write_text("\n\n" + '{"text": ""}\n')
+    (folder / "empty.txt").write_text("")
+    (folder / "odd.xyz").write_text("x")
+    (folder / "bare").write_text("x")
+    (folder / "short.jsonl.xz").write_bytes(lzma.compress(b'{"text": "x"}\n' * 999)[:-20])
+    (folder / "broken.jsonl.gz").write_bytes(b"not gzip")
+    (folder / "hollow").mkdir()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "options", "message"),
+    [
+        ([], {}, "no inputs: give at least one file"),
+        (["none.jsonl"], {}, r"none\.jsonl: no such file or directory"),
+        (["*.none"], {}, r"\*\.none: no file matches"),
+        (["hollow"], {}, "hollow: a directory without any readable file"),
+        (["odd.xyz"], {}, r"odd\.xyz: unknown extension '\.xyz': known are \.jsonl .*file_format=text"),
+        (["bare"], {}, "bare: unknown extension ''"),
+        (["bad.jsonl"], {}, r"bad\.jsonl:3: bad JSON: Expecting value at column 10"),
+        (["list.jsonl"], {}, r"list\.jsonl:1: expected a JSON object, found list"),
+        (["field.jsonl"], {}, r"field\.jsonl:1: no field 'text': it has id, body"),
+        (["good.jsonl"], {"domain_field": "topic"}, r"good\.jsonl:1: no field 'topic': it has text"),
+        (["number.jsonl"], {}, r"number\.jsonl:1: field 'text' is int, not text"),
+        (["blank.jsonl", "empty.txt"], {}, "no documents: every record is empty"),
+        (["short.jsonl.xz"], {}, r"short\.jsonl\.xz: cannot read it: Compressed file ended"),
+        (["broken.jsonl.gz"], {}, r"broken\.jsonl\.gz: cannot read it: Not a gzipped file"),
+        (["good.jsonl"], {"tokenizer": None}, "give either tokenizer or train_tokenizer"),
+        (["good.jsonl"], {"train_tokenizer": 300}, "give either tokenizer or train_tokenizer"),
+        (["good.jsonl"], {"tokenizer": None, "train_tokenizer": 100}, "needs at least 258 tokens, not 100"),
+        (["good.jsonl"], {"tokenizer": "good.jsonl"}, r"good\.jsonl: cannot load the tokenizer"),
+        (["good.jsonl"], {"held_out": 1.0}, r"held_out must be at least 0 and below 1, not 1\.0"),
+        (["good.jsonl"], {"held_out": 0.999999999}, "every document was held out"),
+        (["good.jsonl"], {"shard_tokens": 0}, "shard_tokens must be positive, not 0"),
+        (["good.jsonl"], {"workers": 0}, "workers must be at least 1, not 0"),
+        (
+            ["good.jsonl"],
+            {"model_vocab_size": 300},
+            r"a vocabulary of \d+ tokens does not fit a model with 300",
+        ),
+    ],
+)
+def test_errors_name_what_is_wrong(tmp_path: Path, tokenizer: str, monkeypatch, inputs, options, message) -> None:
+    write_bad_inputs(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=message) as caught:
+        prepare(inputs, tmp_path / "out", **{"tokenizer": tokenizer, **options})
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "module"), [("a.parquet", "pyarrow"), ("a.jsonl.zst", "zstandard"), ("hf:org/name", "datasets")]
+)
+def test_a_missing_extra_is_named(tmp_path: Path, tokenizer: str, monkeypatch, name: str, module: str) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    (tmp_path / "a.parquet").touch()
+    (tmp_path / "a.jsonl.zst").touch()
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=rf"needs the module {module}: pip install 'fathom-lm\[data\]'"):
+        prepare([name], tmp_path / "out", tokenizer)
+
+
+def test_a_directory_with_other_files_is_left_alone(tmp_path: Path, tokenizer: str) -> None:
+    write_documents(tmp_path / "a.jsonl", 5)
+    for overwrite in (False, True):
+        with pytest.raises(DataError, match="holds other files: choose another directory"):
+            prepare([str(tmp_path / "a.jsonl")], tmp_path, tokenizer, overwrite=overwrite)
+    with pytest.raises(DataError, match="is not a directory"):
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "a.jsonl", tokenizer)
+
+
+def test_an_empty_validation_split_is_said(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "only"}\n')
+    with pytest.warns(UserWarning, match="none of 1 documents fell into the held-out"):
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, held_out=0.001)
+    with pytest.raises(DataError, match="has no split 'val': it has train"):
+        TokenDataset.open(tmp_path / "out", "val")
+
+
+def test_imports_are_light() -> None:
+    """Nothing optional in this process; in a worker not even torch."""
+    program = "import sys, fathom.data.prepare, fathom.data.batches; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert not {"datasets", "pyarrow", "zstandard", "jsonargparse"} & set(modules)
+    program = WORKER.replace("serve(sys.stdin.buffer, replies)", "print(*sys.modules, file=sys.stderr)")
+    arguments = [sys.executable, "-c", program, str(Path(fathom.__file__).parent)]
+    modules = subprocess.run(arguments, capture_output=True, text=True, check=True).stderr.split()
+    assert "fathom.data.encode" in modules
+    assert not {"torch", "transformers", "rich"} & set(modules)

@@ -1,0 +1,95 @@
+"""The trained tokenizer: deterministic, lossless, and at home in the Hugging Face world."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fathom.data.prepare import prepare
+from fathom.data.shards import DataError
+from fathom.data.tokenizer import load_tokenizer, plain_encoder, train_bpe, vocabulary_size
+from tests.data.corpora import tree
+
+PROGRAM = """
+import sys
+from pathlib import Path
+from fathom.data.prepare import prepare
+prepare([sys.argv[1]], Path(sys.argv[2]), train_tokenizer=1000, held_out=0.1)
+"""
+
+
+def test_training_is_deterministic_across_processes(tmp_path: Path) -> None:
+    """Hash seeds and thread timing differ from process to process; the tokenizer must not."""
+    source = str(Path(ast.__file__).parent / "[a-d]*.py")
+    subprocess.run([sys.executable, "-c", PROGRAM, source, str(tmp_path / "one")], check=True)
+    prepare([source], tmp_path / "two", train_tokenizer=1000, held_out=0.1)
+    assert tree(tmp_path / "one") == tree(tmp_path / "two")
+
+
+@given(st.text())
+@settings(deadline=None, max_examples=200)
+def test_decoding_undoes_encoding(tokenizer: str, text: str) -> None:
+    encoder = plain_encoder(Path(tokenizer) / "tokenizer.json")
+    ids = encoder.encode(text.encode("utf-8", "ignore").decode(), add_special_tokens=False).ids
+    assert encoder.decode(ids, skip_special_tokens=False) == text.encode("utf-8", "ignore").decode()
+
+
+def test_special_tokens_in_a_text_are_text(tokenizer: str) -> None:
+    encoder = plain_encoder(Path(tokenizer) / "tokenizer.json")
+    ids = encoder.encode("a <|endoftext|> b<|pad|>", add_special_tokens=False).ids
+    assert not {encoder.token_to_id("<|endoftext|>"), encoder.token_to_id("<|pad|>")} & set(ids)
+
+
+def test_transformers_loads_it(tokenizer: str) -> None:
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    assert (loaded.eos_token, loaded.pad_token) == ("<|endoftext|>", "<|pad|>")
+    assert loaded.eos_token_id != loaded.pad_token_id
+    assert loaded.decode(loaded("the depth  of\n\ta river").input_ids) == "the depth  of\n\ta river"
+    assert vocabulary_size(loaded) == len(loaded) <= 400
+    config = json.loads((Path(tokenizer) / "tokenizer_config.json").read_bytes())
+    assert config["tokenizer_class"] == "PreTrainedTokenizerFast"
+    assert str(Path(tokenizer).parent) not in (Path(tokenizer) / "tokenizer_config.json").read_text()
+
+
+def test_a_tokenizer_file_alone_is_enough(tokenizer: str) -> None:
+    assert load_tokenizer(f"{tokenizer}/tokenizer.json").eos_token_id == load_tokenizer(tokenizer).eos_token_id
+
+
+def test_unusable_tokenizers_are_refused(tokenizer: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    loaded = AutoTokenizer.from_pretrained(tokenizer)
+    loaded.eos_token = None
+    loaded.save_pretrained(tmp_path / "endless")
+    with pytest.raises(DataError, match="has no EOS token to put between documents"):
+        load_tokenizer(str(tmp_path / "endless"))
+    with pytest.raises(DataError, match="none: cannot load the tokenizer"):
+        load_tokenizer(str(tmp_path / "none"))
+    with pytest.raises(DataError, match="at least 258 tokens"):
+        train_bpe(["text"], 257)
+
+
+def test_what_is_held_out_teaches_nothing(tmp_path: Path) -> None:
+    """A word that only held-out documents repeat does not become a token; elsewhere it does."""
+    from fathom.data.encode import choose_split
+
+    texts = [f"{i} " + "zyx" * 30 for i in range(400)]
+    held_out = [text for text in texts if choose_split(text, 0.2) == "val"]
+    plain = [text for text in (f"{i} of plain words" for i in range(400)) if choose_split(text, 0.2) == "train"]
+    for name, chosen in (("without", held_out), ("with", texts)):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in plain + chosen))
+        prepare([str(tmp_path / f"{name}.jsonl")], tmp_path / name, train_tokenizer=300, held_out=0.2)
+    learnt = {
+        name: any("zyx" in token for token in load_tokenizer(str(tmp_path / name / "tokenizer")).get_vocab())
+        for name in ("with", "without")
+    }
+    assert learnt == {"with": True, "without": False}
