@@ -85,7 +85,10 @@ def cost(config: FathomConfig, scalar: int) -> Cost:
 
     trips = [[visit.layer for visit in trip] for trip in plan(config)]
     parameters = sum(num_weights(config, block) for block in range(config.num_hidden_layers))
-    used = sum(min(num_weights(config, layer), 2 + i) for trip in trips for i, layer in enumerate(trip))
+    dilation = config.residual_options["dilation"]
+    used = sum(
+        min(num_weights(config, layer), (i + 1) // dilation + 1) for trip in trips for i, layer in enumerate(trip)
+    )
     # At a trip's end: X_0 … X_n, and a stream of its own if the last block averaged.
     alive = max(len(trip) + (num_weights(config, trip[-1]) > 0) for trip in trips)
     width = config.hidden_size
