@@ -1,0 +1,401 @@
+"""Function-preserving edits: the gauge actions that the canonical form undoes, written out as a new checkpoint.
+
+For self-tests and for teaching: each makes weights that look different and compute the same logits. A model is
+rewritten one layer at a time.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from fathom.lineage import canonical
+from fathom.lineage.origin import Refused
+from fathom.lineage.tensors import Array
+from fathom.lineage.weights import Geometry, Layer, View, Weights
+
+READERS = ("q", "k", "v", "gate", "up")
+WRITERS = ("o", "down")
+LAYER_ROLES = (*canonical.MATRICES, "attn_norm", "ffn_norm", "post_attn_norm", "post_ffn_norm", "q_norm", "k_norm")
+ENDS = ("embed", "positions", "final_norm", "head")
+
+
+@dataclass
+class Attack:
+    """One gauge action: what it does to the ends of the stack and to each layer, arrays in place of arrays."""
+
+    geometry: Geometry
+    seed: int
+
+    def draw(self, *place: int) -> np.random.Generator:
+        """A generator that depends on the seed and the place only."""
+        return np.random.default_rng([self.seed, *place])
+
+    def ends(self, ends: Layer) -> Layer:
+        """Edit embedding, final norm and head."""
+        return ends
+
+    def layer(self, layer: Layer, index: int) -> Layer:
+        """Edit one layer."""
+        return layer
+
+    def check(self) -> None:
+        """Refuse models on which the edit would change the function."""
+
+
+@dataclass
+class Permute(Attack):
+    """Permute the residual channels and flip signs (LayerNorm sees signs, so there only permute)."""
+
+    def __post_init__(self) -> None:
+        draw = self.draw(0)
+        self.order = draw.permutation(self.geometry.width)
+        self.sign = draw.choice([-1.0, 1.0], self.geometry.width)
+        if self.geometry.norm == "layer":
+            self.sign = np.ones(self.geometry.width)
+
+    def ends(self, ends: Layer) -> Layer:
+        """E ← E P D, head alike, final gain permuted."""
+        return {
+            role: value[self.order] if value.ndim == 1 else value[:, self.order] * self.sign
+            for role, value in ends.items()
+        }
+
+    def layer(self, layer: Layer, index: int) -> Layer:
+        """Readers W P D, writers (P D)ᵀ W."""
+        out = dict(layer)
+        for role in (r for r in READERS if r in out):
+            out[role] = out[role][:, self.order] * self.sign
+        for role in (r for r in WRITERS if r in out):
+            out[role] = out[role][self.order] * self.sign[:, None]
+            if f"{role}_bias" in out:
+                out[f"{role}_bias"] = out[f"{role}_bias"][self.order] * self.sign
+        for role in ("attn_norm", "ffn_norm", "post_attn_norm", "post_ffn_norm"):
+            for name in (n for n in (role, f"{role}_bias") if n in out):
+                out[name] = out[name][self.order]
+        return out
+
+
+@dataclass
+class Rotate(Attack):
+    """Fold the gains, then rotate the residual stream by a random orthogonal matrix."""
+
+    def __post_init__(self) -> None:
+        noise = self.draw(1).normal(size=(self.geometry.width, self.geometry.width))
+        self.rotation = np.linalg.qr(noise)[0]
+
+    def check(self) -> None:
+        """Only RMSNorm before the sub-layers commutes with rotations."""
+        _require_rms(self.geometry, "rotate")
+
+    def ends(self, ends: Layer) -> Layer:
+        """E ← E Q; head ← head diag(γ) Q; γ ← 1."""
+        head = ends["head"] * ends["final_norm"]
+        out = {**ends, "embed": ends["embed"] @ self.rotation, "head": head @ self.rotation}
+        return {**out, "final_norm": np.ones_like(ends["final_norm"])}
+
+    def layer(self, layer: Layer, index: int) -> Layer:
+        """Readers W diag(γ) Q, writers Qᵀ W, γ ← 1."""
+        out = {**layer, **canonical.fold(layer, self.geometry)}
+        for role in (r for r in READERS if r in out):
+            out[role] = out[role] @ self.rotation
+        for role in (r for r in WRITERS if r in out):
+            out[role] = self.rotation.T @ out[role]
+            if f"{role}_bias" in out:
+                out[f"{role}_bias"] = out[f"{role}_bias"] @ self.rotation
+        for role in ("attn_norm", "ffn_norm"):
+            out[role] = np.ones_like(layer[role])
+        return out
+
+
+@dataclass
+class Gain(Attack):
+    """New norm gains, undone in the readers that follow."""
+
+    def check(self) -> None:
+        """A gain can only be moved into readers that follow it; LayerNorm's shift is left out."""
+        _require_rms(self.geometry, "gain")
+
+    def ends(self, ends: Layer) -> Layer:
+        """γ ← γ s, head ← head / s."""
+        scale = _lognormal(self.draw(2), len(ends["final_norm"]), 0.7)
+        return {**ends, "final_norm": ends["final_norm"] * scale, "head": ends["head"] / scale}
+
+    def layer(self, layer: Layer, index: int) -> Layer:
+        """γ ← γ s, readers W / s."""
+        out = dict(layer)
+        for place, (norm, roles) in enumerate(canonical.READERS.items()):
+            scale = _lognormal(self.draw(2, index, place), self.geometry.width, 0.7)
+            out[norm] = out[norm] * scale
+            for role in (r for r in roles if r in out):
+                out[role] = out[role] / scale
+        return out
+
+
+@dataclass
+class Plane(Attack):
+    """Scale every rotary plane of the queries against the keys (q/k-norm: of the gains), and flip plane signs."""
+
+    spread: float = 2.0
+
+    def check(self) -> None:
+        """There must be planes."""
+        if not self.geometry.rotary_dim or self.geometry.latent:
+            raise Refused("attack plane: the model has no plain rotary heads")
+
+    def layer(self, layer: Layer, index: int) -> Layer:
+        """q/a and k a per plane, or γ_q a and γ_k/a."""
+        g, out, draw = self.geometry, _copied(layer), self.draw(3, index)
+        plane = canonical.planes(g.rotary_dim, g.rotary)
+        if g.qk_norm:
+            scale = _per_plane(_lognormal(draw, len(plane), 1.5), plane, g.head_dim)
+            out["q_norm"] = _tiled(out["q_norm"], scale, 1)
+            out["k_norm"] = _tiled(out["k_norm"], scale, -1)
+        for block in (b for b in canonical.blocks(g) if b.rotary):
+            factor = draw.choice([-1.0, 1.0], len(plane)) if g.qk_norm else _lognormal(draw, len(plane), self.spread)
+            scale = _per_plane(factor, plane, len(block.key))
+            _scale_rows(out, "q", block.query, 1 / scale)
+            _scale_rows(out, "k", block.key, scale)
+        return out
+
+
+@dataclass
+class Head(Attack):
+    """Per KV head: q/c, k c (q/k-norm: each by its own scale); V/O turned by a random matrix; heads permuted."""
+
+    def check(self) -> None:
+        """Latent attention shares its keys between heads."""
+        if self.geometry.latent:
+            raise Refused("attack head: latent attention is not supported")
+
+    def layer(self, layer: Layer, index: int) -> Layer:
+        """Scales first, then the V/O gauge, then the order of KV groups and of query heads inside them."""
+        g, out, draw = self.geometry, _copied(layer), self.draw(4, index)
+        q = out["q"].reshape(g.kv_heads, g.group, g.head_dim, -1)
+        k = out["k"].reshape(g.kv_heads, g.head_dim, -1)
+        scale = _lognormal(draw, g.kv_heads, 1.0)
+        if not g.qk_norm:
+            q, k = q / scale[:, None, None, None], k * scale[:, None, None]
+        elif len(out["q_norm"]) == g.head_dim:
+            q = q * _lognormal(draw, g.kv_heads * g.group, 1.0).reshape(g.kv_heads, g.group, 1, 1)
+            k = k * scale[:, None, None]
+        values = out["v"].shape[0] // g.kv_heads
+        v = out["v"].reshape(g.kv_heads, values, -1)
+        o = out["o"].reshape(-1, g.kv_heads, g.group, values)
+        turn = np.linalg.qr(draw.normal(size=(g.kv_heads, values, values)))[0] * scale[:, None, None]
+        v, o = turn @ v, np.einsum("dhgj,hji->dhgi", o, np.linalg.inv(turn))
+        if "v_bias" in out:
+            out["v_bias"] = np.einsum("hij,hj->hi", turn, out["v_bias"].reshape(g.kv_heads, values)).reshape(-1)
+        for role, array in (("q", q), ("k", k)):
+            if f"{role}_bias" in out:
+                factor = 1 / scale if role == "q" else scale
+                out[f"{role}_bias"] = (out[f"{role}_bias"].reshape(g.kv_heads, -1) * factor[:, None]).reshape(-1)
+            out[role] = array.reshape(out[role].shape)
+        out["v"], out["o"] = v.reshape(out["v"].shape), o.reshape(out["o"].shape)
+        return self._permuted(out, draw, values)
+
+    def _permuted(self, out: Layer, draw: np.random.Generator, values: int) -> Layer:
+        g = self.geometry
+        groups = draw.permutation(g.kv_heads)
+        inside = np.stack([draw.permutation(g.group) for _ in range(g.kv_heads)])
+        heads = (groups[:, None] * g.group + inside).reshape(-1)  # query heads in their new order
+        if g.qk_norm and len(out["q_norm"]) != g.head_dim:
+            heads, groups = np.arange(g.heads), np.arange(g.kv_heads)
+        for role, order, dim in (("q", heads, g.head_dim), ("k", groups, g.head_dim), ("v", groups, values)):
+            for name in (n for n in (role, f"{role}_bias") if n in out):
+                rows = out[name].reshape(len(order), dim, -1)
+                out[name] = rows[order].reshape(out[name].shape)
+        out["o"] = out["o"].reshape(-1, g.heads, values)[:, heads].reshape(out["o"].shape)
+        return out
+
+
+@dataclass
+class Neuron(Attack):
+    """Permute feed-forward neurons; gated ones also scale up·c, down/c with c of either sign."""
+
+    def layer(self, layer: Layer, index: int) -> Layer:
+        """One permutation and one scale per layer."""
+        out, draw = dict(layer), self.draw(5, index)
+        count = out["up"].shape[0]
+        order = draw.permutation(count)
+        scale = _lognormal(draw, count, 1.0) * draw.choice([-1.0, 1.0], count)
+        if not self.geometry.gated:
+            scale = np.ones(count)
+        for role in ("gate", "up"):
+            for name in (n for n in (role, f"{role}_bias") if n in out):
+                out[name] = out[name][order]
+        out["up"] = out["up"] * scale[:, None]
+        if "up_bias" in out:
+            out["up_bias"] = out["up_bias"] * scale
+        out["down"] = out["down"][:, order] / scale
+        return out
+
+
+@dataclass
+class Scale(Attack):
+    """The whole residual stream × 7.3: exact up to the norms' epsilon."""
+
+    factor: float = 7.3
+
+    def check(self) -> None:
+        """Norms after the sub-layer would undo the writers' scale."""
+        if self.geometry.post_norm:
+            raise Refused("attack scale: norms follow the sub-layers")
+
+    def ends(self, ends: Layer) -> Layer:
+        """E × c."""
+        return {r: v * self.factor if r in {"embed", "positions"} else v for r, v in ends.items()}
+
+    def layer(self, layer: Layer, index: int) -> Layer:
+        """Writers × c."""
+        names = {name for role in WRITERS for name in (role, f"{role}_bias")}
+        return {name: value * self.factor if name in names else value for name, value in layer.items()}
+
+
+ATTACKS: Mapping[str, Callable[[Geometry, int], Attack]] = {
+    "permute": Permute,
+    "rotate": Rotate,
+    "gain": Gain,
+    "plane": Plane,
+    "head": Head,
+    "neuron": Neuron,
+    "scale": Scale,
+}
+UNTYING = {"rotate", "gain", "scale"}
+
+
+def _require_rms(geometry: Geometry, kind: str) -> None:
+    if geometry.norm != "rms" or geometry.post_norm:
+        raise Refused(f"attack {kind}: only models with RMSNorm before each sub-layer keep their function")
+
+
+def _lognormal(draw: np.random.Generator, count: int, spread: float) -> Array:
+    return np.exp(draw.normal(0, spread, count))
+
+
+def _copied(layer: Layer) -> Layer:
+    return {role: value.copy() for role, value in layer.items()}
+
+
+def _per_plane(factor: Array, plane: Array, size: int) -> Array:
+    out = np.ones(size)
+    out[plane] = factor[:, None]
+    return out
+
+
+def _tiled(gain: Array, scale: Array, power: int) -> Array:
+    return (gain.reshape(-1, len(scale)) * scale**power).reshape(-1)
+
+
+def _scale_rows(out: Layer, role: str, rows: Array, scale: Array) -> None:
+    out[role][rows] *= scale[:, None]
+    if f"{role}_bias" in out:
+        out[f"{role}_bias"][rows] *= scale
+
+
+@dataclass
+class _Writer:
+    """Collects edited tensors and writes them as numbered shards with an index."""
+
+    directory: Path
+    weight_map: dict[str, str] = field(default_factory=dict)
+    total: int = 0
+
+    def shard(self, tensors: Mapping[str, Array]) -> None:
+        """One safetensors file."""
+        from safetensors.numpy import save_file
+
+        if not tensors:
+            return
+        name = f"model-{len(set(self.weight_map.values())) + 1:05d}.safetensors"
+        save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, self.directory / name)
+        self.weight_map |= dict.fromkeys(tensors, name)
+        self.total += sum(value.nbytes for value in tensors.values())
+
+    def index(self) -> None:
+        """The index of all shards."""
+        body = {"metadata": {"total_size": self.total}, "weight_map": self.weight_map}
+        (self.directory / "model.safetensors.index.json").write_text(json.dumps(body, indent=1))
+
+
+def attack(weights: Weights, kinds: Sequence[str], out: Path, seed: int = 0, dtype: str = "float32") -> None:
+    """Write a copy of a model that computes the same function with other weights.
+
+    Args:
+        weights: The model; separate or fused projections, dense, in a local directory.
+        kinds: Which edits, applied in this order; see ATTACKS.
+        out: Directory to create.
+        seed: Of every random choice.
+        dtype: float32 or float64; less would not keep the function.
+    """
+    _check(weights, kinds, dtype)
+    edits = [ATTACKS[kind](weights.geometry, seed + number) for number, kind in enumerate(kinds)]
+    for edit in edits:
+        edit.check()
+    out.mkdir(parents=True)
+    writer, number = _Writer(out), np.dtype(dtype)
+    untied = weights.geometry.tied and bool(UNTYING & set(kinds))
+    ends = {n: weights.tensor(n).astype(np.float64) for r in ENDS for n in (r, f"{r}_bias") if weights.has(n)}
+    if untied:
+        ends["head"] = ends["embed"].copy()
+    for edit in edits:
+        ends = edit.ends(ends)
+    head = {"lm_head.weight": ends.pop("head").astype(number)} if untied else {}
+    writer.shard({**_stored(weights, ends, None, number), **head})
+    for index in range(weights.geometry.layers):
+        layer = {role: value.astype(np.float64) for role, value in weights.layer(index, LAYER_ROLES).items()}
+        for edit in edits:
+            layer = edit.layer(layer, index)
+        writer.shard(_stored(weights, layer, index, number))
+    writer.shard({name: weights.store.read(name).astype(number) for name in weights.extra_tensors})
+    writer.index()
+    _copy_side_files(weights, out, dtype, untied)
+
+
+def _check(weights: Weights, kinds: Sequence[str], dtype: str) -> None:
+    if unknown := [kind for kind in kinds if kind not in ATTACKS]:
+        raise Refused(f"unknown attack {unknown[0]}; there are {', '.join(ATTACKS)}")
+    if dtype not in {"float32", "float64"}:
+        raise Refused(f"dtype {dtype}: wanted float32 or float64")
+    if weights.geometry.latent or any(view.item is not None for view in weights.views.values()):
+        raise Refused("attack: latent attention and mixtures of experts are not supported")
+    matrices = [name for name in weights.extra_tensors if len(weights.store.tensors[name].shape) > 1]
+    if matrices:
+        raise Refused(f"attack: {matrices[0]} would have to be edited too, and its role is not known")
+
+
+def _stored(weights: Weights, arrays: Layer, index: int | None, dtype: np.dtype[np.floating]) -> dict[str, Array]:
+    """Role arrays put back into the tensors they came from."""
+    out: dict[str, Array] = {}
+    for role, value in arrays.items():
+        view: View = weights.views[role, index]
+        if role.endswith("norm") and weights.geometry.unit_offset:
+            value = value - 1
+        if view.rows is None:
+            out[view.tensor] = (value.T if view.transposed else value).astype(dtype)
+            continue
+        shape = weights.store.tensors[view.tensor].shape
+        whole = out.setdefault(view.tensor, np.zeros(shape, dtype))
+        target = whole.T if view.transposed else whole
+        done = 0
+        for start, stop in view.rows:
+            target[start:stop] = value[done : done + stop - start]
+            done += stop - start
+    return out
+
+
+def _copy_side_files(weights: Weights, out: Path, dtype: str, untied: bool) -> None:
+    config = json.loads(bytes(weights.origin.read("config.json", 0, weights.origin.size("config.json"))))
+    config["dtype"] = config["torch_dtype"] = dtype
+    if untied:
+        config["tie_word_embeddings"] = False
+    (out / "config.json").write_text(json.dumps(config, indent=2))
+    for name in weights.origin.names():
+        if re.match(r"(tokenizer|vocab|merges|special_tokens|generation_config|added_tokens)", name):
+            shutil.copyfile(Path(weights.origin.name) / name, out / name)

@@ -1,0 +1,360 @@
+"""AWM: align residual channels by the embedding, then compare W_Q and W_K by unbiased CKA over channels.
+
+    score(layer) = ½ Σ_{W ∈ Q,K} CKA_u(Rᵀ W_Aᵀ, W_Bᵀ)
+
+R is the identity (order), a signed permutation (LAP, as published) or the polar factor of the embeddings' cross
+product (Procrustes). Samples are channels, features are head rows, so head counts may differ and any rotation of
+the rows drops out. Published: raw weights. Repaired: canonical ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+from scipy.linalg import blas, svd
+from scipy.optimize import linear_sum_assignment
+
+from fathom.lineage import canonical
+from fathom.lineage.tensors import Array
+from fathom.lineage.weights import Weights
+
+MAP_CHANNELS = 256
+FAST_CHANNELS = 1024
+CHUNK_ROWS = 2048
+
+
+def gram(features: Array) -> Array:
+    """X Xᵀ for X [n, p]; the symmetric product costs half a GEMM."""
+    syrk = blas.dsyrk if features.dtype == np.float64 else blas.ssyrk
+    # BLAS sees Xᵀ (no copy) and fills one triangle of (Xᵀ)ᵀXᵀ
+    half = syrk(1.0, np.ascontiguousarray(features).T, trans=1).T
+    full = half + half.T
+    np.fill_diagonal(full, np.diagonal(half))
+    return full
+
+
+def centred(kernel: Array) -> Array:
+    """U-centring, in place: zero diagonal, then rows and columns that sum to zero off the diagonal."""
+    n = len(kernel)
+    np.fill_diagonal(kernel, 0)
+    means = kernel.sum(1, dtype=np.float64) / (n - 2)
+    means -= means.sum() / (2 * (n - 1))
+    means = means.astype(kernel.dtype)
+    kernel -= means[:, None]
+    kernel -= means
+    np.fill_diagonal(kernel, 0)
+    return kernel
+
+
+def inner(a: Array, b: Array) -> float:
+    """⟨A, B⟩ with the sum over rows in float64."""
+    return float(np.einsum("ij,ij->i", a, b).sum(dtype=np.float64))
+
+
+def cosine(a: Array, b: Array, guard: float = 0.0) -> float:
+    """Cosine of two centred kernels. `guard` is the published code's floor on the variance (1e-8), a known fault."""
+    norm_a, norm_b = inner(a, a), inner(b, b)
+    if norm_a <= guard or norm_b <= guard:
+        return 0.0
+    return inner(a, b) / math.sqrt(norm_a) / math.sqrt(norm_b)
+
+
+def cka(x: Array, y: Array, guard: float = 0.0) -> float:
+    """Unbiased linear CKA of X [n, p] and Y [n, p']."""
+    return cosine(centred(gram(x)), centred(gram(y)), guard)
+
+
+def cka_features(x: Array, y: Array) -> float:
+    """The same from p×p' products; no n×n matrix."""
+    return hsic_features(x, y) / math.sqrt(hsic_features(x, x) * hsic_features(y, y))
+
+
+def hsic_features(x: Array, y: Array) -> float:
+    """HSIC_u = [tr K̃L̃ + (1ᵀK̃1)(1ᵀL̃1)/((n−1)(n−2)) − 2/(n−2) 1ᵀK̃L̃1] / (n(n−3))."""
+    n = len(x)
+    a, b = np.square(x).sum(1), np.square(y).sum(1)
+    k_one, l_one = x @ x.sum(0) - a, y @ y.sum(0) - b
+    trace = float(np.square(x.T @ y).sum() - a @ b)
+    total = float(k_one.sum() * l_one.sum()) / ((n - 1) * (n - 2))
+    return (trace + total - 2 / (n - 2) * float(k_one @ l_one)) / (n * (n - 3))
+
+
+@dataclass(frozen=True)
+class Alignment:
+    """How A's channels become B's: `columns` and `signs`, or a rotation [d_A, d_B]. B's channels keep their order."""
+
+    kind: str  # order | lap | procrustes
+    columns: Array | None = None
+    signs: Array | None = None
+    rotation: Array | None = None
+
+    def apply(self, matrix: Array, channels: Array) -> Array:
+        """Aligned columns of W_A [p, d_A] for some of B's channels, as features [n, p]."""
+        if self.rotation is not None:
+            return np.ascontiguousarray((matrix @ self.rotation[:, channels].astype(matrix.dtype)).T)
+        assert self.columns is not None and self.signs is not None
+        return np.ascontiguousarray((matrix[:, self.columns[channels]] * self.signs[channels].astype(matrix.dtype)).T)
+
+
+def identity(width: int) -> Alignment:
+    """No matching: the order the models came in."""
+    return Alignment("order", np.arange(width), np.ones(width))
+
+
+@dataclass
+class Cross:
+    """Sums over the shared vocabulary, gathered in one pass over both embeddings."""
+
+    product: Array  # E_Aᵀ E_B, [d_A, d_B]
+    sum_a: Array
+    sum_b: Array
+    square_a: Array
+    square_b: Array
+    rows: int
+
+    def cosines(self) -> Array:
+        """Cosines of A's channels with B's, not centred."""
+        norms = np.sqrt(np.maximum(self.square_a, canonical.TINY))[:, None] * np.sqrt(
+            np.maximum(self.square_b, canonical.TINY)
+        )
+        return self.product / norms.astype(self.product.dtype)
+
+
+def cross_products(
+    weights_a: Weights,
+    weights_b: Weights,
+    rows_a: Array,
+    rows_b: Array,
+    table: Callable[[Weights, Array], Array] = canonical.embedding,
+) -> Cross:
+    """Stream paired embedding rows; rows that are all but zero in either model (padding) are left out."""
+    d_a, d_b = weights_a.geometry.width, weights_b.geometry.width
+    total: Cross | None = None
+    for start in range(0, len(rows_a), CHUNK_ROWS):
+        part_a = gathered(weights_a, rows_a[start : start + CHUNK_ROWS], table)
+        part_b = gathered(weights_b, rows_b[start : start + CHUNK_ROWS], table)
+        kind = np.result_type(part_a, part_b)
+        if total is None:
+            total = Cross(
+                np.zeros((d_a, d_b), kind), np.zeros(d_a), np.zeros(d_b), np.zeros(d_a), np.zeros(d_b), rows=0
+            )
+        alive = (np.abs(part_a).max(1) > 1e-6 * np.abs(part_a).max()) & (
+            np.abs(part_b).max(1) > 1e-6 * np.abs(part_b).max()
+        )
+        part_a, part_b = part_a[alive], part_b[alive]
+        total.product += part_a.T @ part_b
+        for part, sums, squares in ((part_a, total.sum_a, total.square_a), (part_b, total.sum_b, total.square_b)):
+            sums += part.sum(0, dtype=np.float64)
+            squares += np.einsum("ij,ij->j", part, part)
+        total.rows += len(part_a)
+    assert total is not None
+    return total
+
+
+def gathered(weights: Weights, rows: Array, table: Callable[[Weights, Array], Array]) -> Array:
+    """Table rows in any order, read in ascending order."""
+    order = np.argsort(rows, kind="stable")
+    read = table(weights, rows[order])
+    out = np.empty_like(read)
+    out[order] = read
+    return out
+
+
+def match(similarity: Array) -> Array:
+    """Assignment that maximises |similarity| [rows, columns]: for each column its row (columns ≤ rows)."""
+    rows, columns = linear_sum_assignment(np.abs(similarity.T), maximize=True)
+    out = np.empty(similarity.shape[1], np.int64)
+    out[rows] = columns
+    return out
+
+
+def lap(cosines: Array) -> Alignment:
+    """The published alignment: for each channel of B the channel of A with the largest |cosine|, one to one."""
+    columns = match(cosines)
+    picked = cosines[columns, np.arange(len(columns))]
+    return Alignment("lap", columns, np.where(picked < 0, -1.0, 1.0))
+
+
+def procrustes(cross: Cross) -> Alignment:
+    """R = U Vᵀ of the centred cross product: the rotation that brings A's embedding closest to B's."""
+    product = cross.product - np.outer(cross.sum_a, cross.sum_b / max(cross.rows, 1)).astype(cross.product.dtype)
+    u, _, vt = svd(product, full_matrices=False, overwrite_a=True, check_finite=False)
+    return Alignment("procrustes", rotation=u @ vt)
+
+
+def draw_channels(width: int, count: int, seed: int) -> Array:
+    """A seeded sample of channels, sorted; all of them if there are no more than `count`."""
+    if width <= count:
+        return np.arange(width)
+    return np.sort(np.random.default_rng(seed).choice(width, count, replace=False))
+
+
+@dataclass(frozen=True)
+class Method:
+    """A way of scoring: an alignment, on canonical weights or on raw ones as published."""
+
+    name: str
+    how: Alignment
+    published: bool = False
+    channels: int | None = FAST_CHANNELS
+
+    @property
+    def guard(self) -> float:
+        """The published code calls a kernel of smaller norm constant and returns 0."""
+        return 1e-8 if self.published else 0.0
+
+
+@dataclass
+class Scores:
+    """Per-layer Q and K scores of one method, and the layer × layer map they were matched on."""
+
+    method: str
+    map: Array  # [layers of A, layers of B], mean of Q and K
+    pairs: list[tuple[int, int]]
+    q: list[float] = field(default_factory=list)
+    k: list[float] = field(default_factory=list)
+
+    @property
+    def per_layer(self) -> list[float]:
+        """Mean of Q and K for each matched pair."""
+        return [(q + k) / 2 for q, k in zip(self.q, self.k, strict=True)]
+
+    @property
+    def score(self) -> float:
+        """Mean over matched pairs."""
+        return float(np.mean(self.per_layer)) if self.q else 0.0
+
+    def covering(self, layers: int) -> float:
+        """Mean over `layers`, the unmatched ones counting 0."""
+        return float(np.sum(self.per_layer)) / layers
+
+
+Matrices = tuple[Array, Array]
+
+
+def read_qk(weights: Weights, index: int) -> dict[bool, Matrices]:
+    """W_Q and W_K of one layer, read once: {published: raw, not published: canonical}."""
+    layer = weights.layer(index, canonical.QK_ROLES)
+    form = canonical.balance_qk(canonical.fold(layer, weights.geometry), weights.geometry)
+    return {True: (layer["q"], layer["k"]), False: (form["q"], form["k"])}
+
+
+def score_pair(a: Matrices, b: Matrices, method: Method, seed: int) -> tuple[float, float]:
+    """CKA_u of aligned Q and of aligned K."""
+    width = b[0].shape[1]
+    channels = draw_channels(width, method.channels or width, seed)
+    q, k = (
+        cka(method.how.apply(left, channels), identity(width).apply(right, channels), method.guard)
+        for left, right in zip(a, b, strict=True)
+    )
+    return q, k
+
+
+def score_layers(
+    weights: tuple[Weights, Weights],
+    layers: tuple[list[int], list[int]],
+    methods: list[Method],
+    seed: int,
+    reorder: bool = False,
+    progress: Callable[[str], None] = lambda _: None,
+) -> dict[str, Scores]:
+    """Score two stacks by every method, reading each layer once if the depths agree.
+
+    A coarse map of all layer pairs (256 channels) gives the matching; matched pairs are then scored on
+    `method.channels`. Pairs are positions in `layers`.
+    """
+    sides = [{method.name: [] for method in methods} for _ in range(2)]  # type: list[dict[str, list[Array]]]
+    fine: dict[tuple[int, int], dict[str, tuple[float, float]]] = {}
+    for step in range(max(map(len, layers))):
+        progress(f"layer {step + 1} of {max(map(len, layers))}")
+        read = [read_qk(w, some[step]) if step < len(some) else None for w, some in zip(weights, layers, strict=True)]
+        for side, matrices in enumerate(read):
+            if matrices is None:
+                continue
+            for method in methods:
+                sides[side][method.name].append(_coarse(matrices[method.published], method, side, weights[1], seed))
+        if len(layers[0]) == len(layers[1]):
+            fine[step, step] = _fine(read[0], read[1], methods, seed)
+    out = {}
+    for method in methods:
+        flat_a, flat_b = (np.stack(side[method.name]) for side in sides)  # [L, 2, n²]
+        table = np.einsum("itx,jtx->ij", flat_a, flat_b, optimize=True).astype(np.float64) / 2
+        out[method.name] = Scores(method.name, table, matched(table, reorder, method.published))
+    wanted = {pair for scores in out.values() for pair in scores.pairs}
+    for i, j in sorted(wanted - set(fine)):
+        progress(f"layers {i + 1} and {j + 1}")
+        fine[i, j] = _fine(read_qk(weights[0], layers[0][i]), read_qk(weights[1], layers[1][j]), methods, seed)
+    for scores in out.values():
+        scores.q = [fine[pair][scores.method][0] for pair in scores.pairs]
+        scores.k = [fine[pair][scores.method][1] for pair in scores.pairs]
+    return out
+
+
+def _fine(
+    a: dict[bool, Matrices] | None, b: dict[bool, Matrices] | None, methods: list[Method], seed: int
+) -> dict[str, tuple[float, float]]:
+    assert a is not None and b is not None
+    return {m.name: score_pair(a[m.published], b[m.published], m, seed) for m in methods}
+
+
+def _coarse(matrices: Matrices, method: Method, side: int, target: Weights, seed: int) -> Array:
+    """Unit-length centred kernels of Q and K on a few channels, flat, [2, n²]."""
+    width = target.geometry.width
+    how = method.how if side == 0 else identity(width)
+    channels = draw_channels(width, MAP_CHANNELS, seed)
+    kernels = np.stack([centred(gram(how.apply(matrix, channels))).reshape(-1) for matrix in matrices])
+    norms = np.linalg.norm(kernels, axis=1, keepdims=True)
+    return np.where(np.square(norms) <= method.guard, 0, kernels / np.maximum(norms, canonical.TINY))
+
+
+def matched(table: Array, reorder: bool, published: bool) -> list[tuple[int, int]]:
+    """Which layers belong together: i ↔ i at equal depth unless an order-preserving shift is clearly better."""
+    rows, columns = table.shape
+    straight = [(i, i) for i in range(rows)]
+    if reorder or published:
+        return straight if published and rows == columns else free(table)
+    pairs = monotone(table)
+    if rows == columns and sum(table[pair] for pair in pairs) <= np.trace(table) + 0.05 * rows:
+        return straight
+    return pairs
+
+
+def monotone(similarity: Array, gap: float = 0.0) -> list[tuple[int, int]]:
+    """Order-preserving layer matching of largest total similarity above `gap`; layers may stay unmatched."""
+    rows, columns = similarity.shape
+    best = np.zeros((rows + 1, columns + 1))
+    gain = similarity - gap
+    for i in range(1, rows + 1):
+        for j in range(1, columns + 1):
+            best[i, j] = max(best[i - 1, j], best[i, j - 1], best[i - 1, j - 1] + gain[i - 1, j - 1])
+    pairs, i, j = [], rows, columns
+    while i and j:
+        if best[i, j] == best[i - 1, j - 1] + gain[i - 1, j - 1] and gain[i - 1, j - 1] > 0:
+            pairs.append((i - 1, j - 1))
+            i, j = i - 1, j - 1
+        elif best[i, j] == best[i - 1, j]:
+            i -= 1
+        else:
+            j -= 1
+    return pairs[::-1]
+
+
+def free(similarity: Array) -> list[tuple[int, int]]:
+    """The published layer matching: Hungarian, order ignored."""
+    rows, columns = linear_sum_assignment(similarity, maximize=True)
+    return [(int(i), int(j)) for i, j in zip(rows, columns, strict=True)]
+
+
+def chosen_layers(count: int, limit: int | None) -> list[int]:
+    """Evenly spaced layers, first and last included; all of them without a limit."""
+    if limit is None or limit >= count:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / max(limit - 1, 1)) for i in range(limit)})
+
+
+def chunks(total: int, size: int) -> Iterator[slice]:
+    """Slices of at most `size`."""
+    return (slice(start, min(start + size, total)) for start in range(0, total, size))

@@ -1,0 +1,246 @@
+"""The canonical form: remove every freedom that leaves a model's function unchanged, before anything is compared.
+
+A layer is a dict of arrays by role. Each step returns a new one:
+
+    fold         gains go into the readers that follow them (γ = 1 afterwards)
+    balance_qk   one scale per rotary plane; one matrix per head where there is no rotary; q/k-norm gains
+    balance_vo   one matrix per KV head
+    balance_ffn  ‖up_j‖ = ‖down_j‖
+    normalise    Frobenius norm 1
+
+The order matters: fold, balance, normalise. On pre-norm models all but the last leave the logits as they were.
+Steps act on the roles that are present, so a caller that wants only q and k reads only q and k.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fathom.lineage.tensors import Array
+from fathom.lineage.weights import Geometry, Layer, Weights
+
+READERS = {"attn_norm": ("q", "k", "v"), "ffn_norm": ("gate", "up")}
+WRITERS = {"o": "post_attn_norm", "down": "post_ffn_norm"}
+QK_ROLES = ("q", "k", "attn_norm", "q_norm", "k_norm")
+FFN_ROLES = ("gate", "up", "down", "ffn_norm", "post_ffn_norm")
+VO_ROLES = ("v", "o", "attn_norm", "post_attn_norm")
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")
+TINY = 1e-300
+
+
+def fold(layer: Layer, geometry: Geometry) -> Layer:
+    """W_in ← W_in diag(γ); with LayerNorm also b ← b + W_in β, and readers and writers lose their mean."""
+    out = dict(layer)
+    for norm, roles in READERS.items():
+        for role in (role for role in roles if role in out):
+            if norm in out:
+                _fold_reader(out, role, out[norm], out.get(f"{norm}_bias"))
+            if geometry.norm == "layer":
+                out[role] = out[role] - out[role].mean(1, keepdims=True)
+    for role, norm in WRITERS.items():
+        if role not in out:
+            continue
+        if norm in out:  # the gain follows the writer: exact only as the *effective* writer
+            out[role] = out[role] * out[norm][:, None]
+        if geometry.norm == "layer":
+            for name in (n for n in (role, f"{role}_bias") if n in out):
+                out[name] = out[name] - out[name].mean(0, keepdims=True)
+    return {
+        name: value for name, value in out.items() if name.removesuffix("_bias") not in {*READERS, *WRITERS.values()}
+    }
+
+
+def _fold_reader(out: Layer, role: str, gain: Array, shift: Array | None) -> None:
+    if shift is not None:
+        moved = out[role] @ shift
+        out[f"{role}_bias"] = out[f"{role}_bias"] + moved if f"{role}_bias" in out else moved
+    out[role] = out[role] * gain
+
+
+@dataclass(frozen=True)
+class Block:
+    """Query and key rows that meet in one dot product: `query` is [heads sharing the keys, m], `key` is [m]."""
+
+    query: Array
+    key: Array
+    rotary: bool
+
+
+def blocks(geometry: Geometry) -> Iterator[Block]:
+    """The dot products of attention, cut where the gauge group changes."""
+    g = geometry
+    if g.latent is not None:
+        plain, rotary, _, _ = g.latent
+        query: Array = np.arange(g.heads * g.head_dim).reshape(g.heads, g.head_dim)
+        for head in range(g.heads):
+            yield Block(query[head : head + 1, :plain], np.arange(plain) + head * plain, False)
+        yield Block(query[:, plain:], np.arange(rotary) + g.heads * plain, True)
+        return
+    query = np.arange(g.heads * g.head_dim).reshape(g.kv_heads, g.group, g.head_dim)
+    key = np.arange(g.kv_heads * g.head_dim).reshape(g.kv_heads, g.head_dim)
+    for head in range(g.kv_heads):
+        if g.rotary_dim:
+            yield Block(query[head, :, : g.rotary_dim], key[head, : g.rotary_dim], True)
+        if g.rotary_dim < g.head_dim:
+            yield Block(query[head, :, g.rotary_dim :], key[head, g.rotary_dim :], False)
+
+
+def planes(m: int, rotary: str) -> Array:
+    """The two coordinates of each rotary plane, [m/2, 2]: (i, i + m/2), or (2i, 2i + 1) where interleaved."""
+    index = np.arange(m)
+    return index.reshape(-1, 2) if rotary == "interleaved" else index.reshape(2, -1).T
+
+
+def balance_qk(layer: Layer, geometry: Geometry) -> Layer:
+    """Fix the scale of every query against its keys."""
+    if "q" not in layer or "k" not in layer:
+        return dict(layer)
+    if geometry.qk_norm:
+        return _balance_normed(layer, geometry) if "q_norm" in layer else dict(layer)
+    out = {name: value.copy() if name in {"q", "k", "q_bias", "k_bias"} else value for name, value in layer.items()}
+    for block in blocks(geometry):
+        if block.rotary:
+            _balance_planes(out, block, geometry.rotary)
+        else:
+            _balance_general(out, block)
+    return out
+
+
+def _balance_planes(out: Layer, block: Block, rotary: str) -> None:
+    """Per plane a = √(rms over heads ‖q‖ / ‖k‖); q ← q/a, k ← k a."""
+    m = len(block.key)
+    plane = planes(m, rotary)
+    q = np.square(out["q"][block.query]).sum(-1)[:, plane].sum(-1).mean(0)  # [planes]
+    k = np.square(out["k"][block.key]).sum(-1)[plane].sum(-1)
+    dead = (q <= TINY) | (k <= TINY)
+    scale = np.empty(m, out["q"].dtype)
+    scale[plane] = np.where(dead, 1, np.where(dead, 1, q) / np.where(dead, 1, k))[:, None] ** 0.25
+    for suffix in ("", "_bias"):
+        tall = (slice(None), None) if suffix == "" else slice(None)
+        if "q" + suffix in out:
+            out["q" + suffix][block.query] /= scale[tall]
+        if "k" + suffix in out:
+            out["k" + suffix][block.key] *= scale[tall]
+
+
+def _balance_general(out: Layer, block: Block) -> None:
+    """GL(m): bring Σ_h q_h q_hᵀ/g and k kᵀ to the same matrix; what freedom is left is orthogonal."""
+    q, k = out["q"][block.query].astype(np.float64), out["k"][block.key].astype(np.float64)
+    a = balancing(np.einsum("hid,hjd->ij", q, q) / len(q), k @ k.T)
+    a_inverse = np.linalg.inv(a)
+    out["q"][block.query] = a_inverse @ out["q"][block.query]  # [heads, m, d]
+    out["k"][block.key] = a @ out["k"][block.key]
+    if "q_bias" in out:
+        out["q_bias"][block.query] = out["q_bias"][block.query] @ a_inverse
+    if "k_bias" in out:
+        out["k_bias"][block.key] = a @ out["k_bias"][block.key]
+
+
+def balancing(p: Array, k: Array) -> Array:
+    """Symmetric A with A⁻¹ P A⁻¹ = A K A: the square root of the geometric mean of P and K⁻¹."""
+    root, inverse_root = _root(k)
+    middle, _ = _root(root @ p @ root)
+    return _root(inverse_root @ middle @ inverse_root)[0]
+
+
+def _root(matrix: Array) -> tuple[Array, Array]:
+    """Square root of a positive matrix and its inverse; directions that carry nothing are floored."""
+    values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
+    values = np.sqrt(np.maximum(values, max(float(values.max()), TINY) * 1e-12))
+    return (vectors * values) @ vectors.T, (vectors / values) @ vectors.T
+
+
+def _balance_normed(layer: Layer, geometry: Geometry) -> Layer:
+    """With q/k-norm: heads lose their scale, gains are balanced between q and k per plane and join the rows."""
+    g, out = geometry, dict(layer)
+    gain_q, gain_k = out.pop("q_norm"), out.pop("k_norm")
+    shared = len(gain_q) == g.head_dim
+    heads_q = gain_q.reshape(1 if shared else g.heads, g.head_dim)
+    heads_k = gain_k.reshape(1 if shared else g.kv_heads, g.head_dim)
+    # ‖γ‖ per plane, [KV heads or 1, planes]; groups of query heads share one value
+    plane = planes(g.head_dim, g.rotary)
+    norm_q = np.square(heads_q).reshape(len(heads_k), -1, g.head_dim).mean(1)[:, plane].sum(-1)
+    norm_k = np.square(heads_k)[:, plane].sum(-1)
+    b = np.empty((len(heads_k), g.head_dim), gain_q.dtype)
+    b[:, plane] = (np.maximum(norm_q, TINY) / np.maximum(norm_k, TINY))[..., None] ** 0.25
+    b_q = b if shared else np.repeat(b, g.group, 0)
+    for role, gain, heads in (("q", heads_q / b_q, g.heads), ("k", heads_k * b, g.kv_heads)):
+        rows = out[role].reshape(heads, g.head_dim, -1)
+        axes = (1, 2) if shared else (0, 1, 2)
+        norm = np.sqrt(np.square(rows).sum(axes, keepdims=True))
+        out[role] = (rows / np.maximum(norm, TINY) * gain[:, :, None]).reshape(out[role].shape)
+    return out
+
+
+def balance_vo(layer: Layer, geometry: Geometry) -> Layer:
+    """Per KV head v → A v, o → o A⁻¹ with A as for queries and keys."""
+    out, g = dict(layer), geometry
+    if "v" not in out or "o" not in out or g.latent is not None:
+        return out
+    dim = out["v"].shape[0] // g.kv_heads
+    v = out["v"].reshape(g.kv_heads, dim, -1).astype(np.float64)
+    o = out["o"].reshape(-1, g.kv_heads, g.group, dim).astype(np.float64)  # [d, KV, g, dim]
+    bias = out["v_bias"].reshape(g.kv_heads, dim).copy() if "v_bias" in out else None
+    for head in range(g.kv_heads):
+        a = balancing(np.einsum("dgi,dgj->ij", o[:, head], o[:, head]) / g.group, v[head] @ v[head].T)
+        v[head], o[:, head] = a @ v[head], o[:, head] @ np.linalg.inv(a)
+        if bias is not None:
+            bias[head] = a @ bias[head]
+    out["v"] = v.reshape(out["v"].shape).astype(out["v"].dtype)
+    out["o"] = o.reshape(out["o"].shape).astype(out["o"].dtype)
+    if bias is not None:
+        out["v_bias"] = bias.reshape(-1)
+    return out
+
+
+def balance_ffn(layer: Layer, geometry: Geometry) -> Layer:
+    """Gated: up_j·c, down_j/c until their norms agree. Without a gate there is no such freedom."""
+    out = dict(layer)
+    if not geometry.gated or "up" not in out or "down" not in out:
+        return out
+    up, down = np.square(out["up"]).sum(1), np.square(out["down"]).sum(0)
+    dead = (up <= TINY) | (down <= TINY)
+    scale = np.where(dead, 1, np.where(dead, 1, down) / np.where(dead, 1, up)) ** 0.25
+    out["up"] = out["up"] * scale[:, None]
+    out["down"] = out["down"] / scale
+    if "up_bias" in out:
+        out["up_bias"] = out["up_bias"] * scale
+    return out
+
+
+def normalise(layer: Layer) -> Layer:
+    """Every matrix divided by its Frobenius norm."""
+    out = dict(layer)
+    for role in (role for role in MATRICES if role in out):
+        out[role] = out[role] / max(float(np.linalg.norm(out[role])), TINY)
+    return out
+
+
+def canonical(layer: Layer, geometry: Geometry) -> Layer:
+    """The whole map, idempotent."""
+    steps = (fold, balance_qk, balance_vo, balance_ffn)
+    for step in steps:
+        layer = step(layer, geometry)
+    return normalise(layer)
+
+
+def canonical_qk(weights: Weights, index: int) -> tuple[Array, Array]:
+    """Canonical W_Q and W_K of one layer, read for this call."""
+    layer = weights.layer(index, QK_ROLES)
+    layer = balance_qk(fold(layer, weights.geometry), weights.geometry)
+    return layer["q"], layer["k"]
+
+
+def embedding(weights: Weights, rows: Array | slice | None = None) -> Array:
+    """Embedding rows as the residual stream's canonical writer: centred under LayerNorm, never scaled by a gain."""
+    table = weights.tensor("embed", rows=rows)
+    return table - table.mean(1, keepdims=True) if weights.geometry.norm == "layer" else table
+
+
+def head(weights: Weights, rows: Array | slice | None = None) -> Array:
+    """Output head rows with the final gain folded in; a tied head is E diag(γ)."""
+    table = weights.tensor("embed" if weights.geometry.tied else "head", rows=rows) * weights.tensor("final_norm")
+    return table - table.mean(1, keepdims=True) if weights.geometry.norm == "layer" else table

@@ -1,0 +1,527 @@
+"""Compare two models: align, score, test, and weigh the result against controls.
+
+`measure` looks at one pair; `compare` measures the pair and every control with either model, then decides.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from scipy import stats
+
+from fathom.lineage import awm, huref, testing, vocabulary
+from fathom.lineage.origin import Refused, parse_json
+from fathom.lineage.tensors import Array
+from fathom.lineage.testing import Findings, Test, Verdict
+from fathom.lineage.weights import Weights, open_model
+
+Progress = Callable[[str], None]
+
+SMALL_BYTES = 2 << 30  # below this, everything is cheap and fast mode leaves nothing out
+FAST_LAYERS, FAST_FFN_LAYERS, EXACT_FFN_LAYERS = 16, 2, 8
+HEAD_ROWS = 8192
+ANCHORS = 1024
+ALIGNMENTS = ("order", "lap", "procrustes")
+NAMES = {"order": "order", "lap": "awm_canonical", "procrustes": "procrustes"}
+SCORE_LABELS = {
+    "awm": "AWM as published",
+    "order": "AWM repaired, channels in order",
+    "awm_canonical": "AWM repaired",
+    "procrustes": "AWM repaired, rotated (Procrustes)",
+    "ics": "HuRef ICS as published",
+    "ics_canonical": "HuRef ICS repaired, last two layers",
+    "ics_all_layers": "HuRef ICS repaired, all layers",
+    "pcs_2d": "parameter cosine of matrices",
+}
+CLEAR, ROTATED = 0.2, 0.3
+
+
+@dataclass(frozen=True)
+class Options:
+    """How much to look at.
+
+    Attributes:
+        mode: fast samples 1,024 channels and, of large models, some layers; exact takes all.
+        layers: Score this many evenly spaced layers (equal depths only); None leaves it to the mode.
+        align: Any of order, lap, procrustes.
+        reorder: Match layers freely instead of in order.
+        seed: Of every sample.
+        extras: HuRef's scores, parameter cosine and portraits; None means where they are cheap, or in exact mode.
+    """
+
+    mode: str = "fast"
+    layers: int | None = None
+    align: tuple[str, ...] = ALIGNMENTS
+    reorder: bool = False
+    seed: int = 0
+    extras: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in {"fast", "exact"}:
+            raise Refused(f"mode {self.mode!r}: wanted fast or exact")
+        if unknown := set(self.align) - set(ALIGNMENTS):
+            raise Refused(f"align {min(unknown)!r}: wanted some of {', '.join(ALIGNMENTS)}")
+
+
+@dataclass
+class Pair:
+    """Everything measured on one pair; A is the wider model, `swapped` says whether it was given second."""
+
+    a: Weights
+    b: Weights
+    swapped: bool
+    shared: int = 0
+    pairing: str = "strings"  # what rows were paired by: strings | row numbers | nothing
+    layers: tuple[list[int], list[int]] = ((), ())  # type: ignore[assignment]
+    scores: dict[str, awm.Scores] = field(default_factory=dict)
+    other: dict[str, float] = field(default_factory=dict)
+    fixed: Array | None = None  # LAP matching
+    head: Array | None = None
+    witnesses: list[tuple[tuple[int, int], int]] = field(default_factory=list)  # layer pair -> agreements
+    neurons: list[tuple[tuple[int, int], int, float]] = field(default_factory=list)  # layer pair -> fixed, z
+    skipped: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def best(self) -> str | None:
+        """The repaired score that is highest."""
+        names = [name for name in NAMES.values() if name in self.scores]
+        return max(names, key=lambda name: self.scores[name].score, default=None)
+
+    def value(self, name: str) -> float | None:
+        """A score by name."""
+        return self.scores[name].score if name in self.scores else self.other.get(name)
+
+    @property
+    def z_values(self) -> list[float]:
+        """Gate/up agreement per layer pair."""
+        return [z for _, _, z in self.neurons if np.isfinite(z)]
+
+
+def paired_rows(a: Weights, b: Weights) -> tuple[Array, Array, str]:
+    """Embedding rows that stand for the same string in both models, and by what they were paired."""
+    words_a, words_b = a.vocabulary(), b.vocabulary()
+    if words_a is not None and words_b is not None:
+        return *vocabulary.shared_rows(words_a, words_b, a.geometry.vocab, b.geometry.vocab), "strings"
+    if a.geometry.vocab == b.geometry.vocab:
+        rows = np.arange(min(a.geometry.vocab, vocabulary.SHARED_LIMIT))
+        return rows, rows, "row numbers"
+    return np.zeros(0, np.int64), np.zeros(0, np.int64), "nothing"
+
+
+def measure(first: Weights, second: Weights, options: Options, progress: Progress = lambda _: None) -> Pair:
+    """Align and score one pair; every number of the report that does not need a control."""
+    started = time.monotonic()
+    swapped = second.geometry.width > first.geometry.width
+    pair = Pair(*((second, first) if swapped else (first, second)), swapped)
+    rows_a, rows_b, pair.pairing = paired_rows(pair.a, pair.b)
+    pair.shared = len(rows_a)
+    alignments = _alignments(pair, rows_a, rows_b, options, progress)
+    pair.layers = _layers(pair, options)
+    if alignments:
+        pair.scores = awm.score_layers(
+            (pair.a, pair.b),
+            pair.layers,
+            _methods(alignments, options),
+            options.seed,
+            options.reorder,
+            lambda at: progress(f"queries and keys: {at}"),
+        )
+    if len(rows_a) >= 64:
+        _witness_neurons(pair, rows_a, rows_b, options, progress)
+    if _extras(pair, options) and len(rows_a) >= 64:
+        _other_scores(pair, rows_a, rows_b, progress)
+    pair.seconds = time.monotonic() - started
+    return pair
+
+
+def _small(pair: Pair) -> bool:
+    return pair.a.file_bytes + pair.b.file_bytes <= SMALL_BYTES
+
+
+def _extras(pair: Pair, options: Options) -> bool:
+    return options.extras if options.extras is not None else _small(pair)
+
+
+def _alignments(
+    pair: Pair, rows_a: Array, rows_b: Array, options: Options, progress: Progress
+) -> dict[str, awm.Alignment]:
+    """The alignments that can be trusted here; the reasons for the others go into `skipped`."""
+    out: dict[str, awm.Alignment] = {}
+    d_a, d_b = pair.a.geometry.width, pair.b.geometry.width
+    if d_a == d_b:
+        out["order"] = awm.identity(d_a)
+    if len(rows_a) < 2 * d_b:
+        pair.skipped.append(
+            f"alignment by the embedding: {len(rows_a)} shared strings, {2 * d_b} would be needed for width {d_b}"
+        )
+        return {k: v for k, v in out.items() if k in options.align}
+    progress("embeddings")
+    cross = awm.cross_products(pair.a, pair.b, rows_a, rows_b)
+    progress("channel matching")
+    out["lap"] = awm.lap(cross.cosines())
+    pair.fixed = out["lap"].columns
+    if options.mode == "exact" or _small(pair):
+        progress("rotation")
+        out["procrustes"] = awm.procrustes(cross)
+    elif "procrustes" in options.align:
+        pair.skipped.append("Procrustes alignment: slow at this width in fast mode; use exact mode")
+    del cross
+    if not (pair.a.geometry.tied or pair.b.geometry.tied) and pair.a.has("head") and pair.b.has("head"):
+        progress("output heads")
+        from fathom.lineage.canonical import head
+
+        kept = testing.middle(rows_a, rows_b, HEAD_ROWS)
+        heads = [
+            (rows < w.store.tensors[w.views["head", None].tensor].shape[0])
+            for rows, w in zip(kept, (pair.a, pair.b), strict=True)
+        ]
+        usable = heads[0] & heads[1]
+        if usable.sum() >= 2 * d_b:
+            cross = awm.cross_products(pair.a, pair.b, kept[0][usable], kept[1][usable], head)
+            pair.head = awm.lap(cross.cosines()).columns
+    return {k: v for k, v in out.items() if k in options.align}
+
+
+def _methods(alignments: dict[str, awm.Alignment], options: Options) -> list[awm.Method]:
+    methods = []
+    for kind, how in alignments.items():
+        full = options.mode == "exact" and kind == "lap"
+        methods.append(awm.Method(NAMES[kind], how, channels=None if full else awm.FAST_CHANNELS))
+    if "lap" in alignments:
+        methods.append(awm.Method("awm", alignments["lap"], published=True))
+    return methods
+
+
+def _layers(pair: Pair, options: Options) -> tuple[list[int], list[int]]:
+    depths = pair.a.geometry.layers, pair.b.geometry.layers
+    limit = options.layers
+    if limit is None and options.mode == "fast" and not _small(pair):
+        limit = FAST_LAYERS
+    if depths[0] != depths[1]:  # a sample of layers could miss their partners
+        limit = None
+    return awm.chosen_layers(depths[0], limit), awm.chosen_layers(depths[1], limit)
+
+
+def layer_pairs(pair: Pair) -> list[tuple[int, int]]:
+    """Matched layers, by the map of the best repaired score; by relative depth without one."""
+    if pair.best is not None and pair.scores[pair.best].pairs:
+        return [(pair.layers[0][i], pair.layers[1][j]) for i, j in pair.scores[pair.best].pairs]
+    depth_a, depth_b = pair.a.geometry.layers, pair.b.geometry.layers
+    return [(round(j * (depth_a - 1) / max(depth_b - 1, 1)), j) for j in range(depth_b)]
+
+
+def _witness_neurons(pair: Pair, rows_a: Array, rows_b: Array, options: Options, progress: Progress) -> None:
+    """T2 along the feed-forward path and T4, on evenly spaced layer pairs; the map is given, not chosen here."""
+    pairs = [p for p in layer_pairs(pair) if pair.a.has("down", p[0]) and pair.b.has("down", p[1])]
+    limit = None if _small(pair) else EXACT_FFN_LAYERS if options.mode == "exact" else FAST_FFN_LAYERS
+    kept = testing.middle(rows_a, rows_b, testing.PROBES)
+    seen = [testing.probes(w, rows) for w, rows in zip((pair.a, pair.b), kept, strict=True)]
+    gated = pair.a.geometry.gated and pair.b.geometry.gated
+    for at in awm.chosen_layers(len(pairs), limit) if pairs else []:
+        i, j = pairs[at]
+        progress(f"neurons of layers {i + 1} and {j + 1}")
+        answers = testing.neuron_responses(pair.a, i, seen[0]), testing.neuron_responses(pair.b, j, seen[1])
+        found = testing.match_neurons(*answers, options.seed)
+        pair.neurons.append(((i, j), found.fixed, found.z if gated else float("nan")))
+        if pair.fixed is not None:
+            neurons = found.neurons()
+            sides = [
+                testing.writers(w, layer, picked, answer.up_norms)
+                for w, layer, picked, answer in zip((pair.a, pair.b), (i, j), neurons, answers, strict=True)
+            ]
+            second = testing.writer_matching(sides[0], sides[1], found.up_sign)
+            pair.witnesses.append(((i, j), int(np.sum(second == pair.fixed))))
+
+
+def shared_anchors(pair: Pair, rows_a: Array, rows_b: Array) -> tuple[Array, Array]:
+    """Rows of the anchor strings that both models have."""
+    words_a, words_b = pair.a.vocabulary(), pair.b.vocabulary()
+    if pair.pairing == "strings" and words_a is not None and words_b is not None:
+        both = {
+            text: row
+            for text, row in words_a.items()
+            if words_b.get(text, pair.b.geometry.vocab) < pair.b.geometry.vocab
+        }
+        texts = vocabulary.anchors(both, pair.a.geometry.vocab, ANCHORS)
+        return np.array([words_a[text] for text in texts]), np.array([words_b[text] for text in texts])
+    return rows_a[:ANCHORS], rows_b[:ANCHORS]
+
+
+def _other_scores(pair: Pair, rows_a: Array, rows_b: Array, progress: Progress) -> None:
+    progress("invariant terms")
+    at_a, at_b = shared_anchors(pair, rows_a, rows_b)
+    pair.other["ics"] = huref.ics(pair.a, pair.b, at_a, at_b, published=True)
+    pair.other["ics_canonical"] = huref.ics(pair.a, pair.b, at_a, at_b)
+    if _small(pair):
+        pair.other["ics_all_layers"] = huref.ics_all_layers(pair.a, pair.b, at_a, at_b)
+        pair.other["pcs_2d"], count = huref.pcs(huref.matched_matrices(pair.a, pair.b))
+        if not count:
+            del pair.other["pcs_2d"]
+
+
+@dataclass
+class Null:
+    """Scores of pairs known to be unrelated: from a calibration file, or from the controls of this comparison."""
+
+    origin: str
+    scores: dict[str, list[float]]
+    witnesses: list[int]
+    z: list[list[float]]
+    per_layer: dict[str, list[list[float]]]
+    pairs: int
+    models: int
+
+    def rate(self) -> float:
+        """Poisson rate for T2: max(3, upper 95 % limit of the controls' mean)."""
+        if not self.witnesses:
+            return testing.POISSON_RATE
+        total, count = sum(self.witnesses), len(self.witnesses)
+        return max(testing.POISSON_RATE, float(stats.chi2.ppf(0.95, 2 * (total + 1))) / (2 * count))
+
+
+def null_of(pairs: Sequence[Pair], origin: str, models: int) -> Null:
+    """A null from measured unrelated pairs."""
+    scores: dict[str, list[float]] = {}
+    per_layer: dict[str, list[list[float]]] = {}
+    for pair in pairs:
+        for name in SCORE_LABELS:
+            if (value := pair.value(name)) is not None:
+                scores.setdefault(name, []).append(value)
+        for name, found in pair.scores.items():
+            per_layer.setdefault(name, []).append(found.per_layer)
+    counts = [count for pair in pairs for _, count in pair.witnesses]
+    counts += [int(np.sum(pair.head == pair.fixed)) for pair in pairs if pair.head is not None]
+    z = [pair.z_values for pair in pairs if pair.z_values]
+    return Null(origin, scores, counts, z, per_layer, len(pairs), models)
+
+
+def structure_class(a: Weights, b: Weights) -> str:
+    """Pairs are only comparable to unrelated pairs of the same kind: widths and whether depths agree."""
+    widths = sorted((a.geometry.width, b.geometry.width), reverse=True)
+    depth = "equal depth" if a.geometry.layers == b.geometry.layers else "unequal depth"
+    return f"width {widths[0]}/{widths[1]}, {depth}"
+
+
+NULL_VERSION = 1
+
+
+def read_null(path: Path, kind: str) -> Null:
+    """The part of a calibration file that matches a structure class."""
+    if not path.is_file():
+        raise Refused(f"{path}: no such null file")
+    body = parse_json(path.read_bytes(), str(path))
+    classes = body.get("classes")
+    if body.get("fathom_null") != NULL_VERSION or not isinstance(classes, dict):
+        raise Refused(f"{path}: not a null file of version {NULL_VERSION} (fathom lineage calibrate writes one)")
+    if kind not in classes:
+        raise Refused(f"{path}: no null for {kind}; it has {'; '.join(classes)}")
+    try:
+        return Null(f"{path.name} ({kind})", **classes[kind])
+    except TypeError:
+        raise Refused(f"{path}: class {kind} is malformed") from None
+
+
+def write_null(path: Path, groups: dict[str, list[Pair]]) -> dict[str, Any]:
+    """Write measured unrelated pairs, by structure class."""
+    classes = {}
+    for kind, pairs in groups.items():
+        null = null_of(pairs, "", len({w.name for pair in pairs for w in (pair.a, pair.b)}))
+        classes[kind] = {key: value for key, value in vars(null).items() if key != "origin"}
+    body = {"fathom_null": NULL_VERSION, "classes": classes}
+    path.write_text(json.dumps(body, indent=1))
+    return body
+
+
+@dataclass
+class Comparison:
+    """A pair, what unrelated models give, the tests and the verdict."""
+
+    pair: Pair
+    controls: list[tuple[str, list[Pair]]]
+    null: Null | None
+    tests: list[Test]
+    verdict: Verdict
+    tampering: list[str]
+    coverage: tuple[int, int, int]  # layers with evidence, layers of A, layers of B (as scored)
+    options: Options
+    blocks: list[str]
+
+
+def compare(
+    a: Weights,
+    b: Weights,
+    controls: Sequence[str | Path] = (),
+    null_file: Path | None = None,
+    options: Options | None = None,
+    progress: Progress = lambda _: None,
+) -> Comparison:
+    """Measure A against B and both against every control, then decide.
+
+    Args:
+        a: One model.
+        b: The other; which is which implies no direction.
+        controls: Unrelated models of the same kind, opened and measured one after the other.
+        null_file: A calibration file, instead of or besides controls.
+        options: How much to look at.
+        progress: Called with a few words before each step.
+    """
+    options = options or Options()
+    pair = measure(a, b, options, progress)
+    measured: list[tuple[str, list[Pair]]] = []
+    for where in controls:
+        other = open_model(where)
+        name = str(where)
+        measured.append(
+            (name, [measure(w, other, options, lambda at, n=name: progress(f"control {n}: {at}")) for w in (a, b)])  # type: ignore[misc]
+        )
+    null = _null(pair, measured, null_file)
+    tests = run_tests(pair, null)
+    tampering = _tampering(pair, null)
+    threshold = _thresholds(pair, null)
+    found, evidence, blocks = _findings(pair, tests, null, measured, tampering, threshold)
+    sizes = evidence, len(pair.layers[0]), len(pair.layers[1])
+    return Comparison(pair, measured, null, tests, testing.decide(found), tampering, sizes, options, blocks)
+
+
+def _null(pair: Pair, measured: list[tuple[str, list[Pair]]], null_file: Path | None) -> Null | None:
+    flat = [p for _, pairs in measured for p in pairs]
+    from_controls = null_of(flat, f"{len(measured)} control model(s)", len(measured) + 2) if flat else None
+    if null_file is None:
+        return from_controls
+    null = read_null(null_file, structure_class(pair.a, pair.b))
+    if from_controls is not None:
+        for name, values in from_controls.scores.items():
+            null.scores.setdefault(name, []).extend(values)
+        null.witnesses += from_controls.witnesses
+        null.z += from_controls.z
+        null.origin += f" and {from_controls.origin}"
+        null.pairs += from_controls.pairs
+    return null
+
+
+def run_tests(pair: Pair, null: Null | None) -> list[Test]:
+    """T1–T4, as far as the pair allows."""
+    tests: list[Test] = []
+    rate = null.rate() if null else testing.POISSON_RATE
+    if pair.fixed is not None:
+        tests.append(testing.test_order(pair.fixed))
+        if pair.head is not None:
+            test = testing.test_witnesses(pair.fixed, pair.head, rate, "T2 embedding and output head")
+            tests.append(test)
+        if pair.witnesses:
+            tests.append(_feed_forward_witness(pair, rate, bool(null and null.witnesses)))
+    if pair.neurons:
+        count = sum(fixed for _, fixed, _ in pair.neurons)
+        p = testing.fixed_point_bound(count, len(pair.neurons))
+        bound = "at most Lᵏ/k! over L layers"
+        why = "neurons exchangeable in the training of either model"
+        tests.append(Test("T1 fixed points (neurons)", count, bound, p, "exact", why, "feed-forward"))
+    for name in NAMES.values():
+        if name in pair.scores and null and null.scores.get(name):
+            values, score = null.scores[name], pair.scores[name].score
+            p = testing.empirical(score, values)
+            why = "the null pairs are of the same structure class"
+            tests.append(Test(f"T3 {name}", score, f"{len(values)} unrelated scores", p, "empirical", why, "attention"))
+    if pair.z_values:
+        tests.append(testing.test_gate_up(pair.z_values, null.z if null else []))
+    return tests
+
+
+def _feed_forward_witness(pair: Pair, rate: float, calibrated: bool) -> Test:
+    (i, j), count = max(pair.witnesses, key=lambda item: item[1])
+    trials = len(pair.witnesses)
+    return Test(
+        "T2 embedding and feed-forward",
+        count,
+        f"Poisson({rate:.3g}), Bonferroni over {trials} layers",
+        testing.poisson_tail(count, rate, trials),
+        "control" if calibrated else "model",
+        "the embedding and the feed-forward path give unrelated matchings in unrelated models",
+        "feed-forward",
+        {"channels": pair.b.geometry.width, "layers": [i, j], "per_layer": [n for _, n in pair.witnesses]},
+    )
+
+
+def _thresholds(pair: Pair, null: Null | None) -> dict[str, float]:
+    out = {}
+    for name in NAMES.values():
+        value = testing.score_threshold(null.scores.get(name, [])) if null and name in pair.scores else None
+        if value is not None:
+            out[name] = value
+    return out
+
+
+def _tampering(pair: Pair, null: Null | None) -> list[str]:
+    """Signs that somebody moved the weights without moving the function."""
+    score = {name: pair.scores[name].score for name in pair.scores}
+    lap, rotated, order = (score.get(name) for name in ("awm_canonical", "procrustes", "order"))
+    out = []
+    if lap is not None and rotated is not None and rotated - lap > ROTATED:
+        out.append("rotation tampering suspected: only a rotation of the residual stream aligns the models")
+    if lap is not None and lap - score.get("awm", lap) > 0.02:
+        out.append("re-gauging suspected: the score rises once gains and head scales are brought to canonical form")
+    if lap is not None and order is not None and lap - order > ROTATED:
+        out.append("permutation suspected: channels match only after reordering")
+    if order is not None and lap is not None and rotated is not None and order - max(lap, rotated) > ROTATED:
+        out.append("embedding replaced: attention matches in order, the embedding does not")
+    if pair.best and len(pair.layers[0]) == len(pair.layers[1]) and pair.scores[pair.best].score > CLEAR:
+        if any(i != j for i, j in pair.scores[pair.best].pairs):
+            out.append("layers shifted or reordered")
+    return out
+
+
+def _findings(
+    pair: Pair,
+    tests: list[Test],
+    null: Null | None,
+    measured: list[tuple[str, list[Pair]]],
+    tampering: list[str],
+    thresholds: dict[str, float],
+) -> tuple[Findings, int, list[str]]:
+    """Bring measurements to what the verdict rule looks at."""
+    name = pair.best
+    if name is not None and thresholds:
+        name = max(thresholds, key=lambda n: pair.scores[n].score - thresholds[n])
+    best = pair.scores[name].score if name else 0.0
+    null_scores = null.scores.get(name, []) if null and name else []
+    bar = thresholds.get(name, CLEAR) if name else CLEAR
+    layers = min(len(side) for side in pair.layers)
+    good = (
+        [p for p, s in zip(pair.scores[name].pairs, pair.scores[name].per_layer, strict=True) if s >= bar]
+        if name
+        else []
+    )
+    coverage = len(good) / layers if layers else 0.0
+    families, blocks = set(), []
+    tested = {"attention"} if name else set()
+    if good:
+        families.add("attention")
+        shown = ", ".join(str(pair.layers[1][j] + 1) for _, j in good)
+        blocks.append("attention of every layer" if len(good) == layers else f"attention of layers {shown}")
+    for test in (t for t in tests if t.decides and t.family != "attention"):
+        tested.add(test.family)
+        if test.p <= testing.ALPHA and test.family not in families:
+            families.add(test.family)
+            blocks.append(test.family)
+    failed = any(_convicts(p) for _, pairs in measured for p in pairs)
+    if measured and name and best >= CLEAR:
+        failed |= any((p.value(name) or 0.0) >= best for _, pairs in measured for p in pairs)
+    low = pair.pairing == "nothing" or pair.fixed is None
+    return (
+        Findings(tests, best, null_scores, coverage, families, tested, blocks, failed, low, tampering),
+        len(good),
+        blocks,
+    )
+
+
+def _convicts(control: Pair) -> bool:
+    """Whether the tests that need no controls would call a control pair related."""
+    own = [test.p for test in run_tests(control, None) if test.kind in {"exact", "model"}]
+    return bool(own) and min(testing.holm(own)) <= testing.ALPHA

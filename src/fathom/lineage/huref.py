@@ -1,0 +1,189 @@
+"""HuRef's invariant terms, the similarities built on them, and the 512-number sketch of a model.
+
+    M_a = X W_qᵀ W_k Xᵀ      M_b = X W_vᵀ W_oᵀ Xᵀ      M_f = X W_uᵀ W_dᵀ Xᵀ
+
+X holds the embeddings of a few thousand anchor strings, so the terms live in token space: every rotation of the
+residual stream and every gauge of a head or a neuron drops out. HuRef's own M_f puts W_g ⊙ W_u in place of W_u, which
+does not survive a sign flip of the stream; both are here, the published one to show the difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from fathom.lineage import canonical
+from fathom.lineage.awm import gathered
+from fathom.lineage.tensors import Array
+from fathom.lineage.vocabulary import string_hash
+from fathom.lineage.weights import Layer, Weights
+
+SKETCH = 512
+TERMS = ("attention", "values", "feed_forward")
+
+
+def product_qk(x: Array, layer: Layer, weights: Weights) -> Array:
+    """X W_qᵀ W_k Xᵀ summed over query heads, each against the key head it really meets."""
+    xq, xk = x @ layer["q"].T, x @ layer["k"].T  # [N, h·d_h], [N, h_kv·d_h]
+    out = np.zeros((len(x), len(x)), x.dtype)
+    for block in canonical.blocks(weights.geometry):
+        met = xq[:, block.query].sum(1)  # query heads that share a key add up before the product
+        out += met @ xk[:, block.key].T
+    return out
+
+
+def product_vo(x: Array, layer: Layer, weights: Weights) -> Array:
+    """X W_vᵀ W_oᵀ Xᵀ with value heads repeated as attention repeats them."""
+    g = weights.geometry
+    kv_heads = g.heads if g.latent else g.kv_heads
+    xv = (x @ layer["v"].T).reshape(len(x), kv_heads, -1)
+    xo = (x @ layer["o"]).reshape(len(x), kv_heads, g.heads // kv_heads, -1).sum(2)
+    return xv.reshape(len(x), -1) @ xo.reshape(len(x), -1).T
+
+
+def product_ffn(x: Array, layer: Layer, gated: bool = False) -> Array:
+    """X W_uᵀ W_dᵀ Xᵀ; `gated` puts W_g ⊙ W_u in place of W_u, as published."""
+    reader = layer["gate"] * layer["up"] if gated and "gate" in layer else layer["up"]
+    return (x @ reader.T) @ (x @ layer["down"]).T
+
+
+def terms(weights: Weights, x: Array, index: int, published: bool = False) -> Iterator[Array]:
+    """The three terms of one layer at anchor embeddings X; canonical unless `published`."""
+    for roles, product in ((canonical.QK_ROLES, product_qk), (canonical.VO_ROLES, product_vo)):
+        layer = weights.layer(index, roles)
+        if not published:
+            layer = canonical.balance_qk(canonical.fold(layer, weights.geometry), weights.geometry)
+        yield product(x, layer, weights)
+    if weights.has("down", index):
+        layer = weights.layer(index, canonical.FFN_ROLES if published else canonical.FFN_ROLES[1:])
+        yield product_ffn(x, layer if published else canonical.fold(layer, weights.geometry), published)
+
+
+def anchor_embeddings(weights: Weights, rows: Array, published: bool = False) -> Array:
+    """Embedding rows of the anchors, in the anchors' order."""
+    table = (lambda w, r: w.tensor("embed", rows=r)) if published else canonical.embedding
+    return gathered(weights, np.asarray(rows, np.int64), table)
+
+
+def standardised(term: Array) -> Array:
+    """HuRef's normalisation: mean 0, standard deviation 1."""
+    term = term - term.mean(dtype=np.float64)
+    return term / max(float(term.std(ddof=1, dtype=np.float64)), canonical.TINY)
+
+
+def double_centred(term: Array) -> Array:
+    """Rows and columns lose their means; Frobenius norm 1."""
+    term = term - term.mean(0, keepdims=True)
+    term = term - term.mean(1, keepdims=True)
+    return term / max(float(np.linalg.norm(term)), canonical.TINY)
+
+
+def _cosine(pairs: Iterator[tuple[Array, Array]]) -> float:
+    dot = norm_a = norm_b = 0.0
+    for a, b in pairs:
+        dot += float(np.vdot(a, b))
+        norm_a += float(np.vdot(a, a))
+        norm_b += float(np.vdot(b, b))
+    return dot / math.sqrt(max(norm_a * norm_b, canonical.TINY))
+
+
+def ics(a: Weights, b: Weights, rows_a: Array, rows_b: Array, published: bool = False) -> float:
+    """Invariant-term cosine over the last two layers; `published` keeps HuRef's gated term and raw weights."""
+    x_a, x_b = anchor_embeddings(a, rows_a, published), anchor_embeddings(b, rows_b, published)
+
+    def pairs() -> Iterator[tuple[Array, Array]]:
+        for back in (2, 1):
+            if back > min(a.geometry.layers, b.geometry.layers):
+                continue
+            terms_a = terms(a, x_a, a.geometry.layers - back, published)
+            terms_b = terms(b, x_b, b.geometry.layers - back, published)
+            for term_a, term_b in zip(terms_a, terms_b, strict=False):
+                yield standardised(term_a), standardised(term_b)
+
+    return _cosine(pairs())
+
+
+def summed_terms(weights: Weights, x: Array, layers: Sequence[int] | None = None) -> list[Array]:
+    """Every term double-centred and summed over layers: independent of how many there are."""
+    total: list[Array] = []
+    for index in range(weights.geometry.layers) if layers is None else layers:
+        for place, term in enumerate(terms(weights, x, index)):
+            if place == len(total):
+                total.append(np.zeros_like(term))
+            total[place] += double_centred(term)
+    return [term / max(float(np.linalg.norm(term)), canonical.TINY) for term in total]
+
+
+def ics_all_layers(a: Weights, b: Weights, rows_a: Array, rows_b: Array) -> float:
+    """Cosine of the terms summed over all layers."""
+    sums_a = summed_terms(a, anchor_embeddings(a, rows_a))
+    sums_b = summed_terms(b, anchor_embeddings(b, rows_b))
+    return _cosine(iter(zip(sums_a, sums_b, strict=False)))
+
+
+def last_terms(weights: Weights, x: Array) -> list[Array]:
+    """The terms of the last two layers, double-centred."""
+    count = weights.geometry.layers
+    return [double_centred(t) for index in range(max(count - 2, 0), count) for t in terms(weights, x, index)]
+
+
+def mixed(values: Array) -> Array:
+    """The splitmix64 finaliser: a 64-bit integer in, a well-mixed one out."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def sketch(matrices: Sequence[Array], strings: Sequence[bytes]) -> Array:
+    """z [512]: entry (term, i, j) goes with a sign to a bucket, both named by the hash of the two strings.
+
+    With unit-norm terms z is close to N(0, I), and cosines of sketches estimate cosines of terms to about 1/√512.
+    """
+    z = np.zeros(SKETCH)
+    for number, matrix in enumerate(matrices):
+        left, right = (
+            np.array([string_hash(text, b"sketch:%d:%s" % (number, side)) for text in strings], np.uint64)
+            for side in (b"left", b"right")
+        )
+        for row in range(0, len(strings), 256):  # blocks, so that the hashes never fill an N×N array
+            code = mixed(left[row : row + 256, None] + right)
+            sign = (code >> np.uint64(63)).astype(np.int8) * 2 - 1
+            bucket = (code & np.uint64(SKETCH - 1)).astype(np.int64)
+            weighted = (matrix[row : row + 256] * sign).astype(np.float64)
+            z += np.bincount(bucket.reshape(-1), weighted.reshape(-1), SKETCH)
+    return z * math.sqrt(SKETCH / max(len(matrices), 1))
+
+
+def quantised(z: Array) -> Array:
+    """The published form: int8, round(32 z)."""
+    return np.clip(np.rint(32 * z), -127, 127).astype(np.int8)
+
+
+def sketch_cosine(a: Array, b: Array) -> float:
+    """Cosine of two sketches."""
+    a, b = a.astype(np.float64), b.astype(np.float64)
+    return float(a @ b / math.sqrt(max(float(a @ a) * float(b @ b), canonical.TINY)))
+
+
+def pcs(pairs: Iterator[tuple[Array, Array]]) -> tuple[float, int]:
+    """Parameter cosine over matched matrices of equal shape, and how many there were."""
+    count = 0
+
+    def matched() -> Iterator[tuple[Array, Array]]:
+        nonlocal count
+        for a, b in pairs:
+            if a.shape == b.shape and a.ndim == 2:
+                count += 1
+                yield a, b
+
+    value = _cosine(matched())
+    return value, count
+
+
+def matched_matrices(a: Weights, b: Weights) -> Iterator[tuple[Array, Array]]:
+    """Matrices of the two models that play the same role in the same layer, one pair at a time."""
+    for role, layer in a.views:
+        if (role, layer) in b.views and len(a.store.tensors[a.views[role, layer].tensor].shape) >= 2:
+            yield a.tensor(role, layer), b.tensor(role, layer)

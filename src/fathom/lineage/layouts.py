@@ -1,0 +1,210 @@
+"""The table of parameter names: which tensor plays which role in which family of decoders.
+
+A scheme matches when every name it requires is there. If several match, the one that requires a strict superset of
+the others wins; anything else is ambiguous, and ambiguity is an error. Roles: q k v o (attention), gate up down
+(feed-forward), attn_norm ffn_norm post_attn_norm post_ffn_norm q_norm k_norm (gains), embed positions head
+final_norm (ends); `role_bias` is the bias that goes with a role.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from fathom.lineage.origin import Refused
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """One way of naming a part of a layer: role -> module name below the layer. `packing` says how roles are fused."""
+
+    required: Mapping[str, str]
+    optional: Mapping[str, str] = field(default_factory=dict)
+    packing: str = ""
+    transposed: bool = False  # Conv1D, stored (in, out)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One way of naming the stack: where layers are, and what is at the ends."""
+
+    layer: str
+    embed: str
+    final_norm: str
+    optional: Mapping[str, str] = field(default_factory=dict)
+
+
+PREFIXES = (
+    "",
+    "model.",
+    "transformer.",
+    "gpt_neox.",
+    "model.decoder.",
+    "decoder.",
+    "language_model.",
+    "language_model.model.",
+    "model.language_model.",
+    "model.language_model.model.",
+    "llm.",
+    "llm.model.",
+    "thinker.model.",
+    "model.text_model.",
+    "text_model.",
+)
+
+STACKS = (
+    Stack("layers.{}.", "embed_tokens", "norm"),
+    Stack("layers.{}.", "embed_tokens", "final_layernorm"),
+    Stack("layers.{}.", "embed_tokens", "final_layer_norm", {"positions": "embed_positions"}),
+    Stack("layers.{}.", "tok_embeddings", "norm"),
+    Stack("layers.{}.", "embed_in", "final_layer_norm"),
+    Stack("h.{}.", "wte", "ln_f", {"positions": "wpe"}),
+    Stack("h.{}.", "word_embeddings", "ln_f"),
+    Stack("blocks.{}.", "wte", "norm_f"),
+    Stack("encoder.layers.{}.", "embedding.word_embeddings", "encoder.final_layernorm"),
+    Stack("blk.{}.", "token_embd", "output_norm"),
+)
+
+HEADS = ("lm_head", "embed_out", "output", "output_layer", "transformer.output_layer")
+
+_QK_NORM = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
+
+
+def _separate(base: str, q: str, k: str, v: str, o: str, optional: Mapping[str, str] | None = None) -> Scheme:
+    return Scheme({"q": base + q, "k": base + k, "v": base + v, "o": base + o}, optional or {})
+
+
+# Fused projections are cut by `packing`: concat [q; k; v], head (q, k, v per head), group (q…, k, v per KV head), or
+# "ask": the name alone does not say, config.json's model_type must (PACKING below).
+ATTENTION = (
+    _separate("self_attn.", "q_proj", "k_proj", "v_proj", "o_proj", _QK_NORM),
+    _separate("self_attn.", "q_proj", "k_proj", "v_proj", "out_proj"),
+    _separate("self_attn.", "q_proj", "k_proj", "v_proj", "dense", _QK_NORM),
+    _separate("", "attn_q", "attn_k", "attn_v", "attn_output", {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}),
+    Scheme({"qkv": "self_attn.qkv_proj", "o": "self_attn.o_proj"}, packing="concat"),
+    Scheme({"qkv": "self_attn.W_pack", "o": "self_attn.o_proj"}, packing="concat"),
+    Scheme({"qkv": "attn.c_attn", "o": "attn.c_proj"}, packing="concat"),
+    Scheme({"qkv": "attn.Wqkv", "o": "attn.out_proj"}, packing="concat"),
+    Scheme({"qkv": "attention.wqkv", "o": "attention.wo"}, packing="group"),
+    Scheme({"qkv": "attention.query_key_value", "o": "attention.dense"}, packing="ask"),
+    Scheme({"qkv": "self_attention.query_key_value", "o": "self_attention.dense"}, packing="ask"),
+    Scheme(
+        {
+            "q": "self_attn.q_proj",
+            "kv_a": "self_attn.kv_a_proj_with_mqa",
+            "kv_a_norm": "self_attn.kv_a_layernorm",
+            "kv_b": "self_attn.kv_b_proj",
+            "o": "self_attn.o_proj",
+        },
+        packing="latent",
+    ),
+    Scheme(
+        {
+            "q_a": "self_attn.q_a_proj",
+            "q_a_norm": "self_attn.q_a_layernorm",
+            "q_b": "self_attn.q_b_proj",
+            "kv_a": "self_attn.kv_a_proj_with_mqa",
+            "kv_a_norm": "self_attn.kv_a_layernorm",
+            "kv_b": "self_attn.kv_b_proj",
+            "o": "self_attn.o_proj",
+        },
+        packing="latent",
+    ),
+)
+
+PACKING = {
+    "gpt_neox": "head",
+    "gpt_neox_japanese": "head",
+    "bloom": "head",
+    "falcon": "falcon",
+    "chatglm": "concat",
+    "glm": "concat",
+}
+
+
+def _gated(base: str, gate: str, up: str, down: str) -> Scheme:
+    return Scheme({"gate": base + gate, "up": base + up, "down": base + down})
+
+
+FEED_FORWARD = (
+    _gated("mlp.", "gate_proj", "up_proj", "down_proj"),
+    _gated("", "ffn_gate", "ffn_up", "ffn_down"),
+    _gated("feed_forward.", "w1", "w3", "w2"),
+    _gated("mlp.", "w2", "w1", "c_proj"),
+    # of a mixture, the first expert stands for the layer
+    _gated("mlp.experts.0.", "gate_proj", "up_proj", "down_proj"),
+    _gated("block_sparse_moe.experts.0.", "w1", "w3", "w2"),
+    Scheme({"gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj"}, packing="concat"),
+    Scheme({"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}, packing="experts"),
+    Scheme({"up": "mlp.c_fc", "down": "mlp.c_proj"}),
+    Scheme({"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}, packing="maybe_gated"),
+    Scheme({"up": "mlp.fc1", "down": "mlp.fc2"}),
+    Scheme({"up": "fc1", "down": "fc2"}),
+    Scheme({"up": "ffn.up_proj", "down": "ffn.down_proj"}),
+    Scheme({"up": "mlp.up_proj", "down": "mlp.down_proj"}),
+)
+
+NORMS = (
+    Scheme({"attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm"}),
+    Scheme(
+        {
+            "attn_norm": "input_layernorm",
+            "post_attn_norm": "post_attention_layernorm",
+            "ffn_norm": "pre_feedforward_layernorm",
+            "post_ffn_norm": "post_feedforward_layernorm",
+        }
+    ),
+    Scheme({"post_attn_norm": "post_attention_layernorm", "post_ffn_norm": "post_feedforward_layernorm"}),
+    Scheme({"attn_norm": "input_layernorm"}, packing="parallel"),
+    Scheme({"attn_norm": "ln_attn", "ffn_norm": "ln_mlp"}),
+    Scheme({"attn_norm": "ln_1", "ffn_norm": "ln_2"}),
+    Scheme({"attn_norm": "norm_1", "ffn_norm": "norm_2"}),
+    Scheme({"attn_norm": "attention_norm", "ffn_norm": "ffn_norm"}),
+    Scheme({"attn_norm": "attn_norm", "ffn_norm": "ffn_norm"}),
+    Scheme({"attn_norm": "self_attn_layer_norm", "ffn_norm": "final_layer_norm"}),
+)
+
+UNIT_OFFSET_GAINS = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma"})  # 1 + γ is stored as γ
+CONV1D = frozenset({"gpt2"})
+INTERLEAVED_ROTARY = frozenset({"gptj", "deepseek_v2", "deepseek_v3", "chatglm", "glm", "cohere", "cohere2"})
+UNROTATED = frozenset({"gpt2", "opt", "bloom", "mpt"})
+LAYER_NORM = frozenset(
+    {"gpt2", "opt", "bloom", "mpt", "gpt_neox", "gpt_neox_japanese", "falcon", "gptj", "phi", "stablelm"}
+)
+LAYER_NORM |= {"starcoder2", "cohere", "cohere2"}
+
+
+def parameter(names: Collection[str], module: str, kind: str = "weight") -> str | None:
+    """The tensor of a module: `module.weight`, or `module` itself where a checkpoint stores bare parameters."""
+    if f"{module}.{kind}" in names:
+        return f"{module}.{kind}"
+    return module if kind == "weight" and module in names else None
+
+
+def matching(table: tuple[Scheme, ...], names: Collection[str], layer: str, what: str) -> Scheme | None:
+    """The one scheme of a table that fits the tensors of a layer."""
+    fitting = [s for s in table if all(parameter(names, layer + module) for module in s.required.values())]
+    for scheme in fitting:
+        if all(set(other.required.values()) <= set(scheme.required.values()) for other in fitting):
+            return scheme
+    if not fitting:
+        return None
+    listed = " or ".join(layer + next(iter(scheme.required.values())) for scheme in fitting)
+    raise Refused(f"{what} of {layer.rstrip('.')} is ambiguous: {listed}")
+
+
+def locate(names: Collection[str]) -> tuple[str, Stack]:
+    """The prefix and the stack naming of a checkpoint."""
+    found = [
+        (prefix, stack)
+        for prefix in PREFIXES
+        for stack in STACKS
+        if parameter(names, prefix + stack.embed)
+        and matching(ATTENTION, names, prefix + stack.layer.format(0), "the attention")
+        and parameter(names, prefix + stack.final_norm)
+    ]
+    if not found:
+        raise Refused("no decoder found: the names of embedding, first layer and final norm fit no known family")
+    if len(found) > 1:
+        raise Refused("several decoders found: " + " and ".join(prefix + stack.embed for prefix, stack in found))
+    return found[0]

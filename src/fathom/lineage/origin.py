@@ -1,0 +1,257 @@
+"""Where bytes come from: a local path, or a Hugging Face repository read by HTTP range requests.
+
+An origin reads byte ranges of named files and keeps a ledger of what it read. It never reads more than it was asked
+for, so a comparison of two remote models moves only the tensors that it looks at.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+import urllib.error
+import urllib.parse
+import urllib.request
+from pathlib import Path, PurePosixPath
+from typing import Any, Protocol
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+JSON_LIMIT = 128 << 20  # the largest tokenizers are about 30 MB
+_REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
+_REVISION = re.compile(r"[\w./-]{1,128}")
+
+
+class Refused(ValueError):
+    """Unusable input. The message says what is wrong and, where there is one, what would be accepted."""
+
+
+class Origin(Protocol):
+    """A flat place of files that can be read in part."""
+
+    bytes_read: int
+    gap_bytes: int  # reading this much in vain costs less than another read
+
+    @property
+    def name(self) -> str:
+        """What to call it in a report."""
+        ...
+
+    @property
+    def revision(self) -> str | None:
+        """Commit or branch, for a repository."""
+        ...
+
+    def exists(self, path: str) -> bool:
+        """Whether the file is there."""
+        ...
+
+    def size(self, path: str) -> int:
+        """Length of a file in bytes."""
+        ...
+
+    def read(self, path: str, start: int, stop: int) -> bytearray:
+        """Exactly the bytes [start, stop) of a file."""
+        ...
+
+    def names(self) -> list[str]:
+        """Names of the files, where the place can be listed; empty where it cannot."""
+        ...
+
+
+def safe_name(name: object) -> str:
+    """A relative file name that stays inside its directory, or a refusal."""
+    if not isinstance(name, str) or not name or len(name) > 255:
+        raise Refused(f"not a file name: {name!r:.80}")
+    parts = PurePosixPath(name).parts
+    if name.startswith("/") or "\\" in name or ":" in name or ".." in parts or any(ord(c) < 32 for c in name):
+        raise Refused(f"file name {name!r:.80} leaves its directory")
+    return name
+
+
+class LocalOrigin:
+    """A directory of files. Reads are positioned reads: nothing is mapped, so memory holds only what is asked for."""
+
+    revision: str | None = None
+    gap_bytes = 0
+
+    def __init__(self, directory: Path, max_bytes: int | None = None):
+        self.directory = directory
+        self.name = str(directory)
+        self.bytes_read = 0
+        self.max_bytes = max_bytes
+
+    def exists(self, path: str) -> bool:
+        """Whether the file is there."""
+        return (self.directory / safe_name(path)).is_file()
+
+    def size(self, path: str) -> int:
+        """Length of a file in bytes."""
+        return (self.directory / safe_name(path)).stat().st_size
+
+    def read(self, path: str, start: int, stop: int) -> bytearray:
+        """Exactly the bytes [start, stop) of a file."""
+        _within_budget(self.bytes_read, stop - start, self.max_bytes)
+        buffer = bytearray(stop - start)
+        view, done = memoryview(buffer), 0
+        with open(self.directory / safe_name(path), "rb", buffering=0) as file:
+            file.seek(start)
+            while done < len(buffer):
+                got = file.readinto(view[done : done + (1 << 30)])  # the system moves at most 2 GiB at once
+                if not got:
+                    raise Refused(f"{path}: truncated, bytes {start}–{stop} asked for, file ends at {start + done}")
+                done += got
+        self.bytes_read += len(buffer)
+        return buffer
+
+    def names(self) -> list[str]:
+        """Names of the files in the directory."""
+        return sorted(entry.name for entry in self.directory.iterdir() if entry.is_file())
+
+
+class RemoteOrigin:
+    """`org/name@revision` on the Hugging Face endpoint that HF_ENDPOINT names, read by HTTP range requests."""
+
+    gap_bytes = 1 << 17
+
+    def __init__(self, repo: str, revision: str = "main", endpoint: str | None = None, max_bytes: int | None = None):
+        if not _REPO.fullmatch(repo) or not _REVISION.fullmatch(revision) or ".." in revision:
+            raise Refused(f"not a repository: {repo}@{revision} (wanted org/name or org/name@revision)")
+        self.endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
+        if urllib.parse.urlsplit(self.endpoint).scheme not in {"http", "https"}:
+            raise Refused(f"HF_ENDPOINT must be an http(s) address, not {self.endpoint!r}")
+        self.repo, self.revision = repo, revision
+        self.name = f"{repo}@{revision}"
+        self.bytes_read = 0
+        self.requests = 0
+        self.max_bytes = max_bytes
+        self._sizes: dict[str, int | None] = {}
+
+    def exists(self, path: str) -> bool:
+        """Whether the file is there (one one-byte request the first time)."""
+        if path not in self._sizes:
+            try:
+                self._fetch(path, 0, 1)
+            except FileNotFoundError:
+                self._sizes[path] = None
+        return self._sizes[path] is not None
+
+    def size(self, path: str) -> int:
+        """Length of a file in bytes."""
+        if not self.exists(path):
+            raise FileNotFoundError(f"{self.name}: no file {path}")
+        size = self._sizes[path]
+        assert size is not None
+        return size
+
+    def read(self, path: str, start: int, stop: int) -> bytearray:
+        """Exactly the bytes [start, stop) of a file."""
+        if start == stop:
+            return bytearray()
+        return self._fetch(path, start, stop)
+
+    def names(self) -> list[str]:
+        """A remote repository is not listed: its index names the shards."""
+        return []
+
+    def _fetch(self, path: str, start: int, stop: int) -> bytearray:
+        _within_budget(self.bytes_read, stop - start, self.max_bytes)
+        url = f"{self.endpoint}/{self.repo}/resolve/{self.revision}/{urllib.parse.quote(safe_name(path))}"
+        for attempt in range(4):
+            try:
+                return self._request(url, path, start, stop)
+            except urllib.error.HTTPError as error:
+                if error.code == 404:
+                    raise FileNotFoundError(f"{self.name}: no file {path}") from None
+                if error.code < 500 or attempt == 3:
+                    raise Refused(f"{self.name}/{path}: the endpoint answers {error.code} {error.reason}") from None
+            except (TimeoutError, ConnectionError, urllib.error.URLError) as error:
+                if attempt == 3:
+                    raise Refused(f"{self.name}/{path}: {error}") from None
+            time.sleep(0.2 * 2**attempt)
+        raise AssertionError("unreachable")
+
+    def _request(self, url: str, path: str, start: int, stop: int) -> bytearray:
+        request = urllib.request.Request(url, headers={"Range": f"bytes={start}-{stop - 1}"})
+        if token := os.environ.get("HF_TOKEN"):
+            # not repeated to the storage host that the endpoint redirects to
+            request.add_unredirected_header("Authorization", f"Bearer {token}")
+        self.requests += 1
+        with urllib.request.urlopen(request, timeout=60) as response:
+            found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.headers.get("Content-Range") or "")
+            if response.status != 206 or not found:
+                raise Refused(f"{self.name}/{path}: the endpoint ignores range requests; download the model instead")
+            first, last, size = (int(text) for text in found.groups())
+            if first != start or last >= stop:
+                raise Refused(f"{self.name}/{path}: asked for bytes {start}–{stop}, was sent {first}–{last + 1}")
+            if self._sizes.setdefault(path, size) != size:
+                raise Refused(f"{self.name}/{path}: the file changed while it was read")
+            body = bytearray(stop - start)
+            view, done = memoryview(body), 0
+            while done < len(body) and (got := response.readinto(view[done:])):
+                done += got
+            # later reads stay on the commit that answered the first one
+            commit = response.headers.get("X-Repo-Commit")
+        self.bytes_read += done
+        if done < min(stop, size) - start:
+            raise ConnectionError("the connection closed early")
+        if done < len(body):
+            raise Refused(f"{self.name}/{path}: truncated, bytes {start}–{stop} asked for, file ends at {size}")
+        if commit and re.fullmatch(r"[0-9a-f]{40}", commit):
+            self.revision, self.name = commit, f"{self.repo}@{commit}"
+        return body
+
+
+def _within_budget(spent: int, wanted: int, limit: int | None) -> None:
+    if limit is not None and spent + wanted > limit:
+        raise Refused(f"reading {wanted:,} more bytes would pass the limit of {limit:,} (raise --max-bytes)")
+
+
+def open_origin(where: str, max_bytes: int | None = None) -> tuple[Origin, str | None]:
+    """An origin for a directory, a file or `org/name@revision`, and the one file that was named, if one was."""
+    path = Path(where)
+    if path.is_dir():
+        return LocalOrigin(path, max_bytes), None
+    if path.is_file():
+        return LocalOrigin(path.parent, max_bytes), path.name
+    repo, _, revision = where.partition("@")
+    if _REPO.fullmatch(repo) and not where.startswith((".", "/", "~")):
+        return RemoteOrigin(repo, revision or "main", max_bytes=max_bytes), None
+    raise Refused(f"{where}: no such directory or file, and not a repository (org/name or org/name@revision)")
+
+
+def read_whole(origin: Origin, path: str, limit: int = JSON_LIMIT) -> bytes:
+    """A small file, whole; refused above the limit."""
+    size = origin.size(path)
+    if size > limit:
+        raise Refused(f"{path}: {size:,} bytes, more than the {limit:,} such a file may have")
+    return bytes(origin.read(path, 0, size))
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        raise Refused("a key is given twice")
+    return table
+
+
+def parse_json(raw: bytes, what: str, unique: bool = False) -> dict[str, Any]:
+    """A JSON object from untrusted bytes; anything else is refused with the reason."""
+    try:
+        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique if unique else None)
+    except UnicodeDecodeError:
+        raise Refused(f"{what}: not UTF-8") from None
+    except RecursionError:
+        raise Refused(f"{what}: nested too deep") from None
+    except Refused as error:
+        raise Refused(f"{what}: {error}") from None
+    except ValueError as error:
+        raise Refused(f"{what}: not JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise Refused(f"{what}: not a JSON object")
+    return value
+
+
+def read_json(origin: Origin, path: str) -> dict[str, Any]:
+    """A JSON object in a file."""
+    return parse_json(read_whole(origin, path), path)

@@ -1,0 +1,189 @@
+"""Which row of an embedding stands for which string of bytes.
+
+Two tokenizers write one string in several ways (`Ġthe`, `▁the`, `<0xE2>`). Everything is brought to bytes, so that
+rows of two models can be paired by what they mean.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from fathom.lineage.origin import Origin, Refused, parse_json, read_json, read_whole
+from fathom.lineage.tensors import Array
+
+Vocabulary = Mapping[bytes, int]
+
+SHARED_LIMIT = 32_768
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_WORD = re.compile(rb" [A-Za-z]{3,}")
+
+
+def _byte_level_alphabet() -> dict[str, int]:
+    """The printable stand-ins of byte-level BPE: visible Latin-1 stands for itself, the rest from U+0100 on."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + rank): byte for rank, byte in enumerate(hidden)}
+
+
+_ALPHABET = _byte_level_alphabet()
+
+
+def piece_bytes(piece: str, byte_level: bool) -> bytes:
+    """The bytes a vocabulary entry stands for."""
+    if byte_level and all(char in _ALPHABET for char in piece):
+        return bytes(_ALPHABET[char] for char in piece)
+    if found := _BYTE_PIECE.fullmatch(piece):
+        return bytes([int(found[1], 16)])
+    return piece.replace("▁", " ").encode("utf-8", "surrogatepass")
+
+
+def read_vocabulary(origin: Origin) -> dict[bytes, int] | None:
+    """The tokenizer beside the weights, or None if there is none that can be read."""
+    if origin.exists("tokenizer.json"):
+        return _from_tokenizer_json(read_json(origin, "tokenizer.json"))
+    for name in ("tokenizer.model", "qwen.tiktoken"):
+        if origin.exists(name):
+            return _from_model_file(read_whole(origin, name), name)
+    if origin.exists("vocab.json"):
+        table = parse_json(read_whole(origin, "vocab.json"), "vocab.json")
+        return _collect(((piece, index) for piece, index in table.items()), byte_level=True)
+    return None
+
+
+def _from_tokenizer_json(table: dict[str, Any]) -> dict[bytes, int]:
+    model = table.get("model")
+    if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
+        raise Refused("tokenizer.json: no model.vocab")
+    vocab, added = model["vocab"], table.get("added_tokens")
+    pairs: Iterable[tuple[Any, Any]]
+    if isinstance(vocab, dict):
+        pairs = vocab.items()
+    else:
+        pairs = ((entry[0] if isinstance(entry, list) and entry else None, index) for index, entry in enumerate(vocab))
+    special = {item.get("content") for item in added if isinstance(item, dict)} if isinstance(added, list) else set()
+    return _collect((pair for pair in pairs if pair[0] not in special), "ByteLevel" in _types(table))
+
+
+def _types(node: Any, depth: int = 0) -> set[str]:
+    """Every `type` named by the tokenizer's pre-tokenizer and decoder."""
+    found: set[str] = set()
+    if depth > 8:
+        return found
+    if isinstance(node, dict):
+        if depth and isinstance(node.get("type"), str):
+            found.add(node["type"])
+        children = [node.get("pre_tokenizer"), node.get("decoder")] if depth == 0 else list(node.values())
+    else:
+        children = node if isinstance(node, list) else []
+    for child in children:
+        found |= _types(child, depth + 1)
+    return found
+
+
+def _from_model_file(raw: bytes, name: str) -> dict[bytes, int]:
+    """A tiktoken text file (base64, rank per line) or a sentencepiece protocol buffer."""
+    try:
+        lines = [line.split() for line in raw.decode("ascii").splitlines() if line]
+        return {base64.b64decode(text, validate=True): int(rank) for text, rank in lines}
+    except (UnicodeDecodeError, ValueError, binascii.Error):
+        pieces = list(_sentencepieces(raw))
+    if not pieces:
+        raise Refused(f"{name}: neither tiktoken nor sentencepiece")
+    return _collect(((piece, index) for index, (piece, kind) in enumerate(pieces) if kind in (1, 6)), byte_level=False)
+
+
+def _fields(raw: bytes) -> Iterator[tuple[int, bytes | int]]:
+    """The fields of a protocol-buffer message; stops at the first byte that does not parse."""
+    position = 0
+
+    def varint() -> int:
+        nonlocal position
+        value = shift = 0
+        while position < len(raw) and shift < 64:
+            byte = raw[position]
+            position += 1
+            value |= (byte & 127) << shift
+            shift += 7
+            if byte < 128:
+                return value
+        raise EOFError
+
+    try:
+        while position < len(raw):
+            key = varint()
+            if key & 7 == 0:
+                yield key >> 3, varint()
+                continue
+            width = {1: 8, 5: 4}.get(key & 7) or (varint() if key & 7 == 2 else None)
+            if width is None or position + width > len(raw):
+                return
+            yield key >> 3, raw[position : position + width]
+            position += width
+    except EOFError:
+        return
+
+
+def _sentencepieces(raw: bytes) -> Iterator[tuple[str, int]]:
+    """Pieces with their kinds (1 normal, 6 byte; the others are control entries)."""
+    for number, message in _fields(raw):
+        if number == 1 and isinstance(message, bytes):
+            entry = dict(_fields(message))
+            piece, kind = entry.get(1), entry.get(3, 1)
+            if isinstance(piece, bytes) and isinstance(kind, int):
+                yield piece.decode("utf-8", "replace"), kind
+
+
+def _collect(pairs: Iterable[tuple[Any, Any]], byte_level: bool) -> dict[bytes, int]:
+    found: dict[bytes, int] = {}
+    for piece, index in pairs:
+        if isinstance(piece, str) and type(index) is int and index >= 0:
+            found.setdefault(piece_bytes(piece, byte_level), index)
+    return found
+
+
+def from_pieces(pieces: Iterable[str], byte_level: bool) -> dict[bytes, int]:
+    """A vocabulary from a plain list of pieces; entries like `<s>` are left out."""
+    listed = ((piece, index) for index, piece in enumerate(pieces))
+    return _collect((p for p in listed if not re.fullmatch(r"<(?!0x)[^>]*>|<\|.*\|>", p[0])), byte_level)
+
+
+def rows_as_strings(rows: int) -> dict[bytes, int]:
+    """Without a tokenizer a row can only stand for its own number."""
+    return {b"#%d" % row: row for row in range(rows)}
+
+
+def string_hash(text: bytes, key: bytes = b"fathom") -> int:
+    """A 64-bit keyed hash of a string: the order in which strings are chosen, the same everywhere."""
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8, key=key).digest(), "little")
+
+
+def shared_rows(
+    a: Vocabulary, b: Vocabulary, rows_a: int, rows_b: int, limit: int = SHARED_LIMIT
+) -> tuple[Array, Array]:
+    """Row numbers in A and in B of the strings both have, at most `limit`: whole blocks of A's rows, chosen by hash."""
+    shared = [text for text, row in a.items() if row < rows_a and b.get(text, rows_b) < rows_b]
+    if len(shared) > limit:
+        # neighbours stay together, so that a sample is read in long runs
+        order = {block: string_hash(b"%d" % block) for block in {a[text] // 64 for text in shared}}
+        shared = sorted(shared, key=lambda text: (order[a[text] // 64], a[text]))[:limit]
+    shared.sort(key=a.__getitem__)
+    return np.array([a[text] for text in shared], np.int64), np.array([b[text] for text in shared], np.int64)
+
+
+def anchors(vocabulary: Vocabulary, rows: int, count: int) -> list[bytes]:
+    """The strings a fingerprint is taken at: the words with the smallest hashes.
+
+    Chosen by hash, two vocabularies that share a word agree on whether it is early in the order, so no list has to
+    be shipped. Words (a space and at least three letters) are what most tokenizers have in common; if a vocabulary
+    has too few of them, any string will do.
+    """
+    usable = [text for text, row in vocabulary.items() if row < rows]
+    words = [text for text in usable if _WORD.fullmatch(text)]
+    return sorted(words if len(words) >= count else usable, key=string_hash)[:count]

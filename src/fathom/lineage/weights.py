@@ -1,0 +1,471 @@
+"""A model's weights by role and layer, read from disk or over the network one tensor at a time.
+
+    weights = open_model("org/name@revision")
+    weights.tensor("q", layer=3, rows=slice(0, 128))    # float32 [128, width]
+
+Nothing is kept: the caller holds the tensors it asked for and no others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fathom.lineage import layouts, vocabulary
+from fathom.lineage.gguf import GgufStore
+from fathom.lineage.layouts import Scheme, matching, parameter
+from fathom.lineage.origin import Origin, Refused, open_origin, parse_json, read_whole
+from fathom.lineage.tensors import (
+    AdapterStore,
+    Array,
+    Ranges,
+    SafetensorsStore,
+    TensorStore,
+    is_scale,
+    open_safetensors,
+)
+
+Layer = dict[str, Array]
+"""The tensors of one layer by role; matrices are (out, in)."""
+
+LATENT_ROLES = {"q": ("q", "q_a", "q_a_norm", "q_b"), "k": ("kv_a", "kv_a_norm", "kv_b")}
+
+
+@dataclass(frozen=True)
+class View:
+    """Where a role's numbers are: a tensor, some of its rows, and whether it is stored (in, out)."""
+
+    tensor: str
+    rows: tuple[tuple[int, int], ...] | None = None
+    transposed: bool = False
+    item: int | None = None  # of a stack of experts
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What must be known about a model besides its tensors."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    ffn: int
+    norm: str  # rms | layer
+    rotary: str  # half | interleaved | none
+    rotary_dim: int
+    qk_norm: bool
+    post_norm: bool  # a norm follows the sub-layers
+    gated: bool
+    tied: bool
+    unit_offset: bool  # gains are stored as γ and used as 1 + γ
+    model_type: str
+    latent: tuple[int, int, int, int] | None = None  # MLA: no-RoPE, RoPE and value sizes, KV rank
+
+    @property
+    def group(self) -> int:
+        """Query heads per KV head."""
+        return self.heads // self.kv_heads
+
+
+@dataclass
+class Weights:
+    """Role-addressed access to a checkpoint."""
+
+    name: str
+    store: TensorStore
+    geometry: Geometry
+    views: Mapping[tuple[str, int | None], View]
+    config: Mapping[str, Any]
+    extra_tensors: tuple[str, ...]
+    _vocabulary: Callable[[], dict[bytes, int] | None]
+    _known: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def origin(self) -> Origin:
+        """Where the bytes come from, with the ledger of what was read."""
+        return self.store.origin
+
+    @property
+    def file_bytes(self) -> int:
+        """Bytes of all tensors in the checkpoint."""
+        return sum(info.stop - info.start for info in self.store.tensors.values())
+
+    def vocabulary(self) -> dict[bytes, int] | None:
+        """String of bytes -> embedding row, or None without a tokenizer."""
+        if "vocabulary" not in self._known:
+            self._known["vocabulary"] = self._vocabulary()
+        found: dict[bytes, int] | None = self._known["vocabulary"]
+        return found
+
+    def has(self, role: str, layer: int | None = None) -> bool:
+        """Whether the model has this role."""
+        if self.geometry.latent and role in {"k", "v"}:
+            return layer is not None
+        return (role, layer) in self.views or (role == "q" and ("q_b", layer) in self.views)
+
+    def tensor(self, role: str, layer: int | None = None, rows: slice | Array | None = None) -> Array:
+        """One role's tensor, (out, in), float32 (float64 if stored so); gains are what they multiply by.
+
+        Args:
+            role: See `layouts`.
+            layer: Layer index; None for the ends of the stack.
+            rows: A slice or sorted row numbers; all rows by default.
+        """
+        if self.geometry.latent and role in {"q", "k", "v"}:
+            return self._latent(role, layer)
+        view = self.views[role, layer]
+        values = self._read(view, rows)
+        return values + 1 if role.endswith("norm") and self.geometry.unit_offset else values
+
+    def _read(self, view: View, rows: slice | Array | None) -> Array:
+        if view.item is not None:
+            stored = self.store.read(view.tensor, [(view.item, view.item + 1)])[0]
+            values = stored.T if view.transposed else stored
+            values = values if view.rows is None else np.concatenate([values[a:b] for a, b in view.rows])
+            return values if rows is None else values[rows]
+        if view.transposed:
+            whole = self.store.read(view.tensor).T
+            values = whole if view.rows is None else np.concatenate([whole[a:b] for a, b in view.rows])
+            return values if rows is None else values[rows]
+        if rows is None:
+            return self.store.read(view.tensor, view.rows)
+        return self.store.read(view.tensor, _select(view.rows, rows, self.store.tensors[view.tensor].shape[0]))
+
+    def _latent(self, role: str, layer: int | None) -> Array:
+        """MLA composed: q rows are heads × (no-RoPE, RoPE); k rows are heads × no-RoPE, then the shared RoPE rows."""
+        assert self.geometry.latent is not None
+        plain, rotary, value, rank = self.geometry.latent
+        if role == "q":
+            if ("q", layer) in self.views:
+                return self._read(self.views["q", layer], None)
+            q_a, norm, q_b = (self._read(self.views[part, layer], None) for part in ("q_a", "q_a_norm", "q_b"))
+            return (q_b * norm) @ q_a
+        kv_a, norm, kv_b = (self._read(self.views[part, layer], None) for part in ("kv_a", "kv_a_norm", "kv_b"))
+        heads = (kv_b * norm).reshape(self.geometry.heads, plain + value, rank)
+        part = heads[:, :plain] if role == "k" else heads[:, plain:]
+        composed = part.reshape(-1, rank) @ kv_a[:rank]
+        return np.concatenate([composed, kv_a[rank : rank + rotary]]) if role == "k" else composed
+
+    def layer(self, index: int, roles: tuple[str, ...]) -> Layer:
+        """The roles of one layer that exist, with their biases."""
+        wanted = [role + suffix for role in roles for suffix in ("", "_bias")]
+        return {role: self.tensor(role, index) for role in wanted if self.has(role, index)}
+
+
+def _select(ranges: Ranges | None, rows: slice | Array, total: int) -> list[tuple[int, int]]:
+    """Ranges of the stored tensor for some rows of a view."""
+    if isinstance(rows, slice) and ranges is None:
+        start, stop, step = rows.indices(total)
+        if step == 1:
+            return [(start, max(start, stop))]
+    index = np.arange(total) if ranges is None else np.concatenate([np.arange(a, b) for a, b in ranges])
+    chosen = index[rows]
+    if not len(chosen):
+        return []
+    # runs of consecutive rows become one range each
+    breaks = np.flatnonzero(np.diff(chosen) != 1) + 1
+    return [(int(run[0]), int(run[-1]) + 1) for run in np.split(chosen, breaks)]
+
+
+def open_model(where: str | Path, base: str | Path | None = None, max_bytes: int | None = None) -> Weights:
+    """Open a checkpoint; only headers, config and (on demand) the tokenizer are read.
+
+    Args:
+        where: Directory, `.safetensors`, `.gguf`, index file, or `org/name@revision`.
+        base: For a PEFT adapter, its base model; by default the one its adapter_config.json names.
+        max_bytes: Refuse to read more than this in all.
+    """
+    origin, file = open_origin(str(where), max_bytes)
+    if file is not None and file.endswith(".gguf"):
+        gguf = GgufStore(origin, file)
+        names = vocabulary.from_pieces(gguf.tokens, gguf.byte_level) if gguf.tokens else None
+        return resolve(str(where), gguf, gguf.config, lambda: names)
+    if file is None and origin.exists("adapter_config.json"):
+        return _open_adapter(str(where), origin, base, max_bytes)
+    store = open_safetensors(origin, file)
+    if not origin.exists("config.json"):
+        raise Refused(f"{where}: no config.json beside the weights; it says how many heads there are")
+    config = parse_json(read_whole(origin, "config.json"), "config.json")
+    return resolve(str(where), store, config, lambda: vocabulary.read_vocabulary(origin))
+
+
+def _open_adapter(where: str, origin: Origin, base: str | Path | None, max_bytes: int | None) -> Weights:
+    config = parse_json(read_whole(origin, "adapter_config.json"), "adapter_config.json")
+    named = base or config.get("base_model_name_or_path")
+    if not isinstance(named, str | Path):
+        raise Refused(f"{where}: an adapter that names no base model; give it with --adapter-base")
+    below = open_model(named, max_bytes=max_bytes)
+    if not origin.exists("adapter_model.safetensors"):
+        raise Refused(f"{where}: no adapter_model.safetensors (pickled adapters are never opened)")
+    adapter = SafetensorsStore(origin, ["adapter_model.safetensors"])
+    return replace(below, name=where, store=AdapterStore(below.store, adapter, config), _known={})
+
+
+def resolve(
+    name: str, store: TensorStore, config: Mapping[str, Any], words: Callable[[], dict[bytes, int] | None]
+) -> Weights:
+    """Give every tensor its role. What the names leave open is taken from the config and checked against shapes."""
+    config = _decoder_config(config)
+    names = store.tensors
+    prefix, stack = layouts.locate(names)
+    count = 0
+    while matching(layouts.ATTENTION, names, prefix + stack.layer.format(count), "the attention"):
+        count += 1
+    _check_layers(config, count, names, prefix + stack.layer)
+    views: dict[tuple[str, int | None], View] = _ends(names, prefix, stack)
+    width = names[views["embed", None].tensor].shape[-1]
+    sizes = _Sizes.of(config, width)
+    packing = ""
+    for index in range(count):
+        layer = prefix + stack.layer.format(index)
+        packing = _resolve_layer(views, names, layer, index, config, sizes)
+    geometry = _geometry(config, sizes, views, names, count, packing)
+    used = {view.tensor for view in views.values()}
+    extra = tuple(sorted(n for n in names if n not in used and n.startswith(prefix) and not is_scale(n)))
+    weights = Weights(name, store, geometry, views, config, extra, words)
+    _check_shapes(weights)
+    return weights
+
+
+def _decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The decoder's own block of a multimodal config."""
+    for key in ("text_config", "llm_config", "language_config", "thinker_config"):
+        if isinstance(config.get(key), Mapping):
+            inner = config[key]
+            return _decoder_config({**inner, "model_type": inner.get("model_type", config.get("model_type"))})
+    return config
+
+
+def _check_layers(config: Mapping[str, Any], count: int, names: Mapping[str, Any], layer: str) -> None:
+    said = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
+    if said is not None and said != count:
+        raise Refused(
+            f"config.json says {said} layers; attention was found in {count} ({layer.format(count)} has none)"
+        )
+
+
+def _number(config: Mapping[str, Any], *keys: str) -> int | None:
+    for key in keys:
+        value = config.get(key)
+        if type(value) is int and 0 < value < 1 << 24:
+            return value
+    return None
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    heads: int
+    kv_heads: int
+    head_dim: int
+    width: int
+    latent: tuple[int, int, int, int] | None
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], width: int) -> _Sizes:
+        heads = _number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
+        if heads is None:
+            raise Refused("config.json does not say how many attention heads there are")
+        head_dim = _number(config, "head_dim", "kv_channels") or width // heads
+        kv_heads = _number(config, "num_key_value_heads", "multi_query_group_num", "num_kv_heads", "n_head_kv")
+        nested = config.get("attn_config")
+        if kv_heads is None and isinstance(nested, Mapping):
+            kv_heads = _number(nested, "kv_n_heads")
+        if config.get("model_type") == "falcon" and not config.get("new_decoder_architecture"):
+            kv_heads = 1 if config.get("multi_query", True) else heads
+        kv_heads = kv_heads or heads
+        if heads % kv_heads:
+            raise Refused(f"config.json: {heads} heads do not share {kv_heads} key heads evenly")
+        latent = None
+        rank = _number(config, "kv_lora_rank")
+        if rank is not None:
+            parts = (config.get("qk_nope_head_dim"), config.get("qk_rope_head_dim"), config.get("v_head_dim"))
+            if not all(type(part) is int and part > 0 for part in parts):
+                raise Refused("config.json: latent attention without its head sizes")
+            latent = (*(int(part) for part in parts if part), rank)
+            head_dim, kv_heads = latent[0] + latent[1], heads
+        return cls(heads, kv_heads, head_dim, width, latent)  # type: ignore[arg-type]
+
+
+def _ends(names: Mapping[str, Any], prefix: str, stack: layouts.Stack) -> dict[tuple[str, int | None], View]:
+    views: dict[tuple[str, int | None], View] = {}
+    for role, module in {"embed": stack.embed, "final_norm": stack.final_norm, **stack.optional}.items():
+        for suffix, kind in (("", "weight"), ("_bias", "bias")):
+            if tensor := parameter(names, prefix + module, kind):
+                views[role + suffix, None] = View(tensor)
+    parents = {"", prefix, prefix.removesuffix("model.")}
+    heads = {tensor for parent in parents for head in layouts.HEADS if (tensor := parameter(names, parent + head))}
+    if len(heads) > 1:
+        raise Refused(f"the output head is ambiguous: {' or '.join(sorted(heads))}")
+    for tensor in heads:
+        views["head", None] = View(tensor)
+    return views
+
+
+def _resolve_layer(
+    views: dict[tuple[str, int | None], View],
+    names: Mapping[str, Any],
+    layer: str,
+    index: int,
+    config: Mapping[str, Any],
+    sizes: _Sizes,
+) -> str:
+    """Add the views of one layer; returns how its attention is packed."""
+    attention = matching(layouts.ATTENTION, names, layer, "the attention")
+    assert attention is not None
+    feed_forward = matching(layouts.FEED_FORWARD, names, layer, "the feed-forward")
+    norms = matching(layouts.NORMS, names, layer, "the norms")
+    if norms is None:
+        raise Refused(f"{layer.rstrip('.')}: its norms have no known names")
+    packing = _packing(attention, config)
+    for scheme in (attention, feed_forward, norms):
+        if scheme is not None:
+            for role, module in {**scheme.required, **scheme.optional}.items():
+                _add(views, names, layer + module, role, index, scheme, config, sizes, packing)
+    if norms.packing == "parallel":  # one norm feeds attention and feed-forward
+        for suffix in ("", "_bias"):
+            if ("attn_norm" + suffix, index) in views:
+                views["ffn_norm" + suffix, index] = views["attn_norm" + suffix, index]
+    return packing
+
+
+def _packing(attention: Scheme, config: Mapping[str, Any]) -> str:
+    if attention.packing != "ask":
+        return attention.packing
+    packing = layouts.PACKING.get(str(config.get("model_type")))
+    if packing is None:
+        module = attention.required["qkv"]
+        raise Refused(f"{module}: rows may be interleaved in three ways, and model_type does not say which")
+    if packing == "falcon":
+        if config.get("new_decoder_architecture"):
+            return "group"
+        return "concat" if config.get("multi_query", True) else "head"
+    return packing
+
+
+def _add(
+    views: dict[tuple[str, int | None], View],
+    names: Mapping[str, Any],
+    module: str,
+    role: str,
+    index: int,
+    scheme: Scheme,
+    config: Mapping[str, Any],
+    sizes: _Sizes,
+    packing: str,
+) -> None:
+    """The views that one module gives: one for a plain role, two or three for a fused one; biases alike."""
+    for suffix, kind in (("", "weight"), ("_bias", "bias")):
+        tensor = parameter(names, module, kind)
+        if tensor is None:
+            continue
+        shape = names[tensor].shape
+        conv1d = config.get("model_type") in layouts.CONV1D and len(shape) == 2
+        out = shape[1] if conv1d else shape[0]
+        pieces: Mapping[str, tuple[tuple[int, int], ...] | None] = {role: None}
+        item = None
+        if role == "qkv":
+            pieces = _cut_qkv(sizes, packing, out, module)
+        elif scheme.packing == "experts" and len(shape) == 3:
+            item, out = 0, shape[1]
+            if role == "gate_up" and (out % 2 or shape[2] != sizes.width):
+                raise Refused(f"{tensor}: shape {shape} does not tell gate from up")
+            pieces = {"gate": ((0, out // 2),), "up": ((out // 2, out),)} if role == "gate_up" else pieces
+        elif role == "gate_up" or (scheme.packing == "maybe_gated" and role == "up" and _is_gated(names, module, out)):
+            pieces = {"gate": ((0, out // 2),), "up": ((out // 2, out),)}
+        for name, rows in pieces.items():
+            views[name + suffix, index] = View(tensor, rows, conv1d, item)
+
+
+def _is_gated(names: Mapping[str, Any], module: str, out: int) -> bool:
+    down = parameter(names, module.replace("dense_h_to_4h", "dense_4h_to_h"))
+    return down is not None and names[down].shape[1] * 2 == out
+
+
+def _cut_qkv(sizes: _Sizes, packing: str, out: int, module: str) -> dict[str, tuple[tuple[int, int], ...]]:
+    """Row ranges of q, k and v inside a fused projection."""
+    heads, kv_heads, dim = sizes.heads, sizes.kv_heads, sizes.head_dim
+    if packing == "head":
+        kv_heads = heads
+    if out != (heads + 2 * kv_heads) * dim:
+        raise Refused(f"{module}: {out} rows are not {heads} query and twice {kv_heads} key heads of {dim}")
+    if packing == "concat":
+        cuts = [0, heads * dim, (heads + kv_heads) * dim, out]
+        return {role: ((cuts[i], cuts[i + 1]),) for i, role in enumerate("qkv")}
+    group = heads // kv_heads
+    block = (group + 2) * dim
+    starts = {"q": (0, group * dim), "k": (group * dim, (group + 1) * dim), "v": ((group + 1) * dim, block)}
+    return {role: tuple((h * block + a, h * block + b) for h in range(kv_heads)) for role, (a, b) in starts.items()}
+
+
+def _geometry(
+    config: Mapping[str, Any],
+    sizes: _Sizes,
+    views: Mapping[tuple[str, int | None], View],
+    names: Mapping[str, Any],
+    count: int,
+    packing: str,
+) -> Geometry:
+    model_type = str(config.get("model_type", ""))
+    rope = config.get("rope_parameters")
+    partial = (rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None) or config.get("rotary_pct")
+    partial = partial or config.get("partial_rotary_factor") or 1.0
+    rotary = "none" if model_type in layouts.UNROTATED or config.get("alibi") is True else "half"
+    if model_type in layouts.INTERLEAVED_ROTARY:
+        rotary = "interleaved"
+    layer_norm = model_type in layouts.LAYER_NORM or ("final_norm_bias", None) in views
+    down = views.get(("down", count - 1))
+    ffn = 0
+    if down is not None:
+        shape = names[down.tensor].shape[-2:]
+        ffn = shape[0] if down.transposed else shape[1]
+    dim = sizes.latent[1] if sizes.latent else int(sizes.head_dim * float(partial)) // 2 * 2
+    return Geometry(
+        layers=count,
+        width=sizes.width,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.head_dim,
+        vocab=names[views["embed", None].tensor].shape[0],
+        ffn=ffn,
+        norm="layer" if layer_norm else "rms",
+        rotary=rotary,
+        rotary_dim=0 if rotary == "none" else dim,
+        qk_norm=("q_norm", 0) in views,
+        post_norm=("post_attn_norm", 0) in views,
+        gated=("gate", count - 1) in views,
+        tied=("head", None) not in views,
+        unit_offset=model_type in layouts.UNIT_OFFSET_GAINS,
+        model_type=model_type,
+        latent=sizes.latent if packing == "latent" else None,
+    )
+
+
+def _check_shapes(weights: Weights) -> None:
+    """The shapes that the scores rely on, against what the config promised."""
+    g = weights.geometry
+    want: dict[str, tuple[int | None, int | None]] = {}
+    if g.latent is None:
+        want = {
+            "q": (g.heads * g.head_dim, g.width),
+            "k": (g.kv_heads * g.head_dim, g.width),
+            "v": (None, g.width),
+            "o": (g.width, None),
+        }
+    want |= {"up": (None, g.width), "gate": (None, g.width), "down": (g.width, None)}
+    for (role, layer), view in weights.views.items():
+        if role not in want:
+            continue
+        shape = weights.store.tensors[view.tensor].shape
+        if len(shape) != (2 if view.item is None else 3):
+            raise Refused(f"{view.tensor}: shape {shape} is not a matrix")
+        out, inner = shape[-2:][::-1] if view.transposed else shape[-2:]
+        if view.rows is not None:
+            out = sum(stop - start for start, stop in view.rows)
+        if any(w is not None and w != s for w, s in zip(want[role], (out, inner), strict=True)):
+            raise Refused(f"{view.tensor}: {role} of layer {layer} is {out}×{inner}, wanted {want[role]}")

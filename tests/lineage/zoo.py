@@ -1,0 +1,66 @@
+"""Small random models with random gains, written by transformers and read by Fathom."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+
+SIZES = dict(
+    hidden_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=16,
+    intermediate_size=160,
+    vocab_size=512,
+    max_position_embeddings=64,
+    tie_word_embeddings=False,
+)
+
+
+def tiny_config(kind: str = "llama", **changes):
+    return {"llama": LlamaConfig, "qwen3": Qwen3Config}[kind](**{**SIZES, **changes})
+
+
+def randomised(model: torch.nn.Module, seed: int, gain: float = 0.3) -> torch.nn.Module:
+    """Random weights with anisotropic channels and random gains, so that no invariance holds by accident."""
+    draw = torch.Generator().manual_seed(seed)
+    for parameter in model.parameters():
+        noise = torch.randn(parameter.shape, generator=draw, dtype=parameter.dtype)
+        parameter.data = torch.exp(gain * noise) if parameter.ndim == 1 else noise * 0.06
+    return model
+
+
+def build(config, seed: int, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
+    model = randomised(model, seed)
+    model.tie_weights()
+    return model
+
+
+def save(model: torch.nn.Module, path: Path, vocabulary: int | None = None) -> Path:
+    model.save_pretrained(path)
+    if vocabulary:
+        write_tokenizer(path, vocabulary)
+    return path
+
+
+def write_tokenizer(path: Path, size: int, prefix: str = "Ġw") -> None:
+    """A word-per-row byte-level tokenizer.json."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    words = {prefix + "".join(letters[i // 26**p % 26] for p in range(3)): i for i in range(size)}
+    table = {"model": {"type": "BPE", "vocab": words}, "decoder": {"type": "ByteLevel"}, "added_tokens": []}
+    (path / "tokenizer.json").write_text(json.dumps(table))
+
+
+def logits(path: Path) -> torch.Tensor:
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float64, attn_implementation="eager").eval()
+    tokens = torch.arange(2 * 24).reshape(2, 24) * 7 % model.config.vocab_size
+    with torch.no_grad():
+        return model(tokens).logits
