@@ -91,7 +91,7 @@ def train(parser: Parser, words: Sequence[str]) -> int:
     parser.add_argument("--new", action="store_true", help="refuse to continue a run that exists")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and what it costs, and stop")
     parser.add_argument("--json", action="store_true", help="print the result for a program")
-    options = parser.parse_args(words)
+    options = parser.parse_intermixed_args(words)
     recipe = load_recipe(options.recipe, options.overrides)
     if options.dry_run:
         return _dry_run(recipe, options.json)

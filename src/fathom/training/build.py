@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from fathom.recipe import Recipe, RecipeError
 from fathom.training.guard import Guard
 from fathom.training.optimizer import Optimizer, learning_rate
-from fathom.training.parallel import Ranks, device_of, parallelize, synchronize_gradients, whole
+from fathom.training.parallel import Ranks, device_of, parallelize, release_gathered, synchronize_gradients, whole
 
 if TYPE_CHECKING:
     from fathom.data.batches import Batch, BatchPlan
@@ -90,9 +90,14 @@ class Training:
         self.optimizer.zero_grad()
         return StepMetrics(step, lr, recipe.train.tokens_per_step, loss, norm, skipped, extra)
 
+    def weights(self) -> dict[str, Tensor]:
+        """The fp32 master weights by parameter name, sharded as they are."""
+        release_gathered(self.model)
+        return {name: p.detach() for name, p in self.model.named_parameters()}
+
     def state(self) -> dict[str, Tensor]:
         """Every tensor that a checkpoint must hold, by name."""
-        weights = {f"model.{name}": p.detach() for name, p in self.model.named_parameters()}
+        weights = {f"model.{name}": tensor for name, tensor in self.weights().items()}
         optimizer = {f"optimizer.{name}": tensor for name, tensor in self.optimizer.state().items()}
         return {**weights, **optimizer, **{f"guard.{name}": tensor for name, tensor in self.guard.state().items()}}
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from fathom.training.parallel import Ranks
+from fathom.training.parallel import Ranks, host_group
 
 # Saving in a lone process is what we want, not what torch must guess.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -66,8 +66,7 @@ class Checkpointer:
         self.keep_last = keep_last
         self.asynchronous = asynchronous
         self.say = say
-        # The saving thread needs a group of its own: collectives of two threads must not meet in one.
-        self.group = dist.new_group(backend="gloo") if ranks.control is not None else None
+        self.group = host_group("checkpoint") if ranks.world_size > 1 else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fathom-checkpoint")
         self._pending: Future[None] | None = None
         self._pending_step = 0

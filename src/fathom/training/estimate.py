@@ -63,11 +63,12 @@ def estimate(recipe: Recipe) -> Estimate:
 
 def _activation_bytes(recipe: Recipe, config: Any) -> int:
     """Kept by a layer: four tensors of the residual's width, three of queries, keys and values, four of the MLP's."""
+    from fathom.models.slots import plan
+
     scalar = 2 if recipe.train.precision == "bf16" else 4
     queries, keys = (h * config.head_dim for h in (config.num_attention_heads, config.num_key_value_heads))
     layer = 4 * config.hidden_size + 3 * queries + 3 * keys + 4 * config.intermediate_size
-    trips = int((config.recurrence_options or {}).get("loops", 1))
-    visits = config.num_hidden_layers * trips
+    visits = sum(len(trip) for trip in plan(config))
     per_token = visits * config.hidden_size + layer if recipe.train.activation_checkpointing else visits * layer
     rows = min(recipe.train.micro_batch, recipe.rows_per_step)
     return rows * recipe.data.sequence_length * per_token * scalar

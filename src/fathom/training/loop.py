@@ -63,14 +63,13 @@ def train(
     """
     run_dir = Path(run_dir)
     recipe.config()
-    with start(recipe) as ranks:
-        _require_same(recipe, run_dir, resume)
-        result = _result(run_dir)
-        if result is not None:
-            return result
-        with ExitStack() as stack:
-            run = Run(recipe, run_dir, ranks, callbacks, stack)
-            return run.train()
+    ranks = start(recipe)
+    _require_same(recipe, run_dir, resume)
+    result = _result(run_dir)
+    if result is not None:
+        return result
+    with ExitStack() as stack:
+        return Run(recipe, run_dir, ranks, callbacks, stack).train()
 
 
 class Run:
@@ -236,8 +235,8 @@ def export_model(training: Training, directory: Path) -> Path:
     from fathom.export import export
     from fathom.models.modeling import FathomForCausalLM
 
-    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    weights = {name: whole(p.detach()).cpu() for name, p in training.model.named_parameters()}
+    logging.disable_progress_bar()
+    weights = {name: whole(tensor).cpu() for name, tensor in training.weights().items()}
     if training.ranks.first:
         with torch.device("meta"):
             model = FathomForCausalLM(training.config)

@@ -7,11 +7,12 @@ path, and a checkpoint written under one name opens under another.
 
 from __future__ import annotations
 
+import atexit
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -69,25 +70,27 @@ class Ranks:
             dist.barrier(group=self.control)
 
 
-@contextmanager
-def start(recipe: Recipe) -> Iterator[Ranks]:
-    """Join the ranks that torchrun started, or stand alone; process groups that begin here end here."""
+def start(recipe: Recipe) -> Ranks:
+    """Join the ranks that torchrun started, or stand alone.
+
+    Ranks that met stay together until the process ends: meeting again at the same address is a race.
+    """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device = device_of(recipe.train.device)
     name = _strategy(recipe.parallel, world_size)
     if name == "single" and recipe.train.precision == "fp32":
-        yield Ranks(device=device)
-        return
-    ours = not dist.is_initialized()
-    if ours:
-        _join(device, world_size)
-    try:
-        control = dist.new_group(backend="gloo", timeout=timedelta(hours=2)) if world_size > 1 else None
-        local_rank = int(os.environ.get("LOCAL_RANK", "0"))
-        yield Ranks(name, dist.get_rank(), local_rank, world_size, device, control)
-    finally:
-        if ours:
-            dist.destroy_process_group()
+        return Ranks(device=device)
+    if not dist.is_initialized():
+        _join(device)
+    control = host_group("control") if world_size > 1 else None
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    return Ranks(name, dist.get_rank(), local_rank, world_size, device, control)
+
+
+@cache
+def host_group(purpose: str) -> dist.ProcessGroup:
+    """All ranks, over gloo, for one purpose: collectives of two threads must not meet in one group."""
+    return dist.new_group(backend="gloo", timeout=timedelta(hours=2))
 
 
 def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
@@ -110,6 +113,8 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
         "mp_policy": MixedPrecisionPolicy(lowered, reduce_dtype=torch.float32, cast_forward_inputs=False),
         "reshard_after_forward": recipe.parallel.reshard_after_forward and ranks.name in ("fsdp", "hsdp"),
     }
+    # A layer returns its key and value, which are views; nobody changes them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for layer in layers:
         fully_shard(layer, **settings)
     fully_shard(model, **settings)
@@ -123,6 +128,13 @@ def synchronize_gradients(model: nn.Module, last: bool) -> None:
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(last)
         model.set_is_last_backward(last)
+
+
+def release_gathered(model: nn.Module) -> None:
+    """Back to sharded master weights: a forward pass without a backward leaves the gathered bf16 copies in place."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -151,12 +163,13 @@ def device_of(name: str) -> torch.device:
     return torch.device("cpu")
 
 
-def _join(device: torch.device, world_size: int) -> None:
+def _join(device: torch.device) -> None:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     if "WORLD_SIZE" in os.environ:
         dist.init_process_group(backend, device_id=device if device.type == "cuda" else None)
     else:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    atexit.register(dist.destroy_process_group)
 
 
 def _mesh(parallel: ParallelRecipe, ranks: Ranks) -> DeviceMesh:

@@ -1,0 +1,103 @@
+"""The same run gives the same losses however many ranks carry it, and moves between them."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fathom.recipe import Recipe
+from fathom.training import build_training, start, train
+
+from . import processes
+from .conftest import tiny_recipe
+
+STEPS = 8
+
+
+class StopAt:
+    """Sends this process SIGTERM once a step is logged."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step == self.step and "loss" in values:
+            signal.raise_signal(signal.SIGTERM)
+
+    def close(self) -> None: ...
+
+
+def train_on_two_ranks(corpus: Path, folder: Path) -> None:
+    for name in ("ddp", "fsdp", "hsdp"):
+        train(tiny_recipe(corpus, f"parallel.name={name}"), folder / name)
+    train(tiny_recipe(corpus, "optim.name=muon"), folder / "muon")
+    train(tiny_recipe(corpus, "train.activation_checkpointing=true"), folder / "checkpointed")
+    # Continue what one process began, and begin what one process will continue. The signal reaches one rank only.
+    train(tiny_recipe(corpus, "parallel.name=ddp"), folder / "one-then-two")
+    result = train(tiny_recipe(corpus), folder / "two-then-one", callbacks=[StopAt(4)])
+    assert not result.finished and 4 <= result.step < STEPS
+    ranks = start(tiny_recipe(corpus))
+    wrong = build_training(tiny_recipe(corpus), ranks)
+    found = []
+    for step in range(STEPS):
+        batches = wrong.plan.batch(step, ranks.rank, 2, wrong.micro_batch)
+        mine = sum(int((batch.labels[:, 1:] >= 0).sum()) for batch in batches)
+        metrics = wrong.step(step, [replace(batch, num_targets=2 * mine) for batch in batches])
+        found.append(metrics.loss.item())
+    if ranks.first:
+        (folder / "mean-of-means.json").write_text(json.dumps(found))
+
+
+@pytest.fixture(scope="module")
+def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("runs")
+    train(tiny_recipe(corpus), folder / "single")
+    train(tiny_recipe(corpus, "optim.name=muon"), folder / "single-muon")
+    assert not train(tiny_recipe(corpus), folder / "one-then-two", callbacks=[StopAt(4)]).finished
+    processes.run_ranks(2, train_on_two_ranks, corpus, folder)
+    train(tiny_recipe(corpus), folder / "two-then-one")
+    return folder
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "hsdp", "checkpointed"])
+def test_two_ranks_train_like_one(runs: Path, name: str) -> None:
+    assert processes.losses(runs / name) == pytest.approx(processes.losses(runs / "single"), rel=1e-6)
+
+
+def test_two_ranks_train_like_one_with_muon(runs: Path) -> None:
+    # Muon orthogonalises in bf16: its rounding, and nothing else, depends on how a matrix is cut.
+    assert processes.losses(runs / "muon") == pytest.approx(processes.losses(runs / "single-muon"), rel=1e-3)
+    assert processes.losses(runs / "muon") != pytest.approx(processes.losses(runs / "single"), rel=1e-2)
+
+
+def test_a_mean_of_rank_means_would_be_noticed(runs: Path) -> None:
+    """Rows differ in how many targets they have, so dividing by each rank's own count is wrong, and visibly so."""
+    wrong = json.loads((runs / "mean-of-means.json").read_text())
+    assert wrong != pytest.approx(processes.losses(runs / "single"), rel=1e-4)
+
+
+@pytest.mark.parametrize("name", ["one-then-two", "two-then-one"])
+def test_a_run_moves_to_another_number_of_ranks(runs: Path, name: str) -> None:
+    assert processes.losses(runs / name) == pytest.approx(processes.losses(runs / "single"), rel=1e-6)
+
+
+def test_evaluation_does_not_depend_on_ranks(runs: Path) -> None:
+    results = [json.loads((runs / name / "result.json").read_text())["evaluation"] for name in ("single", "fsdp")]
+    assert results[0]["tokens"] == results[1]["tokens"]
+    assert results[0]["loss"] == pytest.approx(results[1]["loss"], rel=1e-6)
+    assert results[0]["position_loss"] == pytest.approx(results[1]["position_loss"], rel=1e-5)
+    assert set(results[0]["domains"]) == {"rivers", "seas"}
+
+
+def test_bf16_follows_fp32(recipe: Recipe, runs: Path, tmp_path: Path) -> None:
+    processes.run(train, recipe.override("train.precision=bf16"), tmp_path / "bf16")
+    lowered, full = processes.losses(tmp_path / "bf16"), processes.losses(runs / "single")
+    assert lowered == pytest.approx(full, rel=0.02)
+    assert lowered != full
+    tensors = processes.weights(tmp_path / "bf16", STEPS)
+    assert {str(tensor.dtype) for tensor in tensors.values()} == {"torch.float32"}, "master weights stay fp32"
