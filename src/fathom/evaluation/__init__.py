@@ -1,0 +1,1 @@
+"""What a model is worth and what it costs: comparisons, scores, reports."""
