@@ -70,8 +70,14 @@ def test_unusable_tokenizers_are_refused(tokenizer: str, tmp_path: Path) -> None
     loaded = AutoTokenizer.from_pretrained(tokenizer)
     loaded.eos_token = None
     loaded.save_pretrained(tmp_path / "endless")
-    with pytest.raises(DataError, match="has no EOS token to put between documents"):
-        load_tokenizer(str(tmp_path / "endless"))
+    assert load_tokenizer(str(tmp_path / "endless")).eos_token == "<|endoftext|>"
+    assert load_tokenizer(str(tmp_path / "endless"), "<|pad|>").eos_token == "<|pad|>"
+    with pytest.raises(DataError, match="has no token '</s>'"):
+        load_tokenizer(tokenizer, "</s>")
+    file = tmp_path / "endless" / "tokenizer.json"
+    file.write_text(file.read_text(encoding="utf-8").replace("<|endoftext|>", "<|end|>"), encoding="utf-8")
+    with pytest.raises(DataError, match="names no token to put between documents: give eos_token"):
+        load_tokenizer(str(file))
     with pytest.raises(DataError, match="none: cannot load the tokenizer"):
         load_tokenizer(str(tmp_path / "none"))
     with pytest.raises(DataError, match="at least 258 tokens"):

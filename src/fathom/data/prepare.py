@@ -75,6 +75,7 @@ def prepare(
     out: Path,
     tokenizer: str | None = None,
     train_tokenizer: int | None = None,
+    eos_token: str | None = None,
     text_field: str = "text",
     domain_field: str | None = None,
     separator: str | None = None,
@@ -96,6 +97,7 @@ def prepare(
         out: The directory to make.
         tokenizer: A tokenizer directory, a tokenizer.json, or a name on the Hugging Face Hub.
         train_tokenizer: Train a byte-level BPE of this many tokens on the training documents instead.
+        eos_token: The token that ends every document, if not the one that the tokenizer names.
         text_field: The JSON field or Parquet column that holds the text.
         domain_field: The JSON field or Parquet column that names the domain of each document.
         separator: A line that separates documents within text files (may be empty); if not given, a file is a document.
@@ -115,6 +117,7 @@ def prepare(
     settings = {
         "inputs": inputs,
         "tokenizer": tokenizer or train_tokenizer,
+        "eos_token": eos_token,
         "reading": asdict(reading),
         "file_format": file_format,
         "held_out": held_out,
@@ -180,7 +183,7 @@ class _Run:
                 tokenizer = train_bpe(self._training_texts(train_bytes), train_size)
             else:
                 assert name is not None
-                tokenizer = load_tokenizer(name)
+                tokenizer = load_tokenizer(name, self.settings["eos_token"])
             if model_vocab_size is not None:
                 require_vocabulary(vocabulary_size(tokenizer), model_vocab_size, name or "the tokenizer")
             save_tokenizer(tokenizer, self.out)

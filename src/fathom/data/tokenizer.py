@@ -56,24 +56,35 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
     )
 
 
-def load_tokenizer(name: str) -> Any:
-    """Load a tokenizer from a directory, a `tokenizer.json` or the Hub; refuse one that cannot mark document ends."""
+def load_tokenizer(name: str, eos_token: str | None = None) -> Any:
+    """Load a tokenizer from a directory, a `tokenizer.json` or the Hub; refuse one that cannot mark document ends.
+
+    Args:
+        name: Where it is.
+        eos_token: The token that ends a document, if not the one the tokenizer names; where it names none,
+            `<|endoftext|>` is looked for.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = Path(name)
     try:
         if path.is_file():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
-            if EOS in tokenizer.get_vocab():
-                tokenizer.eos_token = EOS
         else:
             tokenizer = AutoTokenizer.from_pretrained(name)
     except Exception as error:
         raise DataError(f"{name}: cannot load the tokenizer: {first_line(error)}") from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
         raise DataError(f"{name}: the tokenizer has no fast (tokenizer.json) form")
-    if tokenizer.eos_token_id is None:
-        raise DataError(f"{name}: the tokenizer has no EOS token to put between documents")
+    vocabulary = tokenizer.get_vocab()
+    if eos_token is None and tokenizer.eos_token_id is None:
+        if EOS not in vocabulary:
+            raise DataError(f"{name}: the tokenizer names no token to put between documents: give eos_token")
+        eos_token = EOS
+    if eos_token is not None:
+        if eos_token not in vocabulary:
+            raise DataError(f"{name}: the tokenizer has no token {eos_token!r}")
+        tokenizer.eos_token = eos_token
     return tokenizer
 
 
