@@ -22,6 +22,7 @@ from typing import Any
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from fathom.training.parallel import Ranks, host_group
 
@@ -70,6 +71,7 @@ class Checkpointer:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="fathom-checkpoint")
         self._pending: Future[None] | None = None
         self._pending_step = 0
+        self._succeeded = True
 
     def save(self, step: int, tensors: Mapping[str, Tensor], trainer: Mapping[str, Any], recipe: str) -> None:
         """Write a checkpoint, in the background if so asked. Tensors are copied before this returns.
@@ -90,21 +92,21 @@ class Checkpointer:
     def wait(self) -> bool:
         """Wait for a save under way; whether the last one succeeded on every rank."""
         if self._pending is None:
-            return True
+            return self._succeeded
         pending, self._pending = self._pending, None
         try:
             pending.result()
             problem = ""
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
             problem = _reason(error)
-        if not self.ranks.any(bool(problem)):
-            return True
-        shutil.rmtree(self.run_dir / f"{UNFINISHED}{name(self._pending_step)}", ignore_errors=True)
+        self._succeeded = not self.ranks.any(bool(problem))
+        if not self._succeeded:
+            shutil.rmtree(self.run_dir / f"{UNFINISHED}{name(self._pending_step)}", ignore_errors=True)
         if problem:
             kept = self.steps()
             previous = f"the checkpoint of step {kept[-1]} is kept" if kept else "there is no earlier one"
             self.say(f"checkpoint of step {self._pending_step} was not saved: {problem}; {previous}")
-        return False
+        return self._succeeded
 
     def close(self) -> None:
         """Finish what is under way."""
@@ -131,7 +133,7 @@ class Checkpointer:
         reader = dcp.HuggingFaceStorageReader(str(saved.directory))
         try:
             dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # the latter is a BaseException
             raise CheckpointError(f"{saved.directory} does not fit this model: {_reason(error)}") from error
         return read_json(saved.directory / TRAINER)
 

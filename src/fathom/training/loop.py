@@ -167,9 +167,7 @@ class Run:
     def _finish(self) -> TrainResult:
         """Wait for the last checkpoint; after the last step, evaluate and export."""
         if not self.checkpoints.wait():
-            raise TrainingError(
-                f"the checkpoint of step {self.step} could not be written; free some space and run again"
-            )
+            raise TrainingError(f"step {self.step} is not on disk; free some space and run the same command again")
         tokens = self.step * self.recipe.train.tokens_per_step
         if self.step < self.recipe.train.steps:
             self.display.say(f"stopped after step {self.step}; the same command continues")

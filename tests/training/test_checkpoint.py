@@ -1,0 +1,177 @@
+"""Checkpoints: kept, pruned, checked, and never the worse for a failure."""
+
+from __future__ import annotations
+
+import errno
+import resource
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from fathom.recipe import Recipe
+from fathom.training import TrainingError, train
+from fathom.training.checkpoint import Checkpointer, CheckpointError, damage
+from fathom.training.parallel import Ranks
+
+from . import processes
+from .conftest import tiny_recipe
+
+STEPS = 8
+
+
+def tensors(value: float) -> dict[str, Tensor]:
+    return {"matrix": torch.full((5, 3), value), "scalar": torch.tensor(value)}
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def checkpoints(tmp_path: Path, said: list[str]) -> Checkpointer:
+    return Checkpointer(tmp_path, Ranks(), keep_last=2, say=said.append)
+
+
+def save(checkpoints: Checkpointer, *steps: int) -> None:
+    for step in steps:
+        checkpoints.save(step, tensors(step), {"seconds": 1.5}, "recipe: text\n")
+    checkpoints.wait()
+
+
+def test_round_trip(checkpoints: Checkpointer, tmp_path: Path) -> None:
+    save(checkpoints, 2)
+    saved = checkpoints.newest()
+    assert saved is not None and saved.step == 2
+    found = tensors(0)
+    assert checkpoints.load(saved, found) == {"step": 2, "seconds": 1.5}
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors(2).items())
+    assert (saved.directory / "recipe.yaml").read_text() == "recipe: text\n"
+    assert not [path for path in saved.directory.iterdir() if path.suffix not in (".safetensors", ".json", ".yaml")]
+
+
+def test_what_changes_after_save_is_not_saved(checkpoints: Checkpointer) -> None:
+    changing = tensors(1)
+    checkpoints.save(1, changing, {}, "")
+    for tensor in changing.values():
+        tensor.fill_(7)
+    checkpoints.wait()
+    found = tensors(0)
+    saved = checkpoints.newest()
+    assert saved is not None
+    checkpoints.load(saved, found)
+    assert torch.equal(found["matrix"], tensors(1)["matrix"])
+
+
+def test_the_last_k_are_kept(checkpoints: Checkpointer, tmp_path: Path) -> None:
+    save(checkpoints, 1, 2, 3, 4)
+    assert checkpoints.steps() == [3, 4]
+    assert (tmp_path / "latest").read_text() == "step-000004\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000003", "step-000004"]
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-5] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("harm", "file", "words"),
+    [
+        (truncate, "*.safetensors", "bytes instead of"),
+        (flip, "*.safetensors", "another checksum"),
+        (flip, "trainer.json", "another checksum"),
+        (Path.unlink, "*.safetensors", "is missing"),
+        (Path.unlink, "manifest.json", "cannot be read"),
+        (truncate, "manifest.json", "cannot be read"),
+    ],
+)
+def test_a_damaged_newest_gives_way(
+    checkpoints: Checkpointer, tmp_path: Path, said: list[str], harm: Callable[[Path], Any], file: str, words: str
+) -> None:
+    save(checkpoints, 1, 2)
+    assert damage(tmp_path / "step-000002") is None, "intact as long as nobody harms it"
+    (path,) = (tmp_path / "step-000002").glob(file)
+    harm(path)
+    saved = checkpoints.newest()
+    assert saved is not None and saved.step == 1
+    (message,) = said
+    assert "step-000002 is damaged" in message and words in message
+    save(checkpoints, 2)
+    assert checkpoints.newest() == checkpoints.newest() and damage(tmp_path / "step-000002") is None
+
+
+def test_another_model_is_refused(checkpoints: Checkpointer) -> None:
+    save(checkpoints, 1)
+    saved = checkpoints.newest()
+    assert saved is not None
+    with pytest.raises(CheckpointError, match="does not fit"):
+        checkpoints.load(saved, {**tensors(0), "another": torch.zeros(2)})
+
+
+def full_disk(monkeypatch: pytest.MonkeyPatch, until: Callable[[], bool]) -> None:
+    original = FileSystem.create_stream
+
+    def create_stream(self: Any, path: Any, mode: str) -> Any:
+        if until() and "w" in mode:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return original(self, path, mode)
+
+    monkeypatch.setattr(FileSystem, "create_stream", create_stream)
+
+
+def test_a_full_disk_costs_one_checkpoint(
+    checkpoints: Checkpointer, tmp_path: Path, said: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(checkpoints, 1)
+    full = [True]
+    full_disk(monkeypatch, lambda: full[0])
+    save(checkpoints, 2)
+    (message,) = said
+    assert "step 2 was not saved" in message and "No space left" in message and "step 1 is kept" in message
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step-000001"]
+    full[0] = False
+    save(checkpoints, 3)
+    assert checkpoints.steps() == [1, 3]
+
+
+def test_training_outlives_a_full_disk(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It goes on while later saves may succeed; it fails, with the last good state on disk, if the last one does not."""
+    run_dir = tmp_path / "run"
+    full_disk(monkeypatch, lambda: (run_dir / "step-000004").exists())
+    with pytest.raises(TrainingError, match="step 8 is not on disk"):
+        train(recipe, run_dir)
+    monkeypatch.undo()
+    assert len(processes.losses(run_dir)) == STEPS
+    result = train(recipe, run_dir)
+    assert result.finished
+    train(recipe, tmp_path / "undisturbed")
+    for name, tensor in processes.weights(tmp_path / "undisturbed", STEPS).items():
+        assert torch.equal(processes.weights(run_dir, STEPS)[name], tensor)
+
+
+def train_with_small_files(recipe: Recipe, run_dir: Path) -> None:
+    """As on a disk that takes metrics but no checkpoint: the kernel refuses, not a stand-in."""
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    with pytest.raises(TrainingError, match="not on disk"):
+        train(recipe, run_dir)
+
+
+def test_the_kernel_refuses_to_write(corpus: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(corpus)
+    assert processes.run(train_with_small_files, recipe, tmp_path) == 0
+    assert len(processes.losses(tmp_path)) == STEPS
+    assert not list(tmp_path.glob("step-*")) and not list(tmp_path.glob(".unfinished*"))
+    assert train(recipe, tmp_path).finished

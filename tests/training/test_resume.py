@@ -1,0 +1,154 @@
+"""A run that dies at any moment ends where an undisturbed one ends, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystem
+
+from fathom.recipe import Recipe, RecipeError
+from fathom.training import checkpoint, train
+
+from . import processes
+from .conftest import tiny_recipe
+
+STEPS = 8
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Logged:
+    """Calls a function once a step is logged."""
+
+    def __init__(self, step: int, function: Callable[[], None]) -> None:
+        self.step, self.function = step, function
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step == self.step and "loss" in values:
+            self.function()
+
+    def close(self) -> None: ...
+
+
+def train_until_death(recipe: Recipe, run_dir: Path, place: str) -> None:
+    """Train, and be killed at a place: in a step, or at a point within the second save."""
+    if place.startswith("step"):
+        train(recipe, run_dir, callbacks=[Logged(int(place.split()[1]), die)])
+        return
+    target, name = {
+        "while tensors are written": (FileSystem, "create_stream"),
+        "before the checksums": (checkpoint, "_digest"),
+        "before the rename": (checkpoint, "_publish"),
+        "before latest is updated": (checkpoint, "write_atomically"),
+    }[place]
+    original = getattr(target, name)
+
+    def deadly(*arguments, **options):
+        if (run_dir / "step-000002").exists() and "latest" not in str(arguments[0]):
+            die()
+        if "latest" in str(arguments[0]) and (run_dir / "step-000004").exists():
+            die()
+        return original(*arguments, **options)
+
+    setattr(target, name, deadly)
+    train(recipe, run_dir)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run_dir = tmp_path_factory.mktemp("undisturbed")
+    assert processes.run(train, tiny_recipe(corpus), run_dir) == 0
+    return run_dir
+
+
+def assert_same_end(run_dir: Path, undisturbed: Path, steps: int = STEPS) -> None:
+    found, expected = processes.weights(run_dir, steps), processes.weights(undisturbed, steps)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
+    assert processes.losses(run_dir) == processes.losses(undisturbed)
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["step 6", "while tensors are written", "before the checksums", "before the rename", "before latest is updated"],
+)
+def test_killed_and_continued(recipe: Recipe, tmp_path: Path, undisturbed: Path, place: str) -> None:
+    assert processes.run(train_until_death, recipe, tmp_path / "run", place) == -signal.SIGKILL
+    assert not (tmp_path / "run" / "step-000008").exists()
+    train(recipe, tmp_path / "run")
+    assert_same_end(tmp_path / "run", undisturbed)
+    assert not list((tmp_path / "run").glob(".unfinished*"))
+
+
+def test_another_seed_ends_elsewhere(recipe: Recipe, tmp_path: Path, undisturbed: Path) -> None:
+    """The comparison above can fail: it does when a run is another one."""
+    train(recipe.override("train.seed=1"), tmp_path / "run")
+    with pytest.raises(AssertionError):
+        assert_same_end(tmp_path / "run", undisturbed)
+
+
+@pytest.mark.slow
+def test_killed_twenty_times(corpus: Path, tmp_path: Path) -> None:
+    """SIGKILL at random times, over and over, in steps and in saves alike."""
+    recipe = tiny_recipe(corpus, "train.steps=300", "train.checkpoint_every=3", "evaluate.every=0")
+    assert processes.run(train, recipe, tmp_path / "undisturbed") == 0
+    chance, kills, run_dir = random.Random(0), 0, tmp_path / "run"
+    while kills < 20:
+        process = processes.start(train, recipe, run_dir)
+        time.sleep(chance.uniform(0.5, 1.5))
+        process.kill()
+        process.join()
+        kills += 1
+        if (run_dir / "result.json").exists():
+            break
+    assert kills == 20, "the run ended before it was killed often enough"
+    assert processes.run(train, recipe, run_dir) == 0
+    assert_same_end(run_dir, tmp_path / "undisturbed", 300)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_ends_well(
+    recipe: Recipe, tmp_path: Path, undisturbed: Path, number: signal.Signals
+) -> None:
+    result = train(recipe, tmp_path, callbacks=[Logged(2, lambda: signal.raise_signal(number))])
+    assert not result.finished
+    assert (tmp_path / "latest").read_text().strip() == f"step-{result.step:06d}"
+    assert train(recipe, tmp_path).finished
+    assert_same_end(tmp_path, undisturbed)
+
+
+def test_a_finished_run_is_not_trained_again(recipe: Recipe, undisturbed: Path) -> None:
+    before = (undisturbed / "metrics.jsonl").stat().st_mtime_ns
+    assert train(recipe, undisturbed).step == STEPS
+    assert (undisturbed / "metrics.jsonl").stat().st_mtime_ns == before
+
+
+def test_another_recipe_is_refused(recipe: Recipe, undisturbed: Path) -> None:
+    with pytest.raises(RecipeError, match=r"different: optim\.lr, model\.mixer|different: model\.mixer, optim\.lr"):
+        train(recipe.override("optim.lr=0.5", "model.mixer=none", "train.log_every=3"), undisturbed)
+    with pytest.raises(RecipeError, match="holds a run already"):
+        train(recipe, undisturbed, resume=False)
+
+
+def test_what_does_not_change_the_mathematics_may_change(recipe: Recipe, undisturbed: Path) -> None:
+    assert train(recipe.override("train.log_every=3", "train.keep_last=9"), undisturbed).finished
+
+
+def test_a_checkpoint_continues_as_another_run(corpus: Path, tmp_path: Path) -> None:
+    first = train(tiny_recipe(corpus, "train.export=true", "model.mixer=none"), tmp_path / "first")
+    assert first.model is not None and first.evaluation is not None
+    second = tiny_recipe(corpus, f"model.from_pretrained={first.model}", "train.steps=1", "optim.lr=1e-9")
+    second = second.override("model.mixer=none")
+    continued = train(second, tmp_path / "second")
+    assert continued.evaluation is not None
+    assert continued.evaluation.loss == pytest.approx(first.evaluation.loss, rel=1e-5)
