@@ -257,6 +257,13 @@ def test_impossible_plans_are_refused(dataset: TokenDataset) -> None:
     ]:
         with pytest.raises(DataError, match=message):
             BatchPlan(dataset, *arguments)
+    for arguments, message in [
+        ((1, 4), "sequence_length must be at least 2"),
+        ((64, 0), "cannot evaluate 0 rows at a time as rank 0 of 1"),
+        ((64, 4, None, 2, 2), "cannot evaluate 4 rows at a time as rank 2 of 2"),
+    ]:
+        with pytest.raises(DataError, match=message):
+            evaluation_batches(dataset, *arguments)
     plan = BatchPlan(dataset, 64, 6, 0)
     for layout, message in [
         ((0, 4), "6 rows per step cannot be shared equally by 4 ranks"),

@@ -251,7 +251,7 @@ def test_overwriting_replaces_and_resumes(tmp_path: Path, tokenizer: str, monkey
     prepare(inputs, out, tokenizer, held_out=0.2, overwrite=True)
     prepare(inputs, tmp_path / "fresh", tokenizer, held_out=0.2)
     assert tree(out) == tree(tmp_path / "fresh")
-    (out / "index.json").write_text("{")
+    (out / "index.json").write_text((out / "index.json").read_text()[:-9])
     with pytest.raises(DataError, match="corrupt"):
         prepare(inputs, out, tokenizer, held_out=0.2)
     prepare(inputs, out, tokenizer, held_out=0.2, overwrite=True)
@@ -348,6 +348,19 @@ def test_hub_datasets_are_streamed(tmp_path: Path, tokenizer: str, monkeypatch) 
     assert list(documents(tmp_path / "out", "train")) == [f"row {i}" for i in (0, 2, 4, 6, 8, 1, 3, 5, 7, 9)]
     (source,) = sources.find_sources([name], sources.Reading("body"))
     assert [record.payload[0] for record in source.records(sources.Reading("body"), 8)] == ["row 8", "row 9"]
+
+
+def test_a_directory_is_its_known_files_in_order(tmp_path: Path, tokenizer: str) -> None:
+    for name in ("b/z.py", "b/a.md", "a.txt", "c.bin", ".hidden.txt", ".git/x.txt", "__pycache__/y.txt"):
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(name)
+    prepare([str(tmp_path / "in")], tmp_path / "out", tokenizer, held_out=0)
+    assert list(documents(tmp_path / "out", "train")) == ["a.txt", "b/a.md", "b/z.py"]
+    files = [str(tmp_path / "in" / name) for name in ("a.txt", "b/a.md", "b/z.py")]
+    assert len(sources.find_sources(files, sources.Reading())) == 1
+    assert len(sources.find_sources([files[0], f"other={files[1]}"], sources.Reading())) == 2
+    prepare([str(tmp_path / "in" / "c.bin")], tmp_path / "forced", tokenizer, held_out=0, file_format="text")
+    assert list(documents(tmp_path / "forced", "train")) == ["c.bin"]
 
 
 def test_domains_by_field(tmp_path: Path, tokenizer: str) -> None:
@@ -448,6 +461,10 @@ def test_a_directory_with_other_files_is_left_alone(tmp_path: Path, tokenizer: s
     for overwrite in (False, True):
         with pytest.raises(DataError, match="holds other files: choose another directory"):
             prepare([str(tmp_path / "a.jsonl")], tmp_path, tokenizer, overwrite=overwrite)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(DataError, match="holds other files"):
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "other", tokenizer, overwrite=True)
     with pytest.raises(DataError, match="is not a directory"):
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "a.jsonl", tokenizer)
 

@@ -147,6 +147,10 @@ def test_a_damaged_index_or_tokenizer_is_found(copy: Path) -> None:
     (copy / "index.json").write_text(original[:-20])
     with pytest.raises(DataError, match=r"index\.json is corrupt"):
         TokenDataset.open(copy)
+    for other in ("[]", '{"weight_map": {}}'):
+        (copy / "index.json").write_text(other)
+        with pytest.raises(DataError, match=r"index\.json is not the index of a prepared corpus"):
+            TokenDataset.open(copy)
     (copy / "index.json").write_text(original)
     flip(copy / "tokenizer" / "tokenizer.json", 40)
     with pytest.raises(DataError, match=r"tokenizer\.json is corrupt"):
@@ -156,7 +160,7 @@ def test_a_damaged_index_or_tokenizer_is_found(copy: Path) -> None:
 def test_a_later_format_is_refused(copy: Path) -> None:
     index = json.loads((copy / "index.json").read_bytes())
     write_index(copy, {**index, "version": 2})
-    with pytest.raises(DataError, match="format fathom-tokens 2 is not fathom-tokens 1"):
+    with pytest.raises(DataError, match="version 2 of the format cannot be read, only 1"):
         TokenDataset.open(copy)
 
 

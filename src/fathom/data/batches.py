@@ -89,9 +89,7 @@ class BatchPlan:
     document's first token is predicted from the one before it."""
 
     def __post_init__(self) -> None:
-        if self.packing not in ("windows", "documents"):
-            raise DataError(f"packing {self.packing!r} is not one of windows, documents")
-        _require_length(self.sequence_length)
+        _require_shape(self.sequence_length, self.packing)
         if self.rows_per_step < 1:
             raise DataError(f"rows_per_step must be at least 1, not {self.rows_per_step}")
         if self.num_windows < 1:
@@ -240,7 +238,9 @@ def evaluation_batches(
         world_size: How many ranks share the windows.
         packing: As in `BatchPlan`.
     """
-    _require_length(sequence_length)
+    _require_shape(sequence_length, packing)
+    if batch_size < 1 or not 0 <= rank < world_size:
+        raise DataError(f"cannot evaluate {batch_size} rows at a time as rank {rank} of {world_size}")
     if dataset.num_tokens < 2:
         raise DataError(f"{dataset.directory}: the split {dataset.split!r} holds nothing to predict")
     stride = sequence_length - 1
@@ -294,6 +294,8 @@ def _separate(
     return labels, positions
 
 
-def _require_length(sequence_length: int) -> None:
+def _require_shape(sequence_length: int, packing: str) -> None:
+    if packing not in ("windows", "documents"):
+        raise DataError(f"packing {packing!r} is not one of windows, documents")
     if sequence_length < 2:
         raise DataError(f"sequence_length must be at least 2, not {sequence_length}: the first token is not predicted")

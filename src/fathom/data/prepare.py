@@ -397,13 +397,15 @@ def _summary(out: Path, documents: int, seconds: float, resumed: int | None) -> 
 @contextmanager
 def _locked(out: Path) -> Iterator[None]:
     """Hold the output directory for this process alone; the system lets go of it however the process ends."""
-    ours = (out / INDEX).exists() or (out / JOURNAL).exists()
     if out.exists() and not out.is_dir():
         raise DataError(f"{out} is not a directory")
-    if out.is_dir() and not ours and any(path.name != JOURNAL + ".tmp" for path in out.iterdir()):
-        raise DataError(f"{out} holds other files: choose another directory")
-    out.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(out, os.O_RDONLY)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        if not _is_ours(out):
+            raise DataError(f"{out} holds other files: choose another directory")
+        descriptor = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise DataError(f"{out}: {error.strerror}") from None
     try:
         try:
             import fcntl
@@ -416,6 +418,14 @@ def _locked(out: Path) -> Iterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+def _is_ours(out: Path) -> bool:
+    """Whether a directory is empty or a corpus, finished or not, however damaged: what may be written over."""
+    names = {path.name for path in out.iterdir()} - {JOURNAL + ".tmp"}
+    if INDEX in names and JOURNAL not in names:
+        return FORMAT.encode() in (out / INDEX).read_bytes()
+    return not names or JOURNAL in names
 
 
 def _clear(out: Path) -> None:

@@ -103,13 +103,14 @@ def read_index(directory: Path) -> dict[str, Any]:
         raise DataError(f"{directory} is not a prepared corpus: it has no {INDEX}")
     try:
         index: dict[str, Any] = json.loads(path.read_bytes())
-        sealed = index.get("crc32") == _seal(index)
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{path} is corrupt: {error}") from None
-    if not sealed:
+    except ValueError as error:
+        raise DataError(f"{path} is corrupt: {first_line(error)}") from None
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise DataError(f"{path} is not the index of a prepared corpus")
+    if index.get("version") != VERSION:
+        raise DataError(f"{path}: version {index.get('version')} of the format cannot be read, only {VERSION}")
+    if index.get("crc32") != _seal(index):
         raise DataError(f"{path} is corrupt: its checksum does not match")
-    if (index["format"], index["version"]) != (FORMAT, VERSION):
-        raise DataError(f"{path}: format {index['format']} {index['version']} is not {FORMAT} {VERSION}")
     return index
 
 

@@ -105,6 +105,9 @@ def find_sources(inputs: Iterable[str], reading: Reading, file_format: FileForma
                 whole_files.append(path)
             else:
                 sources.append(Source(kind, str(path), domain, (path,), path.stat().st_size))
+        if whole_files and sources and (sources[-1].kind, sources[-1].domain) == ("files", domain):
+            # A glob that the shell expanded is one source too: its small files share chunks.
+            whole_files = [*sources.pop().paths, *whole_files]
         if whole_files:
             size = sum(path.stat().st_size for path in whole_files)
             sources.append(Source("files", name, domain, tuple(whole_files), size))
