@@ -9,10 +9,13 @@ import sys
 import typing
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from fathom._version import __version__
 from fathom.recipe import Recipe, RecipeError, describe, load_recipe
+
+if TYPE_CHECKING:
+    from fathom.models import FathomConfig
 
 Action = Callable[["Parser", Sequence[str]], int]
 COMMANDS: dict[str, tuple[str, Action]] = {}
@@ -118,6 +121,48 @@ def prepare(parser: Parser, words: Sequence[str]) -> int:
 
     print(_call(call, parser, words, positional="inputs"))
     return 0
+
+
+@command("show every mechanism and what it would add to a model")
+def mechanisms(parser: Parser, words: Sequence[str]) -> int:
+    """`fathom mechanisms [--config DIR|RECIPE]`."""
+    parser.add_argument(
+        "--config",
+        metavar="MODEL",
+        help="a checkpoint directory, a recipe file, or the name of one in recipes/ (default: Qwen3's default shape)",
+    )
+    parser.add_argument("--bytes-per-scalar", type=int, default=2, help="of cache and activations (default: 2, bf16)")
+    parser.add_argument("--json", action="store_true", help="print the rows for a program")
+    options = parser.parse_args(words)
+
+    from fathom.evaluation.cost import mechanism_rows, mechanism_table, vanilla_row
+
+    config = _model_config(options.config)
+    if options.json:
+        rows = list(mechanism_rows(config, options.bytes_per_scalar))
+        print(json.dumps({"vanilla": vanilla_row(config, options.bytes_per_scalar), "mechanisms": rows}))
+        return 0
+    from rich.console import Console
+
+    Console().print(mechanism_table(config, options.bytes_per_scalar))
+    return 0
+
+
+def _model_config(name: str | None) -> FathomConfig:
+    """The configuration that a directory, a recipe file or the name of a recipe describes."""
+    from fathom.models import FathomConfig
+
+    try:
+        if name is None:
+            return FathomConfig()
+        if Path(name).is_dir():
+            return FathomConfig.from_pretrained(name)
+        recipe = Path(name) if Path(name).is_file() else Path("recipes") / f"{name}.yaml"
+        if not recipe.is_file():
+            raise UsageError(f"--config {name}: no such directory, recipe file or recipe in recipes/")
+        return load_recipe(recipe).config()
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--config {name}: {error}") from error
 
 
 def _dry_run(recipe: Recipe, as_json: bool) -> int:

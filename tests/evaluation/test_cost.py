@@ -1,9 +1,11 @@
 """`fathom mechanisms`: every registered mechanism, with the published numbers where there are some."""
 
 import io
+import json
 
 from rich.console import Console
 
+from fathom.cli import main
 from fathom.evaluation.cost import mechanism_rows, mechanism_table, with_mechanism
 from fathom.models.registry import MECHANISMS
 from tests.models.test_cost import paper_config
@@ -36,3 +38,14 @@ def test_table_fits_a_terminal():
     text = console.export_text()
     assert "…" not in text and all(name in text for name in MECHANISMS)
     assert max(map(len, text.splitlines())) <= 80
+
+
+def test_command(capsys, tmp_path):
+    paper_config("tiny", mixer="depth_attention", mixer_options={"stride": 1}).save_pretrained(tmp_path)
+    assert main(["mechanisms", "--config", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["vanilla"]["parameters"] == 193_216
+    assert {row["name"] for row in found["mechanisms"]} == set(MECHANISMS)
+    assert main(["mechanisms", "--config", str(tmp_path / "nothing")]) == 2
+    complaint = capsys.readouterr().err
+    assert complaint.count("\n") == 1 and "no such directory" in complaint
