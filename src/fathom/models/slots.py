@@ -92,6 +92,11 @@ def with_banks(cache: Cache, config: FathomConfig) -> Cache:
     """
     start, stop = recurrence_class(config).span(config)
     missing = recurrence_class(config).extra_trips(config) * (stop - start)
+    if len(cache.layers) > config.num_hidden_layers and len(cache.layers) != config.num_hidden_layers + missing:
+        raise ValueError(
+            f"this cache has {len(cache.layers)} layers, the model {config.num_hidden_layers + missing} in all its "
+            "trips; start from an empty cache"
+        )
     if missing and len(cache.layers) == config.num_hidden_layers:
         if cache.layers[start].is_initialized and int(cache.get_seq_length(start)) > 0:
             raise ValueError("this cache was filled by a model that makes one trip; start from an empty cache")

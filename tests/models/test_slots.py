@@ -1,0 +1,219 @@
+"""The plan of visits, stated a second time from the card's rules, and the banks of a cache."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import DynamicCache, StaticCache
+
+from fathom.models.slots import Out, plan, unroll, with_banks
+
+from .cases import build, config_of, tokens
+
+
+def looped(layers=4, count=3, prelude=0, coda=0, mixer="depth_attention", **options):
+    shape = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2} if options.pop("slide", 0) else {}
+    name = "loop" if mixer == "none" else f"loop+{mixer}"
+    loop = {"count": count, "prelude": prelude, "coda": coda}
+    return config_of(name, num_hidden_layers=layers, recurrence_options=loop, mixer_options=options, **shape)
+
+
+def visits_of(config):
+    return [visit for trip in plan(config) for visit in trip]
+
+
+def order_of(layers, count, prelude, coda):
+    """(layer, trip) of every visit, in order."""
+    before = [(i, 0) for i in range(prelude)]
+    after = [(i, count - 1) for i in range(layers - coda, layers)]
+    return before + [(i, k) for k in range(count) for i in range(prelude, layers - coda)] + after
+
+
+def sources_of(order, position, stride, window, rule):
+    """Positions of earlier visits, from the words of the card."""
+    layer = order[position][0]
+    earlier = range(position)
+    below = {i for i in range(layer) if i % stride == 0 or layer - window <= i}
+    own_trip = {max(p for p in earlier if order[p][0] == i) for i in below}
+    if rule == "same_layer":
+        return own_trip | {p for p in earlier if order[p][0] == layer}
+    if rule == "grid":
+        assert window == 0
+        return {p for p in earlier if order[p][0] % stride == 0}
+    return own_trip
+
+
+@st.composite
+def schedules(draw):
+    layers = draw(st.integers(1, 9))
+    prelude = draw(st.integers(0, layers - 1))
+    coda = draw(st.integers(0, layers - 1 - prelude))
+    rule = draw(st.sampled_from(["none", "same_layer", "grid"]))
+    window = 0 if rule == "grid" else draw(st.integers(0, layers))
+    return layers, draw(st.integers(1, 4)), prelude, coda, draw(st.integers(1, layers)), window, rule
+
+
+@settings(max_examples=150, deadline=None)
+@given(schedules())
+def test_plan_is_the_rules(schedule):
+    layers, count, prelude, coda, stride, window, rule = schedule
+    options = {"stride": stride, "recent_window": window, "across_trips": rule}
+    visits = visits_of(looped(layers, count, prelude, coda, **options))
+    order = order_of(layers, count, prelude, coda)
+    assert [(v.layer, v.trip) for v in visits] == order
+    assert [v.index for v in visits] == list(range(len(order)))
+    for v in visits:
+        assert list(v.sources) == sorted(sources_of(order, v.index, stride, window, rule)), "oldest first, none twice"
+        assert all(source < v.index for source in v.sources)
+    read = {source for v in visits for source in v.sources}
+    assert [v.kept for v in visits] == [v.index in read for v in visits]
+    # One bank per visit and no gap; a layer's first visit has the bank that it would have without a loop.
+    assert sorted(v.bank for v in visits) == list(range(len(order)))
+    seen = set()
+    for v in visits:
+        assert (v.bank == v.layer) == (v.layer not in seen)
+        seen.add(v.layer)
+
+
+def candidates(config):
+    """Σ M of every trip, own values included."""
+    return [sum(len(v.sources) + 1 for v in trip if v.sources) for trip in plan(config)]
+
+
+def test_sum_of_mixed_values_over_trips():
+    assert candidates(looped(24, 3, stride=12)) == [57, 82, 106]
+    assert candidates(looped(24, 3, stride=12, across_trips="same_layer")) == [57, 82, 106]
+    assert candidates(looped(24, 3, stride=12, across_trips="grid")) == [57, 106, 154]
+    assert candidates(looped(24, 3, stride=12, across_trips="none")) == [57, 57, 57]
+    assert [57 + 82 + 106, 57 + 106 + 154, 3 * 57] == [245, 317, 171]
+
+
+@pytest.mark.parametrize("layers", [4, 6, 12])
+def test_grid_is_the_stride_of_the_unrolled_depth(layers):
+    for stride in (s for s in range(1, layers + 1) if layers % s == 0):
+        looping = visits_of(looped(layers, 3, stride=stride, across_trips="grid"))
+        deep = visits_of(config_of("depth_attention", num_hidden_layers=3 * layers, mixer_options={"stride": stride}))
+        assert [v.sources for v in looping] == [v.sources for v in deep]
+
+
+def test_layers_outside_the_loop_are_sources_of_every_trip():
+    config = looped(4, 3, prelude=1, stride=4, across_trips="none")
+    assert [v.sources for v in visits_of(config)] == [(), *[(0,)] * 9]
+
+
+def test_without_recurrence_the_plan_is_the_stack():
+    for name in ("vanilla", "depth_attention", "value_residual"):
+        (trip,) = plan(config_of(name))
+        assert [(v.index, v.layer, v.trip, v.bank) for v in trip] == [(i, i, 0, i) for i in range(4)]
+    assert not any(v.kept for v in plan(config_of("vanilla"))[0])
+
+
+def test_other_recurrences_keep_trips_apart():
+    with pytest.raises(ValueError, match="across_trips must be one of none"):
+        config_of("depth_attention", mixer_options={"across_trips": "grid"})
+
+
+# --- banks ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [DynamicCache, StaticCache])
+@pytest.mark.parametrize("prelude,coda,total", [(0, 0, 12), (1, 0, 10), (1, 2, 6)])
+def test_every_trip_gets_a_bank_of_its_own_kind(kind, prelude, coda, total):
+    config = looped(4, 3, prelude, coda, slide=True)
+    cache = kind(config=config, **({"max_cache_len": 16} if kind is StaticCache else {}))
+    kinds = [type(layer) for layer in cache.layers]
+    assert len(set(kinds)) == 2, "full and sliding"
+    assert with_banks(cache, config) is cache
+    assert len(cache.layers) == total == len({id(layer) for layer in cache.layers})
+    for v in visits_of(config):
+        assert type(cache.layers[v.bank]) is kinds[v.layer]
+    before = list(cache.layers)
+    with_banks(cache, config)
+    assert cache.layers == before, "idempotent"
+
+
+def test_no_bank_without_a_second_trip():
+    for config in (config_of("vanilla"), looped(count=1)):
+        assert len(with_banks(DynamicCache(config=config), config).layers) == 4
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+def test_a_filled_cache_of_one_trip_is_refused(lazy):
+    vanilla, config = config_of("vanilla"), looped(mixer="none")
+    cache = DynamicCache() if lazy else DynamicCache(config=vanilla)
+    build(vanilla)(tokens(1, 3), past_key_values=cache)
+    with pytest.raises(ValueError, match="one trip"):
+        build(config)(tokens(1, 3), past_key_values=cache)
+
+
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_cache_of_other_trips_is_refused(lazy, count):
+    cache = DynamicCache() if lazy else DynamicCache(config=looped(count=2))
+    build(looped(count=2))(tokens(1, 3), past_key_values=cache)
+    with pytest.raises(ValueError, match="8 layers"):
+        build(looped(count=count))(tokens(1, 3), past_key_values=cache)
+
+
+@pytest.mark.parametrize("prelude,coda", [(0, 0), (1, 1)])
+def test_a_cache_that_grows_by_itself_needs_no_banks(prelude, coda):
+    model, ids = build(looped(4, 3, prelude, coda), dtype=torch.float64), tokens(2, 9)
+    cache = DynamicCache()
+    with torch.no_grad():
+        stepwise = torch.cat([model(part, past_key_values=cache).logits for part in ids.split([4, 1, 4], 1)], 1)
+        whole = model(ids, use_cache=False).logits
+    assert len(cache.layers) == len(visits_of(model.config))
+    assert torch.allclose(stepwise, whole, atol=1e-11)
+
+
+def test_banks_hold_different_keys():
+    """Were a bank shared between trips, it would hold twice the tokens; were it copied, the same keys."""
+    model, cache = build(looped(4, 2)), DynamicCache(config=looped(4, 2))
+    model(tokens(1, 5), past_key_values=cache)
+    assert [layer.keys.shape[2] for layer in cache.layers] == [5] * 8
+    assert not torch.allclose(cache.layers[0].keys, cache.layers[4].keys)
+
+
+# --- the driver -------------------------------------------------------------------------------------------------------
+
+
+def test_unroll_feeds_gates_and_reads_in_order():
+    log = []
+
+    class Policy:
+        depth = 2
+
+        def gate(self, trip, out, state):
+            log.append(("gate", trip))
+            return {**state, trip: out}
+
+        def feed(self, x, out):
+            log.append("feed")
+            return x + out
+
+    def trip(k, x):
+        log.append(("trip", k, x))
+        return 10 * x
+
+    state = unroll(Policy(), 1, trip)
+    assert state == {0: 10, 1: 110, 2: 1210}
+    assert log == [
+        ("trip", 0, 1),
+        ("gate", 0),
+        "feed",
+        ("trip", 1, 11),
+        ("gate", 1),
+        "feed",
+        ("trip", 2, 121),
+        ("gate", 2),
+    ]
+
+
+def test_out_norms_once_and_only_when_asked():
+    calls = []
+    out = Out(torch.ones(1), lambda x: (calls.append("norm"), 2 * x)[1], lambda x: (calls.append("head"), 3 * x)[1])
+    assert out.residual.item() == 1
+    assert not calls
+    assert out.logits.item() == 6
+    assert out.hidden.item() == 2
+    assert calls == ["norm", "head"]
