@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         # Our own errors are written for the reader; anybody else's needs its traceback.
         if not type(error).__module__.startswith("fathom."):
             raise
-        return _complain(error, getattr(error, "exit_code", 2 if isinstance(error, ValueError) else 1))
+        return _complain(error, getattr(error, "exit_code", 2))
 
 
 def _dispatch(words: Sequence[str]) -> int:

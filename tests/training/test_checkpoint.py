@@ -147,7 +147,7 @@ def test_a_full_disk_costs_one_checkpoint(
 
 
 def test_training_outlives_a_full_disk(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes on while later saves may succeed; it fails, with the last good state on disk, if the last one does not."""
+    """It goes on while later saves may succeed; if the last does not, it fails with the last good state on disk."""
     run_dir = tmp_path / "run"
     full_disk(monkeypatch, lambda: (run_dir / "step-000004").exists())
     with pytest.raises(TrainingError, match="step 8 is not on disk"):

@@ -100,12 +100,12 @@ def test_another_seed_ends_elsewhere(recipe: Recipe, tmp_path: Path, undisturbed
 @pytest.mark.slow
 def test_killed_twenty_times(corpus: Path, tmp_path: Path) -> None:
     """SIGKILL at random times, over and over, in steps and in saves alike."""
-    recipe = tiny_recipe(corpus, "train.steps=300", "train.checkpoint_every=3", "evaluate.every=0")
+    recipe = tiny_recipe(corpus, "train.steps=1200", "train.checkpoint_every=3", "evaluate.every=0")
     assert processes.run(train, recipe, tmp_path / "undisturbed") == 0
     chance, kills, run_dir = random.Random(0), 0, tmp_path / "run"
     while kills < 20:
         process = processes.start(train, recipe, run_dir)
-        time.sleep(chance.uniform(0.5, 1.5))
+        time.sleep(chance.uniform(0.3, 0.9))
         process.kill()
         process.join()
         kills += 1
@@ -113,7 +113,7 @@ def test_killed_twenty_times(corpus: Path, tmp_path: Path) -> None:
             break
     assert kills == 20, "the run ended before it was killed often enough"
     assert processes.run(train, recipe, run_dir) == 0
-    assert_same_end(run_dir, tmp_path / "undisturbed", 300)
+    assert_same_end(run_dir, tmp_path / "undisturbed", 1200)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

@@ -41,6 +41,8 @@ FILE_BYTES = 2 << 30  # a file is serialised in memory before it is written
 class CheckpointError(RuntimeError):
     """A checkpoint that could not be written or read; the message is one line."""
 
+    exit_code = 1
+
 
 @dataclass(frozen=True)
 class Saved:

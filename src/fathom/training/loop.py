@@ -19,7 +19,7 @@ from fathom.training.checkpoint import RECIPE, Checkpointer, read_json, write_at
 from fathom.training.evaluate import Evaluation, evaluate
 from fathom.training.meter import Meter
 from fathom.training.parallel import Ranks, start, whole
-from fathom.training.tracking import Display, Tracker, open_trackers
+from fathom.training.tracking import Display, Tracker, open_trackers, require_backends
 
 if TYPE_CHECKING:
     from fathom.data.shards import TokenDataset
@@ -30,6 +30,8 @@ MODEL = "model"
 
 class TrainingError(RuntimeError):
     """Training cannot go on; the message is one line."""
+
+    exit_code = 1
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,7 @@ def train(
     """
     run_dir = Path(run_dir)
     recipe.config()
+    require_backends(recipe)
     ranks = start(recipe)
     _require_same(recipe, run_dir, resume)
     result = _result(run_dir)

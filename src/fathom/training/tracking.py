@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
 import sys
@@ -60,7 +61,8 @@ class Wandb:
     """Weights & Biases."""
 
     def __init__(self, run_dir: Path, recipe: Recipe) -> None:
-        wandb = _import("wandb")
+        import wandb
+
         self._run = wandb.init(
             project=recipe.track.project, name=run_dir.name, id=run_dir.name, resume="allow", config=recipe.to_dict()
         )
@@ -78,8 +80,10 @@ class Trackio:
     """Hugging Face trackio."""
 
     def __init__(self, run_dir: Path, recipe: Recipe) -> None:
-        self._trackio = _import("trackio")
-        self._trackio.init(project=recipe.track.project, name=run_dir.name, config=recipe.to_dict(), resume="allow")
+        import trackio
+
+        self._trackio = trackio
+        trackio.init(project=recipe.track.project, name=run_dir.name, config=recipe.to_dict(), resume="allow")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send."""
@@ -94,7 +98,6 @@ class TensorBoard:
     """TensorBoard event files in the run directory."""
 
     def __init__(self, run_dir: Path, recipe: Recipe) -> None:
-        _import("tensorboard")
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"))
@@ -114,6 +117,13 @@ BACKENDS: dict[str, Callable[[Path, Recipe], Tracker]] = {
     "trackio": Trackio,
     "tensorboard": TensorBoard,
 }
+
+
+def require_backends(recipe: Recipe) -> None:
+    """Refuse a recipe that names a tracker which is not installed."""
+    for name in recipe.track.backends:
+        if importlib.util.find_spec(name) is None:
+            raise RecipeError(f"track.backends={name}: not installed; pip install 'fathom-lm[{name}]'")
 
 
 def open_trackers(recipe: Recipe, run_dir: Path, step: int, say: Callable[[str], None]) -> list[Tracker]:
@@ -153,15 +163,6 @@ def _forget_after(path: Path, step: int) -> None:
 
 def _lines(path: Path) -> Sequence[str]:
     return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-
-
-def _import(name: str) -> Any:
-    import importlib
-
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        raise RecipeError(f"track.backends={name}: not installed; pip install 'fathom-lm[{name}]'") from None
 
 
 class Display:

@@ -1,0 +1,176 @@
+"""Recipes: what is wrong is said in one line, and what is written is read back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fathom.recipe import Recipe, RecipeError, describe, differences, load_recipe, parse_recipe
+from fathom.training.estimate import estimate
+
+RECIPES = Path(__file__).parent.parent / "recipes"
+PAPER = {
+    "360m": 360_672_192,
+    "500m": 498_165_888,
+    "710m": 716_068_096,
+    "1.5b": 1_343_774_208,
+    "3b": 2_747_998_208,
+}
+MECHANISMS = {
+    "depth_attention": "model.mixer=depth_attention",
+    "denseformer": "model.residual=denseformer",
+    "attention_residuals": "model.residual=attention_residuals",
+    "hyper_connections": "model.residual=hyper_connections",
+}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("optim.lr=abc", "optim.lr=abc: allowed: a number"),
+        ("optim.lr=-1", "optim.lr=-1.0: allowed: a positive number"),
+        ("optim.lr=null", "optim.lr=null: allowed: a number"),
+        ("optim.lrr=1", "optim.lrr: unknown key; did you mean optim.lr?"),
+        ("optm.lr=1", "optm: unknown key; did you mean optim?"),
+        ("optim.name=sgd", "optim.name=sgd: allowed: one of adamw, muon"),
+        ("optim.betas=[0.9]", "optim.betas=[0.9]: allowed: a list of 2 numbers"),
+        ("train.steps=0", "train.steps=0: allowed: 1 or more"),
+        ("train.steps=2.5", "train.steps=2.5: allowed: an integer"),
+        ("train.compile=maybe", "train.compile=maybe: allowed: true or false"),
+        (
+            "train.tokens_per_step=1000",
+            "train.tokens_per_step=1000: allowed: a multiple of data.sequence_length=2048",
+        ),
+        ("track.backends=[abacus]", "track.backends=['abacus']: allowed: any of wandb, trackio, tensorboard"),
+        ("optim", "optim: an override is written key=value, as in optim.lr=3e-4"),
+        ("model=3", "model=3: expected the keys of a config.json"),
+    ],
+)
+def test_errors(override: str, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        parse_recipe({}, [override])
+    assert str(caught.value) == message
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.hiden_size=8", "model.hiden_size: unknown key; did you mean model.hidden_size?"),
+        ("model.hidden_size=wide", "hidden_size"),
+        ("model.mixer=blender", "mixer must be one of none, depth_attention"),
+        ("model.mixer_options={stride: 2}", "mixer_options.stride is not an option of none"),
+        ("model.num_key_value_heads=7", "must be a multiple of num_key_value_heads"),
+        ("model.from_pretrained=/nowhere", "model.from_pretrained=/nowhere: no config.json there"),
+        ("data.sequence_length=4096", "at most model.max_position_embeddings=2048"),
+    ],
+)
+def test_errors_in_the_model_block(override: str, words: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(RECIPES / "500m.yaml", [override]).config()
+    assert words in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_values_of_yaml() -> None:
+    recipe = parse_recipe({"optim": {"lr": "3e-4"}}, ["optim.eps=1e-9", "optim.clip=null", "model.rms_norm_eps=1e-5"])
+    assert (recipe.optim.lr, recipe.optim.eps, recipe.optim.clip) == (3e-4, 1e-9, None)
+    assert recipe.model == {"rms_norm_eps": 1e-5}
+
+
+def test_overrides_reach_into_options() -> None:
+    recipe = load_recipe(RECIPES / "500m.yaml", ["model.mixer=depth_attention", "model.mixer_options.stride=4"])
+    assert recipe.config().mixer_options["stride"] == 4
+
+
+def test_base(tmp_path: Path) -> None:
+    (tmp_path / "below.yaml").write_text("optim: {lr: 1, eps: 1e-6}\nmodel: {hidden_size: 8}\n")
+    (tmp_path / "above.yaml").write_text("base: below.yaml\noptim: {lr: 2}\n")
+    recipe = load_recipe(tmp_path / "above.yaml")
+    assert (recipe.optim.lr, recipe.optim.eps, recipe.model["hidden_size"]) == (2.0, 1e-6, 8)
+    (tmp_path / "below.yaml").write_text("base: above.yaml\n")
+    with pytest.raises(RecipeError, match="refers back to itself"):
+        load_recipe(tmp_path / "above.yaml")
+    with pytest.raises(RecipeError, match="no such recipe"):
+        load_recipe(tmp_path / "missing.yaml")
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    lr=st.floats(1e-12, 1e3),
+    eps=st.floats(1e-20, 1),
+    clip=st.none() | st.floats(1e-6, 1e6),
+    steps=st.integers(1, 10**9),
+    project=st.text(min_size=1),
+    backends=st.lists(st.sampled_from(["wandb", "trackio", "tensorboard"]), unique=True),
+)
+def test_what_is_written_is_read_back(
+    tmp_path_factory: pytest.TempPathFactory,
+    lr: float,
+    eps: float,
+    clip: float | None,
+    steps: int,
+    project: str,
+    backends: list[str],
+) -> None:
+    values = {"optim": {"lr": lr, "eps": eps, "clip": clip}, "train": {"steps": steps}}
+    recipe = parse_recipe({**values, "track": {"project": project, "backends": backends}})
+    path = tmp_path_factory.mktemp("recipes") / "recipe.yaml"
+    path.write_text(recipe.to_yaml(), encoding="utf-8")
+    assert load_recipe(path) == recipe
+
+
+def test_differences() -> None:
+    a = parse_recipe({"model": {"mixer": "none"}})
+    b = a.override("optim.lr=1", "model.mixer_options.stride=2", "train.micro_batch=1", "parallel.name=fsdp")
+    assert differences(a, b) == ["optim.lr", "model.mixer_options.stride"] or set(differences(a, b)) == {
+        "optim.lr",
+        "model.mixer_options.stride",
+    }
+    assert differences(a, a) == []
+
+
+def test_every_key_is_explained() -> None:
+    assert all(text for _, _, _, text in describe())
+
+
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_recipes(path: Path) -> None:
+    """Each is valid, and every key in it has a comment beside it or a section above it that needs none."""
+    recipe = load_recipe(path)
+    recipe.config()
+    assert load_recipe(path) == parse_recipe(recipe.to_dict())
+    for line in path.read_text().splitlines():
+        key = line.split("#")[0].strip()
+        assert not key or "#" in line or key.endswith(":") or line.startswith("base:"), f"{path.name}: {key}"
+
+
+@pytest.mark.parametrize("size", PAPER)
+def test_sizes_of_the_paper(size: str) -> None:
+    recipe = load_recipe(RECIPES / f"{size}.yaml")
+    cost = estimate(recipe)
+    assert cost.parameters == PAPER[size]
+    assert cost.tokens == 32_768_000_000
+    assert recipe.rows_per_step == 1024 and recipe.optim.lr == (1.5e-3 if size == "360m" else 1e-3)
+
+
+@pytest.mark.parametrize("size", PAPER)
+@pytest.mark.parametrize("mechanism", MECHANISMS)
+def test_every_published_combination_is_one_command(size: str, mechanism: str) -> None:
+    config = load_recipe(RECIPES / f"{size}.yaml", [MECHANISMS[mechanism]]).config()
+    assert mechanism in (config.mixer, config.residual)
+    if mechanism == "depth_attention":
+        assert config.mixer_options["stride"] == config.num_hidden_layers // 2
+
+
+def test_looped() -> None:
+    plain, looped = (estimate(load_recipe(RECIPES / f"{name}.yaml")) for name in ("500m", "500m_looped"))
+    assert looped.parameters == plain.parameters and looped.flops_per_token > 2.5 * plain.flops_per_token
+    both = estimate(load_recipe(RECIPES / "500m_looped.yaml", ["model.mixer=depth_attention"]))
+    assert both.mechanism == "loop+depth_attention" and both.parameters == plain.parameters
+
+
+def test_a_recipe_is_immutable() -> None:
+    with pytest.raises(AttributeError):
+        Recipe().train.steps = 3  # type: ignore[misc]

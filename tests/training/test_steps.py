@@ -1,0 +1,248 @@
+"""What one step does: skips what is broken, decays what should decay, starts every arm from the same weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from fathom.recipe import Optim, Recipe, RecipeError
+from fathom.training import TrainingError, build_training, train
+from fathom.training.build import build_model
+from fathom.training.guard import SETTLED, Guard
+from fathom.training.optimizer import Optimizer, decays, learning_rate
+
+from . import processes
+from .conftest import tiny_recipe
+
+
+def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], harm: Callable[[Tensor], Tensor]) -> None:
+    """Harm the loss at some steps."""
+    from fathom.training import build
+
+    original = build.forward
+    seen: list[int] = []
+
+    def forward(model: Any, batch: Any) -> Any:
+        out = original(model, batch)
+        if len(seen) // 4 in steps:  # four micro-batches a step
+            out.loss = harm(out.loss)
+        seen.append(1)
+        return out
+
+    monkeypatch.setattr(build, "forward", forward)
+
+
+def weights(training: Any) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in training.state().items() if not name.startswith("guard")}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_broken_step_leaves_no_trace(recipe: Recipe, monkeypatch: pytest.MonkeyPatch, optimizer: str) -> None:
+    training = build_training(recipe.override(f"optim.name={optimizer}"))
+    training.step(0)
+    before = weights(training)
+    poison(monkeypatch, {0}, lambda loss: loss * float("nan"))
+    metrics = training.step(1)
+    assert metrics.skipped.item() == 1
+    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(training).items())
+    assert training.step(2).skipped.item() == 0
+    assert not all(torch.equal(tensor, before[name]) for name, tensor in weights(training).items())
+
+
+def test_without_the_guard_it_would(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    training = build_training(recipe)
+    poison(monkeypatch, {0}, lambda loss: loss * float("nan"))
+    monkeypatch.setattr(Guard, "refuse", lambda self, loss, norm: torch.zeros(()))
+    training.step(0)
+    assert any(tensor.isnan().any() for tensor in weights(training).values())
+
+
+def test_a_run_logs_a_broken_step_and_goes_on(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, {2, 5}, lambda loss: loss / 0)
+    assert train(recipe, tmp_path).finished
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if line.get("skipped")] == [3, 6]
+
+
+def test_a_run_stops_after_too_many(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, {4, 5, 6, 7}, lambda loss: loss * float("nan"))
+    with pytest.raises(TrainingError, match=r"stopped at step 8: 4 steps in a row .* checkpoint of step 4 is intact"):
+        train(recipe.override("train.max_skipped=4", "train.checkpoint_every=4"), tmp_path)
+
+
+def test_spikes_are_refused_once_norms_have_settled() -> None:
+    guard = Guard(10.0, torch.device("cpu"))
+    loss = torch.tensor(1.0)
+    assert guard.refuse(loss, torch.tensor(1.0)) == 0
+    assert guard.refuse(loss, torch.tensor(50.0)) == 0, "too early to tell"
+    for _ in range(2 * SETTLED):
+        assert guard.refuse(loss, torch.tensor(1.0)) == 0
+    mean = guard.mean_norm.clone()
+    assert guard.refuse(loss, torch.tensor(100.0)) == 1
+    assert guard.refuse(loss, torch.tensor(float("inf"))) == 1
+    assert guard.refused_in_a_row == 2 and guard.mean_norm == mean, "a spike does not raise the mean"
+    assert guard.refuse(loss, torch.tensor(1.1)) == 0
+    assert guard.refused_in_a_row == 0
+    assert Guard(None, torch.device("cpu")).refuse(loss, torch.tensor(1e9)) == 0
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_schedules(schedule: Any) -> None:
+    optim = Optim(lr=2.0, schedule=schedule, warmup=0.1, decay=0.2, floor=0.1)
+    rates = [learning_rate(optim, step, 100) for step in range(100)]
+    assert rates[0] == pytest.approx(2.0 / 11)
+    assert all(later > earlier for earlier, later in pairwise(rates[:11]))
+    assert rates[10] == max(rates) == 2.0
+    assert all(later <= earlier for earlier, later in pairwise(rates[10:]))
+    assert rates[-1] == pytest.approx(2.0 if schedule == "constant" else 0.2)
+    middle = {"cosine": 1.1, "linear": 1.1, "wsd": 2.0, "constant": 2.0}[schedule]
+    assert rates[54] == pytest.approx(middle, abs=0.03)
+    if schedule == "wsd":
+        assert rates[79] == 2.0 > rates[80]
+
+
+@pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])
+def test_schedules_of_one_step(schedule: Any) -> None:
+    assert 0 < learning_rate(Optim(schedule=schedule, warmup=0.0), 0, 1) <= Optim().lr
+
+
+def test_what_decays(recipe: Recipe) -> None:
+    model = build_model(recipe, recipe.config(), torch.device("cpu"))
+    decaying = {name for name, yes in decays(model).items() if yes}
+    assert "model.layers.0.self_attn.q_proj.weight" in decaying and "model.embed_tokens.weight" in decaying
+    assert not any("norm" in name for name in decaying)
+
+
+def test_a_module_may_exempt_its_matrices() -> None:
+    class Exempt(nn.Module):
+        no_weight_decay = ("kept",)
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.kept, self.decayed = nn.Parameter(torch.zeros(2, 2)), nn.Parameter(torch.zeros(2, 2))
+            self.vector = nn.Parameter(torch.zeros(2))
+
+    assert decays(nn.Sequential(Exempt())) == {"0.kept": False, "0.decayed": True, "0.vector": False}
+
+
+def test_tied_weights_count_once(recipe: Recipe) -> None:
+    recipe = recipe.override("model.tie_word_embeddings=true")
+    training = build_training(recipe)
+    assert "lm_head.weight" not in training.optimizer.parameters
+    training.step(0)
+    assert training.model.lm_head.weight is training.model.model.embed_tokens.weight
+
+
+def test_muon_takes_the_matrices_of_layers_and_nothing_else(recipe: Recipe) -> None:
+    model = build_model(recipe, recipe.config(), torch.device("cpu"))
+    optimizer = Optimizer(model, Optim(name="muon"))
+    adamw, muon = optimizer.parts
+    names = {id(parameter): name for name, parameter in optimizer.parameters.items()}
+    of_muon = {names[id(p)] for group in muon.param_groups for p in group["params"]}
+    of_adamw = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
+    assert of_muon == {n for n in names.values() if ".layers." in n and "norm" not in n}
+    assert of_adamw == set(names.values()) - of_muon
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_materialize_changes_no_weight(recipe: Recipe, name: Any) -> None:
+    training = build_training(recipe.override(f"optim.name={name}"))
+    before = {key: tensor.clone() for key, tensor in training.weights().items()}
+    training.optimizer.materialize()
+    assert all(torch.equal(tensor, before[key]) for key, tensor in training.weights().items())
+    kinds = {key.split(".")[0] for key in training.optimizer.state()}
+    assert kinds == {"exp_avg", "exp_avg_sq", "step"} | ({"momentum_buffer"} if name == "muon" else set())
+
+
+@pytest.mark.parametrize("arm", ["model.residual=denseformer", "model.residual=hyper_connections", "model.mixer=none"])
+def test_arms_start_from_equal_shared_weights(recipe: Recipe, arm: str) -> None:
+    ours, theirs = (build_training(r).weights() for r in (recipe, recipe.override(arm)))
+    shared = ours.keys() & theirs.keys()
+    assert len(shared) >= 20
+    assert all(torch.equal(ours[name], theirs[name]) for name in shared)
+    another = build_training(recipe.override("train.seed=1")).weights()
+    assert not torch.equal(another["lm_head.weight"], ours["lm_head.weight"])
+
+
+def test_accumulation_changes_nothing(corpus: Path) -> None:
+    found = []
+    for rows in (1, 2, 8):
+        training = build_training(tiny_recipe(corpus, f"train.micro_batch={rows}"))
+        found.append([training.step(step).loss.item() for step in range(4)])
+    assert found[1] == pytest.approx(found[0], rel=1e-6) and found[2] == pytest.approx(found[0], rel=1e-6)
+
+
+def test_compiled_layers_train_like_eager_ones(recipe: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the compiler's own arithmetic left to eager: what is tested is that layers are compiled, and whole."""
+    graphs = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    monkeypatch.setattr(
+        nn.Module,
+        "compile",
+        lambda layer: layer.__setattr__(
+            "_compiled_call_impl", torch.compile(layer._call_impl, backend=backend, fullgraph=True)
+        ),
+    )
+    compiled = build_training(recipe.override("train.compile=true"))
+    eager = build_training(recipe)
+    for step in range(2):
+        assert compiled.step(step).loss.item() == pytest.approx(eager.step(step).loss.item(), rel=1e-6)
+    assert graphs
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("train.micro_batch=3", "train.micro_batch=3: allowed: a divisor of 8 rows"),
+        ("parallel.shard_size=0", "parallel.shard_size=0"),
+        ("data.directory=/nowhere", "/nowhere"),
+        ("model.vocab_size=16", "16"),
+        ("track.backends=[wandb]", "not installed"),
+    ],
+)
+def test_errors_before_work(recipe: Recipe, tmp_path: Path, override: str, words: str) -> None:
+    with pytest.raises(Exception, match=words.replace("[", r"\[")) as caught:
+        train(recipe.override(override), tmp_path / "run")
+    assert type(caught.value).__module__.startswith("fathom.")
+    assert len(str(caught.value).splitlines()) == 1
+    assert not list(tmp_path.glob("run/step-*"))
+
+
+def test_ranks_are_not_ignored(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(RecipeError, match=r"parallel\.name=single: allowed with 2 ranks"):
+        train(recipe.override("parallel.name=single"), tmp_path)
+
+
+def test_metrics_survive_a_full_disk(tmp_path: Path) -> None:
+    from fathom.training.tracking import JsonLines, read_metrics
+
+    said: list[str] = []
+    (tmp_path / "metrics.jsonl").mkdir()  # a path that cannot be written
+    lines = JsonLines.__new__(JsonLines)
+    lines.path, lines.say, lines._waiting, lines._complained = tmp_path / "metrics.jsonl", said.append, [], False
+    lines.log(1, {"loss": 1.0})
+    lines.log(2, {"loss": 2.0})
+    assert len(said) == 1
+    (tmp_path / "metrics.jsonl").rmdir()
+    lines.log(3, {"loss": 3.0})
+    assert [line["step"] for line in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_loss_falls(recipe: Recipe, tmp_path: Path) -> None:
+    result = train(recipe.override("train.steps=30"), tmp_path)
+    losses = processes.losses(tmp_path)
+    assert losses[-1] < losses[0] - 1.5
+    assert result.evaluation is not None and result.evaluation.loss < losses[0]
+    assert result.evaluation.perplexity == pytest.approx(2.718281828**result.evaluation.loss)
