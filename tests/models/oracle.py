@@ -96,3 +96,21 @@ def agree(model, ids, truth, oracle, exact=1e-9):
         scale = max(1.0, wanted.abs().max().item())
         assert (found - wanted).abs().max() <= exact * scale, name
     return error
+
+
+def unrolled(oracle, ids, order, sources_of, mix):
+    """Logits of a plain decoder that visits the layers of `order`, with `mix` over the (key, mixed value) of sources.
+
+    `sources_of(position)` are positions in `order`; `mix(query, key, value, sources)` gives the value to attend to.
+    """
+    x, history = oracle.embedding[ids], []
+
+    def mixed(layer, query, key, value):
+        sources = [history[p] for p in sorted(sources_of(len(history)))]
+        value = mix(query, key, value, sources) if sources else value
+        history.append((key, value))
+        return value
+
+    for layer in order:
+        x = oracle.block(layer, x, mixed)
+    return oracle.logits(x)

@@ -1,0 +1,204 @@
+"""A loop is a plain decoder whose layers repeat, and its mixers read the depth of that decoder."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
+
+from fathom.models import FathomForCausalLM
+from fathom.models.cost import attention_flops, cache_bytes_per_token, flops_per_token
+from fathom.models.registry import mechanism
+
+from .cases import SHAPE, build, config_of, tokens
+from .oracle import Oracle, agree, unrolled
+from .test_slots import order_of, sources_of
+
+SHAPES = [(1, 0, 0), (2, 0, 0), (3, 0, 0), (3, 1, 0), (2, 0, 2), (3, 1, 1), (4, 3, 0)]
+every_shape = pytest.mark.parametrize("count,prelude,coda", SHAPES)
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"] * 2}
+
+
+def looped(count, prelude=0, coda=0, **keys):
+    return config_of("loop", recurrence_options={"count": count, "prelude": prelude, "coda": coda}, **keys)
+
+
+def layers_of(config):
+    options = config.recurrence_options
+    return [i for i, _ in order_of(config.num_hidden_layers, options["count"], options["prelude"], options["coda"])]
+
+
+def deep_qwen3(model):
+    """transformers' own Qwen3 with one layer for every visit, and the layer each is a copy of."""
+    order = layers_of(model.config)
+    keys = {**SHAPE, "num_hidden_layers": len(order), "layer_types": [model.config.layer_types[i] for i in order]}
+    for name in ("use_sliding_window", "sliding_window", "tie_word_embeddings"):
+        keys[name] = getattr(model.config, name)
+    deep = Qwen3ForCausalLM(Qwen3Config(**keys)).eval()
+    for name in ("model.embed_tokens", "model.norm", "lm_head"):
+        deep.get_submodule(name).load_state_dict(model.get_submodule(name).state_dict())
+    for copy, i in zip(deep.model.layers, order, strict=True):
+        copy.load_state_dict(model.model.layers[i].state_dict())
+    return deep, order
+
+
+@every_shape
+@pytest.mark.parametrize("keys", [{}, SLIDING, {"tie_word_embeddings": True}], ids=["full", "sliding", "tied"])
+def test_loop_is_a_deep_qwen3(count, prelude, coda, keys):
+    model, ids = build(looped(count, prelude, coda, **keys)), tokens(2, 13)
+    deep, order = deep_qwen3(model)
+    with torch.no_grad():
+        truth = deep(ids).logits
+        assert torch.equal(model(ids).logits, truth)
+        caches = DynamicCache(config=model.config), DynamicCache(config=deep.config)
+        for part in ids.split([6, 1, 1, 5], 1):
+            ours, theirs = (m(part, past_key_values=c).logits for m, c in zip((model, deep), caches, strict=True))
+            assert torch.equal(ours, theirs)
+
+    seed = torch.randn(truth.shape)
+    for m in (model, deep):
+        m.zero_grad()
+        (m(ids, use_cache=False).logits * seed).sum().backward()
+    theirs = {name: p.grad for name, p in deep.named_parameters()}
+    for name, parameter in model.named_parameters():
+        if name.startswith("model.layers."):
+            layer, rest = name.removeprefix("model.layers.").split(".", 1)
+            copies = [theirs[f"model.layers.{n}.{rest}"] for n, i in enumerate(order) if i == int(layer)]
+            assert len(copies) == (count if prelude <= int(layer) < 4 - coda else 1)
+            wanted = sum(copies)
+        else:
+            wanted = theirs[name]
+        assert (parameter.grad - wanted).abs().max() < 1e-5 * wanted.abs().max(), name
+
+
+def test_a_norm_between_trips_would_be_seen():
+    model, ids = build(looped(2)), tokens(1, 9)
+    policy = model.model.recurrence
+    with torch.no_grad():
+        right = model(ids).logits
+        policy.feed = lambda x, out: out.hidden
+        assert (model(ids).logits - right).abs().max() > 1e-2
+        policy.feed = lambda x, out: x + out.residual
+        assert (model(ids).logits - right).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize("name", ["vanilla", "depth_attention", "denseformer", "attention_residuals"])
+@pytest.mark.parametrize("prelude,coda", [(0, 0), (1, 2)])
+def test_one_trip_is_no_loop_bitwise(name, prelude, coda):
+    plain, ids = build(config_of(name)), tokens(2, 9)
+    keys = {key: getattr(plain.config, key) for key in ("mixer", "mixer_options", "residual", "residual_options")}
+    model = FathomForCausalLM(looped(1, prelude, coda, **keys)).eval()
+    model.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, plain(ids).logits)
+    again = FathomForCausalLM(looped(2, prelude, coda, **keys)).eval()
+    again.load_state_dict(plain.state_dict())
+    with torch.no_grad():
+        assert not torch.allclose(again(ids).logits, plain(ids).logits, atol=1e-2)
+
+
+# --- mixers across trips ----------------------------------------------------------------------------------------------
+
+
+def softmax_mix(query, key, value, sources):
+    group = query.shape[1] // key.shape[1]
+    pooled = query.unflatten(1, (-1, group)).mean(2)
+    keys, values = [k for k, _ in sources] + [key], [v for _, v in sources] + [value]
+    alpha = torch.stack([(pooled * k).sum(-1) / query.shape[-1] ** 0.5 for k in keys]).softmax(0)
+    return sum(a[..., None] * v for a, v in zip(alpha, values, strict=True))
+
+
+def uniform_mix(query, key, value, sources):
+    return sum([v for _, v in sources], value) / (len(sources) + 1)
+
+
+@pytest.mark.parametrize("mixer,mix", [("depth_attention", softmax_mix), ("uniform_depth", uniform_mix)])
+@pytest.mark.parametrize("rule", ["same_layer", "grid", "none"])
+@pytest.mark.parametrize("count,prelude,coda,stride", [(3, 0, 0, 2), (2, 1, 1, 2), (3, 2, 0, 1)])
+def test_sources_across_trips(mixer, mix, rule, count, prelude, coda, stride):
+    options = {"stride": stride, "across_trips": rule}
+    config = looped(count, prelude, coda, mixer=mixer, mixer_options=options)
+    model, ids = build(config, dtype=torch.float64), tokens(2, 5)
+    oracle, order = Oracle(model), order_of(4, count, prelude, coda)
+
+    def truth(rule):
+        return unrolled(oracle, ids, [i for i, _ in order], lambda p: sources_of(order, p, stride, 0, rule), mix)
+
+    agree(model, ids, truth(rule), oracle)
+    others = {"same_layer", "grid", "none"} - {rule}
+    with torch.no_grad():
+        for other in others:
+            assert (truth(other) - model(ids).logits).abs().max() > 1e-4
+
+
+# --- cache and cost ---------------------------------------------------------------------------------------------------
+
+
+@every_shape
+def test_cache_layers_and_bytes(count, prelude, coda):
+    config = looped(count, prelude, coda)
+    visits = len(layers_of(config))
+    assert visits == 4 + (count - 1) * (4 - prelude - coda)
+    model, cache = build(config), DynamicCache(config=config)
+    with torch.no_grad():
+        for part in tokens(3, 7).split([4, 1, 1, 1], 1):
+            model(part, past_key_values=cache)
+    assert len(cache.layers) == visits
+    held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+    assert held == 3 * 7 * visits * 2 * 2 * 8 * 4
+    assert cache_bytes_per_token(config, 4) == visits * 2 * 2 * 8 * 4
+
+
+def test_a_static_cache_holds_every_trip():
+    config = looped(3, 1)
+    model, cache, ids = build(config, dtype=torch.float64), StaticCache(config=config, max_cache_len=12), tokens(2, 9)
+    with torch.no_grad():
+        steps = torch.cat([model(part, past_key_values=cache).logits for part in ids.split([3, 1, 5], 1)], 1)
+        assert torch.allclose(steps, model(ids, use_cache=False).logits, atol=1e-11)
+    assert len(cache.layers) == 10
+
+
+@every_shape
+def test_sliding_banks_slide(count, prelude, coda):
+    """A copy of a sliding layer holds a window and no more, in every trip."""
+    model = build(looped(count, prelude, coda, **SLIDING))
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        for part in tokens(1, 11).split([5, 1, 5], 1):
+            model(part, past_key_values=cache)
+    for visit in (v for trip in model.model.plan for v in trip):
+        assert cache.layers[visit.bank].keys.shape[2] == (11 if visit.layer % 2 == 0 else 3)
+
+
+@every_shape
+def test_declared_flops_are_counted(count, prelude, coda):
+    config, ids, length = looped(count, prelude, coda), tokens(1, 16), 16
+    counted = []
+    for c in (config, config_of("vanilla")):
+        model = build(c)
+        model.set_attn_implementation("eager")
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            model(ids, use_cache=False)
+        counted.append(counter.get_total_flops() / length)
+    visits = len(layers_of(config))
+    full = attention_flops(config, 2 * length - 1)  # a counter does not know that half of the scores are masked
+    assert full == 4 * 4 * 8 * length
+    extra = mechanism("recurrence", "loop").cost(config, 2).flops
+    assert counted[0] - counted[1] == extra + (visits - 4) * full
+    head_less = flops_per_token(config, length) - flops_per_token(config_of("vanilla"), length)
+    assert head_less == extra + (visits - 4) * attention_flops(config, length)
+
+
+@pytest.mark.parametrize(
+    "options,says",
+    [
+        ({"count": 0}, "count must be at least 1, got 0"),
+        ({"prelude": 2, "coda": 2}, r"at least one of the 4 layers to loop, got 2 \+ 2"),
+        ({"prelude": -1}, "prelude"),
+        ({"count": 2.5}, "recurrence_options.count must be int, got 2.5"),
+        ({"trips": 2}, "recurrence_options.trips is not an option of loop"),
+    ],
+)
+def test_bad_options_are_one_clear_line(options, says):
+    with pytest.raises(ValueError, match=says) as error:
+        config_of("loop", recurrence_options=options)
+    assert "\n" not in str(error.value)
