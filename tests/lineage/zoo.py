@@ -8,7 +8,6 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
-
 SIZES = dict(
     hidden_size=64,
     num_hidden_layers=3,

@@ -6,7 +6,7 @@ found = compare(open_model("org/suspect"), open_model("org/base"), controls=["or
 print(found.verdict.sentence)
 """
 
-from fathom.lineage.compare import Comparison, Options, compare
+from fathom.lineage.comparison import Comparison, Options, compare
 from fathom.lineage.origin import Refused
 from fathom.lineage.weights import Weights, open_model
 

@@ -120,18 +120,18 @@ def test_order(columns: Array) -> Test:
     )
 
 
-def test_witnesses(first: Array, second: Array, rate: float, name: str, trials: int = 1) -> Test:
-    """T2: channels on which two matchings agree."""
-    count = int(np.sum(first == second))
+def test_witnesses(count: int, channels: int, rate: float, calibrated: bool, family: str, trials: int = 1) -> Test:
+    """T2: channels on which the embedding's matching and another one agree; the best of `trials` layers."""
+    other = {"embedding": "output head", "feed-forward": "feed-forward path"}[family]
     return Test(
-        name,
+        f"T2 embedding and {other}",
         count,
-        f"Poisson({rate:g})" + (f", Bonferroni over {trials} layers" if trials > 1 else ""),
+        f"Poisson({rate:.3g})" + (f", Bonferroni over {trials} layers" if trials > 1 else ""),
         poisson_tail(count, rate, trials),
-        "control" if rate != POISSON_RATE else "model",
-        "the two kinds of weights give unrelated matchings in unrelated models",
-        "embedding",
-        {"channels": len(first)},
+        "control" if calibrated else "model",
+        f"embedding and {other} give unrelated matchings in unrelated models",
+        family,
+        {"channels": channels},
     )
 
 
@@ -342,7 +342,7 @@ def decide(found: Findings) -> Verdict:
     drift = detectable_drift(threshold) if threshold is not None else None
     above = threshold is not None and found.best_score >= threshold
     label, reasons = _label(found, p, above, threshold)
-    return Verdict(label, _sentence(label, best, found), reasons, threshold, drift)
+    return Verdict(label, _sentence(label, found), reasons, threshold, drift)
 
 
 def _label(found: Findings, p: float, above: bool, threshold: float | None) -> tuple[str, list[str]]:
@@ -370,15 +370,14 @@ def _label(found: Findings, p: float, above: bool, threshold: float | None) -> t
     return NONE, reasons
 
 
-def _sentence(label: str, best: Test | None, found: Findings) -> str:
-    if best is not None and "channels" in best.detail and label in {SHARED, INITIALISATION, PARTIAL}:
-        what = "as they stand in both models" if best.name.startswith("T1") else "identically by two kinds of weights"
-        fact = f"{best.statistic:,.0f} of {best.detail['channels']:,} channels are paired {what}; "
-        fact += "unrelated models give about 1."
-    elif best is not None and label in {SHARED, INITIALISATION, PARTIAL}:
-        fact = f"{best.name} gives {best.statistic:.1f}, corrected p = {best.corrected:.2g}."
-    else:
-        fact = ""
+def probability(value: float) -> str:
+    """A p-value for people."""
+    if value >= 0.001:
+        return f"{value:.3f}"
+    return "< 1e-300" if value <= 1e-300 else f"{value:.1e}"
+
+
+def _sentence(label: str, found: Findings) -> str:
     opening = {
         SHARED: "These weights share a lineage.",
         INITIALISATION: "These weights share an initialisation or a lineage.",
@@ -386,4 +385,19 @@ def _sentence(label: str, best: Test | None, found: Findings) -> str:
         INCONCLUSIVE: "The evidence is inconclusive.",
         NONE: "No evidence of weight reuse was found.",
     }[label]
-    return f"{opening} {fact}".strip()
+    if label in {INCONCLUSIVE, NONE}:
+        return opening
+    return f"{opening} {_fact(found.tests)}"
+
+
+def _fact(tests: Sequence[Test]) -> str:
+    """The plainest significant finding: paired channels if there are any, otherwise the smallest p."""
+    sure = [test for test in tests if test.decides and test.corrected <= ALPHA]
+    counted = [test for test in sure if "channels" in test.detail]
+    if not counted:
+        best = min(sure, key=lambda test: test.corrected)
+        return f"{best.name} gives {best.statistic:,.4g}, corrected p {probability(best.corrected)}."
+    best = max(counted, key=lambda test: test.statistic)
+    how = "as they stand in both" if best.name.startswith("T1") else "identically by two different parts of the network"
+    fact = f"{best.statistic:,.0f} of {best.detail['channels']:,} channels are paired {how}; "
+    return fact + "unrelated models give about 1."

@@ -135,7 +135,7 @@ def measure(first: Weights, second: Weights, options: Options, progress: Progres
         )
     if len(rows_a) >= 64:
         _witness_neurons(pair, rows_a, rows_b, options, progress)
-    if _extras(pair, options) and len(rows_a) >= 64:
+    if has_extras(pair, options) and len(rows_a) >= 64:
         _other_scores(pair, rows_a, rows_b, progress)
     pair.seconds = time.monotonic() - started
     return pair
@@ -145,8 +145,9 @@ def _small(pair: Pair) -> bool:
     return pair.a.file_bytes + pair.b.file_bytes <= SMALL_BYTES
 
 
-def _extras(pair: Pair, options: Options) -> bool:
-    return options.extras if options.extras is not None else _small(pair)
+def has_extras(pair: Pair, options: Options) -> bool:
+    """Whether HuRef's scores and the portraits are made: where they are cheap, in exact mode, or when asked for."""
+    return options.extras if options.extras is not None else options.mode == "exact" or _small(pair)
 
 
 def _alignments(
@@ -410,13 +411,18 @@ def run_tests(pair: Pair, null: Null | None) -> list[Test]:
     """T1–T4, as far as the pair allows."""
     tests: list[Test] = []
     rate = null.rate() if null else testing.POISSON_RATE
+    calibrated = bool(null and null.witnesses)
     if pair.fixed is not None:
+        width = len(pair.fixed)
         tests.append(testing.test_order(pair.fixed))
         if pair.head is not None:
-            test = testing.test_witnesses(pair.fixed, pair.head, rate, "T2 embedding and output head")
-            tests.append(test)
+            count = int(np.sum(pair.head == pair.fixed))
+            tests.append(testing.test_witnesses(count, width, rate, calibrated, "embedding"))
         if pair.witnesses:
-            tests.append(_feed_forward_witness(pair, rate, bool(null and null.witnesses)))
+            count, trials = max(n for _, n in pair.witnesses), len(pair.witnesses)
+            test = testing.test_witnesses(count, width, rate, calibrated, "feed-forward", trials)
+            test.detail["per_layer"] = [[i, j, n] for (i, j), n in pair.witnesses]
+            tests.append(test)
     if pair.neurons:
         count = sum(fixed for _, fixed, _ in pair.neurons)
         p = testing.fixed_point_bound(count, len(pair.neurons))
@@ -432,21 +438,6 @@ def run_tests(pair: Pair, null: Null | None) -> list[Test]:
     if pair.z_values:
         tests.append(testing.test_gate_up(pair.z_values, null.z if null else []))
     return tests
-
-
-def _feed_forward_witness(pair: Pair, rate: float, calibrated: bool) -> Test:
-    (i, j), count = max(pair.witnesses, key=lambda item: item[1])
-    trials = len(pair.witnesses)
-    return Test(
-        "T2 embedding and feed-forward",
-        count,
-        f"Poisson({rate:.3g}), Bonferroni over {trials} layers",
-        testing.poisson_tail(count, rate, trials),
-        "control" if calibrated else "model",
-        "the embedding and the feed-forward path give unrelated matchings in unrelated models",
-        "feed-forward",
-        {"channels": pair.b.geometry.width, "layers": [i, j], "per_layer": [n for _, n in pair.witnesses]},
-    )
 
 
 def _thresholds(pair: Pair, null: Null | None) -> dict[str, float]:
@@ -471,9 +462,10 @@ def _tampering(pair: Pair, null: Null | None) -> list[str]:
         out.append("permutation suspected: channels match only after reordering")
     if order is not None and lap is not None and rotated is not None and order - max(lap, rotated) > ROTATED:
         out.append("embedding replaced: attention matches in order, the embedding does not")
-    if pair.best and len(pair.layers[0]) == len(pair.layers[1]) and pair.scores[pair.best].score > CLEAR:
-        if any(i != j for i, j in pair.scores[pair.best].pairs):
-            out.append("layers shifted or reordered")
+    best = pair.scores[pair.best] if pair.best else None
+    shifted = best is not None and any(i != j for i, j in best.pairs) and len(set(best.map.shape)) == 1
+    if best is not None and shifted and best.score > CLEAR:
+        out.append("layers shifted or reordered")
     return out
 
 

@@ -1,0 +1,93 @@
+"""Cards: what of a model can be published and searched without its weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fathom._version import __version__
+from fathom.lineage import huref, portrait, vocabulary
+from fathom.lineage.origin import Refused, parse_json
+from fathom.lineage.tensors import Array
+from fathom.lineage.weights import Weights
+
+VERSION = 1
+ANCHORS = 1024
+LOW_COVERAGE = 256
+
+
+def anchor_rows(weights: Weights) -> tuple[list[bytes], Array]:
+    """The anchor strings of one model and their embedding rows."""
+    words = weights.vocabulary() or vocabulary.rows_as_strings(weights.geometry.vocab)
+    texts = vocabulary.anchors(words, weights.geometry.vocab, ANCHORS)
+    return texts, np.array([words[text] for text in texts], np.int64)
+
+
+def sketches(weights: Weights, all_layers: bool = False) -> dict[str, Array]:
+    """z_last (last two layers) and, on request, z_all (every layer), as floats."""
+    texts, rows = anchor_rows(weights)
+    x = huref.anchor_embeddings(weights, rows)
+    out = {"z_last": huref.sketch(huref.last_terms(weights, x), texts)}
+    if all_layers:
+        out["z_all"] = huref.sketch(huref.summed_terms(weights, x), texts)
+    return out
+
+
+def card(weights: Weights, all_layers: bool = False) -> dict[str, Any]:
+    """The card of a model as a JSON object: 512 bytes per sketch, six words, and the model's outline."""
+    made = {name: huref.quantised(z) for name, z in sketches(weights, all_layers).items()}
+    texts, _ = anchor_rows(weights)
+    g = weights.geometry
+    return {
+        "fathom_card": VERSION,
+        "tool": __version__,
+        "name": weights.name,
+        "revision": weights.origin.revision,
+        "structure": {"type": g.model_type, "layers": g.layers, "width": g.width, "heads": g.heads, "vocab": g.vocab},
+        "tokenizer": weights.vocabulary() is not None,
+        "anchors": len(texts),
+        "low_coverage": len(texts) < LOW_COVERAGE,
+        "sketches": {name: z.tobytes().hex() for name, z in made.items()},
+        "sketch_sha256": portrait.sketch_hash(made["z_last"]),
+        "words": portrait.words(made["z_last"]),
+    }
+
+
+def read_card(path: Path) -> dict[str, Any]:
+    """A card from a file, checked."""
+    body = parse_json(path.read_bytes(), str(path))
+    held = body.get("sketches")
+    if body.get("fathom_card") != VERSION or not isinstance(held, dict) or "z_last" not in held:
+        raise Refused(f"{path}: not a card of version {VERSION}")
+    for name, text in held.items():
+        if not isinstance(text, str) or len(text) != 2 * huref.SKETCH or set(text) - set("0123456789abcdef"):
+            raise Refused(f"{path}: sketch {name!r:.40} is not {huref.SKETCH} bytes in hexadecimal")
+    return body
+
+
+def sketch_of(body: dict[str, Any], name: str = "z_last") -> Array:
+    """The int8 sketch in a card."""
+    return np.frombuffer(bytes.fromhex(body["sketches"][name]), np.int8)
+
+
+def search(query: dict[str, Any], library: Iterable[Path]) -> list[tuple[float, str, str]]:
+    """Cards by falling likeness: (cosine, name, file), by z_all where both have it. For finding, not for judging."""
+    found: list[tuple[float, str, str]] = []
+    for path in library:
+        try:
+            other = read_card(path)
+        except Refused:
+            continue
+        name = "z_all" if "z_all" in query["sketches"] and "z_all" in other["sketches"] else "z_last"
+        cosine = huref.sketch_cosine(sketch_of(query, name), sketch_of(other, name))
+        found.append((cosine, str(other.get("name")), str(path)))
+    return sorted(found, reverse=True)
+
+
+def write_json(path: Path, body: dict[str, Any] | Sequence[Any]) -> None:
+    """Indented JSON with a final newline."""
+    path.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

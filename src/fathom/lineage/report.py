@@ -1,0 +1,127 @@
+"""The report of a comparison as plain data; `page` shows it to people."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import numpy as np
+
+from fathom._version import __version__
+from fathom.lineage import cards, huref, portrait, testing
+from fathom.lineage.commitments import header_digest
+from fathom.lineage.comparison import SCORE_LABELS, Comparison, Pair
+from fathom.lineage.tensors import Array
+from fathom.lineage.weights import Weights
+
+SCHEMA = 1
+CANONICAL_STEPS = (
+    "norm gains folded into the readers that follow them",
+    "query/key scale balanced per rotary plane (q/k-norm: per head and plane; no rotary: per head)",
+    "up/down neurons balanced, signs fixed after matching",
+    "every matrix divided by its Frobenius norm",
+)
+
+
+def as_json(found: Comparison, portraits: dict[str, Array] | None = None, command: str = "") -> dict[str, Any]:
+    """The whole report as plain data."""
+    pair, verdict, null = found.pair, found.verdict, found.null
+    models = (pair.b, pair.a) if pair.swapped else (pair.a, pair.b)
+    evidence, depth_a, depth_b = found.coverage
+    return {
+        "fathom_lineage_report": SCHEMA,
+        "tool": {"version": __version__, "numpy": np.__version__, "platform": platform.platform(), "command": command},
+        "inputs": [_input(model) for model in models],
+        "base": pair.a.name,
+        "structure": {
+            "paired_by": pair.pairing,
+            "shared_rows": pair.shared,
+            "layers_scored": [depth_a, depth_b],
+            "layer_map": [[pair.layers[0][i], pair.layers[1][j]] for i, j in pair.scores[pair.best].pairs]
+            if pair.best
+            else [],
+            "coverage": {"layers_with_evidence": evidence, "of_base": depth_a, "of_other": depth_b},
+            "skipped": pair.skipped,
+        },
+        "canonicalisation": list(CANONICAL_STEPS),
+        "options": vars(found.options),
+        "scores": {name: _score(pair, name) for name in SCORE_LABELS if pair.value(name) is not None},
+        "tests": [vars(test) for test in found.tests],
+        "controls": [{"model": name, "scores": [_values(p) for p in pairs]} for name, pairs in found.controls],
+        "null": None
+        if null is None
+        else {"origin": null.origin, "pairs": null.pairs, "models": null.models, "scores": null.scores},
+        "bounds": bounds(found),
+        "tampering": found.tampering,
+        "verdict": {
+            "label": verdict.label,
+            "sentence": verdict.sentence,
+            "reasons": verdict.reasons,
+            "threshold": verdict.threshold,
+            "minimum_detectable_drift": verdict.drift,
+            "not_claimed": list(verdict.not_claimed),
+        },
+        "portraits": {name: _portrait(z) for name, z in (portraits or {}).items()},
+        "seconds": round(pair.seconds, 2),
+    }
+
+
+def _input(weights: Weights) -> dict[str, Any]:
+    g = weights.geometry
+    return {
+        "origin": weights.name,
+        "revision": weights.origin.revision,
+        "headers_sha256": header_digest(weights.store.tensors),
+        "file_bytes": weights.file_bytes,
+        "bytes_read": weights.origin.bytes_read,
+        "structure": {k: v for k, v in vars(g).items() if k != "latent"},
+        "extra_tensors": list(weights.extra_tensors[:32]),
+    }
+
+
+def _score(pair: Pair, name: str) -> dict[str, Any]:
+    if name not in pair.scores:
+        return {"value": pair.other[name]}
+    scores = pair.scores[name]
+    return {
+        "value": scores.score,
+        "covering_all_layers": scores.covering(max(map(len, pair.layers))),
+        "pairs": scores.pairs,
+        "q": scores.q,
+        "k": scores.k,
+        "map": np.round(scores.map, 4).tolist(),
+    }
+
+
+def _values(pair: Pair) -> dict[str, float]:
+    return {name: value for name in SCORE_LABELS if (value := pair.value(name)) is not None}
+
+
+def _portrait(z: Array) -> dict[str, Any]:
+    image = portrait.pixels(z)
+    return {
+        "pixels_sha256": portrait.pixel_hash(image),
+        "sketch_sha256": portrait.sketch_hash(z),
+        "words": portrait.words(z),
+        "sketch": z.tobytes().hex(),
+    }
+
+
+def bounds(found: Comparison) -> dict[str, Any]:
+    """What a clean record of controls is worth: an upper bound on the false-positive rate, no more."""
+    pairs = found.null.pairs if found.null else 0
+    models = found.null.models if found.null else 0
+    return {
+        "unrelated_pairs": pairs,
+        "models": models,
+        "false_positive_rate_below": testing.false_positive_bound(pairs),
+        "note": "95 % upper bound if none of these pairs is a false positive and all are independent; "
+        "pairs that share a model are not, so the true bound is wider",
+    }
+
+
+def portraits_of(found: Comparison) -> dict[str, Array]:
+    """Both models' sketches as published bytes, in the order they were given."""
+    pair = found.pair
+    models = (pair.b, pair.a) if pair.swapped else (pair.a, pair.b)
+    return {model.name: huref.quantised(cards.sketches(model)["z_last"]) for model in models}
