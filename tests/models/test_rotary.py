@@ -1,0 +1,148 @@
+"""Rotation: Qwen3's to the last bit, a rotation by its equation, and its own transpose backwards."""
+
+import math
+
+import pytest
+import torch
+from torch.autograd.gradcheck import GradcheckError, gradcheck, gradgradcheck
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+
+from fathom.models.rotary import rotate
+
+from .cases import build, config_of
+
+
+def angles(length, width, dtype, batch=1, start=0):
+    frequencies = 1 / 10_000 ** (torch.arange(0, width, 2).double() / width)
+    turn = torch.arange(start, start + length).double()[:, None] * frequencies
+    full = torch.cat([turn, turn], -1).expand(batch, -1, -1)
+    return full.cos().to(dtype), full.sin().to(dtype)
+
+
+def heads(dtype, query_heads=4, key_heads=2, width=8, length=5):
+    torch.manual_seed(0)
+    # As the projections leave them: transposed, not contiguous.
+    return tuple(torch.randn(2, length, n, width).to(dtype).transpose(1, 2) for n in (query_heads, key_heads))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("start", [0, 10_000])
+@pytest.mark.parametrize("width", [2, 8, 64])
+def test_qwen3s_bitwise(dtype, batch, start, width):
+    query, key = heads(dtype, width=width)
+    cos, sin = angles(5, width, dtype, batch, start)
+    wanted = apply_rotary_pos_emb(query, key, cos, sin)
+    assert all(torch.equal(a, b) for a, b in zip(rotate(query, key, cos, sin), wanted, strict=True))
+    with torch.no_grad():
+        assert all(torch.equal(a, b) for a, b in zip(rotate(query, key, cos, sin), wanted, strict=True))
+
+
+def test_gradients_are_those_of_autograd():
+    for dtype in (torch.float32, torch.bfloat16):
+        query, key = (x.contiguous().requires_grad_() for x in heads(dtype))
+        cos, sin = angles(5, 8, dtype)
+        seeds = [torch.randn_like(query), torch.randn_like(key)]
+        ours = torch.autograd.grad(rotate(query, key, cos, sin), (query, key), seeds)
+        theirs = torch.autograd.grad(apply_rotary_pos_emb(query, key, cos, sin), (query, key), seeds)
+        assert [g.dtype for g in ours] == [dtype, dtype]
+        for a, b in zip(ours, theirs, strict=True):
+            assert torch.allclose(
+                a.float(), b.float(), rtol=2 * torch.finfo(dtype).eps, atol=2 * torch.finfo(dtype).eps
+            )
+
+
+def test_the_equation():
+    """Pair (i, i + D/2) turns by t · θ^(-2i/D)."""
+    query, key = heads(torch.float64)
+    cos, sin = angles(5, 8, torch.float64, start=3)
+    turned = rotate(query, key, cos, sin)[1]
+    for t in range(5):
+        for i in range(4):
+            angle = (t + 3) * 10_000 ** (-2 * i / 8)
+            a, b = key[:, :, t, i], key[:, :, t, i + 4]
+            assert torch.allclose(turned[:, :, t, i], a * math.cos(angle) - b * math.sin(angle), rtol=0, atol=1e-12)
+            assert torch.allclose(turned[:, :, t, i + 4], b * math.cos(angle) + a * math.sin(angle), rtol=0, atol=1e-12)
+    other = angles(5, 8, torch.float64, start=4)
+    assert not torch.allclose(turned, rotate(query, key, *other)[1], atol=1e-2)
+
+
+def test_gradcheck():
+    query, key = (x.contiguous().requires_grad_() for x in heads(torch.float64, 2, 1, 4, 3))
+    cos, sin = angles(3, 4, torch.float64)
+    assert gradcheck(lambda q, k: rotate(q, k, cos, sin), (query, key))
+    assert gradgradcheck(lambda q, k: rotate(q, k, cos, sin), (query, key))
+
+
+def test_gradcheck_with_unequal_halves():
+    """No scaling type makes the halves' cosines differ, but the transpose must not count on it."""
+    torch.manual_seed(0)
+    cos, sin = torch.randn(2, 1, 3, 4, dtype=torch.float64)
+    query, key = (x.contiguous().requires_grad_() for x in heads(torch.float64, 2, 1, 4, 3))
+    assert gradcheck(lambda q, k: rotate(q, k, cos, sin), (query, key))
+
+
+def test_gradcheck_sees_a_rotation_in_place_of_its_transpose():
+    cos, sin = (x.unsqueeze(1) for x in angles(3, 4, torch.float64))
+
+    class Wrong(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return apply_rotary_pos_emb(x, x, cos[:, 0], sin[:, 0])[0]
+
+        @staticmethod
+        def backward(ctx, grad):
+            return apply_rotary_pos_emb(grad, grad, cos[:, 0], sin[:, 0])[0]
+
+    with pytest.raises(GradcheckError):
+        gradcheck(Wrong.apply, (torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True),))
+
+
+def test_inputs_are_left_alone():
+    """The rotation writes into its own output; a cache or a hook may hold the input."""
+    query, key = heads(torch.float32)
+    before = query.clone(), key.clone()
+    rotate(query, key, *angles(5, 8, torch.float32))
+    assert torch.equal(query, before[0])
+    assert torch.equal(key, before[1])
+    seed = torch.randn(2, 4, 5, 8)
+    kept, leaf = seed.clone(), query.contiguous().requires_grad_()
+    torch.autograd.grad(rotate(leaf, key, *angles(5, 8, torch.float32))[0], leaf, seed)
+    assert torch.equal(seed, kept)
+
+
+def test_backward_keeps_cosines_only():
+    query, key = (x.contiguous().requires_grad_() for x in heads(torch.float32, length=50))
+    cos, sin = angles(50, 8, torch.float32)
+    cos, sin = cos.contiguous(), sin.contiguous()
+
+    def kept(function):
+        storages = {}
+
+        def pack(t):
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            function(query, key, cos, sin)
+        return sum(storages.values())
+
+    assert kept(rotate) == 2 * 50 * 8 * 4
+
+
+def test_a_score_depends_on_the_distance_alone():
+    query, key = (x[:, :, :1].double() for x in heads(torch.float64, 1, 1))
+    found = []
+    for start in (0, 100, 5000):
+        (q, _), (_, k) = (rotate(query, key, *angles(1, 8, torch.float64, start=start + gap)) for gap in (7, 0))
+        found.append((q * k).sum())
+    assert max(found) - min(found) < 1e-10
+
+
+def test_the_model_turns_pairs_as_the_equation_says():
+    """The cosines that the model makes are those of this file."""
+    model = build(config_of("vanilla"))
+    cos, sin = model.model.rotary_emb(torch.zeros(1, 5, 32), torch.arange(5)[None])
+    wanted = angles(5, 8, torch.float32)
+    assert torch.allclose(cos, wanted[0], atol=1e-6)
+    assert torch.allclose(sin, wanted[1], atol=1e-6)
