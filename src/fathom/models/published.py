@@ -45,15 +45,18 @@ def published_config(config: dict[str, Any]) -> dict[str, Any]:
     theirs = (*DEPTH_FLAGS, *BASELINE_KEYS, "use_qk_norm", "scale_embeds", "architectures", "auto_map")
     prefixes = ("depth_", "densetransformer_", "denseformer_", "attnres_", "residual_baseline_", "mhc_", "cross_layer_")
     ours = {k: v for k, v in config.items() if k not in theirs and not k.startswith(prefixes)}
-    ours |= {"model_type": "fathom", "head_dim": _head_dim(config)}
+    heads = config["num_attention_heads"]  # what Llama's configuration leaves out, it derives from this
+    ours |= {
+        "model_type": "fathom",
+        "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        "num_key_value_heads": config.get("num_key_value_heads") or heads,
+    }
     if config.get("scale_embeds"):
         ours["embedding_scale"] = config["hidden_size"] ** 0.5
     baseline = next((config[key] for key in BASELINE_KEYS if config.get(key)), None)
+    if baseline is not None and config.get("use_depth_attention"):
+        raise ValueError(f"this checkpoint says both use_depth_attention and baseline_mode {baseline!r}")
     return ours | (_depth_attention(config) if baseline is None else _baseline(config, baseline))
-
-
-def _head_dim(config: dict[str, Any]) -> int:
-    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 def _first(config: dict[str, Any], *keys: str, default: Any = None) -> Any:
