@@ -165,6 +165,61 @@ def _model_config(name: str | None) -> FathomConfig:
         raise UsageError(f"--config {name}: {error}") from error
 
 
+@command("compare mechanisms fairly: same tokens, same initial values, several seeds")
+def compare(parser: Parser, words: Sequence[str]) -> int:
+    """`fathom compare RECIPE --arms vanilla,depth_attention [key=value ...]`, or `fathom compare DIRECTORY`."""
+    _add_recipe(parser)
+    parser.add_argument(
+        "--arms", help="MECHANISM or NAME=MECHANISM[;key=value...], comma between; the first is the control"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each arm (default: 3)")
+    parser.add_argument("--equal", choices=("tokens", "flops"), default="tokens", help="the budget arms share")
+    parser.add_argument(
+        "--pairs", type=int, default=12, help="A B B A rounds when timing an arm; 0 for none (default: 12)"
+    )
+    parser.add_argument("--out", type=Path, help="directory (default: runs/ and the recipe's name, -compare)")
+    parser.add_argument("--workers", type=int, default=1, help="processes on this machine; more may join from others")
+    parser.add_argument("--threads", type=int, help="CPU threads of a worker (default: 1 if there are several)")
+    parser.add_argument("--report", action="store_true", help="only write the report anew from what is finished")
+    parser.add_argument("--json", action="store_true", help="print the report for a program")
+    options = parser.parse_intermixed_args(words)
+
+    from fathom.evaluation.command import run_compare
+
+    return run_compare(options)
+
+
+@command("continue a text with a trained model")
+def generate(parser: Parser, words: Sequence[str]) -> int:
+    """`fathom generate MODEL --prompt TEXT`."""
+    parser.add_argument("model", help="an exported directory, a run, or a comparison (its best arm)")
+    parser.add_argument("--prompt", default="", help="what to continue; empty starts a new document")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens at most (default: 128)")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
+    parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0 for all (default: 0)")
+    parser.add_argument("--top-p", type=float, default=0.95, help="draw from so much probability (default: 0.95)")
+    parser.add_argument("--seed", type=int, help="draw the same text every time")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    parser.add_argument("--json", action="store_true", help="print text and speed for a program")
+    options = vars(parser.parse_args(words))
+    path, prompt, device, as_json = (options.pop(key) for key in ("model", "prompt", "device", "json"))
+
+    from fathom.inference.generate import Sampling, load, to_terminal
+    from fathom.inference.generate import generate as call
+
+    sampling = Sampling(**options)
+    model, tokenizer = load(path, device)
+    if not as_json:
+        to_terminal(prompt)
+    made = call(model, tokenizer, prompt, sampling, None if as_json else to_terminal)
+    if as_json:
+        print(json.dumps({"prompt": prompt, **vars(made), "tokens_per_second": made.tokens_per_second}))
+    else:
+        print()
+        print(f"{made.tokens} tokens, {made.tokens_per_second:.0f} tokens/s", file=sys.stderr)
+    return 0
+
+
 def _dry_run(recipe: Recipe, as_json: bool) -> int:
     from fathom.training.estimate import estimate
 

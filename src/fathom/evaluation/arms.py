@@ -1,0 +1,94 @@
+"""Arms of a comparison: recipes that differ in their mechanism, and in what is written after it, alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from fathom.models.cost import flops_per_token
+from fathom.models.registry import parse_mechanism
+from fathom.recipe import Recipe, RecipeError, parse_recipe
+
+Equal = Literal["tokens", "flops"]
+NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+COMMA = re.compile(r",(?![^\[{]*[\]}])")  # not within brackets
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One side of a comparison."""
+
+    name: str
+    mechanism: str
+    overrides: tuple[str, ...] = ()
+    """`key=value` on top of the mechanism."""
+
+    def recipe(self, base: Recipe) -> Recipe:
+        """The base recipe with this arm's mechanism and overrides."""
+        values = base.to_dict()
+        model: dict[str, Any] = values["model"]
+        for axis, chosen in parse_mechanism(self.mechanism).items():
+            if model.get(axis) != chosen:
+                model.pop(f"{axis}_options", None)  # they belong to another mechanism
+            model[axis] = chosen
+        try:
+            recipe = parse_recipe(values, self.overrides)
+            recipe.config()
+        except ValueError as error:
+            raise RecipeError(f"arm {self.name}: {error}") from error
+        return recipe
+
+
+def parse_arms(text: str) -> list[Arm]:
+    """`vanilla,mine=depth_attention;model.mixer_options.stride=1`: names, mechanisms, overrides; the control first."""
+    arms = [_parse_arm(part.strip()) for part in COMMA.split(text)]
+    for i, arm in enumerate(arms):
+        if arm.name in [other.name for other in arms[:i]]:
+            raise RecipeError(f"--arms: {arm.name} appears twice; NAME={arm.mechanism} gives an arm another name")
+    if len(arms) < 2:
+        raise RecipeError(f"--arms {text}: a comparison needs a control and at least one more arm")
+    return arms
+
+
+def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal) -> dict[str, Recipe]:
+    """Every arm's recipe, with as many steps as spend the control's tokens or its training FLOPs."""
+    recipes = {arm.name: arm.recipe(base) for arm in arms}
+    budget = _spent(recipes[arms[0].name], equal)
+    for arm in arms[1:]:
+        recipe = recipes[arm.name]
+        if any(override.startswith("train.steps=") for override in arm.overrides):
+            continue
+        steps = max(1, round(budget / (_spent(recipe, equal) / recipe.train.steps)))
+        recipes[arm.name] = recipe.override(f"train.steps={steps}")
+    return recipes
+
+
+def training_flops(recipe: Recipe) -> float:
+    """Of a whole run: three forward passes for each token."""
+    return 3 * flops_per_token(recipe.config(), recipe.data.sequence_length) * tokens(recipe)
+
+
+def tokens(recipe: Recipe) -> int:
+    """Tokens a whole run sees."""
+    return recipe.train.steps * recipe.train.tokens_per_step
+
+
+def _spent(recipe: Recipe, equal: Equal) -> float:
+    return training_flops(recipe) if equal == "flops" else tokens(recipe)
+
+
+def _parse_arm(text: str) -> Arm:
+    head, *overrides = (part.strip() for part in text.split(";"))
+    name, equals, mechanism = (part.strip() for part in head.partition("="))
+    mechanism = mechanism if equals else name
+    try:
+        parse_mechanism(mechanism)
+    except ValueError as error:
+        raise RecipeError(f"--arms {text}: {error}") from error
+    if overrides and not equals:
+        raise RecipeError(f"--arms {text}: an arm with overrides needs a name, as in mine={text}")
+    if not NAME.fullmatch(name):
+        raise RecipeError(f"--arms {text}: a name is letters, digits and _ . + -")
+    return Arm(name, mechanism, tuple(overrides))

@@ -1,0 +1,140 @@
+"""Who works on what, when all they share is a directory.
+
+A task's claims are files numbered 0, 1, 2, …; the highest number holds. Claiming creates the next number with `link`,
+which fails if somebody else was faster, locally and on network file systems alike. Nothing is ever deleted, so no two
+processes can disagree about which number is next. A holder touches its file while it lives; a file whose process is
+gone, or that nobody touched for a while, may be succeeded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import threading
+import time
+import uuid
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HEARTBEAT_SECONDS = 5.0
+STALE_SECONDS = 60.0
+
+
+class ClaimError(RuntimeError):
+    """A claim that somebody else holds by now; the message is one line."""
+
+
+@dataclass
+class Claims:
+    """The claims in one directory, as one process sees them."""
+
+    directory: Path
+    stale_seconds: float = STALE_SECONDS
+    _seen: dict[Path, tuple[int, float]] = field(default_factory=dict)
+    """When each claim's heartbeat was last seen to change, by our own clock: those of two machines may differ."""
+
+    def take(self, task: str) -> Claim | None:
+        """Claim a task; None if somebody holds it."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        number = self._newest(task)
+        if number is not None and not self._free(self._path(task, number)):
+            return None
+        path = self._path(task, 0 if number is None else number + 1)
+        draft = self.directory / f".{uuid.uuid4().hex}"
+        draft.write_text(json.dumps({"pid": os.getpid(), "machine": machine(), "host": platform.node()}))
+        try:
+            os.link(draft, path)
+        except FileExistsError:
+            return None
+        finally:
+            draft.unlink()
+        return Claim(path, self._path(task, int(path.suffix[1:]) + 1))
+
+    def holder(self, task: str) -> dict[str, Any] | None:
+        """Who holds a task: `host` and `pid`; None if it is free."""
+        number = self._newest(task)
+        if number is None or self._free(self._path(task, number)):
+            return None
+        found: dict[str, Any] = json.loads(self._path(task, number).read_text())
+        return found
+
+    def _path(self, task: str, number: int) -> Path:
+        return self.directory / f"{task}.{number}"
+
+    def _newest(self, task: str) -> int | None:
+        numbers = (path.suffix[1:] for path in self.directory.glob(f"{task}.*") if path.stem == task)
+        return max((int(number) for number in numbers if number.isdigit()), default=None)
+
+    def _free(self, path: Path) -> bool:
+        holder = json.loads(path.read_text())
+        if holder.get("released"):
+            return True
+        if holder["machine"] == machine() and not _alive(holder["pid"]):
+            return True
+        beat, now = path.stat().st_mtime_ns, time.monotonic()
+        if path not in self._seen or self._seen[path][0] != beat:
+            self._seen[path] = (beat, now)
+        return now - self._seen[path][1] > self.stale_seconds
+
+
+class Claim:
+    """A task that is ours until we leave the `with` block, or until we are taken for dead."""
+
+    def __init__(self, path: Path, successor: Path) -> None:
+        self.path, self.successor = path, successor
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._beat, daemon=True)
+
+    @property
+    def lost(self) -> bool:
+        """Whether somebody else has taken over."""
+        return self.successor.exists()
+
+    def require(self) -> None:
+        """Stop here if the task is no longer ours."""
+        if self.lost:
+            raise ClaimError(f"{self.path.stem}: this process was silent for too long, and another one took over")
+
+    def __enter__(self) -> Claim:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._done.set()
+        self._thread.join()
+        released = self.path.with_name(f".{uuid.uuid4().hex}")
+        released.write_text(json.dumps({"released": True}))
+        os.replace(released, self.path)
+
+    def _beat(self) -> None:
+        while not self._done.wait(HEARTBEAT_SECONDS):
+            try:
+                os.utime(self.path)
+            except OSError:  # the disk may be away for a moment; silence is what the heartbeat is for
+                continue
+
+
+def machine() -> str:
+    """What must agree for a process id to mean the same process: the boot, and the container."""
+    parts = [platform.node()]
+    try:
+        parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]
+    except OSError:
+        parts.append(str(uuid.getnode()))
+    return " ".join(parts)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    # A zombie is dead, but its parent has not looked yet.
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (OSError, IndexError):
+        return True

@@ -1,0 +1,315 @@
+"""A comparison's numbers as a table in the terminal and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fathom.evaluation import report as html
+from fathom.evaluation.findings import Values
+from fathom.evaluation.plots import Interval, Line, interval_plot, line_plot, short
+
+DASH = "–"
+
+
+def write_report(report: Values, out: Path) -> tuple[Path, Path]:
+    """Write `report.json` and `report.html` into a comparison's directory."""
+    return html.write(out, report, page(report))
+
+
+def tables(report: Values) -> list[Any]:
+    """Two tables for a terminal of 80 columns: what each arm reached, and what it cost."""
+    return [_rich(*quality_rows(report)), _rich(*cost_rows(report, narrow=True))]
+
+
+def quality_rows(report: Values) -> tuple[str, list[str], list[list[str]]]:
+    """Caption, columns, rows: what each arm reached."""
+    arms = report["arms"]
+    columns = ["arm", "loss", "difference", "Holm p", "perplexity", "bits/byte"]
+    rows = []
+    for arm in arms:
+        if not arm["runs"]:
+            continue
+        gap = arm.get("difference")
+        holm = DASH if gap is None or gap["p_holm"] is None else f"{gap['p_holm']:.3f}"
+        numbers = [f"{arm['perplexity']:.2f}", f"{arm['bits_per_byte']:.4f}"]
+        rows.append([arm["name"], f"{arm['loss']:.4f}", "control" if gap is None else signed(gap), holm, *numbers])
+    many = len(report["seeds"])
+    interval = "with its 95 % interval over seeds" if many > 1 else "without an interval: one seed"
+    return f"Held-out loss in nats per token ({seeds(many)}); paired difference {interval}", columns, rows
+
+
+def cost_rows(report: Values, narrow: bool = False) -> tuple[str, list[str], list[list[str]]]:
+    """Caption, columns, rows: what each arm cost; `narrow` shortens numbers for a terminal."""
+    columns = ["arm", "params", "FLOPs/token", "cache B/token", "step time", "memory"]
+    if not narrow:
+        columns = ["arm", "parameters", "FLOPs per token", "cache bytes per token", "step time", "quartiles"]
+        columns += ["peak memory", "steps", "tokens", "training FLOPs"]
+    rows = []
+    for arm in report["arms"]:
+        measured = arm["measured"]
+        control = arm["name"] == report["control"]
+        cache = arm["cache_bytes_per_token"]["measured"]
+        time = ratio(measured["time"]["median"]) if measured else "1" if control else DASH
+        memory = (
+            ratio(measured["memory_bytes"][0] / measured["memory_bytes"][1]) if measured else "1" if control else DASH
+        )
+        cell = DASH if cache is None else f"{cache:,.0f}"
+        if narrow:
+            flops = short(arm["flops_per_token"])
+            rows.append([arm["name"], short(arm["parameters"]), flops, cell, time, memory])
+            continue
+        spread = f"{measured['time']['low']:.3f} … {measured['time']['high']:.3f}" if measured else DASH
+        sizes = [f"{arm['steps']:,}", f"{arm['tokens']:,}", f"{arm['training_flops']:.4g}"]
+        flops = f"{arm['flops_per_token']:,.0f}"
+        rows.append([arm["name"], f"{arm['parameters']:,}", flops, cell, time, spread, memory, *sizes])
+    return "Cost; time and memory of a training step as ratios to the control", columns, rows
+
+
+def page(report: Values) -> str:
+    """The whole report."""
+    names = [arm["name"] for arm in report["arms"]]
+    title = f"{', '.join(names[1:])} against {names[0]}"
+    if not report["seeds"]:
+        return html.page(title, report["verdict"], _provenance(report))
+    return html.page(
+        title,
+        report["verdict"],
+        html.table(*quality_rows(report)),
+        _share_sentence(report),
+        html.figures(_differences(report), _while_training(report)),
+        html.section("Learning curves", html.legend(names), _curves(report)),
+        html.section("Along the context", html.legend(names), _positions(report)),
+        html.section("Domains", _domains(report)),
+        html.section("Cost", html.table(*cost_rows(report)), *_cost_notes(report)),
+        html.section("Between the arms", _between(report)),
+        html.section("Every run", _runs(report)),
+        html.section("How to read this", html.bullets(_method(report))),
+        html.section("Where it comes from", _provenance(report)),
+        note=_unfinished(report),
+    )
+
+
+def signed(gap: Values) -> str:
+    """A difference and its interval."""
+    width = "" if gap["half_width"] is None else f" ± {gap['half_width']:.4f}"
+    return f"{gap['mean']:+.4f}{width}".replace("-", "−")
+
+
+def ratio(value: float) -> str:
+    """A ratio to the control."""
+    return f"× {value:.3f}"
+
+
+def seeds(count: int) -> str:
+    """A number of seeds in words."""
+    return "one seed" if count == 1 else f"mean of {count} seeds"
+
+
+def _differences(report: Values) -> str:
+    arms = report["arms"][1:]
+    items = [
+        Interval(arm["name"], arm["difference"]["mean"], arm["difference"]["low"], arm["difference"]["high"], i + 1)
+        for i, arm in enumerate(arms)
+    ]
+    words = "; ".join(f"{arm['name']} {signed(arm['difference'])}" for arm in arms)
+    control = report["control"]
+    svg = interval_plot(items, "nats per token", f"Validation loss minus {control}'s: {words}")
+    caption = "Left of the dashed line is better. " + ("Bars are 95 % intervals." if len(report["seeds"]) > 1 else "")
+    return html.figure(f"Validation loss minus {control}'s", svg, caption)
+
+
+def _while_training(report: Values) -> str:
+    lines = []
+    for i, arm in enumerate(report["arms"][1:]):
+        curve = arm["difference_while_training"]
+        lines.append(Line(arm["name"], curve["tokens"], curve["mean"], i + 1, curve["low"], curve["high"], marks=False))
+    last = "; ".join(f"{line.name} ends at {line.y[-1]:+.4f}" for line in lines)
+    control = report["control"]
+    svg = line_plot(lines, "tokens", "nats", f"Training loss minus {control}'s on the same batches: {last}", zero=True)
+    return html.figure(
+        f"Training loss minus {control}'s",
+        svg,
+        "On the very same batches, averaged over stretches. Bands span the seeds.",
+    )
+
+
+def _curves(report: Values) -> str:
+    budget = "the comparison is at equal tokens" if report["equal"] == "tokens" else "the comparison is at equal FLOPs"
+    machines = {str(run["machine"]) for arm in report["arms"] for run in arm["runs"]}
+    where = "on machines that differ" if len(machines) > 1 else "of wall clock, whatever else the machine did"
+    return html.figures(
+        _curve(report, "tokens", "tokens", "Against tokens"),
+        _curve(report, "flops", "training FLOPs", "Against FLOPs", f"By arithmetic; {budget}."),
+        _curve(report, "seconds", "seconds in steps", "Against seconds", f"Seconds {where}."),
+    )
+
+
+def _curve(report: Values, key: str, x_label: str, title: str, caption: str = "Bands span the seeds.") -> str:
+    lines = [
+        Line(arm["name"], arm["curve"][key], arm["curve"]["loss"], i, arm["curve"]["low"], arm["curve"]["high"])
+        for i, arm in enumerate(report["arms"])
+    ]
+    ends = "; ".join(f"{line.name} ends at {line.y[-1]:.4f}" for line in lines)
+    return html.figure(
+        title, line_plot(lines, x_label, "validation loss", f"Validation loss {title.lower()}: {ends}"), caption
+    )
+
+
+def _positions(report: Values) -> str:
+    """Loss, and its difference to the control, over equal stretches of the context."""
+    control = report["arms"][0]
+    length = report["recipe"]["data"]["sequence_length"]
+    count = len(control["position_loss"])
+    if count < 2:
+        return ""
+    places = [(i + 0.5) * length / count for i in range(count)]
+    arms = [(i, arm) for i, arm in enumerate(report["arms"]) if len(arm["position_loss"]) == count]
+    lines = [Line(arm["name"], places, arm["position_loss"], i) for i, arm in arms]
+    ends = "; ".join(f"{line.name} from {line.y[0]:.3f} to {line.y[-1]:.3f}" for line in lines)
+    gaps = []
+    for i, arm in arms[1:]:
+        rows = arm["difference_by_position"]
+        low, high = ([row[end] for row in rows] for end in ("low", "high"))
+        bands = (None, None) if None in low else (low, high)
+        gaps.append(Line(arm["name"], places, [row["mean"] for row in rows], i, *bands))
+    words = "; ".join(f"{line.name} from {line.y[0]:+.4f} to {line.y[-1]:+.4f}" for line in gaps)
+    difference = line_plot(gaps, "position in the context", "nats", f"Loss minus the control's: {words}", zero=True)
+    return html.figures(
+        html.figure("Validation loss", line_plot(lines, "position in the context", "nats per token", f"Loss: {ends}")),
+        html.figure(f"Minus {control['name']}'s", difference, "Bands are 95 % intervals, each stretch by itself."),
+    )
+
+
+def _domains(report: Values) -> str:
+    names = list(report["arms"][0]["domains"])
+    if len(names) < 2:
+        return ""
+    rows = []
+    for arm in report["arms"]:
+        found = [arm["domains"].get(name) for name in names]
+        rows.append([arm["name"], *(DASH if score is None else _domain_cell(score) for score in found)])
+    return html.table("Bits per byte of each domain, and the paired difference of the loss", ["arm", *names], rows)
+
+
+def _domain_cell(score: Values) -> str:
+    gap = f" ({signed(score['difference'])})" if "difference" in score else ""
+    return f"{score['bits_per_byte']:.4f}{gap}"
+
+
+def _between(report: Values) -> str:
+    rows = [
+        [f"{row['a']} − {row['b']}", signed(row), DASH if row["p_holm"] is None else f"{row['p_holm']:.3f}"]
+        for row in report["between"]
+    ]
+    caption = "Paired differences of validation loss among the arms other than the control"
+    return html.table(caption, ["pair", "difference", "Holm p"], rows) if rows else ""
+
+
+def _share_sentence(report: Values) -> str:
+    share = report["share_of_uniform_depth"]
+    if share is None:
+        return ""
+    gap = share["difference"]
+    pair = f"{gap['a']} minus {gap['b']} is {signed(gap)}."
+    if not share["defined"]:
+        return html.paragraph(
+            "A share of the gain that uniform_depth already has is not given: over these seeds depth_attention has no "
+            f"gain that stands clear of the noise. {pair}"
+        )
+    text = f"uniform_depth, which averages where depth_attention attends, has {100 * share['share']:.0f} % of its gain."
+    return html.paragraph(f"{text} {pair}")
+
+
+def _cost_notes(report: Values) -> list[str]:
+    found = [arm["measured"] for arm in report["arms"] if arm["measured"]]
+    if not found:
+        return [html.paragraph("Step time, memory and cache were not measured.", quiet=True)]
+    time = found[0]["time"]
+    text = (
+        f"Step time: the arm and the control take turns A B B A in one process on the same batches, "
+        f"{time['pairs']} rounds, {time['clock']}; the median of the rounds' ratios. The control's step took {time['seconds'][1]:.3f} s. "
+        f"Memory: {found[0]['memory']}. Cache: bytes that a real cache grows by per token really decoded."
+    )
+    return [html.paragraph(text, quiet=True)]
+
+
+def _runs(report: Values) -> str:
+    columns = ["run", "loss", "perplexity", "bits/byte", "seconds"]
+    rows = [
+        [
+            f"{arm['name']}, seed {run['seed']}",
+            *(f"{run['loss']:.4f}", f"{run['perplexity']:.2f}", f"{run['bits_per_byte']:.4f}", f"{run['seconds']:.0f}"),
+        ]
+        for arm in report["arms"]
+        for run in arm["runs"]
+    ]
+    return html.table("Each is an ordinary training run below this directory", columns, rows)
+
+
+def _method(report: Values) -> list[str]:
+    """What was held equal, and what the numbers mean."""
+    equal = {
+        "tokens": "Every arm saw equally many tokens.",
+        "flops": "Every arm spent the control's training FLOPs: steps and learning-rate schedule were scaled.",
+    }
+    several = len(report["arms"]) > 2
+    lines = [
+        f"Paired: for each seed all arms read the same tokens in the same order. {_shared(report)}",
+        equal[report["equal"]],
+        "Intervals are Student's t over the seeds' paired differences. They cover the choice of seed (initial weights "
+        "and data order), and neither the choice of corpus nor of learning rate, which was not tuned for any arm.",
+    ]
+    if several:
+        lines.append(
+            "Several arms are several chances of a false alarm: the opening sentence calls a difference sure only if "
+            "Holm's test over all arms agrees (p below 0.05). Intervals are those of each comparison taken alone."
+        )
+    if len(report["seeds"]) in (2, 3):
+        lines.append("With so few seeds intervals are wide: a difference within the noise may still be real.")
+    lines.append("Perplexity is exp of the mean loss. FLOPs are by arithmetic: training costs three forward passes.")
+    return lines
+
+
+def _shared(report: Values) -> str:
+    counts = [(a["name"], *a["measured"]["shared_tensors"]) for a in report["arms"] if a["measured"]]
+    if not counts:
+        return "Parameters of equal name and shape start from equal values."
+    if all(shared == equal for _, shared, equal in counts):
+        return "Every parameter of equal name and shape started from bitwise equal values (checked)."
+    words = ", ".join(f"{name} {equal} of {shared}" for name, shared, equal in counts)
+    return f"Parameters of equal name and shape that started from bitwise equal values: {words}."
+
+
+def _unfinished(report: Values) -> str:
+    missing = len(report["seeds_planned"]) - len(report["seeds"])
+    return f"{missing} of {len(report['seeds_planned'])} seeds are not finished and are left out." if missing else ""
+
+
+def _provenance(report: Values) -> str:
+    hardware = report["hardware"]
+    machine = ", ".join(str(hardware[key]) for key in ("gpu", "cpu") if key in hardware)
+    values = {
+        "command": report["command"],
+        "date": report["date"],
+        "commit": report["commit"] or "not in a checkout",
+        "hardware": f"{machine}, {hardware['cores']} cores, {hardware['system']}",
+        "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
+    }
+    arms = [{key: arm[key] for key in ("name", "mechanism", "overrides")} for arm in report["arms"]]
+    text = yaml.safe_dump({"arms": arms, "recipe": report["recipe"]}, sort_keys=False, allow_unicode=True)
+    return html.facts(values) + html.details("The recipe", text)
+
+
+def _rich(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    from rich.table import Table
+
+    table = Table(title=caption, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", header_style="dim", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

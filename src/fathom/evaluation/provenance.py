@@ -1,0 +1,84 @@
+"""Where a result comes from: command, date, commit, hardware, versions."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fathom._version import __version__
+
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "scipy")
+
+
+def provenance() -> dict[str, Any]:
+    """What a report must say about itself."""
+    return {
+        "command": " ".join([Path(sys.argv[0]).name, *map(_quoted, sys.argv[1:])]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "commit": commit(),
+        "hardware": hardware(),
+        "versions": versions(),
+    }
+
+
+def commit() -> str | None:
+    """The commit of the checkout that this code runs from, marked if dirty; None outside of one."""
+    here = Path(__file__).parent
+    try:
+        done = subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"],
+            cwd=here,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+        tracked = subprocess.run(["git", "ls-files", "--error-unmatch", __file__], cwd=here, capture_output=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip() if done.returncode == 0 and tracked.returncode == 0 else None
+
+
+def hardware() -> dict[str, Any]:
+    """The processor, and the accelerator if there is one."""
+    found: dict[str, Any] = {"cpu": _cpu(), "cores": _cores(), "system": f"{platform.system()} {platform.machine()}"}
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Of Python, Fathom, and what computes."""
+    found = {"python": platform.python_version(), "fathom": __version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return next(named, "") or platform.processor() or platform.machine()
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _quoted(word: str) -> str:
+    import shlex
+
+    return shlex.quote(word)
