@@ -134,7 +134,12 @@ def _summary(found: comparison.Comparison) -> str:
     for test in found.tests:
         used = f"corrected {probability(test.corrected)}" if test.decides else "not used: needs a control"
         lines.append(f"  {test.name:<36}{test.statistic:9.4g}   p {probability(test.p)}, {used}")
-    lines += ["", *(f"- {reason}" for reason in found.verdict.reasons), *(f"- {why}" for why in found.pair.skipped)]
+    lines += [
+        "",
+        *(f"- {sign}" for sign in found.tampering),
+        *(f"- {reason}" for reason in found.verdict.reasons),
+        *(f"- {why}" for why in found.pair.skipped),
+    ]
     lines += ["", "Not claimed:", *(f"- {item}" for item in found.verdict.not_claimed)]
     return "\n".join(lines)
 

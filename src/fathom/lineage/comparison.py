@@ -86,6 +86,7 @@ class Pair:
     witnesses: list[tuple[tuple[int, int], int]] = field(default_factory=list)  # layer pair -> agreements
     neurons: list[tuple[tuple[int, int], int, float]] = field(default_factory=list)  # layer pair -> fixed, z
     skipped: list[str] = field(default_factory=list)
+    bytes_read: dict[str, int] = field(default_factory=dict)  # by model name
     seconds: float = 0.0
 
     @property
@@ -118,6 +119,7 @@ def paired_rows(a: Weights, b: Weights) -> tuple[Array, Array, str]:
 def measure(first: Weights, second: Weights, options: Options, progress: Progress = lambda _: None) -> Pair:
     """Align and score one pair; every number of the report that does not need a control."""
     started = time.monotonic()
+    before = {w.name: w.origin.bytes_read for w in (first, second)}
     swapped = second.geometry.width > first.geometry.width
     pair = Pair(*((second, first) if swapped else (first, second)), swapped)
     rows_a, rows_b, pair.pairing = paired_rows(pair.a, pair.b)
@@ -137,6 +139,7 @@ def measure(first: Weights, second: Weights, options: Options, progress: Progres
         _witness_neurons(pair, rows_a, rows_b, options, progress)
     if has_extras(pair, options) and len(rows_a) >= 64:
         _other_scores(pair, rows_a, rows_b, progress)
+    pair.bytes_read = {w.name: w.origin.bytes_read - before[w.name] for w in (first, second)}
     pair.seconds = time.monotonic() - started
     return pair
 

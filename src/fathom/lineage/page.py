@@ -56,8 +56,9 @@ table { border-collapse: collapse; width: 100%; font-size: 15px }
 th { font-weight: 600; text-align: left; color: var(--soft); font-size: 13px }
 td, th { padding: 7px 12px 7px 0; border-bottom: 1px solid var(--line); vertical-align: top }
 tr:last-child td { border-bottom: 0 }
-.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
-.bar { position: relative; height: 8px; border-radius: 4px; background: var(--line); min-width: 110px; margin: 9px 0 }
+td.n { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap }
+th.n { text-align: right }
+.bar { position: relative; height: 8px; border-radius: 4px; background: var(--line); max-width: 420px; margin: 6px 0 }
 .bar i { position: absolute; inset: 0 auto 0 0; border-radius: 4px; background: var(--accent) }
 .bar b { position: absolute; top: -4px; bottom: -4px; width: 2px; background: var(--soft) }
 svg { display: block; width: 100%; height: auto }
@@ -67,7 +68,8 @@ img { width: 100%; border-radius: 12px; display: block; margin: 8px 0 }
 @media (max-width: 560px) {
   .tests thead { display: none }
   .tests tr { display: block; border-bottom: 1px solid var(--line); padding: 8px 0 }
-  .tests td { display: block; border: 0; padding: 1px 0; text-align: left; white-space: normal }
+  .tests td { display: inline-block; border: 0; padding: 1px 14px 1px 0; text-align: left; white-space: normal }
+  .tests td:first-child, .tests td[data-head="null"] { display: block }
   .tests td[data-head]::before { content: attr(data-head) ": "; color: var(--soft) }
 }
 """
@@ -143,6 +145,11 @@ def size(count: int) -> str:
     return f"{count / 1000**power:.{0 if power == 0 else 1}f} {['B', 'kB', 'MB', 'GB', 'TB'][power]}"
 
 
+def number(value: float) -> str:
+    """Three decimals, and no negative zero."""
+    return f"{round(value, 3) + 0.0:.3f}"
+
+
 def bar(value: float, mark: float | None = None) -> str:
     """A bar from 0 to 1, with a tick where the highest unrelated score is."""
 
@@ -158,7 +165,7 @@ def _model(item: dict[str, Any]) -> str:
     revision = f" at {item['revision']}" if item["revision"] else ""
     outline = f"{shape['model_type']}: {shape['layers']} layers, width {shape['width']}, "
     outline += f"{shape['heads']} heads on {shape['kv_heads']} keys"
-    read = f"read {size(item['bytes_read'])} of {size(item['file_bytes'])}; headers "
+    read = f"{size(item['bytes_read'])} read, {size(item['file_bytes'])} in all; headers "
     digest = el("code", item["headers_sha256"][:16])
     return el("section", el("p", text(item["origin"] + revision), cls="name"), soft(text(outline)), soft(read, digest))
 
@@ -213,7 +220,7 @@ def _curve(found: Comparison) -> str:
         return soft("No layers were matched.")
     scores = pair.scores[name]
     values, band = scores.per_layer, null_band(found, name, len(scores.pairs))
-    floor = math.floor(min(0.0, *values, *(low for low, _ in band)) * 5) / 5
+    floor = math.floor(min(0.0, *values, *(low for low, _ in band)) * 5 + 0.25) / 5
 
     def place(at: int, value: float) -> tuple[float, float]:
         across = 0.5 if len(values) == 1 else at / (len(values) - 1)
@@ -270,10 +277,14 @@ def _scores(found: Comparison) -> str:
             continue
         null = found.null.scores.get(name, []) if found.null else []
         highest = max(null) if null else None
-        cells = [el("td", text(label)), el("td", f"{value:.3f}", cls="n")]
-        cells += [el("td", "–" if highest is None else f"{highest:.3f}", cls="n"), el("td", bar(value, highest))]
+        unrelated = "–" if highest is None else number(highest)
+        cells = [
+            el("td", text(label), bar(value, highest)),
+            el("td", number(value), cls="n"),
+            el("td", unrelated, cls="n"),
+        ]
         rows.append(el("tr", *cells))
-    out = table([("Score", ""), ("this pair", "n"), ("highest unrelated", "n"), ("", "")], rows)
+    out = table([("Score", ""), ("this pair", "n"), ("highest unrelated", "n")], rows)
     if found.verdict.drift is not None and found.verdict.threshold is not None:
         out += soft(
             f"Minimum detectable drift: weights that moved by more than {found.verdict.drift:.1f} times their own norm "
@@ -313,9 +324,16 @@ def _controls(found: Comparison, body: dict[str, Any]) -> str:
     for control, pairs in found.controls:
         for pair in pairs:
             other = pair.a.name if pair.b.name == control else pair.b.name
-            cells = [el("td", el("code", text(control)), el("div", "against ", text(other), cls="soft"))]
+            cells = [
+                el(
+                    "td",
+                    el("code", text(control)),
+                    el("div", "against ", text(other), cls="soft"),
+                    style="min-width:9em",
+                )
+            ]
             values = [pair.value(name) for name in names]
-            cells += [el("td", "" if value is None else f"{value:.3f}", cls="n") for value in values]
+            cells += [el("td", "" if value is None else number(value), cls="n") for value in values]
             rows.append(el("tr", *cells))
     bound = body["bounds"]
     note = (

@@ -31,7 +31,7 @@ def as_json(found: Comparison, portraits: dict[str, Array] | None = None, comman
     return {
         "fathom_lineage_report": SCHEMA,
         "tool": {"version": __version__, "numpy": np.__version__, "platform": platform.platform(), "command": command},
-        "inputs": [_input(model) for model in models],
+        "inputs": [_input(model, pair) for model in models],
         "base": pair.a.name,
         "structure": {
             "paired_by": pair.pairing,
@@ -66,14 +66,14 @@ def as_json(found: Comparison, portraits: dict[str, Array] | None = None, comman
     }
 
 
-def _input(weights: Weights) -> dict[str, Any]:
+def _input(weights: Weights, pair: Pair) -> dict[str, Any]:
     g = weights.geometry
     return {
         "origin": weights.name,
         "revision": weights.origin.revision,
         "headers_sha256": header_digest(weights.store.tensors),
         "file_bytes": weights.file_bytes,
-        "bytes_read": weights.origin.bytes_read,
+        "bytes_read": pair.bytes_read.get(weights.name, 0),
         "structure": {k: v for k, v in vars(g).items() if k != "latent"},
         "extra_tensors": list(weights.extra_tensors[:32]),
     }

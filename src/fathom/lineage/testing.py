@@ -356,7 +356,6 @@ def _label(found: Findings, p: float, above: bool, threshold: float | None) -> t
         verb = "reaches" if above else "stays below"
         reasons.append(f"best aligned score {found.best_score:.3f} {verb} max(null) + 5 sd = {threshold:.3f}")
     reasons.append(f"layers matched with evidence: {found.coverage:.0%}")
-    reasons += found.tampering
     if found.control_failed:
         return INCONCLUSIVE, [*reasons, "a control scores as high as the pair: the tests cannot be trusted here"]
     if p <= ALPHA:

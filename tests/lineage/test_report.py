@@ -1,0 +1,259 @@
+"""End to end: commands, verdicts, JSON, page, cards and commitments."""
+
+from __future__ import annotations
+
+import html.parser
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+
+from fathom.lineage import cards, commands, commitments, huref
+from fathom.lineage.comparison import Options, measure
+from fathom.lineage.testing import INITIALISATION, NONE, PARTIAL, SHARED
+from fathom.lineage.weights import open_model
+from tests.lineage.zoo import build, logits, save, tiny_config
+
+
+def drifted(config, seed, epsilon, path, only=None):
+    """A stand-in for training: every matrix moves by epsilon times its own size."""
+    model = build(config, seed, torch.float32)
+    draw = torch.Generator().manual_seed(99)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and (only is None or only in name):
+            parameter.data += epsilon * parameter.data.std() * torch.randn(parameter.shape, generator=draw)
+    return save(model, path, config.vocab_size)
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """A base, a drifted child, the child rotated and re-gauged, two strangers and a graft."""
+    root = tmp_path_factory.mktemp("family")
+    config = tiny_config("qwen3", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=400)
+    for name, seed in (("base", 0), ("stranger", 1), ("control", 2), ("control2", 3)):
+        save(build(config, seed, torch.float32), root / name, 400)
+    drifted(config, 0, 0.5, root / "child")
+    assert commands.attack(str(root / "child"), root / "hidden", ["rotate", "gain", "head", "neuron"]).exit_code == 0
+    graft = build(config, 1, torch.float32)
+    base = build(config, 0, torch.float32)
+    graft.model.embed_tokens.load_state_dict(base.model.embed_tokens.state_dict())
+    for layer in (2, 3):
+        graft.model.layers[layer].load_state_dict(base.model.layers[layer].state_dict())
+    save(graft, root / "graft", 400)
+    return root
+
+
+def ran(family, a, b="base", controls=("control",), **options):
+    names = [str(family / name) for name in controls]
+    return commands.compare(str(family / a), str(family / b), control=names, exit_code=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("a", "label", "code"),
+    [("child", SHARED, 10), ("hidden", SHARED, 10), ("graft", PARTIAL, 11), ("stranger", NONE, 0)],
+)
+def test_verdicts_end_to_end(family, a, label, code):
+    result = ran(family, a, mode="exact")
+    assert result.data["verdict"]["label"] == label and result.exit_code == code
+    if a == "hidden":
+        assert any("rotation" in sign for sign in result.data["tampering"])
+        assert result.data["scores"]["awm"]["value"] < 0.2 < 0.7 < result.data["scores"]["procrustes"]["value"]
+    if a == "graft":
+        assert "layers 3, 4" in result.data["verdict"]["sentence"]
+    if a == "child":
+        assert result.data["scores"]["awm_canonical"]["value"] == pytest.approx(0.8, abs=0.05)
+        assert not result.data["tampering"]
+
+
+def test_without_controls_a_lineage_is_only_half_said(family):
+    result = ran(family, "child", controls=())
+    assert result.data["verdict"]["label"] == INITIALISATION
+    assert any("--control" in reason for reason in result.data["verdict"]["reasons"])
+    assert not any(test["kind"] == "control" for test in result.data["tests"])
+
+
+def test_a_related_control_spoils_the_verdict(family):
+    result = ran(family, "child", controls=("control", "hidden"))
+    assert result.data["verdict"]["label"] == "inconclusive"
+    assert any("control" in reason for reason in result.data["verdict"]["reasons"])
+
+
+def test_order_of_the_arguments_does_not_matter(family):
+    first, second = ran(family, "child", "base"), ran(family, "base", "child")
+    for name, score in first.data["scores"].items():
+        assert second.data["scores"][name]["value"] == pytest.approx(score["value"], abs=1e-3), name
+    assert first.data["verdict"]["label"] == second.data["verdict"]["label"]
+
+
+def test_depth_and_width_pruned_copies(family, tmp_path):
+    whole = tiny_config("qwen3", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=400)
+    base = build(whole, 0, torch.float32)
+    shallow = tiny_config("qwen3", num_hidden_layers=3, hidden_size=96, intermediate_size=256, vocab_size=400)
+    kept, copy = (0, 2, 5), build(shallow, 7, torch.float32)
+    for there, here in enumerate(kept):
+        copy.model.layers[there].load_state_dict(base.model.layers[here].state_dict())
+    for part in ("embed_tokens", "norm"):
+        getattr(copy.model, part).load_state_dict(getattr(base.model, part).state_dict())
+    copy.lm_head.load_state_dict(base.lm_head.state_dict())
+    save(copy, tmp_path / "shallow", 400)
+    pair = measure(open_model(family / "base"), open_model(tmp_path / "shallow"), Options(mode="exact"))
+    assert pair.scores["awm_canonical"].pairs == [(layer, i) for i, layer in enumerate(kept)]
+    assert pair.value("awm_canonical") == pytest.approx(1, abs=1e-3)
+    assert pair.scores["awm_canonical"].covering(6) == pytest.approx(0.5, abs=1e-3)
+
+    narrow = tiny_config("qwen3", num_hidden_layers=6, hidden_size=64, intermediate_size=256, vocab_size=400)
+    slim, channels = build(narrow, 8, torch.float32), sorted(np.random.default_rng(0).permutation(96)[:64].tolist())
+    for (_, target), (_, source) in zip(slim.named_parameters(), base.named_parameters(), strict=True):
+        data = source.data
+        for axis, size in enumerate(data.shape):
+            if size == 96:
+                data = data.index_select(axis, torch.tensor(channels))
+        target.data = data.clone()
+    save(slim, tmp_path / "slim", 400)
+    result = commands.compare(str(tmp_path / "slim"), str(family / "base"), control=[str(family / "control")])
+    assert result.data["scores"]["awm_canonical"]["value"] == pytest.approx(1, abs=1e-3)
+    assert result.data["base"].endswith("base") and result.data["verdict"]["label"] == SHARED
+
+
+class Loads(html.parser.HTMLParser):
+    """Everything a page would fetch, and tags that are left open."""
+
+    def __init__(self):
+        super().__init__()
+        self.fetched, self.stack, self.faults = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.fetched += [v for k, v in attrs if k in {"src", "href"} and not (v or "").startswith("data:")]
+        if tag not in {"meta", "img", "!doctype"}:
+            self.stack.append(tag)
+
+    def handle_endtag(self, tag):
+        if not self.stack or self.stack.pop() != tag:
+            self.faults.append(tag)
+
+
+def test_report_files(family, tmp_path):
+    result = ran(family, "hidden", mode="exact", out=tmp_path / "out")
+    page = (tmp_path / "out" / "report.html").read_text(encoding="utf-8")
+    body = json.loads((tmp_path / "out" / "report.json").read_text(encoding="utf-8"))
+    assert body["verdict"]["sentence"] == result.data["verdict"]["sentence"]
+    read = Loads()
+    read.feed(page)
+    assert not read.fetched and not read.faults and not read.stack
+    assert "http://" not in page and "https://" not in page
+    for piece in (body["verdict"]["sentence"], "Layer against layer", "Not claimed", "--control", "visual checksum"):
+        assert piece in page, piece
+    assert page.count("<img") == 2 and "prefers-color-scheme: dark" in page
+    assert "nan" not in re.sub(r"base64,[^\"]+", "", page).lower().split()
+    assert (tmp_path / "out" / "portrait-a.png").read_bytes()[:4] == b"\x89PNG"
+    again = commands.verify(tmp_path / "out" / "report.json")
+    assert again.exit_code == 0, again.text
+    body["scores"]["awm_canonical"]["value"] = 0.99
+    (tmp_path / "forged.json").write_text(json.dumps(body))
+    forged = commands.verify(tmp_path / "forged.json")
+    assert forged.exit_code == 1 and "awm_canonical" in forged.text
+
+
+def test_names_are_escaped(family, tmp_path):
+    evil = tmp_path / "<img src=x onerror=alert(1)>"
+    evil.symlink_to(family / "base")
+    commands.compare(str(evil), str(family / "stranger"), out=tmp_path / "out")
+    assert "<img src=x" not in (tmp_path / "out" / "report.html").read_text()
+
+
+def test_unusable_input_is_one_line_and_code_two(tmp_path, family):
+    for result in (
+        commands.compare(str(tmp_path / "none"), str(family / "base")),
+        commands.compare(str(family / "base"), str(family / "child"), mode="guess"),
+        commands.compare(str(family / "base"), str(family / "child"), null=tmp_path / "none.json"),
+        commands.attack(str(family / "base"), tmp_path, ["rotate"]),
+        commands.verify(tmp_path / "none.json"),
+        commands.search(tmp_path / "none.card", tmp_path / "nowhere"),
+        commands.calibrate([str(family / "base")], tmp_path / "n.json"),
+    ):
+        assert result.exit_code == 2 and result.text.startswith("refused: ") and "\n" not in result.text
+
+
+def test_calibrated_null_replaces_controls(family, tmp_path):
+    names = [str(family / name) for name in ("stranger", "control", "control2")]
+    done = commands.calibrate(names, tmp_path / "null.json", mode="exact")
+    assert "3 pairs" in done.text
+    result = ran(family, "child", controls=(), null=tmp_path / "null.json", mode="exact")
+    assert result.data["verdict"]["label"] == SHARED and result.data["null"]["pairs"] == 3
+    body = json.loads((tmp_path / "null.json").read_text())
+    body["classes"] = {"width 9/9, equal depth": next(iter(body["classes"].values()))}
+    (tmp_path / "other.json").write_text(json.dumps(body))
+    assert "no null for" in ran(family, "child", controls=(), null=tmp_path / "other.json").text
+
+
+def test_cards_are_found_and_survive_attacks(family, tmp_path):
+    library = tmp_path / "library"
+    library.mkdir()
+    for name in ("base", "stranger", "control"):
+        commands.card(str(family / name), library / f"{name}.json", all_layers=True)
+    commands.card(str(family / "hidden"), tmp_path / "query.json", all_layers=True)
+    (library / "junk.json").write_text('{"fathom_card": 1, "sketches": {"z_last": "zz"}}')
+    found = commands.search(tmp_path / "query.json", library).data["found"]
+    assert found[0]["name"].endswith("base") and found[0]["cosine"] > 0.4 and abs(found[1]["cosine"]) < 0.2
+    exact = [huref.quantised(cards.sketches(open_model(family / name))["z_last"]) for name in ("child", "hidden")]
+    assert huref.sketch_cosine(*exact) > 0.9999
+    drawn = [
+        commands.portrait(str(family / "base"), tmp_path / "1.png"),
+        commands.portrait(str(library / "base.json"), tmp_path / "2.png"),
+    ]
+    assert drawn[0].data["pixels_sha256"] == drawn[1].data["pixels_sha256"] and "visual checksum" in drawn[0].text
+
+
+def test_sketch_estimates_the_exact_cosine(family):
+    """z against the terms it is a sketch of: error about 1/√512."""
+    opened = {name: open_model(family / name) for name in ("base", "child", "stranger")}
+    z, exact = {}, {}
+    for name, weights in opened.items():
+        _, rows = cards.anchor_rows(weights)
+        exact[name] = np.stack(huref.last_terms(weights, huref.anchor_embeddings(weights, rows))).reshape(-1)
+        z[name] = cards.sketches(weights)["z_last"]
+        assert abs(z[name].mean()) < 0.15 and z[name].std() == pytest.approx(1, abs=0.15)
+        assert huref.sketch_cosine(z[name], huref.quantised(z[name])) > 0.999
+    for a, b in (("base", "child"), ("base", "stranger"), ("child", "stranger")):
+        assert huref.sketch_cosine(z[a], z[b]) == pytest.approx(huref.sketch_cosine(exact[a], exact[b]), abs=0.13)
+
+
+def test_commitments_open_to_the_same_weights_only(family, tmp_path):
+    commands.commit(str(family / "base"), tmp_path / "base.json")
+    assert commands.verify(tmp_path / "base.json", str(family / "base")).exit_code == 0
+    wrong = commands.verify(tmp_path / "base.json", str(family / "child"))
+    assert wrong.exit_code == 1 and "changed" in wrong.text
+    blinded = commands.commit(str(family / "base"), tmp_path / "b.json", blind=True, key_out=tmp_path / "key")
+    assert "leaves" not in blinded.data and "sketch" not in blinded.data
+    assert commands.verify(tmp_path / "b.json", str(family / "base"), tmp_path / "key").exit_code == 0
+    assert commands.verify(tmp_path / "b.json", str(family / "base")).exit_code == 2
+    assert commands.commit(str(family / "base"), tmp_path / "c.json", blind=True).exit_code == 2
+    again = commands.commit(str(family / "base"), tmp_path / "d.json", blind=True, key_out=tmp_path / "key2")
+    assert again.data["root"] != blinded.data["root"]
+
+
+def test_merkle_root_by_hand():
+    from hashlib import sha256
+
+    a, b, c = (sha256(x).digest() for x in (b"a", b"b", b"c"))
+    ab = sha256(b"\1" + a + b).digest()
+    assert commitments.merkle_root([a]) == a
+    assert commitments.merkle_root([a, b, c]) == sha256(b"\1" + ab + c).digest()
+    assert commitments.merkle_root([a, b]) != commitments.merkle_root([b, a])
+
+
+def test_freivalds_accepts_the_truth_and_catches_one_changed_entry():
+    draw = np.random.default_rng(0)
+    factors = [draw.integers(-(1 << 16), 1 << 16, (20, 20)) for _ in range(3)]
+    claim = factors[0].astype(object) @ factors[1].astype(object) @ factors[2].astype(object)
+    claim = np.array(claim % commitments.MODULUS, np.int64)
+    assert commitments.freivalds(claim, factors, draw)
+    claim[3, 4] += 1
+    assert not commitments.freivalds(claim, factors, draw)
+
+
+def test_attacked_family_member_computes_the_same(family):
+    before, after = logits(family / "child"), logits(family / "hidden")
+    assert (before - after).abs().max() < 5e-3 * before.abs().max()
