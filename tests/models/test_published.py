@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models import FathomConfig, FathomForCausalLM, FathomModel
 from fathom.models.published import is_published, published_config
 
 from .cases import tokens
@@ -458,3 +458,10 @@ def test_a_retrofit_may_stand_on_a_released_model(tmp_path):
     )
     assert (model.config.mixer, model.config.recurrence) == ("depth_attention", "loop")
     assert model.config.k_norm_position == "after_rope"
+
+
+def test_the_decoder_without_its_head(tmp_path):
+    directory, ids = write(tmp_path, "mhc"), tokens(1, 5)
+    whole, body = FathomForCausalLM.from_pretrained(directory), FathomModel.from_pretrained(directory)
+    with torch.no_grad():
+        assert torch.equal(whole.lm_head(body(ids).last_hidden_state), whole(ids).logits)

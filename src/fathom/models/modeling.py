@@ -170,7 +170,8 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
         lost = sorted(missing - _new_mechanisms(model, missing))
         if lost:
             raise ValueError(f"the checkpoint lacks {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
-        if path is None and pretrained_model_name_or_path is not None and (unread := sorted(info["unexpected_keys"])):
+        unread = sorted(name for name in info["unexpected_keys"] if not name.startswith("lm_head."))
+        if unread and path is None and pretrained_model_name_or_path is not None:
             raise ValueError(f"this released checkpoint holds {unread[0]}, for which the model has no place")
         return (model, info) if wants_info else model
 
