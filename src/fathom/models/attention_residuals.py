@@ -87,8 +87,8 @@ class AttentionResiduals(Residual):
         scores = []
         for source in state:
             x = widen(source)
-            rms = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-            scores.append((x * query).sum(-1, keepdim=True) * rms)  # [B, T, 1]
+            inverse_rms = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+            scores.append((x * query).sum(-1, keepdim=True) * inverse_rms)  # [B, T, 1]
         if self.recency_bias is not None:
             scores[-1] = scores[-1] + self.recency_bias
         return weighted_sum([w.to(state[0].dtype) for w in softmax_list(scores)], state), None

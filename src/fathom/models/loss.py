@@ -113,9 +113,9 @@ def _chunked(rows: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
     def part(x: Tensor, target: Tensor) -> Tensor:
         return F.cross_entropy(widen(head(x)), target, ignore_index=IGNORE, reduction="sum")
 
-    size = max(1, CHUNK_ELEMENTS["cuda"] // 50_000)
+    size = chunk_rows(len(rows), getattr(head, "out_features", 50_000), rows.device.type)
     pieces = [
         checkpoint(part, rows[i : i + size], targets[i : i + size], use_reentrant=False)
         for i in range(0, len(rows), size)
     ]
-    return torch.stack(pieces).sum()
+    return torch.stack(pieces).sum() if pieces else rows.new_zeros(())

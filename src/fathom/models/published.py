@@ -88,7 +88,7 @@ def _baseline(config: dict[str, Any], name: str) -> dict[str, Any]:
         }
     elif name == "attnres":
         residual = "attention_residuals"
-        # Which variant it is shows in the tensors only; `with_tensors` corrects this.
+        # Which variant it is shows in the tensors only; `released` corrects this.
         options = {
             "block_size": _first(config, "attnres_block_size", default=12),
             "recency_bias": _first(config, "attnres_recency_bias_init", default=3.0),
