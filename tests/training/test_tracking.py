@@ -1,0 +1,66 @@
+"""Numbers reach every tracker that is named, and the terminal."""
+
+from __future__ import annotations
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from fathom.recipe import Recipe
+from fathom.training import read_metrics, train
+from fathom.training.tracking import METRICS, Display, JsonLines, duration
+
+STUB = """
+calls = []
+class Run:
+    def log(self, values, step): calls.append((step, dict(values)))
+    def finish(self): calls.append("finish")
+run = Run()
+def init(**settings):
+    calls.append(settings)
+    return run
+log, finish = run.log, run.finish
+"""
+
+
+@pytest.mark.parametrize("backend", ["wandb", "trackio"])
+def test_named_trackers(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
+    (tmp_path / f"{backend}.py").write_text(STUB)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, backend, raising=False)
+    train(recipe.override(f"track.backends=[{backend}]", "train.steps=4"), tmp_path / "run")
+    (settings, *logged, last) = sys.modules[backend].calls
+    assert settings["project"] == "fathom" and settings["config"]["train"]["steps"] == 4 and last == "finish"
+    assert [{"step": step, **values} for step, values in logged] == read_metrics(tmp_path / "run")
+    del sys.modules[backend]
+
+
+def test_a_resumed_run_writes_no_line_twice(tmp_path: Path) -> None:
+    path = tmp_path / METRICS
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"ste')
+    lines = JsonLines(path, 2, print)
+    lines.log(3, {"loss": 1.0})
+    assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3, "loss": 1.0}]
+
+
+VALUES = {"loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "tokens_per_second": 1234.0, "mfu": 0.42, "memory_bytes": 2.0**30}
+
+
+@pytest.mark.parametrize("mode", ["live", "lines"])
+def test_display(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    monkeypatch.setenv("COLUMNS", "120")
+    display = Display(mode, "runs/x", 10)
+    display.log(4, {"loss": 9.9, "lr": 1e-3, "grad_norm": 0.5})
+    display.log(5, {**VALUES, "eta_seconds": 65.0})
+    display.say("a [sentence]")
+    display.close()
+    shown = sys.stderr.getvalue()
+    assert all(text in shown for text in ("2.5000", "1,234", "42.0 %", "1.0 GiB", "1:05", "a [sentence]"))
+    assert "9.9" not in shown, "between looks there is no speed to show"
+
+
+def test_duration() -> None:
+    assert [duration(s) for s in (0, 59.6, 3599, 3661)] == ["0:00", "1:00", "59:59", "1:01:01"]
