@@ -46,8 +46,7 @@ def cost_rows(report: Values, narrow: bool = False) -> tuple[str, list[str], lis
     """Caption, columns, rows: what each arm cost; `narrow` shortens numbers for a terminal."""
     columns = ["arm", "params", "FLOPs/token", "cache B/token", "step time", "memory"]
     if not narrow:
-        columns = ["arm", "parameters", "FLOPs per token", "cache bytes per token", "step time", "quartiles"]
-        columns += ["peak memory", "steps", "tokens", "training FLOPs"]
+        columns = ["arm", "parameters", "FLOPs/token", "cache bytes/token", "step time", "quartiles", "peak memory"]
     rows = []
     for arm in report["arms"]:
         measured = arm["measured"]
@@ -63,9 +62,8 @@ def cost_rows(report: Values, narrow: bool = False) -> tuple[str, list[str], lis
             rows.append([arm["name"], short(arm["parameters"]), flops, cell, time, memory])
             continue
         spread = f"{measured['time']['low']:.3f} … {measured['time']['high']:.3f}" if measured else DASH
-        sizes = [f"{arm['steps']:,}", f"{arm['tokens']:,}", f"{arm['training_flops']:.4g}"]
         flops = f"{arm['flops_per_token']:,.0f}"
-        rows.append([arm["name"], f"{arm['parameters']:,}", flops, cell, time, spread, memory, *sizes])
+        rows.append([arm["name"], f"{arm['parameters']:,}", flops, cell, time, spread, memory])
     return "Cost; time and memory of a training step as ratios to the control", columns, rows
 
 
@@ -84,7 +82,7 @@ def page(report: Values) -> str:
         html.section("Learning curves", html.legend(names), _curves(report)),
         html.section("Along the context", html.legend(names), _positions(report)),
         html.section("Domains", _domains(report)),
-        html.section("Cost", html.table(*cost_rows(report)), *_cost_notes(report)),
+        html.section("Cost", html.table(*cost_rows(report)), *_cost_notes(report), _budget(report)),
         html.section("Between the arms", _between(report)),
         html.section("Every run", _runs(report)),
         html.section("How to read this", html.bullets(_method(report))),
@@ -231,10 +229,19 @@ def _cost_notes(report: Values) -> list[str]:
     time = found[0]["time"]
     text = (
         f"Step time: the arm and the control take turns A B B A in one process on the same batches, "
-        f"{time['pairs']} rounds, {time['clock']}; the median of the rounds' ratios. The control's step took {time['seconds'][1]:.3f} s. "
+        f"{time['pairs']} rounds, {time['clock']}; the median of the rounds' ratios and its quartiles. "
+        f"The control's step took {time['seconds'][1]:.3f} s. "
         f"Memory: {found[0]['memory']}. Cache: bytes that a real cache grows by per token really decoded."
     )
     return [html.paragraph(text, quiet=True)]
+
+
+def _budget(report: Values) -> str:
+    rows = [
+        [arm["name"], f"{arm['steps']:,}", f"{arm['tokens']:,}", f"{arm['training_flops']:.4g}"]
+        for arm in report["arms"]
+    ]
+    return html.table("What each run of an arm was given", ["arm", "steps", "tokens", "training FLOPs"], rows)
 
 
 def _runs(report: Values) -> str:

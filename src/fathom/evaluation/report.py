@@ -30,15 +30,17 @@ p{max-width:76ch;margin:.5em 0}.verdict{font-size:1.16rem;line-height:1.5;max-wi
 padding-left:14px;border-left:4px solid var(--accent)}
 .note{color:var(--soft);font-size:.9rem}code,pre{font:.86em/1.5 ui-monospace,SFMono-Regular,Menlo,monospace}
 code{overflow-wrap:anywhere}
-.scroll{overflow-x:auto;background:var(--card);border:1px solid var(--line);border-radius:8px;margin:.8em 0}
+.card{background:var(--card);border:1px solid var(--line);border-radius:8px;margin:.8em 0;overflow:hidden}
+.scroll{overflow-x:auto}
 .scroll:focus-visible,summary:focus-visible{outline:3px solid var(--accent);outline-offset:2px}
 table{border-collapse:collapse;width:100%;font-size:.92rem;font-variant-numeric:tabular-nums}
-caption{text-align:left;padding:10px 12px 4px;color:var(--soft);font-size:.9rem}
+.caption{padding:10px 12px 2px;margin:0;color:var(--soft);font-size:.9rem}
 th,td{padding:7px 12px;text-align:right;white-space:nowrap;border-top:1px solid var(--line)}
 thead th{border-top:0;color:var(--soft);font-weight:600;font-size:.86rem;vertical-align:bottom}
 th:first-child,td:first-child{text-align:left;position:sticky;left:0;background:var(--card)}
 tbody th{font-weight:600}td.text{text-align:left;white-space:normal;min-width:14em}
-.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr));gap:14px}
+.figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr));gap:14px;
+align-items:start;margin:1em 0}
 figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px 12px 8px;
 max-width:540px;width:100%}
 figcaption{font-size:.9rem;margin-bottom:6px}figcaption b{display:block}figcaption span{color:var(--soft)}
@@ -51,9 +53,10 @@ svg .bar{stroke:var(--c);stroke-width:3;stroke-linecap:round}svg .band{fill:var(
 ul.plain{padding-left:1.2em;max-width:76ch}ul.plain li{margin:.35em 0}
 details{background:var(--card);border:1px solid var(--line);border-radius:8px;padding:8px 14px;margin:.8em 0}
 summary{cursor:pointer;font-weight:600}pre{overflow-x:auto;margin:.6em 0}
-@media (max-width:520px){main{padding:18px 14px 40px}th,td{padding:6px 8px}table{font-size:.86rem}
+@media (max-width:520px){main{padding:18px 14px 40px}
+tbody th{white-space:normal;min-width:8em}th,td{padding:6px 8px}table{font-size:.86rem}
 h1{font-size:1.3rem}.verdict{font-size:1.06rem}}
-@media print{.scroll,figure,details{break-inside:avoid}}
+@media print{.card,figure,details{break-inside:avoid}}
 """
 
 
@@ -89,8 +92,7 @@ def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -
     """Rows whose first cell is their header. A table too wide scrolls by itself, with the keyboard too."""
     head = "".join(f'<th scope="col">{escape(column)}</th>' for column in columns)
     body = "".join(_row(row) for row in rows)
-    inside = f"<caption>{escape(caption)}</caption><thead><tr>{head}</tr></thead><tbody>{body}</tbody>"
-    return _scrolling(caption, inside)
+    return _scrolling(caption, f"<thead><tr>{head}</tr></thead><tbody>{body}</tbody>", visible=True)
 
 
 def figure(title: str, svg: str, caption: str = "") -> str:
@@ -142,9 +144,12 @@ def write(directory: Path, values: Mapping[str, Any], html: str) -> tuple[Path, 
     return paths
 
 
-def _scrolling(label: str, inside: str) -> str:
-    region = f'class="scroll" tabindex="0" role="region" aria-label="{escape(label, quote=True)}"'
-    return f"<div {region}><table>{inside}</table></div>"
+def _scrolling(label: str, inside: str, visible: bool = False) -> str:
+    """A table in a region that scrolls; its caption stays outside, where a narrow screen cannot cut it."""
+    name = f'aria-label="{escape(label, quote=True)}"'
+    caption = f'<p class="caption" aria-hidden="true">{escape(label)}</p>' if visible else ""
+    region = f'<div class="scroll" tabindex="0" role="region" {name}><table {name}>{inside}</table></div>'
+    return f'<div class="card">{caption}{region}</div>'
 
 
 def _row(cells: Sequence[str]) -> str:
