@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -63,7 +64,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         hub.sent += len(body)
-        self.wfile.write(body)
+        with contextlib.suppress(ConnectionError):  # a client may refuse and hang up
+            self.wfile.write(body)
         return None
 
 

@@ -242,15 +242,33 @@ def read_qk(weights: Weights, index: int) -> dict[bool, Matrices]:
     return {True: (layer["q"], layer["k"]), False: (form["q"], form["k"])}
 
 
-def score_pair(a: Matrices, b: Matrices, method: Method, seed: int) -> tuple[float, float]:
-    """CKA_u of aligned Q and of aligned K."""
-    width = b[0].shape[1]
+@dataclass
+class Kernels:
+    """Centred Gram matrices of Q and K over channels: all the chosen ones, and flat unit ones over a few of them."""
+
+    fine: tuple[Array, Array]
+    coarse: Array  # [2, few²]
+
+
+def layer_kernels(
+    weights: Weights, index: int, methods: list[Method], side: int, width: int, seed: int
+) -> list[Kernels]:
+    """What every method needs of one layer; the matrices are dropped on return. Side 1 keeps its channels."""
+    matrices = read_qk(weights, index)
+    return [_kernels(matrices[m.published], m.how if side == 0 else identity(width), m, width, seed) for m in methods]
+
+
+def _kernels(matrices: Matrices, how: Alignment, method: Method, width: int, seed: int) -> Kernels:
     channels = draw_channels(width, method.channels or width, seed)
-    q, k = (
-        cka(method.how.apply(left, channels), identity(width).apply(right, channels), method.guard)
-        for left, right in zip(a, b, strict=True)
-    )
-    return q, k
+    few = draw_channels(len(channels), MAP_CHANNELS, seed)
+    fine, coarse = [], []
+    for matrix in matrices:
+        full = gram(how.apply(matrix, channels))
+        part = centred(full[np.ix_(few, few)]).reshape(-1)
+        size = float(np.linalg.norm(part))
+        coarse.append(part * (0 if size**2 <= method.guard else 1 / max(size, canonical.TINY)))
+        fine.append(centred(full))
+    return Kernels((fine[0], fine[1]), np.stack(coarse))
 
 
 def score_layers(
@@ -266,48 +284,41 @@ def score_layers(
     A coarse map of all layer pairs (256 channels) gives the matching; matched pairs are then scored on
     `method.channels`. Pairs are positions in `layers`.
     """
-    sides = [{method.name: [] for method in methods} for _ in range(2)]  # type: list[dict[str, list[Array]]]
-    fine: dict[tuple[int, int], dict[str, tuple[float, float]]] = {}
-    for step in range(max(map(len, layers))):
-        progress(f"layer {step + 1} of {max(map(len, layers))}")
-        read = [read_qk(w, some[step]) if step < len(some) else None for w, some in zip(weights, layers, strict=True)]
-        for side, matrices in enumerate(read):
-            if matrices is None:
-                continue
-            for method in methods:
-                sides[side][method.name].append(_coarse(matrices[method.published], method, side, weights[1], seed))
-        if len(layers[0]) == len(layers[1]):
-            fine[step, step] = _fine(read[0], read[1], methods, seed)
+    width, count = weights[1].geometry.width, max(map(len, layers))
+    coarse: tuple[list[list[Array]], list[list[Array]]] = ([], [])  # side, layer, method
+    fine: dict[tuple[int, int], list[tuple[float, float]]] = {}
+
+    def kernels(side: int, at: int) -> list[Kernels]:
+        return layer_kernels(weights[side], layers[side][at], methods, side, width, seed)
+
+    for step in range(count):
+        progress(f"layer {step + 1} of {count}")
+        found = [kernels(side, step) if step < len(layers[side]) else None for side in (0, 1)]
+        for side, some in enumerate(found):
+            if some is not None:
+                coarse[side].append([kernel.coarse for kernel in some])
+        if len(layers[0]) == len(layers[1]) and found[0] and found[1]:
+            fine[step, step] = _fine(found[0], found[1], methods)
     out = {}
-    for method in methods:
-        flat_a, flat_b = (np.stack(side[method.name]) for side in sides)  # [L, 2, n²]
+    for number, method in enumerate(methods):
+        flat_a, flat_b = (np.stack([some[number] for some in side]) for side in coarse)  # [L, 2, few²]
         table = np.einsum("itx,jtx->ij", flat_a, flat_b, optimize=True).astype(np.float64) / 2
         out[method.name] = Scores(method.name, table, matched(table, reorder, method.published))
     wanted = {pair for scores in out.values() for pair in scores.pairs}
     for i, j in sorted(wanted - set(fine)):
         progress(f"layers {i + 1} and {j + 1}")
-        fine[i, j] = _fine(read_qk(weights[0], layers[0][i]), read_qk(weights[1], layers[1][j]), methods, seed)
-    for scores in out.values():
-        scores.q = [fine[pair][scores.method][0] for pair in scores.pairs]
-        scores.k = [fine[pair][scores.method][1] for pair in scores.pairs]
+        fine[i, j] = _fine(kernels(0, i), kernels(1, j), methods)
+    for number, scores in enumerate(out.values()):
+        scores.q = [fine[pair][number][0] for pair in scores.pairs]
+        scores.k = [fine[pair][number][1] for pair in scores.pairs]
     return out
 
 
-def _fine(
-    a: dict[bool, Matrices] | None, b: dict[bool, Matrices] | None, methods: list[Method], seed: int
-) -> dict[str, tuple[float, float]]:
-    assert a is not None and b is not None
-    return {m.name: score_pair(a[m.published], b[m.published], m, seed) for m in methods}
-
-
-def _coarse(matrices: Matrices, method: Method, side: int, target: Weights, seed: int) -> Array:
-    """Unit-length centred kernels of Q and K on a few channels, flat, [2, n²]."""
-    width = target.geometry.width
-    how = method.how if side == 0 else identity(width)
-    channels = draw_channels(width, MAP_CHANNELS, seed)
-    kernels = np.stack([centred(gram(how.apply(matrix, channels))).reshape(-1) for matrix in matrices])
-    norms = np.linalg.norm(kernels, axis=1, keepdims=True)
-    return np.where(np.square(norms) <= method.guard, 0, kernels / np.maximum(norms, canonical.TINY))
+def _fine(a: list[Kernels], b: list[Kernels], methods: list[Method]) -> list[tuple[float, float]]:
+    return [
+        (cosine(x.fine[0], y.fine[0], m.guard), cosine(x.fine[1], y.fine[1], m.guard))
+        for x, y, m in zip(a, b, methods, strict=True)
+    ]
 
 
 def matched(table: Array, reorder: bool, published: bool) -> list[tuple[int, int]]:

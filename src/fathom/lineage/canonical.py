@@ -113,8 +113,8 @@ def _balance_planes(out: Layer, block: Block, rotary: str) -> None:
     """Per plane a = √(rms over heads ‖q‖ / ‖k‖); q ← q/a, k ← k a."""
     m = len(block.key)
     plane = planes(m, rotary)
-    q = np.square(out["q"][block.query]).sum(-1)[:, plane].sum(-1).mean(0)  # [planes]
-    k = np.square(out["k"][block.key]).sum(-1)[plane].sum(-1)
+    q = np.stack([_row_squares(out["q"], rows) for rows in block.query])[:, plane].sum(-1).mean(0)  # [planes]
+    k = _row_squares(out["k"], block.key)[plane].sum(-1)
     dead = (q <= TINY) | (k <= TINY)
     scale = np.empty(m, out["q"].dtype)
     scale[plane] = np.where(dead, 1, np.where(dead, 1, q) / np.where(dead, 1, k))[:, None] ** 0.25
@@ -124,6 +124,11 @@ def _balance_planes(out: Layer, block: Block, rotary: str) -> None:
             out["q" + suffix][block.query] /= scale[tall]
         if "k" + suffix in out:
             out["k" + suffix][block.key] *= scale[tall]
+
+
+def _row_squares(matrix: Array, rows: Array) -> Array:
+    part = matrix[rows]
+    return np.einsum("ij,ij->i", part, part)
 
 
 def _balance_general(out: Layer, block: Block) -> None:

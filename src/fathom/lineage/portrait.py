@@ -98,7 +98,7 @@ def field(values: Array, x: Array, y: Array) -> Array:
     """A quadratic B-spline through a square grid of numbers laid over [−1024, 1024]², read at (x, y)."""
     side = len(values)
     (ix, wx), (iy, wy) = _spline(x, side), _spline(y, side)
-    total = np.zeros_like(x)
+    total = np.zeros(np.broadcast_shapes(x.shape, y.shape), np.int64)
     for j in range(3):
         row = sum(values[iy + j, ix + i] * wx[i] for i in range(3)) >> 16
         total += row * wy[j] >> 16
@@ -132,7 +132,7 @@ def value_noise(x: Array, y: Array, cell: int, seed: int) -> Array:
 
 @dataclass
 class Canvas:
-    """Pixels [S, S, 3] as integers and the coordinates they stand at, both axes from −1024 to 1024, y down."""
+    """Pixels [S, S, 3] as integers; x [1, S] and y [S, 1] run from −1024 to 1024, y down, and broadcast."""
 
     pixels: Array
     x: Array
@@ -142,13 +142,18 @@ class Canvas:
     def blank(cls) -> Canvas:
         """A black canvas."""
         line = ((2 * np.arange(SIZE, dtype=np.int64) + 1 - SIZE) * 1024) // SIZE
-        y, x = np.meshgrid(line, line, indexing="ij")
-        return cls(np.zeros((SIZE, SIZE, 3), np.int64), x, y)
+        return cls(np.zeros((SIZE, SIZE, 3), np.int64), line[None, :], line[:, None])
 
     def paint(self, alpha: Array, colour: Colour | Array) -> None:
         """Lay a colour over the picture where alpha (0 … 2¹⁶) says."""
+        alpha = np.broadcast_to(alpha, (SIZE, SIZE))
+        rows, columns = np.flatnonzero(alpha.any(1)), np.flatnonzero(alpha.any(0))
+        if not len(rows):
+            return
+        box = slice(rows[0], rows[-1] + 1), slice(columns[0], columns[-1] + 1)  # nothing changes outside it
         top = np.asarray(colour, np.int64)
-        self.pixels += (top - self.pixels) * alpha[..., None] >> 16
+        top = top[box] if top.ndim == 3 else top
+        self.pixels[box] += (top - self.pixels[box]) * alpha[box][..., None] >> 16
 
     def ellipse(self, cx: int, cy: int, rx: int, ry: int, soft: int = 8) -> Array:
         """Soft mask of an ellipse; `soft` is the half-width of its edge."""
@@ -192,7 +197,7 @@ def pixels(z: Array) -> Array:
 def _background(canvas: Canvas, u: Iterator[int], light: Array) -> None:
     upper, lower = blend(SCENERY, next(u), next(u)), blend(SCENERY, next(u), next(u))
     fall = smooth((canvas.y + 1024 << 5) + between(-24000, 24000, next(u)))
-    canvas.paint(np.full_like(canvas.x, ONE), upper)
+    canvas.paint(np.full((1, 1), ONE), upper)
     canvas.paint(fall, lower)
     dapple = field(light, canvas.x, canvas.y)
     canvas.pixels += (dapple * 62 >> 10)[..., None] * np.array([10, 9, 7]) // 10
