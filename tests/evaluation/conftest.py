@@ -45,7 +45,7 @@ def small(corpus: Path) -> Recipe:
         "model": model,
         "data": {"directory": str(corpus), "sequence_length": 32},
         "optim": {"lr": 1e-2, "warmup": 0.1},
-        "train": {"steps": 12, "tokens_per_step": 256, "micro_batch": 8, "checkpoint_every": 4, "log_every": 2},
+        "train": {"steps": 12, "tokens_per_step": 256, "micro_batch": 8, "checkpoint_every": 12, "log_every": 2},
         "evaluate": {"every": 4, "tokens": 2000, "position_buckets": 4},
     }
     return parse_recipe(values, ("train.export=false", "train.device=cpu"))

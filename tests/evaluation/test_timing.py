@@ -38,7 +38,7 @@ def test_drift_cancels():
 
 
 def test_an_arm_costs_as_much_as_itself(small: Recipe):
-    control = small.override("train.tokens_per_step=2048", "train.micro_batch=64", "model.hidden_size=128")
+    control = small.override("train.tokens_per_step=1024", "train.micro_batch=32", "model.hidden_size=128")
     again = Arm("again", "vanilla").recipe(control)
     # A stranger may sit on the core for a whole measurement; he has to do so three times to be taken for the arm.
     found = [measure(again, control, pairs=21)]

@@ -20,7 +20,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -37,6 +38,8 @@ from fathom.recipe import Recipe, RecipeError, differences, load_recipe, parse_r
 PLAN, ARMS, MEASURED, CLAIMS = "plan.json", "arms", "measured", "claims"
 RESULT, MACHINE = "result.json", "machine.json"
 POLL_SECONDS = 1.0
+STOPPED = 3
+"""Exit code of a worker that a signal ended in good order."""
 
 
 class CompareError(RuntimeError):
@@ -229,18 +232,23 @@ def work(plan: Plan, out: Path, threads: int | None = None) -> bool:
         torch.set_num_threads(threads)
     claims = Claims(out / CLAIMS)
     while pending := [task for task in tasks(plan, out) if not task.done]:
-        for task in pending:
-            claim = claims.take(task.name)
-            if claim is None:
-                continue
-            with claim:
-                if not task.done and not task.run(claim):
-                    return False
-            _tidy()
-            break
-        else:  # others are at all of them; should one die, its claim goes stale and is ours
+        claimed = next(((task, claim) for task in _ready(pending) if (claim := claims.take(task.name))), None)
+        if claimed is None:  # others are at all of them; should one die, its claim goes stale and is ours
             time.sleep(POLL_SECONDS)
+            continue
+        task, claim = claimed
+        with claim:
+            if not task.done and not task.run(claim):
+                return False
+        _tidy()
     return True
+
+
+def _ready(pending: Sequence[Task]) -> Sequence[Task]:
+    """What may be begun: an accelerator is timed by the wall clock, so nothing else of ours may run on it."""
+    runs = [task for task in pending if task.seed is not None]
+    shared = torch.cuda.is_available() and pending[0].plan.recipe.train.device != "cpu"
+    return (runs or pending[:1]) if shared else pending
 
 
 def _work_together(out: Path, workers: int, threads: int) -> bool:
@@ -265,9 +273,6 @@ def _work_together(out: Path, workers: int, threads: int) -> bool:
     if codes and codes != [-signal.SIGTERM] * len(codes):
         raise CompareError("a worker failed; what it said is above. The same command continues")
     return not any(process.exitcode for process in team)
-
-
-STOPPED = 3
 
 
 def _worker(out: Path, threads: int, parent: int) -> None:
@@ -311,29 +316,26 @@ def _tidy() -> None:
         torch.cuda.empty_cache()
 
 
-class one_thread:
-    """Torch on one CPU thread within a `with` block: thread CPU time then counts everything."""
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Torch on one CPU thread: its CPU time then counts everything."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
-    def __enter__(self) -> None:
-        self._before = torch.get_num_threads()
-        torch.set_num_threads(1)
 
-    def __exit__(self, *exception: object) -> None:
-        torch.set_num_threads(self._before)
-
-
-class _environment:
-    """Environment variables for processes started within a `with` block."""
-
-    def __init__(self, **values: str) -> None:
-        self.values = values
-
-    def __enter__(self) -> None:
-        self._before = {name: os.environ.get(name) for name in self.values}
-        os.environ.update(self.values)
-
-    def __exit__(self, *exception: object) -> None:
-        for name, value in self._before.items():
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Environment variables for processes started meanwhile."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value
