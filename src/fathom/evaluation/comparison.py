@@ -292,8 +292,8 @@ def _shared(report: Values) -> str:
 
 
 def _unfinished(report: Values) -> str:
-    missing = len(report["seeds_planned"]) - len(report["seeds"])
-    return f"{missing} of {len(report['seeds_planned'])} seeds are not finished and are left out." if missing else ""
+    planned, done = len(report["seeds_planned"]), len(report["seeds"])
+    return f"Not finished: {done} of {planned} planned seeds are done by every arm and shown." if done < planned else ""
 
 
 def _provenance(report: Values) -> str:

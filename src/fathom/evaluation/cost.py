@@ -18,7 +18,9 @@ SEQUENCE = 2048
 def with_mechanism(config: FathomConfig, axis: str, name: str) -> FathomConfig:
     """The same model with one axis set and the others at their first value; its own options where it has them."""
     keys = config.to_dict()
-    options = keys[f"{axis}_options"] if keys[axis] == name else {}
+    options = dict(keys[f"{axis}_options"]) if keys[axis] == name else {}
+    if axis != "recurrence" and keys["recurrence"] != DEFAULTS["recurrence"]:
+        options.pop("across_trips", None)  # it says how trips share, and here there is one
     for other in AXES:
         keys |= {other: DEFAULTS[other], f"{other}_options": {}}
     return FathomConfig(**{**keys, axis: name, f"{axis}_options": options})
