@@ -1,0 +1,131 @@
+"""Pairs that do not look alike on paper: other families, tokenizers, depths, formats."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+
+from fathom.lineage.comparison import Options, compare, measure, paired_rows, structure_class
+from fathom.lineage.weights import open_model
+from tests.lineage.zoo import build, save, tiny_config
+
+COMMON = dict(
+    hidden_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    vocab_size=320,
+    intermediate_size=96,
+    max_position_embeddings=32,
+    tie_word_embeddings=False,
+    pad_token_id=0,
+)
+FAMILIES = {
+    "llama": lambda: tf.LlamaConfig(**COMMON, num_key_value_heads=2),
+    "tied": lambda: tf.Qwen3Config(**{**COMMON, "tie_word_embeddings": True}, num_key_value_heads=2, head_dim=16),
+    "gpt2": lambda: tf.GPT2Config(n_embd=48, n_layer=3, n_head=4, vocab_size=320, n_positions=32),
+    "neox": lambda: tf.GPTNeoXConfig(**COMMON),
+    "gemma2": lambda: tf.Gemma2Config(**COMMON, num_key_value_heads=2, head_dim=16),
+    "mixtral": lambda: tf.MixtralConfig(**COMMON, num_key_value_heads=2, num_local_experts=2),
+    "latent": lambda: tf.DeepseekV3Config(
+        **{**COMMON, "num_key_value_heads": 4},
+        q_lora_rank=24,
+        kv_lora_rank=20,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=8,
+        first_k_dense_replace=2,
+        n_routed_experts=4,
+        n_group=1,
+        topk_group=1,
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def zoo(tmp_path_factory):
+    root = tmp_path_factory.mktemp("zoo")
+    for seed, (name, config) in enumerate(FAMILIES.items()):
+        save(build(config(), seed + 50, torch.float32), root / name, 320)
+    return {name: open_model(root / name) for name in FAMILIES}
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_every_family_equals_itself_and_nobody_else(name, zoo):
+    own = measure(zoo[name], zoo[name], Options(mode="exact"))
+    for score in ("awm", "order", "awm_canonical", "procrustes", "ics_canonical", "ics_all_layers", "pcs_2d"):
+        assert own.value(score) == pytest.approx(1, abs=1e-4), score
+    for other in FAMILIES:
+        if other != name:
+            pair = measure(zoo[name], zoo[other], Options(extras=False))
+            assert abs(pair.value("awm_canonical")) < 0.25, other  # narrow and of unequal width: a wide null
+            assert max((n for _, n in pair.witnesses), default=0) < 15
+            assert max(pair.z_values, default=0.0) < 5
+
+
+def test_shuffled_token_ids_are_paired_by_their_strings(models, tmp_path):
+    """Same strings, other ids: rows are paired through the tokenizers, so an exact copy is one."""
+    from safetensors.torch import load_file, save_file
+
+    order = np.random.default_rng(0).permutation(512)
+    tensors = load_file(models() / "model.safetensors")
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = tensors[name][torch.tensor(order)].contiguous()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_bytes((models() / "config.json").read_bytes())
+    table = json.loads((models() / "tokenizer.json").read_text())
+    old = {index: word for word, index in table["model"]["vocab"].items()}
+    table["model"]["vocab"] = {old[int(source)]: row for row, source in enumerate(order)}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(table))
+    shuffled = open_model(tmp_path)
+    pair = measure(open_model(models()), shuffled, Options(mode="exact"))
+    assert pair.pairing == "strings" and pair.shared == 512
+    for score in ("awm_canonical", "procrustes", "ics_canonical", "ics_all_layers"):
+        assert pair.value(score) == pytest.approx(1, abs=1e-6), score
+    (tmp_path / "tokenizer.json").unlink()  # without it, rows are paired by number, wrongly, and the score shows it
+    blind = measure(open_model(models()), open_model(tmp_path), Options(mode="exact"))
+    assert blind.pairing == "row numbers" and blind.value("awm_canonical") < 0.5
+
+
+def test_without_shared_strings_the_embedding_is_not_trusted(models, tmp_path):
+    from tests.lineage.zoo import write_tokenizer
+
+    path = save(build(tiny_config(), 0), tmp_path / "copy")
+    write_tokenizer(path, 512, prefix="Ġother")
+    found = compare(open_model(models()), open_model(path))
+    assert found.pair.shared == 0 and found.pair.fixed is None
+    assert found.verdict.label == "inconclusive" and found.pair.value("order") == pytest.approx(1)
+    assert any("shared strings" in reason for reason in found.pair.skipped)
+
+
+def test_missing_tokenizers_pair_rows_by_number(models, tmp_path):
+    plain = open_model(save(build(tiny_config(), 0), tmp_path / "plain"))
+    rows, _, how = paired_rows(plain, plain)
+    assert how == "row numbers" and len(rows) == 512
+    assert structure_class(plain, plain) == "width 64/64, equal depth"
+
+
+def test_options_are_checked():
+    for wrong in ({"mode": "slow"}, {"align": ("lap", "magic")}):
+        with pytest.raises(ValueError, match="wanted"):
+            Options(**wrong)
+
+
+def test_memory_stays_near_the_largest_pair_of_tensors(tmp_path, monkeypatch):
+    """Streaming: the traced peak of a comparison is a small multiple of one pair of matrices, not of the model."""
+    import tracemalloc
+
+    config = tiny_config(
+        "llama", num_hidden_layers=12, hidden_size=256, intermediate_size=704, head_dim=64, vocab_size=600
+    )
+    opened = [open_model(save(build(config, seed, torch.float32), tmp_path / str(seed), 600)) for seed in (0, 1)]
+    monkeypatch.setattr("fathom.lineage.awm.MAP_CHANNELS", 64)  # the map grows with depth, not with width
+    largest = 2 * 256 * 704 * 4
+    tracemalloc.start()
+    measure(*opened, Options(extras=False))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 16 * largest < sum(weights.file_bytes for weights in opened)
