@@ -38,14 +38,16 @@ table{border-collapse:collapse;width:100%;font-size:.92rem;font-variant-numeric:
 th,td{padding:7px 12px;text-align:right;white-space:nowrap;border-top:1px solid var(--line)}
 thead th{border-top:0;color:var(--soft);font-weight:600;font-size:.86rem;vertical-align:bottom}
 th:first-child,td:first-child{text-align:left;position:sticky;left:0;background:var(--card)}
-tbody th{font-weight:600}td.text{text-align:left;white-space:normal;min-width:14em}
+tbody th{font-weight:600}
+td.text{text-align:left;white-space:normal;overflow-wrap:anywhere;min-width:12em}
 .figures{display:grid;grid-template-columns:repeat(auto-fit,minmax(min(100%,330px),1fr));gap:14px;
 align-items:start;margin:1em 0}
 figure{margin:0;background:var(--card);border:1px solid var(--line);border-radius:8px;padding:12px 12px 8px;
 max-width:540px;width:100%}
 figcaption{font-size:.9rem;margin-bottom:6px}figcaption b{display:block}figcaption span{color:var(--soft)}
 svg{display:block;width:100%;height:auto}svg text{fill:var(--soft);font:12px system-ui,sans-serif}
-svg .name{fill:var(--c);font-weight:600}svg .grid{stroke:var(--line)}svg .zero{stroke:var(--soft);stroke-dasharray:3 3}
+svg .name{fill:var(--c);font-weight:600;paint-order:stroke;stroke:var(--card);stroke-width:4px}
+svg .grid{stroke:var(--line)}svg .zero{stroke:var(--soft);stroke-dasharray:3 3}
 svg .curve{fill:none;stroke:var(--c);stroke-width:2;stroke-linejoin:round}svg .mark{fill:var(--c)}
 svg .bar{stroke:var(--c);stroke-width:3;stroke-linecap:round}svg .band{fill:var(--c);opacity:.16}
 .legend{display:flex;flex-wrap:wrap;gap:4px 18px;list-style:none;padding:0;margin:.6em 0;font-size:.92rem}

@@ -85,10 +85,12 @@ def find_model(path: str | Path) -> Path:
 def load(path: str | Path, device: str | None = None) -> tuple[Any, Any]:
     """Model and tokenizer of an exported directory, ready to generate."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     import fathom
 
     fathom.register()
+    logging.disable_progress_bar()
     directory = find_model(path)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     try:

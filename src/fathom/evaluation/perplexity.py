@@ -1,0 +1,358 @@
+"""Perplexity and bits per byte of text, document by document and domain by domain.
+
+The tokens x_1 … x_n of a document follow a start token: BOS, or EOS where there is none, which is what stands between
+documents in training. Windows of at most C tokens begin at 0, S, 2S, … of that sequence (context C, stride S ≤ C), and
+every token is predicted once, in the first window that reaches it. So after the first window a token is predicted from
+more than C - S tokens and at most C. With S = C windows do not overlap. Nothing is predicted across documents, and the
+end of a document is not predicted, for it has no bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from fathom.data.progress import ProgressBar
+from fathom.data.shards import INDEX, TokenDataset
+from fathom.data.sources import HUB, Reading, find_sources, parse
+from fathom.evaluation.pairing import Items
+
+LONGEST_DEFAULT_CONTEXT = 2048
+TOKENS_AT_ONCE = {"cpu": 1 << 12, "other": 1 << 15}
+SORTED_AT_ONCE = 512
+
+
+class PerplexityError(ValueError):
+    """Text that cannot be scored as asked; the message is one line."""
+
+
+class Document(NamedTuple):
+    """A text, or its tokens by the tokenizer of the shards it comes from."""
+
+    text: str | None
+    ids: np.ndarray | None
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Domain:
+    """Documents that are scored together."""
+
+    name: str
+    documents: list[Document]
+    tokenizer_file: Path | None = None
+    """Of the tokens in `documents`."""
+
+
+class Window(NamedTuple):
+    """Inputs `start` to `stop` of a sequence; they predict the tokens after `scored` up to and including `stop`."""
+
+    start: int
+    scored: int
+    stop: int
+
+
+@dataclass
+class DomainScore:
+    """The loss on a domain, kept by document so that checkpoints can be paired."""
+
+    nats: list[float] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    bytes: list[int] = field(default_factory=list)
+    position_nats: list[float] = field(default_factory=list)
+    """Summed over tokens predicted from [1, 2), [2, 4), [4, 8), … tokens."""
+    position_tokens: list[int] = field(default_factory=list)
+
+    @property
+    def loss(self) -> float:
+        """Nats per token."""
+        return sum(self.nats) / sum(self.tokens)
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return math.exp(min(self.loss, 700))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Bits per UTF-8 byte of the text: comparable across tokenizers."""
+        return sum(self.nats) / math.log(2) / sum(self.bytes)
+
+    def items(self) -> dict[str, Items]:
+        """Both scores as what each document adds to them."""
+        bits = [nats / math.log(2) for nats in self.nats]
+        return {"bits_per_byte": Items(bits, self.bytes), "perplexity": Items(self.nats, self.tokens, log=True)}
+
+    def summary(self) -> dict[str, Any]:
+        """The numbers a reader wants."""
+        places = [
+            {"from": 1 << i, "to": (2 << i) - 1, "loss": nats / count, "tokens": count}
+            for i, (nats, count) in enumerate(zip(self.position_nats, self.position_tokens, strict=True))
+            if count
+        ]
+        return {
+            "documents": len(self.nats),
+            "tokens": sum(self.tokens),
+            "bytes": sum(self.bytes),
+            "loss": self.loss,
+            "perplexity": self.perplexity,
+            "bits_per_byte": self.bits_per_byte,
+            "by_context": places,
+        }
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, document by document."""
+        return asdict(self)
+
+    @classmethod
+    def joined(cls, parts: Sequence[DomainScore]) -> DomainScore:
+        """Several domains as one."""
+        whole = cls()
+        for part in parts:
+            whole.nats += part.nats
+            whole.tokens += part.tokens
+            whole.bytes += part.bytes
+            whole._grow(len(part.position_nats))
+            for i, (nats, count) in enumerate(zip(part.position_nats, part.position_tokens, strict=True)):
+                whole.position_nats[i] += nats
+                whole.position_tokens[i] += count
+        return whole
+
+    def _grow(self, size: int) -> None:
+        missing = max(0, size - len(self.position_nats))
+        self.position_nats += [0.0] * missing
+        self.position_tokens += [0] * missing
+
+    def _add(self, document: int, losses: np.ndarray, seen: np.ndarray) -> None:
+        self.nats[document] += float(losses.sum())
+        places = np.log2(seen).astype(int)
+        self._grow(int(places.max()) + 1)
+        for place in np.unique(places):
+            chosen = losses[places == place]
+            self.position_nats[place] += float(chosen.sum())
+            self.position_tokens[place] += len(chosen)
+
+
+def read_domains(
+    inputs: Sequence[str], reading: Reading | None = None, split: str = "val", limit: int | None = None
+) -> list[Domain]:
+    """Everything to score, by domain.
+
+    Args:
+        inputs: `[NAME=]INPUT`: text, JSONL or Parquet files, directories or globs of them, `hf:` data sets, or corpora
+            that `fathom prepare` made. Without a name a file is called after itself; a corpus has its own domains.
+        reading: How records become documents.
+        split: Of corpora.
+        limit: Documents at most per domain, the first ones.
+    """
+    reading = reading or Reading()
+    domains: dict[str, Domain] = {}
+    texts = []
+    for entry in inputs:
+        name, path = _named(entry)
+        if not (Path(path) / INDEX).is_file():
+            texts.append(f"{name or _stem(path)}={path}")
+            continue
+        corpus = TokenDataset.open(path, split, verify="cached")
+        for domain in corpus.domains:
+            label = f"{name}/{domain}" if name else domain
+            if label in domains:
+                raise PerplexityError(f"{path}: there is a domain {label!r} already; name the input, NAME={path}")
+            file = corpus.tokenizer_directory / "tokenizer.json"
+            domains[label] = Domain(label, _shard_documents(corpus.select(domain), limit), file)
+    for source in find_sources(texts, reading) if texts else ():
+        for number, record in enumerate(source.records(reading)):
+            if (
+                reading.domain_field is None
+                and limit
+                and len(getattr(domains.get(source.domain), "documents", ())) >= limit
+            ):
+                break
+            found = parse(source.kind, source.name, source.domain, number, record.payload, reading)
+            if found is None:
+                continue
+            text, label, size = found
+            domain = domains.setdefault(label, Domain(label, []))
+            if limit is None or len(domain.documents) < limit:
+                domain.documents.append(Document(text, None, size))
+    if not any(domain.documents for domain in domains.values()):
+        raise PerplexityError("no documents to score")
+    return [domain for domain in domains.values() if domain.documents]
+
+
+def default_context(config: Any) -> int:
+    """The model's own context, but no more than 2048 tokens."""
+    return min(getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT_CONTEXT, LONGEST_DEFAULT_CONTEXT)
+
+
+def windows(length: int, context: int, stride: int) -> Iterator[Window]:
+    """How a sequence of a start token and `length` tokens is cut."""
+    scored = start = 0
+    while scored < length:
+        stop = min(start + context, length)
+        yield Window(start, scored, stop)
+        scored, start = stop, start + stride
+
+
+def score(
+    model: Any, tokenizer: Any, domain: Domain, context: int, stride: int | None = None, batch_size: int | None = None
+) -> DomainScore:
+    """Score a domain.
+
+    Args:
+        model: Any Hugging Face causal language model.
+        tokenizer: Its tokenizer.
+        domain: What to score.
+        context: Tokens a prediction may see at most, the start token included.
+        stride: From window to window; by default `context`.
+        batch_size: Windows of full length at once. By default as many as fit: halved whenever memory runs out.
+    """
+    stride = stride or context
+    if not 1 <= stride <= context:
+        raise PerplexityError(f"--stride {stride}: allowed: 1 to {context}, the context")
+    limit = getattr(model.config, "max_position_embeddings", None) or context
+    if context > limit:
+        raise PerplexityError(f"--context {context}: this model's context is {limit}")
+    forward = _Forward(model, batch_size and batch_size * context)
+    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if begin is None:
+        raise PerplexityError("the tokenizer has neither BOS nor EOS for a document to begin with")
+    encode = _encoder(tokenizer, domain)
+    result = DomainScore()
+    pending: list[tuple[int, Window, np.ndarray]] = []
+    with ProgressBar(domain.name, sum(document.bytes for document in domain.documents)) as bar:
+        done = 0
+        for number, document in enumerate(domain.documents):
+            ids = np.concatenate([[begin], encode(document)]).astype(np.int64)
+            result.nats.append(0.0)
+            result.tokens.append(len(ids) - 1)
+            result.bytes.append(document.bytes)
+            for window in windows(len(ids) - 1, context, stride):
+                pending.append((number, window, ids[window.start : window.stop + 1]))
+            done += document.bytes
+            if len(pending) >= SORTED_AT_ONCE:
+                _flush(forward, pending, result)
+                bar.update(done)
+        _flush(forward, pending, result)
+    return result
+
+
+def _flush(forward: _Forward, pending: list[tuple[int, Window, np.ndarray]], result: DomainScore) -> None:
+    """Windows of like length go together, so that little is padding."""
+    pending.sort(key=lambda entry: len(entry[2]), reverse=True)
+    jobs = [(ids, window.stop - window.scored) for _, window, ids in pending]
+    for (number, window, _), losses in zip(pending, forward(jobs), strict=True):
+        result._add(number, losses, np.arange(window.scored, window.stop) + 1 - window.start)
+    pending.clear()
+
+
+class _Forward:
+    """Losses of windows, as many at once as memory holds."""
+
+    def __init__(self, model: Any, tokens: int | None) -> None:
+        self.model = model
+        self.tokens = tokens or TOKENS_AT_ONCE["cpu" if model.device.type == "cpu" else "other"]
+
+    def __call__(self, jobs: Sequence[tuple[np.ndarray, int]]) -> Iterator[np.ndarray]:
+        """Of every (ids, n): the loss of each of the last n ids."""
+        done = 0
+        while done < len(jobs):
+            count = max(1, self.tokens // (len(jobs[done][0]) - 1))
+            batch = jobs[done : done + count]
+            try:
+                yield from self._losses(batch)
+            except (torch.OutOfMemoryError, RuntimeError) as error:
+                if not _out_of_memory(error) or len(batch) == 1:
+                    raise
+                self.tokens = max(1, len(batch) // 2) * (len(batch[0][0]) - 1)
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+                print(f"out of memory: going on with {self.tokens} tokens at once", file=sys.stderr)
+                continue
+            done += len(batch)
+
+    @torch.no_grad()
+    def _losses(self, batch: Sequence[tuple[np.ndarray, int]]) -> list[np.ndarray]:
+        width = len(batch[0][0]) - 1  # the longest is first
+        inputs = torch.zeros(len(batch), width, dtype=torch.long)
+        for row, (ids, _) in zip(inputs, batch, strict=True):
+            row[: len(ids) - 1] = torch.from_numpy(ids[:-1])  # what follows on the right is seen by nobody
+        first = min(len(ids) - 1 - count for ids, count in batch)
+        logits = self.model(
+            input_ids=inputs.to(self.model.device), use_cache=False, logits_to_keep=width - first
+        ).logits
+        losses = []
+        # Row by row: the fp32 copy of all logits would be the largest tensor here.
+        for row, (ids, count) in zip(logits, batch, strict=True):
+            stop = len(ids) - 1 - first
+            targets = torch.from_numpy(ids[-count:]).to(row.device)
+            losses.append(F.cross_entropy(row[stop - count : stop].float(), targets, reduction="none"))
+        flat = torch.cat(losses).double().cpu().numpy()
+        return np.split(flat, np.cumsum([count for _, count in batch])[:-1])
+
+
+def _out_of_memory(error: Exception) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+
+
+def _encoder(tokenizer: Any, domain: Domain) -> Any:
+    """Text to ids as `fathom prepare` makes them: nothing added, and no special token read from a document."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        plain = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+    else:
+        from tokenizers import Tokenizer
+
+        copy = Tokenizer.from_str(backend.to_str())
+        copy.no_padding()
+        copy.no_truncation()
+        copy.encode_special_tokens = True
+        plain = lambda text: copy.encode(text, add_special_tokens=False).ids  # noqa: E731
+    if domain.tokenizer_file is None:
+        return lambda document: plain(document.text)
+    from tokenizers import Tokenizer
+
+    theirs = Tokenizer.from_file(str(domain.tokenizer_file))
+    if theirs.get_vocab() == tokenizer.get_vocab():
+        return lambda document: document.ids
+
+    def translate(document: Document) -> list[int]:
+        text = theirs.decode(document.ids.tolist(), skip_special_tokens=False)  # type: ignore[union-attr]
+        if len(text.encode()) != document.bytes:
+            raise PerplexityError(
+                f"{domain.name}: the shards' tokens do not decode to the text they were made of; give the text"
+            )
+        return plain(text)
+
+    return translate
+
+
+def _shard_documents(corpus: TokenDataset, limit: int | None) -> list[Document]:
+    ends = [0, *corpus.document_ends(0, corpus.num_tokens).tolist(), corpus.num_tokens]
+    documents = []
+    for start, end in list(zip(ends, ends[1:], strict=False))[:limit]:
+        ids = np.empty(end - start, np.int64)
+        corpus.read(start, ids)
+        size = corpus.bytes_before(end) - corpus.bytes_before(start)
+        documents.append(Document(None, ids[:-1], size))  # the last is EOS
+    return documents
+
+
+def _named(entry: str) -> tuple[str | None, str]:
+    name, equals, path = entry.partition("=")
+    if equals and name and "/" not in name and not Path(entry).exists() and not entry.startswith(HUB):
+        return name, path
+    return None, entry
+
+
+def _stem(path: str) -> str:
+    name = Path(path.removeprefix(HUB)).name.split(".")[0].split("?")[0]
+    return "".join(c if c.isalnum() or c in "_-" else "_" for c in name) or "text"
