@@ -112,9 +112,34 @@ def test_depth_and_width_pruned_copies(family, tmp_path):
                 data = data.index_select(axis, torch.tensor(channels))
         target.data = data.clone()
     save(slim, tmp_path / "slim", 400)
-    result = commands.compare(str(tmp_path / "slim"), str(family / "base"), control=[str(family / "control")])
+    controls = [str(family / name) for name in ("control", "control2")]
+    result = commands.compare(str(tmp_path / "slim"), str(family / "base"), control=controls)
     assert result.data["scores"]["awm_canonical"]["value"] == pytest.approx(1, abs=1e-3)
     assert result.data["base"].endswith("base") and result.data["verdict"]["label"] == SHARED
+
+
+def test_shared_initialisation_is_not_called_lineage_nor_missed(family, tmp_path):
+    """Attention trained far away, the rest moderately: what two runs from one seed look like."""
+    config = tiny_config("qwen3", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=400)
+    far = build(config, 0, torch.float32)
+    draw = torch.Generator().manual_seed(5)
+    for name, parameter in far.named_parameters():
+        if parameter.ndim == 2:
+            epsilon = 12.0 if "self_attn" in name else 0.7
+            parameter.data += epsilon * parameter.data.std() * torch.randn(parameter.shape, generator=draw)
+    save(far, tmp_path / "far", 400)
+    result = commands.compare(str(tmp_path / "far"), str(family / "base"), control=[str(family / "control")])
+    assert result.data["verdict"]["label"] == INITIALISATION
+    assert result.data["scores"]["awm_canonical"]["value"] < 0.1
+
+
+def test_controls_of_another_class_are_shown_and_not_used(family, tmp_path):
+    other = tiny_config("qwen3", num_hidden_layers=4, hidden_size=64, intermediate_size=256, vocab_size=400)
+    save(build(other, 9, torch.float32), tmp_path / "small", 400)
+    result = commands.compare(str(family / "child"), str(family / "base"), control=[str(tmp_path / "small")])
+    assert result.data["null"] is None and len(result.data["controls"]) == 1
+    assert any("not of the class" in note for note in result.data["structure"]["skipped"])
+    assert result.data["verdict"]["label"] == INITIALISATION
 
 
 class Loads(html.parser.HTMLParser):

@@ -133,6 +133,7 @@ NONE = [("T1", 0.6, "exact")]
     [
         (findings(STRONG), testing.SHARED),
         (findings(STRONG, score=0.05), testing.INITIALISATION),
+        (findings(STRONG, score=0.05, coverage=0.0, families=("embedding", "feed-forward")), testing.INITIALISATION),
         (findings(STRONG, null=()), testing.INITIALISATION),  # no class: a score cannot be called high
         (findings(STRONG, coverage=0.25, blocks=["attention of layers 2, 3"]), testing.PARTIAL),
         (findings(STRONG, coverage=0.0, families=("embedding",)), testing.PARTIAL),

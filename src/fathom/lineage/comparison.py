@@ -395,11 +395,15 @@ def compare(
 
 
 def _null(pair: Pair, measured: list[tuple[str, list[Pair]]], null_file: Path | None) -> Null | None:
-    flat = [p for _, pairs in measured for p in pairs]
-    from_controls = null_of(flat, f"{len(measured)} control model(s)", len(measured) + 2) if flat else None
+    kind = structure_class(pair.a, pair.b)
+    alike = [p for _, pairs in measured for p in pairs if structure_class(p.a, p.b) == kind]
+    if unlike := sum(len(pairs) for _, pairs in measured) - len(alike):
+        pair.skipped.append(f"{unlike} control pair(s) are not of the class {kind}: shown, but not part of the null")
+    names = {w.name for p in alike for w in (p.a, p.b)}
+    from_controls = null_of(alike, f"control pairs of {kind}", len(names)) if alike else None
     if null_file is None:
         return from_controls
-    null = read_null(null_file, structure_class(pair.a, pair.b))
+    null = read_null(null_file, kind)
     if from_controls is not None:
         for name, values in from_controls.scores.items():
             null.scores.setdefault(name, []).extend(values)
@@ -459,7 +463,7 @@ def _tampering(pair: Pair, null: Null | None) -> list[str]:
     out = []
     if lap is not None and rotated is not None and rotated - lap > ROTATED:
         out.append("rotation tampering suspected: only a rotation of the residual stream aligns the models")
-    if lap is not None and lap - score.get("awm", lap) > 0.02:
+    if lap is not None and lap > CLEAR and lap - score.get("awm", lap) > 0.02:
         out.append("re-gauging suspected: the score rises once gains and head scales are brought to canonical form")
     if lap is not None and order is not None and lap - order > ROTATED:
         out.append("permutation suspected: channels match only after reordering")

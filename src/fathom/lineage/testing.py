@@ -359,7 +359,10 @@ def _label(found: Findings, p: float, above: bool, threshold: float | None) -> t
     if found.control_failed:
         return INCONCLUSIVE, [*reasons, "a control scores as high as the pair: the tests cannot be trusted here"]
     if p <= ALPHA:
-        if found.blocks and (found.coverage < COVERAGE or (missing and len(found.families) == 1)):
+        # some layers match and others do not, or one kind of weights alone: a part was taken. No layer matching at all
+        # while several kinds of weights pair up is what a shared initialisation leaves after long training.
+        some_layers = 0 < found.coverage < COVERAGE
+        if found.blocks and (some_layers or (len(found.families) == 1 and missing)):
             return PARTIAL, [*reasons, "evidence in: " + ", ".join(found.blocks)]
         return (SHARED if above and found.coverage >= COVERAGE else INITIALISATION), reasons
     if p < WEAK or above or found.low_overlap or found.tampering:
@@ -380,7 +383,7 @@ def _sentence(label: str, found: Findings) -> str:
     opening = {
         SHARED: "These weights share a lineage.",
         INITIALISATION: "These weights share an initialisation or a lineage.",
-        PARTIAL: "Parts of these weights share a lineage: " + ", ".join(found.blocks) + ".",
+        PARTIAL: "Parts of these weights share an initialisation or a lineage: " + ", ".join(found.blocks) + ".",
         INCONCLUSIVE: "The evidence is inconclusive.",
         NONE: "No evidence of weight reuse was found.",
     }[label]
