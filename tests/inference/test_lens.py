@@ -135,8 +135,14 @@ def test_predictions_are_the_models(case, tokenizer):
 
 
 def spell(tokenizer, index):
+    """One token as text, or its bytes."""
     text = tokenizer.decode([index])
-    return tokenizer.convert_ids_to_tokens(index) if "\ufffd" in text else text
+    if "\ufffd" not in text:
+        return text
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]  # GPT-2's alphabet of bytes
+    rest = [byte for byte in range(256) if byte not in printable]
+    letters = {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(rest)}
+    return "⟨" + " ".join(f"{letters[c]:02X}" for c in tokenizer.convert_ids_to_tokens(index)) + "⟩"
 
 
 @every_mechanism
@@ -186,6 +192,11 @@ def test_tokens_are_the_text(tokenizer):
     assert "".join(data.tokens) == TEXT
     assert "" in data.tokens  # a character of several tokens
     assert [data.vocabulary[i] for i in data.labels[:3]] == data.tokens[:3]
+    assert all(
+        re.fullmatch("⟨[0-9A-F ]+⟩", data.vocabulary[i]) for i, t in zip(data.labels, data.tokens, strict=True) if not t
+    )
+    wide = lens_data(model_of("vanilla", vocab_size=500), tokenizer, TEXT, top=500)
+    assert {"#384", "#499"} <= set(wide.vocabulary)  # a head larger than the vocabulary
     assert not data.mixes and data.averages().own == [1.0] * 4
 
 

@@ -140,7 +140,7 @@ function heading(model, i) {
 }
 
 function span(text, t) {
-  const inside = text ? escape(text).replace(/\n/g, "<i aria-hidden=\"true\">↵</i>\n") : `<i>${spelled(models[0].label(t))}</i>`;
+  const inside = text ? escape(text).replace(/\n/g, "<i aria-hidden=\"true\">↵</i>\n") : "<i>·</i>";
   const label = /\S/.test(text) ? "" : ` aria-label="${escape(spoken(text || models[0].label(t)))}"`;
   return `<span class="t" role="option" id="t${t}" aria-selected="false"${label}>${inside}</span>`;
 }
@@ -216,7 +216,7 @@ function select(t, scroll = false) {
   spans[at].setAttribute("aria-selected", "true");
   $("text").setAttribute("aria-activedescendant", `t${at}`);
   if (scroll) spans[at].scrollIntoView({ block: "nearest" });
-  $("token").innerHTML = `<span class="w">${spelled(models[0].tokens[at] || models[0].label(at))}</span><small>token ${count(at + 1)} of ${count(models[0].length)}</small>`;
+  $("token").innerHTML = `<span class="w">${spelled(models[0].tokens[at] || models[0].label(at))}</span> <small>token ${count(at + 1)} of ${count(models[0].length)}</small>`;
   $("summary").innerHTML = models.map((model, i) => `${badge(i)}${summary(model)}`).join("<br>");
   const kept = models.map((_, i) => document.querySelector(`#view-${i} .wide`)?.scrollLeft || 0);
   $("views").innerHTML = models.map((model, i) => `<div class="view" id="view-${i}">${view(model, i)}</div>`).join("");

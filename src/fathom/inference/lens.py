@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fathom.data.progress import ProgressBar
 from fathom.inference.checkpoint import open_checkpoint
@@ -36,6 +37,8 @@ from fathom.models.uniform_depth import UniformDepth
 from fathom.models.value_residual import ValueResidual
 
 Array = np.ndarray
+BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""The alphabet in which byte-level vocabularies are written."""
 LOGITS_AT_ONCE = 1 << 25
 """Numbers in a block of logits: all tokens at once would take gigabytes with a large vocabulary."""
 
@@ -395,11 +398,16 @@ def _tokenise(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
 
 
 def _spell(tokenizer: Any, index: int) -> str:
-    """A token as text, or as the vocabulary spells it where it is a part of a character."""
+    """A token as text; one that is a part of a character as its bytes."""
     spelled = tokenizer.decode([index])
     if spelled and "\ufffd" not in spelled:
         return spelled
-    return tokenizer.convert_ids_to_tokens(index) or f"#{index}"  # heads are often larger than vocabularies
+    token = tokenizer.convert_ids_to_tokens(index)
+    if token is None:
+        return f"#{index}"  # heads are often larger than vocabularies
+    if all(letter in BYTES for letter in token):
+        return "⟨" + " ".join(f"{BYTES[letter]:02X}" for letter in token) + "⟩"
+    return token
 
 
 def _layer_weights(model: FathomForCausalLM, visits: list[Visit]) -> list[list[float | None]] | None:
