@@ -1,7 +1,7 @@
 """Fathom: decoder language models whose depth does more work.
 
-Importing it registers `FathomConfig` and the models with transformers' Auto classes. The command line registers them
-when a command needs a model, so that `fathom --help` does not wait for torch.
+Importing it registers `FathomConfig` and the models with transformers' Auto classes. The command line imports them when
+a command needs a model, so that `fathom --help` does not wait for torch.
 """
 
 import sys
@@ -13,15 +13,9 @@ __all__ = ["__version__", "register"]
 
 
 def register() -> None:
-    """Tell transformers' Auto classes what a `fathom` model is."""
-    from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
-
-    from fathom.models import FathomConfig, FathomForCausalLM, FathomModel
-
-    AutoConfig.register(FathomConfig.model_type, FathomConfig, exist_ok=True)
-    AutoModel.register(FathomConfig, FathomModel, exist_ok=True)
-    AutoModelForCausalLM.register(FathomConfig, FathomForCausalLM, exist_ok=True)
+    """Tell transformers' Auto classes what a `fathom` model is: what importing `fathom.models` does."""
+    import fathom.models  # noqa: F401
 
 
-if Path(getattr(sys, "argv", [""])[0] or "").stem != "fathom":
+if Path((getattr(sys, "argv", None) or [""])[0]).name not in ("fathom", "fathom.exe"):
     register()

@@ -20,17 +20,15 @@ AUTO_MAP = {
 }
 
 
-def export(
-    model: FathomForCausalLM, directory: str | Path, tokenizer: PreTrainedTokenizerBase | None = None
-) -> Path:
+def export(model: FathomForCausalLM, directory: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
     """Write weights, configuration, tokenizer and the model code to `directory`, whole or not at all.
 
     `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` then opens it anywhere; where Fathom is
     imported, no code of the directory is run. An earlier export in the same place is replaced.
     """
     directory = Path(directory)
-    if directory.exists() and any(directory.iterdir()) and not (directory / "config.json").exists():
-        raise ValueError(f"{directory} exists and is not a model directory; choose another place")
+    if directory.exists() and any(directory.iterdir()) and not _is_export(directory):
+        raise ValueError(f"{directory} exists and is not an earlier export; choose another place")
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
         new = Path(scratch) / "new"
@@ -42,6 +40,13 @@ def export(
             directory.rename(Path(scratch) / "old")
         new.rename(directory)
     return directory
+
+
+def _is_export(directory: Path) -> bool:
+    try:
+        return json.loads((directory / "config.json").read_text()).get("auto_map") == AUTO_MAP
+    except (OSError, ValueError):
+        return False
 
 
 def _add_code(directory: Path) -> None:

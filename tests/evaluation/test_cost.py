@@ -8,6 +8,7 @@ from rich.console import Console
 from fathom.cli import main
 from fathom.evaluation.cost import mechanism_rows, mechanism_table, with_mechanism
 from fathom.models.registry import MECHANISMS
+from tests.models.cases import CASES, config_of
 from tests.models.test_cost import paper_config
 
 
@@ -24,6 +25,11 @@ def test_rows_at_three_billion():
     assert f"{depth['flops_share']:.3%}" == "0.004%"
     added = {name: rows[name]["parameters"] for name in ("denseformer", "attention_residuals", "hyper_connections")}
     assert added == {"denseformer": 1224, "attention_residuals": 397_312, "hyper_connections": 19_663_396}
+
+
+def test_every_composition_has_a_table():
+    for case in CASES:
+        assert {row["name"] for row in mechanism_rows(config_of(case))} == set(MECHANISMS)
 
 
 def test_own_options_are_kept():

@@ -6,8 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.generic import find_labels
 
 from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models.depth_attention import trip_rule
 from fathom.models.registry import mechanism_name, parse_mechanism
 
 from .cases import CASES, SHAPE, build, config_of, tokens
@@ -41,6 +43,11 @@ def config(**keys):
         ({"residual": "attention_residuals", "residual_options": {"variant": "x"}}, "variant must be one of block_sum"),
         ({"residual": "attention_residuals", "residual_options": {"block_size": 0}}, "block_size"),
         ({"residual": "hyper_connections", "residual_options": {"streams": 0}}, "streams"),
+        ({"mixer": "depth_attention", "mixer_options": [1]}, "mixer_options must be a dictionary"),
+        ({"mixer": "depth_attention", "mixer_options": {"self_bias": float("nan")}}, "self_bias must be a number"),
+        ({"mixr": "depth_attention"}, "mixr is not a key of the configuration; did you mean mixer"),
+        ({"hidden_size": 0}, "hidden_size must be at least 1"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be at least 1"),
         ({"recurrence": "loop", "recurrence_options": {"count": 0}}, "count must be at least 1"),
         ({"recurrence": "loop", "recurrence_options": {"prelude": 2, "coda": 2}}, "at least one of the 4 layers"),
     ],
@@ -64,7 +71,7 @@ def test_round_trip(case, tmp_path):
 def test_options_are_stored_resolved():
     assert config(mixer="depth_attention").mixer_options["stride"] == 2
     looped = config(mixer="depth_attention", recurrence="loop")
-    assert looped.mixer_options["across_trips"] == "same_layer"
+    assert trip_rule(looped) == "same_layer" and trip_rule(config(mixer="depth_attention")) == "none"
 
 
 @pytest.mark.parametrize("text", ["vanilla+nothing", "depth_attention+uniform_depth", ""])
@@ -140,3 +147,54 @@ def test_registered_with_the_auto_classes(tmp_path):
     build(config_of("depth_attention")).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "fathom"
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is FathomForCausalLM
+
+
+def test_one_option_changes_alone(tmp_path):
+    build(config_of("depth_attention-dense")).save_pretrained(tmp_path)
+    model = FathomForCausalLM.from_pretrained(tmp_path, mixer_options={"self_bias": 5.0})
+    assert model.config.mixer_options["stride"] == 1 and model.config.mixer_options["self_bias"] == 5.0
+
+
+def test_trips_may_be_taken_away_and_added(tmp_path):
+    build(config_of("loop+depth_attention")).save_pretrained(tmp_path)
+    once = FathomForCausalLM.from_pretrained(tmp_path, recurrence="once")
+    assert trip_rule(once.config) == "none"
+    once.save_pretrained(tmp_path / "once")
+    again = FathomForCausalLM.from_pretrained(tmp_path / "once", recurrence="loop")
+    assert trip_rule(again.config) == "same_layer"
+
+
+def test_a_declared_mechanism_without_tensors_is_refused(tmp_path):
+    """Only a mechanism that the checkpoint does not name may start from its initial values."""
+    build(config_of("hyper_connections")).save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    tensors = {name: t for name, t in load_file(path).items() if "_residual" not in name}
+    save_file(tensors, path, metadata={"format": "pt"})
+    with pytest.raises(ValueError, match="the checkpoint lacks model"):
+        FathomForCausalLM.from_pretrained(tmp_path)
+    FathomForCausalLM.from_pretrained(tmp_path, residual="plain")
+
+
+def test_layers_may_be_dropped(tmp_path):
+    qwen3(tmp_path)
+    assert len(FathomForCausalLM.from_pretrained(tmp_path, num_hidden_layers=2).model.layers) == 2
+
+
+def test_only_labels_are_labels():
+    """Trainer passes over an evaluation loss if a model seems to want other labels too."""
+    assert find_labels(FathomForCausalLM) == ["labels"]
+
+
+def test_paged_attention_refuses_trips():
+    model = build(config_of("loop"))
+    model.config._attn_implementation = "paged|eager"
+    with pytest.raises(ValueError, match="one bank per layer"):
+        model(tokens(1, 4))
+
+
+def test_hidden_states_as_the_configuration_says(tmp_path):
+    theirs = qwen3(tmp_path)
+    ours, ids = FathomForCausalLM.from_pretrained(tmp_path, output_hidden_states=True), tokens(1, 9)
+    with torch.no_grad():
+        found, wanted = ours(ids).hidden_states, theirs(ids, output_hidden_states=True).hidden_states
+    assert len(found) == len(wanted) and all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))

@@ -70,6 +70,12 @@ def test_published_depth_attention_cost(size, flops, io, transient):
     assert (cost.flops, cost.io_bytes, cost.transient_bytes) == (flops, io, transient)
 
 
+def test_io_of_the_sister_mixers():
+    """b·d_kv·(ΣM + L) and b·d_kv·(3L - 3)."""
+    assert mechanism_cost(paper_config("3b", mixer="uniform_depth")).io_bytes == 2 * 512 * (117 + 48)
+    assert mechanism_cost(paper_config("3b", mixer="value_residual")).io_bytes == 2 * 512 * (3 * 48 - 3)
+
+
 def test_published_rival_cost():
     """Tables 2 and 3 of the paper at 3B; its attention residuals leave out the read before the final norm."""
     dense = mechanism_cost(paper_config("3b", residual="denseformer"))

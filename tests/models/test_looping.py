@@ -166,7 +166,7 @@ def test_sliding_banks_slide(count, prelude, coda):
         for part in tokens(1, 11).split([5, 1, 5], 1):
             model(part, past_key_values=cache)
     for visit in (v for trip in model.model.plan for v in trip):
-        assert cache.layers[visit.bank].keys.shape[2] == (11 if visit.layer % 2 == 0 else 3)
+        assert cache.layers[visit.index].keys.shape[2] == (11 if visit.layer % 2 == 0 else 3)
 
 
 @every_shape

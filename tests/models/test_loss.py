@@ -12,9 +12,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fathom.models import loss as module
-from fathom.models.loss import causal_lm_loss, chunk_rows, linear_cross_entropy
+from fathom.models.loss import chunk_rows, linear_cross_entropy
 
 from .cases import build, config_of, tokens
+
+
+def causal_lm_loss(hidden, head, labels, items=None):
+    return module.causal_lm_loss(hidden, head, module.shifted(labels), items)
+
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -23,6 +28,7 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 def small_chunks(monkeypatch):
     """Chunks of two rows, so that a test meets their edges."""
     monkeypatch.setitem(module.CHUNK_ELEMENTS, "cpu", 2 * 37)
+    monkeypatch.setattr(module, "CHUNK_ROWS", 1)
     monkeypatch.setitem(module.CHUNK_ELEMENTS, "cuda", 2 * 50_000)  # the bound of a wrapped head
 
 
@@ -55,6 +61,7 @@ def test_value_and_gradients_at_every_chunk_edge(rows, most, ignored, seed):
     wanted = truth_of(x, w, y, 0.5)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(module.CHUNK_ELEMENTS, "cpu", most * 37)
+        patch.setattr(module, "CHUNK_ROWS", 1)
         total = linear_cross_entropy(x, w, y) * 0.5
     found = total, *torch.autograd.grad(total, (x, w))
     assert all(near(a, b, 1e-12) for a, b in zip(found, wanted, strict=True))
@@ -66,7 +73,7 @@ def test_chunks_cover_every_row_and_stay_small(count, vocabulary, device):
     size = chunk_rows(count, vocabulary, device)
     assert size >= 1
     limit = module.CHUNK_ELEMENTS.get(device, module.CHUNK_ELEMENTS["cuda"])
-    assert size == 1 or size * vocabulary <= limit
+    assert size <= module.CHUNK_ROWS or size * vocabulary <= limit
     if count:
         chunks = -(-count // size)
         assert (chunks - 1) * size < count <= chunks * size
@@ -169,7 +176,7 @@ def test_causal_loss(kind, items, shifted, small_chunks):
     if shifted:
         moved = torch.full_like(labels, -100)
         moved[:, :-1] = labels[:, 1:]
-        found = causal_lm_loss(hidden, head, None, items, shift_labels=moved)
+        found = module.causal_lm_loss(hidden, head, moved, items)
     else:
         found = causal_lm_loss(hidden, head, labels, items)
     assert near(found, wanted, 1e-12)
@@ -178,14 +185,21 @@ def test_causal_loss(kind, items, shifted, small_chunks):
     assert not near(causal_lm_loss(hidden, head, labels.roll(1), items), wanted, 1e-3)
 
 
-def test_shift_labels_take_the_place_of_labels():
+def test_labels_of_another_shape_are_refused():
     head, (hidden, labels) = head_of("linear"), batch()
-    moved = labels.roll(2, 1)
-    assert torch.equal(
-        causal_lm_loss(hidden, head, labels, shift_labels=moved), causal_lm_loss(hidden, head, None, shift_labels=moved)
-    )
-    with pytest.raises(ValueError, match="labels"):
-        causal_lm_loss(hidden, head, None)
+    with pytest.raises(ValueError, match=r"labels have shape \[3, 6\], the input \[3, 7\]"):
+        module.causal_lm_loss(hidden, head, labels[:, 1:])
+
+
+def test_a_hooked_or_offloaded_head_is_called():
+    """Reading the weight behind a hook's back would read what is not there (offloading) or skip what somebody asked."""
+    head, (hidden, labels) = head_of("linear"), batch()
+    wanted, seen = causal_lm_loss(hidden, head, labels), []
+    head.register_forward_pre_hook(lambda *_: seen.append(1))
+    assert near(causal_lm_loss(hidden, head, labels), wanted, 1e-12) and seen
+    replaced, plain = copy.deepcopy(head_of("linear")), nn.Linear.forward
+    replaced.forward = lambda x: (seen.clear(), plain(replaced, x))[1]
+    assert near(causal_lm_loss(hidden, replaced, labels), wanted, 1e-12) and not seen
 
 
 @pytest.mark.parametrize("kind", ["linear", "wrapped"])

@@ -345,11 +345,9 @@ def test_initialised_from_nothing(case):
             assert tensor.isfinite().all(), name
 
 
-@every_case
+@pytest.mark.parametrize("case", [case for case in CASES if "loop" not in case])  # another trip, another function
 def test_identity_at_init_where_declared(case):
     config = config_of(case)
-    if config.recurrence != "once":
-        return  # another trip is another function, whatever the weights
     parts = [mechanism(axis, getattr(config, axis)) for axis in ("mixer", "residual")]
     torch.manual_seed(0)
     vanilla = FathomForCausalLM(config_of("vanilla")).eval()
@@ -475,10 +473,8 @@ def transient_bytes(model):
     return (sum(sources.values()) + max(states)) / ids.numel()
 
 
-@every_case
+@pytest.mark.parametrize("case", [case for case in CASES if "loop" not in case])  # test_looping.py counts trips
 def test_declared_flops_are_measured(case):
-    if "loop" in case:
-        return  # what a trip costs is the vanilla stack again: test_looping.py counts it
     shape = {"num_attention_heads": 8, "head_dim": 32, "hidden_size": 256, "num_hidden_layers": 12}
     cost = mechanism_cost(config_of(case, **shape))
     extra = counted(case, shape) - counted("vanilla", shape)

@@ -133,7 +133,7 @@ RELEASED = {
     "depth-attention": (
         {"use_depth_attention": True, "depth_attention_stride": 2, "depth_attention_recent_window": 0},
         {},
-        {"mixer": "depth_attention", "stride": 2, "recent_window": 0, "across_trips": "none", "self_bias": 0.0},
+        {"mixer": "depth_attention", "stride": 2, "recent_window": 0, "across_trips": None, "self_bias": 0.0},
         depth_truth(),
     ),
     "depth-attention-both": (

@@ -67,12 +67,8 @@ def test_plan_is_the_rules(schedule):
         assert all(source < v.index for source in v.sources)
     read = {source for v in visits for source in v.sources}
     assert [v.kept for v in visits] == [v.index in read for v in visits]
-    # One bank per visit and no gap; a layer's first visit has the bank that it would have without a loop.
-    assert sorted(v.bank for v in visits) == list(range(len(order)))
-    seen = set()
-    for v in visits:
-        assert (v.bank == v.layer) == (v.layer not in seen)
-        seen.add(v.layer)
+    # The index is the cache layer too: one per visit, in the order in which they are written.
+    assert [v.index for v in visits] == list(range(len(order)))
 
 
 def candidates(config):
@@ -104,7 +100,7 @@ def test_layers_outside_the_loop_are_sources_of_every_trip():
 def test_without_recurrence_the_plan_is_the_stack():
     for name in ("vanilla", "depth_attention", "value_residual"):
         (trip,) = plan(config_of(name))
-        assert [(v.index, v.layer, v.trip, v.bank) for v in trip] == [(i, i, 0, i) for i in range(4)]
+        assert [(v.index, v.layer, v.trip) for v in trip] == [(i, i, 0) for i in range(4)]
     assert not any(v.kept for v in plan(config_of("vanilla"))[0])
 
 
@@ -126,7 +122,7 @@ def test_every_trip_gets_a_bank_of_its_own_kind(kind, prelude, coda, total):
     assert with_banks(cache, config) is cache
     assert len(cache.layers) == total == len({id(layer) for layer in cache.layers})
     for v in visits_of(config):
-        assert type(cache.layers[v.bank]) is kinds[v.layer]
+        assert type(cache.layers[v.index]) is kinds[v.layer]
     before = list(cache.layers)
     with_banks(cache, config)
     assert cache.layers == before, "idempotent"

@@ -53,6 +53,10 @@ class SourceNorm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width))
 
+    def forward(self, query: Tensor) -> Tensor:
+        """w ⊙ p: what is left to score a source with once it is divided by its rms."""
+        return widen(self.weight) * widen(query)
+
 
 class AttentionResiduals(Residual):
     """State: the sources themselves, oldest first, beginning with the embeddings."""
@@ -83,7 +87,7 @@ class AttentionResiduals(Residual):
 
     def read(self, state: State) -> tuple[Tensor, Any]:
         """The weighted sum of the un-normed sources."""
-        query = widen(self.norm.weight) * widen(self.pseudo_query)  # [hidden_size]
+        query = self.norm(self.pseudo_query)  # [hidden_size]
         scores = []
         for source in state:
             x = widen(source)

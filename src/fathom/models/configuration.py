@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
+from difflib import get_close_matches
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -12,6 +13,8 @@ from .published import is_published, published_config
 from .registry import AXES, resolve_options
 
 K_NORM_POSITIONS = ("before_rope", "after_rope")
+OURS = (*AXES, *(f"{axis}_options" for axis in AXES), "k_norm_position", "embedding_scale")
+POSITIVE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 
 
 @strict
@@ -19,6 +22,8 @@ class FathomConfig(Qwen3Config):
     """With every axis at its first value this is Qwen3, bit for bit."""
 
     model_type = "fathom"
+    base_model_pp_plan = None  # sources would have to travel from stage to stage
+    keys_to_ignore_at_inference = ["past_key_values", "aux_losses", "metrics"]
 
     mixer: str = "none"
     """What value attention reads."""
@@ -38,7 +43,13 @@ class FathomConfig(Qwen3Config):
     """Factor on the input embeddings, for every mechanism alike."""
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for key in kwargs:
+            if near := get_close_matches(key, OURS, cutoff=0.8):
+                raise ValueError(f"{key} is not a key of the configuration; did you mean {near[0]}?")
         super().__post_init__(**kwargs)
+        for name in POSITIVE:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
@@ -56,8 +67,13 @@ class FathomConfig(Qwen3Config):
         """As in transformers, but overrides of an axis are applied before validation, not after."""
         config_dict = dict(config_dict)
         for axis in AXES:
+            options = f"{axis}_options"
             if axis in kwargs and kwargs[axis] != config_dict.get(axis):
-                config_dict.pop(f"{axis}_options", None)  # they belonged to another mechanism
+                config_dict.pop(options, None)  # they belonged to another mechanism
+            elif isinstance(kwargs.get(options), dict):
+                kwargs[options] = {**(config_dict.get(options) or {}), **kwargs[options]}
+        if "num_hidden_layers" in kwargs:
+            config_dict.pop("layer_types", None)
         for key in [k for k in kwargs if k in cls.__dataclass_fields__ and k not in ("dtype", "torch_dtype")]:
             config_dict[key] = kwargs.pop(key)
         return super().from_dict(config_dict, **kwargs)

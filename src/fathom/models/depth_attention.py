@@ -16,6 +16,7 @@ hand-written backward keeps no float32 copies.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -54,13 +55,12 @@ class ScheduleOptions:
         if not 0 <= self.recent_window <= layers:
             raise ValueError(f"mixer_options.recent_window must be between 0 and {layers}, got {self.recent_window}")
         allowed = ("none", "same_layer", "grid") if config.recurrence == "loop" else ("none",)
-        across = self.across_trips or ("same_layer" if config.recurrence == "loop" else "none")
-        if across not in allowed:
+        if self.across_trips is not None and self.across_trips not in allowed:
             raise ValueError(
                 f"mixer_options.across_trips must be one of {', '.join(allowed)} with recurrence={config.recurrence}, "
-                f"got {across}"
+                f"got {self.across_trips}"
             )
-        return replace(self, stride=stride, across_trips=across)
+        return replace(self, stride=stride)
 
 
 @dataclass(frozen=True)
@@ -74,6 +74,8 @@ class DepthAttentionOptions(ScheduleOptions):
 
     def resolve(self, config: FathomConfig) -> DepthAttentionOptions:
         """As the schedule does, and no negative number of steps."""
+        if not math.isfinite(self.self_bias):
+            raise ValueError(f"mixer_options.self_bias must be a number, got {self.self_bias}")
         if self.self_bias_steps < 0:
             raise ValueError(f"mixer_options.self_bias_steps must not be negative, got {self.self_bias_steps}")
         resolved = super().resolve(config)
@@ -87,34 +89,40 @@ def grid_sources(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
     return tuple(i for i in range(layer_idx) if i % stride == 0 or i >= layer_idx - window)
 
 
+def trip_rule(config: FathomConfig) -> str:
+    """How sources cross trips: as the option says, or what suits the recurrence."""
+    return config.mixer_options["across_trips"] or ("same_layer" if config.recurrence == "loop" else "none")
+
+
 class DepthAttention(ValueMixer):
     """Attention over depth."""
 
     def __init__(self, config: FathomConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        self.options = config.mixer_options  # the config's own dict: what is annealed here is what gets saved
-        self.initial_bias = float(self.options["self_bias"])
+        self.initial_bias = self.bias_now = float(config.mixer_options["self_bias"])
+        self.steps = config.mixer_options["self_bias_steps"]
         # A tensor, since a Python number that changes every step would recompile every step.
         self.self_bias = nn.Buffer(torch.tensor(self.initial_bias), persistent=False) if self.initial_bias else None
 
     source_layers = staticmethod(grid_sources)
 
-    @staticmethod
-    def across_trips(config: FathomConfig) -> str:
-        """As the option says."""
-        return config.mixer_options["across_trips"]
+    across_trips = staticmethod(trip_rule)
 
     def init_weights(self, std: float) -> None:
         """Only the bias, which no checkpoint holds."""
         if self.self_bias is not None:
-            init.constant_(self.self_bias, self.initial_bias)
+            init.constant_(self.self_bias, self.bias_now)
 
     def set_step(self, step: int) -> None:
         """Let go of the own value."""
-        if self.self_bias is not None and (steps := self.options["self_bias_steps"]):
-            bias = self.initial_bias * max(0.0, 1.0 - step / steps)
-            self.self_bias.fill_(bias)
-            self.options["self_bias"] = bias
+        if self.self_bias is not None and self.steps:
+            self.bias_now = self.initial_bias * max(0.0, 1.0 - step / self.steps)
+            self.self_bias.fill_(self.bias_now)
+
+    def settle(self, config: FathomConfig) -> None:
+        """The bias as it is now, for good."""
+        if self.steps:
+            config.mixer_options |= {"self_bias": self.bias_now, "self_bias_steps": 0}
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: State) -> Tensor:
         """ṽ of the module's docstring; the very tensor that came in where there is no source."""
@@ -146,7 +154,7 @@ def mix(
 
 
 class _Mix(torch.autograd.Function):
-    """`mix` with the backward pass written out: it keeps the inputs and recomputes the weights from them."""
+    """`mix` with the backward pass written out: it keeps its inputs, its output and the weights."""
 
     @staticmethod
     def forward(

@@ -20,30 +20,28 @@ from .numerics import widen
 IGNORE = -100
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 """Logits per chunk: small enough to stay in a processor's cache, large enough to fill a GPU."""
+CHUNK_ROWS = 128
+"""At least so many rows, since every chunk reads the whole weight."""
 
 
 def causal_lm_loss(
     hidden: Tensor,
     head: nn.Module,
-    labels: Tensor | None,
+    targets: Tensor,
     num_items_in_batch: Tensor | int | None = None,
-    shift_labels: Tensor | None = None,
 ) -> Tensor:
     """Next-token cross-entropy in float32: the sum over targets, divided by their number or by `num_items_in_batch`.
 
     Args:
         hidden: `[B, T, hidden_size]`, what the head reads.
         head: The output projection; anything but a plain linear layer (a LoRA adapter, say) is called as it is.
-        labels: `[B, T]`, shifted here; -100 is ignored.
+        targets: `[B, T]`, each position's next token (see `shifted`); -100 is ignored.
         num_items_in_batch: Targets of the whole batch when it is spread over several calls.
-        shift_labels: `[B, T]`, already shifted; takes the place of `labels`.
     """
-    if shift_labels is None:
-        if labels is None:
-            raise ValueError("pass labels or shift_labels")
-        shift_labels = F.pad(labels, (0, 1), value=IGNORE)[..., 1:]
-    rows, targets = hidden.flatten(0, -2), shift_labels.flatten().to(hidden.device)
-    if type(head) is nn.Linear and head.bias is None:
+    if targets.shape != hidden.shape[:-1]:
+        raise ValueError(f"labels have shape {list(targets.shape)}, the input {list(hidden.shape[:-1])}")
+    rows, targets = hidden.flatten(0, -2), targets.flatten().to(hidden.device)
+    if isinstance(head, nn.Linear) and _is_bare(head):
         total = linear_cross_entropy(rows, head.weight, targets)
     else:
         total = _chunked(rows, head, targets)
@@ -52,6 +50,18 @@ def causal_lm_loss(
     if isinstance(num_items_in_batch, Tensor):
         num_items_in_batch = num_items_in_batch.to(total.device)
     return total / num_items_in_batch
+
+
+def shifted(labels: Tensor) -> Tensor:
+    """Labels `[B, T]` moved one to the left, so that each position holds its next token."""
+    return F.pad(labels, (0, 1), value=IGNORE)[..., 1:]
+
+
+def _is_bare(head: nn.Linear) -> bool:
+    """Whether a head is its weight and nothing else: no bias, no adapter, no hook, not offloaded."""
+    if type(head) is not nn.Linear or head.bias is not None or "forward" in vars(head):
+        return False
+    return not (head._forward_hooks or head._forward_pre_hooks or head.weight.is_meta)
 
 
 def linear_cross_entropy(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -67,7 +77,7 @@ def linear_cross_entropy(rows: Tensor, weight: Tensor, targets: Tensor) -> Tenso
 
 def chunk_rows(count: int, vocabulary: int, device: str) -> int:
     """Rows per chunk, so that the chunks of a batch are equal but for the last."""
-    most = max(1, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // vocabulary)
+    most = max(CHUNK_ROWS, CHUNK_ELEMENTS.get(device, CHUNK_ELEMENTS["cuda"]) // vocabulary)
     return -(-count // -(-count // most)) if count else 1
 
 

@@ -7,6 +7,7 @@ the next trip starts from. Parameter names are Qwen3's, so no checkpoint is ever
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
@@ -31,8 +32,8 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration import FathomConfig
-from .loss import causal_lm_loss
-from .published import released
+from .loss import causal_lm_loss, shifted
+from .published import HUB_KEYS, released
 from .registry import mechanism
 from .rms_norm import RMSNorm
 from .roles import MechanismModule, Recurrence, Residual, State, ValueMixer
@@ -123,11 +124,11 @@ class DecoderLayer(GradientCheckpointingLayer):
 
     def forward(self, state: State, sources: State = (), **kwargs: Any) -> tuple[State, Tensor, Tensor]:
         """The new residual state, and this layer's key and mixed value for the layers that read them."""
-        x, context = self.attn_residual.read(state)
+        x, context = self.attn_residual(state)
         update, _, key, value = self.self_attn(self.input_layernorm(x), sources=sources, **kwargs)
-        state = self.attn_residual.write(state, update, context)
-        x, context = self.mlp_residual.read(state)
-        state = self.mlp_residual.write(state, self.mlp(self.post_attention_layernorm(x)), context)
+        state = self.attn_residual(state, update, context)
+        x, context = self.mlp_residual(state)
+        state = self.mlp_residual(state, self.mlp(self.post_attention_layernorm(x)), context)
         return state, key, value
 
 
@@ -138,6 +139,7 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
     config_class = FathomConfig
     _no_split_modules = ["DecoderLayer"]
     _can_record_outputs = {"attentions": Attention}
+    _pp_plan: dict[str, Any] = {}  # sources would have to travel from stage to stage
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, MechanismModule):
@@ -158,6 +160,10 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
         kwargs.setdefault("use_safetensors", True)
         wants_info = kwargs.pop("output_loading_info", False)
         tolerant = kwargs.pop("ignore_mismatched_sizes", False)
+        hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
+        own: dict[str, Any] = {}
+        if pretrained_model_name_or_path is not None:
+            own = cls.config_class.get_config_dict(pretrained_model_name_or_path, **hub)[0]
         path, kwargs = released(pretrained_model_name_or_path, cls.config_class, kwargs)
         model, info = super().from_pretrained(
             path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
@@ -166,21 +172,39 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
             raise ValueError(
                 f"{name} has shape {list(found)} in the checkpoint, this configuration needs {list(needed)}"
             )
-        missing = set(info["missing_keys"])
-        lost = sorted(missing - _new_mechanisms(model, missing))
-        if lost:
-            raise ValueError(f"the checkpoint lacks {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
         unread = sorted(name for name in info["unexpected_keys"] if not name.startswith("lm_head."))
         if unread and path is None and pretrained_model_name_or_path is not None:
             raise ValueError(f"this released checkpoint holds {unread[0]}, for which the model has no place")
+        missing = set(info["missing_keys"])
+        lost = sorted(missing - _new_mechanisms(model, missing, own))
+        if lost:
+            raise ValueError(f"the checkpoint lacks {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
         return (model, info) if wants_info else model
 
-    def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: dict[str, Any] | None = None) -> None:
+    def gradient_checkpointing_enable(
+        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
+    ) -> None:
         """Recompute each layer in the backward pass; non-reentrant, or gradients to depth sources would vanish."""
         chosen = dict(gradient_checkpointing_kwargs or {})
         if chosen.setdefault("use_reentrant", False):
             raise ValueError("use_reentrant=True loses the gradients of depth sources; leave it False")
-        super().gradient_checkpointing_enable(chosen)
+        super().gradient_checkpointing_enable(chosen, **kwargs)
+
+    def settled_config(self) -> FathomConfig:
+        """A copy of the configuration in which every schedule stands still where it is."""
+        config = copy.deepcopy(self.config)
+        for module in self.modules():
+            if isinstance(module, MechanismModule):
+                module.settle(config)
+        return config
+
+    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers, with the settled configuration, so that what is saved computes what was trained."""
+        config, self.config = self.config, self.settled_config()
+        try:
+            return super().save_pretrained(*args, **kwargs)
+        finally:
+            self.config = config
 
     def set_step(self, step: int) -> None:
         """Tell every mechanism how many optimizer steps have been made, for those that follow a schedule."""
@@ -189,13 +213,17 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
                 module.set_step(step)
 
 
-def _new_mechanisms(model: nn.Module, missing: set[str]) -> set[str]:
-    """The tensors of those mechanisms that are missing as a whole."""
-    tensors: dict[type, set[str]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, MechanismModule):
-            tensors.setdefault(type(module), set()).update(f"{name}.{p}" for p, _ in module.named_parameters())
-    return {name for names in tensors.values() if names <= missing for name in names}
+def _new_mechanisms(model: nn.Module, missing: set[str], own: dict[str, Any]) -> set[str]:
+    """The tensors of mechanisms that are missing as a whole and that the checkpoint's configuration does not name."""
+    roles: dict[str, type[MechanismModule]] = {"mixer": ValueMixer, "residual": Residual, "recurrence": Recurrence}
+    found: set[str] = set()
+    for axis, role in roles.items():
+        if own.get(axis) == getattr(model.config, axis):
+            continue
+        parts = [(name, module) for name, module in model.named_modules() if isinstance(module, role)]
+        tensors = {f"{name}.{p}" for name, module in parts for p, _ in module.named_parameters()}
+        found |= tensors if tensors <= missing else set()
+    return found
 
 
 class FathomModel(FathomPreTrainedModel):
@@ -227,13 +255,17 @@ class FathomModel(FathomPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool = False,
+        output_hidden_states: bool | None = None,
         head: Callable[[Tensor], Tensor] | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """As `Qwen3Model.forward`; `head` turns hidden states into logits for recurrences that feed on them."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        if self.recurrence.depth and str(self.config._attn_implementation).startswith("paged"):
+            raise ValueError("paged attention keeps one bank per layer; a model of several trips needs one per trip")
+        if output_hidden_states is None:
+            output_hidden_states = self.config.output_hidden_states
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.config.embedding_scale != 1.0:
             x = x * self.config.embedding_scale
@@ -258,7 +290,7 @@ class FathomModel(FathomPreTrainedModel):
             state = self.final_residual.begin(x)
             for visit in self.plan[k]:
                 if output_hidden_states:
-                    hidden_states.append(self.final_residual.read(state)[0])
+                    hidden_states.append(self.final_residual(state)[0])
                 state, key, value = self.layers[visit.layer](
                     state,
                     tuple(tensor for i in visit.sources for tensor in kept[i]),
@@ -266,12 +298,12 @@ class FathomModel(FathomPreTrainedModel):
                     position_embeddings=position_embeddings,
                     position_ids=position_ids,
                     past_key_values=past_key_values,
-                    bank=visit.bank,
+                    bank=visit.index,
                     **kwargs,
                 )
                 if visit.kept:
                     kept[visit.index] = (key, value)
-            return Out(self.final_residual.read(state)[0], self.norm, head)
+            return Out(self.final_residual(state)[0], self.norm, head)
 
         state = unroll(self.recurrence, x, trip)
         hidden = self.recurrence.readout(state)
@@ -320,7 +352,6 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
-    _pp_plan = {"lm_head": (["hidden_states"], ["logits"])}
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
@@ -341,7 +372,6 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         use_cache: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         return_logits: bool | None = None,
-        shift_labels: Tensor | None = None,
         num_items_in_batch: Tensor | int | None = None,
         **kwargs: Any,
     ) -> FathomCausalLMOutput:
@@ -357,10 +387,13 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             use_cache: Whether to return a cache; by default as the configuration says, and not while training.
             logits_to_keep: Make logits for the last so many positions only; 0 for all.
             return_logits: Whether to make logits beside a loss. By default only outside training.
-            shift_labels: Labels that are already shifted, in place of `labels`.
             num_items_in_batch: Targets of the whole batch, when the loss of one call is a part of its mean.
+            kwargs: `shift_labels` (labels that are already shifted), and what the attention backend takes.
         """
-        targets = labels if shift_labels is None else shift_labels
+        # Not a parameter of its own: transformers' Trainer takes whatever is called a label for one it must pass.
+        targets = kwargs.pop("shift_labels", None)
+        if targets is None and labels is not None:
+            targets = shifted(labels)
         with_loss = targets is not None
         if with_loss and self.training and use_cache is None:
             use_cache = False
@@ -381,8 +414,8 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
         )
         if targets is not None:
-            result.loss = causal_lm_loss(hidden, self.lm_head, labels, num_items_in_batch, shift_labels)
-            aux = self.model.recurrence.aux_losses(state, targets)
+            result.loss = causal_lm_loss(hidden, self.lm_head, targets, num_items_in_batch)
+            aux = self.model.recurrence.aux_losses(state, targets, num_items_in_batch)
             if aux:
                 result.aux_losses = aux
                 result.loss = result.loss + sum(aux.values())

@@ -40,7 +40,7 @@ VANILLA = "vanilla"
 
 def mechanism(axis: str, name: str) -> Mechanism:
     """The mechanism of that name on that axis."""
-    found = MECHANISMS.get(name)
+    found = MECHANISMS.get(name) if isinstance(name, str) else None
     if found is None or found.axis != axis:
         names = ", ".join(m.name for m in ALL if m.axis == axis)
         raise ValueError(f"{axis} must be one of {names}, got {name!r}")
@@ -73,6 +73,8 @@ def mechanism_name(config: FathomConfig) -> str:
 def resolve_options(config: FathomConfig, axis: str) -> dict[str, Any]:
     """The axis' options with every default filled in, or one line that says what is wrong."""
     chosen, given = mechanism(axis, getattr(config, axis)), getattr(config, f"{axis}_options") or {}
+    if not isinstance(given, dict):
+        raise ValueError(f"{axis}_options must be a dictionary of options, got {given!r}")
     types = {f.name: f.type for f in fields(chosen.options)}
     for key, value in given.items():
         if key not in types:
@@ -84,8 +86,15 @@ def resolve_options(config: FathomConfig, axis: str) -> dict[str, Any]:
 
 
 def _fits(value: Any, annotation: str) -> bool:
-    kinds: dict[str, tuple[type, ...]] = {"int": (int,), "float": (int, float), "str": (str,), "bool": (bool,)}
-    allowed = [part.strip() for part in annotation.split("|")]
+    kinds: dict[str, tuple[type, ...]] = {
+        "int": (int,),
+        "float": (int, float),
+        "str": (str,),
+        "bool": (bool,),
+        "list": (list, tuple),
+        "tuple": (list, tuple),
+    }
+    allowed = [part.split("[")[0].strip() for part in annotation.split("|")]
     if value is None:
         return "None" in allowed
     if isinstance(value, bool):
@@ -96,11 +105,6 @@ def _fits(value: Any, annotation: str) -> bool:
 def mixer_class(config: FathomConfig) -> type[ValueMixer]:
     """The class behind `config.mixer`."""
     return mechanism("mixer", config.mixer).build  # type: ignore[return-value]
-
-
-def residual_class(config: FathomConfig) -> type[Residual]:
-    """The class behind `config.residual`."""
-    return mechanism("residual", config.residual).build  # type: ignore[return-value]
 
 
 def recurrence_class(config: FathomConfig) -> type[Recurrence]:

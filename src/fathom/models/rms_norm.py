@@ -42,11 +42,13 @@ class _RMSNorm(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, rms = ctx.saved_tensors
         wide = widen(x)
         normed_grad = grad * wide  # dy ⊙ x, for both gradients
-        grad_weight = (normed_grad * rms).sum(tuple(range(x.dim() - 1)))
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = (normed_grad * rms).sum(tuple(range(x.dim() - 1))).to(weight.dtype)
         mean = (normed_grad * widen(weight)).mean(-1, keepdim=True)
         grad_x = torch.addcmul(grad * widen(weight), wide, mean * rms.pow(2), value=-1) * rms
-        return grad_x.to(x.dtype), grad_weight.to(weight.dtype), None
+        return grad_x.to(x.dtype), grad_weight, None

@@ -95,6 +95,9 @@ class MechanismModule(nn.Module):
     def set_step(self, step: int) -> None:
         """Follow a schedule over training steps."""
 
+    def settle(self, config: FathomConfig) -> None:
+        """Write into `config`, about to be saved, where a schedule stands; the schedule ends there."""
+
 
 class ValueMixer(MechanismModule):
     """Decides which value attention stores and reads: `layers.N.self_attn.mixer`."""
@@ -134,6 +137,10 @@ class Residual(MechanismModule):
     def __init__(self, config: FathomConfig, sublayer: int) -> None:
         super().__init__()
         self.sublayer = sublayer
+
+    def forward(self, state: State, *written: Any) -> Any:
+        """`read`, or `write` when there is something to write: by way of a call, since hooks see only calls."""
+        return self.write(state, *written) if written else self.read(state)
 
     def begin(self, embeddings: Tensor) -> State:
         """The state in which a trip starts; `embeddings` is `[B, T, hidden_size]`."""
@@ -180,8 +187,16 @@ class Recurrence(MechanismModule):
         last: Out = state["last"]
         return last.hidden
 
-    def aux_losses(self, state: dict[str, Any], labels: Tensor) -> dict[str, Tensor]:
-        """Terms to add to the cross-entropy, by name."""
+    def aux_losses(
+        self, state: dict[str, Any], targets: Tensor, num_items_in_batch: Tensor | int | None
+    ) -> dict[str, Tensor]:
+        """Terms to add to the cross-entropy, by name; weighted by tokens as it is.
+
+        Args:
+            state: As `gate` left it.
+            targets: `[B, T]`, shifted; -100 is ignored.
+            num_items_in_batch: As the loss takes it.
+        """
         return {}
 
     def metrics(self, state: dict[str, Any]) -> dict[str, Tensor]:

@@ -29,11 +29,9 @@ class Visit:
     """One layer in one trip."""
 
     index: int
-    """Position in the whole plan, the unrolled depth."""
+    """Position in the whole plan, the unrolled depth; also the cache layer that holds its keys and values."""
     layer: int
     trip: int
-    bank: int
-    """The cache layer that holds this visit's keys and values."""
     sources: tuple[int, ...]
     """Indices of earlier visits whose (key, mixed value) the mixer reads, oldest first."""
     kept: bool
@@ -54,10 +52,7 @@ def plan(config: FathomConfig) -> Plan:
     index = {slot: i for i, slot in enumerate(order)}
     sources = [_sources(config, layer, trip, index) for layer, trip in order]
     read = {i for group in sources for i in group}
-    visits = [
-        Visit(i, layer, trip, _bank(config, layer, trip, start, stop), sources[i], i in read)
-        for i, (layer, trip) in enumerate(order)
-    ]
+    visits = [Visit(i, layer, trip, sources[i], i in read) for i, (layer, trip) in enumerate(order)]
     return tuple(tuple(v for v in visits if v.trip == trip) for trip in range(trips))
 
 
@@ -79,29 +74,26 @@ def _sources(config: FathomConfig, layer: int, trip: int, index: dict[tuple[int,
     return tuple(sorted(found - {index[layer, trip]}))
 
 
-def _bank(config: FathomConfig, layer: int, trip: int, start: int, stop: int) -> int:
-    if trip == 0 or not start <= layer < stop:
-        return layer
-    return config.num_hidden_layers + (trip - 1) * (stop - start) + layer - start
-
-
 def with_banks(cache: Cache, config: FathomConfig) -> Cache:
-    """Give a cache that was made for one trip a bank for each further one. Idempotent.
+    """Give a cache that was made for one trip a layer for each visit, in the order of the plan. Idempotent.
 
     The copies are taken while the cache is empty, so they cost nothing until they are written.
     """
-    start, stop = recurrence_class(config).span(config)
-    missing = recurrence_class(config).extra_trips(config) * (stop - start)
-    if len(cache.layers) > config.num_hidden_layers and len(cache.layers) != config.num_hidden_layers + missing:
+    layers = [visit.layer for trip in plan(config) for visit in trip]
+    if len(cache.layers) in (0, len(layers)):  # a cache without layers makes them as they are asked for
+        return cache
+    if len(cache.layers) != config.num_hidden_layers:
         raise ValueError(
-            f"this cache has {len(cache.layers)} layers, the model {config.num_hidden_layers + missing} in all its "
-            "trips; start from an empty cache"
+            f"this cache has {len(cache.layers)} layers, the model {len(layers)} in all its trips; "
+            "start from an empty cache"
         )
-    if missing and len(cache.layers) == config.num_hidden_layers:
-        if cache.layers[start].is_initialized and int(cache.get_seq_length(start)) > 0:
-            raise ValueError("this cache was filled by a model that makes one trip; start from an empty cache")
-        one_trip = cache.layers[start:stop]
-        cache.layers.extend(copy.deepcopy(layer) for _ in range(missing // (stop - start)) for layer in one_trip)
+    if any(layer.is_initialized and int(layer.get_seq_length()) > 0 for layer in cache.layers):
+        raise ValueError("this cache was filled by a model that makes one trip; start from an empty cache")
+    one_trip, used = list(cache.layers), set()
+    cache.layers.clear()
+    for i in layers:
+        cache.layers.append(copy.deepcopy(one_trip[i]) if i in used else one_trip[i])
+        used.add(i)
     return cache
 
 
@@ -114,6 +106,7 @@ class Out:
         self.residual = residual
         self._norm, self._head = norm, head
         self._hidden: Tensor | None = None
+        self._logits: Tensor | None = None
 
     @property
     def hidden(self) -> Tensor:
@@ -127,7 +120,9 @@ class Out:
         """`[B, T, vocab_size]`."""
         if self._head is None:
             raise ValueError("this recurrence feeds on logits: call the model with its head (FathomForCausalLM does)")
-        return self._head(self.hidden)
+        if self._logits is None:
+            self._logits = self._head(self.hidden)
+        return self._logits
 
 
 def unroll(recurrence: Recurrence, x: Tensor, trip: Callable[[int, Tensor], Out]) -> dict[str, Any]:

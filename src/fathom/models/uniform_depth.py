@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .depth_attention import ScheduleOptions, grid_sources
+from .depth_attention import ScheduleOptions, grid_sources, trip_rule
 from .roles import Cost, Mechanism, State, ValueMixer
 
 if TYPE_CHECKING:
@@ -21,10 +21,7 @@ class UniformDepth(ValueMixer):
 
     source_layers = staticmethod(grid_sources)
 
-    @staticmethod
-    def across_trips(config: FathomConfig) -> str:
-        """As the option says."""
-        return config.mixer_options["across_trips"]
+    across_trips = staticmethod(trip_rule)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: State) -> Tensor:
         """The mean of the own value and the sources' mixed values."""

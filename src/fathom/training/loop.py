@@ -240,7 +240,7 @@ def export_model(training: Training, directory: Path) -> Path:
     weights = {name: whole(tensor).cpu() for name, tensor in training.weights().items()}
     if training.ranks.first:
         with torch.device("meta"):
-            model = FathomForCausalLM(training.config)
+            model = FathomForCausalLM(training.model.settled_config())
         model.load_state_dict(weights, strict=False, assign=True)
         model.tie_weights()
         if training.recipe.train.precision == "bf16":

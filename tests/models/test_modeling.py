@@ -1,0 +1,73 @@
+"""How the models live with the rest of transformers: Trainer, checkpointing, offloading, the Auto classes."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from fathom.export import export
+
+from .cases import CASES, build, config_of, tokens
+
+
+def test_checkpointing_by_every_name_transformers_has():
+    """Trainer calls the newer one with arguments that the older one had not."""
+    model = build(config_of("depth_attention")).train()
+    if not hasattr(model, "activation_checkpointing_enable"):
+        pytest.skip("this transformers has one name for it")
+    model.activation_checkpointing_enable(every_n_layers=2)
+    assert [layer.gradient_checkpointing for layer in model.model.layers].count(True) == 2
+
+
+def test_label_smoothing_knows_that_labels_shift():
+    """Trainer decides by the class's name; missing there, it would train on unshifted labels without a word."""
+    assert "FathomForCausalLM" in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_offloaded_parameters_are_found(case):
+    """Hooks see calls only, so whatever holds a parameter must be called."""
+    accelerate = pytest.importorskip("accelerate")
+    model, ids = build(config_of(case)), tokens(1, 9)
+    with torch.no_grad():
+        wanted = model(ids, labels=ids, return_logits=True)
+        accelerate.cpu_offload(model, execution_device="cpu")
+        found = model(ids, labels=ids, return_logits=True)
+    assert torch.equal(found.logits, wanted.logits)
+    assert found.loss.item() == pytest.approx(wanted.loss.item(), abs=1e-6)
+
+
+def test_training_makes_no_logits_unless_asked():
+    model, ids = build(config_of("vanilla")).train(), tokens(2, 9)
+    assert model(ids, labels=ids).logits is None
+    assert model(ids, labels=ids, return_logits=True).logits.shape == (2, 9, 61)
+    assert model.eval()(ids, labels=ids).logits.shape == (2, 9, 61)
+    assert model(ids, labels=ids, return_logits=False).logits is None
+
+
+def test_attentions_and_hidden_states_by_visit():
+    model, ids = build(config_of("loop+depth_attention")), tokens(1, 7)
+    model.set_attn_implementation("eager")
+    with torch.no_grad():
+        out = model(ids, output_attentions=True, output_hidden_states=True)
+    assert len(out.attentions) == 8 and len(out.hidden_states) == 9
+    assert torch.equal(model.lm_head(out.hidden_states[-1]), out.logits)
+
+
+def test_export_spares_what_is_not_its_own(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(ValueError, match="not an earlier export"):
+        export(build(config_of("vanilla")), tmp_path)
+    assert (tmp_path / "thesis.tex").read_text() == "years of work"
+    model = build(config_of("vanilla"))
+    assert export(model, tmp_path / "new") == export(model, tmp_path / "new"), "an earlier export is replaced"
+
+
+@pytest.mark.parametrize("line", ["import fathom", "import fathom.models"])
+def test_importing_registers(line):
+    code = f"{line}; from transformers import AutoConfig; print(type(AutoConfig.for_model('fathom')).__name__)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "FathomConfig", done.stderr
