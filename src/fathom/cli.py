@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import inspect
 import json
+import os
 import sys
 import typing
 from collections.abc import Callable, Sequence
@@ -217,6 +218,54 @@ def generate(parser: Parser, words: Sequence[str]) -> int:
     else:
         print()
         print(f"{made.tokens} tokens, {made.tokens_per_second:.0f} tokens/s", file=sys.stderr)
+    return 0
+
+
+@command("see how deep a model looked: a page of its depth weights and of what it would say after every layer")
+def lens(parser: Parser, words: Sequence[str]) -> int:
+    """`fathom lens MODEL TEXT -o lens.html`."""
+    parser.add_argument("model", help="an exported directory, a run, or any Qwen3")
+    parser.add_argument("text", nargs="?", help="what to look at")
+    parser.add_argument("--file", type=Path, metavar="FILE", help="look at a file's text instead")
+    parser.add_argument("-o", "--out", type=Path, help="the page to write (default: lens.html, or none with --json)")
+    parser.add_argument("--compare", metavar="MODEL", help="a second model of the same tokenizer, side by side")
+    parser.add_argument("--max-tokens", type=int, default=2000, help="look at so many at most (default: 2000)")
+    parser.add_argument("--top", type=int, default=5, help="predictions to keep after every layer (default: 5)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    parser.add_argument("--json", action="store_true", help="print the numbers for a program")
+    options = parser.parse_args(words)
+
+    from fathom.inference.lens import run_lens
+
+    return run_lens(options)
+
+
+@command("serve a trained model to OpenAI's clients")
+def serve(parser: Parser, words: Sequence[str]) -> int:
+    """`fathom serve MODEL --port 8000`."""
+    parser.add_argument("model", help="a model directory, a run, or a comparison (its best arm)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
+    parser.add_argument("--name", help="what clients call the model (default: the directory's name)")
+    parser.add_argument(
+        "--api-key", default=os.environ.get("FATHOM_API_KEY"), help="clients must send it (default: $FATHOM_API_KEY)"
+    )
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: auto, as stored)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    parser.add_argument("--lens", action="store_true", help="offer the lens at /lens")
+    parser.add_argument(
+        "--grace", type=float, default=20.0, help="seconds to finish requests when told to stop (default: 20)"
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python files of the directory, for unknown architectures"
+    )
+    options = vars(parser.parse_args(words))
+    try:
+        from fathom.inference.server import serve as call
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{error.name} is not installed: pip install 'fathom-lm[serve]'") from error
+
+    call(options.pop("model"), **options)
     return 0
 
 

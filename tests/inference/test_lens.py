@@ -13,6 +13,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fathom.cli import main
+from fathom.inference import lens
 from fathom.inference.lens import LensError, lens_data, lens_page
 from fathom.inference.lens_page import pack, quantise
 from fathom.models import FathomForCausalLM
@@ -301,6 +302,7 @@ def test_command(checkpoints, tmp_path, capsys):
         (["deep", "a", "--compare", "foreign"], "another tokenizer"),
         (["deep", "--file", "nowhere.txt"], "nowhere.txt"),
         (["deep", ""], "no text"),
+        (["deep", "a", "-o", "nowhere/page.html"], "nowhere: no such directory"),
         (["nowhere", "a"], "nowhere"),
     ],
 )
@@ -404,6 +406,15 @@ def test_page_shows_the_data(case, tokenizer, visit):
             own, *others = [cell for cell in row[: len(row) - 1] if cell]
             assert close(own, mean[-1]) and [share(x) for x in mean[:-1]] == others
             assert not row[-1] or close(row[-1], entropy)
+
+
+def test_a_mixer_that_nobody_described(tokenizer, visit, monkeypatch):
+    monkeypatch.setattr(lens, "mixture", lambda *_: None)
+    data = lens_data(model_of("depth_attention"), tokenizer, TEXT)
+    assert data.sources == data.weights == [] and not data.mixes
+    browser = visit(data)
+    assert browser.value("document.querySelectorAll('.grid').length") == 0
+    assert len(shown(browser, "[data-kind=layers]")) == 4
 
 
 def test_loop_has_a_row_per_trip(tokenizer, visit):

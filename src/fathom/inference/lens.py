@@ -261,6 +261,9 @@ def run_lens(options: Namespace) -> int:
     """`fathom lens`: look, write the page, say where it is."""
     if (options.text is None) == (options.file is None):
         raise LensError("give a text or --file FILE, one of them")
+    out = options.out or (None if options.json else Path("lens.html"))
+    if out is not None and not out.parent.is_dir():
+        raise LensError(f"{out.parent}: no such directory")
     text = options.text if options.file is None else _read(options.file)
     looked: list[LensData] = []
     first: Any = None
@@ -275,15 +278,14 @@ def run_lens(options: Namespace) -> int:
     if len({len(data.tokens) for data in looked}) > 1:  # the contexts differ
         shortest = min(len(data.tokens) for data in looked)
         raise LensError(f"one of the models holds {shortest} tokens only; give --max-tokens {shortest}")
-    out = options.out or (None if options.json else Path("lens.html"))
     if out is not None:
         out.write_text(lens_page(looked[0], compare=looked[1] if looked[1:] else None), encoding="utf-8")
     if options.json:
         print(json.dumps({"models": [data.to_dict() for data in looked]}))
-    else:
-        for data in looked:
-            print(f"{data.model}: {len(data.tokens)} tokens, {data.bits_per_token:.2f} bits per token")
-    if out is not None and not options.json:
+        return 0
+    for data in looked:
+        print(f"{data.model}: {len(data.tokens)} tokens, {data.bits_per_token:.2f} bits per token")
+    if out is not None:
         print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
     return 0
 
