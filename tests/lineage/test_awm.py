@@ -25,10 +25,10 @@ def trace_form(x, y):
     return hsic((k, m), len(x)) / np.sqrt(hsic((k, k), len(x)) * hsic((m, m), len(x)))
 
 
-def test_golden_value_in_three_forms():
+def test_golden_value_in_every_form():
     assert awm.hsic_features(X, Y) == pytest.approx(75.2111111, abs=1e-6)
     assert awm.hsic_features(X, X) == pytest.approx(47.9888889, abs=1e-6)
-    for form in (awm.cka, awm.cka_features, trace_form):
+    for form in (awm.cka, awm.cka_centred, awm.cka_features, trace_form):
         assert form(X, Y) == pytest.approx(GOLDEN, abs=1e-12)
 
 
@@ -38,6 +38,7 @@ def test_forms_agree_on_random_shapes(n, p, q):
     x = draw.normal(size=(n, p))
     y = draw.normal(size=(n, q)) + (x[:, :1] if q else 0)
     assert awm.cka(x, y) == pytest.approx(trace_form(x, y), abs=1e-10)
+    assert awm.cka_centred(x, y) == pytest.approx(trace_form(x, y), abs=1e-10)
     assert awm.cka_features(x, y) == pytest.approx(trace_form(x, y), abs=1e-10)
 
 

@@ -26,11 +26,21 @@ FAST_CHANNELS = 1024
 CHUNK_ROWS = 2048
 
 
-def gram(features: Array) -> Array:
-    """X Xᵀ for X [n, p]; the symmetric product costs half a GEMM."""
+def triangle(features: Array) -> Array:
+    """The lower triangle of X Xᵀ for X [n, p]: half the work of a GEMM. The upper one is zero."""
     syrk = blas.dsyrk if features.dtype == np.float64 else blas.ssyrk
     # BLAS sees Xᵀ (no copy) and fills one triangle of (Xᵀ)ᵀXᵀ
-    half = syrk(1.0, np.ascontiguousarray(features).T, trans=1).T
+    out: Array = syrk(1.0, np.ascontiguousarray(features).T, trans=1).T
+    return out
+
+
+def gram(features: Array) -> Array:
+    """X Xᵀ, both triangles."""
+    return mirrored(triangle(features))
+
+
+def mirrored(half: Array) -> Array:
+    """A symmetric matrix from its lower triangle."""
     full = half + half.T
     np.fill_diagonal(full, np.diagonal(half))
     return full
@@ -54,17 +64,19 @@ def inner(a: Array, b: Array) -> float:
     return float(np.einsum("ij,ij->i", a, b).sum(dtype=np.float64))
 
 
-def cosine(a: Array, b: Array, guard: float = 0.0) -> float:
-    """Cosine of two centred kernels. `guard` is the published code's floor on the variance (1e-8), a known fault."""
-    norm_a, norm_b = inner(a, a), inner(b, b)
-    if norm_a <= guard or norm_b <= guard:
-        return 0.0
-    return inner(a, b) / math.sqrt(norm_a) / math.sqrt(norm_b)
+def cosine(a: Array, b: Array) -> float:
+    """Cosine of two centred kernels."""
+    return inner(a, b) / math.sqrt(inner(a, a)) / math.sqrt(inner(b, b))
 
 
 def cka(x: Array, y: Array, guard: float = 0.0) -> float:
     """Unbiased linear CKA of X [n, p] and Y [n, p']."""
-    return cosine(centred(gram(x)), centred(gram(y)), guard)
+    return Kernel.of(triangle(x)).cosine(Kernel.of(triangle(y)), guard)
+
+
+def cka_centred(x: Array, y: Array) -> float:
+    """The same by centring both Gram matrices."""
+    return cosine(centred(gram(x)), centred(gram(y)))
 
 
 def cka_features(x: Array, y: Array) -> float:
@@ -243,10 +255,39 @@ def read_qk(weights: Weights, index: int) -> dict[bool, Matrices]:
 
 
 @dataclass
-class Kernels:
-    """Centred Gram matrices of Q and K over channels: all the chosen ones, and flat unit ones over a few of them."""
+class Kernel:
+    """A Gram matrix ready for HSIC_u: its lower triangle without the diagonal, its row sums, its own HSIC_u."""
 
-    fine: tuple[Array, Array]
+    half: Array
+    sums: Array
+    size: float = 0.0
+
+    @classmethod
+    def of(cls, half: Array) -> Kernel:
+        """From the lower triangle, which is kept and loses its diagonal."""
+        np.fill_diagonal(half, 0)
+        kernel = cls(half, half.sum(0, dtype=np.float64) + half.sum(1, dtype=np.float64))
+        kernel.size = kernel.with_(kernel)
+        return kernel
+
+    def with_(self, other: Kernel) -> float:
+        """tr K̃L̃ + (1ᵀK̃1)(1ᵀL̃1)/((n−1)(n−2)) − 2/(n−2) 1ᵀK̃L̃1: HSIC_u up to 1/(n(n−3)), or ⟨K_c, L_c⟩."""
+        n = len(self.sums)
+        total = float(self.sums.sum() * other.sums.sum()) / ((n - 1) * (n - 2))
+        return 2 * inner(self.half, other.half) + total - 2 / (n - 2) * float(self.sums @ other.sums)
+
+    def cosine(self, other: Kernel, guard: float = 0.0) -> float:
+        """CKA_u; 0 where either kernel is no larger than the guard."""
+        if self.size <= guard or other.size <= guard:
+            return 0.0
+        return self.with_(other) / math.sqrt(self.size) / math.sqrt(other.size)
+
+
+@dataclass
+class Kernels:
+    """Gram matrices of Q and K over channels: all the chosen ones, and flat centred unit ones over a few of them."""
+
+    fine: tuple[Kernel, Kernel]
     coarse: Array  # [2, few²]
 
 
@@ -263,11 +304,11 @@ def _kernels(matrices: Matrices, how: Alignment, method: Method, width: int, see
     few = draw_channels(len(channels), MAP_CHANNELS, seed)
     fine, coarse = [], []
     for matrix in matrices:
-        full = gram(how.apply(matrix, channels))
-        part = centred(full[np.ix_(few, few)]).reshape(-1)
+        half = triangle(how.apply(matrix, channels))
+        part = centred(mirrored(half[np.ix_(few, few)])).reshape(-1)
         size = float(np.linalg.norm(part))
         coarse.append(part * (0 if size**2 <= method.guard else 1 / max(size, canonical.TINY)))
-        fine.append(centred(full))
+        fine.append(Kernel.of(half))
     return Kernels((fine[0], fine[1]), np.stack(coarse))
 
 
@@ -316,7 +357,7 @@ def score_layers(
 
 def _fine(a: list[Kernels], b: list[Kernels], methods: list[Method]) -> list[tuple[float, float]]:
     return [
-        (cosine(x.fine[0], y.fine[0], m.guard), cosine(x.fine[1], y.fine[1], m.guard))
+        (x.fine[0].cosine(y.fine[0], m.guard), x.fine[1].cosine(y.fine[1], m.guard))
         for x, y, m in zip(a, b, methods, strict=True)
     ]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from fathom.lineage import awm, huref, testing, vocabulary
+from fathom.lineage import awm, canonical, huref, testing, vocabulary
 from fathom.lineage.origin import Refused, parse_json
 from fathom.lineage.tensors import Array
 from fathom.lineage.testing import Findings, Test, Verdict
@@ -78,7 +78,7 @@ class Pair:
     swapped: bool
     shared: int = 0
     pairing: str = "strings"  # what rows were paired by: strings | row numbers | nothing
-    layers: tuple[list[int], list[int]] = ((), ())  # type: ignore[assignment]
+    layers: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     scores: dict[str, awm.Scores] = field(default_factory=dict)
     other: dict[str, float] = field(default_factory=dict)
     fixed: Array | None = None  # LAP matching
@@ -177,20 +177,22 @@ def _alignments(
     elif "procrustes" in options.align:
         pair.skipped.append("Procrustes alignment: slow at this width in fast mode; use exact mode")
     del cross
-    if not (pair.a.geometry.tied or pair.b.geometry.tied) and pair.a.has("head") and pair.b.has("head"):
-        progress("output heads")
-        from fathom.lineage.canonical import head
-
-        kept = testing.middle(rows_a, rows_b, HEAD_ROWS)
-        heads = [
-            (rows < w.store.tensors[w.views["head", None].tensor].shape[0])
-            for rows, w in zip(kept, (pair.a, pair.b), strict=True)
-        ]
-        usable = heads[0] & heads[1]
-        if usable.sum() >= 2 * d_b:
-            cross = awm.cross_products(pair.a, pair.b, kept[0][usable], kept[1][usable], head)
-            pair.head = awm.lap(cross.cosines()).columns
+    pair.head = _head_matching(pair, rows_a, rows_b, progress)
     return {k: v for k, v in out.items() if k in options.align}
+
+
+def _head_matching(pair: Pair, rows_a: Array, rows_b: Array, progress: Progress) -> Array | None:
+    """The second witness: channels matched by the output heads, if both models have one of their own."""
+    if not (pair.a.has("head") and pair.b.has("head")):
+        return None
+    kept_a, kept_b = testing.middle(rows_a, rows_b, HEAD_ROWS)
+    rows = [w.store.tensors[w.views["head", None].tensor].shape[0] for w in (pair.a, pair.b)]
+    usable = (kept_a < rows[0]) & (kept_b < rows[1])
+    if usable.sum() < 2 * pair.b.geometry.width:
+        return None
+    progress("output heads")
+    cross = awm.cross_products(pair.a, pair.b, kept_a[usable], kept_b[usable], canonical.head)
+    return awm.lap(cross.cosines()).columns
 
 
 def _methods(alignments: dict[str, awm.Alignment], options: Options) -> list[awm.Method]:

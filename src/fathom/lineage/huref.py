@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from fathom.lineage import canonical
-from fathom.lineage.awm import gathered
+from fathom.lineage.awm import CHUNK_ROWS, chunks, gathered
 from fathom.lineage.tensors import Array
 from fathom.lineage.vocabulary import string_hash
 from fathom.lineage.weights import Layer, Weights
@@ -43,10 +43,24 @@ def product_vo(x: Array, layer: Layer, weights: Weights) -> Array:
     return xv.reshape(len(x), -1) @ xo.reshape(len(x), -1).T
 
 
-def product_ffn(x: Array, layer: Layer, gated: bool = False) -> Array:
-    """X W_uᵀ W_dᵀ Xᵀ; `gated` puts W_g ⊙ W_u in place of W_u, as published."""
-    reader = layer["gate"] * layer["up"] if gated and "gate" in layer else layer["up"]
-    return (x @ reader.T) @ (x @ layer["down"]).T
+def product_ffn(x: Array, weights: Weights, index: int, published: bool = False) -> Array:
+    """X W_uᵀ W_dᵀ Xᵀ, read in blocks of rows; `published` takes raw weights and W_g ⊙ W_u in place of W_u.
+
+    Under LayerNorm X is centred, so that the writer's mean drops out by itself.
+    """
+    norms = {} if published else weights.layer(index, ("ffn_norm", "post_ffn_norm"))
+    gated = published and weights.has("gate", index)
+    read = []  # X W_uᵀ, [N, neurons] in blocks
+    for rows in chunks(weights.neurons(index), CHUNK_ROWS):
+        block = weights.tensor("up", index, rows)
+        if gated:
+            block = block * weights.tensor("gate", index, rows)
+        read.append(x @ (block if published else canonical.fold({"up": block, **norms}, weights.geometry)["up"]).T)
+    written = np.zeros((len(x), weights.neurons(index)), x.dtype)  # X W_d
+    for rows in chunks(weights.geometry.width, CHUNK_ROWS):
+        block = weights.tensor("down", index, rows)
+        written += x[:, rows] @ (block * norms["post_ffn_norm"][rows, None] if "post_ffn_norm" in norms else block)
+    return np.concatenate(read, axis=1) @ written.T
 
 
 def terms(weights: Weights, x: Array, index: int, published: bool = False) -> Iterator[Array]:
@@ -57,8 +71,7 @@ def terms(weights: Weights, x: Array, index: int, published: bool = False) -> It
             layer = canonical.balance_qk(canonical.fold(layer, weights.geometry), weights.geometry)
         yield product(x, layer, weights)
     if weights.has("down", index):
-        layer = weights.layer(index, canonical.FFN_ROLES if published else canonical.FFN_ROLES[1:])
-        yield product_ffn(x, layer if published else canonical.fold(layer, weights.geometry), published)
+        yield product_ffn(x, weights, index, published)
 
 
 def anchor_embeddings(weights: Weights, rows: Array, published: bool = False) -> Array:

@@ -155,21 +155,13 @@ def neuron_responses(weights: Weights, index: int, probes: Array) -> Responses:
     up_norms = np.zeros(0)
     for role in (role for role in ("gate", "up") if weights.has(role, index)):
         answers, sizes = [], []
-        for rows in chunks(_neurons(weights, index), CHUNK_ROWS):
+        for rows in chunks(weights.neurons(index), CHUNK_ROWS):
             piece = canonical.fold({role: weights.tensor(role, index, rows), **norms}, weights.geometry)[role]
             answers.append(piece @ scaled.T)
             sizes.append(np.linalg.norm(piece, axis=1))
         out[role] = standardised_rows(np.concatenate(answers))
         up_norms = np.concatenate(sizes)
     return Responses(out.get("gate"), out["up"], up_norms)
-
-
-def _neurons(weights: Weights, index: int) -> int:
-    view = weights.views["up", index]
-    shape = weights.store.tensors[view.tensor].shape[-2:]
-    if view.rows is not None:
-        return sum(stop - start for start, stop in view.rows)
-    return shape[1] if view.transposed else shape[0]
 
 
 def writers(weights: Weights, index: int, neurons: Array, up_norms: Array) -> Array:

@@ -152,6 +152,14 @@ class Weights:
         composed = part.reshape(-1, rank) @ kv_a[:rank]
         return np.concatenate([composed, kv_a[rank : rank + rotary]]) if role == "k" else composed
 
+    def neurons(self, index: int) -> int:
+        """Feed-forward neurons of one layer."""
+        view = self.views["up", index]
+        shape = self.store.tensors[view.tensor].shape[-2:]
+        if view.rows is not None:
+            return sum(stop - start for start, stop in view.rows)
+        return shape[1] if view.transposed else shape[0]
+
     def layer(self, index: int, roles: tuple[str, ...]) -> Layer:
         """The roles of one layer that exist, with their biases."""
         wanted = [role + suffix for role in roles for suffix in ("", "_bias")]
