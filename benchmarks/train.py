@@ -131,7 +131,11 @@ def compare(shape: str, a: str, b: str, options: argparse.Namespace) -> dict:
     state = build("vanilla", keys, None, "cpu").state_dict()
     ids = torch.randint(0, keys["vocab_size"], (batch, sequence), device=options.device)
     torch._dynamo.reset()
-    steps = [step_of(build(n, keys, state, options.device), ids, options.compile, dtype) for n in (a, b)]
+    steps = []
+    for side in (a, b):
+        name, _, how = side.partition("@")
+        model = build(name, keys, state, options.device)
+        steps.append(step_of(model, ids, options.compile or how == "compiled", dtype))
     clock = time.perf_counter if options.device == "cuda" or options.wall else time.thread_time
     row = {"shape": shape, "a": a, "b": b, "compiled": options.compile, "dtype": options.dtype}
     row |= paired(*steps, options.pairs, options.device, clock)

@@ -124,6 +124,32 @@ def prepare(parser: Parser, words: Sequence[str]) -> int:
     return 0
 
 
+@command("write a run or a model as a Hugging Face directory")
+def export(parser: Parser, words: Sequence[str]) -> int:
+    """`fathom export RUN --to DIR`."""
+    parser.add_argument("source", type=Path, help="a run, finished or not, or a model directory")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write; an earlier export goes")
+    parser.add_argument(
+        "--as",
+        dest="form",
+        default="fathom",
+        choices=("fathom", "qwen3", "unrolled"),
+        help="fathom: any mechanism, with its code; qwen3: a stock Qwen3, if every axis is at its first value; "
+        "unrolled: a loop as the deeper stock Qwen3 that it equals (default: fathom)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result for a program")
+    options = parser.parse_args(words)
+
+    from transformers.utils import logging
+
+    from fathom.export import export as write
+
+    logging.disable_progress_bar()
+    directory = write(options.source, options.to, form=options.form)
+    print(json.dumps({"directory": str(directory), "form": options.form}) if options.json else directory)
+    return 0
+
+
 @command("show every mechanism and what it would add to a model")
 def mechanisms(parser: Parser, words: Sequence[str]) -> int:
     """`fathom mechanisms [--config DIR|RECIPE]`."""
@@ -190,35 +216,79 @@ def compare(parser: Parser, words: Sequence[str]) -> int:
     return run_compare(options)
 
 
-@command("continue a text with a trained model")
+@command("continue a text, talk, or work through a file of prompts")
 def generate(parser: Parser, words: Sequence[str]) -> int:
-    """`fathom generate MODEL --prompt TEXT`."""
-    parser.add_argument("model", help="an exported directory, a run, or a comparison (its best arm)")
-    parser.add_argument("--prompt", default="", help="what to continue; empty starts a new document")
+    """`fathom generate MODEL PROMPT`, `--chat`, or `--prompts FILE --out FILE`."""
+    parser.add_argument("model", help="a model directory, a run, or a comparison (its best arm)")
+    parser.add_argument("prompt", nargs="?", help="what to continue; without one a new document begins")
+    parser.add_argument("--chat", action="store_true", help="a conversation on the terminal")
+    parser.add_argument("--system", metavar="TEXT", help="how to answer, for --chat")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL: {"prompt": "..."} or {"messages": [...]}')
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSONL for --prompts; run again, it goes on")
+    parser.add_argument("--batch-size", type=int, help="prompts of a file at once (default: 8 on a CPU, else 32)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens at most (default: 128)")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest token (default: 0.8)")
-    parser.add_argument("--top-k", type=int, default=0, help="draw from the k likeliest tokens; 0 for all (default: 0)")
-    parser.add_argument("--top-p", type=float, default=0.95, help="draw from so much probability (default: 0.95)")
+    own = "default: as the checkpoint says"
+    parser.add_argument("--temperature", type=float, help=f"0 takes the likeliest token ({own}, or 0.8)")
+    parser.add_argument("--top-k", type=int, help=f"draw from the k likeliest tokens; 0 for all ({own}, or 0)")
+    parser.add_argument("--top-p", type=float, help=f"draw from so much probability ({own}, or 0.95)")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any other option of transformers' GenerationConfig: min_p=0.05 num_beams=4 repetition_penalty=1.1 ...",
+    )
     parser.add_argument("--seed", type=int, help="draw the same text every time")
-    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    parser.add_argument("--static-cache", action="store_true", help="reserve the cache for the whole text at once")
+    parser.add_argument("--compile", action="store_true", help="compile decoding, with a static cache")
+    _add_opening(parser)
     parser.add_argument("--json", action="store_true", help="print text and speed for a program")
-    options = vars(parser.parse_args(words))
-    path, prompt, device, as_json = (options.pop(key) for key in ("model", "prompt", "device", "json"))
+    options = parser.parse_args(words)
 
-    from fathom.inference.generate import Sampling, load, to_terminal
-    from fathom.inference.generate import generate as call
+    from fathom.inference.generate import run_generate
 
-    sampling = Sampling(**options)
-    model, tokenizer = load(path, device)
-    if not as_json:
-        to_terminal(prompt)
-    made = call(model, tokenizer, prompt, sampling, None if as_json else to_terminal)
-    if as_json:
-        print(json.dumps({"prompt": prompt, **vars(made), "tokens_per_second": made.tokens_per_second}))
-    else:
-        print()
-        print(f"{made.tokens} tokens, {made.tokens_per_second:.0f} tokens/s", file=sys.stderr)
-    return 0
+    return run_generate(options)
+
+
+@command("score checkpoints on lm-eval's tasks and on any text, with paired differences")
+def evaluate(parser: Parser, words: Sequence[str]) -> int:
+    """`fathom evaluate MODEL [MODEL ...] --tasks NAMES --perplexity FILES`."""
+    parser.add_argument(
+        "checkpoints",
+        nargs="+",
+        metavar="[NAME=]MODEL",
+        help="model directories, runs or comparisons; the first is what the others are held against",
+    )
+    parser.add_argument("--tasks", metavar="NAMES", help="lm-eval's tasks, groups and tags, comma between; * allowed")
+    parser.add_argument("--task-data", type=Path, metavar="DIR", help="their documents, for work without a network")
+    parser.add_argument("--num-fewshot", type=int, help="examples in the prompt (default: as the task says)")
+    parser.add_argument("--apply-chat-template", action="store_true", help="put task prompts as messages")
+    parser.add_argument(
+        "--perplexity",
+        nargs="+",
+        metavar="[NAME=]INPUT",
+        help="text, JSONL or Parquet files, directories, globs, hf:..., or prepared corpora; a name is a domain's",
+    )
+    parser.add_argument("--split", default="val", help="of corpora (default: val)")
+    parser.add_argument("--text-field", default="text", help="of JSONL and Parquet (default: text)")
+    parser.add_argument("--domain-field", help="the field that names the domain")
+    parser.add_argument(
+        "--context", type=int, help="tokens a prediction may see (default: the model's own; for text 2048 at most)"
+    )
+    parser.add_argument("--stride", type=int, help="tokens from window to window of text (default: the context)")
+    parser.add_argument("--limit", type=int, help="documents of each task and domain; for trying out")
+    parser.add_argument("--batch-size", type=int, help="rows at once (default: as many as fit; some on a CPU)")
+    _add_opening(parser)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep results here; run again, it goes on")
+    parser.add_argument("--json", action="store_true", help="print the report for a program")
+    options = parser.parse_args(words)
+
+    from fathom.evaluation.scoring import run_evaluate
+    from fathom.inference.checkpoint import open_checkpoint
+    from fathom.inference.generate import find_model
+
+    return run_evaluate(options, find_model, open_checkpoint)
 
 
 @command("see how deep a model looked: a page of its depth weights and of what it would say after every layer")
@@ -292,6 +362,15 @@ def _dry_run(recipe: Recipe, as_json: bool) -> int:
     for name, value in rows.items():
         print(f"{name:<16} {value}")
     return 0
+
+
+def _add_opening(parser: Parser) -> None:
+    """How a model is opened."""
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: auto, as stored)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python files of the directory, for unknown architectures"
+    )
 
 
 def _add_recipe(parser: Parser) -> None:

@@ -1,50 +1,247 @@
-"""Write a model as a Hugging Face directory that opens with Fathom absent."""
+"""Write a model as a Hugging Face directory that opens with Fathom absent.
+
+Three forms. `fathom` carries the code of `models/` with it and holds any mechanism. `qwen3` is a stock
+`Qwen3ForCausalLM` directory, for models with every axis at its first value. `unrolled` turns a loop into the deeper
+stock Qwen3 that it equals, weights repeated, so that any engine serves it.
+"""
 
 from __future__ import annotations
 
 import json
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
-from fathom.models import modeling
+from fathom._version import __version__
+from fathom.models import FathomConfig, modeling
+from fathom.models.cost import cache_bytes_per_token
 from fathom.models.modeling import FathomForCausalLM
+from fathom.models.registry import AXES, DEFAULTS, mechanism, mechanism_name
+from fathom.models.slots import plan
 
 AUTO_MAP = {
     "AutoConfig": "configuration.FathomConfig",
     "AutoModel": "modeling.FathomModel",
     "AutoModelForCausalLM": "modeling.FathomForCausalLM",
 }
+FORMS = ("fathom", "qwen3", "unrolled")
+CARD = "README.md"
+MARK = "Exported by Fathom"
 
 
-def export(model: FathomForCausalLM, directory: str | Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Path:
-    """Write weights, configuration, tokenizer and the model code to `directory`, whole or not at all.
+class ExportError(ValueError):
+    """A model that cannot take the form that was asked for; the message is one line."""
+
+
+def export(
+    model: FathomForCausalLM | str | Path,
+    directory: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    form: str = "fathom",
+    facts: Mapping[str, Any] | None = None,
+) -> Path:
+    """Write weights, configuration, tokenizer, model card and code to `directory`, whole or not at all.
 
     `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` then opens it anywhere; where Fathom is
     imported, no code of the directory is run. An earlier export in the same place is replaced.
+
+    Args:
+        model: A model, or the directory of a run or of an earlier export.
+        directory: Where to write.
+        tokenizer: Saved beside the model; a run's own if not given.
+        form: `fathom`, `qwen3` or `unrolled`.
+        facts: For the model card: `recipe` (YAML), `step`, `tokens`, `evaluation`.
     """
     directory = Path(directory)
+    if form not in FORMS:
+        raise ExportError(f"the form of an export must be one of {', '.join(FORMS)}, got {form!r}")
     if directory.exists() and any(directory.iterdir()) and not _is_export(directory):
-        raise ValueError(f"{directory} exists and is not an earlier export; choose another place")
+        raise ExportError(f"{directory} exists and is not an earlier export; choose another place")
+    if isinstance(model, str | Path):
+        model, tokenizer, facts = open_source(Path(model), tokenizer, facts)
+    shaped = {"fathom": lambda m: m, "qwen3": as_qwen3, "unrolled": as_unrolled}[form](model)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
         new = Path(scratch) / "new"
-        model.save_pretrained(new)
+        shaped.save_pretrained(new)
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
-        _add_code(new)
+        if form == "fathom":
+            _add_code(new)
+        (new / CARD).write_text(model_card(model, form, facts or {}), encoding="utf-8")
         if directory.exists():
             directory.rename(Path(scratch) / "old")
         new.rename(directory)
     return directory
 
 
+def as_qwen3(model: FathomForCausalLM) -> PreTrainedModel:
+    """The same model as a stock `Qwen3ForCausalLM`, which it is when every axis is at its first value."""
+    for axis in AXES:
+        if (value := getattr(model.config, axis)) != DEFAULTS[axis]:
+            raise ExportError(f"a model with {axis}={value} is not a Qwen3; export it with --as fathom")
+    return _stock(model.config, range(model.config.num_hidden_layers), model)
+
+
+def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
+    """A loop as the deeper Qwen3 that it equals: one layer for each visit, weights repeated."""
+    for axis in ("mixer", "residual"):
+        if (value := getattr(model.config, axis)) != DEFAULTS[axis]:
+            raise ExportError(f"a loop with {axis}={value} is no plain deeper Qwen3; export it with --as fathom")
+    if model.config.recurrence not in ("once", "loop"):
+        raise ExportError(f"recurrence={model.config.recurrence} has no unrolled form; export it with --as fathom")
+    return _stock(model.config, [visit.layer for trip in plan(model.config) for visit in trip], model)
+
+
+def _stock(config: FathomConfig, layers: Any, model: FathomForCausalLM) -> PreTrainedModel:
+    if config.k_norm_position != "before_rope":
+        raise ExportError("a model that norms keys after rotating them is not a Qwen3; export it with --as fathom")
+    layers = list(layers)
+    keys = {k: v for k, v in config.to_dict().items() if k in Qwen3Config.__dataclass_fields__ and k != "model_type"}
+    keys |= {"num_hidden_layers": len(layers), "layer_types": [config.layer_types[i] for i in layers]}
+    stock = Qwen3ForCausalLM(Qwen3Config(**keys)).to(model.dtype)
+    weights = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("model.layers.")}
+    for new, old in enumerate(layers):
+        for name, tensor in model.model.layers[old].state_dict().items():
+            weights[f"model.layers.{new}.{name}"] = tensor
+    if config.embedding_scale != 1.0:
+        if config.tie_word_embeddings:
+            raise ExportError("embedding_scale cannot be folded into a tied embedding; export it with --as fathom")
+        weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] * config.embedding_scale
+    stock.load_state_dict(weights)
+    stock.generation_config = model.generation_config
+    return stock
+
+
+def open_source(
+    source: Path, tokenizer: PreTrainedTokenizerBase | None, facts: Mapping[str, Any] | None
+) -> tuple[FathomForCausalLM, PreTrainedTokenizerBase | None, dict[str, Any]]:
+    """Model, tokenizer and facts of a run (finished, or at its newest checkpoint) or of a model directory."""
+    from transformers import AutoTokenizer
+
+    found: dict[str, Any] = {}
+    directory = source
+    if (source / "recipe.yaml").exists():
+        found["recipe"] = (source / "recipe.yaml").read_text(encoding="utf-8")
+        if (source / "result.json").exists():
+            found |= json.loads((source / "result.json").read_text(encoding="utf-8"))
+        if not (source / "model").exists():
+            model, step, home = _newest_checkpoint(source)
+            tokenizer = tokenizer or (AutoTokenizer.from_pretrained(home) if home.exists() else None)
+            return model, tokenizer, {**found, "step": step, **(facts or {})}
+        directory = source / "model"
+    if not (directory / "config.json").exists():
+        raise ExportError(f"{source} is neither a run (recipe.yaml) nor a model directory (config.json)")
+    if tokenizer is None and (directory / "tokenizer_config.json").exists():
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    return FathomForCausalLM.from_pretrained(directory), tokenizer, {**found, **(facts or {})}
+
+
+def _newest_checkpoint(run: Path) -> tuple[FathomForCausalLM, int, Path]:
+    from fathom.recipe import load_recipe
+    from fathom.training.checkpoint import Checkpointer
+    from fathom.training.parallel import Ranks
+
+    recipe = load_recipe(run / "recipe.yaml")
+    checkpoints = Checkpointer(run, Ranks(), recipe.train.keep_last)
+    try:
+        saved = checkpoints.intact()
+        if saved is None:
+            raise ExportError(f"{run} has neither a finished model nor a checkpoint yet")
+        model = FathomForCausalLM(recipe.config())
+        checkpoints.load(saved, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
+    finally:
+        checkpoints.close()
+    model.set_step(saved.step)
+    return model, saved.step, Path(recipe.data.directory) / "tokenizer"
+
+
+def model_card(model: FathomForCausalLM, form: str, facts: Mapping[str, Any]) -> str:
+    """A README for the directory: what it is, how to open it, what it was trained on, what it scored."""
+    config = model.config
+    name = mechanism_name(config)
+    parts = [mechanism(axis, getattr(config, axis)) for axis in AXES]
+    used = [f"- **{p.name}** ({p.axis}): {p.summary} ({p.paper})" for p in parts if p.name != DEFAULTS[p.axis]]
+    remote = form == "fathom"
+    return CARD_TEXT.format(
+        name=name,
+        parameters=sum(p.numel() for p in model.parameters()),
+        mark=f"{MARK} {__version__} in the form `{form}`.",
+        mechanisms="\n".join(used) or "A plain Qwen3 decoder.",
+        remote=", trust_remote_code=True" if remote else "",
+        note="\nWhere Fathom is imported, `trust_remote_code` is not needed.\n" if remote else "",
+        shape="\n".join(f"| {key} | {value} |" for key, value in _shape(config).items()),
+        training="".join(f"\n{paragraph}\n" for paragraph in _trained(facts)),
+    )
+
+
+CARD_TEXT = """\
+---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- fathom
+- {name}
+---
+
+# {name}, {parameters:,} parameters
+
+{mark}
+
+{mechanisms}
+
+## Open it
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this"{remote})
+tokenizer = AutoTokenizer.from_pretrained("path/to/this")
+```
+{note}
+## Shape
+
+| | |
+| --- | --- |
+{shape}
+{training}"""
+
+
+def _shape(config: FathomConfig) -> dict[str, Any]:
+    shape = {
+        "layers": config.num_hidden_layers,
+        "hidden size": config.hidden_size,
+        "heads, key-value heads": f"{config.num_attention_heads}, {config.num_key_value_heads}",
+        "vocabulary": config.vocab_size,
+        "longest context": config.max_position_embeddings,
+        "cache bytes per token (bf16)": cache_bytes_per_token(config),
+    }
+    options = {axis: getattr(config, f"{axis}_options") for axis in AXES}
+    return shape | {f"{axis} options": json.dumps(value) for axis, value in options.items() if value}
+
+
+def _trained(facts: Mapping[str, Any]) -> list[str]:
+    """Paragraphs: steps and tokens, held-out scores, the recipe."""
+    found = []
+    if "step" in facts:
+        tokens = f", {facts['tokens']:,} tokens" if "tokens" in facts else ""
+        found += ["## Training", f"{facts['step']:,} steps{tokens}."]
+    if evaluation := facts.get("evaluation"):
+        scores = [f"{name.replace('_', ' ')} {v:.4f}" for name, v in evaluation.items() if isinstance(v, float)]
+        found.append(f"Held out: {', '.join(scores)}.")
+    if "recipe" in facts:
+        found.append(f"<details><summary>Recipe</summary>\n\n```yaml\n{facts['recipe'].rstrip()}\n```\n\n</details>")
+    return found
+
+
 def _is_export(directory: Path) -> bool:
     try:
-        return json.loads((directory / "config.json").read_text()).get("auto_map") == AUTO_MAP
+        return MARK in (directory / CARD).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return False
 

@@ -126,7 +126,7 @@ class Checkpointer:
         if self.ranks.first:
             for path in self.run_dir.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(path, ignore_errors=True)
-            found = self._newest()
+            found = self.intact()
         found = self.ranks.share(found)
         return found
 
@@ -139,7 +139,8 @@ class Checkpointer:
             raise CheckpointError(f"{saved.directory} does not fit this model: {_reason(error)}") from error
         return read_json(saved.directory / TRAINER)
 
-    def _newest(self) -> Saved | None:
+    def intact(self) -> Saved | None:
+        """As `newest`, on this rank alone and leaving a save under way in peace."""
         for step in reversed(self.steps()):
             directory = self.run_dir / name(step)
             problem = damage(directory)

@@ -176,7 +176,8 @@ class Run:
             self.display.say(f"stopped after step {self.step}; the same command continues")
             return TrainResult(self.run_dir, self.step, False, tokens, self.meter.seconds)
         evaluation = self.evaluation or self._evaluate()
-        model = export_model(self.training, self.run_dir / MODEL) if self.recipe.train.export else None
+        facts = {"step": self.step, "tokens": tokens, "evaluation": evaluation.to_dict()}
+        model = export_model(self.training, self.run_dir / MODEL, facts) if self.recipe.train.export else None
         result = TrainResult(self.run_dir, self.step, True, tokens, self.meter.seconds, evaluation, model)
         if self.ranks.first:
             values = {
@@ -228,8 +229,14 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(caught, handler)
 
 
-def export_model(training: Training, directory: Path) -> Path:
-    """Gather the weights and write a Hugging Face directory, in the precision that the run computed in."""
+def export_model(training: Training, directory: Path, facts: dict[str, Any]) -> Path:
+    """Gather the weights and write a Hugging Face directory, in the precision that the run computed in.
+
+    Args:
+        training: What was trained.
+        directory: Where to write.
+        facts: How it went, for the model card.
+    """
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
@@ -245,7 +252,8 @@ def export_model(training: Training, directory: Path) -> Path:
         model.tie_weights()
         if training.recipe.train.precision == "bf16":
             model.to(torch.bfloat16)
-        export(model, directory, tokenizer=AutoTokenizer.from_pretrained(training.data.tokenizer_directory))
+        tokenizer = AutoTokenizer.from_pretrained(training.data.tokenizer_directory)
+        export(model, directory, tokenizer, facts={**facts, "recipe": training.recipe.to_yaml()})
     training.ranks.barrier()
     return directory
 
