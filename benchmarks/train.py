@@ -152,9 +152,10 @@ def compare(shape: str, a: str, b: str, options: argparse.Namespace) -> dict:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", action="append", choices=SHAPES)
-    parser.add_argument(
-        "--against", default="hf:vanilla", help="extra pair a:b; repeatable", action="append", nargs="?"
+    against = (
+        "a further pair, each hf or a mechanism; @compiled behind a name compiles that side alone; may be repeated"
     )
+    parser.add_argument("--against", metavar="A:B", action="append", default=[], help=against)
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", default="cpu")
