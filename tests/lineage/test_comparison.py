@@ -119,7 +119,7 @@ def test_memory_stays_near_the_largest_pair_of_tensors(tmp_path, monkeypatch):
     import tracemalloc
 
     config = tiny_config(
-        "llama", num_hidden_layers=12, hidden_size=256, intermediate_size=704, head_dim=64, vocab_size=600
+        "llama", num_hidden_layers=8, hidden_size=256, intermediate_size=704, head_dim=64, vocab_size=600
     )
     opened = [open_model(save(build(config, seed, torch.float32), tmp_path / str(seed), 600)) for seed in (0, 1)]
     monkeypatch.setattr("fathom.lineage.awm.MAP_CHANNELS", 64)  # the map grows with depth, not with width
