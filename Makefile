@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+# Tests at a time; each takes one thread.
+JOBS ?= 2
 STAMP := $(VENV)/.ready
 
 .PHONY: setup test test-all lint demo clean
@@ -22,10 +24,10 @@ lint: setup
 	$(BIN)/mypy
 
 test: lint
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow'
 
 test-all: lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # The whole job in miniature: text, tokenizer, shards, nine training runs by two workers, a report, and a sample.
 STDLIB = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
