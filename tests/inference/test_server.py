@@ -1,0 +1,455 @@
+"""`fathom serve` as its users meet it: a process of its own, on loopback, and OpenAI's client.
+
+One process serves most of these tests, in order; the last of them stops it. What needs other settings is served by a
+thread.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from importlib.util import find_spec
+
+import openai
+import pytest
+import uvicorn
+from transformers.cli.serving.model_manager import ModelManager
+
+from fathom.cli import main
+from fathom.inference import server
+from fathom.inference.checkpoint import open_checkpoint
+from tests.inference.tiny import TEXT, export_tiny
+
+CONTEXT = 8192
+GRACE = 2
+LONG = CONTEXT - 64  # far more tokens than the tiny model makes in the time that a test waits
+PROMPTS = [f"{TEXT[i % 3][: 7 + 5 * i]} {i}" for i in range(16)]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return export_tiny(tmp_path_factory.mktemp("serve") / "tiny", max_position_embeddings=CONTEXT)
+
+
+class Served:
+    def __init__(self, port, pid, key=None):
+        self.port, self.pid, self.key = port, pid, key
+        self.client = openai.OpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key=key or "none", max_retries=0, timeout=60
+        )
+
+    def raw(self, method, path, body=None, headers=None):
+        """Status and JSON of a request that no client would send."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.request(method, path, body, {"Content-Type": "application/json", **(headers or {})})
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            connection.close()
+
+    def post(self, path="/v1/completions", **body):
+        return self.raw("POST", path, json.dumps(body))
+
+    def complete(self, prompt, **options):
+        options = {"max_tokens": 12, "temperature": 0, **options}
+        return self.client.completions.create(model="tiny", prompt=prompt, **options)
+
+    def chat(self, text, **options):
+        options = {"max_tokens": 12, "temperature": 0, **options}
+        messages = [{"role": "user", "content": text}]
+        return self.client.chat.completions.create(model="tiny", messages=messages, **options)
+
+    def hang_up(self, **body):
+        """Send a request and leave before it is answered; of a stream, after its first words."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
+            raw = json.dumps(body).encode()
+            lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+            head = "\r\n".join([*lines, f"Content-Length: {len(raw)}", "", ""])
+            connection.sendall(head.encode() + raw)
+            if body.get("stream"):
+                assert b"200 OK" in connection.recv(1000)
+            else:
+                time.sleep(0.03)
+
+
+@pytest.fixture(scope="module")
+def process(directory):
+    command = [sys.executable, "-m", "fathom.cli", "serve", str(directory), "--port", "0", "--grace", str(GRACE)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment.pop("FATHOM_API_KEY", None)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as running:
+        yield running
+        running.kill()
+
+
+@pytest.fixture(scope="module")
+def served(process):
+    line = process.stdout.readline()
+    assert line.startswith("tiny at http://127.0.0.1:"), line + process.stderr.read()
+    return Served(int(line.rsplit(":", 1)[1].split("/")[0]), process.pid)
+
+
+@contextlib.contextmanager
+def in_thread(app, key=None):
+    """The application in this process."""
+    listener = server._bind("127.0.0.1", 0)
+    running = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
+    thread.start()
+    while not running.started:
+        time.sleep(0.01)
+    try:
+        yield Served(listener.getsockname()[1], os.getpid(), key)
+    finally:
+        running.should_exit = True
+        thread.join()
+        app.state.worker.join(10)
+
+
+# Answers.
+
+
+def test_models_and_health(served):
+    assert [model.id for model in served.client.models.list()] == ["tiny"]
+    assert served.client.models.retrieve("tiny").max_model_len == CONTEXT
+    assert served.raw("GET", "/health") == (200, {"status": "ok"})
+
+
+def test_completion_is_what_generate_makes(served, directory):
+    model, tokenizer = open_checkpoint(directory, "cpu")
+    ids = tokenizer(PROMPTS[0], return_tensors="pt")
+    expected = tokenizer.decode(model.generate(**ids, max_new_tokens=12, do_sample=False)[0, ids.input_ids.shape[1] :])
+    answer = served.complete(PROMPTS[0])
+    assert answer.choices[0].text == expected
+    assert (answer.model, answer.choices[0].finish_reason, answer.usage.completion_tokens) == ("tiny", "length", 12)
+
+
+def test_streams_say_the_same(served):
+    chunks = list(served.chat("Sound the depth", stream=True))
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert streamed == served.chat("Sound the depth").choices[0].message.content
+    assert chunks[-1].choices[0].finish_reason == "length" and chunks[-1].usage.completion_tokens == 12
+    chunks = list(served.complete("Sound the depth", stream=True))
+    assert "".join(c.choices[0].text for c in chunks) == served.complete("Sound the depth").choices[0].text
+    assert len(chunks) > 3, "token by token"
+
+
+def test_many_at_once_as_one_at_a_time(served):
+    """Chat and completions, streamed and whole, mixed."""
+
+    def ask(i):
+        stream = i % 4 > 1
+        if i % 2:
+            answer = served.chat(PROMPTS[i], stream=stream)
+            parts = [c.choices[0].delta.content or "" for c in answer] if stream else answer.choices[0].message.content
+        else:
+            answer = served.complete(PROMPTS[i], stream=stream)
+            parts = [c.choices[0].text for c in answer] if stream else answer.choices[0].text
+        return "".join(parts)
+
+    one_at_a_time = [ask(i) for i in range(16)]
+    with ThreadPoolExecutor(16) as pool:
+        assert list(pool.map(ask, range(16))) == one_at_a_time
+    assert len(set(one_at_a_time)) > 8, "the model tells the prompts apart, or the test would show nothing"
+
+
+def test_a_seed_repeats_whoever_else_asks(served):
+    def ask(seed):
+        return served.complete("The sailors", seed=seed, temperature=1, max_tokens=20).choices[0].text
+
+    alone = [ask(seed) for seed in range(4)]
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, [0, 1, 2, 3] * 2)) == alone * 2
+    assert len(set(alone)) == 4, "and temperature is not ignored"
+
+
+def test_stop_strings_end_and_are_left_out(served):
+    whole = served.complete("The sailors", max_tokens=30).choices[0].text
+    stop = whole[8:11]
+    expected = whole[: whole.index(stop)]
+    answer = served.complete("The sailors", max_tokens=30, stop=[stop, "not there"])
+    assert answer.choices[0].text == expected and answer.choices[0].finish_reason == "stop"
+    assert answer.usage.completion_tokens < 30
+    streamed = served.complete("The sailors", max_tokens=30, stop=stop, stream=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "stops", "before", "held"),
+    [
+        ("abc", ["x"], "abc", ""),
+        ("abc", ["cd"], "ab", "c"),
+        ("abcd", ["cd"], "ab", None),
+        ("aab", ["abx", "aabz"], "", "aab"),
+        ("abab", ["b"], "a", None),
+        ("", ["b"], "", ""),
+    ],
+)
+def test_before_stop(text, stops, before, held):
+    assert server.before_stop(text, stops) == (before, held)
+
+
+# Errors.
+
+BAD = {
+    "unknown model": ({"model": "gpt-7", "prompt": "x"}, 404, "model_not_found"),
+    "too long": ({"prompt": "depth " * 20_000}, 400, "context_length_exceeded"),
+    "too much asked": ({"prompt": "x", "max_tokens": CONTEXT}, 400, "context_length_exceeded"),
+    "no prompt": ({}, 400, None),
+    "list": ({"prompt": ["x", "y"]}, 400, None),
+    "number": ({"prompt": "x", "temperature": "hot"}, 400, None),
+    "range": ({"prompt": "x", "top_p": 0}, 400, None),
+    "infinite": ({"prompt": "x", "temperature": float("nan")}, 400, None),
+    "negative": ({"prompt": "x", "max_tokens": -1}, 400, None),
+    "several": ({"prompt": "x", "n": 3}, 400, None),
+    "unsupported": ({"prompt": "x", "logprobs": 3}, 400, None),
+    "generation_config": ({"prompt": "x", "generation_config": '{"num_beams": 999}'}, 400, None),
+    "surrogate": ({"prompt": "\ud800"}, 400, None),
+    "surrogate model": ({"prompt": "x", "model": "\ud800"}, 404, "model_not_found"),
+}
+BAD_CHATS = {
+    "no messages": ({}, 400, None),
+    "empty": ({"messages": []}, 400, None),
+    "not a list": ({"messages": "x"}, 400, None),
+    "no role": ({"messages": [{"content": "x"}]}, 400, None),
+    "picture": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, None),
+    "tool call": ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, 400, None),
+    "own template": (
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
+        400,
+        None,
+    ),
+    "padding": (
+        {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"max_length": 10**12}},
+        400,
+        None,
+    ),
+}  # fmt: skip
+
+
+def check_error(answer, status, code=None):
+    found, body = answer
+    assert found == status, body
+    error = body["error"]
+    assert set(error) == {"message", "type", "param", "code"} and error["message"] and error["code"] == code
+    assert "\n" not in error["message"]
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_completions(served, case):
+    body, status, code = BAD[case]
+    check_error(served.post(**body), status, code)
+
+
+@pytest.mark.parametrize("case", BAD_CHATS)
+def test_bad_chats(served, case):
+    body, status, code = BAD_CHATS[case]
+    check_error(served.post("/v1/chat/completions", **body), status, code)
+
+
+@pytest.mark.parametrize("body", [b"{", b"", b"[1]", b"null", b"\xff\xfe", b"[" * 100_000, b'{"prompt": 1e999}'])
+def test_malformed_bodies(served, body):
+    check_error(served.raw("POST", "/v1/completions", body), 400, None if b"1e9" in body else "malformed_body")
+
+
+def test_a_body_that_is_too_large(served):
+    check_error(served.raw("POST", "/v1/completions", b'"' + b"x" * (2 << 20)), 413, "body_too_large")
+
+
+def test_what_other_routes_there_are(served):
+    """Those of transformers that load, drop or list other models are gone."""
+    check_error(served.raw("GET", "/nothing"), 404)
+    check_error(served.raw("GET", "/v1/completions"), 405)
+    check_error(served.raw("GET", "/v1/models/other"), 404, "model_not_found")
+    for path in ("/load_model", "/reset", "/v1/responses", "/v1/audio/transcriptions", "/v1/systemone"):
+        check_error(served.post(path, model="Qwen/Qwen3-0.6B"), 404)
+
+
+def test_the_client_knows_the_errors(served):
+    with pytest.raises(openai.NotFoundError, match="this server has 'tiny'"):
+        served.client.completions.create(model="other", prompt="x")
+    with pytest.raises(openai.BadRequestError, match="this model's context is 8192 tokens") as caught:
+        served.complete("x", max_tokens=CONTEXT)
+    assert caught.value.code == "context_length_exceeded"
+
+
+def test_work_stops_when_the_client_hangs_up(served):
+    """Six answers that would take minutes: the next client does not wait for them."""
+    for i in range(6):
+        served.hang_up(prompt="The sailors", max_tokens=LONG, temperature=0, stream=i % 2 == 0)
+    began = time.perf_counter()
+    assert served.complete("x").usage.completion_tokens == 12
+    assert time.perf_counter() - began < 10
+
+
+def rss(pid):
+    with open(f"/proc/{pid}/statm") as file:
+        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def growth(served, requests):
+    """Bytes that the server's memory grows by over so many bad requests in a row, each of 96 KiB or more."""
+    padding = "深さ" * 16_000
+
+    def bad(i):
+        kind = i % 5
+        if kind == 0:
+            served.raw("POST", "/v1/completions", b'{"prompt": "' + padding.encode())
+        elif kind == 1:
+            served.post(prompt=padding)
+        elif kind == 2:
+            served.post(prompt=padding, model="other")
+        elif kind == 3:
+            served.post("/v1/chat/completions", messages=[{"role": 7, "content": padding}])
+        else:
+            served.hang_up(prompt="x", user=padding, stream=i % 2 == 0, max_tokens=LONG)
+
+    for i in range(20):  # pools, caches and arenas find their size
+        bad(i)
+    served.complete("x", max_tokens=1)
+    before = rss(served.pid)
+    for i in range(requests):
+        bad(i)
+    served.complete("x", max_tokens=1)
+    return rss(served.pid) - before
+
+
+def steady_growth(served, requests=200):
+    """The smaller of two: a leak shows in both, an allocator that finds its size in one."""
+    return min(growth(served, requests), growth(served, requests))
+
+
+BOUND = 6 << 20  # a fifth of what the bodies of 200 such requests take
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_200_bad_requests_leave_memory_flat(served):
+    assert steady_growth(served) < BOUND
+    assert served.complete("x").usage.completion_tokens == 12
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_planted_leak_is_seen(directory, monkeypatch):
+    """A server that keeps every body, measured alike over half the requests."""
+    read, kept = server._Gate._read, []
+
+    async def hoarding(self, receive):
+        kept.append(await read(self, receive))
+        return kept[-1]
+
+    monkeypatch.setattr(server._Gate, "_read", hoarding)
+    with in_thread(server.build_app(*open_checkpoint(directory, "cpu"), "tiny")) as leaking:
+        assert steady_growth(leaking, 100) > BOUND
+
+
+# Keys, templates, the lens, addresses.
+
+
+def test_an_api_key_is_asked_for(directory):
+    with in_thread(server.build_app(*open_checkpoint(directory, "cpu"), "tiny", api_key="sésame")) as locked:
+        assert locked.raw("GET", "/health")[0] == 200
+        right = {"Authorization": "Bearer sésame".encode()}
+        assert locked.raw("GET", "/v1/models", headers=right)[0] == 200
+        basic = {"Authorization": "Basic YW55Ym9keTpzw6lzYW1l"}  # anybody:sésame, as a browser sends it
+        assert locked.raw("GET", "/v1/models", headers=basic)[0] == 200
+        for wrong in ("Bearer sesame", "Bearer ", "sésame", "Basic YQ==", "Basic ?", ""):
+            given = {"Authorization": wrong.encode()} if wrong else {}
+            check_error(locked.raw("GET", "/v1/models", headers=given), 401, "invalid_api_key")
+            check_error(locked.raw("POST", "/v1/completions", "{}", given), 401, "invalid_api_key")
+        with pytest.raises(openai.AuthenticationError):
+            openai.OpenAI(base_url=locked.client.base_url, api_key="none", max_retries=0).models.list()
+
+
+def test_a_model_that_was_not_taught_to_converse(tmp_path):
+    directory = export_tiny(tmp_path / "base", chat=False)
+    with in_thread(server.build_app(*open_checkpoint(directory, "cpu"), "base")) as base:
+        message = {"role": "user", "content": "x"}
+        check_error(base.post("/v1/chat/completions", messages=[message]), 400, "no_chat_template")
+        status, answer = base.post(prompt="", max_tokens=3)  # an empty prompt starts a document
+        assert status == 200 and answer["usage"]["prompt_tokens"] == 1
+        status, answer = base.post(prompt="x")
+        assert answer["usage"]["total_tokens"] <= 512, "no more than there is room for"
+
+
+@pytest.mark.skipif(find_spec("fathom.inference.lens") is None, reason="this build has no lens")
+def test_the_lens_is_live(directory):
+    with in_thread(server.build_app(*open_checkpoint(directory, "cpu"), "tiny", lens=True)) as live:
+        connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=60)
+        connection.request("GET", "/lens")
+        response = connection.getresponse()
+        page = response.read().decode()
+        assert response.status == 200 and response.headers["content-type"].startswith("text/html")
+        assert "/lens/data" in page and "http://" not in page.replace("http://www.w3.org", "")
+        status, answer = live.post("/lens/data", text="The sailors")
+        assert status == 200 and "".join(answer["models"][0]["tokens"]) == "The sailors"
+        check_error(live.post("/lens/data", text=""), 400)
+        check_error(live.post("/lens/data", txet="x"), 400)
+
+
+def test_asked_wrongly(directory, capsys, monkeypatch):
+    def refused(*words):
+        assert main(["serve", *words]) == 2
+        return capsys.readouterr().err
+
+    assert "no such directory" in refused("nowhere", "--port", "0")
+    assert "the API key is empty" in refused(str(directory), "--api-key", "")
+    assert "allowed: auto" in refused(str(directory), "--port", "0", "--dtype", "int3")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "cannot listen on 127.0.0.1" in refused(str(directory), "--port", str(taken.getsockname()[1]))
+    assert "allowed: 0 to 65535" in refused(str(directory), "--port", "99999")
+    assert "cannot listen on 192.0.2.1" in refused(str(directory), "--port", "0", "--host", "192.0.2.1")
+    assert "warning" not in refused("nowhere", "--port", "0")
+    assert "whoever can reach this machine can use the model" in refused("nowhere", "--port", "0", "--host", "0.0.0.0")
+    monkeypatch.setenv("FATHOM_API_KEY", "secret")
+    assert "warning" not in refused("nowhere", "--port", "0", "--host", "0.0.0.0")
+
+
+def test_transformers_own_server_refuses_our_class(directory):
+    """Why there is a server of ours: theirs takes classes of the `transformers` module only."""
+    with pytest.raises(AttributeError, match="FathomForCausalLM"):
+        ModelManager(device="cpu", force_model=str(directory))
+
+
+# The end.
+
+
+def test_sigterm_ends_cleanly(served, process):
+    """A request under way is answered, one that outlives the grace period is told why it ends; exit code 0."""
+    answers = {}
+
+    def short():
+        answers["short"] = served.complete("The sailors", max_tokens=60).choices[0].text
+
+    def long():
+        try:
+            for chunk in served.complete("The sailors", max_tokens=LONG, stream=True):
+                answers["long"] = answers.get("long", "") + chunk.choices[0].text
+        except openai.APIError as error:
+            answers["error"] = error
+
+    expected = served.complete("The sailors", max_tokens=60).choices[0].text
+    threads = [threading.Thread(target=short), threading.Thread(target=long)]
+    threads[0].start()
+    time.sleep(0.05)
+    threads[1].start()
+    while "long" not in answers:
+        time.sleep(0.01)
+    began = time.perf_counter()
+    process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join(30)
+    assert process.wait(30) == 0
+    assert time.perf_counter() - began < GRACE + 8
+    assert answers["short"] == expected
+    assert "shutting down" in str(answers["error"])
+    assert "Traceback" not in process.stderr.read()
