@@ -1,9 +1,14 @@
-"""Text from an exported model: streamed as it is drawn, the same from the same seed, and refused in one line."""
+"""Text from an exported model: streamed, seeded, in batches, in files that survive a kill, in conversation."""
 
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,52 +16,248 @@ import torch
 from fathom.cli import main
 from fathom.data.tokenizer import train_bpe
 from fathom.export import export
-from fathom.inference.generate import GenerateError, Sampling, find_model, generate, load
+from fathom.inference.generate import (
+    GenerateError,
+    Sampling,
+    chat,
+    encode,
+    find_model,
+    generate,
+    generate_batch,
+    generate_file,
+    load,
+)
 from fathom.models import FathomConfig, FathomForCausalLM
+
+TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}a:"
+PROMPTS = ["the depth", "a", "of a river — measured in fathoms é", "river", "the the the", "in", "depth of", "é"]
 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tokenizer = train_bpe(["the depth of a river — measured in fathoms é"] * 20, 300)
+    tokenizer.chat_template = TEMPLATE
     shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
-    shape |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300, "max_position_embeddings": 32}
+    shape |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300, "max_position_embeddings": 64}
     torch.manual_seed(0)
     model = FathomForCausalLM(FathomConfig(**shape, mixer="depth_attention", initializer_range=0.5))
     return export(model, tmp_path_factory.mktemp("run") / "model", tokenizer)
 
 
-def test_what_is_streamed_is_the_text(exported: Path):
-    model, tokenizer = load(exported, "cpu")
+@pytest.fixture(scope="module")
+def opened(exported: Path):
+    return load(exported, "cpu")
+
+
+def test_what_is_streamed_is_the_text(opened) -> None:
     pieces: list[str] = []
-    made = generate(model, tokenizer, "the depth", Sampling(12, seed=3), pieces.append)
+    made = generate(*opened, "the depth", Sampling(12, seed=3), pieces.append)
     assert "".join(pieces) == made.text and len(pieces) > 3
     assert made.tokens == 12 and made.tokens_per_second > 0
 
 
-def test_a_seed_decides(exported: Path):
-    model, tokenizer = load(exported, "cpu")
-    texts = [generate(model, tokenizer, "", Sampling(12, temperature=2.0, seed=seed)).text for seed in (1, 1, 2)]
+def test_a_seed_decides(opened) -> None:
+    texts = [generate(*opened, "", Sampling(12, temperature=2.0, seed=seed)).text for seed in (1, 1, 2)]
     assert texts[0] == texts[1] != texts[2]
 
 
-def test_greedy_is_the_likeliest_token_each_time(exported: Path):
-    model, tokenizer = load(exported, "cpu")
-    made = generate(model, tokenizer, "the", Sampling(6, temperature=0))
+@pytest.mark.parametrize("static_cache", [False, True])
+def test_greedy_is_the_likeliest_token_each_time(opened, static_cache: bool, recwarn) -> None:
+    model, tokenizer = opened
+    made = generate(model, tokenizer, "the", Sampling(6, temperature=0, static_cache=static_cache))
     ids = tokenizer("the", return_tensors="pt").input_ids
     for _ in range(6):
         ids = torch.cat([ids, model(input_ids=ids, use_cache=False).logits[:, -1:].argmax(-1)], 1)
     assert made.text == tokenizer.decode(ids[0, made.prompt_tokens :], skip_special_tokens=True)
+    assert not [w for w in recwarn if "generation" in str(w.message)]
 
 
-def test_the_context_ends_the_text(exported: Path):
-    model, tokenizer = load(exported, "cpu")
-    made = generate(model, tokenizer, "the", Sampling(1000, seed=0))
-    assert made.prompt_tokens + made.tokens <= 32
-    with pytest.raises(GenerateError, match="context is 32"):
-        generate(model, tokenizer, "the depth of a river " * 20)
+@pytest.mark.slow
+def test_compiled_decoding_says_the_same(opened) -> None:
+    plain, compiled = (generate(*opened, "the", Sampling(6, temperature=0, compile=c)) for c in (False, True))
+    assert plain.text == compiled.text
 
 
-def test_a_run_and_a_comparison_lead_to_their_model(exported: Path, tmp_path: Path):
+def test_the_context_ends_the_text(opened) -> None:
+    made = generate(*opened, "the", Sampling(1000, seed=0, options={"eos_token_id": None}))
+    assert made.prompt_tokens + made.tokens == 64 and made.finish == "length"
+    with pytest.raises(GenerateError, match="context is 64"):
+        generate(*opened, "the depth of a river " * 40)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}])
+def test_a_batch_equals_one_at_a_time(opened, options: dict) -> None:
+    """Greedy, with prompts of many lengths, some of which end and some of which meet the end of the context."""
+    model, tokenizer = opened
+    sampling = Sampling(59, temperature=0, options=options)
+    ids = [encode(tokenizer, prompt) for prompt in PROMPTS]
+    together = generate_batch(model, tokenizer, ids, sampling)
+    alone = [generate(model, tokenizer, prompt, sampling) for prompt in PROMPTS]
+    for a, b in zip(together, alone, strict=True):
+        assert (a.text, a.tokens, a.prompt_tokens, a.finish) == (b.text, b.tokens, b.prompt_tokens, b.finish)
+    assert any(a.prompt_tokens + a.tokens == 64 for a in together)
+
+
+def test_a_stop_ends_one_row_only(opened) -> None:
+    """Whatever token is made the end of text, rows that meet it stop there and the others go on."""
+    model, tokenizer = opened
+    free = Sampling(20, temperature=0, options={"eos_token_id": None})
+    ids = [encode(tokenizer, prompt) for prompt in PROMPTS]
+    rows = [encode(tokenizer, made.text) for made in generate_batch(model, tokenizer, ids, free)]
+    token = next(t for t in rows[0] if any(t not in row for row in rows))
+    made = generate_batch(model, tokenizer, ids, Sampling(20, temperature=0, options={"eos_token_id": token}))
+    alone = [
+        generate(model, tokenizer, p, Sampling(20, temperature=0, options={"eos_token_id": token})) for p in PROMPTS
+    ]
+    assert [(m.text, m.tokens, m.finish) for m in made] == [(m.text, m.tokens, m.finish) for m in alone]
+    assert {m.finish for m in made} == {"stop", "length"}
+
+
+def test_a_stop_string(opened) -> None:
+    text = generate(*opened, "the depth", Sampling(20, temperature=0)).text
+    word = next(c for c in text[1:] if c.isascii() and c.isalpha())
+    made = generate(*opened, "the depth", Sampling(20, temperature=0, options={"stop_strings": word}))
+    assert made.finish == "stop" and text.startswith(made.text) and made.text.count(word) == 1
+
+
+def test_memory_that_runs_out_halves_the_batch(opened, monkeypatch) -> None:
+    model, tokenizer = opened
+    whole, sizes = model.generate, []
+
+    def small(ids: torch.Tensor, **arguments: object) -> torch.Tensor:
+        if len(ids) > 3:
+            raise torch.OutOfMemoryError("too much")
+        sizes.append(len(ids))
+        return whole(ids, **arguments)
+
+    ids = [encode(tokenizer, prompt) for prompt in PROMPTS]
+    expected = [made.text for made in generate_batch(model, tokenizer, ids, Sampling(5, temperature=0))]
+    monkeypatch.setattr(model, "generate", small)
+    found = [made.text for made in generate_batch(model, tokenizer, ids, Sampling(5, temperature=0))]
+    assert found == expected and sizes == [2, 2, 2, 2]
+
+
+def test_the_checkpoints_own_sampling_is_the_default() -> None:
+    silent, own = SimpleNamespace(do_sample=None), SimpleNamespace(do_sample=True)
+    assert Sampling().arguments(silent) == {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95}
+    assert Sampling(top_k=5).arguments(own) == {"top_k": 5}
+    assert Sampling(options={"min_p": 0.1}).arguments(own) == {"min_p": 0.1}
+    assert Sampling(temperature=0).arguments(own)["do_sample"] is False
+
+
+def write(path: Path, records: list[dict]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("sampling", [Sampling(7, temperature=0), Sampling(7, temperature=2.0, seed=5)])
+def test_a_file_goes_on_wherever_it_was_cut(opened, tmp_path: Path, sampling: Sampling) -> None:
+    records = [{"prompt": prompt, "id": i} for i, prompt in enumerate(PROMPTS)]
+    records[5] = {"messages": [{"role": "user", "content": "how deep?"}], "id": 5}
+    prompts = write(tmp_path / "in.jsonl", records)
+    generate_file(*opened, prompts, tmp_path / "whole.jsonl", sampling, batch_size=3)
+    whole = (tmp_path / "whole.jsonl").read_bytes()
+    made = read(tmp_path / "whole.jsonl")
+    assert [{key: m[key] for key in r} for r, m in zip(records, made, strict=True)] == records
+    assert all(m["tokens"] <= 7 and m["finish"] in ("stop", "length") for m in made)
+    for cut in (0, 1, len(whole) // 3, len(whole) // 2, len(whole) - 1, len(whole)):
+        (tmp_path / "cut.jsonl").write_bytes(whole[:cut])
+        generate_file(*opened, prompts, tmp_path / "cut.jsonl", sampling, batch_size=3)
+        assert (tmp_path / "cut.jsonl").read_bytes() == whole
+
+
+def test_a_kill_loses_and_doubles_nothing(exported: Path, tmp_path: Path) -> None:
+    prompts = write(tmp_path / "in.jsonl", [{"prompt": f"{PROMPTS[i % 8]} {i}"} for i in range(60)])
+    command = [sys.executable, "-m", "fathom.cli", "generate", str(exported), "--prompts", str(prompts)]
+    command += [
+        "--out",
+        str(tmp_path / "out.jsonl"),
+        "--temperature",
+        "0",
+        "--batch-size",
+        "2",
+        "--max-new-tokens",
+        "30",
+    ]
+    with subprocess.Popen([*command, "--device", "cpu"], stdout=subprocess.DEVNULL) as process:
+        while not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").stat().st_size:
+            assert process.poll() is None
+            time.sleep(0.01)
+        process.send_signal(signal.SIGKILL)
+    half = (tmp_path / "out.jsonl").read_bytes()
+    assert main([*command[3:], "--device", "cpu"]) == 0
+    done = (tmp_path / "out.jsonl").read_bytes()
+    assert 0 < half.count(b"\n") < 60 and done.startswith(half[: half.rfind(b"\n") + 1])
+    assert [record["prompt"] for record in read(tmp_path / "out.jsonl")] == [r["prompt"] for r in read(prompts)]
+
+
+def test_a_prompt_that_cannot_be_continued_does_not_stop_the_others(opened, tmp_path: Path) -> None:
+    prompts = write(tmp_path / "in.jsonl", [{"prompt": "a"}, {"prompt": "the depth " * 70}, {"prompt": ""}])
+    generate_file(*opened, prompts, tmp_path / "out.jsonl", Sampling(3, temperature=0))
+    made = read(tmp_path / "out.jsonl")
+    assert "context is 64" in made[1]["error"] and made[0]["tokens"] == made[2]["tokens"] == 3
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"prompt": "a"}', "nonsense"], "in.jsonl:2: bad JSON"),
+        (['{"prompt": 3}'], "in.jsonl:1: expected"),
+        (['{"prompt": "a", "tokens": 3}'], "the field 'tokens'"),
+    ],
+)
+def test_prompts_are_checked_before_work(opened, tmp_path: Path, lines: list[str], message: str) -> None:
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    with pytest.raises(GenerateError, match=message):
+        generate_file(*opened, tmp_path / "in.jsonl", tmp_path / "out.jsonl", Sampling(3))
+    assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_another_files_output_is_left_alone(opened, tmp_path: Path) -> None:
+    prompts = write(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    other = write(tmp_path / "out.jsonl", [{"prompt": "b", "completion": "c"}])
+    before = other.read_bytes()
+    with pytest.raises(GenerateError, match=r"out.jsonl:1: not an answer to .*in.jsonl"):
+        generate_file(*opened, prompts, other, Sampling(3))
+    assert other.read_bytes() == before
+
+
+def test_a_second_writer_is_refused(opened, tmp_path: Path) -> None:
+    fcntl = pytest.importorskip("fcntl")
+    prompts = write(tmp_path / "in.jsonl", [{"prompt": "a"}])
+    with (tmp_path / "out.jsonl").open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with pytest.raises(GenerateError, match="another process"):
+            generate_file(*opened, prompts, tmp_path / "out.jsonl", Sampling(3))
+
+
+def test_a_conversation_remembers(opened, monkeypatch) -> None:
+    model, tokenizer = opened
+    asked: list[str] = []
+    whole = model.generate
+    monkeypatch.setattr(model, "generate", lambda ids, **a: asked.append(tokenizer.decode(ids[0])) or whole(ids, **a))
+    said: list[str] = []
+    lines = iter(["deep\n", "\n", "in\n", "/new\n", "the\n", "x " * 99, "end\n"])
+    chat(model, tokenizer, Sampling(4, temperature=0), lines, said.append, "of")
+    assert len(asked) == 4
+    answer = generate(model, tokenizer, "s:of\nu:deep\na:", Sampling(4, temperature=0)).text
+    assert asked[0] == "s:of\nu:deep\na:"
+    assert asked[1] == f"s:of\nu:deep\na:{answer}\nu:in\na:"
+    assert asked[2] == "s:of\nu:the\na:"
+    assert asked[3].endswith("\nu:end\na:") and "x x" not in asked[3]
+    answers = "".join(said).split("\n")
+    assert any("/new starts over" in answer for answer in answers)
+    tokenizer.chat_template, kept = None, tokenizer.chat_template
+    with pytest.raises(GenerateError, match="no chat template"):
+        chat(model, tokenizer, Sampling(4), iter(["a"]), said.append)
+    tokenizer.chat_template = kept
+
+
+def test_a_run_and_a_comparison_lead_to_their_model(exported: Path, tmp_path: Path) -> None:
     assert find_model(exported.parent) == exported
     runs = [{"loss": 2.0, "directory": "elsewhere"}, {"loss": 1.0, "directory": "arms/b/seed-1"}]
     arms = [{"loss": 3.0, "runs": [{"loss": 3.0, "directory": "arms/a/seed-0"}]}, {"loss": 1.5, "runs": runs}]
@@ -74,18 +275,28 @@ def test_a_run_and_a_comparison_lead_to_their_model(exported: Path, tmp_path: Pa
         (["MODEL", "--top-p", "0"], "--top-p 0.0: allowed"),
         (["MODEL", "--temperature", "-1"], "--temperature -1.0: allowed"),
         (["MODEL", "--max-new-tokens", "0"], "--max-new-tokens 0: allowed"),
+        (["MODEL", "a", "--set", "tempratur=1"], "--set tempratur: transformers' GenerationConfig has no such option"),
+        (["MODEL", "a", "--set", "min_p"], "--set min_p: expected key=value"),
+        (["MODEL", "a", "--chat"], "one of them"),
+        (["MODEL", "--prompts", "x.jsonl"], "--prompts and --out belong together"),
+        (["MODEL", "a", "--set", "min_p=7"], "transformers: "),
     ],
 )
 def test_errors_are_one_line(exported: Path, tmp_path: Path, monkeypatch, capsys, words: list[str], message: str):
     monkeypatch.chdir(tmp_path)
-    assert main(["generate", *(str(exported) if word == "MODEL" else word for word in words)]) == 2
-    said = capsys.readouterr().err
-    assert message in said and said.count("\n") == 1
+    assert main(["generate", *(str(exported) if word == "MODEL" else word for word in words), "--device", "cpu"]) == 2
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fathom: ")]
+    assert len(said) == 1 and message in said[0]
 
 
-def test_the_command(exported: Path, capsys):
-    assert main(["generate", str(exported), "--prompt", "the", "--max-new-tokens", "5", "--seed", "1"]) == 0
+def test_the_command(exported: Path, capsys, monkeypatch) -> None:
+    words = ["generate", str(exported), "the", "--max-new-tokens", "5", "--seed", "1", "--device", "cpu"]
+    assert main([*words, "--set", "min_p=0.01", "repetition_penalty=1.1"]) == 0
     printed = capsys.readouterr()
     assert printed.out.startswith("the") and "tokens/s" in printed.err
-    assert main(["generate", str(exported), "--prompt", "the", "--max-new-tokens", "5", "--seed", "1", "--json"]) == 0
+    assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] <= 5
+    monkeypatch.setattr(sys, "stdin", iter(["how deep\n"]))
+    monkeypatch.setattr("fathom.inference.generate._typed", lambda: sys.stdin)
+    assert main(["generate", str(exported), "--chat", "--max-new-tokens", "4", "--device", "cpu"]) == 0
+    assert "tokens/s" in capsys.readouterr().err

@@ -90,11 +90,11 @@ def rows(scores: Mapping[str, Mapping[tuple[str, str], Any]]) -> list[dict[str, 
     return made
 
 
-def table(found: Sequence[Mapping[str, Any]], names: Sequence[str], title: str = "") -> Any:
+def table(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Any:
     """Rows for a terminal; an asterisk marks what is left of significance after Holm's adjustment over the table."""
     from rich.table import Table
 
-    shown = Table(title=title or None, title_justify="left", box=None, padding=(0, 2, 0, 0))
+    shown = Table(box=None, padding=(0, 2, 0, 0))
     shown.add_column("task")
     shown.add_column("metric")
     for name in names:
@@ -151,7 +151,7 @@ def _error(found: Difference) -> float:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4f}"
+    return "" if value is None else f"{value:.4f}" if abs(value) < 1e5 else f"{value:.4g}"
 
 
 def _gap(entry: Mapping[str, Any] | None) -> str:

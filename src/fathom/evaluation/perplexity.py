@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -154,7 +156,7 @@ def read_domains(
         limit: Documents at most per domain, the first ones.
     """
     reading = reading or Reading()
-    domains: dict[str, Domain] = {}
+    domains: list[Domain] = []
     texts = []
     for entry in inputs:
         name, path = _named(entry)
@@ -162,30 +164,25 @@ def read_domains(
             texts.append(f"{name or _stem(path)}={path}")
             continue
         corpus = TokenDataset.open(path, split, verify="cached")
-        for domain in corpus.domains:
-            label = f"{name}/{domain}" if name else domain
-            if label in domains:
-                raise PerplexityError(f"{path}: there is a domain {label!r} already; name the input, NAME={path}")
-            file = corpus.tokenizer_directory / "tokenizer.json"
-            domains[label] = Domain(label, _shard_documents(corpus.select(domain), limit), file)
+        file = corpus.tokenizer_directory / "tokenizer.json"
+        for label in corpus.domains:
+            documents = _shard_documents(corpus.select(label), limit)
+            domains.append(Domain(f"{name}/{label}" if name else label, documents, file))
+    found: dict[str, list[Document]] = defaultdict(list)
     for source in find_sources(texts, reading) if texts else ():
         for number, record in enumerate(source.records(reading)):
-            if (
-                reading.domain_field is None
-                and limit
-                and len(getattr(domains.get(source.domain), "documents", ())) >= limit
-            ):
+            if limit and reading.domain_field is None and len(found[source.domain]) >= limit:
                 break
-            found = parse(source.kind, source.name, source.domain, number, record.payload, reading)
-            if found is None:
-                continue
-            text, label, size = found
-            domain = domains.setdefault(label, Domain(label, []))
-            if limit is None or len(domain.documents) < limit:
-                domain.documents.append(Document(text, None, size))
-    if not any(domain.documents for domain in domains.values()):
+            made = parse(source.kind, source.name, source.domain, number, record.payload, reading)
+            if made is not None and (limit is None or len(found[made[1]]) < limit):
+                found[made[1]].append(Document(made[0], None, made[2]))
+    domains += [Domain(label, documents) for label, documents in found.items() if documents]
+    if not domains:
         raise PerplexityError("no documents to score")
-    return [domain for domain in domains.values() if domain.documents]
+    names = [domain.name for domain in domains]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise PerplexityError(f"two inputs have a domain {twice[0]!r}; name one of them: NAME=INPUT")
+    return domains
 
 
 def default_context(config: Any) -> int:
@@ -267,17 +264,25 @@ class _Forward:
         while done < len(jobs):
             count = max(1, self.tokens // (len(jobs[done][0]) - 1))
             batch = jobs[done : done + count]
-            try:
-                yield from self._losses(batch)
-            except (torch.OutOfMemoryError, RuntimeError) as error:
-                if not _out_of_memory(error) or len(batch) == 1:
-                    raise
-                self.tokens = max(1, len(batch) // 2) * (len(batch[0][0]) - 1)
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+            losses = self._losses_if_they_fit(batch)
+            if losses is None:
+                self.tokens = len(batch) // 2 * (len(batch[0][0]) - 1)
                 print(f"out of memory: going on with {self.tokens} tokens at once", file=sys.stderr)
                 continue
+            yield from losses
             done += len(batch)
+
+    def _losses_if_they_fit(self, batch: Sequence[tuple[np.ndarray, int]]) -> list[np.ndarray] | None:
+        try:
+            return self._losses(batch)
+        except RuntimeError as error:
+            out_of_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
+            if not out_of_memory or len(batch) == 1:
+                raise
+        # Outside of `except`: the exception keeps every tensor of the failed pass alive.
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return None
 
     @torch.no_grad()
     def _losses(self, batch: Sequence[tuple[np.ndarray, int]]) -> list[np.ndarray]:
@@ -297,10 +302,6 @@ class _Forward:
             losses.append(F.cross_entropy(row[stop - count : stop].float(), targets, reduction="none"))
         flat = torch.cat(losses).double().cpu().numpy()
         return np.split(flat, np.cumsum([count for _, count in batch])[:-1])
-
-
-def _out_of_memory(error: Exception) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
 
 
 def _encoder(tokenizer: Any, domain: Domain) -> Any:
@@ -338,7 +339,7 @@ def _encoder(tokenizer: Any, domain: Domain) -> Any:
 def _shard_documents(corpus: TokenDataset, limit: int | None) -> list[Document]:
     ends = [0, *corpus.document_ends(0, corpus.num_tokens).tolist(), corpus.num_tokens]
     documents = []
-    for start, end in list(zip(ends, ends[1:], strict=False))[:limit]:
+    for start, end in list(pairwise(ends))[:limit]:
         ids = np.empty(end - start, np.int64)
         corpus.read(start, ids)
         size = corpus.bytes_before(end) - corpus.bytes_before(start)

@@ -1,16 +1,29 @@
-"""Text from a trained model, token by token as it is drawn."""
+"""Text from a trained model: streamed, in conversation, or for a file of prompts."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from argparse import Namespace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
+
+from fathom.data.progress import ProgressBar
+
+Write = Callable[[str], Any]
+BATCH = {"cpu": 8, "other": 32}
+# What we set ourselves, and what would make `generate` return something else than tokens.
+RESERVED = {
+    *("max_length", "pad_token_id", "return_dict_in_generate", "num_return_sequences", "compile_config"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "watermarking_config"),
+}
 
 
 class GenerateError(ValueError):
@@ -19,35 +32,58 @@ class GenerateError(ValueError):
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is drawn."""
+    """How tokens are drawn; what is None is as the checkpoint's own generation_config.json says."""
 
     max_new_tokens: int = 128
     """Tokens at most; fewer where the context or the text ends."""
-    temperature: float = 0.8
-    """Divides the logits; 0 takes the likeliest token."""
-    top_k: int = 0
+    temperature: float | None = None
+    """Divides the logits; 0 takes the likeliest token. 0.8 where the checkpoint says nothing about sampling."""
+    top_k: int | None = None
     """Draw from the k likeliest tokens; 0 from all."""
-    top_p: float = 0.95
-    """Draw from the likeliest tokens that make up this probability."""
+    top_p: float | None = None
+    """Draw from the likeliest tokens that make up this probability. 0.95 where the checkpoint says nothing."""
     seed: int | None = None
     """Draw the same text every time."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Any other argument of transformers' `GenerationConfig`."""
+    static_cache: bool = False
+    """Reserve the cache for the whole text at once."""
+    compile: bool = False
+    """Compile decoding, with a static cache: slow to begin, then fast on a GPU."""
 
     def __post_init__(self) -> None:
         allowed = {
             "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
-            "temperature": (self.temperature >= 0, "0 or more"),
-            "top_k": (self.top_k >= 0, "0 or more"),
-            "top_p": (0 < self.top_p <= 1, "above 0, up to 1"),
+            "temperature": (self.temperature is None or self.temperature >= 0, "0 or more"),
+            "top_k": (self.top_k is None or self.top_k >= 0, "0 or more"),
+            "top_p": (self.top_p is None or 0 < self.top_p <= 1, "above 0, up to 1"),
         }
         for name, (holds, words) in allowed.items():
             if not holds:
                 raise GenerateError(f"--{name.replace('_', '-')} {getattr(self, name)}: allowed: {words}")
+        if unknown := sorted(set(self.options) - _generation_options()):
+            raise GenerateError(f"--set {unknown[0]}: transformers' GenerationConfig has no such option to set here")
 
-    def arguments(self) -> dict[str, Any]:
-        """As transformers' `generate` takes them."""
+    def arguments(self, own: Any = None) -> dict[str, Any]:
+        """As transformers' `generate` takes them.
+
+        Args:
+            own: The model's `generation_config`.
+        """
+        given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        made: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
         if self.temperature == 0:
-            return {"do_sample": False}
-        return {"do_sample": True, "temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+            made = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # what transformers ignores
+        elif not getattr(own, "do_sample", None):
+            made = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95, **made}
+        if self.static_cache or self.compile:
+            made |= {"cache_implementation": "static", "disable_compile": not self.compile}
+        if self.compile:
+            from transformers import CompileConfig
+
+            made["compile_config"] = CompileConfig()
+            made["compile_config"]._compile_all_devices = True
+        return {**made, **self.options}
 
 
 @dataclass(frozen=True)
@@ -59,6 +95,8 @@ class Generated:
     prompt_tokens: int
     tokens: int
     seconds: float
+    finish: str = "length"
+    """`stop` where the model ended the text, else `length`."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -82,28 +120,15 @@ def find_model(path: str | Path) -> Path:
     raise GenerateError(f"{path}: neither a model directory (config.json) nor a run nor a comparison")
 
 
-def load(path: str | Path, device: str | None = None) -> tuple[Any, Any]:
-    """Model and tokenizer of an exported directory, ready to generate."""
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+def load(path: str | Path, device: str | None = None, **options: Any) -> tuple[Any, Any]:
+    """Model and tokenizer of a checked directory, ready to generate; options are those of `open_checkpoint`."""
+    from fathom.inference.checkpoint import open_checkpoint
 
-    import fathom
-
-    fathom.register()
-    logging.disable_progress_bar()
-    directory = find_model(path)
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-        model = AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
-        return model.eval().to(device), tokenizer
-    except (OSError, ValueError, RuntimeError) as error:
-        raise GenerateError(f"{directory}: {' '.join(str(error).split())}") from error
+    return open_checkpoint(path, device, **options)
 
 
-@torch.no_grad()
 def generate(
-    model: Any, tokenizer: Any, prompt: str, sampling: Sampling | None = None, write: Callable[[str], Any] | None = None
+    model: Any, tokenizer: Any, prompt: str, sampling: Sampling | None = None, write: Write | None = None
 ) -> Generated:
     """Continue a prompt.
 
@@ -115,27 +140,141 @@ def generate(
         write: Receives the text as it comes, whole characters at a time.
     """
     sampling = sampling or Sampling()
-    ids = tokenizer(prompt, return_tensors="pt").input_ids if prompt else torch.tensor([[tokenizer.eos_token_id]])
-    room = model.config.max_position_embeddings - ids.shape[1]
-    if room < 1:
-        raise GenerateError(f"the prompt has {ids.shape[1]} tokens; this model's context is {ids.shape[1] + room}")
-    if sampling.seed is not None:
-        torch.manual_seed(sampling.seed)
-    streamer = _streamer(tokenizer, write) if write is not None else None
-    began = time.perf_counter()
-    ids = ids.long().to(model.device)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=min(sampling.max_new_tokens, room),
-        pad_token_id=tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        streamer=streamer,
-        **sampling.arguments(),
+    ids = encode(tokenizer, prompt)
+    _room(model, ids)
+    _seed(sampling.seed)
+    return _stream(model, tokenizer, ids, sampling, write)
+
+
+def generate_batch(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Generated]:
+    """Continue several prompts, given as ids, at once; where memory runs out, half of them at a time."""
+    try:
+        return _run(model, tokenizer, prompts, sampling, None)
+    except torch.OutOfMemoryError:
+        if len(prompts) == 1:
+            raise
+    torch.cuda.empty_cache()
+    half = len(prompts) // 2
+    parts = (prompts[:half], prompts[half:])
+    return [made for part in parts for made in generate_batch(model, tokenizer, part, sampling)]
+
+
+def encode(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
+    """A text, or the messages of a conversation, as ids."""
+    if isinstance(prompt, str):
+        if prompt:
+            return list(tokenizer(prompt)["input_ids"])
+        begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+        return [begin]
+    if not tokenizer.chat_template:
+        raise GenerateError("this model has no chat template: it continues texts, give it a prompt")
+    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
+    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def chat(
+    model: Any, tokenizer: Any, sampling: Sampling, lines: Iterator[str], write: Write, system: str | None = None
+) -> None:
+    """A conversation: every line is answered with all before it in mind; `/new` forgets it.
+
+    Args:
+        model: Any Hugging Face causal language model.
+        tokenizer: Its tokenizer, with a chat template.
+        sampling: How tokens are drawn.
+        lines: What the user says.
+        write: Receives the answers as they come.
+        system: A first message that says how to answer.
+    """
+    opening = [{"role": "system", "content": system}] if system else []
+    encode(tokenizer, [*opening, {"role": "user", "content": ""}])  # no template: say so before anybody types
+    messages = list(opening)
+    _seed(sampling.seed)
+    for line in lines:
+        if not line.strip():
+            continue
+        if line.strip() == "/new":
+            messages = list(opening)
+            continue
+        messages.append({"role": "user", "content": line.rstrip("\n")})
+        ids = encode(tokenizer, messages)
+        try:
+            _room(model, ids)
+        except GenerateError as error:
+            messages.pop()
+            write(f"[{error}; /new starts over]\n")
+            continue
+        made = _stream(model, tokenizer, ids, sampling, write)
+        messages.append({"role": "assistant", "content": made.text})
+        write("\n")
+        _report_speed(made.tokens, made.seconds)
+
+
+def generate_file(
+    model: Any, tokenizer: Any, prompts: Path, out: Path, sampling: Sampling, batch_size: int | None = None
+) -> dict[str, Any]:
+    """Continue every prompt of a JSONL file; run again, it goes on where it was stopped.
+
+    A line has `prompt`, or `messages` for a model that talks; line n of the output is line n of the input with
+    `completion`, `tokens` and `finish` added, or `error`. Batches are consecutive lines and each has its own seed, made
+    of the seed and its place, so what a stopped and continued run draws is what an uninterrupted one draws.
+    """
+    records = _read_records(prompts)
+    size = batch_size or BATCH["cpu" if model.device.type == "cpu" else "other"]
+    with _locked(out) as file, ProgressBar("generating", len(records)) as bar:
+        done = began_with = _resume(file, records, prompts, out)
+        tokens, began = 0, time.perf_counter()
+        for start in range(done - done % size, len(records), size):
+            batch = records[start : start + size]
+            _seed(None if sampling.seed is None else sampling.seed + start)
+            made = _answer(model, tokenizer, batch, sampling)
+            lines = [json.dumps({**r, **a}, ensure_ascii=False) + "\n" for r, a in zip(batch, made, strict=True)]
+            # The first batch after a stop may be half written already.
+            file.write("".join(lines[done - start :]).encode())
+            file.flush()
+            os.fsync(file.fileno())
+            tokens += sum(answer.get("tokens", 0) for answer in made)
+            done = start + len(batch)
+            bar.update(done)
+    seconds = time.perf_counter() - began
+    return {"prompts": len(records), "done_before": began_with, "tokens": tokens, "seconds": seconds}
+
+
+def run_generate(options: Namespace) -> int:
+    """`fathom generate`: a prompt, a conversation or a file, with the speed on standard error."""
+    if sum((options.prompt is not None, options.chat, options.prompts is not None)) > 1:
+        raise GenerateError("give a prompt, --chat or --prompts FILE, one of them")
+    if (options.prompts is None) != (options.out is None):
+        raise GenerateError("--prompts and --out belong together: one file in, one file out")
+    sampling = Sampling(
+        options.max_new_tokens,
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        options.seed,
+        _parse(options.set),
+        options.static_cache,
+        options.compile,
     )
-    new = out[0, ids.shape[1] :]
-    text = tokenizer.decode(new, skip_special_tokens=True)
-    return Generated(text, ids.shape[1], len(new), time.perf_counter() - began)
+    model, tokenizer = load(
+        options.model, options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code
+    )
+    if options.chat:
+        chat(model, tokenizer, sampling, _typed(), to_terminal, options.system)
+    elif options.prompts is not None:
+        summary = generate_file(model, tokenizer, options.prompts, options.out, sampling, options.batch_size)
+        _report_speed(summary["tokens"], summary["seconds"])
+        print(json.dumps(summary) if options.json else f"{options.out}: {summary['prompts']} completions")
+    else:
+        prompt = options.prompt or ""
+        if not options.json:
+            to_terminal(prompt)
+        made = generate(model, tokenizer, prompt, sampling, None if options.json else to_terminal)
+        if options.json:
+            print(json.dumps({"prompt": prompt, **vars(made), "tokens_per_second": made.tokens_per_second}))
+        else:
+            print(flush=True)
+        _report_speed(made.tokens, made.seconds)
+    return 0
 
 
 def to_terminal(text: str) -> None:
@@ -144,7 +283,203 @@ def to_terminal(text: str) -> None:
     sys.stdout.flush()
 
 
-def _streamer(tokenizer: Any, write: Callable[[str], Any]) -> Any:
+def _stream(model: Any, tokenizer: Any, ids: Sequence[int], sampling: Sampling, write: Write | None) -> Generated:
+    if write is None or sampling.options.get("num_beams", 1) > 1:  # beams are told apart at the end only
+        made = _run(model, tokenizer, [ids], sampling, None)[0]
+        (write or len)(made.text)
+        return made
+    return _run(model, tokenizer, [ids], sampling, _streamer(tokenizer, write))[0]
+
+
+@torch.no_grad()
+def _run(
+    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, streamer: Any
+) -> list[Generated]:
+    """Prompts side by side, padded on the left: the last token of each is where it goes on."""
+    stops = _stop_tokens(model, tokenizer, sampling)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0]
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), pad, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, prompt in enumerate(prompts):
+        ids[i, width - len(prompt) :] = torch.tensor(prompt)
+        mask[i, width - len(prompt) :] = 1
+    # Every prompt gets as many tokens as it would get alone; what a shorter limit cuts off is cut off below.
+    rooms = [min(sampling.max_new_tokens, _room(model, prompt)) for prompt in prompts]
+    arguments = {
+        "max_new_tokens": max(rooms),
+        "pad_token_id": pad,
+        **({"tokenizer": tokenizer} if "stop_strings" in sampling.options else {}),
+        **sampling.arguments(model.generation_config),
+        "eos_token_id": stops or None,
+    }
+    began = time.perf_counter()
+    try:
+        out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), streamer=streamer, **arguments)
+    except ValueError as error:  # options that do not go together
+        raise GenerateError(f"transformers: {' '.join(str(error).split())}") from error
+    seconds = time.perf_counter() - began
+    made = []
+    for prompt, row, room in zip(prompts, out[:, width:].tolist(), rooms, strict=True):
+        row = row[:room]
+        while row and row[-1] == pad and pad not in stops:  # what fills up a row that ended
+            row.pop()
+        end = next((i for i, token in enumerate(row) if token in stops), len(row))
+        kept = row[: end + 1]
+        finish = "stop" if end < room else "length"
+        text = tokenizer.decode(kept, skip_special_tokens=True)
+        made.append(Generated(text, len(prompt), len(kept), seconds, finish))
+    return made
+
+
+def _room(model: Any, ids: Sequence[int]) -> int:
+    limit = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+    if len(ids) >= limit:
+        raise GenerateError(f"the prompt has {len(ids)} tokens; this model's context is {limit}")
+    return limit - len(ids)
+
+
+def _stop_tokens(model: Any, tokenizer: Any, sampling: Sampling) -> list[int]:
+    """The checkpoint's own, which for a model that talks end an answer, and the tokenizer's end of text."""
+    own = sampling.options.get("eos_token_id", [model.generation_config.eos_token_id, tokenizer.eos_token_id])
+    flat = [token for found in (own if isinstance(own, list) else [own]) for token in _as_list(found)]
+    return list(dict.fromkeys(flat))
+
+
+def _as_list(value: Any) -> list[int]:
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+def _answer(model: Any, tokenizer: Any, batch: Sequence[dict[str, Any]], sampling: Sampling) -> list[dict[str, Any]]:
+    """What each line gets; one that cannot be continued gets the reason and does not stop the others."""
+    answers: list[dict[str, Any]] = []
+    prompts: list[list[int]] = []
+    for record in batch:
+        try:
+            ids = encode(tokenizer, record["prompt"] if "prompt" in record else record["messages"])
+            _room(model, ids)
+            prompts.append(ids)
+            answers.append({})
+        except GenerateError as error:
+            answers.append({"error": str(error)})
+    made = iter(generate_batch(model, tokenizer, prompts, sampling) if prompts else ())
+    for answer in answers:
+        if not answer:
+            one = next(made)
+            answer.update(completion=one.text, tokens=one.tokens, finish=one.finish)
+    return answers
+
+
+def _read_records(path: Path) -> list[dict[str, Any]]:
+    """Every line, checked before the first token is drawn."""
+    if not path.is_file():
+        raise GenerateError(f"--prompts {path}: no such file")
+    records = []
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                raise GenerateError(f"{path}:{number}: bad JSON: {error}") from None
+            good = isinstance(record, dict) and (
+                isinstance(record.get("prompt"), str)
+                or ("prompt" not in record and isinstance(record.get("messages"), list))
+            )
+            if not good:
+                raise GenerateError(f'{path}:{number}: expected {{"prompt": "..."}} or {{"messages": [...]}}')
+            if taken := {"completion", "tokens", "finish", "error"} & set(record):
+                raise GenerateError(f"{path}:{number}: the field {min(taken)!r} is where the output goes")
+            records.append(record)
+    return records
+
+
+@contextlib.contextmanager
+def _locked(out: Path) -> Iterator[IO[bytes]]:
+    """The output, held against a second process that writes the same."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with out.open("a+b") as file:
+        try:
+            import fcntl
+        except ImportError:  # no such locks on this system
+            fcntl = None  # type: ignore[assignment]
+        if fcntl is not None:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except OSError:
+                raise GenerateError(f"{out}: another process is writing it") from None
+        yield file
+
+
+def _resume(file: IO[bytes], records: Sequence[dict[str, Any]], prompts: Path, out: Path) -> int:
+    """How many lines are done; a line that a stopped process left half written is removed."""
+    file.seek(0)
+    done = end = 0
+    for line in file:
+        if not line.endswith(b"\n"):
+            break
+        try:
+            before = json.loads(line)
+        except ValueError:
+            before = None
+        if done == len(records) or not isinstance(before, dict) or not records[done].items() <= before.items():
+            raise GenerateError(f"{out}:{done + 1}: not an answer to {prompts}; choose another --out")
+        done += 1
+        end = file.tell()
+    file.truncate(end)
+    file.seek(end)
+    return done
+
+
+def _parse(words: Sequence[str]) -> dict[str, Any]:
+    """`key=value` words; values are JSON, or text where they are not."""
+    made = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise GenerateError(f"--set {word}: expected key=value")
+        try:
+            made[key] = json.loads(value)
+        except ValueError:
+            made[key] = {"True": True, "False": False, "None": None}.get(value, value)
+    return made
+
+
+def _generation_options() -> set[str]:
+    from transformers import GenerationConfig
+
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    return known - RESERVED - {"max_new_tokens", "transformers_version"}
+
+
+def _typed() -> Iterator[str]:
+    """Lines from the terminal, with a prompt, or from a pipe, without."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (arrow keys and history)
+    print("Type; /new starts over, Ctrl-D ends.", file=sys.stderr)
+    while True:
+        try:
+            yield input("\n> ")
+        except EOFError:
+            print()
+            return
+
+
+def _seed(seed: int | None) -> None:
+    if seed is not None:
+        torch.manual_seed(seed)
+
+
+def _report_speed(tokens: int, seconds: float) -> None:
+    speed = tokens / seconds if seconds else 0.0
+    print(f"{tokens} tokens, {seconds:.1f} s, {speed:.1f} tokens/s", file=sys.stderr, flush=True)
+
+
+def _streamer(tokenizer: Any, write: Write) -> Any:
     from transformers import TextStreamer
 
     class Streamer(TextStreamer):

@@ -1,0 +1,190 @@
+"""lm-eval on a model that is already open: its prompts, its metrics, its tables and its JSON, untouched."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stdout
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fathom.evaluation.pairing import Items
+from fathom.evaluation.tasks import TaskDataError, load_task, task_manager
+
+CPU_BATCH = 16
+LARGEST_BATCH = 256
+BOOTSTRAP_ITERATIONS = 100_000  # lm-eval's own default
+
+
+@dataclass(frozen=True)
+class TaskSettings:
+    """What decides a task's numbers, beside the model."""
+
+    num_fewshot: int | None = None
+    limit: int | None = None
+    max_length: int | None = None
+    chat_template: bool = False
+    bootstrap_iters: int = BOOTSTRAP_ITERATIONS
+
+
+@dataclass
+class TaskResult:
+    """What lm-eval says of one task, group or tag, and what each item adds to it."""
+
+    results: dict[str, Any]
+    """lm-eval's JSON, without its samples."""
+    items: dict[str, dict[str, Any]]
+    """By `TASK/METRIC`, for metrics that are means or perplexities over items: see `items_of`."""
+    notes: list[str] = field(default_factory=list)
+
+
+def open_lm(model: Any, tokenizer: Any, batch_size: int | None = None, max_length: int | None = None) -> Any:
+    """lm-eval's wrapper around a live model.
+
+    Without a batch size lm-eval halves one until it fits; on a CPU, where memory runs out too late to notice, it is 16.
+    """
+    _quiet()
+    from lm_eval.models.huggingface import HFLM
+
+    size = batch_size or (CPU_BATCH if model.device.type == "cpu" else "auto")
+    return HFLM(
+        pretrained=model,
+        tokenizer=tokenizer,
+        backend="causal",
+        batch_size=size,
+        max_batch_size=LARGEST_BATCH,
+        max_length=max_length,
+    )
+
+
+def run_task(lm: Any, name: str, settings: TaskSettings, task_data: Path | None = None) -> TaskResult:
+    """Score one task, group or tag.
+
+    Args:
+        lm: From `open_lm`.
+        name: As lm-eval calls it.
+        settings: How.
+        task_data: A folder with the documents; without one lm-eval fetches them.
+    """
+    from lm_eval import simple_evaluate
+
+    # What lm-eval prints belongs to the log: standard output is for results.
+    with redirect_stdout(sys.stderr):
+        loaded, notes = load_task(name, task_data)
+        if task_data is not None:
+            _require_examples(loaded["tasks"], settings.num_fewshot, task_data)
+        top = loaded["groups"].get(name)
+        found = simple_evaluate(
+            model=lm,
+            tasks=[top] if top is not None else list(loaded["tasks"].values()),
+            num_fewshot=settings.num_fewshot,
+            limit=settings.limit,
+            bootstrap_iters=settings.bootstrap_iters,
+            task_manager=task_manager(),
+            apply_chat_template=settings.chat_template,
+        )
+    samples = found.pop("samples")
+    items = {}
+    for task, documents in samples.items():
+        for metric, aggregation in loaded["tasks"][task].aggregation().items():
+            made = _items(documents, metric, getattr(aggregation, "__name__", ""), found["results"][task])
+            items.update({f"{task}/{key}": value for key, value in made.items()})
+    return TaskResult(plain(found), items, notes)
+
+
+def items_of(results: Sequence[TaskResult]) -> dict[tuple[str, str], Items | list[Items]]:
+    """Of each task and metric the items; of a group whose tasks count the same, those of each of its tasks."""
+    made: dict[tuple[str, str], Items | list[Items]] = {}
+    for result in results:
+        own = {tuple(key.rsplit("/", 1)): Items(**value) for key, value in result.items.items()}
+        groups = result.results.get("groups", {})
+        for group, numbers in groups.items():
+            leaves = _leaves(result.results["group_subtasks"], group)
+            for metric in (key for key in numbers if isinstance(numbers[key], float) and "_stderr" not in key):
+                label = metric.removesuffix(",none")
+                parts = [own[leaf, label] for leaf in leaves if (leaf, label) in own]
+                if len(parts) == len(leaves) and (whole := _whole(parts, numbers[metric])) is not None:
+                    made[group, label] = whole
+        # A group's many tasks are in lm-eval's own table; here they would bury the rest.
+        hidden = {leaf for group in groups for leaf in _leaves(result.results["group_subtasks"], group)}
+        made.update({key: items for key, items in own.items() if key[0] not in hidden})  # type: ignore[misc]
+    return made
+
+
+def tables(results: Sequence[TaskResult]) -> str:
+    """lm-eval's own tables of several tasks, as one."""
+    from lm_eval.utils import make_table
+
+    keys = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
+    whole: dict[str, dict[str, Any]] = {key: {} for key in keys}
+    for result in results:
+        for key in keys:
+            whole[key].update(result.results.get(key, {}))
+    text = make_table(whole)
+    return f"{text}\n{make_table(whole, 'groups')}" if whole["groups"] else text
+
+
+def plain(results: Mapping[str, Any]) -> dict[str, Any]:
+    """lm-eval's results as its own command writes them to a file."""
+    from lm_eval.utils import handle_non_serializable
+
+    return json.loads(json.dumps(results, default=handle_non_serializable, ensure_ascii=False))
+
+
+def _items(
+    documents: list[dict[str, Any]], metric: str, aggregation: str, numbers: Mapping[str, Any]
+) -> dict[str, Any]:
+    """What each document adds to a metric, where its aggregation is known and gives lm-eval's number again."""
+    made = {}
+    for chosen in dict.fromkeys(document["filter"] for document in documents):
+        found = [d[metric] for d in documents if d["filter"] == chosen and metric in d]
+        reported = numbers.get(f"{metric},{chosen}")
+        if aggregation == "mean":
+            items: dict[str, Any] = {"values": [float(value) for value in found]}
+        elif aggregation == "perplexity":
+            items = {"values": [-float(value) for value in found], "log": True}
+        elif aggregation in ("weighted_perplexity", "bits_per_byte"):
+            log = aggregation == "weighted_perplexity"
+            scale = 1.0 if log else math.log(2)
+            items = {"values": [-a / scale for a, _ in found], "weights": [float(w) for _, w in found], "log": log}
+        else:
+            continue
+        if found and isinstance(reported, float) and _same(Items(**items).score, reported):
+            made[metric if chosen == "none" else f"{metric},{chosen}"] = items
+    return made
+
+
+def _whole(parts: list[Items], reported: float) -> Items | list[Items] | None:
+    """A group's items: pooled or task by task, whichever gives lm-eval's number."""
+    pooled = Items([value for part in parts for value in part.values])
+    if any(part.weights is not None or part.log for part in parts):
+        return None
+    if _same(pooled.score, reported):
+        return pooled
+    return parts if _same(sum(part.score for part in parts) / len(parts), reported) else None
+
+
+def _same(a: float, b: float) -> bool:
+    return abs(a - b) <= 1e-9 * max(1.0, abs(b))
+
+
+def _leaves(children: Mapping[str, Sequence[str]], group: str) -> list[str]:
+    return [leaf for child in children[group] for leaf in (_leaves(children, child) if child in children else [child])]
+
+
+def _require_examples(tasks: Mapping[str, Any], num_fewshot: int | None, folder: Path) -> None:
+    for name, task in tasks.items():
+        shots = task.config.num_fewshot if num_fewshot is None or task.config.num_fewshot == 0 else num_fewshot
+        fixed = task.config.fewshot_split or task.config.training_split or task.fewshot_cfg.samples
+        if shots and not fixed:
+            raise TaskDataError(f"{name}: {shots} examples need its train split, which {folder} lacks")
+
+
+def _quiet() -> None:
+    """lm-eval warns that a live model ignores options which are not given here."""
+    import logging
+
+    logging.getLogger("lm_eval.models.huggingface").addFilter(lambda record: "pretrained" not in record.getMessage())

@@ -1,0 +1,215 @@
+"""lm-eval's tasks with their documents from a folder instead of the network.
+
+Prompts, metrics and versions stay lm-eval's own: only where a task would download its data set, it reads it here. The
+folder holds, for a task T whose data set is ORG/BASE with the subset SUB (see docs/evaluate.md)::
+
+    T/SPLIT*.jsonl          or SUB/, or BASE/ if T has no subset or each line names it as `subject`
+    BASE/SUB.jsonl          one file per subset, as for BLiMP
+    wikitext/SPLIT.tokens   or .raw; WikiText's own files, cut into articles
+
+each file also with `.xz`, `.gz`, `.bz2` or `.zst` behind. Fields are the data set's own.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from fathom.data.sources import Reading, find_sources
+
+SPLITS = ("train", "validation", "test", "dev")
+OTHER_NAMES = {"wikitext": "wikitext2"}
+LINES = re.compile(r"\.(jsonl|raw|tokens)(\.(xz|gz|bz2|zst))?$")
+
+
+class TaskDataError(ValueError):
+    """A task that is unknown or has no data; the message is one line."""
+
+
+@lru_cache(maxsize=1)
+def task_manager() -> Any:
+    """lm-eval's index of tasks, read once per process: it takes seconds."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
+
+
+def task_names(words: Iterable[str]) -> list[str]:
+    """Names of tasks, groups and tags, `*` allowed; each is one unit of work."""
+    manager = task_manager()
+    names: list[str] = []
+    for word in words:
+        found = manager.match_tasks([word]) if "*" in word else [word] if word in manager.task_index else []
+        if not found:
+            near = difflib.get_close_matches(word, manager.all_tasks, 3)
+            raise TaskDataError(
+                f"--tasks {word}: lm-eval has no such task" + (f"; near: {', '.join(near)}" if near else "")
+            )
+        names += found
+    return list(dict.fromkeys(names))
+
+
+def load_task(name: str, folder: Path | None) -> tuple[dict[str, Any], list[str]]:
+    """What lm-eval's `TaskManager.load` returns for a name, and notes on what a folder lacks.
+
+    Args:
+        name: A task, group or tag.
+        folder: Where the documents are; from the Hub without one.
+    """
+    manager = task_manager()
+    if folder is None:
+        return manager.load([name]), []
+    notes: list[str] = []
+    with _local_documents(folder, notes), _only_present(manager, name, folder, notes):
+        return manager.load([name]), notes
+
+
+@contextmanager
+def _only_present(manager: Any, name: str, folder: Path, notes: list[str]) -> Iterator[None]:
+    """Let a group consist of those of its tasks that have data here, as long as there are any."""
+    index = manager.task_index
+    entry = index[name]
+    members: Any = (entry.cfg or {}).get("task")
+    flat = isinstance(members, list) and all(isinstance(m, str) and m in index for m in members)
+    # Groups of groups are whole or an error.
+    if not flat or not all("dataset_path" in (index[member].cfg or {}) for member in members):
+        yield
+        return
+    here = [member for member in members if _find(folder, index[member].cfg)]
+    if here and len(here) < len(members):
+        notes.append(f"{name}: {len(here)} of its {len(members)} tasks have data here and are averaged")
+        index[name] = replace(entry, yaml_path=None, cfg={**entry.cfg, "task": here})
+    try:
+        yield
+    finally:
+        index[name] = entry
+
+
+@contextmanager
+def _local_documents(folder: Path, notes: list[str]) -> Iterator[None]:
+    from lm_eval.api.task import ConfigurableTask
+
+    def download(task: Any, *_: Any, **__: Any) -> None:
+        _fill(task, folder, notes)
+
+    original = ConfigurableTask.download
+    ConfigurableTask.download = download
+    try:
+        yield
+    finally:
+        ConfigurableTask.download = original
+
+
+def _fill(task: Any, folder: Path, notes: list[str]) -> None:
+    """Give a task its documents, and make it ask for the splits that there are."""
+    from datasets import Dataset
+
+    config = task.config
+    fields = {key: getattr(config, key) for key in ("task", "dataset_path", "dataset_name")}
+    files = _find(folder, fields)
+    if not files:
+        raise TaskDataError(
+            f"{config.task}: no data in {folder}; expected {config.task}/SPLIT.jsonl or what docs/evaluate.md says"
+        )
+    own = config.test_split or config.validation_split
+    scored: Any = own if own in files or "" in files else next((s for s in ("validation", "test") if s in files), None)
+    if scored is None:
+        raise TaskDataError(f"{config.task}: no {own} split in {folder}, only {', '.join(files)}")
+    if scored != own:
+        notes.append(f"{config.task}: scored on {scored}, for there is no {own} split here")
+        config.test_split = scored
+    shots: str | None = next((s for s in (config.fewshot_split, config.training_split) if s and s in files), None)
+    config.training_split = shots
+    config.fewshot_split = task.fewshot_cfg.split = shots if config.fewshot_split else None
+    config.validation_split = config.validation_split if config.validation_split == scored else None
+    task.dataset = {}
+    for split in {scored, shots or scored}:
+        rows = [_adapted(row) for row in _rows(files.get(split) or files[""], config.dataset_name)]
+        if not rows:
+            raise TaskDataError(f"{config.task}: no documents in {files.get(split) or files['']}")
+        task.dataset[split] = Dataset.from_list(rows)
+        if "choices" in rows[0] and "query" in rows[0]:  # HellaSwag as lm-eval itself prepares it
+            config.process_docs = task.fewshot_cfg.process_docs = None
+
+
+def _find(folder: Path, config: Mapping[str, Any]) -> dict[str, Path]:
+    """Files by split, or one file under "" for whatever split is asked for."""
+    name, subset = config["task"], config.get("dataset_name")
+    base = str(config.get("dataset_path") or "").rsplit("/", 1)[-1]
+    if subset and (single := _files(folder / base, subset)):
+        return {"": single[0]}
+    subject = base and (folder / base).is_dir() and subset and _has_subject(folder / base)
+    for place in (name, OTHER_NAMES.get(name), subset, base if subject or not subset else None):
+        if place and (folder / place).is_dir():
+            found = {split: _files(folder / place, split, others=True) for split in SPLITS}
+            if any(found.values()):
+                return {split: files[0] for split, files in found.items() if files}
+    return {}
+
+
+def _files(directory: Path, name: str, others: bool = False) -> list[Path]:
+    """`NAME.jsonl`, compressed or not; with `others` also `wiki.NAME.raw` and `NAME_500.jsonl`."""
+    if not directory.is_dir():
+        return []
+    start = rf"(wiki\.)?{re.escape(name)}(?![a-z])" if others else re.escape(name) + r"\."
+    found = [p for p in sorted(directory.iterdir()) if re.match(start, p.name) and LINES.search(p.name)]
+    return sorted(found, key=lambda p: (".raw" not in p.name, len(p.name)))
+
+
+def _has_subject(directory: Path) -> bool:
+    return any("subject" in row for split in SPLITS for p in _files(directory, split)[:1] for row in [next(_json(p))])
+
+
+def _rows(path: Path, subset: str | None) -> list[dict[str, Any]]:
+    if not LINES.search(path.name)[0].startswith(".jsonl"):  # type: ignore[index]
+        return [{"page": page} for page in _articles(line.decode() for line in _lines(path))]
+    rows = list(_json(path))
+    return [row for row in rows if row["subject"] == subset] if rows and "subject" in rows[0] and subset else rows
+
+
+def _json(path: Path) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            row = json.loads(line) if line.strip() else None
+        except ValueError as error:
+            raise TaskDataError(f"{path}:{number}: bad JSON: {error}") from None
+        if isinstance(row, dict):
+            yield row
+        elif row is not None:
+            raise TaskDataError(f"{path}:{number}: expected a JSON object")
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    reading = Reading()
+    for source in find_sources([str(path)], reading, "jsonl"):
+        yield from (record.payload for record in source.records(reading))
+
+
+def _adapted(row: dict[str, Any]) -> dict[str, Any]:
+    """The fields that lm-eval's prompts read, where the folder has them by another name."""
+    if "label" not in row and "gold" in row:
+        return {**row, "label": str(row["gold"])}
+    if "label" not in row and isinstance(row.get("answer"), bool):
+        return {**row, "label": int(row["answer"])}
+    return row
+
+
+def _articles(lines: Iterable[str]) -> list[str]:
+    """WikiText's lines as the documents of `EleutherAI/wikitext_document_level`: cut before every top heading."""
+    pages: list[str] = []
+    page: list[str] = []
+    for line in (*"".join(lines).split("\n"), " = end = "):
+        heading = line.replace("= = =", "===").replace("= =", "==").strip()
+        if heading.startswith("= ") and heading.endswith(" ="):
+            if "\n".join(page).strip():
+                pages.append("\n".join(page))
+            page = []
+        page.append(line)
+    return pages

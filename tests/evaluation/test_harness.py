@@ -1,0 +1,250 @@
+"""lm-eval on our models gives lm-eval's numbers, also when the documents come from a folder and no network is there."""
+
+from __future__ import annotations
+
+import json
+import lzma
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from fathom.cli import main
+from fathom.data.tokenizer import train_bpe
+from fathom.export import export
+from fathom.inference.checkpoint import open_checkpoint
+from fathom.models import FathomConfig, FathomForCausalLM
+
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'fathom-lm[evaluate]'")
+pytest.importorskip("accelerate", reason="lm-eval's Hugging Face models need accelerate")
+
+from fathom.evaluation.harness import TaskSettings, items_of, open_lm, run_task, tables
+from fathom.evaluation.pairing import rows
+from fathom.evaluation.tasks import TaskDataError, task_names
+
+SETTINGS = TaskSettings(bootstrap_iters=10)
+ARTICLES = (
+    " \n = The Lead = \n \n The lead is a weight , some @-@ times armed . \n \n = = Use = = \n \n It sinks . \n"
+    " \n = Depth = \n \n Depth is measured in fathoms of 6 ft ( 1 @.@ 8 m ) . \n"
+)
+
+
+def question(i: int) -> dict[str, Any]:
+    texts = ["with a lead", "by its colour", "by asking", "at noon"]
+    return {
+        "id": str(i),
+        "question": f"How is depth {i} measured?",
+        "choices": {"text": texts[: 4 - i % 2], "label": list("ABCD")[: 4 - i % 2]},
+        "answerKey": "ABC"[i % 3],
+    }
+
+
+def pair(i: int) -> dict[str, Any]:
+    return {"sentence_good": f"The {i} sailors sink.", "sentence_bad": f"The {i} sailors sinks.", "UID": "x"}
+
+
+FILES: dict[str, list[dict[str, Any]]] = {
+    "lambada_openai/test": [
+        {"text": f"The lead went down {i} fathoms into the {w}"} for i, w in enumerate(("sea", "dark"))
+    ],
+    "hellaswag/validation": [
+        {"query": f"Sounding: {i} sailors", "choices": ["swing", "the lead is", "sleep on", "sing"], "gold": i % 4}
+        for i in range(6)
+    ],
+    "piqa/validation": [
+        {"goal": f"Sound {i}", "sol1": "use a rope", "sol2": "use a hat", "label": i % 2} for i in range(9)
+    ],
+    "piqa/train_500": [{"goal": f"Row {i}", "sol1": "with an oar", "sol2": "with a cat", "label": 0} for i in range(9)],
+    "arc_easy/validation": [question(i) for i in range(6)],
+    "arc_challenge/validation": [question(i) for i in range(3, 7)],
+    "blimp/passive_2": [pair(i) for i in range(6)],
+    "blimp/wh_island": [pair(i) for i in range(9)],
+    "mmlu/validation": [
+        {"question": f"What is {i}?", "subject": s, "choices": ["a", "b", "c", "d"], "answer": i % 4}
+        for s in ("anatomy", "astronomy")
+        for i in range(3)
+    ],
+    "boolq/validation": [{"passage": "It is deep.", "question": f"is it {i} deep", "answer": i > 1} for i in range(4)],
+}
+
+
+@pytest.fixture(scope="module")
+def task_data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in the layout of docs/evaluate.md."""
+    folder = tmp_path_factory.mktemp("task-data")
+    for name, lines in FILES.items():
+        path = folder / f"{name}.jsonl.xz"
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(lzma.compress("".join(json.dumps(line) + "\n" for line in lines).encode()))
+    (folder / "wikitext2").mkdir()
+    (folder / "wikitext2/wiki.test.raw.xz").write_bytes(lzma.compress(ARTICLES.encode()))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """A vanilla model as we export it, and transformers' Qwen3 with the same weights."""
+    folder = tmp_path_factory.mktemp("checkpoints")
+    tokenizer = train_bpe([json.dumps(line) for lines in FILES.values() for line in lines], 400)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 128, "initializer_range": 0.2}
+    torch.manual_seed(0)
+    ours = FathomForCausalLM(FathomConfig(vocab_size=len(tokenizer), **shape))
+    export(ours, folder / "fathom", tokenizer)
+    theirs = Qwen3ForCausalLM(Qwen3Config(vocab_size=len(tokenizer), **shape))
+    theirs.load_state_dict(ours.state_dict())
+    theirs.save_pretrained(folder / "qwen3")
+    tokenizer.save_pretrained(folder / "qwen3")
+    return folder / "fathom", folder / "qwen3"
+
+
+@pytest.fixture
+def lm(checkpoints: tuple[Path, Path]) -> Any:
+    return open_lm(*open_checkpoint(checkpoints[0], "cpu"))
+
+
+@pytest.fixture
+def no_network(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the network was asked")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def test_numbers_are_lm_evals_own(checkpoints: tuple[Path, Path], task_data: Path, tmp_path: Path, lm: Any) -> None:
+    """Our export and our folder against lm-eval alone: its own model class, Qwen3, its own loading of the data."""
+    import lm_eval
+    from lm_eval.tasks import TaskManager
+
+    home = Path(lm_eval.__file__).parent / "tasks"
+    yamls = {"piqa": "piqa/piqa", "lambada_openai": "lambada/lambada_openai", "arc_easy": "arc/arc_easy"}
+    yamls |= {"wikitext": "wikitext/wikitext"}
+    pages = ["\n".join(ARTICLES.split("\n")[1:9]), "\n".join(ARTICLES.split("\n")[9:])]
+    lines = {"wikitext": [{"page": page} for page in pages]}
+    for name, path in yamls.items():
+        lines.setdefault(name, FILES.get(f"{name}/validation", FILES.get(f"{name}/test", [])))
+        data = tmp_path / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(line) + "\n" for line in lines[name]))
+        splits = {"validation": str(data), **({} if name in ("piqa", "arc_easy") else {"test": str(data)})}
+        spec = {"include": str(home / f"{path}.yaml"), "task": f"{name}_alone", "tag": None, "training_split": None}
+        spec |= {"dataset_path": "json", "dataset_name": None, "test_split": "test" if "test" in splits else None}
+        spec |= {"dataset_kwargs": {"data_files": splits, "cache_dir": str(tmp_path / "cache")}}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(spec))
+    alone = lm_eval.simple_evaluate(
+        model="hf",
+        model_args={"pretrained": str(checkpoints[1]), "dtype": "float32"},
+        device="cpu",
+        batch_size=16,
+        tasks=[f"{name}_alone" for name in yamls],
+        task_manager=TaskManager(include_path=str(tmp_path), include_defaults=False),
+        bootstrap_iters=10,
+    )
+    for name in yamls:
+        ours = run_task(lm, name, SETTINGS, task_data).results
+        theirs = alone["results"][f"{name}_alone"]
+        strip = ("name", "alias")
+        assert {k: v for k, v in ours["results"][name].items() if k not in strip} == {
+            k: v for k, v in theirs.items() if k not in strip
+        }
+        assert ours["versions"][name] == alone["versions"][f"{name}_alone"]
+
+
+TASKS = ["lambada_openai", "hellaswag", "piqa", "arc_easy", "arc_challenge", "blimp", "wikitext"]
+
+
+def test_tasks_run_without_a_network(
+    checkpoints: tuple[Path, Path], task_data: Path, lm: Any, no_network: None
+) -> None:
+    """All tasks, bit for bit the same on both models; and a comparison of a model with itself finds nothing."""
+    other = open_lm(*open_checkpoint(checkpoints[1], "cpu"))
+    ours, theirs = ([run_task(each, name, SETTINGS, task_data) for name in TASKS] for each in (lm, other))
+    for a, b in zip(ours, theirs, strict=True):
+        assert a.results["results"] == b.results["results"] and a.items == b.items
+    found = rows({"ours": items_of(ours), "theirs": items_of(theirs)})
+    assert {row["task"] for row in found} == set(TASKS)
+    for row in found:
+        gap = row["differences"]["theirs"]
+        assert gap["low"] <= (1 if gap["kind"] == "ratio" else 0) <= gap["high"]
+    numbers = {name: value for result in ours for name, value in result.results["results"].items()}
+    for row in found:
+        assert row["scores"]["ours"] == pytest.approx(numbers[row["task"]][f"{row['metric']},none"], rel=1e-9)
+    text = tables(ours)
+    assert "|piqa" in text and "|blimp" in text and "Groups" in text
+    assert [note for result in ours for note in result.notes] == [
+        "arc_easy: scored on validation, for there is no test split here",
+        "arc_challenge: scored on validation, for there is no test split here",
+        "blimp: 2 of its 67 tasks have data here and are averaged",
+    ]
+
+
+def test_prepared_hellaswag_equals_the_original(task_data: Path, tmp_path: Path, lm: Any, no_network: None) -> None:
+    lines = [
+        {"ctx_a": line["query"].split(": ")[1], "ctx_b": "", "activity_label": "Sounding", "endings": line["choices"]}
+        | {"label": str(line["gold"])}
+        for line in FILES["hellaswag/validation"]
+    ]
+    (tmp_path / "hellaswag").mkdir()
+    (tmp_path / "hellaswag/validation.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    theirs = run_task(lm, "hellaswag", SETTINGS, tmp_path).results["results"]
+    # Its empty ctx_b leaves a blank at the end of the query, which the next token would see.
+    (tmp_path / "hellaswag/validation.jsonl").write_text(
+        "".join(json.dumps({**line, "query": line["query"] + " "}) + "\n" for line in FILES["hellaswag/validation"])
+    )
+    assert run_task(lm, "hellaswag", SETTINGS, tmp_path).results["results"] == theirs
+
+
+def test_subjects_and_other_fields(task_data: Path, lm: Any, no_network: None) -> None:
+    mmlu = run_task(lm, "mmlu_anatomy", TaskSettings(num_fewshot=0, bootstrap_iters=10), task_data)
+    assert mmlu.results["n-samples"]["mmlu_anatomy"]["original"] == 3
+    boolq = run_task(lm, "boolq", SETTINGS, task_data)
+    assert len(boolq.items["boolq/acc"]["values"]) == 4
+
+
+def test_examples_come_from_train_or_not_at_all(task_data: Path, lm: Any, no_network: None) -> None:
+    shots = TaskSettings(num_fewshot=2, limit=3, bootstrap_iters=10)
+    assert run_task(lm, "piqa", shots, task_data).results["n-shot"]["piqa"] == 2
+    with pytest.raises(TaskDataError, match="hellaswag: 2 examples need its train split"):
+        run_task(lm, "hellaswag", shots, task_data)
+
+
+def test_what_is_missing_is_named(task_data: Path, lm: Any) -> None:
+    with pytest.raises(TaskDataError, match=r"sciq: no data in .* expected sciq/SPLIT.jsonl"):
+        run_task(lm, "sciq", SETTINGS, task_data)
+    with pytest.raises(TaskDataError, match="helaswag: lm-eval has no such task; near: hellaswag"):
+        task_names(["piqa", "helaswag"])
+    assert task_names(["blimp_passive_*", "piqa", "piqa"]) == ["blimp_passive_1", "blimp_passive_2", "piqa"]
+
+
+def test_the_command_goes_on_where_it_was(
+    checkpoints: tuple[Path, Path], task_data: Path, tmp_path: Path, capsys
+) -> None:
+    ours, theirs = map(str, checkpoints)
+    words = ["evaluate", ours, theirs, "--tasks", "piqa", "--task-data", str(task_data), "--device", "cpu"]
+    words += ["--out", str(tmp_path), "--json"]
+    assert main(words) == 0
+    report = json.loads(capsys.readouterr().out)
+    kept = json.loads((tmp_path / "fathom/piqa.json").read_text())
+    assert report["checkpoints"]["fathom"]["tasks"]["piqa"] == kept
+    assert kept["results"] == report["checkpoints"]["qwen3"]["tasks"]["piqa"]["results"]
+    assert "acc,none" in kept["results"]["piqa"] and "samples" not in kept
+    (tmp_path / "qwen3/.done/tasks-piqa.json").unlink()  # killed between the two
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    assert printed.err.count("done before") == 1 and "opening" in printed.err
+    assert json.loads(printed.out)["rows"] == report["rows"]
+
+
+REAL = os.environ.get("FATHOM_TASK_DATA")
+
+
+@pytest.mark.skipif(not REAL, reason="FATHOM_TASK_DATA names no folder of real task data")
+@pytest.mark.parametrize("name", [*TASKS, "winogrande", "boolq", "copa", "sciq", "openbookqa", "mmlu_stem"])
+def test_real_data(name: str, lm: Any, no_network: None) -> None:
+    found = run_task(lm, name, TaskSettings(limit=4, num_fewshot=0, bootstrap_iters=10), Path(str(REAL)))
+    assert found.results["results"][name]["sample_len"] >= 4
+    assert items_of([found])

@@ -1,0 +1,267 @@
+"""Perplexity against its definition, token by token; and what may and may not be concluded from two of them."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from fathom.cli import main
+from fathom.data.shards import TokenDataset
+from fathom.data.sources import Reading
+from fathom.data.tokenizer import train_bpe
+from fathom.evaluation.pairing import Items, difference, group_difference, rows
+from fathom.evaluation.perplexity import Document, Domain, DomainScore, PerplexityError, read_domains, score, windows
+from fathom.evaluation.statistics import paired_difference
+from fathom.export import export
+from fathom.models import FathomConfig, FathomForCausalLM
+
+TEXTS = ["a river is measured in fathoms", "the depth — ø — of the sea, " * 4, "x", "lead and rope " * 9]
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+SHAPE |= {"num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64, "initializer_range": 0.3}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe(TEXTS * 5, 290)
+
+
+def tiny(tokenizer, seed: int = 0, **axes: object) -> FathomForCausalLM:
+    torch.manual_seed(seed)
+    return FathomForCausalLM(FathomConfig(vocab_size=len(tokenizer), **SHAPE, **axes)).eval()
+
+
+def domain(*texts: str) -> Domain:
+    return Domain("texts", [Document(text, None, len(text.encode())) for text in texts])
+
+
+@torch.no_grad()
+def token_by_token(model, ids: list[int], context: int, stride: int) -> list[float]:
+    """The definition: token j is predicted in the first window k S … k S + C that reaches it, alone."""
+    losses = []
+    for j in range(1, len(ids)):
+        k = next(k for k in range(len(ids)) if j <= k * stride + context)
+        logits = model(input_ids=torch.tensor([ids[k * stride : j]]), use_cache=False).logits[0, -1]
+        losses.append(-logits.double().log_softmax(0)[ids[j]].item())
+    return losses
+
+
+@pytest.mark.parametrize(("context", "stride"), [(64, 64), (16, 16), (16, 5), (16, 1), (7, 3), (1, 1)])
+def test_windows_equal_the_definition(tokenizer, context: int, stride: int) -> None:
+    model = tiny(tokenizer, mixer="depth_attention").double()
+    found = score(model, tokenizer, domain(*TEXTS), context, stride)
+    for i, text in enumerate(TEXTS):
+        ids = [tokenizer.eos_token_id, *tokenizer(text)["input_ids"]]
+        expected = token_by_token(model, ids, context, stride)
+        assert found.tokens[i] == len(expected) and found.bytes[i] == len(text.encode())
+        assert found.nats[i] == pytest.approx(sum(expected), rel=1e-6)
+    assert sum(found.position_tokens) == sum(found.tokens)
+    assert sum(found.position_nats) == pytest.approx(sum(found.nats))
+    assert found.perplexity == pytest.approx(math.exp(sum(found.nats) / sum(found.tokens)))
+
+
+def test_every_token_is_scored_once() -> None:
+    for length in range(40):
+        for context in (1, 4, 9):
+            for stride in range(1, context + 1):
+                cut = list(windows(length, context, stride))
+                assert [j for w in cut for j in range(w.scored, w.stop)] == list(range(length))
+                assert all(w.stop - w.start <= context and w.start <= w.scored for w in cut)
+                # After the first window, more than context - stride tokens are seen.
+                assert all(w.scored + 1 - w.start > context - stride for w in cut[1:])
+
+
+def test_batches_change_nothing(tokenizer) -> None:
+    model = tiny(tokenizer).double()
+    alone = score(model, tokenizer, domain(*TEXTS), 12, 4, batch_size=1)
+    together = score(model, tokenizer, domain(*TEXTS), 12, 4, batch_size=100)
+    assert together.nats == pytest.approx(alone.nats, rel=1e-6)
+    assert together.position_tokens == alone.position_tokens
+
+
+class Uniform:
+    """Every token is as likely as any other."""
+
+    device = torch.device("cpu")
+    rows_that_fit = 10**9
+
+    def __init__(self, vocab_size: int) -> None:
+        self.config = SimpleNamespace(max_position_embeddings=32)
+        self.vocab_size = vocab_size
+        self.seen: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, logits_to_keep: int, **_: object) -> SimpleNamespace:
+        if len(input_ids) > self.rows_that_fit:
+            raise torch.OutOfMemoryError("too much")
+        self.seen.append(len(input_ids))
+        return SimpleNamespace(logits=torch.zeros(len(input_ids), logits_to_keep, self.vocab_size))
+
+
+class Chunks:
+    """So many bytes are a token."""
+
+    bos_token_id, eos_token_id = None, 0
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+    def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
+        data = text.encode()
+        return {"input_ids": [int.from_bytes(data[i : i + self.size]) for i in range(0, len(data), self.size)]}
+
+
+def test_bits_per_byte_do_not_depend_on_the_tokenizer() -> None:
+    found = [score(Uniform(256**n), Chunks(n), domain("eéight bits", "per byte"), 8) for n in (1, 2)]
+    assert [f.bits_per_byte for f in found] == pytest.approx([8.0, 8.0])
+    assert found[0].perplexity == pytest.approx(256) and found[1].perplexity == pytest.approx(65536)
+
+
+def test_out_of_memory_halves_the_batch(capsys) -> None:
+    model = Uniform(256)
+    model.rows_that_fit = 3
+    found = score(model, Chunks(1), domain(*["a" * 100] * 5), 10, batch_size=20)
+    assert found.bits_per_byte == pytest.approx(8) and max(model.seen) <= 3
+    assert "out of memory" in capsys.readouterr().err
+    model.rows_that_fit = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        score(model, Chunks(1), domain("a"), 10)
+
+
+def test_shards_and_their_text_score_alike(corpus: Path, tokenizer) -> None:
+    """With the shards' tokenizer their ids are taken as they are; another one reads the text that they decode to."""
+    from fathom.data.tokenizer import load_tokenizer
+
+    data = TokenDataset.open(corpus, "val")
+    theirs = load_tokenizer(str(data.tokenizer_directory))
+    shards = read_domains([str(corpus)], limit=3)
+    assert [d.name for d in shards] == ["rivers", "seas"] and len(shards[0].documents) == 3
+    for domain_ in shards:
+        texts = [theirs.decode(document.ids.tolist()) for document in domain_.documents]
+        assert [len(text.encode()) for text in texts] == [document.bytes for document in domain_.documents]
+        for other in (theirs, tokenizer):
+            model = tiny(other)
+            found = score(model, other, domain_, 32)
+            assert found.to_dict() == score(model, other, domain(*texts), 32).to_dict()
+        torn = replace(domain_, documents=[domain_.documents[0]._replace(bytes=7)])
+        with pytest.raises(PerplexityError, match="give the text"):
+            score(tiny(tokenizer), tokenizer, torn, 32)
+
+
+def test_domains_have_names(tmp_path: Path) -> None:
+    (tmp_path / "sea.txt").write_text("deep")
+    lines = [{"text": "one", "kind": "k1"}, {"text": "", "kind": "k1"}, {"text": "two", "kind": "k2"}]
+    (tmp_path / "val.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    found = read_domains([str(tmp_path / "sea.txt"), f"mine={tmp_path / 'val.jsonl'}"])
+    assert {d.name: [document.text for document in d.documents] for d in found} == {
+        "sea": ["deep"],
+        "mine": ["one", "two"],
+    }
+    by_field = read_domains([str(tmp_path / "val.jsonl")], Reading(domain_field="kind"))
+    assert [d.name for d in by_field] == ["k1", "k2"]
+    assert len(read_domains([str(tmp_path / "val.jsonl")], limit=1)[0].documents) == 1
+
+
+def test_the_interval_is_students_for_equal_weights() -> None:
+    values, control = [0.3, 0.9, 0.1, 0.7], [0.2, 0.5, 0.3, 0.1]
+    ours, theirs = difference(Items(values), Items(control)), paired_difference(values, control)
+    assert (ours.mean, ours.half_width, ours.p) == pytest.approx((theirs.mean, theirs.half_width, theirs.p))
+
+
+def test_the_interval_has_teeth() -> None:
+    """A planted difference is found, a model does not differ from itself, and 95 % means 95 %."""
+    chance = np.random.default_rng(0)
+    sizes = chance.integers(20, 2000, 60)
+    bits = sizes * chance.normal(1.0, 0.2, 60)
+    control = Items(bits.tolist(), sizes.tolist())
+    worse = Items((bits + sizes * chance.normal(0.03, 0.02, 60)).tolist(), sizes.tolist())
+    found = difference(worse, control)
+    assert found.excludes_zero and found.low < 0.03 < found.high
+    itself = difference(control, control)
+    assert itself.mean == 0 and not itself.excludes_zero and itself.p == 1
+    covered = 0
+    for _ in range(400):
+        noise = sizes * chance.normal(0.03, 0.1, 60)
+        found = difference(Items((bits + noise).tolist(), sizes.tolist()), control)
+        covered += found.low < 0.03 < found.high
+    assert 0.91 < covered / 400 < 0.985
+
+
+def test_rows_pair_only_what_is_the_same(tokenizer) -> None:
+    found = score(tiny(tokenizer), tokenizer, domain(*TEXTS), 16)
+    other = score(Uniform(256), Chunks(1), domain(*TEXTS), 16)
+    table = rows({name: {("t", m): i for m, i in s.items().items()} for name, s in (("a", found), ("b", other))})
+    by_metric = {row["metric"]: row for row in table}
+    assert by_metric["perplexity"]["differences"] == {}, "other tokens: per-token losses do not compare"
+    gap = by_metric["bits_per_byte"]["differences"]["b"]
+    assert gap["value"] == pytest.approx(other.bits_per_byte - found.bits_per_byte)
+    assert gap["p_holm"] == gap["p"]
+
+
+def test_a_group_averages_its_tasks() -> None:
+    chance = np.random.default_rng(1)
+    parts = [(Items(chance.normal(g, 1, n).tolist()), Items([0.0] * n)) for g, n in ((0, 30), (1, 300))]
+    found = group_difference(parts)
+    assert found.mean == pytest.approx(np.mean([items.score for items, _ in parts]))
+    small = difference(*parts[0])
+    assert small.half_width / 2 < found.half_width < small.half_width
+    joined = DomainScore.joined(
+        [DomainScore([1.0], [2], [3], [1.0], [2]), DomainScore([4.0], [5], [6], [1, 3], [2, 3])]
+    )
+    assert (joined.nats, joined.position_nats, joined.position_tokens) == ([1.0, 4.0], [2.0, 3.0], [4, 3])
+
+
+@pytest.fixture(scope="module")
+def exported(tokenizer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    export(tiny(tokenizer), folder / "vanilla", tokenizer)
+    export(tiny(tokenizer, seed=1, mixer="depth_attention"), folder / "deep", tokenizer)
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return folder
+
+
+def test_the_command(exported: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    words = ["evaluate", str(exported / "vanilla"), f"b={exported / 'deep'}", "--perplexity"]
+    words += [f"x={exported / 'text.jsonl'}", f"y={exported / 'text.jsonl'}", "--context", "16", "--stride", "8"]
+    words += ["--out", str(tmp_path), "--device", "cpu"]
+    assert main([*words, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert json.loads((tmp_path / "report.json").read_text()) == report
+    mine = report["checkpoints"]["vanilla"]["perplexity"]
+    assert mine.keys() == {"x", "y", "all text"} and mine["all text"]["bytes"] == 2 * mine["x"]["bytes"]
+    assert len(report["rows"]) == 6 and all(row["differences"]["b"]["pairs"] for row in report["rows"])
+    # Again: nothing is computed, nothing is opened.
+    monkeypatch.setattr("fathom.inference.checkpoint.open_checkpoint", pytest.fail)
+    assert main(words) == 0
+    printed = capsys.readouterr()
+    assert printed.err.count("done before") == 4 and "b against vanilla" in printed.out
+
+
+def test_other_conditions_are_computed_anew(exported: Path, tmp_path: Path, capsys) -> None:
+    words = ["evaluate", str(exported / "vanilla"), "--perplexity", str(exported / "text.jsonl"), "--device", "cpu"]
+    assert main([*words, "--context", "16", "--out", str(tmp_path)]) == 0
+    assert main([*words, "--context", "8", "--out", str(tmp_path)]) == 0
+    assert "other conditions" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["VANILLA"], "nothing to do"),
+        (["VANILLA", "--perplexity", "nowhere.txt"], "no such file"),
+        (["VANILLA", "--perplexity", "TEXT", "--context", "65"], "this model's context is 64"),
+        (["VANILLA", "--perplexity", "TEXT", "--stride", "65"], "--stride 65: allowed: 1 to 64"),
+        (["VANILLA", "VANILLA", "--perplexity", "TEXT"], "two checkpoints are called 'vanilla'"),
+        (["/nowhere", "--perplexity", "TEXT"], "no such directory"),
+    ],
+)
+def test_errors_are_one_line(exported: Path, capsys, words: list[str], message: str) -> None:
+    places = {"VANILLA": str(exported / "vanilla"), "TEXT": str(exported / "text.jsonl")}
+    code = main(["evaluate", *(places.get(word, word) for word in words), "--device", "cpu"])
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fathom: ")]
+    assert code == 2 and len(said) == 1 and message in said[0]
