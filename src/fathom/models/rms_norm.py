@@ -44,11 +44,11 @@ class _RMSNorm(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor | None, None]:
         x, weight, rms = ctx.saved_tensors
-        wide = widen(x)
-        normed_grad = grad * wide  # dy ⊙ x, for both gradients
+        wide, wide_weight = widen(x), widen(weight)
+        product = (grad * wide).reshape(-1, x.shape[-1])  # dy ⊙ x, which both gradients sum, each in one pass
         grad_weight = None
         if ctx.needs_input_grad[1]:
-            grad_weight = (normed_grad * rms).sum(tuple(range(x.dim() - 1))).to(weight.dtype)
-        mean = (normed_grad * widen(weight)).mean(-1, keepdim=True)
-        grad_x = torch.addcmul(grad * widen(weight), wide, mean * rms.pow(2), value=-1) * rms
+            grad_weight = (rms.reshape(1, -1) @ product).reshape(weight.shape).to(weight.dtype)
+        mean = (product @ wide_weight).view(rms.shape) / x.shape[-1]
+        grad_x = (grad * wide_weight).addcmul_(wide, mean * rms.pow(2), value=-1).mul_(rms)
         return grad_x.to(x.dtype), grad_weight, None
