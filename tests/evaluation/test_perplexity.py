@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import math
 from dataclasses import replace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 
+import fathom.evaluation
 from fathom.cli import main
 from fathom.data.shards import TokenDataset
 from fathom.data.sources import Reading
@@ -214,6 +216,14 @@ def test_a_group_averages_its_tasks() -> None:
         [DomainScore([1.0], [2], [3], [1.0], [2]), DomainScore([4.0], [5], [6], [1, 3], [2, 3])]
     )
     assert (joined.nats, joined.position_nats, joined.position_tokens) == ([1.0, 4.0], [2.0, 3.0], [4, 3])
+
+
+def test_optional_packages_are_imported_when_used() -> None:
+    """Importing any module of the package needs neither lm-eval nor datasets."""
+    for path in Path(fathom.evaluation.__file__).parent.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None)]
+            assert not {str(name).split(".")[0] for name in names} & {"lm_eval", "datasets", "accelerate"}, path
 
 
 @pytest.fixture(scope="module")

@@ -114,7 +114,7 @@ def _compare(items: Any, control: Any) -> dict[str, Any] | None:
         return None
     found = difference(*pairs[0]) if len(pairs) == 1 else group_difference(pairs)
     log = pairs[0][0].log
-    shown = [None if x is None else math.exp(x) if log else x for x in (found.mean, found.low, found.high)]
+    shown = [None if x is None else math.exp(min(x, 700)) if log else x for x in (found.mean, found.low, found.high)]
     return {
         "kind": "ratio" if log else "difference",
         "value": shown[0],
