@@ -29,7 +29,7 @@ from tests.inference.tiny import TEXT, export_tiny
 
 CONTEXT = 8192
 GRACE = 2
-LONG = CONTEXT - 64  # far more tokens than the tiny model makes in the time that a test waits
+LONG, ENDLESS = CONTEXT - 64, "x"  # half a minute of the tiny model, and a prompt after which it does not end early
 PROMPTS = [f"{TEXT[i % 3][: 7 + 5 * i]} {i}" for i in range(16)]
 
 
@@ -286,7 +286,7 @@ def test_the_client_knows_the_errors(served):
 def test_work_stops_when_the_client_hangs_up(served):
     """Six answers that would take minutes: the next client does not wait for them."""
     for i in range(6):
-        served.hang_up(prompt="The sailors", max_tokens=LONG, temperature=0, stream=i % 2 == 0)
+        served.hang_up(prompt=ENDLESS, max_tokens=LONG, temperature=0, stream=i % 2 == 0)
     began = time.perf_counter()
     assert served.complete("x").usage.completion_tokens == 12
     assert time.perf_counter() - began < 10
@@ -312,7 +312,7 @@ def growth(served, requests):
         elif kind == 3:
             served.post("/v1/chat/completions", messages=[{"role": 7, "content": padding}])
         else:
-            served.hang_up(prompt="x", user=padding, stream=i % 2 == 0, max_tokens=LONG)
+            served.hang_up(prompt=ENDLESS, user=padding, stream=i % 2 == 0, max_tokens=LONG)
 
     for i in range(20):  # pools, caches and arenas find their size
         bad(i)
@@ -432,7 +432,7 @@ def test_sigterm_ends_cleanly(served, process):
 
     def long():
         try:
-            for chunk in served.complete("The sailors", max_tokens=LONG, stream=True):
+            for chunk in served.complete(ENDLESS, max_tokens=LONG, stream=True):
                 answers["long"] = answers.get("long", "") + chunk.choices[0].text
         except openai.APIError as error:
             answers["error"] = error

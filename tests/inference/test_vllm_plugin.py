@@ -162,8 +162,10 @@ def test_one_graph(backend):
 
 def test_more_trips_are_refused(backend):
     """A loop would overwrite its own cache without a word."""
-    with pytest.raises(ValueError, match="loop makes 3 trips"):
+    with pytest.raises(ValueError, match=r"loop makes 3 trips.* use `fathom serve`$"):
         build(recurrence="loop")
+    with pytest.raises(ValueError, match="export --as unrolled"):
+        build(recurrence="loop", mixer="none")
     AutoModel.from_config(tiny_config(recurrence="loop"))  # elsewhere the class is what it was
 
 

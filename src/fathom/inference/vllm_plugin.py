@@ -23,9 +23,10 @@ class FathomModelForVllm(FathomModel):
     def __init__(self, config: FathomConfig, *args: Any, **kwargs: Any) -> None:
         trips = len(plan(config))
         if trips > 1 and str(config._attn_implementation).startswith("vllm"):
+            plain = config.recurrence == "loop" and config.mixer == "none" and config.residual == "plain"
             raise ValueError(
                 f"vLLM keeps one cache per layer, and {config.recurrence} makes {trips} trips, each with keys and "
-                "values of its own: use `fathom serve`"
+                "values of its own: use `fathom serve`" + (" or `fathom export --as unrolled`" if plain else "")
             )
         super().__init__(config, *args, **kwargs)
 
