@@ -120,7 +120,7 @@ def prepare(parser: Parser, words: Sequence[str]) -> int:
     """`fathom prepare INPUT ... --tokenizer T --out DIR`."""
     from fathom.data.prepare import prepare as call
 
-    print(_call(call, parser, words, positional="inputs"))
+    print(_call(call, parser, words, "inputs"))
     return 0
 
 
@@ -339,6 +339,36 @@ def serve(parser: Parser, words: Sequence[str]) -> int:
     return 0
 
 
+LINEAGE = {
+    "compare": ("a", "b"),
+    "portrait": ("a",),
+    "card": ("a",),
+    "search": ("a",),
+    "attack": ("a",),
+    "commit": ("a",),
+    "verify": ("statement", "a"),
+    "calibrate": ("models",),
+}
+
+
+@command("tell whether one model's weights come from another's")
+def lineage(parser: Parser, words: Sequence[str]) -> int:
+    """`fathom lineage COMMAND ...`."""
+    parser.usage = "fathom lineage COMMAND ..."
+    parser.epilog = f"commands: {', '.join(LINEAGE)}\n\nfathom lineage COMMAND --help says more."
+    parser.add_argument("command", help=argparse.SUPPRESS)
+    name = parser.parse_args(words[:1]).command
+    if name not in LINEAGE:
+        raise UsageError(f"lineage {name}: no such command; there are {', '.join(LINEAGE)}")
+
+    from fathom.lineage import commands
+
+    inner = Parser(prog=f"fathom lineage {name}", allow_abbrev=False)
+    inner.add_argument("--json", action="store_true", help="print the result for a program")
+    result: commands.Result = _call(getattr(commands, name), inner, words[1:], *LINEAGE[name], also=("json",))
+    return result.show("--json" in words)
+
+
 def _dry_run(recipe: Recipe, as_json: bool) -> int:
     from fathom.training.estimate import estimate
 
@@ -382,8 +412,18 @@ def _add_recipe(parser: Parser) -> None:
         parser.epilog = "recipe keys:\n" + "\n".join(lines)
 
 
-def _call(function: Callable[..., Any], parser: Parser, words: Sequence[str], positional: str) -> Any:
-    """Call a function whose typed, documented parameters are the command's options; one of them takes the words."""
+def _call(
+    function: Callable[..., Any], parser: Parser, words: Sequence[str], *positional: str, also: Sequence[str] = ()
+) -> Any:
+    """Call a function whose typed, documented parameters are the command's options; some are words without a flag.
+
+    Args:
+        function: What to call.
+        parser: Gets an argument for each parameter.
+        words: To parse.
+        positional: Parameters given without a flag, in this order; a sequence takes one word or more.
+        also: Arguments that the parser has already and the function does not take.
+    """
     import jsonargparse
     from docstring_parser import parse
 
@@ -394,23 +434,26 @@ def _call(function: Callable[..., Any], parser: Parser, words: Sequence[str], po
     types = jsonargparse.ArgumentParser(exit_on_error=False)
     for name, parameter in inspect.signature(function).parameters.items():
         text = help_.get(name, "").replace("%", "%%")
-        if name == positional:
-            parser.add_argument(name, nargs="+", metavar=name.upper().removesuffix("S"), help=text)
-            continue
-        flag, required = "--" + name.replace("_", "-"), parameter.default is inspect.Parameter.empty
-        if hints[name] is bool:
+        several = getattr(typing.get_origin(hints[name]), "__name__", "") in ("Sequence", "list")
+        needed = parameter.default is inspect.Parameter.empty
+        settings: dict[str, Any] = {"help": text, "default": None if needed else parameter.default}
+        flag = "--" + name.replace("_", "-")
+        if name in positional:
+            many = "+" if several else None if needed else "?"
+            metavar = name.upper().removesuffix("S") if several else name.upper()
+            parser.add_argument(name, nargs=many, metavar=metavar, **settings)
+        elif hints[name] is bool:
             parser.add_argument(flag, action="store_true", help=text)
         else:
-            parser.add_argument(flag, required=required, default=None if required else parameter.default, help=text)
-        types.add_argument(flag, type=hints[name])
-    given = vars(parser.parse_args(words))
-    values = {positional: given.pop(positional)}
+            parser.add_argument(flag, required=needed, nargs="+" if several else None, **settings)
+        types.add_argument("--" + name, type=hints[name])
+    given = {name: value for name, value in vars(parser.parse_args(words)).items() if name not in also}
     for name, value in given.items():
         try:
-            values[name] = getattr(types.parse_object({name: value}), name) if isinstance(value, str) else value
+            given[name] = getattr(types.parse_object({name: value}), name) if isinstance(value, str) else value
         except (jsonargparse.ArgumentError, TypeError, ValueError):
             raise RecipeError(f"--{name.replace('_', '-')} {value}: not a value of type {hints[name]}") from None
-    return function(**values)
+    return function(**given)
 
 
 def _complain(error: BaseException, code: int) -> int:
