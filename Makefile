@@ -26,7 +26,9 @@ lint: setup
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow'
 
+# With lm-eval, half a gigabyte that the fast tests do without.
 test-all: lint
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,evaluate]'
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # The whole job in miniature: text, tokenizer, shards, nine training runs by two workers, a report, and a sample.
