@@ -1,0 +1,379 @@
+"""What the documents tell a reader to type works, in the order in which they say it.
+
+Every page is followed in a working directory of its own, in which the names that it takes for granted exist at miniature
+size: recipes of the same names, corpora, runs, tokenizers. Commands run in this process.
+"""
+
+from __future__ import annotations
+
+import glob
+import io
+import json
+import lzma
+import os
+import random
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from fathom import cli
+from fathom.data.prepare import prepare
+from fathom.data.tokenizer import train_bpe
+from fathom.recipe import load_recipe
+
+ROOT = Path(__file__).parent.parent
+PAGES = [
+    ROOT / "README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *(ROOT / folder / "README.md" for folder in ("recipes", "benchmarks")),
+    ROOT / "CONTRIBUTING.md",
+]
+# The command that a page is about: whose flags it means when it names one alone.
+SUBJECT = {
+    "training": "train",
+    "data": "prepare",
+    "compare": "compare",
+    "evaluate": "evaluate",
+    "generate": "generate",
+    "lens": "lens",
+    "serving": "serve",
+    "lineage": "lineage compare",
+    "recipes": "train",
+}
+FOREIGN = ("vllm ", "pip ", "pytest ")  # programs of others
+COMMAND = re.compile(r"(fathom|torchrun|make|python benchmarks/\S+\.py)( |$)")
+FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
+LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+TEXT = [
+    "the",
+    "depth",
+    "of",
+    "a",
+    "river",
+    "is",
+    "measured",
+    "with",
+    "rope",
+    "and",
+    "lead",
+    "or",
+    "with",
+    "sound",
+    "in",
+    "fathoms",
+    "and",
+    "in",
+    "feet",
+]
+CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
+# A run of a second, and every key as the recipe has it otherwise. Six layers: docs/lens.md looks at visit 5.
+MICRO = [
+    "model.num_hidden_layers=6",
+    "model.hidden_size=16",
+    "model.intermediate_size=16",
+    "model.num_attention_heads=2",
+    "model.num_key_value_heads=1",
+    "model.head_dim=8",
+    "model.vocab_size=320",
+    "model.max_position_embeddings=512",
+    "data.sequence_length=64",
+    "train.steps=2",
+    "train.tokens_per_step=128",
+    "train.micro_batch=2",
+    "train.precision=fp32",
+    "train.compile=false",
+    "train.device=cpu",
+    "train.checkpoint_every=2",
+    "train.log_every=1",
+    "evaluate.every=2",
+    "evaluate.tokens=512",
+    "track.display=none",
+]
+# What a documented program does at length, done briefly.
+BRIEFLY = {'"cuda"': '"cpu"', "stop_step=1000": "stop_step=2", "1_000_000": "2_000"}
+
+
+@dataclass(frozen=True)
+class Item:
+    """A command or a Python block, and where it stands."""
+
+    page: Path
+    line: int
+    kind: str  # "shell", "python"
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.page.relative_to(ROOT)}:{self.line}: {self.text.splitlines()[0]}"
+
+
+def items(page: Path) -> list[Item]:
+    """The commands and Python blocks of a page, in order."""
+    found = []
+    for language, line, body in fences(page):
+        if language == "python":
+            found.append(Item(page, line, "python", body))
+            continue
+        joined = re.sub(r"\\\n\s*", lambda match: " " + "\0" * match.group().count("\n"), body)
+        for text in joined.splitlines():
+            words = text.replace("\0", "").removeprefix("$ ").strip()
+            if COMMAND.match(words):
+                found.append(Item(page, line, "shell", words))
+            line += 1 + text.count("\0")
+    return found
+
+
+def fences(page: Path) -> Iterator[tuple[str, int, str]]:
+    """Language, first line and body of every fenced block."""
+    text = page.read_text(encoding="utf-8")
+    for match in re.finditer(r"^```(\w*)\n(.*?)^```", text, re.M | re.S):
+        yield match[1], text.count("\n", 0, match.start(2)) + 1, match[2]
+
+
+def words_of(item: Item) -> list[str]:
+    return shlex.split(item.text, comments=True)
+
+
+def name_of(page: Path) -> str:
+    return page.parent.name if page.parent.name in ("recipes", "benchmarks") else page.stem
+
+
+# Commands.
+
+
+@pytest.fixture(scope="module")
+def parsers() -> dict[str, cli.Parser]:
+    """The parser of every command, after its `--help` was shown and ended well."""
+    seen: dict[str, cli.Parser] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for method in ("parse_args", "parse_intermixed_args"):
+            plain = getattr(cli.Parser, method)
+
+            def parse(self, words, plain=plain):
+                seen[self.prog.removeprefix("fathom").strip()] = self
+                return plain(self, words)
+
+            patch.setattr(cli.Parser, method, parse)
+        patch.setattr(sys, "stdout", io.StringIO())
+        for name in ["", *cli.COMMANDS, *(f"lineage {name}" for name in cli.LINEAGE)]:
+            with pytest.raises(SystemExit) as ended:
+                cli.main([*name.split(), "--help"])
+            assert ended.value.code == 0, name
+    return seen
+
+
+def known_flags(parser) -> set[str]:
+    return set(parser._option_string_actions)
+
+
+class Parsed(Exception):
+    """The arguments mean something; nothing was done."""
+
+
+def check_arguments(words: list[str]) -> None:
+    """Parse and stop."""
+    with pytest.MonkeyPatch.context() as patch:
+        for method in ("parse_args", "parse_intermixed_args"):
+            plain = getattr(cli.Parser, method)
+
+            def parse(self, given, plain=plain):
+                options = plain(self, given)
+                if self.prog not in ("fathom", "fathom lineage"):
+                    raise Parsed
+                return options
+
+            patch.setattr(cli.Parser, method, parse)
+        with pytest.raises(Parsed):
+            assert cli.main(words) == 0
+
+
+def fathom_words(words: list[str]) -> list[str] | None:
+    """What `fathom` is given, whoever starts it; None if it is not `fathom` that is started."""
+    if words[0] == "fathom":
+        return words[1:]
+    return words[words.index("fathom.cli") + 1 :] if "fathom.cli" in words else None
+
+
+def command_of(words: list[str]) -> str:
+    return " ".join(words[:2] if words[:1] == ["lineage"] else words[:1])
+
+
+# The working directory.
+
+
+def sentence(chance: random.Random, count: int = 60) -> str:
+    return f"{chance.random():.6f} " + " ".join(chance.choices(TEXT, k=count))
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """All that a page may name and does not make."""
+    here = tmp_path_factory.mktemp("docs")
+    chance = random.Random(0)
+
+    def lines(path: str, count: int, field: str = "text") -> None:
+        (here / path).parent.mkdir(parents=True, exist_ok=True)
+        body = "".join(json.dumps({field: sentence(chance)}) + "\n" for _ in range(count)).encode()
+        (here / path).write_bytes(lzma.compress(body) if path.endswith(".xz") else body)
+
+    def files(folder: str, suffix: str, count: int) -> None:
+        (here / folder).mkdir(parents=True)
+        for number in range(count):
+            (here / folder / f"{number}{suffix}").write_text(sentence(chance, 80) + "\n")
+
+    for path in ("corpus/a.jsonl", "corpus/b.jsonl", "wiki-1.jsonl.xz"):
+        lines(path, 200)
+    lines("wiki-val.jsonl.xz", 6)
+    lines("prompts.jsonl", 3, "prompt")
+    for folder in ("wiki", "arxiv", "books"):
+        lines(f"corpora/{folder}/part.jsonl", 200)
+    files("books", ".txt", 6)
+    files("usr/lib/python3.12", ".py", 200)
+    (here / "chapter.txt").write_text(sentence(chance, 20))
+
+    tokenizer = train_bpe((sentence(chance) for _ in range(100)), 300)
+    tokenizer.chat_template = CHAT
+    for name in ("EleutherAI/gpt-neox-20b", "Qwen/Qwen3-0.6B-Base", "gpt2"):
+        tokenizer.save_pretrained(here / name)
+    (here / "recipes").mkdir()
+    for path in (ROOT / "recipes").glob("*.yaml"):
+        (here / "recipes" / path.name).write_text(load_recipe(path, MICRO).to_yaml())
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(here)
+        patch.setenv("TQDM_DISABLE", "1")
+        prepare(["corpus/*.jsonl"], Path("data/tiny"), tokenizer="gpt2", held_out=0.05, workers=1)
+        quiet(["train", "recipes/tiny.yaml", "--run", "runs/tiny"])
+        quiet(["train", "recipes/tiny.yaml", "--run", "runs/other", "model.mixer=depth_attention", "train.seed=1"])
+        quiet(["export", "runs/tiny", "--to", "path/to/qwen3", "--as", "qwen3"])
+    for name, of in (("vanilla", "tiny"), ("depth", "other")):
+        shutil.copytree(here / "runs" / of, here / "runs" / name)
+    for name, of in (("A", "tiny"), ("B", "other"), ("C", "other"), ("M1", "tiny"), ("M2", "other"), ("M3", "other")):
+        shutil.copytree(here / "runs" / of / "model", here / name)
+    (here / "cards").mkdir()
+    quiet(["lineage", "card", str(here / "B"), "--out", str(here / "cards" / "B.json")])
+    return here
+
+
+def quiet(words: list[str]) -> None:
+    assert cli.main(words) == 0, words
+
+
+@pytest.fixture
+def world(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(template, tmp_path / "here")
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.delenv("FATHOM_API_KEY", raising=False)
+    # A conversation of one turn, and as wide a terminal as anybody's.
+    monkeypatch.setattr(sys, "stdin", io.StringIO("How deep is it?\n"))
+    return tmp_path / "here"
+
+
+class Reader:
+    """Somebody who types a page, line for line."""
+
+    def __init__(self) -> None:
+        self.names: dict = {"__name__": "a_page"}
+        self.server: subprocess.Popen | None = None
+        self.port = 8000
+
+    def follow(self, page: Path) -> None:
+        steps = items(page)
+        for step in steps:
+            if step.kind == "shell" and (words := fathom_words(words_of(step))):
+                self._forget(words, ("--out", "--run", "-o"))  # the page makes these
+        try:
+            for step in steps:
+                try:
+                    self.python(step) if step.kind == "python" else self.shell(step)
+                except (AssertionError, Exception, SystemExit) as error:
+                    raise AssertionError(f"{step}\n{type(error).__name__}: {error}") from error
+        finally:
+            self.stop()
+
+    def _forget(self, words: list[str], flags: tuple[str, ...]) -> None:
+        for flag, path in zip(words, words[1:], strict=False):
+            if flag in flags and Path(path).is_dir() and path != "corpus":
+                shutil.rmtree(path)
+
+    def shell(self, step: Item) -> None:
+        words = words_of(step)
+        if words[0] == "make":
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M), "no such target"
+            return
+        if words[0] == "python":  # its flags are held by another test
+            assert (ROOT / words[1]).is_file()
+            return
+        given = fathom_words(words)
+        assert given, "not a command of ours"
+        if words[0] == "torchrun":
+            from torch.distributed.run import get_args_parser
+
+            parsed = get_args_parser().parse_args(words[1:])
+            assert parsed.module and parsed.training_script == "fathom.cli"
+            given.append("--dry-run")
+        given = [word for pattern in given for word in self._expand(pattern)]
+        network = any(word.startswith("hf:") for word in given) or "--tasks" in given
+        if network or "neighbour_mean" in step.text:  # a mechanism that the reader has written
+            check_arguments(given)
+        elif given[0] == "serve":
+            self._serve(given)
+        else:
+            if given[0] == "prepare":  # alternatives: the page shows several ways to fill one directory
+                out = Path(given[given.index("--out") + 1])
+                shutil.rmtree(out, ignore_errors=True)
+                given += ["--workers", "1"]
+            if given[0] == "compare" and "--arms" in given:  # one process, few rounds
+                given += ["--workers", "1", "--pairs", "2"]
+            assert cli.main(given) == 0, "did not end with 0"
+
+    @staticmethod
+    def _expand(word: str) -> list[str]:
+        word = word.removeprefix("/") if word.startswith("/usr/lib/") else word
+        return sorted(glob.glob(word)) or [word] if "*" in word else [word]
+
+    def _serve(self, given: list[str]) -> None:
+        given[given.index("--port") + 1] = "0"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        self.server = subprocess.Popen(
+            [sys.executable, "-m", "fathom.cli", *given], stdout=subprocess.PIPE, text=True, env=environment
+        )
+        assert self.server.stdout is not None
+        line = self.server.stdout.readline()
+        assert (match := re.search(r"http://127\.0\.0\.1:(\d+)", line)), line
+        self.port = int(match[1])
+
+    def stop(self) -> None:
+        if self.server is not None:
+            self.server.send_signal(signal.SIGTERM)
+            try:
+                assert self.server.wait(60) == 0
+            finally:
+                self.server.kill()
+                assert self.server.stdout is not None
+                self.server.stdout.close()
+
+    def python(self, step: Item) -> None:
+        source = step.text.replace(":8000/", f":{self.port}/")
+        for long, short in BRIEFLY.items():
+            source = source.replace(long, short)
+        if step.page.stem == "CONTRIBUTING":
+            self.names |= {"__name__": "fathom.models.neighbour_mean", "__package__": "fathom.models"}
+        exec(compile("\n" * (step.line - 1) + source, str(step.page), "exec"), self.names)
+
+
+FOLLOWED = [page for page in PAGES if items(page)]
+
+
+@pytest.mark.parametrize("page", FOLLOWED, ids=name_of)
+def test_a_page_does_what_it_says(page: Path, world: Path) -> None:
+    Reader().follow(page)
