@@ -1,11 +1,12 @@
 """What the documents tell a reader to type works, in the order in which they say it.
 
-Every page is followed in a working directory of its own, in which the names that it takes for granted exist at miniature
-size: recipes of the same names, corpora, runs, tokenizers. Commands run in this process.
+Every page is followed in a working directory of its own, in which the names that it takes for granted exist at
+miniature size: recipes of the same names, corpora, runs, tokenizers. Commands run in this process.
 """
 
 from __future__ import annotations
 
+import argparse
 import glob
 import io
 import json
@@ -13,6 +14,7 @@ import lzma
 import os
 import random
 import re
+import runpy
 import shlex
 import shutil
 import signal
@@ -20,14 +22,17 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import torch
 
 from fathom import cli
 from fathom.data.prepare import prepare
 from fathom.data.tokenizer import train_bpe
-from fathom.recipe import load_recipe
+from fathom.models.roles import Mechanism, ValueMixer
+from fathom.recipe import describe, load_recipe
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -45,7 +50,7 @@ SUBJECT = {
     "generate": "generate",
     "lens": "lens",
     "serving": "serve",
-    "lineage": "lineage compare",
+    "lineage": "lineage",
     "recipes": "train",
 }
 FOREIGN = ("vllm ", "pip ", "pytest ")  # programs of others
@@ -53,51 +58,31 @@ COMMAND = re.compile(r"(fathom|torchrun|make|python benchmarks/\S+\.py)( |$)")
 FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
 
-TEXT = [
-    "the",
-    "depth",
-    "of",
-    "a",
-    "river",
-    "is",
-    "measured",
-    "with",
-    "rope",
-    "and",
-    "lead",
-    "or",
-    "with",
-    "sound",
-    "in",
-    "fathoms",
-    "and",
-    "in",
-    "feet",
-]
+TEXT = "the depth of a river is measured with rope and lead or with sound in fathoms and in feet"
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
 # A run of a second, and every key as the recipe has it otherwise. Six layers: docs/lens.md looks at visit 5.
-MICRO = [
-    "model.num_hidden_layers=6",
-    "model.hidden_size=16",
-    "model.intermediate_size=16",
-    "model.num_attention_heads=2",
-    "model.num_key_value_heads=1",
-    "model.head_dim=8",
-    "model.vocab_size=320",
-    "model.max_position_embeddings=512",
-    "data.sequence_length=64",
-    "train.steps=2",
-    "train.tokens_per_step=128",
-    "train.micro_batch=2",
-    "train.precision=fp32",
-    "train.compile=false",
-    "train.device=cpu",
-    "train.checkpoint_every=2",
-    "train.log_every=1",
-    "evaluate.every=2",
-    "evaluate.tokens=512",
-    "track.display=none",
-]
+MICRO = {
+    "model.num_hidden_layers": 6,
+    "model.hidden_size": 16,
+    "model.intermediate_size": 16,
+    "model.num_attention_heads": 2,
+    "model.num_key_value_heads": 1,
+    "model.head_dim": 8,
+    "model.vocab_size": 320,
+    "model.max_position_embeddings": 512,
+    "data.sequence_length": 64,
+    "train.steps": 2,
+    "train.tokens_per_step": 128,
+    "train.micro_batch": 2,
+    "train.precision": "fp32",
+    "train.compile": "false",
+    "train.device": "cpu",
+    "train.checkpoint_every": 2,
+    "train.log_every": 1,
+    "evaluate.every": 2,
+    "evaluate.tokens": 512,
+    "track.display": "none",
+}
 # What a documented program does at length, done briefly.
 BRIEFLY = {'"cuda"': '"cpu"', "stop_step=1000": "stop_step=2", "1_000_000": "2_000"}
 
@@ -112,7 +97,8 @@ class Item:
     text: str
 
     def __str__(self) -> str:
-        return f"{self.page.relative_to(ROOT)}:{self.line}: {self.text.splitlines()[0]}"
+        page = self.page.relative_to(ROOT) if self.page.is_relative_to(ROOT) else self.page
+        return f"{page}:{self.line}: {self.text.splitlines()[0]}"
 
 
 def items(page: Path) -> list[Item]:
@@ -210,7 +196,7 @@ def command_of(words: list[str]) -> str:
 
 
 def sentence(chance: random.Random, count: int = 60) -> str:
-    return f"{chance.random():.6f} " + " ".join(chance.choices(TEXT, k=count))
+    return f"{chance.random():.6f} " + " ".join(chance.choices(TEXT.split(), k=count))
 
 
 @pytest.fixture(scope="module")
@@ -245,7 +231,9 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tokenizer.save_pretrained(here / name)
     (here / "recipes").mkdir()
     for path in (ROOT / "recipes").glob("*.yaml"):
-        (here / "recipes" / path.name).write_text(load_recipe(path, MICRO).to_yaml())
+        (here / "recipes" / path.name).write_text(
+            load_recipe(path, [f"{key}={value}" for key, value in MICRO.items()]).to_yaml()
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)
@@ -295,13 +283,13 @@ class Reader:
             for step in steps:
                 try:
                     self.python(step) if step.kind == "python" else self.shell(step)
-                except (AssertionError, Exception, SystemExit) as error:
+                except (Exception, SystemExit) as error:
                     raise AssertionError(f"{step}\n{type(error).__name__}: {error}") from error
         finally:
             self.stop()
 
     def _forget(self, words: list[str], flags: tuple[str, ...]) -> None:
-        for flag, path in zip(words, words[1:], strict=False):
+        for flag, path in pairwise(words):
             if flag in flags and Path(path).is_dir() and path != "corpus":
                 shutil.rmtree(path)
 
@@ -349,7 +337,8 @@ class Reader:
         )
         assert self.server.stdout is not None
         line = self.server.stdout.readline()
-        assert (match := re.search(r"http://127\.0\.0\.1:(\d+)", line)), line
+        match = re.search(r"http://127\.0\.0\.1:(\d+)", line)
+        assert match, line
         self.port = int(match[1])
 
     def stop(self) -> None:
@@ -377,3 +366,219 @@ FOLLOWED = [page for page in PAGES if items(page)]
 @pytest.mark.parametrize("page", FOLLOWED, ids=name_of)
 def test_a_page_does_what_it_says(page: Path, world: Path) -> None:
     Reader().follow(page)
+
+
+def test_a_page_that_promises_too_much_is_caught(world: Path) -> None:
+    """The negative control: each of these pages has one fault."""
+    for fault in (
+        "```\nfathom generate runs/tiny 'To fathom is' --loudly\n```\n",
+        "```console\n$ fathom train recipes/tiny.yaml optim.speed=3 --run runs/new\n```\n",
+        "```\nfathom evaluate runs/tiny \\\n  --perplexity nowhere/\n```\n",
+        "```python\nfrom fathom.models import Nothing\n```\n",
+        "```\nmake haste\n```\n",
+        "```\ntorchrun --ranks 8 -m fathom.cli train recipes/3b.yaml\n```\n",
+    ):
+        Path("page.md").write_text(f"# A page\n\n{fault}")
+        assert items(Path("page.md"))
+        with pytest.raises(AssertionError, match=r"^page.md:4: "):
+            Reader().follow(Path("page.md"))
+
+
+# What a page names in passing.
+
+
+def spans(page: Path) -> Iterator[str]:
+    """Everything between single backticks outside fenced blocks."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for match in re.finditer(r"(?<!`)`([^`]+)`(?!`)", text):
+        yield " ".join(match[1].split())
+
+
+def mentions(page: Path) -> Iterator[str]:
+    """Commands and words in passing: lines of blocks that are no program, and spans."""
+    for language, _, body in fences(page):
+        if language != "python":
+            yield from (line.removeprefix("$ ") for line in re.sub(r"\\\n\s*", "", body).splitlines())
+    yield from spans(page)
+
+
+def benchmark_flags(script: str) -> set[str]:
+    """The flags of a benchmark, from its parser, after its `--help` ended well."""
+    seen: set[str] = set()
+    with pytest.MonkeyPatch.context() as patch:
+        plain = argparse.ArgumentParser.parse_args
+
+        def parse(self, *given):
+            seen.update(known_flags(self))
+            return plain(self, *given)
+
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse)
+        patch.setattr(sys, "argv", [script, "--help"])
+        patch.setattr(sys, "stdout", io.StringIO())
+        patch.setattr(sys, "path", [str((ROOT / script).parent), *sys.path])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_path(str(ROOT / script), run_name="__main__")
+        assert ended.value.code == 0
+    return seen
+
+
+def unknown_flags(page: Path, parsers: dict[str, cli.Parser]) -> list[str]:
+    """Flags that the page gives to a command that does not know them."""
+    found = []
+    subject = SUBJECT.get(name_of(page))
+    about = [name for name in parsers if name and (subject is None or name.split()[0] == subject)]
+    alone = set().union(*(known_flags(parsers[name]) for name in about))
+    for mention in mentions(page):
+        if mention.startswith(FOREIGN):
+            continue
+        command, _, comment = mention.partition("#")
+        known = alone
+        given = fathom_words(command.split()) if COMMAND.match(command) else None
+        if given:
+            name = command_of(given)
+            if name not in parsers:
+                found.append(f"{page.name}: fathom {name}: no such command")
+                continue
+            known = known_flags(parsers[name])
+            command = " ".join(given)
+        elif command.startswith("python benchmarks/"):
+            known = benchmark_flags(command.split()[1])
+        elif command.startswith("torchrun"):
+            continue
+        found += [f"{page.name}: {mention}: {flag}" for flag in FLAG.findall(command) if flag not in known]
+        found += [f"{page.name}: {mention}: {flag}" for flag in FLAG.findall(comment) if flag not in alone]
+    return found
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_flags_are_known_to_their_commands(page: Path, parsers: dict[str, cli.Parser]) -> None:
+    assert unknown_flags(page, parsers) == []
+
+
+def test_an_unknown_flag_is_caught(tmp_path: Path, parsers: dict[str, cli.Parser]) -> None:
+    page = tmp_path / "generate.md"
+    page.write_text(
+        "`--seed`, `--sead`; `fathom lens --top`, `fathom lens --chat`, `fathom peek`\n"
+        "```\nfathom train RECIPE --fast  # like --chat, not like --run\npython benchmarks/data.py --step 3\n```\n"
+    )
+    caught = {fault.rsplit(": ", 1)[1] for fault in unknown_flags(page, parsers)}
+    assert caught == {"--sead", "--chat", "--fast", "--run", "--step", "no such command"}
+
+
+def test_every_command_is_documented(parsers: dict[str, cli.Parser]) -> None:
+    said = {command_of(words_of(item)[1:]) for page in PAGES for item in items(page) if item.text.startswith("fathom ")}
+    said |= {command_of(span.split()[1:]) for page in PAGES for span in spans(page) if span.startswith("fathom ")}
+    assert set(parsers) - {"", "lineage"} <= said
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_commands_in_passing(page: Path, world: Path) -> None:
+    for span in spans(page):
+        words = span.split()
+        if COMMAND.match(span) and (given := fathom_words(words)) and "recipes/" in span:
+            assert cli.main([*given, "--dry-run"]) == 0, span
+        elif span.startswith("make "):
+            assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.M), span
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_recipe_keys_are_known(page: Path) -> None:
+    keys = {key for key, *_ in describe()}
+    for span in spans(page):
+        name, _, value = span.partition("=")
+        if not re.fullmatch(r"(model|data|optim|train|parallel|evaluate|track)\.[a-z_.]+(?<!\.py)", name):
+            continue
+        assert name in keys or name.startswith("model."), span
+        if value:
+            load_recipe(ROOT / "recipes" / "tiny.yaml", [span]).config()
+
+
+def broken_links(page: Path) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    targets = [target.partition("#")[0] for target in LINK.findall(text) if not target.startswith("http")]
+    return [target for target in targets if target.endswith(".md") and not (page.parent / target).is_file()]
+
+
+def absent_files(page: Path) -> list[str]:
+    """Files of the tree that are named and are not there."""
+    named = [span for span in spans(page) if re.fullmatch(r"(src|tests|docs|benchmarks|recipes)/[\w./-]+", span)]
+    return [name for name in named if not (ROOT / name).exists() and "neighbour_mean" not in name]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_what_is_pointed_at_is_there(page: Path) -> None:
+    assert broken_links(page) == [] and absent_files(page) == []
+
+
+def test_a_broken_link_is_caught(tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text("[there](page.md#top), [gone](docs/gone.md), `tests/test_docs.py`, `src/gone.py`")
+    assert broken_links(tmp_path / "page.md") == ["docs/gone.md"]
+    assert absent_files(tmp_path / "page.md") == ["src/gone.py"]
+
+
+def test_extras_exist() -> None:
+    offered = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    named = {extra for page in PAGES for extra in re.findall(r"fathom-lm\[(\w+)\]", page.read_text(encoding="utf-8"))}
+    assert named and all(re.search(rf"^{extra} = \[", offered, re.M) for extra in named)
+
+
+# A mechanism in two files.
+
+
+def example() -> str:
+    (block,) = (item.text for item in items(ROOT / "CONTRIBUTING.md") if item.kind == "python")
+    return block
+
+
+def test_the_example_mechanism_is_its_equation() -> None:
+    names: dict = {"__name__": "fathom.models.neighbour_mean", "__package__": "fathom.models"}
+    exec(compile(example(), "CONTRIBUTING.md", "exec"), names)
+    mechanism = names["NEIGHBOUR_MEAN"]
+    assert isinstance(mechanism, Mechanism) and mechanism.name == "neighbour_mean"
+    assert issubclass(names["NeighbourMean"], ValueMixer) and mechanism.build is names["NeighbourMean"]
+    assert [mechanism.build.source_layers(None, layer) for layer in range(3)] == [(), (0,), (1,)]
+    v, below = torch.randn(2, 1, 2, 3, 4, dtype=torch.float64)
+    mixer = mechanism.build.__new__(mechanism.build)
+    assert torch.equal(mixer.forward(v, v, v, (v, below)), 0.5 * v + 0.5 * below)
+    assert torch.equal(mixer.forward(v, v, v, ()), v)
+
+
+@pytest.mark.slow
+def test_contributing_step_by_step(tmp_path: Path) -> None:
+    """In a copy of the package: the file, its place in the registry, its case; and the conformance suite holds it."""
+    ignore = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(ROOT / "src" / "fathom", tmp_path / "src" / "fathom", ignore=ignore)
+    shutil.copytree(ROOT / "tests" / "models", tmp_path / "tests" / "models", ignore=ignore)
+    for name in ("pyproject.toml", "tests/__init__.py", "tests/conftest.py"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    models = tmp_path / "src" / "fathom" / "models"
+    (models / "neighbour_mean.py").write_text(example())
+    for path, old, new in (
+        (
+            models / "registry.py",
+            "from .roles import",
+            "from .neighbour_mean import NEIGHBOUR_MEAN\nfrom .roles import",
+        ),
+        (models / "registry.py", "*(NONE, DEPTH_ATTENTION,", "*(NONE, NEIGHBOUR_MEAN, DEPTH_ATTENTION,"),
+        (
+            tmp_path / "tests" / "models" / "cases.py",
+            '    "vanilla": ("vanilla", {}),\n',
+            '    "vanilla": ("vanilla", {}),\n    "neighbour_mean": ("neighbour_mean", {}),\n',
+        ),
+    ):
+        text = path.read_text()
+        assert text.count(old) == 1, old
+        path.write_text(text.replace(old, new))
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "src"), "OMP_NUM_THREADS": "1"}
+
+    def run(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    assert str(tmp_path) in run("-c", "import fathom; print(fathom.__file__)")
+    suite = ("-m", "pytest", "tests/models/test_mechanisms.py", "-p", "no:cacheprovider", "-p", "no:xdist")
+    assert re.search(r"\b1\d passed", run(*suite, "-k", "neighbour_mean or covered"))
+    assert '"neighbour_mean"' in run("-m", "fathom.cli", "mechanisms", "--json")
