@@ -138,7 +138,7 @@ def test_equal_flops(small: Recipe):
 
 
 def test_equal_tokens(small: Recipe):
-    arms = parse_arms("vanilla,large-batch=vanilla;train.tokens_per_step=512,betas=vanilla;optim.betas=[0.8,0.9]")
+    arms = parse_arms("vanilla,loop,betas=vanilla;optim.betas=[0.8,0.9]")
     recipes = arm_recipes(small, arms, "tokens")
     assert len({tokens(recipe) for recipe in recipes.values()}) == 1
     assert recipes["betas"].optim.betas == (0.8, 0.9)
@@ -169,9 +169,13 @@ def test_whole_seeds_come_first(small: Recipe, tmp_path: Path):
         ("vanilla,a=vanilla;optim.rate=1", "did you mean"),
         ("vanilla,a=depth_attention;model.mixer_options.pace=1", "mixer_options.pace is not an option"),
         ("vanilla,a=vanilla;model.vocab_size=200", "200"),
-        ("vanilla,a=vanilla;data.directory=/nowhere", "/nowhere"),
+        ("vanilla,a=vanilla;data.directory=/nowhere", "arm a: data.directory is shared by all arms"),
+        ("vanilla,a=vanilla;evaluate.tokens=9", "arm a: evaluate.tokens is shared"),
+        ("vanilla,a=vanilla;train.seed=9", "arm a: train.seed is shared"),
+        ("vanilla,a=vanilla;train={seed: 9}", "arm a: train.seed is shared"),
+        ("vanilla,a=vanilla;train.tokens_per_step=512", "arm a: train.tokens_per_step is shared"),
         ("vanilla,a=vanilla;train.micro_batch=3", "allowed: a divisor of 8"),
-        ("vanilla,a=vanilla;data.sequence_length=64", "max_position_embeddings"),
+        ("vanilla,a=vanilla;model.max_position_embeddings=8", "max_position_embeddings"),
     ],
 )
 def test_errors_come_before_work(small: Recipe, tmp_path: Path, capsys, arms: str, message: str):

@@ -9,10 +9,12 @@ from typing import Any, Literal
 
 from fathom.models.cost import flops_per_token
 from fathom.models.registry import parse_mechanism
-from fathom.recipe import Recipe, RecipeError, parse_recipe
+from fathom.recipe import Recipe, RecipeError, differences, parse_recipe
 
 Equal = Literal["tokens", "flops"]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+SHARED = ("data", "evaluate", "train.seed", "train.tokens_per_step")
+"""What all arms have in common, or they are not paired."""
 COMMA = re.compile(r",(?![^\[{]*[\]}])")  # not within brackets
 
 
@@ -27,6 +29,7 @@ class Arm:
 
     def recipe(self, base: Recipe) -> Recipe:
         """The base recipe with this arm's mechanism and overrides."""
+        self._refuse_shared([override.partition("=")[0].strip() for override in self.overrides])
         values = base.to_dict()
         model: dict[str, Any] = values["model"]
         for axis, chosen in parse_mechanism(self.mechanism).items():
@@ -38,7 +41,22 @@ class Arm:
             recipe.config()
         except ValueError as error:
             raise RecipeError(f"arm {self.name}: {error}") from error
+        self._refuse_shared(differences(base, recipe, ignore=()))  # as train={seed: 1} would
         return recipe
+
+    def _refuse_shared(self, keys: Sequence[str]) -> None:
+        for key in keys:
+            if any(key == shared or key.startswith(f"{shared}.") for shared in SHARED):
+                raise RecipeError(
+                    f"arm {self.name}: {key} is shared by all arms, for they are paired; allowed: model.*, optim.*, "
+                    f"train.steps and how a run is carried out. {key}=... without an arm's name is for all arms"
+                )
+
+    @property
+    def own_steps(self) -> bool:
+        """Whether it says itself how long it trains, in place of the equal budget."""
+        words = [override.partition("=") for override in self.overrides]
+        return any(key == "train.steps" or (key == "train" and "steps" in value) for key, _, value in words)
 
 
 def parse_arms(text: str) -> list[Arm]:
@@ -58,7 +76,7 @@ def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal) -> dict[str, Re
     budget = _spent(recipes[arms[0].name], equal)
     for arm in arms[1:]:
         recipe = recipes[arm.name]
-        if any(override.startswith("train.steps=") for override in arm.overrides):
+        if arm.own_steps:
             continue
         steps = max(1, round(budget / (_spent(recipe, equal) / recipe.train.steps)))
         recipes[arm.name] = recipe.override(f"train.steps={steps}")

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from fathom.evaluation import report as html
+from fathom.evaluation.arms import Arm
 from fathom.evaluation.findings import Values
 from fathom.evaluation.plots import Interval, Line, interval_plot, line_plot, short
 
@@ -263,10 +264,12 @@ def _method(report: Values) -> list[str]:
         "tokens": "Every arm saw equally many tokens.",
         "flops": "Every arm spent the control's training FLOPs: steps and learning-rate schedule were scaled.",
     }
+    own = [arm["name"] for arm in report["arms"][1:] if _own_steps(arm)]
+    budget = equal[report["equal"]] + (f" Except {', '.join(own)}, whose own train.steps were kept." if own else "")
     several = len(report["arms"]) > 2
     lines = [
         f"Paired: for each seed all arms read the same tokens in the same order. {_shared(report)}",
-        equal[report["equal"]],
+        budget,
         "Intervals are Student's t over the seeds' paired differences. They cover the choice of seed (initial weights "
         "and data order), and neither the choice of corpus nor of learning rate, which was not tuned for any arm.",
     ]
@@ -279,6 +282,10 @@ def _method(report: Values) -> list[str]:
         lines.append("With so few seeds intervals are wide: a difference within the noise may still be real.")
     lines.append("Perplexity is exp of the mean loss. FLOPs are by arithmetic: training costs three forward passes.")
     return lines
+
+
+def _own_steps(arm: Values) -> bool:
+    return Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])).own_steps
 
 
 def _shared(report: Values) -> str:
