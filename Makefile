@@ -41,7 +41,7 @@ demo: setup
 	@$(BIN)/fathom compare recipes/demo.yaml --arms vanilla,uniform_depth,depth_attention --seeds 3 --workers 2 \
 	  --out demo/compare
 	@echo "3/3  A few lines from the best arm"
-	@$(BIN)/fathom generate demo/compare --prompt 'def read(self, ' --max-new-tokens 90 --temperature 0.6 --seed 1
+	@$(BIN)/fathom generate demo/compare 'def read(self, ' --max-new-tokens 90 --temperature 0.6 --seed 1
 
 clean:
 	rm -rf $(VENV) build dist demo src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

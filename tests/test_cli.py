@@ -103,3 +103,12 @@ def test_train_and_stop(corpus: Path, tmp_path: Path) -> None:  # noqa: F811
     )
     result = json.loads(done.stdout)
     assert result["finished"] and result["step"] == 120 and result["evaluation"]["domains"].keys() == {"rivers", "seas"}
+
+
+def test_places_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "binary.yaml").write_bytes(bytes(range(256)))
+    assert main(["train", str(RECIPES / "tiny.yaml"), "--out", str(tmp_path / "file" / "run")]) == 2
+    assert main(["train", str(tmp_path / "binary.yaml")]) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 2 and "Not a directory" in errors and "not a text file" in errors

@@ -56,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output left
         sys.stderr.close()
         return 1
+    except OSError as error:  # a full disk, a directory that is a file, a place that may not be written
+        where = f"{error.filename}: " if error.filename else ""
+        return _complain(Exception(f"{where}{error.strerror or error}"), 1)
     except Exception as error:
         # Our own errors are written for the reader; anybody else's needs its traceback.
         if not type(error).__module__.startswith("fathom."):
@@ -91,7 +94,12 @@ def _dispatch(words: Sequence[str]) -> int:
 def train(parser: Parser, words: Sequence[str]) -> int:
     """`fathom train RECIPE [key=value ...]`."""
     _add_recipe(parser)
-    parser.add_argument("--run", type=Path, help="run directory (default: runs/ and the recipe's name)")
+    parser.add_argument(
+        "--run",
+        "--out",  # torchrun takes --run for an option of its own
+        type=Path,
+        help="run directory (default: runs/ and the recipe's name); under torchrun write --out",
+    )
     parser.add_argument("--new", action="store_true", help="refuse to continue a run that exists")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and what it costs, and stop")
     parser.add_argument("--json", action="store_true", help="print the result for a program")
@@ -104,6 +112,8 @@ def train(parser: Parser, words: Sequence[str]) -> int:
 
     result = run(recipe, options.run or Path("runs") / Path(options.recipe).stem, resume=not options.new)
     evaluation = result.evaluation
+    if os.environ.get("RANK", "0") != "0":
+        return 0  # the first rank speaks for all
     if options.json:
         summary = {key: str(value) if isinstance(value, Path) else value for key, value in vars(result).items()}
         print(json.dumps({**summary, "evaluation": evaluation and evaluation.to_dict()}))

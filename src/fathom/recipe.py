@@ -84,7 +84,7 @@ class Train:
     tokens_per_step: int = 524288
     """tokens in a step over all ranks; gradient accumulation follows from it"""
     micro_batch: int = 8
-    """rows a rank takes through the model at once; the last of a step may be smaller"""
+    """rows a rank takes through the model at once; a divisor of its rows per step"""
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 computes in bfloat16 on fp32 master weights, with fp32 gradient sums and optimizer state"""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -206,7 +206,7 @@ SECTIONS: dict[str, type] = {
 
 # Keys that change how a run is carried out, not what it computes: a resumed run may change them.
 FREE_ON_RESUME = (
-    *("data.verify", "parallel", "track", "evaluate.micro_batch"),
+    *("data.directory", "data.verify", "parallel", "track", "evaluate.micro_batch"),
     *(f"train.{key}" for key in ("micro_batch", "device", "compile", "activation_checkpointing", "log_every")),
     *(f"train.{key}" for key in ("checkpoint_every", "keep_last", "async_save", "export", "max_skipped")),
 )
@@ -287,8 +287,8 @@ def _rules(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     yield evaluate.every >= 0, "evaluate.every", "allowed: 0 or more"
     yield evaluate.tokens >= 1, "evaluate.tokens", "allowed: 1 or more"
     yield evaluate.micro_batch is None or evaluate.micro_batch >= 1, "evaluate.micro_batch", "allowed: 1 or more"
-    buckets = 1 <= evaluate.position_buckets <= data.sequence_length
-    yield buckets, "evaluate.position_buckets", "allowed: 1 to data.sequence_length"
+    buckets = 1 <= evaluate.position_buckets < data.sequence_length
+    yield buckets, "evaluate.position_buckets", "allowed: 1 to data.sequence_length - 1, the targets of a row"
     known = set(recipe.track.backends) <= {"wandb", "trackio", "tensorboard"}
     yield known, "track.backends", "allowed: any of wandb, trackio, tensorboard"
 
@@ -396,7 +396,11 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
         raise RecipeError(f"{path}: no such recipe")
     if path.resolve() in seen:
         raise RecipeError(f"{path}: base refers back to itself")
-    values = _yaml(path.read_text(encoding="utf-8"), str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise RecipeError(f"{path}: not a text file") from None
+    values = _yaml(text, str(path))
     if not isinstance(values, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of sections")
     base = values.pop("base", None)

@@ -411,7 +411,7 @@ def write_bad_inputs(folder: Path) -> None:
         (["none.jsonl"], {}, r"none\.jsonl: no such file or directory"),
         (["*.none"], {}, r"\*\.none: no file matches"),
         (["hollow"], {}, "hollow: a directory without any readable file"),
-        (["odd.xyz"], {}, r"odd\.xyz: unknown extension '\.xyz': known are \.jsonl .*file_format=text"),
+        (["odd.xyz"], {}, r"odd\.xyz: unknown extension '\.xyz': known are \.jsonl .*--file-format text"),
         (["bare"], {}, "bare: unknown extension ''"),
         (["bad.jsonl"], {}, r"bad\.jsonl:3: bad JSON: Expecting value at column 10"),
         (["list.jsonl"], {}, r"list\.jsonl:1: expected a JSON object, found list"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable, Mapping
@@ -13,8 +14,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from fathom.data.shards import DataError, read_index, write_index
 from fathom.recipe import Recipe, RecipeError
 from fathom.training import checkpoint, train
+from fathom.training.loop import claimed
 
 from . import processes
 from .conftest import tiny_recipe
@@ -152,3 +155,38 @@ def test_a_checkpoint_continues_as_another_run(corpus: Path, tmp_path: Path) -> 
     continued = train(second, tmp_path / "second")
     assert continued.evaluation is not None
     assert continued.evaluation.loss == pytest.approx(first.evaluation.loss, rel=1e-5)
+
+
+def test_two_processes_do_not_share_a_run(recipe: Recipe, tmp_path: Path) -> None:
+    with claimed(tmp_path / "run"), pytest.raises(RecipeError, match="another process is training this run"):
+        train(recipe, tmp_path / "run")
+    assert train(recipe, tmp_path / "run").finished, "and it is free when the other one ends"
+
+
+def test_a_moved_corpus_is_the_same_corpus(corpus: Path, tmp_path: Path) -> None:
+    recipe = tiny_recipe(corpus)
+    processes.run(train_until_death, recipe, tmp_path / "run", "step 5")
+    shutil.copytree(corpus, tmp_path / "copy")
+    assert train(tiny_recipe(tmp_path / "copy"), tmp_path / "run").finished
+
+
+def test_another_corpus_is_refused(corpus: Path, tmp_path: Path) -> None:
+    processes.run(train_until_death, tiny_recipe(corpus), tmp_path / "run", "step 5")
+    other = tmp_path / "other"
+    shutil.copytree(corpus, other)
+    index = read_index(other)
+    write_index(other, {**index, "settings": "others"})
+    with pytest.raises(RecipeError, match="not the tokens that this run began with"):
+        train(tiny_recipe(other), tmp_path / "run")
+
+
+def test_a_flipped_byte_in_the_held_out_split_is_found_before_training(corpus: Path, tmp_path: Path) -> None:
+    broken = tmp_path / "broken"
+    shutil.copytree(corpus, broken)
+    shard = next((broken / "val").rglob("*.bin"))
+    content = bytearray(shard.read_bytes())
+    content[10] ^= 1
+    shard.write_bytes(content)
+    with pytest.raises(DataError, match=shard.name):
+        train(tiny_recipe(broken), tmp_path / "run")
+    assert not (tmp_path / "run").exists(), "nothing was begun"

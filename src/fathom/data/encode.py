@@ -77,7 +77,7 @@ class Encoded:
 
 
 def choose_split(text: str, held_out: float) -> str:
-    """`val` for the given share of all texts, by content: texts that differ in white space alone stay together."""
+    """`val` for the given share of all texts, by content; runs of white space count as one."""
     digest = hashlib.blake2b(" ".join(text.split()).encode("utf-8"), digest_size=8).digest()
     return "val" if int.from_bytes(digest, "big") < held_out * 2.0**64 else "train"
 

@@ -129,7 +129,7 @@ def prepare(
     with _locked(out):
         if difference := _difference(out, settings, sources):
             if not overwrite:
-                raise DataError(f"{out}: {difference}: choose another directory, or overwrite=true")
+                raise DataError(f"{out}: {difference}: choose another directory, or --overwrite")
             _clear(out)
         if (out / INDEX).exists():
             (out / JOURNAL).unlink(missing_ok=True)

@@ -206,6 +206,8 @@ class TokenDataset:
         self.eos_token_id: int = index["eos_token_id"]
         self.dtype = np.dtype(index["dtype"])
         self._index = index
+        self.fingerprint: int = index["crc32"]
+        """Of the index, and so of every checksum in it: equal for a copy, other for other tokens."""
         self._tokens: list[NDArray[Any]] = []
         self._documents: list[NDArray[np.int64]] = []
         shards = []

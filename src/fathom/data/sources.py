@@ -140,7 +140,7 @@ def parse(
             return None
         if reading.undecodable == "error":
             reason = error.reason if isinstance(error, (UnicodeDecodeError, UnicodeEncodeError)) else error
-            raise DataError(f"{where} is not UTF-8 ({reason}): undecodable=replace or =skip go on") from None
+            raise DataError(f"{where} is not UTF-8 ({reason}): --undecodable replace or skip goes on") from None
         text, domain = _repair(kind, domain, payload, reading, where)
         size = len(text.encode("utf-8"))
     return (text, domain, size) if text else None
@@ -234,7 +234,7 @@ def _kind(path: Path, reading: Reading, file_format: FileFormat) -> Kind:
         return "jsonl"
     if file_format == "text" or suffix in TEXT:
         return "files" if reading.separator is None else "text"
-    raise DataError(f"{path}: unknown extension {suffix!r}: {_known_suffixes()}; or say file_format=text")
+    raise DataError(f"{path}: unknown extension {suffix!r}: {_known_suffixes()}; or say --file-format text")
 
 
 def _require(module: str, name: str) -> Any:

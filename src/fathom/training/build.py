@@ -115,6 +115,11 @@ def build_training(recipe: Recipe, ranks: Ranks | None = None, data: TokenDatase
 
     ranks = ranks or Ranks(device=device_of(recipe.train.device))
     config = recipe.config()
+    if recipe.data.sequence_length > config.max_position_embeddings:
+        raise RecipeError(
+            f"data.sequence_length={recipe.data.sequence_length}: allowed: at most the model's "
+            f"max_position_embeddings={config.max_position_embeddings}"
+        )
     rows = _rows_per_rank(recipe, ranks.world_size)
     if data is None:
         # One rank of a machine reads the checksums for all.
@@ -133,7 +138,10 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device) -> F
 
     source = recipe.model.get("from_pretrained")
     if source is not None:
-        model = FathomForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
+        try:
+            model = FathomForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
+        except ValueError as error:
+            raise RecipeError(f"model.from_pretrained={source}: {error}") from error
         return cast("FathomForCausalLM", model.to(device))
     with device:
         model = FathomForCausalLM(config)

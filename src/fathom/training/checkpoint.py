@@ -237,7 +237,7 @@ def write_durably(path: Path, text: str) -> None:
 
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file so that a reader finds either the old text or the new."""
-    temporary = path.with_name(f".{path.name}.new")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")  # other processes may write the same file
     write_durably(temporary, text)
     os.replace(temporary, path)
     _sync_directory(path.parent)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -72,7 +73,38 @@ def train(
     if result is not None:
         return result
     with ExitStack() as stack:
+        if ranks.first:
+            stack.enter_context(claimed(run_dir))
         return Run(recipe, run_dir, ranks, callbacks, stack).train()
+
+
+@contextmanager
+def claimed(run_dir: Path) -> Iterator[None]:
+    """Hold a run directory for this process alone; the system lets go of it however the process ends.
+
+    A directory in which nothing was begun is taken away again.
+    """
+    made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(run_dir, os.O_RDONLY)
+    except OSError as error:
+        raise RecipeError(f"{run_dir}: {error.strerror or error}") from None
+    try:
+        try:
+            import fcntl
+
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except ImportError:
+            pass  # Windows has no such lock
+        except OSError:
+            raise RecipeError(f"{run_dir}: another process is training this run") from None
+        yield
+    finally:
+        os.close(descriptor)
+        with suppress(OSError):
+            for path in made:
+                path.rmdir()
 
 
 class Run:
@@ -86,8 +118,9 @@ class Run:
         self.recipe, self.run_dir, self.ranks = recipe, run_dir, ranks
         self.display = Display(recipe.track.display if ranks.first else "none", run_dir.name, recipe.train.steps)
         stack.callback(self.display.close)
+        verify = recipe.data.verify and ranks.local_rank == 0
+        self.held_out: TokenDataset = TokenDataset.open(recipe.data.directory, split="val", verify=verify)
         self.training = build_training(recipe, ranks)
-        self.held_out: TokenDataset = TokenDataset.open(recipe.data.directory, split="val", verify=False)
         if ranks.first:  # from here on, the directory is this recipe's
             run_dir.mkdir(parents=True, exist_ok=True)
             write_atomically(run_dir / RECIPE, recipe.to_yaml())
@@ -161,7 +194,7 @@ class Run:
             trainer = {
                 "seconds": self.meter.seconds,
                 "tokens": self.step * self.recipe.train.tokens_per_step,
-                "corpus_tokens": self.training.data.num_tokens,
+                "corpus": self.training.data.fingerprint,
                 "world_size": self.ranks.world_size,
                 "torch": torch.__version__,
             }
@@ -198,11 +231,8 @@ class Run:
         tensors = self.training.state()
         trainer = self.checkpoints.load(saved, tensors)
         self.training.guard.load({k.removeprefix("guard."): v for k, v in tensors.items() if k.startswith("guard.")})
-        if trainer["corpus_tokens"] != self.training.data.num_tokens:
-            raise RecipeError(
-                f"data.directory={self.recipe.data.directory}: holds {self.training.data.num_tokens} training tokens, "
-                f"but this run began with {trainer['corpus_tokens']}"
-            )
+        if trainer["corpus"] != self.training.data.fingerprint:
+            raise RecipeError(f"data.directory={self.recipe.data.directory}: not the tokens that this run began with")
         self.display.say(f"continuing after step {saved.step} from {saved.directory}")
         return saved.step, float(trainer["seconds"])
 
