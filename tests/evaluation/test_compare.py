@@ -8,14 +8,16 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fathom.cli import main
 from fathom.evaluation.arms import arm_recipes, parse_arms, tokens, training_flops
-from fathom.evaluation.compare import Plan, Task, compare, make_plan, tasks
-from fathom.evaluation.findings import summarize, verdict
+from fathom.evaluation.compare import Plan, Task, compare, make_plan, read_measured, tasks
+from fathom.evaluation.comparison import page, quality_rows, tables
+from fathom.evaluation.findings import best_arm, summarize, verdict
 from fathom.evaluation.provenance import provenance
 from fathom.recipe import Recipe, RecipeError
 from fathom.training import read_metrics
@@ -102,6 +104,89 @@ def test_one_seed_has_no_interval(planted, tmp_path: Path):
     report = summarize(Plan(plan.recipe, plan.arms, (0,), plan.equal, plan.pairs), out, provenance())
     assert report["arms"][1]["difference"]["half_width"] is None
     assert report["verdict"].startswith("With one seed there is no interval")
+
+
+def test_metrics_of_a_killed_run_may_repeat_or_lack_lines(planted, tmp_path: Path):
+    report, out = planted
+    shutil.copytree(out, tmp_path / "killed")
+    again = tmp_path / "killed/arms/better/seed-1/metrics.jsonl"
+    lines = again.read_text().splitlines()
+    last = next(line for line in reversed(lines) if "val/loss" in line)
+    again.write_text("\n".join([*lines, last, ""]))
+    lost = tmp_path / "killed/arms/vanilla/seed-2/metrics.jsonl"
+    kept = [line for line in lost.read_text().splitlines() if json.loads(line)["step"] not in (3, 4)]
+    lost.write_text("\n".join([*kept, ""]))
+    found = summarize(Plan.read(out), tmp_path / "killed", provenance())
+    assert found["arms"][2]["curve"] == report["arms"][2]["curve"]
+    assert found["arms"][0]["curve"]["tokens"] == [8 * 256, 12 * 256]
+    assert len(found["arms"][2]["difference_while_training"]["mean"]) == 10
+    assert set(found["arms"][1]["difference_while_training"]["mean"]) == {0.0}
+    lost.write_text("")
+    page(summarize(Plan.read(out), tmp_path / "killed", provenance()))
+
+
+def test_a_diverging_arm_is_left_out_and_named(small: Recipe, tmp_path: Path, capsys):
+    base = small.override("train.max_skipped=2", "train.skip_spikes=null", "train.log_every=1")
+    arms = "vanilla,wild=vanilla;optim.lr=1e30;optim.clip=null;optim.warmup=0,again=vanilla"
+    plan = make_plan(base, arms, seeds=2, pairs=0, out=tmp_path)
+    report = compare(plan, tmp_path)
+    assert "wild-seed-0: failed at step" in capsys.readouterr().err
+    assert [(row["arm"], row["seed"]) for row in report["failed"]] == [("wild", 0), ("wild", 1)]
+    assert "again and vanilla have exactly equal losses" in report["verdict"]
+    assert "wild with seed 0 (at step" in report["verdict"] and report["seeds"] == [0, 1]
+    assert "without wild, seed 1, which failed" in quality_rows(report)[0]
+    assert "steps in a row" in page(report) and "wild, seed 1" in page(report)
+    failure = tmp_path / "arms/wild/seed-0/failed.json"
+    before = failure.stat().st_mtime_ns
+    compare(plan, tmp_path, quiet=True)
+    assert failure.stat().st_mtime_ns == before
+    compare(plan, tmp_path, quiet=True, retry_failed=True)
+    assert failure.stat().st_mtime_ns > before
+
+
+def test_a_seed_whose_control_failed_is_left_out(planted, tmp_path: Path, monkeypatch):
+    _, out = planted
+    shutil.copytree(out, tmp_path / "part")
+    plan = Plan.read(out)
+    for arm, seed in (("vanilla", 1), ("better", 2)):
+        run = tmp_path / f"part/arms/{arm}/seed-{seed}"
+        (run / "result.json").unlink()
+        (run / "failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
+    shutil.rmtree(tmp_path / "part/arms/again/seed-1")
+    monkeypatch.setattr(Task, "run", None)  # it is not trained for nothing
+    report = compare(plan, tmp_path / "part", quiet=True)
+    assert report["seeds"] == [0, 2] and [len(arm["runs"]) for arm in report["arms"]] == [2, 2, 1]
+    assert "better ended" in report["verdict"] and "without an interval" in report["verdict"]
+    assert "vanilla with seed 1 (at step 7) and better with seed 2 (at step 7) failed" in report["verdict"]
+    assert best_arm(report)["name"] == "better" and "Not finished" not in page(report)
+
+
+def test_nothing_finished_is_said(planted, tmp_path: Path):
+    report = summarize(Plan.read(planted[1]), tmp_path, provenance())
+    assert quality_rows(report)[0] == "Held-out loss: no seed is finished by every arm yet"
+    assert all(list(tables(report))) and "nothing to say" in page(report)
+
+
+def test_torchrun_is_refused(planted, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["compare", str(planted[1])]) == 2
+    assert "compare runs one process per arm: use --workers, not torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "kept"),
+    [
+        ("train.keep_last=9", True),
+        ("track.project=x", True),
+        ("train.micro_batch=4", False),
+        ("train.compile=true", False),
+    ],
+)
+def test_a_measurement_is_kept_only_where_it_still_holds(planted, override: str, kept: bool):
+    _, out = planted
+    plan = Plan.read(out)
+    changed = replace(plan, recipe=plan.recipe.override(override))
+    assert (read_measured(changed, out, "again") is not None) == kept
 
 
 def _compare(out: Path) -> None:

@@ -7,12 +7,16 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-from fathom.evaluation.compare import PLAN, Plan, check, compare, make_plan
+from fathom.evaluation.compare import PLAN, Plan, check, compare, make_plan, refuse_torchrun
 from fathom.recipe import RecipeError, load_recipe
 
 
 def run_compare(options: Namespace) -> int:
     """Plan, run what is missing, and print; an existing comparison's directory in place of a recipe goes on with it."""
+    refuse_torchrun()
+    retry = getattr(options, "retry_failed", False)
+    if retry and options.report:
+        raise RecipeError("--retry-failed trains, --report does not: give one of them")
     source = Path(options.recipe)
     if source.is_dir():
         if options.arms or options.overrides or options.out:
@@ -25,9 +29,10 @@ def run_compare(options: Namespace) -> int:
         out = options.out or Path("runs") / f"{source.stem}-compare"
         recipe = load_recipe(source, options.overrides)
         plan = make_plan(recipe, options.arms, options.seeds, options.equal, options.pairs, out)
-    report = (
-        _rewrite(plan, out) if options.report else compare(plan, out, options.workers, options.threads, options.json)
-    )
+    if options.report:
+        report = _rewrite(plan, out)
+    else:
+        report = compare(plan, out, options.workers, options.threads, options.json, retry)
     if options.json:
         print((out / "report.json").read_text(encoding="utf-8"), end="")
     else:

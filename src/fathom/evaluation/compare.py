@@ -1,7 +1,7 @@
 """`fathom compare`: the paired experiment. Arms differ in their mechanism; seeds, tokens and initial values are shared.
 
     out/plan.json               what is compared: recipe, arms, seeds
-    out/arms/ARM/seed-0/        an ordinary training run
+    out/arms/ARM/seed-0/        an ordinary training run; failed.json in it says why it cannot go on
     out/measured/ARM.json       step time, memory and cache beside the control's
     out/claims/                 who works on what, see claims.py
     out/report.json, .html      written from the above alone
@@ -36,7 +36,12 @@ from fathom.evaluation.timing import measure
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe, parse_recipe
 
 PLAN, ARMS, MEASURED, CLAIMS = "plan.json", "arms", "measured", "claims"
-RESULT, MACHINE = "result.json", "machine.json"
+RESULT, MACHINE, FAILED = "result.json", "machine.json", "failed.json"
+NOT_TIMED = (
+    *("track", "data.directory"),
+    *(f"train.{key}" for key in ("checkpoint_every", "keep_last", "async_save", "export", "log_every")),
+)
+"""Keys that a measurement does not depend on."""
 POLL_SECONDS = 1.0
 STOPPED = 3
 """Exit code of a worker that a signal ended in good order."""
@@ -108,6 +113,21 @@ class Task:
         return self.out / ARMS / self.arm / f"seed-{self.seed}"
 
     @property
+    def failure(self) -> dict[str, Any] | None:
+        """Why training cannot go on (`error`, `step`), if it cannot."""
+        path = self.run_dir / FAILED
+        if self.seed is None or self.done or not path.exists():
+            return None
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to do: it is done, it failed, or the control that it is held against did."""
+        control = Task(self.plan, self.out, self.plan.control.name, self.seed)
+        return self.done or self.failure is not None or control.failure is not None
+
+    @property
     def done(self) -> bool:
         """Whether its result is there."""
         if self.seed is not None:
@@ -116,14 +136,23 @@ class Task:
 
     def run(self, claim: Claim) -> bool:
         """Do it, or go on with it; False if a signal ended it early."""
-        from fathom.training import train
+        from fathom.training import TrainingError, read_metrics, train
         from fathom.training.checkpoint import write_atomically
 
         if self.seed is not None:
             self.run_dir.mkdir(parents=True, exist_ok=True)
             write_atomically(self.run_dir / MACHINE, json.dumps(hardware()))
             recipe = self.plan.run_recipe(self.arm, self.seed)
-            return train(recipe, self.run_dir, callbacks=[Watch(claim)]).finished
+            try:
+                return train(recipe, self.run_dir, callbacks=[Watch(claim)]).finished
+            except TrainingError as error:
+                last = next((line for line in reversed(read_metrics(self.run_dir)) if "skipped" in line), None)
+                if last is None or not last["skipped"]:
+                    raise  # not the arm's fault, as a full disk is not
+                claim.require()
+                failure = {"error": " ".join(str(error).split()), "step": last["step"]}
+                write_atomically(self.run_dir / FAILED, json.dumps(failure))
+                return True
         arm, control = (self.plan.run_recipe(name, self.plan.seeds[0]) for name in (self.arm, self.plan.control.name))
         with one_thread():
             measured = measure(arm, control, self.plan.pairs)
@@ -194,7 +223,12 @@ def tasks(plan: Plan, out: Path) -> list[Task]:
 
 
 def compare(
-    plan: Plan, out: str | Path, workers: int = 1, threads: int | None = None, quiet: bool = False
+    plan: Plan,
+    out: str | Path,
+    workers: int = 1,
+    threads: int | None = None,
+    quiet: bool = False,
+    retry_failed: bool = False,
 ) -> dict[str, Any]:
     """Run whatever is missing, then write the report; returns what `report.json` holds.
 
@@ -206,6 +240,7 @@ def compare(
         workers: Local processes.
         threads: CPU threads of each; one if there are several workers, else torch's choice.
         quiet: Show nothing.
+        retry_failed: Go on with runs that diverged; without it they stay left out.
     """
     from fathom.evaluation.comparison import write_report
     from fathom.evaluation.findings import summarize
@@ -213,10 +248,14 @@ def compare(
     from fathom.training.checkpoint import write_atomically
 
     out = Path(out)
+    refuse_torchrun()
     if workers < 1:
         raise RecipeError(f"--workers {workers}: allowed: 1 or more")
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / PLAN, json.dumps(plan.to_dict(), indent=2))
+    for task in tasks(plan, out) if retry_failed else ():
+        if task.failure is not None:
+            (task.run_dir / FAILED).unlink(missing_ok=True)
     with Progress(plan, out, quiet):
         finished = work(plan, out, threads) if workers == 1 else _work_together(out, workers, threads or 1)
     if not finished:
@@ -226,19 +265,25 @@ def compare(
     return report
 
 
+def refuse_torchrun() -> None:
+    """Ranks would wait for each other in runs that are not shared."""
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise RecipeError("compare runs one process per arm: use --workers, not torchrun")
+
+
 def work(plan: Plan, out: Path, threads: int | None = None) -> bool:
     """Take one task after another until none is left; False if a signal came."""
     if threads is not None:
         torch.set_num_threads(threads)
     claims = Claims(out / CLAIMS)
-    while pending := [task for task in tasks(plan, out) if not task.done]:
+    while pending := [task for task in tasks(plan, out) if not task.settled]:
         claimed = next(((task, claim) for task in _ready(pending) if (claim := claims.take(task.name))), None)
         if claimed is None:  # others are at all of them; should one die, its claim goes stale and is ours
             time.sleep(POLL_SECONDS)
             continue
         task, claim = claimed
         with claim:
-            if not task.done and not task.run(claim):
+            if not task.settled and not task.run(claim):
                 return False
         _tidy()
     return True
@@ -304,7 +349,9 @@ def read_measured(plan: Plan, out: Path, arm: str) -> dict[str, Any] | None:
     values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     names = (arm, plan.control.name)
     expected = [plan.run_recipe(name, plan.seeds[0]) for name in names]
-    same = all(not differences(parse_recipe(r), e) for r, e in zip(values["recipes"], expected, strict=True))
+    same = all(
+        not differences(parse_recipe(r), e, ignore=NOT_TIMED) for r, e in zip(values["recipes"], expected, strict=True)
+    )
     return values if same and values["time"]["pairs"] >= plan.pairs else None
 
 

@@ -33,14 +33,18 @@ def quality_rows(report: Values) -> tuple[str, list[str], list[list[str]]]:
     rows = []
     for arm in arms:
         if not arm["runs"]:
+            rows.append([arm["name"], *[DASH] * 5])
             continue
         gap = arm.get("difference")
         holm = DASH if gap is None or gap["p_holm"] is None else f"{gap['p_holm']:.3f}"
         numbers = [f"{arm['perplexity']:.2f}", f"{arm['bits_per_byte']:.4f}"]
         rows.append([arm["name"], f"{arm['loss']:.4f}", "control" if gap is None else signed(gap), holm, *numbers])
     many = len(report["seeds"])
+    failed = "".join(f"; without {row['arm']}, seed {row['seed']}, which failed" for row in _failures(report))
+    if not many:
+        return f"Held-out loss: no seed is finished by every arm yet{failed}", columns, rows
     interval = "with its 95 % interval over seeds" if many > 1 else "without an interval: one seed"
-    return f"Held-out loss in nats per token ({seeds(many)}); paired difference {interval}", columns, rows
+    return f"Held-out loss in nats per token ({seeds(many)}); paired difference {interval}{failed}", columns, rows
 
 
 def cost_rows(report: Values, narrow: bool = False) -> tuple[str, list[str], list[list[str]]]:
@@ -73,11 +77,12 @@ def page(report: Values) -> str:
     names = [arm["name"] for arm in report["arms"]]
     title = f"{', '.join(names[1:])} against {names[0]}"
     if not report["seeds"]:
-        return html.page(title, report["verdict"], _provenance(report))
+        return html.page(title, report["verdict"], _failed(report), _provenance(report))
     return html.page(
         title,
         report["verdict"],
         html.table(*quality_rows(report)),
+        _failed(report),
         _share_sentence(report),
         html.figures(_differences(report), _while_training(report)),
         html.section("Learning curves", html.legend(names), _curves(report)),
@@ -90,6 +95,21 @@ def page(report: Values) -> str:
         html.section("Where it comes from", _provenance(report)),
         note=_unfinished(report),
     )
+
+
+def _failures(report: Values) -> list[Values]:
+    found: list[Values] = report.get("failed", [])
+    return found
+
+
+def _compared(report: Values) -> list[tuple[int, Values]]:
+    """Every arm other than the control that finished a seed, and its colour."""
+    return [(i, arm) for i, arm in enumerate(report["arms"]) if "difference" in arm]
+
+
+def _failed(report: Values) -> str:
+    rows = [[f"{row['arm']}, seed {row['seed']}", str(row["step"]), row["error"]] for row in _failures(report)]
+    return html.table("Left out: runs that could not go on", ["run", "step", "why"], rows) if rows else ""
 
 
 def signed(gap: Values) -> str:
@@ -109,12 +129,12 @@ def seeds(count: int) -> str:
 
 
 def _differences(report: Values) -> str:
-    arms = report["arms"][1:]
+    arms = _compared(report)
     items = [
-        Interval(arm["name"], arm["difference"]["mean"], arm["difference"]["low"], arm["difference"]["high"], i + 1)
-        for i, arm in enumerate(arms)
+        Interval(arm["name"], arm["difference"]["mean"], arm["difference"]["low"], arm["difference"]["high"], i)
+        for i, arm in arms
     ]
-    words = "; ".join(f"{arm['name']} {signed(arm['difference'])}" for arm in arms)
+    words = "; ".join(f"{arm['name']} {signed(arm['difference'])}" for _, arm in arms)
     control = report["control"]
     svg = interval_plot(items, "nats per token", f"Validation loss minus {control}'s: {words}")
     caption = "Left of the dashed line is better. " + ("Bars are 95 % intervals." if len(report["seeds"]) > 1 else "")
@@ -123,9 +143,11 @@ def _differences(report: Values) -> str:
 
 def _while_training(report: Values) -> str:
     lines = []
-    for i, arm in enumerate(report["arms"][1:]):
+    for i, arm in _compared(report):
         curve = arm["difference_while_training"]
-        lines.append(Line(arm["name"], curve["tokens"], curve["mean"], i + 1, curve["low"], curve["high"], marks=False))
+        if curve["mean"]:
+            line = Line(arm["name"], curve["tokens"], curve["mean"], i, curve["low"], curve["high"], marks=False)
+            lines.append(line)
     last = "; ".join(f"{line.name} ends at {line.y[-1]:+.4f}" for line in lines)
     control = report["control"]
     svg = line_plot(lines, "tokens", "nats", f"Training loss minus {control}'s on the same batches: {last}", zero=True)
@@ -151,6 +173,7 @@ def _curve(report: Values, key: str, x_label: str, title: str, caption: str = "B
     lines = [
         Line(arm["name"], arm["curve"][key], arm["curve"]["loss"], i, arm["curve"]["low"], arm["curve"]["high"])
         for i, arm in enumerate(report["arms"])
+        if arm["runs"] and arm["curve"]["loss"]
     ]
     ends = "; ".join(f"{line.name} ends at {line.y[-1]:.4f}" for line in lines)
     return html.figure(
@@ -166,7 +189,7 @@ def _positions(report: Values) -> str:
     if count < 2:
         return ""
     places = [(i + 0.5) * length / count for i in range(count)]
-    arms = [(i, arm) for i, arm in enumerate(report["arms"]) if len(arm["position_loss"]) == count]
+    arms = [(i, arm) for i, arm in enumerate(report["arms"]) if len(arm.get("position_loss", ())) == count]
     lines = [Line(arm["name"], places, arm["position_loss"], i) for i, arm in arms]
     ends = "; ".join(f"{line.name} from {line.y[0]:.3f} to {line.y[-1]:.3f}" for line in lines)
     gaps = []
@@ -188,7 +211,7 @@ def _domains(report: Values) -> str:
     if len(names) < 2:
         return ""
     rows = []
-    for arm in report["arms"]:
+    for arm in (arm for arm in report["arms"] if arm["runs"]):
         found = [arm["domains"].get(name) for name in names]
         rows.append([arm["name"], *(DASH if score is None else _domain_cell(score) for score in found)])
     return html.table("Bits per byte of each domain, and the paired difference of the loss", ["arm", *names], rows)
@@ -299,8 +322,12 @@ def _shared(report: Values) -> str:
 
 
 def _unfinished(report: Values) -> str:
-    planned, done = len(report["seeds_planned"]), len(report["seeds"])
-    return f"Not finished: {done} of {planned} planned seeds are done by every arm and shown." if done < planned else ""
+    control = {row["seed"] for row in _failures(report) if row["arm"] == report["control"]}
+    planned = [seed for seed in report["seeds_planned"] if seed not in control]
+    done = len(report["seeds"])
+    if done >= len(planned):
+        return ""
+    return f"Not finished: {done} of {len(planned)} planned seeds are done by every arm and shown."
 
 
 def _provenance(report: Values) -> str:

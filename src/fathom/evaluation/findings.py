@@ -25,9 +25,17 @@ Values = dict[str, Any]
 
 
 def summarize(plan: Plan, out: Path, source: Mapping[str, Any]) -> Values:
-    """Everything that `report.json` holds, from the directory alone; only seeds that every arm has finished count."""
+    """Everything that `report.json` holds, from the directory alone.
+
+    A seed counts when every arm has finished it. An arm that failed is left out of it, and a control that failed leaves
+    nothing of it.
+    """
     done = {seed: {arm.name: _result(plan, out, arm, seed) for arm in plan.arms} for seed in plan.seeds}
-    seeds = [seed for seed, runs in done.items() if all(runs.values())]
+    failed = _failed(plan, out)
+    lost = {(row["arm"], row["seed"]) for row in failed}
+    whole = [seed for seed, runs in done.items() if all(run or (name, seed) in lost for name, run in runs.items())]
+    control = plan.control.name
+    seeds = [seed for seed in whole if done[seed][control] and sum(run is not None for run in done[seed].values()) > 1]
     arms = [_arm(plan, out, arm, [run for seed in seeds if (run := done[seed][arm.name])]) for arm in plan.arms]
     if seeds:
         _add_differences(arms)
@@ -38,6 +46,7 @@ def summarize(plan: Plan, out: Path, source: Mapping[str, Any]) -> Values:
         "control": plan.control.name,
         "seeds": seeds,
         "seeds_planned": list(plan.seeds),
+        "failed": failed,
         "arms": arms,
         "between": between,
         "share_of_uniform_depth": _share(arms, between) if seeds else None,
@@ -48,29 +57,52 @@ def summarize(plan: Plan, out: Path, source: Mapping[str, Any]) -> Values:
 
 def verdict(report: Values) -> str:
     """One sentence: what the evidence shows, what it does not, and how far it reaches."""
-    control, *arms = report["arms"]
+    control, *planned = report["arms"]
+    arms = [arm for arm in planned if "difference" in arm]
     count = len(report["seeds"])
+    left_out = _left_out(report)
     if not count:
-        return "No seed has been finished by every arm yet, so there is nothing to say."
+        return f"No seed has been finished by every arm yet, so there is nothing to say{left_out}."
     scope = f"at {_millions(control['parameters'])} parameters and {_millions(control['tokens'])} tokens"
     if count == 1:
         parts = [f"{arm['name']} ended {_direction(arm)} {control['name']}" for arm in arms]
-        return f"With one seed there is no interval: {scope}, {_join(parts)}, and another seed might say otherwise."
+        words = f"{scope}, {_join(parts)}, and another seed might say otherwise"
+        return f"With one seed there is no interval: {words}{left_out}."
     parts = [
         *_claim(arms, lambda arm: _clear(arm) and _mean(arm) < 0, "lower than", control),
         *_claim(arms, lambda arm: _clear(arm) and _mean(arm) > 0, "higher than", control),
         *_faint(arms, control),
-        *_noise(arms, control),
+        *_noise([arm for arm in arms if arm["difference"]["half_width"] is not None], control),
+        *(f"{a['name']} ended {_direction(a)} {control['name']}, without an interval" for a in arms if _alone(a)),
         *_rivals(report),
     ]
-    return f"With {count} seeds, {scope}, {'; '.join(parts)}."
+    return f"With {count} seeds, {scope}, {'; '.join(parts)}{left_out}."
 
 
 def best_arm(report: Values) -> Values:
     """The arm of the lowest mean validation loss."""
+    control = report["arms"][0]
     scored = [arm for arm in report["arms"] if arm["runs"]]
-    best: Values = min(scored, key=lambda arm: arm["loss"])
+    # By the paired difference: the mean of an arm that failed with a seed is not over the control's seeds.
+    best: Values = min(scored, key=lambda arm: control["loss"] + _mean(arm) if "difference" in arm else arm["loss"])
     return best
+
+
+def _failed(plan: Plan, out: Path) -> list[Values]:
+    """The runs that cannot go on."""
+    runs = [Task(plan, out, arm.name, seed) for seed in plan.seeds for arm in plan.arms]
+    return [{"arm": run.arm, "seed": run.seed, **failure} for run in runs if (failure := run.failure) is not None]
+
+
+def _left_out(report: Values) -> str:
+    """The failed runs as the end of a sentence."""
+    rows = report.get("failed", [])
+    if not rows:
+        return ""
+    names = _join([f"{row['arm']} with seed {row['seed']} (at step {row['step']})" for row in rows])
+    control = any(row["arm"] == report["control"] for row in rows)
+    whole = f", and so are the seeds with which {report['control']} failed, for every arm" if control else ""
+    return f"; {names} failed and {'is' if len(rows) == 1 else 'are'} left out{whole}"
 
 
 def _arm(plan: Plan, out: Path, arm: Arm, runs: Sequence[Values]) -> Values:
@@ -112,7 +144,7 @@ def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> Values | None:
         return None
     values = json.loads((run_dir / RESULT).read_text(encoding="utf-8"))
     lines = read_metrics(run_dir)
-    looks = [line for line in lines if "val/loss" in line]
+    looks, losses = _by_step(lines, "val/loss"), _by_step(lines, "loss")
     machine = run_dir / MACHINE
     return {
         "seed": seed,
@@ -122,7 +154,7 @@ def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> Values | None:
         "seconds": values["seconds"],
         "machine": json.loads(machine.read_text()) if machine.exists() else None,
         "validation": {key: [look[name] for look in looks] for key, name in CURVE.items()},
-        "training_loss": [line["loss"] for line in lines if "loss" in line],
+        "training_loss": {"step": [line["step"] for line in losses], "loss": [line["loss"] for line in losses]},
     }
 
 
@@ -131,23 +163,43 @@ CURVE = {"step": "step", "tokens": "tokens", "seconds": "seconds", "loss": "val/
 
 def _curve(arm: Values) -> Values:
     """Validation loss while training: its mean over seeds, and the lowest and highest seed."""
-    looks = [run["validation"] for run in arm["runs"]]
-    losses = list(zip(*(look["loss"] for look in looks), strict=True))
+    runs = [_points(run["validation"]) for run in arm["runs"]]
+    steps = _common(runs)
+    counts = [runs[0][step]["tokens"] for step in steps]
+    losses = [[run[step]["loss"] for run in runs] for step in steps]
     return {
-        "tokens": looks[0]["tokens"],
-        "flops": [count * arm["training_flops"] / arm["tokens"] for count in looks[0]["tokens"]],
-        "seconds": [statistics.fmean(row) for row in zip(*(look["seconds"] for look in looks), strict=True)],
+        "tokens": counts,
+        "flops": [count * arm["training_flops"] / arm["tokens"] for count in counts],
+        "seconds": [statistics.fmean(run[step]["seconds"] for run in runs) for step in steps],
         "loss": [statistics.fmean(row) for row in losses],
         "low": [min(row) for row in losses],
         "high": [max(row) for row in losses],
     }
 
 
+def _by_step(lines: Sequence[Values], key: str) -> list[Values]:
+    """The lines that have a key, one for each step: a run that was killed may have written some again."""
+    found = {line["step"]: line for line in lines if key in line}
+    return [found[step] for step in sorted(found)]
+
+
+def _points(columns: Mapping[str, Sequence[Any]]) -> dict[int, Values]:
+    """Columns as one row for each step."""
+    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    return {row["step"]: row for row in rows}
+
+
+def _common(runs: Sequence[Mapping[int, Any]]) -> list[int]:
+    """The steps that all runs have: a machine that lost its power may have lost lines."""
+    return sorted(set(runs[0]).intersection(*runs[1:]))
+
+
 def _add_differences(arms: Sequence[Values]) -> None:
     """Give every arm but the control its paired differences: final loss, bits per byte, by position, while training."""
     control = arms[0]
-    for arm in arms[1:]:
-        pairs = list(zip(arm["runs"], control["runs"], strict=True))
+    found = [arm for arm in arms[1:] if arm["runs"]]
+    for arm in found:
+        pairs = _pairs(arm, control)
         arm["difference"] = _difference(pairs, "loss")
         arm["difference_bits_per_byte"] = _difference(pairs, "bits_per_byte")
         places = range(len(control["position_loss"]))
@@ -157,9 +209,22 @@ def _add_differences(arms: Sequence[Values]) -> None:
             if name in control["domains"]:
                 domain["difference"] = _difference(pairs, "domains", name, "loss")
         arm["difference_while_training"] = _while_training(pairs, arm["tokens"] / arm["steps"])
-    adjusted = holm([arm["difference"]["p"] or 0.0 for arm in arms[1:]])
-    for arm, p in zip(arms[1:], adjusted, strict=True):
-        arm["difference"]["p_holm"] = p if arm["difference"]["p"] is not None else None
+    _add_holm([arm["difference"] for arm in found])
+
+
+def _pairs(a: Values, b: Values) -> list[tuple[Values, Values]]:
+    """The runs of two arms, seed by seed, where both have one."""
+    partners = {run["seed"]: run for run in b["runs"]}
+    return [(run, partners[run["seed"]]) for run in a["runs"] if run["seed"] in partners]
+
+
+def _add_holm(rows: Sequence[Values]) -> None:
+    """Adjust the p values of those that have one."""
+    for row in rows:
+        row["p_holm"] = None
+    tested = [row for row in rows if row["p"] is not None]
+    for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
+        row["p_holm"] = p
 
 
 def _difference(pairs: Sequence[tuple[Values, Values]], *path: str | int) -> Values:
@@ -179,15 +244,16 @@ def _plain(found: Difference) -> Values:
 
 def _while_training(pairs: Sequence[tuple[Values, Values]], step_tokens: float) -> Values:
     """Training loss minus the control's on the very same batches, as means over stretches of steps."""
-    steps = min(len(run["training_loss"]) for pair in pairs for run in pair)
-    size = max(1, math.ceil(steps / SMOOTHED))
-    stretches = [range(first, min(first + size, steps)) for first in range(0, steps, size)]
+    runs = [[_points(run["training_loss"]) for run in pair] for pair in pairs]
+    steps = _common([run for pair in runs for run in pair])
+    size = max(1, math.ceil(len(steps) / SMOOTHED))
+    stretches = [steps[first : first + size] for first in range(0, len(steps), size)]
     gaps = [
-        [statistics.fmean(a["training_loss"][i] - b["training_loss"][i] for i in stretch) for a, b in pairs]
+        [statistics.fmean(a[step]["loss"] - b[step]["loss"] for step in stretch) for a, b in runs]
         for stretch in stretches
     ]
     return {
-        "tokens": [(stretch.start + len(stretch) / 2) * step_tokens for stretch in stretches],
+        "tokens": [(statistics.fmean(stretch) - 0.5) * step_tokens for stretch in stretches],
         "mean": [statistics.fmean(row) for row in gaps],
         "low": [min(row) for row in gaps],
         "high": [max(row) for row in gaps],
@@ -198,10 +264,10 @@ def _between(arms: Sequence[Values]) -> list[Values]:
     """Every two arms other than the control, with Holm's adjustment over these pairs."""
     rows = []
     for a, b in combinations(arms, 2):
-        pairs = list(zip(a["runs"], b["runs"], strict=True))
-        rows.append({"a": a["name"], "b": b["name"], **_difference(pairs, "loss")})
-    for row, p in zip(rows, holm([row["p"] or 0.0 for row in rows]), strict=True):
-        row["p_holm"] = p if row["p"] is not None else None
+        pairs = _pairs(a, b)
+        if pairs:
+            rows.append({"a": a["name"], "b": b["name"], **_difference(pairs, "loss")})
+    _add_holm(rows)
     return rows
 
 
@@ -211,6 +277,8 @@ def _share(arms: Sequence[Values], between: Sequence[Values]) -> Values | None:
     depth, uniform = found.get("depth_attention"), found.get("uniform_depth")
     if depth is None or uniform is None or arms[0]["mechanism"] != "vanilla":
         return None
+    if [run["seed"] for run in depth["runs"]] != [run["seed"] for run in uniform["runs"]] or not depth["runs"]:
+        return None  # a share of gains over different seeds would mean nothing
     gain = -depth["difference"]["mean"]
     known = depth["difference"]["excludes_zero"] and gain > 0
     pair = next(row for row in between if {row["a"], row["b"]} == {depth["name"], uniform["name"]})
@@ -229,6 +297,11 @@ def _control_cache(plan: Plan, out: Path) -> float | None:
 
 def _mean(arm: Values) -> float:
     return float(arm["difference"]["mean"])
+
+
+def _alone(arm: Values) -> bool:
+    """Whether so many of its seeds failed that there is no interval."""
+    return arm["difference"]["half_width"] is None
 
 
 def _clear(arm: Values) -> bool:
@@ -282,9 +355,12 @@ def _rivals(report: Values) -> list[str]:
     if share is not None:
         row = share["difference"]
     elif rows:
-        best = sorted(report["arms"][1:], key=lambda arm: arm["loss"])[:2]
+        best = sorted((arm for arm in report["arms"][1:] if "difference" in arm), key=_mean)[:2]
         names = {arm["name"] for arm in best}
-        row = next(r for r in rows if {r["a"], r["b"]} == names)
+        found = next((r for r in rows if {r["a"], r["b"]} == names), None)
+        if found is None:
+            return []
+        row = found
     else:
         return []
     low, high = (row["a"], row["b"]) if row["mean"] < 0 else (row["b"], row["a"])

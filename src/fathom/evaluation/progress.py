@@ -31,6 +31,7 @@ class Progress:
         self.flops = {arm: training_flops(recipe) for arm, recipe in plan.recipes.items()}
         self.shares = [0.0] * len(self.tasks)
         self.losses: list[float | None] = [None] * len(self.tasks)
+        self.left_out = [""] * len(self.tasks)
         self._done = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
 
@@ -77,11 +78,17 @@ class Progress:
                 self.shares[i] = 1.0
                 if task.seed is not None:
                     self.losses[i] = json.loads((task.run_dir / "result.json").read_text())["evaluation"]["loss"]
+            elif task.settled:
+                failure = task.failure
+                self.shares[i] = 1.0
+                self.left_out[i] = "its control failed" if failure is None else f"failed at step {failure['step']}"
             elif task.seed is not None:
                 self.shares[i] = min(_last_step(task.run_dir) / self.steps[task.arm], 0.99)
 
     def _result(self, i: int) -> str:
         loss = self.losses[i]
+        if self.left_out[i]:
+            return f": {self.left_out[i]}, left out"
         return "" if loss is None else f": held-out loss {loss:.4f}"
 
     def _work_done(self) -> float:
@@ -114,6 +121,8 @@ class Progress:
         loss, share = self.losses[i], self.shares[i]
         if loss is not None:
             return f"[bold]{loss:.4f}[/]"
+        if self.left_out[i]:
+            return f"[red]{self.left_out[i]}[/]"
         return "done" if share == 1 else f"[cyan]{100 * share:.0f} %[/]" if share else "[dim]waiting[/]"
 
 
