@@ -101,6 +101,7 @@ def open_checkpoint(
     """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
 
     import fathom
     from fathom.inference.generate import find_model
@@ -112,6 +113,7 @@ def open_checkpoint(
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     directory = find_model(path)
     config = check_checkpoint(directory)
+    logging.disable_progress_bar()  # a second's work on a local disk, and not all standard errors are terminals
     fathom.register()
     kind = config.get("model_type")
     ours = kind == FathomConfig.model_type or is_published(config) or (into_fathom and kind == "qwen3")

@@ -89,5 +89,6 @@ def search(query: dict[str, Any], library: Iterable[Path]) -> list[tuple[float, 
 
 
 def write_json(path: Path, body: dict[str, Any] | Sequence[Any]) -> None:
-    """Indented JSON with a final newline."""
+    """Indented JSON with a final newline; folders on the way are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
