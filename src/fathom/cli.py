@@ -218,6 +218,9 @@ def compare(parser: Parser, words: Sequence[str]) -> int:
     parser.add_argument("--workers", type=int, default=1, help="processes on this machine; more may join from others")
     parser.add_argument("--threads", type=int, help="CPU threads of a worker (default: 1 if there are several)")
     parser.add_argument("--report", action="store_true", help="only write the report anew from what is finished")
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="go on with runs that diverged; without it they stay left out"
+    )
     parser.add_argument("--json", action="store_true", help="print the report for a program")
     options = parser.parse_intermixed_args(words)
 

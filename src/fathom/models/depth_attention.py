@@ -136,9 +136,10 @@ class DepthAttention(ValueMixer):
 def depth_weights(
     query: Tensor, key: Tensor, sources: State, self_bias: Tensor | None = None
 ) -> tuple[list[Tensor], Tensor]:
-    """α for every source and, last, the layer itself (each `[B, H_kv, T, 1]`, float32), and the scaled mean query."""
-    q = head_pool(query, key.shape[1]) * query.shape[-1] ** -0.5  # [B, H_kv, T, D]
-    scores = [(q * widen(k)).sum(-1, keepdim=True) for k in (*sources[::2], key)]
+    """α for every source and, last, the layer itself (each `[B, H_kv, T, 1]`, float32), and the mean query."""
+    q = head_pool(query, key.shape[1])  # [B, H_kv, T, D]
+    scale = query.shape[-1] ** -0.5
+    scores = [(q * k).sum(-1, keepdim=True) * scale for k in (*sources[::2], key)]
     if self_bias is not None:
         scores[-1] = scores[-1] + self_bias
     return softmax_list(scores), q
@@ -147,43 +148,48 @@ def depth_weights(
 def mix(
     query: Tensor, key: Tensor, value: Tensor, sources: State, self_bias: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor], Tensor]:
-    """ṽ, and what its backward pass needs: the weights and the scaled mean query."""
+    """ṽ, and what its backward pass needs: the weights and the mean query."""
     weights, q = depth_weights(query, key, sources, self_bias)
     mixed = weighted_sum(weights, (*sources[1::2], value))
     return mixed.to(value.dtype), weights, q
 
 
 class _Mix(torch.autograd.Function):
-    """`mix` with the backward pass written out: it keeps its inputs, its output and the weights."""
+    """`mix` with the backward pass written out: it keeps its inputs and the weights.
+
+    With d = ∂loss/∂ṽ and ds_j = α_j (d · v_j - Σ_i α_i d · v_i) / √D:
+
+        dv_j = α_j d        dk_j = ds_j q̄        dq̄ = Σ_j ds_j k_j
+    """
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, self_bias: Tensor | None, key: Tensor, value: Tensor, *sources: Tensor
     ) -> Tensor:
         mixed, weights, _ = mix(query, key, value, sources, self_bias)
-        ctx.save_for_backward(query, key, value, mixed, *weights, *sources)
+        ctx.save_for_backward(query, key, value, *weights, *sources)
         return mixed
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, mixed, *rest = ctx.saved_tensors
+        query, key, value, *rest = ctx.saved_tensors
         count = (len(rest) + 2) // 3
         weights, sources = rest[:count], rest[count:]
-        kv_heads, scale = key.shape[1], query.shape[-1] ** -0.5
-        q = head_pool(query, kv_heads) * scale
-        grad = widen(grad)
-        delta = (grad * mixed).sum(-1, keepdim=True)  # Σ_j α_j (grad · v_j), by linearity
+        keys, values = (*sources[::2], key), (*sources[1::2], value)
+        kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
+        q, grad = head_pool(query, kv_heads), widen(grad)
 
-        grads: list[Tensor] = []
-        grad_q = torch.zeros_like(q)
-        for weight, k, v in zip(weights, (*sources[::2], key), (*sources[1::2], value), strict=True):
-            grad_score = weight * ((grad * v).sum(-1, keepdim=True) - delta)
-            grad_q = torch.addcmul(grad_q, grad_score, widen(k))
-            grads += [(grad_score * q).to(k.dtype), (weight * grad).to(v.dtype)]
+        gains = [(grad * v).sum(-1, keepdim=True) for v in values]  # all that is summed here is [B, H_kv, T, 1]
+        mean = weighted_sum(weights, gains)
+        scores = [w * (gain - mean) * query.shape[-1] ** -0.5 for w, gain in zip(weights, gains, strict=True)]
 
-        group = query.shape[1] // kv_heads
-        grad_query = (grad_q * (scale / group)).to(query.dtype)
+        grads = [
+            g
+            for w, ds, k, v in zip(weights, scores, keys, values, strict=True)
+            for g in ((ds * q).to(k.dtype), (w * grad).to(v.dtype))
+        ]
+        grad_query = weighted_sum([ds / group for ds in scores], keys).to(query.dtype)
         if group > 1:
             grad_query = grad_query.unsqueeze(2).expand(-1, -1, group, -1, -1).reshape(query.shape)
         return grad_query, None, grads[-2], grads[-1], *grads[:-2]
@@ -199,10 +205,10 @@ def cost(config: FathomConfig, scalar: int) -> Cost:
     mixing = sum(bool(v.sources) for v in visits)
     pooled = config.num_attention_heads > config.num_key_value_heads
     pooling = mixing * config.num_attention_heads * config.head_dim * pooled
-    softmax = 6 * config.num_key_value_heads * candidates
+    softmax = 7 * config.num_key_value_heads * candidates  # scaling included
     return Cost(
         flops=4 * width * candidates,
-        elementwise_flops=pooling + mixing * width + softmax,  # the middle term scales the pooled query
+        elementwise_flops=pooling + softmax,
         transient_bytes=2 * width * scalar * sum(v.kept for v in visits),
         io_bytes=scalar * width * (2 * candidates + len(visits)),
     )

@@ -29,7 +29,7 @@ def weighted_sum(weights: Sequence[Tensor], terms: Sequence[Tensor]) -> Tensor:
     """Σ_j weights_j · terms_j."""
     total = weights[0] * terms[0]
     for weight, term in zip(weights[1:], terms[1:], strict=True):
-        total = total + weight * term
+        total = torch.addcmul(total, weight, term)
     return total
 
 
