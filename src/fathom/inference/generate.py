@@ -491,10 +491,10 @@ def _streamer(tokenizer: Any, write: Write) -> Any:
 
 def _best(path: Path) -> Path:
     """The model of the best run of a comparison's best arm."""
+    from fathom.evaluation.findings import best_arm
+
     report = json.loads((path / "report.json").read_text(encoding="utf-8"))
-    scored = [arm for arm in report["arms"] if arm["runs"]]
-    if not scored:
+    if not any(arm["runs"] for arm in report["arms"]):
         raise GenerateError(f"{path}: no arm of this comparison is finished")
-    arm = min(scored, key=lambda arm: arm["loss"])
-    run = min(arm["runs"], key=lambda run: run["loss"])
+    run = min(best_arm(report)["runs"], key=lambda run: run["loss"])
     return find_model(path / run["directory"])
