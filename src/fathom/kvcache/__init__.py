@@ -1,0 +1,29 @@
+"""More context in the same memory: caches of constant size, and training under them.
+
+cache = build_cache(model, "freqkv", window=1024)
+prefill(model, prompt[:, :-1], cache)
+model.generate(prompt, past_key_values=cache)
+"""
+
+from .accounting import cache_bytes
+from .attention import Compression, compress_in_training
+from .build import METHODS, build_cache
+from .memory import MemoryCache
+from .method import Method
+from .prefill import chunks, prefill
+from .schedule import Schedule
+from .watch import watch
+
+__all__ = [
+    "METHODS",
+    "Compression",
+    "MemoryCache",
+    "Method",
+    "Schedule",
+    "build_cache",
+    "cache_bytes",
+    "chunks",
+    "compress_in_training",
+    "prefill",
+    "watch",
+]

@@ -1,0 +1,27 @@
+"""Bytes of a cache, from its tensors: any transformers cache, so that rivals are measured alike."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+
+def cache_bytes(cache: Cache) -> int:
+    """Bytes that the layers hold now; what all layers share (a method's matrix) is not counted."""
+    return sum(_bytes(vars(layer)) for layer in cache.layers)
+
+
+def _bytes(held: Any) -> int:
+    if isinstance(held, Tensor):
+        if hasattr(held, "__tensor_flatten__"):  # a quantised tensor is made of plain ones
+            return sum(_bytes(getattr(held, name)) for name in held.__tensor_flatten__()[0])
+        return held.numel() * held.element_size()
+    if isinstance(held, dict):
+        return sum(map(_bytes, held.values()))
+    if isinstance(held, (list, tuple)):
+        return sum(map(_bytes, held))
+    if isinstance(held, Cache) or type(held).__module__ == "transformers.cache_utils":
+        return _bytes(vars(held))
+    return 0

@@ -1,0 +1,144 @@
+"""Training under compression: the recursion as an attention function, for any model of transformers.
+
+    group 0 = tokens 0 … N−1:     plain causal attention
+    each next F tokens:           memory = compress(memory); attend to memory ++ group, causal at the bottom right
+
+Layers are independent given their keys and values, so doing all groups of a layer and then the next layer equals the
+cache, token by token; and keys come turned by their true positions, which is the cache's own frame. Nothing here holds
+state, so activation checkpointing recomputes it exactly.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from .build import make_method
+from .method import Method
+from .observe import SUFFIX, backend
+from .watch import decoder_of, watch
+
+NAME = "fathom_kvcache"
+
+
+class Compression:
+    """A model that attends under compression until `stop()` or the end of a `with` block."""
+
+    def __init__(self, model: PreTrainedModel, method: Method) -> None:
+        self.model, self.method = model, method
+        self.name = model.config._attn_implementation.removesuffix(SUFFIX)
+        """The backend that attends within a group."""
+        if self.name == NAME:
+            raise ValueError("this model already compresses in training: stop() the first")
+        if self.name not in ("sdpa", "eager"):
+            raise ValueError(
+                f"compression in training runs on sdpa and eager attention, this model uses {self.name!r}: "
+                "call model.set_attn_implementation('sdpa') first"
+            )
+        self._masks: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
+        self._layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
+        for layer in self._layers:
+            # Past nn.Module's own bookkeeping: a learned matrix must not become a part of every layer.
+            object.__setattr__(layer, "kvcache_compression", self)
+        watch(model)
+        model.set_attn_implementation(NAME)
+
+    def stop(self) -> None:
+        """Give the model its own attention back."""
+        self.model.set_attn_implementation(self.name)
+        for layer in self._layers:
+            vars(layer).pop("kvcache_compression", None)
+
+    def __enter__(self) -> Compression:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.stop()
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, **kwargs: Any
+    ) -> Tensor:
+        """The recursion: `[B, H, T, D]` queries, `[B, H_kv, T, D]` keys and values to `[B, T, H, D]`."""
+        method, schedule = self.method, self.method.schedule
+        group_attention = backend(self.name, module)
+        keys, values = key[:, :, :0], value[:, :, :0]
+        outputs: list[Tensor] = []
+        stop = 0
+        for i, length in enumerate(schedule.cuts(0, query.shape[2])):
+            if i:
+                seen = query[:, :, stop - method.observed : stop] * scaling if method.observed else None
+                keys, values = method.compress(keys, values, key[:, :, : schedule.sinks], i - 1, seen)
+            start, stop = stop, stop + length
+            keys = torch.cat([keys, key[:, :, start:stop]], dim=2) if i else key[:, :, :stop]
+            values = torch.cat([values, value[:, :, start:stop]], dim=2) if i else value[:, :, :stop]
+            mask = self._mask(length, keys.shape[2], query)
+            outputs.append(
+                group_attention(module, query[:, :, start:stop], keys, values, mask, scaling=scaling, **kwargs)[0]
+            )
+        return torch.cat(outputs, dim=1)
+
+    def _mask(self, queries: int, keys: int, like: Tensor) -> Tensor | None:
+        if self.name == "sdpa" and (queries == keys or queries == 1):
+            return None  # as transformers does, so that the first window is the stock model's to the last bit
+        place = (queries, keys, like.dtype, like.device)
+        if place not in self._masks:
+            visible = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
+            if self.name == "eager":  # it adds its mask
+                lowest = torch.finfo(like.dtype).min
+                visible = torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, lowest)
+            self._masks[place] = visible
+        return self._masks[place]
+
+
+def compress_in_training(
+    model: PreTrainedModel,
+    method: str | Method = "freqkv",
+    window: int | None = None,
+    sinks: int = 4,
+    ratio: float = 0.5,
+    kept: int | None = None,
+    **options: Any,
+) -> Compression:
+    """Switch `model` to attention under compression: at once, until `stop()` or the end of a `with` block.
+
+    Args:
+        model: Any decoder of the supported families.
+        method: A name, or a `Method` (a learned one goes on to `build_cache` afterwards).
+        window: N.
+        sinks: S.
+        ratio: Share of the window that a round leaves.
+        kept: L, in place of `ratio`.
+        options: The method's own.
+    """
+    decoder = decoder_of(model)
+    return Compression(model, make_method(decoder.config, method, window, sinks, ratio, kept, **options))
+
+
+def compressed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """The registered function; `compress_in_training` tells it how."""
+    compression: Compression | None = getattr(module, "kvcache_compression", None)
+    if compression is None:
+        raise RuntimeError(f"attention {NAME!r} has no schedule: switch it on with compress_in_training(model, …)")
+    if key.shape[2] != query.shape[2]:
+        raise ValueError(
+            "a cache is in use under the training attention: stop() compression and generate with build_cache(model, …)"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return compression.attend(module, query, key, value, scale, **kwargs), None
+
+
+AttentionInterface.register(NAME, compressed_attention)

@@ -1,0 +1,26 @@
+"""Area-weighted means: the trivial low-pass, and the control that says whether the DCT matters.
+
+row i of C averages the interval [iM/L, (i+1)M/L), with fractions at its ends
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .method import Fixed
+
+
+class Average(Fixed):
+    """Each new entry is the mean of M/L old ones."""
+
+    name = "average"
+
+    @staticmethod
+    def build(kept: int, compressed: int) -> Tensor:
+        """C, `[L, M]`, in float64."""
+        width = compressed / kept
+        start = torch.arange(kept, dtype=torch.float64).unsqueeze(1) * width
+        m = torch.arange(compressed, dtype=torch.float64)
+        overlap = torch.minimum(start + width, m + 1) - torch.maximum(start, m)
+        return overlap.clamp(min=0) / width

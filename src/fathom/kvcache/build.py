@@ -1,0 +1,92 @@
+"""Names to methods, and methods to caches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+
+from .average import Average
+from .drop import Drop
+from .freqkv import FreqKV
+from .key_norm import KeyNorm
+from .learned import Learned
+from .memory import Memory, MemoryCache
+from .method import Method
+from .observe import observe
+from .quantized import QuantizedMemory
+from .rope import Rope, refuse
+from .sinks import Sinks
+from .snapkv import SnapKV
+from .watch import decoder_of, watch
+
+METHODS: dict[str, type[Method]] = {
+    method.name: method for method in (FreqKV, Sinks, Average, Drop, Learned, SnapKV, KeyNorm)
+}
+"""The methods that `build_cache` knows beside `full`."""
+
+
+def build_cache(
+    model_or_config: PreTrainedModel | PreTrainedConfig,
+    method: str | Method = "freqkv",
+    window: int | None = None,
+    sinks: int = 4,
+    ratio: float = 0.5,
+    kept: int | None = None,
+    quantized: str | None = None,
+    **options: Any,
+) -> Cache:
+    """An empty cache that holds at most `window` entries per layer: hand it to `generate`, or to the model.
+
+    Args:
+        model_or_config: The model; with a configuration alone, call `watch(model)` before use.
+        method: A name of `METHODS`, `full` (everything, transformers' own cache), or a trained `Method`.
+        window: N, the entries that a layer may hold: the length that the weights were trained at.
+        sinks: S, first entries that stay as they are.
+        ratio: Share of the window that a round leaves.
+        kept: L, the entries that a round leaves beside the sinks, in place of `ratio`.
+        quantized: Store entries through a transformers backend: `quanto`, `hqq` or `fp8`.
+        options: The method's own, as its class documents them.
+    """
+    is_model = isinstance(model_or_config, nn.Module)
+    config = decoder_of(model_or_config).config if is_model else model_or_config.get_text_config(decoder=True)
+    if method == "full":
+        return DynamicCache(config=config)
+    chosen = make_method(config, method, window, sinks, ratio, kept, **options)
+    if chosen.observed and not is_model:
+        raise ValueError(f"{chosen.name} looks at queries: give build_cache the model, not its configuration")
+    layers = [
+        Memory(chosen) if quantized is None else QuantizedMemory(chosen, quantized)
+        for _ in range(config.num_hidden_layers)
+    ]
+    cache = MemoryCache(chosen, layers)
+    if is_model:
+        watch(model_or_config)
+        cache.watched = True
+        if chosen.observed:
+            observe(model_or_config)
+    return cache
+
+
+def make_method(
+    config: PreTrainedConfig,
+    method: str | Method,
+    window: int | None = None,
+    sinks: int = 4,
+    ratio: float = 0.5,
+    kept: int | None = None,
+    **options: Any,
+) -> Method:
+    """A method with its schedule, for models of this configuration."""
+    if isinstance(method, Method):
+        refuse(config, method.schedule.window)
+        return method
+    if method not in METHODS:
+        raise ValueError(f"method must be one of full, {', '.join(METHODS)}, got {method!r}")
+    if window is None:
+        raise ValueError("window must be given: the number of entries to hold, at best the length trained at")
+    refuse(config, window)
+    chosen = METHODS[method]
+    return chosen(chosen.plan(window, sinks, ratio, kept), Rope(config), **options)

@@ -1,0 +1,33 @@
+"""Forgetting on FreqKV's schedule: the control that says whether any compression matters.
+
+    C = [0 | I_L]         sinks and the last L, StreamingLLM with hysteresis
+
+Survivors are already at their places, so a round slices, and only the sinks move.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .method import Method, Reducer
+
+
+class Drop(Method):
+    """Sinks and the last L entries."""
+
+    name = "drop"
+
+    def reducer(self, keys: Tensor, queries: Tensor | None) -> Reducer:
+        """x → the last L entries of x."""
+        return lambda x: x[:, :, -self.schedule.kept :]
+
+    def compress(
+        self, keys: Tensor, values: Tensor, first: Tensor, rounds: int, queries: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """As the base, without turning what would come back to where it was."""
+        last = self.reducer(keys, None)
+        return (
+            torch.cat([self.move(first, rounds + 1), last(keys)], dim=2),
+            torch.cat([values[:, :, : self.schedule.sinks], last(values)], dim=2),
+        )

@@ -1,0 +1,84 @@
+"""FreqKV (arXiv 2505.00570): keep the low frequencies of the memory.
+
+    C = √(L/M) · D_Lᵀ · D_M[:L]         D_n the orthonormal DCT-II matrix
+
+An inverse of length L resamples; the factor makes a constant signal a fixed point, so that rounds do not amplify.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from .method import Fixed, Reducer
+from .rope import Rope
+from .schedule import Schedule
+
+TRANSFORMS = ("matrix", "fft")
+
+
+class FreqKV(Fixed):
+    """The lowest L of M frequencies, `transform` by a cached matrix or, from about 2,000 entries on a CPU, by FFT."""
+
+    name = "freqkv"
+
+    def __init__(self, schedule: Schedule, rope: Rope, transform: str = "matrix") -> None:
+        super().__init__(schedule, rope)
+        if transform not in TRANSFORMS:
+            raise ValueError(f"transform must be one of {', '.join(TRANSFORMS)}, got {transform!r}")
+        self.transform = transform
+
+    @staticmethod
+    def build(kept: int, compressed: int) -> Tensor:
+        """C, `[L, M]`, in float64."""
+        return math.sqrt(kept / compressed) * dct_matrix(kept).T @ dct_matrix(compressed)[:kept]
+
+    def reducer(self, keys: Tensor, queries: Tensor | None) -> Reducer:
+        """x → C x."""
+        if self.transform == "matrix":
+            return super().reducer(keys, queries)
+        kept, scale = self.schedule.kept, math.sqrt(self.schedule.kept / self.schedule.compressed)
+        return lambda x: inverse_dct(dct(x)[..., :kept, :]) * scale
+
+
+def dct_matrix(n: int) -> Tensor:
+    """D, `[n, n]`: D_tm = a_t cos(π t (2m + 1) / 2n), a_0 = √(1/n), a_t = √(2/n), in float64."""
+    t, m = torch.arange(n, dtype=torch.float64).unsqueeze(1), torch.arange(n, dtype=torch.float64)
+    d = math.sqrt(2 / n) * torch.cos(torch.pi / (2 * n) * (t * (2 * m + 1) % (4 * n)))
+    d[0] /= math.sqrt(2)
+    return d
+
+
+def dct(x: Tensor) -> Tensor:
+    """D x along the last but one dimension by one FFT of the same length: even entries up, odd ones down."""
+    n = x.shape[-2]
+    folded = torch.cat([x[..., 0::2, :], x[..., 1::2, :].flip(-2)], dim=-2)
+    spectrum = torch.fft.fft(folded, dim=-2) * _twiddle(n, x)
+    return spectrum.real * _norm(n, x)
+
+
+def inverse_dct(y: Tensor) -> Tensor:
+    """Dᵀ y along the last but one dimension."""
+    n = y.shape[-2]
+    y = y / _norm(n, y)
+    # For real x the lost imaginary part of coefficient t is minus coefficient n − t.
+    mirrored = torch.cat([torch.zeros_like(y[..., :1, :]), y[..., 1:, :].flip(-2)], dim=-2)
+    folded = torch.fft.ifft(torch.complex(y, -mirrored) * _twiddle(n, y).conj(), dim=-2).real
+    x = torch.empty_like(folded)
+    half = (n + 1) // 2
+    x[..., 0::2, :] = folded[..., :half, :]
+    x[..., 1::2, :] = folded[..., half:, :].flip(-2)
+    return x
+
+
+def _twiddle(n: int, like: Tensor) -> Tensor:
+    angle = -torch.pi / (2 * n) * torch.arange(n, dtype=torch.float64, device=like.device)
+    return torch.polar(torch.ones_like(angle), angle).to(like.dtype.to_complex()).unsqueeze(-1)
+
+
+def _norm(n: int, like: Tensor) -> Tensor:
+    norm = torch.full((n, 1), math.sqrt(2 / n), dtype=like.dtype, device=like.device)
+    norm[0] = math.sqrt(1 / n)
+    return norm

@@ -1,0 +1,20 @@
+"""Keep the keys of the smallest norm, to which attention tends to look (arXiv 2406.11430).
+
+Keys that are RMS-normed before they are stored (Qwen3, Gemma 3, Fathom) differ little in norm, so expect less there.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .method import Selection
+
+
+class KeyNorm(Selection):
+    """score = −‖k‖₂."""
+
+    name = "key_norm"
+
+    def scores(self, keys: Tensor, queries: Tensor | None) -> Tensor:
+        """`[B, H_kv, N]`."""
+        return -keys.norm(dim=-1)

@@ -1,0 +1,30 @@
+"""A trained matrix in place of the DCT: what fixed low-passes are measured against.
+
+    C starts as `average`; its L · M numbers are shared by all layers, keys and values, and are trained through
+    the attention function
+
+It is a module: hand its parameters to the optimizer, save its state, and give the module itself to `build_cache`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from .average import Average
+from .method import Linear
+from .rope import Rope
+from .schedule import Schedule
+
+
+class Learned(Linear, nn.Module):
+    """C as a parameter."""
+
+    name = "learned"
+
+    def __init__(self, schedule: Schedule, rope: Rope) -> None:
+        super().__init__(schedule, rope)
+        self.weight = nn.Parameter(Average.build(schedule.kept, schedule.compressed).float())
+
+    def matrix(self, like: Tensor) -> Tensor:
+        """C, `[L, M]`."""
+        return self.weight.to(like)

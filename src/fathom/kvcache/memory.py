@@ -1,0 +1,200 @@
+"""The cache layer of every method, and the cache made of such layers.
+
+Keys lie at *virtual absolute* positions: with T tokens seen and p entries held, entry s lies at s + T − p. New keys
+come turned by their true positions, which are their places in that frame; so models and `generate` need no change, and
+no distance ever reaches N.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from .accounting import cache_bytes
+from .method import Method
+from .schedule import Schedule
+
+
+class Memory(DynamicLayer):
+    """One layer's keys and values: at most N entries, whatever the number of tokens seen."""
+
+    is_croppable = False
+
+    def __init__(self, method: Method) -> None:
+        super().__init__()
+        self.method = method
+        self._forget()
+
+    def _forget(self) -> None:
+        self.seen = 0
+        self.first: Tensor | None = None  # the sinks' keys as they came
+        self.queries: Tensor | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """The method's schedule."""
+        return self.method.schedule
+
+    @property
+    def entries(self) -> int:
+        """Physical entries."""
+        return self.schedule.entries(self.seen)
+
+    @property
+    def rounds(self) -> int:
+        """Compressions so far."""
+        return self.schedule.rounds(self.seen)
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, from which positions follow."""
+        return self.seen
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that `update` will return for so many tokens, and the position of the first."""
+        self.schedule.fit(self.seen, query_length)
+        held = self.schedule.survivors if self._is_due(query_length) else self.entries
+        return held + query_length, self.seen - held
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Make a round if it is due, append `[B, H_kv, q, D]` turned keys and values, and return all."""
+        length = key_states.shape[2]
+        self.schedule.fit(self.seen, length)
+        if self._is_due(length):
+            self._compress()
+        self.seen += length
+        keys, values = self._append(key_states, value_states)
+        if self.method.observed:
+            keys.memory = self  # type: ignore[attr-defined]  # for the attention function, see observe.py
+        return keys, values
+
+    def observe(self, queries: Tensor) -> None:
+        """Keep the last queries that the method wants to see."""
+        known = queries if self.queries is None else torch.cat([self.queries, queries], dim=2)
+        self.queries = known[:, :, -self.method.observed :].clone()
+
+    def _is_due(self, length: int) -> bool:
+        return length > 0 and self.entries == self.schedule.window
+
+    def _compress(self) -> None:
+        keys, values = self._read()
+        if self.first is None:
+            self.first = keys[:, :, : self.schedule.sinks].clone()  # a view would keep the whole window alive
+        self._replace(*self.method.compress(keys, values, self.first, self.rounds, self.queries))
+
+    def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        return super().update(keys, values)
+
+    def _read(self) -> tuple[Tensor, Tensor]:
+        return self.keys, self.values
+
+    def _replace(self, keys: Tensor, values: Tensor) -> None:
+        self.keys, self.values = keys, values
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.keys = self.values = None
+        self.is_initialized = False
+        self._forget()
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Beam search: row i becomes row `beam_idx[i]`."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows."""
+        if self.seen:
+            self._each_row(lambda x: x[indices.to(x.device)])
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row so many times."""
+        if self.seen:
+            self._each_row(lambda x: x.repeat_interleave(repeats, dim=0))
+
+    def _each_row(self, change: Any) -> None:
+        self._replace(*map(change, self._read()))
+        self.first = None if self.first is None else change(self.first)
+        self.queries = None if self.queries is None else change(self.queries)
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Refused: a round cannot be undone."""
+        if tokens_to_remove:
+            raise NotImplementedError(
+                "a compressed memory cannot give tokens back: reset() it and prefill the shorter text, or copy.deepcopy "
+                "the cache before the tokens that may have to go"
+            )
+
+    def activate_past_recording(self) -> None:
+        """Refused: assisted decoding takes tokens back."""
+        raise NotImplementedError(
+            "assisted and speculative decoding take tokens back, which a compressed memory cannot: "
+            "call generate without assistant_model and prompt_lookup_num_tokens, or use method 'full'"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
+        memo[id(self.method)] = self.method  # one matrix for all layers, copies included
+        new = copy.copy(self)
+        memo[id(self)] = new
+        vars(new).update(copy.deepcopy(vars(self), memo))
+        return new
+
+
+class MemoryCache(Cache):
+    """A transformers cache whose layers are memories of one method.
+
+    What the layers cannot see, padding and packed rows, is checked by a hook on the model (`watch`).
+    """
+
+    def __init__(self, method: Method, layers: list[Memory]) -> None:
+        super().__init__(layers=layers)
+        self.method = method
+        self.watched = False
+        self.offset: Tensor | None = None
+
+    @property
+    def schedule(self) -> Schedule:
+        """When the memories are compressed, and to how much."""
+        return self.method.schedule
+
+    @property
+    def seen(self) -> int:
+        """Tokens so far."""
+        return self.get_seq_length()
+
+    @property
+    def rounds(self) -> int:
+        """Compressions so far."""
+        return self.schedule.rounds(self.seen)
+
+    @property
+    def entries(self) -> int:
+        """Entries that each layer holds, at most the window."""
+        return self.schedule.entries(self.seen)
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """As every cache; refused while nobody looks at the mask."""
+        if not self.watched:
+            raise RuntimeError(
+                "this cache was built from a configuration, so nothing checks the mask: give build_cache the model, "
+                "or call fathom.kvcache.watch(model) once"
+            )
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def continues(self, positions: Tensor | None) -> None:
+        """Refuse `[B, q]` positions that leave a gap to the tokens seen; an offset common to a row is fine."""
+        offset = torch.zeros(1, 1, dtype=torch.long) if positions is None else positions[:, :1].cpu() - self.seen
+        if self.seen == 0 or self.offset is None:
+            self.offset = offset
+        elif not (offset == self.offset).all():
+            raise ValueError(
+                f"position_ids do not continue the {self.seen} tokens in the cache: pass none, or the true positions"
+            )
+
+    def memory_bytes(self) -> int:
+        """Bytes that all layers hold now."""
+        return cache_bytes(self)

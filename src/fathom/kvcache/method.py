@@ -1,0 +1,124 @@
+"""What a compression method is: a rule that turns M entries into L, the same for keys and for values.
+
+    [k₁ … k_N], [v₁ … v_N]  →  the S sinks as they are, reduce(the other M)  →  S + L entries
+
+Keys are turned back to position 0 before they are reduced and to their new places after it, in float32 at least, and
+are cast once.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fathom.models.numerics import widen
+
+from .rope import Rope
+from .schedule import Schedule
+
+Reducer = Callable[[Tensor], Tensor]
+"""`[B, H_kv, M, D]` to `[B, H_kv, L, D]`."""
+
+
+class Method(ABC):
+    """One rule with its schedule; all layers share it and none changes it."""
+
+    name: ClassVar[str]
+    observed: int = 0
+    """How many of the last queries `reducer` wants to see."""
+
+    def __init__(self, schedule: Schedule, rope: Rope) -> None:
+        super().__init__()  # a method may be a module too
+        self.schedule, self.rope = schedule, rope
+
+    @classmethod
+    def plan(cls, window: int, sinks: int, ratio: float, kept: int | None) -> Schedule:
+        """The method's schedule for what the user asked."""
+        return Schedule.at(window, sinks, ratio, kept)
+
+    @abstractmethod
+    def reducer(self, keys: Tensor, queries: Tensor | None) -> Reducer:
+        """What this round does to the M entries.
+
+        Args:
+            keys: All N, `[B, H_kv, N, D]`, turned as attention sees them.
+            queries: The last `observed` ones, `[B, H, w, D]`, turned and scaled; None for a method that wants none.
+        """
+
+    def compress(
+        self, keys: Tensor, values: Tensor, first: Tensor, rounds: int, queries: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """One round: `[B, H_kv, N, D]` keys and values, as stored, to `[B, H_kv, S + L, D]`.
+
+        Args:
+            keys: Turned.
+            values: As they are.
+            first: The sinks' keys as they were before any round. Moving them from there, by all rounds at once, keeps
+                half precision from wearing them down.
+            rounds: Rounds made before this one.
+            queries: As `reducer` wants them.
+        """
+        sinks, freed = self.schedule.sinks, self.schedule.freed
+        with torch.autocast(keys.device.type, enabled=False):  # it would send the matrix to half precision
+            reduce = self.reducer(widen(keys), queries)
+            bare = self.rope.turn(widen(keys), 0, -1)[:, :, sinks:]
+            rest = self.rope.turn(reduce(bare), sinks + freed).to(keys.dtype)
+            rest_values = reduce(widen(values[:, :, sinks:])).to(values.dtype)
+        moved = self.move(first, rounds + 1)
+        return torch.cat([moved, rest], dim=2), torch.cat([values[:, :, :sinks], rest_values], dim=2)
+
+    def move(self, first: Tensor, rounds: int) -> Tensor:
+        """The sinks' keys where that many rounds put them."""
+        with torch.autocast(first.device.type, enabled=False):
+            return self.rope.turn(widen(first), self.schedule.freed * rounds, 0).to(first.dtype)
+
+
+class Linear(Method):
+    """rest = C · rest, one matrix for every head and channel."""
+
+    @abstractmethod
+    def matrix(self, like: Tensor) -> Tensor:
+        """C, `[L, M]`, in the type and place of `like`."""
+
+    def reducer(self, keys: Tensor, queries: Tensor | None) -> Reducer:
+        """x → C x."""
+        c = self.matrix(keys)
+        return lambda x: torch.einsum("lm,bhmd->bhld", c, x)
+
+
+class Fixed(Linear):
+    """A matrix that follows from the schedule alone; made once for each type and device."""
+
+    def __init__(self, schedule: Schedule, rope: Rope) -> None:
+        super().__init__(schedule, rope)
+        self._matrices: dict[tuple[torch.dtype, torch.device], Tensor] = {}
+
+    @staticmethod
+    @abstractmethod
+    def build(kept: int, compressed: int) -> Tensor:
+        """C, `[L, M]`, in float64."""
+
+    def matrix(self, like: Tensor) -> Tensor:
+        """C, `[L, M]`."""
+        key = (like.dtype, like.device)
+        if key not in self._matrices:
+            self._matrices[key] = self.build(self.schedule.kept, self.schedule.compressed).to(like)
+        return self._matrices[key]
+
+
+class Selection(Method):
+    """The L entries with the highest scores, head by head, in their order."""
+
+    @abstractmethod
+    def scores(self, keys: Tensor, queries: Tensor | None) -> Tensor:
+        """`[B, H_kv, N]`; what the sinks get does not matter."""
+
+    def reducer(self, keys: Tensor, queries: Tensor | None) -> Reducer:
+        """x → the chosen entries of x."""
+        scores = self.scores(keys.detach(), queries)[..., self.schedule.sinks :]
+        chosen = scores.topk(self.schedule.kept, dim=-1).indices.sort(-1).values.unsqueeze(-1)  # [B, H_kv, L, 1]
+        return lambda x: x.take_along_dim(chosen, dim=2)

@@ -1,0 +1,49 @@
+"""How a method sees queries: an attention backend that shows them to the memory and then does what it always did.
+
+A cache layer gets no queries. So the keys it returns carry a reference to it, and `sdpa_observed` (or `eager_observed`,
+…) follows that reference.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+Attend = Callable[..., tuple[Tensor, Tensor | None]]
+SUFFIX = "_observed"
+
+
+def backend(name: str, module: nn.Module) -> Attend:
+    """The attention function that `name` means for a layer; `eager` is each family's own."""
+    if name == "eager":
+        function: Attend = sys.modules[type(module).__module__].eager_attention_forward
+        return function
+    return ALL_ATTENTION_FUNCTIONS[name]
+
+
+def observe(model: PreTrainedModel) -> None:
+    """Let the model's attention show its queries to memories that want them; changes no result."""
+    name = model.config._attn_implementation
+    if name.endswith(SUFFIX):
+        return
+    if name not in ALL_MASK_ATTENTION_FUNCTIONS:
+        raise ValueError(f"no method can observe queries under attention {name!r}: use sdpa or eager")
+    AttentionInterface.register(name + SUFFIX, partial(_observed, name))
+    AttentionMaskInterface.register(name + SUFFIX, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    model.set_attn_implementation(name + SUFFIX)
+
+
+def _observed(
+    name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+) -> tuple[Tensor, Tensor | None]:
+    memory = getattr(key, "memory", None)
+    if memory is not None:
+        memory.observe(query * kwargs["scaling"])
+    return backend(name, module)(module, query, key, value, *args, **kwargs)

@@ -1,0 +1,38 @@
+"""Reading a prompt of any length in chunks that end where the memory is compressed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from .memory import MemoryCache
+from .watch import watch, whole_rows
+
+
+def chunks(input_ids: Tensor, cache: Cache) -> Iterator[Tensor]:
+    """`[B, T]` in the longest pieces that each forward pass may bring, from whatever the cache has seen."""
+    if not isinstance(cache, MemoryCache):
+        yield input_ids
+        return
+    yield from input_ids.split(cache.schedule.cuts(cache.seen, input_ids.shape[1]), dim=1)
+
+
+def prefill(model: PreTrainedModel, input_ids: Tensor, cache: Cache, attention_mask: Tensor | None = None) -> Any:
+    """Feed `[B, T]` tokens into `cache` and return the last output, with the logits of the last position only.
+
+    To generate next, leave the prompt's last token out here, and call `model.generate(prompt, past_key_values=cache)`.
+    """
+    if input_ids.shape[1] == 0:
+        raise ValueError("prefill needs at least one token")
+    if isinstance(cache, MemoryCache):
+        whole_rows(attention_mask)
+        watch(model)
+        cache.watched = True
+        attention_mask = None
+    for chunk in chunks(input_ids, cache):
+        output = model(chunk, attention_mask=attention_mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return output

@@ -1,0 +1,94 @@
+"""When a memory is compressed, and to how many entries: a pure function of the tokens seen.
+
+    entries(T) = T                          while T ≤ N
+               = S + L + 1 + (T − N − 1) mod F   after it,      F = N − S − L
+
+A round happens when a token arrives and the memory holds N entries: S stay as they are, the other M = N − S become L,
+and F tokens fit until the next round. `L = γN − S` by default, so that a power of two divides both N and F.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The arithmetic that cache, training and prefill share."""
+
+    window: int
+    """N, the entries that a memory may hold: the length that the weights were trained at."""
+    sinks: int
+    """S, the first entries, which are never compressed."""
+    kept: int
+    """L, what the other entries become in a round."""
+
+    @classmethod
+    def at(cls, window: int, sinks: int, ratio: float, kept: int | None = None) -> Schedule:
+        """The schedule that leaves `ratio · window` entries after a round, or `kept` besides the sinks."""
+        if not 0 < ratio < 1:
+            raise ValueError(f"ratio must lie between 0 and 1, got {ratio}")
+        return cls(window, sinks, int(ratio * window) - sinks if kept is None else kept)
+
+    def __post_init__(self) -> None:
+        if self.window < 1:
+            raise ValueError(f"window must be at least 1, got {self.window}")
+        if self.sinks < 0:
+            raise ValueError(f"sinks must not be negative, got {self.sinks}")
+        if not 1 <= self.kept < self.window - self.sinks:
+            raise ValueError(
+                f"a window of {self.window} with {self.sinks} sinks can keep 1 to {self.window - self.sinks - 1} other "
+                f"entries, not {self.kept}: choose another ratio, or fewer sinks"
+            )
+
+    @property
+    def compressed(self) -> int:
+        """M, the entries that a round reads beside the sinks."""
+        return self.window - self.sinks
+
+    @property
+    def survivors(self) -> int:
+        """S + L, the entries after a round."""
+        return self.sinks + self.kept
+
+    @property
+    def freed(self) -> int:
+        """F, the tokens between two rounds."""
+        return self.window - self.survivors
+
+    @property
+    def chunk(self) -> int:
+        """The longest fixed chunk that never crosses a round: `prefill_chunk_size` for `generate`."""
+        return math.gcd(self.window, self.freed)
+
+    def entries(self, seen: int) -> int:
+        """Physical entries after `seen` tokens."""
+        return seen if seen <= self.window else self.survivors + 1 + (seen - self.window - 1) % self.freed
+
+    def rounds(self, seen: int) -> int:
+        """Rounds made after `seen` tokens."""
+        return 0 if seen <= self.window else 1 + (seen - self.window - 1) // self.freed
+
+    def room(self, seen: int) -> int:
+        """How many tokens the next forward pass may bring at most."""
+        entries = self.entries(seen)
+        return self.freed if entries == self.window else self.window - entries
+
+    def cuts(self, seen: int, length: int) -> list[int]:
+        """Lengths of the chunks into which `length` tokens fall."""
+        chunks = []
+        while length > 0:
+            chunks.append(min(length, self.room(seen)))
+            seen, length = seen + chunks[-1], length - chunks[-1]
+        return chunks
+
+    def fit(self, seen: int, length: int) -> None:
+        """Refuse a chunk that crosses a round: one forward pass can attend to one state of the memory only."""
+        room = self.room(seen)
+        if length > room:
+            raise ValueError(
+                f"a chunk of {length} tokens crosses the compression boundary at token {seen + room} ({room} left); "
+                f"call prefill(model, input_ids, cache), or from an empty cache use chunks that divide {self.chunk} "
+                f"(generate takes prefill_chunk_size={self.chunk})"
+            )

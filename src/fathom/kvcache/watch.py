@@ -1,0 +1,67 @@
+"""What a cache layer cannot see: padding, packed rows, and positions that jump.
+
+A layer gets keys and values only. So one hook on the decoder looks at what the caller gave, and refuses what would put
+something else into the memory than the text, instead of computing a wrong answer.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from torch import Tensor, nn
+
+from .memory import MemoryCache
+
+
+def decoder_of(model: nn.Module) -> nn.Module:
+    """The module that makes masks and positions, also behind a PEFT wrapper."""
+    find = getattr(model, "get_decoder", None)
+    return model if find is None else find()
+
+
+def watch(model: nn.Module) -> None:
+    """Check every call of `model` that carries a compressed cache; once per model."""
+    decoder = decoder_of(model)
+    if _check not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(_check, with_kwargs=True)
+
+
+def _check(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if len(args) > 1:
+        kwargs = {**inspect.signature(decoder.forward).bind_partial(*args).arguments, **kwargs}
+    cache = kwargs.get("past_key_values")
+    training = getattr(decoder.config, "_attn_implementation", None) == "fathom_kvcache"
+    if training and isinstance(cache, MemoryCache):
+        raise ValueError("this model compresses in its attention function: stop() that before you use a cache")
+    if not training and not isinstance(cache, MemoryCache):
+        return
+    whole_rows(kwargs.get("attention_mask"))
+    positions = kwargs.get("position_ids")
+    if positions is not None:
+        unbroken(positions)
+    if isinstance(cache, MemoryCache):
+        cache.watched = True
+        cache.continues(positions)
+
+
+def whole_rows(attention_mask: Any) -> None:
+    """Refuse padding: zeros would leave the mask after a round, while what they wrote stays in the memory."""
+    if attention_mask is None:
+        return
+    if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:
+        raise ValueError("compression makes its own causal mask: pass no attention_mask, or a [batch, length] of ones")
+    if not attention_mask.bool().all():
+        raise ValueError(
+            "attention_mask has zeros, and compression would mix padding into the memory: batch rows of equal length; "
+            "where the prompt itself contains pad_token_id, pass attention_mask=torch.ones_like(input_ids)"
+        )
+
+
+def unbroken(positions: Tensor) -> None:
+    """Refuse packed rows and gaps."""
+    if not (positions.diff(dim=-1) == 1).all():
+        raise ValueError(
+            "position_ids restart or jump within a row: compression takes one unbroken text per row, so do not pack "
+            "documents (join them with EOS under running positions instead)"
+        )
