@@ -17,10 +17,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from .build import make_method
+from .build import config_of, make_method
 from .method import Method
 from .observe import SUFFIX, backend
-from .watch import decoder_of, watch
+from .watch import watch
 
 NAME = "fathom_kvcache"
 
@@ -116,8 +116,7 @@ def compress_in_training(
         kept: L, in place of `ratio`.
         options: The method's own.
     """
-    decoder = decoder_of(model)
-    return Compression(model, make_method(decoder.config, method, window, sinks, ratio, kept, **options))
+    return Compression(model, make_method(config_of(model), method, window, sinks, ratio, kept, **options))
 
 
 def compressed_attention(

@@ -50,24 +50,30 @@ def build_cache(
         quantized: Store entries through a transformers backend: `quanto`, `hqq` or `fp8`.
         options: The method's own, as its class documents them.
     """
-    is_model = isinstance(model_or_config, nn.Module)
-    config = decoder_of(model_or_config).config if is_model else model_or_config.get_text_config(decoder=True)
+    model = model_or_config if isinstance(model_or_config, nn.Module) else None
+    config = config_of(model_or_config)
     if method == "full":
         return DynamicCache(config=config)
     chosen = make_method(config, method, window, sinks, ratio, kept, **options)
-    if chosen.observed and not is_model:
+    if chosen.observed and model is None:
         raise ValueError(f"{chosen.name} looks at queries: give build_cache the model, not its configuration")
     layers = [
         Memory(chosen) if quantized is None else QuantizedMemory(chosen, quantized)
         for _ in range(config.num_hidden_layers)
     ]
     cache = MemoryCache(chosen, layers)
-    if is_model:
-        watch(model_or_config)
-        cache.watched = True
+    if model is not None:
+        watch(model)
         if chosen.observed:
-            observe(model_or_config)
+            observe(model)
     return cache
+
+
+def config_of(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:
+    """The configuration of the decoder."""
+    if isinstance(model_or_config, nn.Module):
+        return decoder_of(model_or_config).config
+    return model_or_config.get_text_config(decoder=True)
 
 
 def make_method(

@@ -96,7 +96,7 @@ class Memory(DynamicLayer):
 
     def reset(self) -> None:
         """Forget everything."""
-        self.keys = self.values = None
+        self.keys = self.values = None  # type: ignore[assignment]  # as transformers has it before the first update
         self.is_initialized = False
         self._forget()
 
@@ -123,8 +123,8 @@ class Memory(DynamicLayer):
         """Refused: a round cannot be undone."""
         if tokens_to_remove:
             raise NotImplementedError(
-                "a compressed memory cannot give tokens back: reset() it and prefill the shorter text, or copy.deepcopy "
-                "the cache before the tokens that may have to go"
+                "a compressed memory cannot give tokens back: reset() it and prefill the shorter text, or keep a "
+                "copy.deepcopy of the cache from before the tokens that may have to go"
             )
 
     def activate_past_recording(self) -> None:
@@ -136,9 +136,8 @@ class Memory(DynamicLayer):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
         memo[id(self.method)] = self.method  # one matrix for all layers, copies included
-        new = copy.copy(self)
-        memo[id(self)] = new
-        vars(new).update(copy.deepcopy(vars(self), memo))
+        memo[id(self)] = new = copy.copy(self)
+        new.__dict__ = copy.deepcopy(self.__dict__, memo)
         return new
 
 

@@ -31,7 +31,6 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, cache: Cache, attention_m
     if isinstance(cache, MemoryCache):
         whole_rows(attention_mask)
         watch(model)
-        cache.watched = True
         attention_mask = None
     for chunk in chunks(input_ids, cache):
         output = model(chunk, attention_mask=attention_mask, past_key_values=cache, use_cache=True, logits_to_keep=1)

@@ -79,7 +79,7 @@ def refuse(config: PreTrainedConfig, window: int) -> None:
         raise ValueError(f"{kind} keeps latent keys (MLA), which cannot be turned back; use method 'full'")
     if kind not in FAMILIES:
         raise ValueError(f"{kind} is not among the families this was tested on ({', '.join(FAMILIES)}); use 'full'")
-    scaling = config.rope_parameters["rope_type"] if "rope_type" in config.rope_parameters else "one per layer type"
+    scaling = config.rope_parameters.get("rope_type", "one per layer type")
     if scaling not in POSITION_LINEAR:
         raise ValueError(
             f"RoPE scaling {scaling!r} changes its angles with the length of the text, so stored keys cannot be moved; "
@@ -102,7 +102,8 @@ def refuse(config: PreTrainedConfig, window: int) -> None:
 def _refuse_fathom(config: PreTrainedConfig) -> None:
     if config.k_norm_position == "after_rope":
         raise ValueError("k_norm_position 'after_rope' scales turned keys, which cannot be turned back; use 'full'")
-    view = recurrence_class(config).view
+    recurrence = recurrence_class(config)
+    view = recurrence.sees(config) if hasattr(recurrence, "sees") else recurrence.view  # type: ignore
     if view is not View.SAME:
         raise ValueError(
             f"recurrence {config.recurrence!r} reads other trips (view {view.name}), so several entries share a "

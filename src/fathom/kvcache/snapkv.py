@@ -33,7 +33,7 @@ class SnapKV(Selection):
         """`[B, H_kv, N]`."""
         if queries is None or queries.shape[2] != self.observed:
             raise RuntimeError("snapkv has not seen the last queries: build the cache from the model that is run")
-        batch, heads, n, _ = keys.shape
+        heads, n = keys.shape[1:3]
         grouped = queries.detach().to(keys.dtype).unflatten(1, (heads, -1))  # [B, H_kv, G, w, D]
         looks = grouped @ keys.unsqueeze(2).mT  # [B, H_kv, G, w, N]
         future = torch.ones(self.observed, n, dtype=torch.bool, device=keys.device).triu(n - self.observed + 1)
