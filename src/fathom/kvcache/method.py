@@ -120,5 +120,6 @@ class Selection(Method):
     def reducer(self, keys: Tensor, queries: Tensor | None) -> Reducer:
         """x → the chosen entries of x."""
         scores = self.scores(keys.detach(), queries)[..., self.schedule.sinks :]
-        chosen = scores.topk(self.schedule.kept, dim=-1).indices.sort(-1).values.unsqueeze(-1)  # [B, H_kv, L, 1]
+        best = scores.argsort(dim=-1, descending=True, stable=True)[..., : self.schedule.kept]  # the earliest of equals
+        chosen = best.sort(-1).values.unsqueeze(-1)  # [B, H_kv, L, 1]
         return lambda x: x.take_along_dim(chosen, dim=2)

@@ -1,0 +1,129 @@
+"""The recursion from its definition alone, in numpy: entry-index positions, no cache, no code under test.
+
+Keys and values of a layer are compressed before RoPE; then keys get positions 0, 1, … and the group's queries those of
+their own entries.
+"""
+
+import numpy as np
+import torch
+from scipy.fft import dct, idct
+
+
+def freqkv(x, kept):
+    """SciPy's DCT-II, cut, and its inverse of the shorter length; `x` is `[H, M, D]`."""
+    return idct(dct(x, norm="ortho", axis=1)[:, :kept], norm="ortho", axis=1) * np.sqrt(kept / x.shape[1])
+
+
+def average(x, kept):
+    """Every old entry spread over the interval that it covers."""
+    m = x.shape[1]
+    out = np.zeros((x.shape[0], kept, x.shape[2]))
+    for i in range(kept):
+        low, high = i * m / kept, (i + 1) * m / kept
+        for j in range(m):
+            out[:, i] += x[:, j] * max(0.0, min(high, j + 1) - max(low, j)) * kept / m
+    return out
+
+
+def learned(x, kept):
+    """As it starts: averages, in the float32 of a parameter."""
+    c = average(np.eye(x.shape[1])[None], kept)[0].astype(np.float32).astype(np.float64)
+    return c @ x
+
+
+def last(x, kept):
+    """The last entries."""
+    return x[:, x.shape[1] - kept :]
+
+
+LINEAR = {"freqkv": freqkv, "average": average, "learned": learned, "drop": last, "sinks": last}
+
+
+class Oracle:
+    """Qwen3 or Llama in float64 numpy, under a compression method."""
+
+    def __init__(self, model, method, window=64, sinks=4, kept=28):
+        self.c, self.method = model.config, method
+        self.n, self.s, self.l = window, sinks, window - sinks - 1 if method == "sinks" else kept
+        self.w = {name: t.detach().double().numpy() for name, t in model.state_dict().items()}
+        self.head = self.w["lm_head.weight"]
+
+    def __call__(self, ids):
+        """Logits `[T, V]` of one row of ids."""
+        x = self.w["model.embed_tokens.weight"][np.asarray(ids)]
+        for layer in range(self.c.num_hidden_layers):
+            p = f"model.layers.{layer}."
+            h = self.norm(x, self.w[p + "input_layernorm.weight"])
+            x = x + self.attention(h, p + "self_attn.")
+            h = self.norm(x, self.w[p + "post_attention_layernorm.weight"])
+            gate = h @ self.w[p + "mlp.gate_proj.weight"].T
+            up = h @ self.w[p + "mlp.up_proj.weight"].T
+            x = x + (gate / (1 + np.exp(-gate)) * up) @ self.w[p + "mlp.down_proj.weight"].T
+        return self.norm(x, self.w["model.norm.weight"]) @ self.head.T
+
+    def norm(self, x, weight):
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.c.rms_norm_eps) * weight
+
+    def project(self, h, p, name):
+        heads = (h @ self.w[f"{p}{name}_proj.weight"].T).reshape(len(h), -1, self.c.head_dim).transpose(1, 0, 2)
+        norm = self.w.get(f"{p}{name}_norm.weight")
+        return heads if norm is None else self.norm(heads, norm)
+
+    def rotate(self, x, start=0):
+        half = x.shape[-1] // 2
+        theta = self.c.rope_parameters["rope_theta"]
+        angles = np.outer(np.arange(start, start + x.shape[1]), theta ** (-np.arange(half) / half))
+        cos, sin, a, b = np.cos(angles), np.sin(angles), x[..., :half], x[..., half:]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def attention(self, h, p):
+        q, k, v = (self.project(h, p, name) for name in "qkv")  # [H, T, D], unrotated
+        n, s, kept = self.n, self.s, self.l
+        keys, values = k[:, :n], v[:, :n]
+        out = [self.attend(q[:, :n], keys, values)]
+        seen, freed = n, n - s - kept
+        while seen < len(h):
+            keys, values = self.compress(keys, values, q[:, seen - freed : seen])
+            stop = min(seen + freed, len(h))
+            keys = np.concatenate([keys, k[:, seen:stop]], 1)
+            values = np.concatenate([values, v[:, seen:stop]], 1)
+            out.append(self.attend(q[:, seen:stop], keys, values))
+            seen = stop
+        return np.concatenate(out, 1).transpose(1, 0, 2).reshape(len(h), -1) @ self.w[p + "o_proj.weight"].T
+
+    def attend(self, q, keys, values):
+        weights = self.weights(q, keys)
+        return weights @ np.repeat(values, len(q) // len(values), 0)
+
+    def weights(self, q, keys):
+        """Softmax of a group's queries, the last entries of the memory, over all of it."""
+        past = keys.shape[1] - q.shape[1]
+        scores = self.rotate(q, past) @ np.repeat(self.rotate(keys), len(q) // len(keys), 0).transpose(0, 2, 1)
+        scores = scores / np.sqrt(self.c.head_dim)
+        scores[:, ~np.tri(q.shape[1], keys.shape[1], past, dtype=bool)] = -np.inf
+        scores = np.exp(scores - scores.max(-1, keepdims=True))
+        return scores / scores.sum(-1, keepdims=True)
+
+    def compress(self, keys, values, queries):
+        s, kept = self.s, self.l
+        if self.method in LINEAR:
+            rest = [LINEAR[self.method](x[:, s:], kept) for x in (keys, values)]
+        else:
+            chosen = getattr(self, self.method)(keys, queries)
+            rest = [np.stack([x[h, chosen[h]] for h in range(len(x))]) for x in (keys, values)]
+        return tuple(np.concatenate([x[:, :s], y], 1) for x, y in zip((keys, values), rest, strict=True))
+
+    def key_norm(self, keys, queries):
+        norms = torch.from_numpy(np.linalg.norm(keys, axis=-1)).bfloat16().double().numpy()
+        return [sorted(self.s + np.argsort(row[self.s :], kind="stable")[: self.l]) for row in norms]
+
+    def snapkv(self, keys, queries, kernel=7):
+        w = min(32, min(self.n - self.s - self.l, self.l) // 2)
+        looks = self.weights(queries[:, -w:], keys).sum(1)  # [H, N]
+        votes = looks.reshape(len(keys), -1, self.n).mean(1)
+        chosen = []
+        for row in votes:
+            best = [max(row[max(0, j - kernel // 2) : j + kernel // 2 + 1]) for j in range(self.s, self.n - w)]
+            order = np.argsort(-np.array(best), kind="stable")[: self.l - w]
+            chosen.append(sorted(self.s + order) + list(range(self.n - w, self.n)))
+        return chosen
