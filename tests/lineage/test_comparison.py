@@ -129,3 +129,16 @@ def test_memory_stays_near_the_largest_pair_of_tensors(tmp_path, monkeypatch):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < 16 * largest < sum(weights.file_bytes for weights in opened)
+
+
+def test_dead_neurons_and_padded_rows_are_no_reason_to_fail(tmp_path):
+    """Pruning leaves rows of exact zeros; in float32 they must divide to zeros, not to NaN."""
+    model = build(tiny_config("qwen3"), 0, torch.float32)
+    mlp = model.model.layers[0].mlp
+    with torch.no_grad():
+        mlp.gate_proj.weight[3] = mlp.up_proj.weight[5] = mlp.down_proj.weight[:, 7] = 0
+        model.model.layers[1].self_attn.q_proj.weight[:16] = 0
+    path = save(model, tmp_path / "pruned", 512)
+    pair = measure(open_model(path), open_model(path), Options())
+    assert pair.scores["awm_canonical"].score == pytest.approx(1, abs=1e-4)
+    assert all(count == 64 for _, count in pair.witnesses)

@@ -387,13 +387,28 @@ def compare(
         measured.append(
             (name, [measure(w, other, options, lambda at, n=name: progress(f"control {n}: {at}")) for w in (a, b)])  # type: ignore[misc]
         )
+    return judge(pair, measured, null_file, options)
+
+
+def judge(
+    pair: Pair, measured: list[tuple[str, list[Pair]]], null_file: Path | None = None, options: Options | None = None
+) -> Comparison:
+    """Decide about a measured pair.
+
+    Args:
+        pair: What `measure` returned.
+        measured: Each control by name, measured against either model of the pair.
+        null_file: A calibration file, instead of or besides controls.
+        options: What the measurements were made with.
+    """
     null = _null(pair, measured, null_file)
     tests = run_tests(pair, null)
     tampering = _tampering(pair, null)
     threshold = _thresholds(pair, null)
     found, evidence, blocks = _findings(pair, tests, null, measured, tampering, threshold)
     sizes = evidence, len(pair.layers[0]), len(pair.layers[1])
-    return Comparison(pair, measured, null, tests, testing.decide(found), tampering, sizes, options, blocks)
+    verdict = testing.decide(found)
+    return Comparison(pair, measured, null, tests, verdict, tampering, sizes, options or Options(), blocks)
 
 
 def _null(pair: Pair, measured: list[tuple[str, list[Pair]]], null_file: Path | None) -> Null | None:
