@@ -1,0 +1,117 @@
+"""C against SciPy's DCT, the published numbers, and its invariants."""
+
+import numpy as np
+import pytest
+import torch
+from scipy.fft import dct as scipy_dct
+from scipy.fft import idct as scipy_idct
+
+from fathom.kvcache.freqkv import FreqKV, dct, dct_matrix, inverse_dct
+from fathom.kvcache.schedule import Schedule
+
+SHAPES = [(8, 4), (60, 28), (508, 252), (4092, 2044), (4092, 2046)]
+GOLDEN = {
+    (4, 2): [[0.576641, 0.385299, 0.114701, -0.076641], [-0.076641, 0.114701, 0.385299, 0.576641]],
+    (8, 4): [
+        [0.594400, 0.366029, 0.091838, -0.046412, -0.030228, 0.022863, 0.019270, -0.017759],
+        [-0.136532, 0.181958, 0.472333, 0.435305, 0.141336, -0.087034, -0.067257, 0.059891],
+    ],
+}
+# M → L: spectral norm, mean row-L1, largest entry
+PUBLISHED = {
+    (8, 4): (0.707107, 1.3852, 0.594400),
+    (60, 28): (0.683130, 2.0658, 0.564379),
+    (508, 252): (0.704317, 2.9506, 0.596038),
+}
+
+
+@pytest.fixture(scope="module", params=SHAPES, ids=lambda s: f"{s[0]}-{s[1]}")
+def case(request):
+    m, kept = request.param
+    return m, kept, FreqKV.build(kept, m)
+
+
+def resample(x, kept):
+    m = x.shape[0]
+    return scipy_idct(scipy_dct(x, norm="ortho", axis=0)[:kept], norm="ortho", axis=0) * np.sqrt(kept / m)
+
+
+def test_scipy(case):
+    m, kept, c = case
+    x = torch.randn(m, 3, dtype=torch.float64)
+    truth = torch.from_numpy(resample(x.numpy(), kept))
+    assert (c @ x - truth).abs().max() < 1e-11
+    assert (c.float() @ x.float() - truth).abs().max() < 1e-5
+
+
+def test_invariants(case):
+    m, kept, c = case
+    assert (c.sum(1) - 1).abs().max() < 1e-11
+    assert (c.sum(0) - kept / m).abs().max() < 1e-11
+    assert (c @ c.T - kept / m * torch.eye(kept, dtype=c.dtype)).abs().max() < 1e-11
+    assert (c - c.flip(0, 1)).abs().max() < 1e-11
+
+
+@pytest.mark.parametrize("shape", PUBLISHED)
+def test_published_numbers(shape):
+    norm, row, largest = PUBLISHED[shape]
+    c = FreqKV.build(shape[1], shape[0])
+    assert torch.linalg.matrix_norm(c, 2).item() == pytest.approx(norm, abs=1e-6)
+    assert c.abs().sum(1).mean().item() == pytest.approx(row, abs=1e-4)
+    assert c.max().item() == pytest.approx(largest, abs=1e-6)
+
+
+@pytest.mark.parametrize("shape", GOLDEN)
+def test_golden(shape):
+    m, kept = shape
+    rows = torch.tensor(GOLDEN[shape], dtype=torch.float64)
+    c = FreqKV.build(kept, m)
+    assert (c[: len(rows)] - rows).abs().max() < 1e-6
+    if len(rows) < kept:
+        assert (c[len(rows) :] - rows.flip(0, 1)).abs().max() < 1e-6
+
+
+def test_constants_are_fixed_points():
+    c = FreqKV.build(28, 60)
+    for dtype, limit in ((torch.float64, 1e-10), (torch.float32, 1e-4)):
+        memory = torch.full((60, 1), 3.7, dtype=dtype)
+        for _ in range(100):
+            memory = torch.cat([c.to(dtype) @ memory, torch.full((32, 1), 3.7, dtype=dtype)])
+        assert (memory - 3.7).abs().max() < limit
+
+
+@pytest.mark.parametrize("missing", [1.0, 0.5], ids=["none", "twice"])
+def test_without_its_factor_it_is_none(missing):
+    c = FreqKV.build(4, 8) * (4 / 8) ** (-0.5 if missing == 1.0 else 0.5)
+    assert (c.sum(1) - 1).abs().min() > 0.2
+
+
+def test_dct_matrix_is_orthonormal():
+    d = dct_matrix(37)
+    assert (d @ d.T - torch.eye(37, dtype=d.dtype)).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 60, 4092])
+@pytest.mark.parametrize("dtype,limit", [(torch.float64, 1e-11), (torch.float32, 1e-5)])
+def test_fft_is_the_matrix(n, dtype, limit):
+    x = torch.randn(2, 3, n, 4, dtype=dtype)
+    truth = torch.from_numpy(scipy_dct(x.double().numpy(), norm="ortho", axis=2))
+    assert (dct(x) - truth).abs().max() < limit
+    assert (inverse_dct(dct(x)) - x).abs().max() < limit
+
+
+@pytest.mark.parametrize("dtype,limit", [(torch.float64, 1e-11), (torch.float32, 1e-5)])
+def test_both_transforms_and_their_gradients(dtype, limit):
+    x = torch.randn(1, 2, 60, 3, dtype=dtype, requires_grad=True)
+    weight = torch.randn(1, 2, 28, 3, dtype=dtype)
+    results = []
+    for transform in ("matrix", "fft"):
+        reduced = FreqKV(Schedule(64, 4, 28), None, transform=transform).reducer(x, None)(x)
+        results.append((reduced, *torch.autograd.grad((reduced * weight).sum(), x)))
+    for a, b in zip(*results, strict=True):
+        assert (a - b).abs().max() < limit
+
+
+def test_unknown_transform():
+    with pytest.raises(ValueError, match="transform must be one of matrix, fft, got 'dwt'"):
+        FreqKV(Schedule(64, 4, 28), None, transform="dwt")

@@ -1,0 +1,84 @@
+"""The arithmetic of rounds, against counting them one token at a time."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fathom.kvcache import Schedule
+
+TOY = Schedule(64, 4, 28)
+
+
+def counted(schedule, tokens):
+    """Entries and rounds after so many tokens, by doing it."""
+    entries = rounds = 0
+    for _ in range(tokens):
+        if entries == schedule.window:
+            entries, rounds = schedule.survivors, rounds + 1
+        entries += 1
+    return entries, rounds
+
+
+def test_published_table():
+    seen = [63, 64, 65, 95, 96, 97, 98, 128, 129]
+    assert [TOY.entries(t) for t in seen] == [63, 64, 33, 63, 64, 33, 34, 64, 33]
+
+
+@pytest.mark.parametrize("kept,rounds", [(2046, [3, 7, 15, 31, 63, 127]), (2044, [2, 6, 14, 30, 62, 126])])
+def test_published_rounds(kept, rounds):
+    schedule = Schedule(4096, 4, kept)
+    assert [schedule.rounds(2**k) for k in range(13, 19)] == rounds
+
+
+@given(st.integers(2, 40), st.data())
+def test_counting(window, data):
+    sinks = data.draw(st.integers(0, window - 2))
+    schedule = Schedule(window, sinks, data.draw(st.integers(1, window - sinks - 1)))
+    seen = data.draw(st.integers(0, 4 * window))
+    assert (schedule.entries(seen), schedule.rounds(seen)) == counted(schedule, seen)
+    assert schedule.entries(seen) <= window
+    length = data.draw(st.integers(0, 4 * window))
+    at = seen
+    for piece in schedule.cuts(seen, length):
+        schedule.fit(at, piece)
+        rounds = schedule.rounds(at + piece) - schedule.rounds(at)
+        assert rounds == (at > 0 and schedule.entries(at) == window)  # at most one, and at the start
+        at += piece
+    assert at == seen + length
+    with pytest.raises(ValueError, match="crosses"):
+        schedule.fit(seen, schedule.room(seen) + 1)
+
+
+def test_fixed_chunks_never_cross():
+    assert TOY.chunk == 32 == math.gcd(64, 32)
+    assert Schedule(4096, 4, 2044).chunk == 2048 and Schedule(4096, 4, 2046).chunk == 2
+    for at in range(0, 10 * 64, TOY.chunk):
+        TOY.fit(at, TOY.chunk)
+
+
+def test_a_crossing_chunk_is_told_what_to_do():
+    with pytest.raises(ValueError, match=r"48 tokens crosses .* token 64 \(16 left\); call prefill.* divide 32"):
+        TOY.fit(48, 48)
+
+
+def test_ratio_keeps_that_share_of_the_window():
+    assert Schedule.at(4096, 4, 0.5).survivors == 2048
+    assert Schedule.at(100, 4, 0.25) == Schedule(100, 4, 21)
+    assert Schedule.at(100, 4, 0.25, kept=30).kept == 30
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ((0, 4, 0.5), "window must be at least 1, got 0"),
+        ((64, -1, 0.5), "sinks must not be negative, got -1"),
+        ((64, 32, 0.5), "can keep 1 to 31 other entries, not 0"),
+        ((64, 4, 1.0), "ratio must lie between 0 and 1, got 1.0"),
+        ((64, 4, 0.5, 60), "can keep 1 to 59 other entries, not 60"),
+    ],
+)
+def test_impossible_schedules(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        Schedule.at(*arguments)
