@@ -1,0 +1,49 @@
+"""Bytes, counted and foretold."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from fathom.kvcache import METHODS, cache_bytes
+
+from .cases import LENGTH, N, S, cache_of, cached, model_of, tokens
+
+LAYERS, HEADS, WIDTH = 3, 2, 16
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("method", [name for name in METHODS if name != "snapkv"])
+def test_the_formula(method, dtype):
+    """Keys and values of p entries, and once a round was made, the sinks' keys as they came."""
+    model = model_of("qwen3", dtype)
+    cache = cache_of(model, method)
+    for t in range(1, 140):
+        cached(model, tokens(2, 1, seed=t), cache)
+        rows = 2 * cache.entries + (S if cache.rounds else 0)
+        assert cache.memory_bytes() == cache_bytes(cache) == 2 * LAYERS * HEADS * WIDTH * rows * dtype.itemsize
+        assert cache.entries <= N
+
+
+def test_constant_beyond_the_window():
+    model = model_of("qwen3")
+    most = []
+    for length in (2 * N, 4 * N, 16 * N):
+        cache = cache_of(model)
+        cached(model, tokens(1, length), cache)
+        most.append(cache.memory_bytes())
+    assert len(set(most)) == 1
+
+
+def test_queries_count():
+    model = model_of("qwen3")
+    cache = cache_of(model, "snapkv")
+    cached(model, tokens(1, LENGTH), cache)
+    entries = LAYERS * HEADS * WIDTH * (2 * cache.entries + S) * 4
+    assert cache.memory_bytes() == entries + LAYERS * 4 * WIDTH * cache.method.observed * 4
+
+
+def test_a_plain_cache():
+    model = model_of("qwen3")
+    cache = DynamicCache(config=model.config)
+    model(tokens(1, 100), past_key_values=cache)
+    assert cache_bytes(cache) == 2 * LAYERS * HEADS * WIDTH * 100 * 4

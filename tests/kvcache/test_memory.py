@@ -1,0 +1,136 @@
+"""The cache layer: sizes, rows, resets, copies, and what it refuses."""
+
+import copy
+
+import pytest
+import torch
+
+from fathom.kvcache import METHODS
+
+from .cases import LENGTH, N, cache_of, cached, model_of, tokens
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of("qwen3")
+
+
+@pytest.fixture(scope="module")
+def ids():
+    return tokens(3, LENGTH)
+
+
+@pytest.mark.parametrize("method", METHODS)
+@torch.no_grad()
+def test_masks_are_told_the_truth(model, method):
+    """`get_mask_sizes` is asked before `update` and must foresee it, at every step and for no tokens."""
+    cache = cache_of(model, method)
+    layer = cache.layers[0]
+    for t in range(150):
+        for q in (0, 1):
+            length, offset = layer.get_mask_sizes(q)
+            assert length + offset == t + q
+        model(tokens(1, 1, seed=t), past_key_values=cache)
+        assert layer.keys.shape[2] == layer.values.shape[2] == length == cache.entries <= N
+        assert cache.get_seq_length() == cache.seen == t + 1
+    assert cache.get_max_length() == -1 and not cache.is_compileable
+
+
+def test_longer_chunks_are_foreseen_too(model):
+    layer = cache_of(model).layers[0]
+    for q in (64, 32, 10, 22):
+        length, offset = layer.get_mask_sizes(q)
+        keys, _ = layer.update(*torch.randn(2, 1, 2, q, 16))
+        assert (keys.shape[2], offset) == (length, layer.seen - length)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_rows(model, ids, method):
+    """Reordered, selected and repeated rows go on as those rows would have."""
+    after = tokens(3, 80, seed=9)
+    indices = torch.tensor([2, 0])
+    for change, rows in [
+        (lambda c: c.reorder_cache(indices), indices),
+        (lambda c: c.batch_select_indices(indices), indices),
+        (lambda c: c.batch_repeat_interleave(2), torch.tensor([0, 0, 1, 1, 2, 2])),
+    ]:
+        cache, fresh = cache_of(model, method), cache_of(model, method)
+        cached(model, ids[:, :100], cache)
+        change(cache)
+        cached(model, ids[rows, :100], fresh)
+        a, b = cached(model, after[rows], cache), cached(model, after[rows], fresh)
+        assert (a - b).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_reset_and_offload(model, ids, method):
+    """A cache that was used and reset is a fresh one; one that was offloaded between steps is one that was not."""
+    fresh, used = cache_of(model, method), cache_of(model, method)
+    cached(model, ids[:2], used)
+    used.reset()
+    assert (used.seen, used.rounds, used.memory_bytes()) == (0, 0, 0)
+    used.reset()
+    truth = cached(model, ids, fresh)
+    assert torch.equal(cached(model, ids, used), truth)
+
+    halves, pieces = cache_of(model, method), []
+    for half in (ids[:, :N], ids[:, N:]):
+        pieces.append(cached(model, half, halves))
+        for layer in halves.layers:
+            layer.offload()
+            layer.prefetch()
+    assert torch.equal(torch.cat(pieces, 1), truth)
+
+
+def test_copies_go_their_own_ways(model, ids):
+    """One prompt, two continuations."""
+    cache = cache_of(model)
+    cached(model, ids[:, :100], cache)
+    branch = copy.deepcopy(cache)
+    a = cached(model, ids[:, 100:], branch)
+    assert cache.seen == 100
+    assert torch.equal(cached(model, ids[:, 100:], cache), a)
+    assert branch.method is cache.method  # tables and matrices are not copied
+
+
+def test_the_whole_window_is_not_kept_alive(model, ids):
+    """Sinks are copied, not viewed: a view would hold all N entries of the first window."""
+    cache = cache_of(model)
+    cached(model, ids[:, : N + 1], cache)
+    first = cache.layers[0].first
+    assert first.untyped_storage().nbytes() == first.numel() * first.element_size()
+
+
+@pytest.mark.parametrize("length", [65, 100])
+def test_crossing_chunks(model, ids, length):
+    with pytest.raises(ValueError, match=r"token 64 \(64 left\); call prefill\(model, input_ids, cache\).* divide 32"):
+        model(ids[:, :length], past_key_values=cache_of(model))
+
+
+def test_crossing_chunks_in_generate(model, ids):
+    with pytest.raises(ValueError, match="generate takes prefill_chunk_size=32"):
+        model.generate(ids[:, :100], past_key_values=cache_of(model), max_new_tokens=1)
+
+
+def test_a_refused_chunk_leaves_the_cache_as_it_was(model, ids):
+    cache, other = cache_of(model), cache_of(model)
+    for each in (cache, other):
+        cached(model, ids[:, :50], each)
+    with pytest.raises(ValueError, match="crosses"):
+        model(ids[:, 50:100], past_key_values=cache)
+    assert torch.equal(cached(model, ids[:, 50:], cache), cached(model, ids[:, 50:], other))
+
+
+def test_crop(model, ids):
+    cache = cache_of(model)
+    cached(model, ids[:, :70], cache)
+    with pytest.raises(NotImplementedError, match=r"cannot give tokens back: reset\(\) it"):
+        cache.crop(-1)
+    assert not getattr(cache, "is_croppable", False)
+
+
+@pytest.mark.parametrize("how", ["assistant", "lookup"])
+def test_assisted_decoding(model, ids, how):
+    options = dict(assistant_model=model_of("qwen3", seed=1)) if how == "assistant" else dict(prompt_lookup_num_tokens=2)
+    with pytest.raises(NotImplementedError, match="without assistant_model and prompt_lookup_num_tokens"):
+        model.generate(ids[:1, :20], past_key_values=cache_of(model), max_new_tokens=3, **options)

@@ -1,0 +1,42 @@
+"""The backend that shows queries: it shows the right ones and changes nothing."""
+
+import pytest
+import torch
+
+from fathom.kvcache.observe import observe
+
+from .cases import cache_of, cached, model_of, tokens
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("case", ["qwen3", "fathom"])
+@torch.no_grad()
+def test_results_stay(case, backend):
+    model, ids = model_of(case, attn_implementation=backend), tokens(2, 50)
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    before = model(ids, attention_mask=mask).logits
+    observe(model)
+    observe(model)
+    assert model.config._attn_implementation == f"{backend}_observed"
+    assert torch.equal(model(ids, attention_mask=mask).logits, before)
+
+
+def test_the_last_queries_are_kept():
+    """As attention sees them: turned, and scaled."""
+    model, ids = model_of("qwen3"), tokens(2, 50)
+    cache = cache_of(model, "snapkv", observed=5)
+    seen = []
+    layer = model.model.layers[0].self_attn
+    layer.q_norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    cached(model, ids, cache, 16)
+    queries = torch.cat(seen, 1).transpose(1, 2)  # [B, H, T, D], not turned
+    truth = cache.method.rope.turn(queries, 0)[:, :, -5:] * layer.scaling
+    assert (cache.layers[0].queries - truth).abs().max() < 1e-6
+
+
+def test_other_backends_are_refused():
+    model = model_of("qwen3")
+    model.config._attn_implementation_internal = "paged|sdpa"
+    with pytest.raises(ValueError, match=r"under attention 'paged\|sdpa': use sdpa or eager"):
+        observe(model)

@@ -1,0 +1,53 @@
+"""Prompts of any length, in the pieces that the method needs."""
+
+import pytest
+import torch
+
+from fathom.kvcache import build_cache, chunks, prefill
+
+from .cases import cache_of, cached, model_of, tokens
+
+
+@pytest.fixture(scope="module")
+def model():
+    return model_of("qwen3")
+
+
+def test_the_longest_pieces(model):
+    cache = cache_of(model)
+    assert [piece.shape[1] for piece in chunks(tokens(1, 150), cache)] == [64, 32, 32, 22]
+    cached(model, tokens(1, 70), cache)
+    assert [piece.shape[1] for piece in chunks(tokens(1, 80), cache)] == [26, 32, 22]
+    assert [piece.shape[1] for piece in chunks(tokens(1, 150), build_cache(model, "full"))] == [150]
+
+
+@torch.no_grad()
+def test_the_last_logits(model):
+    ids = tokens(2, 150)
+    output = prefill(model, ids, cache_of(model))
+    assert output.logits.shape[:2] == (2, 1)
+    assert (output.logits[:, -1] - cached(model, ids, cache_of(model), 1)[:, -1]).abs().max() < 1e-5
+    full = prefill(model, ids, build_cache(model, "full"))
+    assert torch.equal(full.logits, model(ids, logits_to_keep=1).logits)
+
+
+def test_then_generate(model):
+    """The prompt's last token is left to `generate`, which goes on where the cache stands."""
+    prompt = tokens(1, 150)
+    cache, chunked = cache_of(model), cache_of(model)
+    prefill(model, prompt[:, :-1], cache)
+    a = model.generate(prompt, past_key_values=cache, max_new_tokens=10, do_sample=False)
+    b = model.generate(prompt, past_key_values=chunked, max_new_tokens=10, do_sample=False, prefill_chunk_size=32)
+    assert torch.equal(a, b)
+    assert cache.seen == 159
+
+
+def test_nothing_to_read(model):
+    with pytest.raises(ValueError, match="at least one token"):
+        prefill(model, tokens(1, 0), cache_of(model))
+
+
+def test_left_padding_is_fine_for_a_full_cache(model):
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, :3] = 0
+    prefill(model, tokens(2, 20), build_cache(model, "full"), attention_mask=mask)

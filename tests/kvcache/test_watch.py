@@ -1,0 +1,111 @@
+"""What only the hook can see, each with its message; and that nothing else is stopped."""
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from fathom.kvcache import build_cache, compress_in_training, prefill, watch
+
+from .cases import SCHEDULE, cache_of, cached, model_of, tokens
+
+CASES = ["qwen3", "fathom"]
+
+
+@pytest.fixture(scope="module", params=CASES)
+def model(request):
+    return model_of(request.param)
+
+
+def padded():
+    mask = torch.ones(2, 20, dtype=torch.long)
+    mask[0, :3] = 0
+    return mask
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding(model, side):
+    mask = padded() if side == "left" else padded().flip(1)
+    with pytest.raises(ValueError, match="batch rows of equal length"):
+        model(tokens(2, 20), attention_mask=mask, past_key_values=cache_of(model))
+    with pytest.raises(ValueError, match="batch rows of equal length"):
+        prefill(model, tokens(2, 20), cache_of(model), attention_mask=mask)
+    with compress_in_training(model, **SCHEDULE), pytest.raises(ValueError, match="batch rows of equal length"):
+        model(tokens(2, 20), attention_mask=mask)
+
+
+def test_a_prompt_with_the_pad_token(model):
+    """`generate` infers padding from it; that must not pass silently, and the advice must work."""
+    prompt = tokens(1, 20)
+    prompt[0, 5] = model.config.pad_token_id
+    with pytest.raises(ValueError, match=r"attention_mask=torch.ones_like\(input_ids\)"):
+        model.generate(prompt, past_key_values=cache_of(model), max_new_tokens=2)
+    mask = torch.ones_like(prompt)
+    done = model.generate(prompt, attention_mask=mask, past_key_values=cache_of(model), max_new_tokens=2)
+    assert done.shape == (1, 22)
+
+
+def test_a_mask_of_ones_is_welcome(model):
+    ids = tokens(2, 60)
+    with torch.no_grad():
+        with_mask = model(ids, attention_mask=torch.ones_like(ids), past_key_values=cache_of(model)).logits
+    assert torch.equal(with_mask, cached(model, ids, cache_of(model)))
+
+
+def test_a_mask_of_the_callers_own(model):
+    with pytest.raises(ValueError, match="makes its own causal mask"):
+        mask = torch.ones(1, 1, 20, 20, dtype=torch.bool)
+        model(tokens(1, 20), attention_mask=mask, past_key_values=cache_of(model))
+
+
+def test_packed_rows(model):
+    positions = torch.tensor([[*range(12), *range(8)]])
+    with pytest.raises(ValueError, match="do not pack documents"):
+        model(tokens(1, 20), position_ids=positions, past_key_values=cache_of(model))
+    with compress_in_training(model, **SCHEDULE), pytest.raises(ValueError, match="do not pack documents"):
+        model(tokens(1, 20), position_ids=positions)
+
+
+def test_positions_that_leave_a_gap(model):
+    cache = cache_of(model)
+    model(tokens(1, 20), past_key_values=cache)
+    with pytest.raises(ValueError, match="do not continue the 20 tokens"):
+        model(tokens(1, 1), position_ids=torch.tensor([[25]]), past_key_values=cache)
+    model(tokens(1, 1), position_ids=torch.tensor([[20]]), past_key_values=cache)
+
+
+def test_a_cache_under_the_training_attention(model):
+    cache = cache_of(model)
+    with compress_in_training(model, **SCHEDULE):
+        with pytest.raises(ValueError, match=r"stop\(\) that before you use a cache"):
+            model(tokens(1, 20), past_key_values=cache)
+        plain = DynamicCache(config=model.config)
+        model(tokens(1, 20), past_key_values=plain)
+        with pytest.raises(ValueError, match="a cache is in use under the training attention"):
+            model(tokens(1, 1), past_key_values=plain)
+
+
+def test_a_cache_from_a_configuration():
+    """Its model must be watched first: by `watch`, or by `prefill`."""
+    model, ids = model_of("qwen3"), tokens(1, 100)
+    cache = build_cache(model.config, **SCHEDULE)
+    with pytest.raises(RuntimeError, match=r"call fathom.kvcache.watch\(model\) once"):
+        model(ids[:, :20], past_key_values=cache)
+    watch(model)
+    again = build_cache(model.config, **SCHEDULE)
+    assert torch.equal(cached(model, ids, again), cached(model, ids, cache_of(model)))
+    other = model_of("qwen3")
+    prefill(other, ids, build_cache(other.config, **SCHEDULE))
+
+
+def test_one_hook_for_any_number_of_caches():
+    model = model_of("qwen3")
+    for _ in range(3):
+        cache_of(model)
+    assert len(model.model._forward_pre_hooks) == 1
+
+
+def test_other_calls_pass(model):
+    """Padding without a compressed cache is none of our business."""
+    cache_of(model)
+    model(tokens(2, 20), attention_mask=padded())
+    model(tokens(2, 20), attention_mask=padded(), past_key_values=DynamicCache(config=model.config))
