@@ -131,6 +131,8 @@ def test_crop(model, ids):
 
 @pytest.mark.parametrize("how", ["assistant", "lookup"])
 def test_assisted_decoding(model, ids, how):
-    options = dict(assistant_model=model_of("qwen3", seed=1)) if how == "assistant" else dict(prompt_lookup_num_tokens=2)
+    options = (
+        dict(assistant_model=model_of("qwen3", seed=1)) if how == "assistant" else dict(prompt_lookup_num_tokens=2)
+    )
     with pytest.raises(NotImplementedError, match="without assistant_model and prompt_lookup_num_tokens"):
         model.generate(ids[:1, :20], past_key_values=cache_of(model), max_new_tokens=3, **options)

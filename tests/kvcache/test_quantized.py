@@ -41,7 +41,9 @@ def test_rows_and_reset(backend):
     assert cache.seen == 0
     a, b = cached(model, ids, cache), cached(model, ids, fresh)
     assert torch.equal(a, b)
-    done = model.generate(ids[:, :60], past_key_values=cache_of(model, quantized=backend), num_beams=2, max_new_tokens=9)
+    done = model.generate(
+        ids[:, :60], past_key_values=cache_of(model, quantized=backend), num_beams=2, max_new_tokens=9
+    )
     assert done.shape == (2, 69)
 
 

@@ -1,0 +1,139 @@
+"""Training under compression; that it equals the cache is shown in test_recursion.py."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fathom.kvcache import METHODS, Compression, compress_in_training
+
+from .cases import SCHEDULE, N, cache_of, cached, model_of, tokens
+
+
+def switched(model, method="freqkv", **options):
+    return compress_in_training(model, method, **{**SCHEDULE, **options})
+
+
+def gradients(model, ids):
+    model.zero_grad()
+    model(ids, labels=ids).loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("case", ["qwen3", "depth_attention", "loop"])
+@pytest.mark.parametrize("method", ["freqkv", "snapkv"])
+def test_checkpointing_is_exact(case, method):
+    model, ids = model_of(case).train(), tokens(2, 150)
+    with switched(model, method):
+        plain = gradients(model, ids)
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(use_reentrant=False))
+        assert all(map(torch.equal, gradients(model, ids), plain))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_parameter_learns(method):
+    model, ids = model_of("depth_attention").train(), tokens(2, 150)
+    with switched(model, method) as run:
+        assert isinstance(run, Compression)
+        assert all(gradient.abs().max() > 0 for gradient in gradients(model, ids))
+
+
+@pytest.mark.parametrize("method", ["freqkv", "drop"])
+@torch.no_grad()
+def test_eager_and_sdpa(method):
+    ids, logits = tokens(2, 150), []
+    for backend in ("sdpa", "eager"):
+        with switched(model := model_of("qwen3", attn_implementation=backend), method):
+            logits.append(model(ids).logits)
+        first = model(ids[:, :N]).logits
+        assert torch.equal(logits[-1][:, :N], first)
+    assert (logits[0] - logits[1]).abs().max() < 1e-5
+
+
+@torch.no_grad()
+def test_autocast_leaves_the_matrix_alone():
+    """The transform stays in float32 although autocast would take it for a matrix product like any other."""
+    model, ids = model_of("qwen3"), tokens(1, 150)
+    run = switched(model)
+    x = torch.randn(1, 2, N, 16)
+    exact = run.method.compress(x, x, x[:, :, :4], 0)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert run.method.reducer(x, None)(x[:, :, 4:]).dtype == torch.bfloat16  # what would happen otherwise
+        for a, b in zip(run.method.compress(x, x, x[:, :, :4], 0), exact, strict=True):
+            assert torch.equal(a, b)
+        assert torch.isfinite(model(ids).logits).all()
+    run.stop()
+
+
+@torch.no_grad()
+def test_switching_back():
+    model, ids = model_of("qwen3"), tokens(1, 150)
+    stock, keys = model(ids).logits, list(model.state_dict())
+    with switched(model):
+        assert not torch.equal(model(ids).logits, stock)
+        assert list(model.state_dict()) == keys
+        with pytest.raises(ValueError, match=r"already compresses in training: stop\(\) the first"):
+            switched(model)
+    assert torch.equal(model(ids).logits, stock)
+    with pytest.raises(KeyError), switched(model):
+        raise KeyError
+    assert torch.equal(model(ids).logits, stock)
+
+
+def test_a_checkpoint_saved_meanwhile_is_an_ordinary_one(tmp_path):
+    model, ids = model_of("qwen3"), tokens(1, 150)
+    with switched(model):
+        model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert again.config._attn_implementation == "sdpa"
+    with torch.no_grad():
+        assert torch.equal(again.eval()(ids).logits, model(ids).logits)
+
+
+def test_without_a_schedule():
+    model = model_of("qwen3")
+    model.set_attn_implementation("fathom_kvcache")
+    with pytest.raises(RuntimeError, match=r"switch it on with compress_in_training\(model, …\)"):
+        model(tokens(1, 10))
+
+
+def test_other_backends_are_refused():
+    model = model_of("qwen3")
+    model.config._attn_implementation_internal = "flex_attention"
+    with pytest.raises(ValueError, match=r"call model.set_attn_implementation\('sdpa'\) first"):
+        switched(model)
+
+
+@torch.no_grad()
+def test_a_model_that_was_observed():
+    """A snapkv cache leaves its backend on the model; training takes the one beneath."""
+    model, ids = model_of("qwen3"), tokens(1, 150)
+    truth = cached(model, ids, cache_of(model, "snapkv"))
+    with switched(model, "snapkv"):
+        assert (model(ids).logits - truth).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("case", ["fathom", "depth_attention"])
+def test_a_few_steps_help_beyond_the_window(case):
+    """Tuned under compression, the model predicts what it could not before: the word of 100 tokens ago, over again."""
+    model = model_of(case).train()
+    ids = tokens(8, 32).repeat(1, 6)  # a period of 32 survives no round without tuning
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    with switched(model):
+        for _ in range(12):
+            loss = model(ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    assert losses[-1] < 0.9 * losses[0]
+
+
+@pytest.mark.slow
+def test_fullgraph_compile():
+    """The number of groups is the shape's, so there is one graph."""
+    model, ids = model_of("fathom"), tokens(1, 150)
+    with switched(model), torch.no_grad():
+        truth = model(ids, use_cache=False).logits
+        compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+        assert (compiled(ids, use_cache=False).logits - truth).abs().max() < 1e-5

@@ -1,0 +1,53 @@
+"""Names, options, and the caches made of them."""
+
+import pytest
+from transformers import DynamicCache
+
+from fathom.kvcache import METHODS, MemoryCache, Schedule, build_cache
+from fathom.kvcache.build import make_method
+
+from .cases import model_of
+
+
+def test_the_methods():
+    assert list(METHODS) == ["freqkv", "sinks", "average", "drop", "learned", "snapkv", "key_norm"]
+    assert all(name == method.name for name, method in METHODS.items())
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_by_name(name):
+    model = model_of("qwen3")
+    cache = build_cache(model, name, window=32, sinks=2, ratio=0.25)
+    assert isinstance(cache, MemoryCache) and len(cache.layers) == 3
+    assert cache.schedule == (Schedule(32, 2, 29) if name == "sinks" else Schedule(32, 2, 6))
+    assert (cache.seen, cache.entries, cache.rounds, cache.memory_bytes()) == (0, 0, 0, 0)
+
+
+def test_full():
+    assert type(build_cache(model_of("qwen3"), "full", window=32)) is DynamicCache
+    assert type(build_cache(model_of("qwen3").config, "full")) is DynamicCache
+
+
+def test_options_reach_the_method():
+    assert build_cache(model_of("qwen3"), "freqkv", window=32, transform="fft").method.transform == "fft"
+    assert build_cache(model_of("qwen3"), "freqkv", window=32, kept=20).schedule.kept == 20
+
+
+def test_a_method_of_ones_own():
+    model = model_of("qwen3")
+    method = make_method(model.config, "freqkv", window=32)
+    assert build_cache(model, method).method is method
+
+
+@pytest.mark.parametrize(
+    "arguments,error,message",
+    [
+        (dict(method="dct", window=32), ValueError, "method must be one of full, freqkv, .*, got 'dct'"),
+        (dict(), ValueError, "window must be given"),
+        (dict(window=32, sinks=20), ValueError, "choose another ratio, or fewer sinks"),
+        (dict(window=32, transfrom="fft"), TypeError, "transfrom"),
+    ],
+)
+def test_bad_arguments(arguments, error, message):
+    with pytest.raises(error, match=message):
+        build_cache(model_of("qwen3"), **arguments)
