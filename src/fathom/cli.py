@@ -255,6 +255,7 @@ def generate(parser: Parser, words: Sequence[str]) -> int:
     parser.add_argument("--seed", type=int, help="draw the same text every time")
     parser.add_argument("--static-cache", action="store_true", help="reserve the cache for the whole text at once")
     parser.add_argument("--compile", action="store_true", help="compile decoding, with a static cache")
+    _add_kvcache(parser)
     _add_opening(parser)
     parser.add_argument("--json", action="store_true", help="print text and speed for a program")
     options = parser.parse_args(words)
@@ -266,7 +267,7 @@ def generate(parser: Parser, words: Sequence[str]) -> int:
 
 @command("score checkpoints on lm-eval's tasks and on any text, with paired differences")
 def evaluate(parser: Parser, words: Sequence[str]) -> int:
-    """`fathom evaluate MODEL [MODEL ...] --tasks NAMES --perplexity FILES`."""
+    """`fathom evaluate MODEL [MODEL ...] --tasks NAMES --perplexity FILES --kvcache METHODS`."""
     parser.add_argument(
         "checkpoints",
         nargs="+",
@@ -290,6 +291,10 @@ def evaluate(parser: Parser, words: Sequence[str]) -> int:
         "--context", type=int, help="tokens a prediction may see (default: the model's own; for text 2048 at most)"
     )
     parser.add_argument("--stride", type=int, help="tokens from window to window of text (default: the context)")
+    _add_kvcache(parser, several=True)
+    parser.add_argument(
+        "--at", default="1x,2x,4x,8x", metavar="LENGTHS", help="windows read, for --kvcache (default: 1x,2x,4x,8x)"
+    )
     parser.add_argument("--limit", type=int, help="documents of each task and domain; for trying out")
     parser.add_argument("--batch-size", type=int, help="rows at once (default: as many as fit; some on a CPU)")
     _add_opening(parser)
@@ -335,6 +340,7 @@ def serve(parser: Parser, words: Sequence[str]) -> int:
     )
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: auto, as stored)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    _add_kvcache(parser)
     parser.add_argument("--lens", action="store_true", help="offer the lens at /lens")
     parser.add_argument(
         "--grace", type=float, default=20.0, help="seconds to finish requests when told to stop (default: 20)"
@@ -402,9 +408,28 @@ def _dry_run(recipe: Recipe, as_json: bool) -> int:
         "memory per rank": f"{cost.state_bytes / gib:.2f} GiB of weights, gradients and optimizer state, "
         f"and about {cost.activation_bytes / gib:.2f} GiB of activations",
     }
+    if cost.compressions:
+        rows["compressions"] = f"{cost.compressions} of each row's memory, {recipe.kvcache.method}"
     for name, value in rows.items():
         print(f"{name:<16} {value}")
     return 0
+
+
+def _add_kvcache(parser: Parser, several: bool = False) -> None:
+    """Which cache a model gets, and when it is compressed."""
+    words = "METHOD[,METHOD...]" if several else "METHOD"
+    parser.add_argument(
+        "--kvcache",
+        metavar=words,
+        help="freqkv, average, drop, sinks, snapkv, key_norm: hold no more than a window; full: everything"
+        + ("; compare these caches" if several else " (default)"),
+    )
+    tuned = "default: what the checkpoint was tuned for"
+    parser.add_argument("--kvcache-window", type=int, metavar="N", help=f"entries that a cache may hold ({tuned})")
+    parser.add_argument("--kvcache-sinks", type=int, metavar="S", help=f"never compressed ({tuned}, or 4)")
+    parser.add_argument(
+        "--kvcache-ratio", type=float, metavar="R", help=f"share that a compression leaves ({tuned}, or 0.5)"
+    )
 
 
 def _add_opening(parser: Parser) -> None:

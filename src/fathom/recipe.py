@@ -150,8 +150,26 @@ class Track:
 
 
 @dataclass(frozen=True)
+class KVCache:
+    """What attention keeps of the past while the weights are tuned: everything, or a compressed memory."""
+
+    method: Literal["full", "freqkv", "average", "drop", "snapkv", "key_norm"] = "full"
+    """how a memory is compressed whenever it is full; the weights get used to it. full keeps everything"""
+    window: int | None = None
+    """entries that a memory holds at most; the context that the weights were trained at, and less than a row"""
+    sinks: int = 4
+    """first entries, which are never compressed"""
+    ratio: float = 0.5
+    """share of the window that is left after a compression, sinks included"""
+
+    def schedule(self) -> dict[str, Any]:
+        """What an export's config.json says of it, and what builds its cache."""
+        return {"method": self.method, "window": self.window, "sinks": self.sinks, "ratio": self.ratio}
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """A run: model, data, optimizer, loop, ranks, evaluation, tracking."""
+    """A run: model, data, optimizer, loop, ranks, evaluation, tracking, cache."""
 
     model: dict[str, Any] = field(default_factory=dict)
     """the keys of config.json, and from_pretrained: a checkpoint directory to continue from"""
@@ -167,6 +185,8 @@ class Recipe:
     """held-out text"""
     track: Track = field(default_factory=Track)
     """where numbers go"""
+    kvcache: KVCache = field(default_factory=KVCache)
+    """what attention keeps of the past"""
 
     @property
     def rows_per_step(self) -> int:
@@ -202,6 +222,7 @@ SECTIONS: dict[str, type] = {
     "parallel": ParallelRecipe,
     "evaluate": Evaluate,
     "track": Track,
+    "kvcache": KVCache,
 }
 
 # Keys that change how a run is carried out, not what it computes: a resumed run may change them.
@@ -236,6 +257,27 @@ def parse_recipe(values: dict[str, Any], overrides: Sequence[str] = ()) -> Recip
         if not holds:
             raise RecipeError(f"{key}={_show(_get(recipe.to_dict(), key))}: {allowed}")
     return recipe
+
+
+def cache_policy(
+    method: str, recorded: Any, window: int | None = None, sinks: int | None = None, ratio: float | None = None
+) -> dict[str, Any]:
+    """Method and schedule of a cache: what is asked for, else what the checkpoint was tuned for, else the defaults.
+
+    Args:
+        method: A name of `fathom.kvcache.METHODS`, or `full`.
+        recorded: `kvcache` of the checkpoint's configuration, None if it has none.
+        window: Entries at most.
+        sinks: Entries that are never compressed.
+        ratio: Share that a compression leaves.
+    """
+    known = {"sinks": KVCache.sinks, "ratio": KVCache.ratio, **(recorded if isinstance(recorded, dict) else {})}
+    known |= {k: v for k, v in {"window": window, "sinks": sinks, "ratio": ratio}.items() if v is not None}
+    if method != "full" and known.get("window") is None:
+        raise RecipeError(
+            f"--kvcache {method} needs --kvcache-window: this checkpoint was not tuned for a compressed cache"
+        )
+    return {**{key: known.get(key) for key in ("window", "sinks", "ratio")}, "method": method}
 
 
 def differences(a: Recipe, b: Recipe, ignore: Sequence[str] = FREE_ON_RESUME) -> list[str]:
@@ -291,6 +333,23 @@ def _rules(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     yield buckets, "evaluate.position_buckets", "allowed: 1 to data.sequence_length - 1, the targets of a row"
     known = set(recipe.track.backends) <= {"wandb", "trackio", "tensorboard"}
     yield known, "track.backends", "allowed: any of wandb, trackio, tensorboard"
+    yield from _kvcache_rules(recipe)
+
+
+def _kvcache_rules(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
+    kvcache, length = recipe.kvcache, recipe.data.sequence_length
+    if kvcache.method == "full":
+        yield kvcache.window is None, "kvcache.window", "allowed: null, unless kvcache.method compresses"
+        return
+    window = kvcache.window or 0
+    shorter = f"allowed: less than data.sequence_length={length}, or nothing is ever compressed"
+    yield kvcache.window is not None, "kvcache.window", f"kvcache.method={kvcache.method} needs it; {shorter}"
+    yield 1 <= window < length, "kvcache.window", shorter
+    yield 0 < kvcache.ratio < 1, "kvcache.ratio", "allowed: a share between 0 and 1"
+    most = int(kvcache.ratio * window) - 1
+    yield 0 <= kvcache.sinks <= most, "kvcache.sinks", f"allowed: 0 to {most} with this window and ratio"
+    one_text = recipe.data.packing == "windows"
+    yield one_text, "data.packing", "allowed: windows, since one memory cannot hold several documents apart"
 
 
 def _config(model: dict[str, Any]) -> FathomConfig:

@@ -222,7 +222,7 @@ def score(
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if begin is None:
         raise PerplexityError("the tokenizer has neither BOS nor EOS for a document to begin with")
-    encode = _encoder(tokenizer, domain)
+    encode = encoder(tokenizer, domain)
     result = DomainScore()
     pending: list[tuple[int, Window, np.ndarray]] = []
     with ProgressBar(domain.name, sum(document.bytes for document in domain.documents)) as bar:
@@ -304,7 +304,7 @@ class _Forward:
         return np.split(flat, np.cumsum([count for _, count in batch])[:-1])
 
 
-def _encoder(tokenizer: Any, domain: Domain) -> Any:
+def encoder(tokenizer: Any, domain: Domain) -> Any:
     """Text to ids as `fathom prepare` makes them: nothing added, and no special token read from a document."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:

@@ -66,8 +66,15 @@ def run_evaluate(options: Namespace, find: Callable[[str], Path], opener: Callab
         find: From a path of the command line to a model directory.
         opener: Opens one: `open_checkpoint`.
     """
+    if options.kvcache:
+        from fathom.evaluation.kvcache_command import run_kvcache
+
+        return run_kvcache(options, find, opener)
+    for name in ("window", "sinks", "ratio"):
+        if (value := getattr(options, f"kvcache_{name}")) is not None:
+            raise EvaluateError(f"--kvcache-{name} {value}: give --kvcache METHODS with it")
     if not options.tasks and not options.perplexity:
-        raise EvaluateError("nothing to do: give --tasks or --perplexity")
+        raise EvaluateError("nothing to do: give --tasks, --perplexity or --kvcache")
     open_one = partial(opener, device=options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
     checkpoints = name_checkpoints(options.checkpoints, find, open_one)
     names = _task_names(options.tasks) if options.tasks else []
@@ -185,7 +192,7 @@ def _task(checkpoint: Checkpoint, name: str, options: Namespace) -> TaskResult:
             checkpoint.lm = open_lm(model, tokenizer, options.batch_size, options.context)
         return asdict(run_task(checkpoint.lm, name, settings, data))
 
-    found = TaskResult(**_kept(checkpoint, options.out, "tasks", name, key, make))
+    found = TaskResult(**kept(checkpoint, options.out, "tasks", name, key, make))
     if options.out is not None:
         write_json(options.out / quote(checkpoint.name, safe=" ") / f"{quote(name, safe=' ')}.json", found.results)
     return found
@@ -209,10 +216,10 @@ def _domain(checkpoint: Checkpoint, domain: Domain, context: int, options: Names
     def make() -> dict[str, Any]:
         return score(*checkpoint.open(), domain, context, options.stride, options.batch_size).to_dict()
 
-    return DomainScore(**_kept(checkpoint, options.out, "perplexity", domain.name, key, make))
+    return DomainScore(**kept(checkpoint, options.out, "perplexity", domain.name, key, make))
 
 
-def _kept(
+def kept(
     checkpoint: Checkpoint, out: Path | None, kind: str, name: str, key: Mapping[str, Any], make: Callable[[], Any]
 ) -> dict[str, Any]:
     """What was computed before under the same conditions; else computed now, and kept where there is a place."""

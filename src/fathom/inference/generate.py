@@ -9,13 +9,14 @@ import sys
 import time
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any
 
 import torch
 
 from fathom.data.progress import ProgressBar
+from fathom.inference.memory import Policy, choose
 
 Write = Callable[[str], Any]
 BATCH = {"cpu": 8, "other": 32}
@@ -50,6 +51,8 @@ class Sampling:
     """Reserve the cache for the whole text at once."""
     compile: bool = False
     """Compile decoding, with a static cache: slow to begin, then fast on a GPU."""
+    memory: Policy | None = None
+    """A cache of constant size: prompts go one by one, and the context has no end."""
 
     def __post_init__(self) -> None:
         allowed = {
@@ -61,6 +64,10 @@ class Sampling:
         for name, (holds, words) in allowed.items():
             if not holds:
                 raise GenerateError(f"--{name.replace('_', '-')} {getattr(self, name)}: allowed: {words}")
+        if self.memory is not None and (self.static_cache or self.compile):
+            raise GenerateError(
+                "--kvcache makes a cache that grows and shrinks: leave out --static-cache and --compile"
+            )
         if unknown := sorted(set(self.options) - _generation_options()):
             raise GenerateError(f"--set {unknown[0]}: transformers' GenerationConfig has no such option to set here")
 
@@ -141,7 +148,7 @@ def generate(
     """
     sampling = sampling or Sampling()
     ids = encode(tokenizer, prompt)
-    _room(model, ids)
+    _room(model, ids, sampling)
     _seed(sampling.seed)
     return _stream(model, tokenizer, ids, sampling, write)
 
@@ -198,7 +205,7 @@ def chat(
         messages.append({"role": "user", "content": line.rstrip("\n")})
         ids = encode(tokenizer, messages)
         try:
-            _room(model, ids)
+            _room(model, ids, sampling)
         except GenerateError as error:
             messages.pop()
             write(f"[{error}; /new starts over]\n")
@@ -220,6 +227,12 @@ def generate_file(
     """
     records = _read_records(prompts)
     size = batch_size or BATCH["cpu" if model.device.type == "cpu" else "other"]
+    if sampling.memory is not None:
+        if batch_size not in (None, 1):
+            raise GenerateError(
+                f"--batch-size {batch_size}: with --kvcache prompts go one by one, since none is padded"
+            )
+        size = 1
     with _locked(out) as file, ProgressBar("generating", len(records)) as bar:
         done = began_with = _resume(file, records, prompts, out)
         tokens, began = 0, time.perf_counter()
@@ -258,6 +271,8 @@ def run_generate(options: Namespace) -> int:
     model, tokenizer = load(
         options.model, options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code
     )
+    kvcache = (options.kvcache, options.kvcache_window, options.kvcache_sinks, options.kvcache_ratio)
+    sampling = replace(sampling, memory=choose(model, *kvcache))
     if options.chat:
         chat(model, tokenizer, sampling, _typed(), to_terminal, options.system)
     elif options.prompts is not None:
@@ -305,7 +320,7 @@ def _run(
         ids[i, width - len(prompt) :] = torch.tensor(prompt)
         mask[i, width - len(prompt) :] = 1
     # Every prompt gets as many tokens as it would get alone; what a shorter limit cuts off is cut off below.
-    rooms = [min(sampling.max_new_tokens, _room(model, prompt)) for prompt in prompts]
+    rooms = [min(sampling.max_new_tokens, _room(model, prompt, sampling)) for prompt in prompts]
     arguments = {
         "max_new_tokens": max(rooms),
         "pad_token_id": pad,
@@ -315,6 +330,8 @@ def _run(
     }
     began = time.perf_counter()
     try:
+        if sampling.memory is not None:
+            arguments |= sampling.memory.read(model, ids.to(model.device), sampling.options.get("num_beams", 1))
         out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), streamer=streamer, **arguments)
     except ValueError as error:  # options that do not go together
         raise GenerateError(f"transformers: {' '.join(str(error).split())}") from error
@@ -332,7 +349,9 @@ def _run(
     return made
 
 
-def _room(model: Any, ids: Sequence[int]) -> int:
+def _room(model: Any, ids: Sequence[int], sampling: Sampling) -> int:
+    if sampling.memory is not None:
+        return sys.maxsize
     limit = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
     if len(ids) >= limit:
         raise GenerateError(f"the prompt has {len(ids)} tokens; this model's context is {limit}")
@@ -357,7 +376,7 @@ def _answer(model: Any, tokenizer: Any, batch: Sequence[dict[str, Any]], samplin
     for record in batch:
         try:
             ids = encode(tokenizer, record["prompt"] if "prompt" in record else record["messages"])
-            _room(model, ids)
+            _room(model, ids, sampling)
             prompts.append(ids)
             answers.append({})
         except GenerateError as error:

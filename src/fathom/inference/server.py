@@ -43,11 +43,13 @@ from transformers.cli.serving.utils import DirectStreamer, GenerateManager, Gene
 from transformers.utils import logging
 
 from fathom.inference.checkpoint import open_checkpoint
+from fathom.inference.memory import Policy, choose
 
 logger = logging.get_logger(__name__)
 
 ROUTES = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health"}
 NEW_TOKENS = 1024  # where a request names no number, as in transformers
+ENDLESS = 1 << 20  # tokens of context that are offered where a cache of constant size sets no limit
 WAITING = 256  # requests at a time; each holds its tokens and a socket
 LENS_TEXT = "To fathom: to measure a depth; to understand after much thought."
 
@@ -215,9 +217,9 @@ def before_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
 class _Worker(GenerateManager):
     """One generation after another on one thread, each of which can be given up."""
 
-    def __init__(self, context: int) -> None:
+    def __init__(self, context: int, memory: Policy | None = None) -> None:
         super().__init__()
-        self.context = context
+        self.context, self.memory = context, memory
         self._under_way: set[_Streamer] = set()
         self._closed = False
 
@@ -264,7 +266,8 @@ class _Worker(GenerateManager):
             try:
                 if seed is not None:  # here, not where the request came in: others may run in between
                     torch.manual_seed(seed)
-                model.generate(**inputs, generation_config=config, streamer=streamer)
+                cache = self.memory.read(model, inputs["input_ids"]) if self.memory else {}
+                model.generate(**inputs, **cache, generation_config=config, streamer=streamer)
             except _Finished:
                 streamer.end()
             except ApiError as error:
@@ -311,7 +314,7 @@ class _OneWorker(GenerationState):
 class _OneModel(ModelManager):
     """The model that is served, and no way to another."""
 
-    def __init__(self, model: Any, tokenizer: Any, name: str) -> None:
+    def __init__(self, model: Any, tokenizer: Any, name: str, context: int) -> None:
         super().__init__(device=str(model.device), model_timeout=-1)
         self.model, self.tokenizer, self.name = model, tokenizer, name
         self.card = {
@@ -319,7 +322,7 @@ class _OneModel(ModelManager):
             "object": "model",
             "created": int(time.time()),
             "owned_by": "fathom",
-            "max_model_len": model.config.max_position_embeddings,
+            "max_model_len": context,
         }
 
     def load_model_and_processor(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -495,7 +498,14 @@ async def _hang_up(receive: Callable[[], Awaitable[Any]]) -> None:
         pass
 
 
-def build_app(model: Any, tokenizer: Any, name: str, api_key: str | None = None, lens: bool = False) -> FastAPI:
+def build_app(
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    api_key: str | None = None,
+    lens: bool = False,
+    memory: Policy | None = None,
+) -> FastAPI:
     """The server as an ASGI application.
 
     Args:
@@ -504,6 +514,7 @@ def build_app(model: Any, tokenizer: Any, name: str, api_key: str | None = None,
         name: What clients call it.
         api_key: What clients must send as `Authorization: Bearer KEY`.
         lens: Offer the lens at /lens.
+        memory: A cache of constant size for every request, in place of one that holds all of its text.
     """
     generation = model.generation_config
     if generation.eos_token_id is None:
@@ -513,8 +524,8 @@ def build_app(model: Any, tokenizer: Any, name: str, api_key: str | None = None,
             tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
         )
 
-    context = model.config.max_position_embeddings
-    worker, manager = _Worker(context), _OneModel(model, tokenizer, name)
+    context = model.config.max_position_embeddings if memory is None else ENDLESS
+    worker, manager = _Worker(context, memory), _OneModel(model, tokenizer, name, context)
     state = _OneWorker(worker)
     # Handlers of routes that are not kept: their number differs between versions of transformers.
     handlers: dict[str, Any] = {h: None for h in inspect.signature(build_server).parameters if h.endswith("_handler")}
@@ -630,6 +641,10 @@ def serve(
     lens: bool = False,
     grace: float = 20.0,
     trust_remote_code: bool = False,
+    kvcache: str | None = None,
+    kvcache_window: int | None = None,
+    kvcache_sinks: int | None = None,
+    kvcache_ratio: float | None = None,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C.
 
@@ -644,6 +659,10 @@ def serve(
         lens: Offer the lens at /lens.
         grace: Seconds that requests under way may take to finish once the server was told to stop.
         trust_remote_code: Run Python files of the directory, for architectures that nobody here knows.
+        kvcache: How a request's cache is compressed; by default it holds everything.
+        kvcache_window: Entries that a cache may hold.
+        kvcache_sinks: First entries that are never compressed.
+        kvcache_ratio: Share that a compression leaves.
     """
     if api_key is not None and not api_key.strip():
         raise ServeError("the API key is empty (--api-key or FATHOM_API_KEY)")
@@ -660,7 +679,8 @@ def serve(
     try:
         model, tokenizer = open_checkpoint(path, device, dtype, trust_remote_code, into_fathom=lens)
         name = name or Path(path).resolve().name
-        app = build_app(model, tokenizer, name, api_key, lens)
+        memory = choose(model, kvcache, kvcache_window, kvcache_sinks, kvcache_ratio)
+        app = build_app(model, tokenizer, name, api_key, lens, memory)
         worker: _Worker = app.state.worker
         url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
         ready = f"{name} at {url}/v1" + (f", lens at {url}/lens" if lens else "")

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fathom.recipe import Recipe, RecipeError
 from fathom.training.guard import Guard
+from fathom.training.kvcache import compress
 from fathom.training.optimizer import Optimizer, learning_rate
 from fathom.training.parallel import Ranks, device_of, parallelize, release_gathered, synchronize_gradients, whole
 
@@ -127,6 +128,7 @@ def build_training(recipe: Recipe, ranks: Ranks | None = None, data: TokenDatase
     data.require_vocabulary(config.vocab_size)
     plan = BatchPlan(data, recipe.data.sequence_length, rows * ranks.world_size, recipe.data_seed, recipe.data.packing)
     model = build_model(recipe, config, ranks.device)
+    compress(model, recipe)
     parallelize(model, ranks, recipe)
     optimizer = Optimizer(model, recipe.optim)
     return Training(recipe, ranks, config, model, optimizer, Guard(recipe.train.skip_spikes, ranks.device), data, plan)

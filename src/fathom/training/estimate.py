@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from fathom.recipe import Recipe
+from fathom.training.kvcache import compressions
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,8 @@ class Estimate:
     """Per rank: fp32 weights, gradients and optimizer moments, and the bf16 weights in use."""
     activation_bytes: int
     """Per rank and micro-batch: what a fused implementation keeps for the backward pass; an estimate."""
+    compressions: int
+    """Of each row's memory; 0 without a cache policy."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -58,6 +61,7 @@ def estimate(recipe: Recipe) -> Estimate:
         ranks=ranks,
         state_bytes=state,
         activation_bytes=_activation_bytes(recipe, config),
+        compressions=compressions(recipe),
     )
 
 

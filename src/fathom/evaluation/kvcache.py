@@ -1,0 +1,150 @@
+"""What a cache costs and what it keeps: loss by position, needles by compressions, bytes, peak memory and speed.
+
+A model reads a text through a cache as it would when serving: in the chunks that the cache allows, each token once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers.cache_utils import Cache
+
+from fathom.kvcache import cache_bytes, chunks
+
+CHUNK = 512
+"""Tokens that a cache without a schedule reads at once."""
+STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+NewCache = Callable[[], Cache]
+
+
+def read(model: Any, ids: Tensor, cache: Cache, keep: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+    """Read a text `[B, T]` piece by piece: each piece's ids and logits `[B, c, V]`.
+
+    Args:
+        model: Any causal language model.
+        ids: The text, or how it goes on after what the cache has seen.
+        cache: Is filled.
+        keep: Logits of the last so many positions of each piece; 0 for all.
+    """
+    ids = ids.to(model.device)
+    for chunk in chunks(ids, cache):
+        for piece in chunk.split(CHUNK, dim=1):
+            with torch.no_grad():
+                yield piece, model(piece, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
+
+
+def scorer(model: Any, new_cache: NewCache) -> Callable[[Tensor, Tensor], Tensor]:
+    """As `retrieval.recall` asks: ids `[B, T]` and n tokens to the logits of these, `[B, T, n]`."""
+
+    def score(ids: Tensor, tokens: Tensor) -> Tensor:
+        tokens = tokens.to(model.device)
+        return torch.cat([logits[..., tokens].float() for _, logits in read(model, ids, new_cache())], dim=1)
+
+    return score
+
+
+def losses(model: Any, ids: Tensor, cache: Cache) -> np.ndarray:
+    """Nats of every predicted token of a text `[1, T]`: T - 1 of them."""
+    found, start = [], 0
+    targets = ids[0].to(model.device)
+    for piece, logits in read(model, ids, cache):
+        stop = start + piece.shape[1]
+        target = targets[start + 1 : stop + 1]
+        found.append(F.cross_entropy(logits[0, : len(target)].float(), target, reduction="none"))
+        start = stop
+    return torch.cat(found).double().cpu().numpy()
+
+
+def stretches(nats: np.ndarray, width: int) -> list[float]:
+    """Sums of nats over stretches of `width` positions, a last short one left out."""
+    whole = len(nats) // width * width
+    return [float(total) for total in nats[:whole].reshape(-1, width).sum(1)]
+
+
+@dataclass(frozen=True)
+class Load:
+    """A cache after so many tokens."""
+
+    tokens: int
+    entries: int
+    """Of each layer."""
+    cache_bytes: int
+    peak_bytes: int | None
+    """More than before the text, weights thus left out; None where the system does not tell."""
+    prefill_tokens_per_second: float
+    """Over all tokens so far."""
+    decode_ms: dict[str, float]
+    """Milliseconds for a token: p50, p90 and max, compressions included."""
+
+
+def loads(model: Any, ids: Tensor, cache: Cache, lengths: Sequence[int], decode: int) -> Iterator[Load]:
+    """Read a text `[1, T]` and stop at some lengths, to look at the cache and to read `decode` tokens one by one."""
+    seen, seconds = 0, 0.0
+    _wait(model)
+    peak = Peak(model)
+    for length in sorted(lengths):
+        began = time.perf_counter()
+        for _ in read(model, ids[:, seen:length], cache, keep=1):
+            pass
+        _wait(model)
+        seconds += time.perf_counter() - began
+        prefilled, seen = length, length + decode
+        held, entries = cache_bytes(cache), cache.layers[0].get_mask_sizes(0)[0]
+        spent = [_timed(model, ids[:, at : at + 1], cache) for at in range(length, seen)]
+        p50, p90 = np.percentile(spent, (50, 90))
+        times = {"p50": float(p50), "p90": float(p90), "max": max(spent)}
+        yield Load(prefilled, entries, held, peak.bytes(), prefilled / seconds, times)
+
+
+def _timed(model: Any, ids: Tensor, cache: Cache) -> float:
+    """Milliseconds for one step of decoding."""
+    began = time.perf_counter()
+    for _ in read(model, ids, cache, keep=1):
+        pass
+    _wait(model)
+    return 1000 * (time.perf_counter() - began)
+
+
+class Peak:
+    """Most memory in use since now, over what was in use: of the device, or of this process on Linux."""
+
+    def __init__(self, model: Any) -> None:
+        self.cuda = model.device.type == "cuda"
+        self.before: int | None = None
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats(model.device)
+            self.before = torch.cuda.memory_allocated(model.device)
+            return
+        gc.collect()
+        with suppress(OSError, AttributeError):
+            ctypes.CDLL(None).malloc_trim(0)  # what was freed is not in use
+            RESET.write_text("5")  # the peak becomes the present
+            self.before = _status("VmRSS")
+
+    def bytes(self) -> int | None:
+        """Of the peak so far."""
+        if self.before is None:
+            return None
+        return (torch.cuda.max_memory_allocated() if self.cuda else _status("VmHWM")) - self.before
+
+
+def _status(key: str) -> int:
+    line = next(line for line in STATUS.read_text().splitlines() if line.startswith(key))
+    return int(line.split()[1]) * 1024
+
+
+def _wait(model: Any) -> None:
+    if model.device.type == "cuda":
+        torch.cuda.synchronize(model.device)

@@ -1,0 +1,172 @@
+"""Needles in a text: planted once, asked for once, and counted by the compressions they went through in between.
+
+A needle binds a key to a value. What follows a question is the text again, so no answer is ever read. One needle can be
+carried as a constant over the whole memory; several at once cannot, and are the honest test.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fathom.kvcache.schedule import Schedule
+
+Scorer = Callable[[Tensor, Tensor], Tensor]
+"""Ids `[B, T]`, and n tokens of interest, to the logits of these, `[B, T, n]`."""
+
+
+class RetrievalError(ValueError):
+    """Needles that cannot be planted as asked; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Needles:
+    """Which tokens plant a needle, which ask for it, and which may answer."""
+
+    planted: Tensor
+    """`[K, V, p]`: what is planted for a key and a value."""
+    asked: Tensor
+    """`[K, q]`: what asks for a key; the answer is predicted at its last token."""
+    answers: Tensor
+    """`[V]`: the token that a value is answered with."""
+
+    @property
+    def chance(self) -> float:
+        """Accuracy of guessing."""
+        return 1 / len(self.answers)
+
+    @classmethod
+    def synthetic(cls, keys: int = 16, values: int = 16, first: int = 0) -> Needles:
+        """For a model of its own: one token is a whole needle, so that nothing but memory is tested.
+
+        The tokens from `first` on are the answers, the questions and the needles, `values + keys + keys · values`.
+        """
+        pairs = torch.arange(keys * values).view(keys, values, 1) + first + values + keys
+        asked = torch.arange(keys).view(keys, 1) + first + values
+        return cls(pairs, asked, torch.arange(values) + first)
+
+    @classmethod
+    def drawn(
+        cls, ids: Tensor, generator: torch.Generator, keys: int = 64, values: int = 16, length: int = 2
+    ) -> Needles:
+        """For any language model: a key is `length` tokens, a needle is a key and a value, a question is a key again.
+
+        Args:
+            ids: Tokens to make them of.
+            generator: Chooses.
+            keys: How many.
+            values: How many.
+            length: Tokens of a key.
+        """
+        if len(ids) < values + 2 * length:
+            raise RetrievalError(f"{len(ids)} tokens are too few to make needles of")
+        order = ids[torch.randperm(len(ids), generator=generator)]
+        answers, rest = order[:values], order[values:]
+        asked = rest[torch.randint(0, len(rest), (keys, length), generator=generator)]
+        planted = torch.cat([asked[:, None].expand(-1, values, -1), answers[None, :, None].expand(keys, -1, 1)], dim=-1)
+        return cls(planted, asked, answers)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Texts with needles in them."""
+
+    ids: Tensor
+    """`[B, T]`."""
+    value: Tensor
+    """`[B, n]`: the value that each needle holds."""
+    planted: Tensor
+    """`[B, n]`: where it begins."""
+    asked: Tensor
+    """`[B, n]`: where its question ends, which is where the answer is predicted."""
+
+    def rounds(self, schedule: Schedule) -> Tensor:
+        """`[B, n]`: compressions that each needle went through before its answer is predicted."""
+        # The question's last token may itself set one off; a needle is in the memory once it was read.
+        before = torch.tensor([schedule.rounds(t) for t in range(self.ids.shape[1] + 1)])
+        return before[self.asked + 1] - before[self.planted + 1]
+
+    def labels(self, needles: Needles) -> Tensor:
+        """`[B, T]`: the answer where one is predicted, -100 elsewhere."""
+        empty = torch.full_like(self.ids, -100)
+        return empty.scatter(1, self.asked, needles.answers[self.value])
+
+
+def plant(text: Tensor, needles: Needles, count: int, generator: torch.Generator, within: int | None = None) -> Rows:
+    """Plant `count` needles in every row of a text `[B, T]`, and ask for each.
+
+    Args:
+        text: Is not changed.
+        needles: What to plant.
+        count: Needles in a row, all of different keys.
+        generator: Draws keys, values and places.
+        within: Plant in the first three quarters of so many tokens and ask after those; else anywhere, in this order.
+    """
+    batch, length = text.shape
+    wide = max(needles.planted.shape[-1], needles.asked.shape[-1])
+    slots = length // wide
+    border = 3 * within // (4 * wide) if within else slots // 2
+    if count > len(needles.asked) or count > border or 2 * count > slots:
+        raise RetrievalError(f"{count} needles of {wide} tokens do not fit {within or length} tokens")
+
+    def drawn(n: int, k: int) -> Tensor:
+        return torch.rand(batch, n, generator=generator).argsort(1)[:, :k]
+
+    key = drawn(len(needles.asked), count)
+    value = torch.randint(0, len(needles.answers), (batch, count), generator=generator)
+    if within:
+        here, there = drawn(border, count), border + drawn(slots - border, count)
+    else:
+        here, there = drawn(slots, 2 * count).view(batch, count, 2).sort(-1).values.unbind(-1)
+    ids = text.clone()
+    for places, tokens in ((here, needles.planted[key, value]), (there, needles.asked[key])):
+        spots = places.unsqueeze(-1) * wide + torch.arange(tokens.shape[-1])  # [B, n, p]
+        ids.scatter_(1, spots.flatten(1), tokens.flatten(1))
+    return Rows(ids, value, here * wide, there * wide + needles.asked.shape[-1] - 1)
+
+
+@dataclass
+class Recall:
+    """Right answers and questions, by the number of compressions."""
+
+    right: list[int]
+    asked: list[int]
+
+    @classmethod
+    def empty(cls, rounds: int) -> Recall:
+        """Nothing asked yet, for 0 to `rounds` compressions."""
+        return cls([0] * (rounds + 1), [0] * (rounds + 1))
+
+    @property
+    def accuracy(self) -> list[float | None]:
+        """By compressions; None where nothing was asked."""
+        return [r / n if n else None for r, n in zip(self.right, self.asked, strict=True)]
+
+    def add(self, right: Tensor, rounds: Tensor) -> None:
+        """Count answers `[B, n]`; what went through more compressions than are counted is left out."""
+        for r in range(len(self.asked)):
+            here = rounds == r
+            self.right[r] += int((right & here).sum())
+            self.asked[r] += int(here.sum())
+
+
+def recall(score: Scorer, batches: Sequence[Rows], needles: Needles, schedule: Schedule, rounds: int) -> Recall:
+    """Ask a model about every needle: the likeliest of the values is its answer.
+
+    Args:
+        score: The model, with whatever memory.
+        batches: Texts.
+        needles: What is planted in them.
+        schedule: By which compressions are counted, for every memory alike.
+        rounds: Count up to so many.
+    """
+    found = Recall.empty(rounds)
+    for rows in batches:
+        logits = score(rows.ids, needles.answers)  # [B, T, V]
+        at = rows.asked.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
+        answer = logits.cpu().gather(1, at).argmax(-1)  # [B, n]
+        found.add(answer == rows.value, rows.rounds(schedule))
+    return found

@@ -1,0 +1,74 @@
+"""The cache that a model generates with: everything, or a memory of constant size."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fathom.kvcache import build_cache, prefill
+from fathom.recipe import RecipeError, cache_policy
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A method with its schedule, for texts of any length."""
+
+    method: str
+    window: int
+    sinks: int
+    ratio: float
+
+    def read(self, model: Any, prompt: Tensor, beams: int = 1) -> dict[str, Any]:
+        """Arguments for `generate`: a cache that has read a prompt `[B, T]` but for its last token.
+
+        Args:
+            model: Reads.
+            prompt: Rows of one length, without padding.
+            beams: If several, `generate` reads the prompt itself, since rows become beams there.
+        """
+        cache = build_cache(model, self.method, self.window, self.sinks, self.ratio)
+        if beams > 1:
+            return {"past_key_values": cache, "prefill_chunk_size": cache.schedule.chunk}
+        if prompt.shape[1] > 1:
+            with torch.no_grad():
+                prefill(model, prompt[:, :-1], cache)
+        return {"past_key_values": cache}
+
+
+def choose(
+    model: Any,
+    method: str | None,
+    window: int | None = None,
+    sinks: int | None = None,
+    ratio: float | None = None,
+) -> Policy | None:
+    """What the `--kvcache` options mean for a model; None for an ordinary cache.
+
+    A checkpoint that was tuned under compression knows its schedule. Any other is told about once, since past the
+    window it is expected to write badly.
+    """
+    if method in (None, "full"):
+        given = {"window": window, "sinks": sinks, "ratio": ratio}
+        for name, value in given.items():
+            if value is not None:
+                raise RecipeError(f"--kvcache-{name} {value}: give --kvcache METHOD with it")
+        return None
+    recorded = getattr(model.config, "kvcache", None)
+    policy = Policy(**cache_policy(method, recorded, window, sinks, ratio))
+    try:
+        build_cache(model, **vars(policy))
+    except ValueError as error:
+        raise RecipeError(f"--kvcache {method}: {error}") from error
+    if recorded != vars(policy):
+        was = f"tuned for {_words(recorded)}" if recorded else "not tuned under compression"
+        words = f"fathom: warning: this checkpoint was {was}; past {policy.window} tokens expect poor text"
+        print(words, file=sys.stderr)
+    return policy
+
+
+def _words(schedule: dict[str, Any]) -> str:
+    return ", ".join([str(schedule.get("method")), *(f"{k} {schedule.get(k)}" for k in ("window", "sinks", "ratio"))])

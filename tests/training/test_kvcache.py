@@ -1,0 +1,99 @@
+"""Training under a compressed cache: what is computed, what the export says, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from fathom.cli import main
+from fathom.kvcache import build_cache, chunks
+from fathom.models import FathomForCausalLM
+from fathom.recipe import Recipe, RecipeError
+from fathom.training import build_training, train
+from fathom.training.kvcache import compressions
+
+FREQKV = ("data.packing=windows", "kvcache.method=freqkv", "kvcache.window=16", "kvcache.sinks=2")
+
+
+def logits_through_a_cache(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    cache = build_cache(model, "freqkv", window=16, sinks=2)
+    return torch.cat([model(chunk, past_key_values=cache, use_cache=True).logits for chunk in chunks(ids, cache)], 1)
+
+
+def test_a_step_trains_what_the_cache_will_compute(recipe: Recipe) -> None:
+    training = build_training(recipe.override(*FREQKV))
+    batch = training.plan.batch(0, micro_batch=2)[0]
+    assert compressions(training.recipe) == 2
+    seen = training.model(batch.input_ids, use_cache=False).logits
+    plain = FathomForCausalLM(recipe.config())
+    plain.load_state_dict(training.model.state_dict())
+    with torch.no_grad():
+        assert torch.allclose(seen, logits_through_a_cache(plain.eval(), batch.input_ids), atol=1e-5)
+        # The control: without compression it is something else, beyond the window and only there.
+        full = plain(batch.input_ids).logits
+    assert torch.equal(full[:, :16], seen[:, :16])
+    assert not torch.allclose(full[:, 16:], seen[:, 16:], atol=1e-3)
+
+
+def test_recomputing_activations_changes_nothing(recipe: Recipe) -> None:
+    losses = []
+    for again in ("false", "true"):
+        training = build_training(recipe.override(*FREQKV, f"train.activation_checkpointing={again}"))
+        losses.append([training.step(step).loss.item() for step in range(3)])
+    assert losses[0] == losses[1]
+
+
+def test_an_export_says_what_it_was_tuned_for(recipe: Recipe, tmp_path: Path) -> None:
+    tuned = recipe.override(*FREQKV, "train.export=true", "train.steps=2")
+    result = train(tuned, tmp_path / "run")
+    recorded = {"method": "freqkv", "window": 16, "sinks": 2, "ratio": 0.5}
+    config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
+    assert result.model is not None and config["kvcache"] == recorded
+    assert "fathom_kvcache" not in json.dumps(config)  # anybody opens it, with an ordinary cache
+    assert FathomForCausalLM.from_pretrained(result.model).config.kvcache == recorded
+
+    # Tuned on without compression, the weights are no longer those of that schedule.
+    back = recipe.override(f"model.from_pretrained={result.model}", "train.export=true", "train.steps=1")
+    assert train(back, tmp_path / "back").model is not None
+    assert json.loads((tmp_path / "back" / "model" / "config.json").read_text())["kvcache"] is None
+
+
+def test_another_schedule_is_another_run(recipe: Recipe, tmp_path: Path) -> None:
+    train(recipe.override(*FREQKV, "train.steps=1"), tmp_path)
+    with pytest.raises(RecipeError, match=r"different: .*kvcache\.window"):
+        train(recipe.override(*FREQKV, "train.steps=1", "kvcache.window=20"), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("kvcache.method=dct",), "kvcache.method=dct: allowed: one of full, freqkv"),
+        (("kvcache.window=16",), "kvcache.window=16: allowed: null"),
+        ((*FREQKV, "kvcache.window=null"), "kvcache.window=null: kvcache.method=freqkv needs it"),
+        ((*FREQKV, "kvcache.window=32"), "kvcache.window=32: allowed: less than data.sequence_length=32"),
+        ((*FREQKV, "kvcache.sinks=8"), "kvcache.sinks=8: allowed: 0 to 7"),
+        ((*FREQKV, "kvcache.ratio=1.5"), "kvcache.ratio=1.5: allowed: a share"),
+        ((*FREQKV, "data.packing=documents"), "data.packing=documents: allowed: windows"),
+    ],
+)
+def test_what_means_nothing_is_refused(recipe: Recipe, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RecipeError, match=message.replace(".", r"\.")):
+        recipe.override(*overrides)
+
+
+def test_a_model_that_cannot_is_refused(recipe: Recipe) -> None:
+    with pytest.raises(RecipeError, match=r"kvcache\.method=freqkv: k_norm_position"):
+        build_training(recipe.override(*FREQKV, "model.k_norm_position=after_rope"))
+
+
+def test_a_dry_run_counts_compressions(recipe: Recipe, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(recipe.to_yaml())
+    assert main(["train", str(path), *FREQKV, "--dry-run"]) == 0
+    assert "compressions     2 of each row's memory, freqkv" in capsys.readouterr().out
+    assert main(["train", str(path), "--dry-run"]) == 0
+    assert "compressions" not in capsys.readouterr().out
