@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 JOBS ?= 2
 STAMP := $(VENV)/.ready
 
-.PHONY: setup test test-all lint demo clean
+.PHONY: setup test test-all test-transformers lint demo clean
 
 setup: $(STAMP)
 
@@ -26,10 +26,17 @@ lint: setup
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow'
 
-# With lm-eval, half a gigabyte that the fast tests do without.
+# With lm-eval, half a gigabyte that the fast tests do without, and peft.
 test-all: lint
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,evaluate]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,evaluate,lora]'
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+
+# The caches on the lowest supported transformers, in a directory of its own; its dependencies bring no torch.
+OLDEST ?= 5.16.0
+test-transformers: setup
+	@there=$$(mktemp -d) && trap 'rm -rf "$$there"' EXIT && \
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target "$$there" transformers==$(OLDEST) && \
+	PYTHONPATH="$$there" $(BIN)/python -m pytest tests/kvcache -m 'not slow'
 
 # The whole job in miniature: text, tokenizer, shards, nine training runs by two workers, a report, and a sample.
 STDLIB = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')

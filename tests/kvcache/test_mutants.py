@@ -46,10 +46,7 @@ def scaled(power):
 
 
 def with_sinks_transformed(patch):
-    right = Method.compress
-
     def compress(self, keys, values, first, rounds, queries=None):
-        moved, new_values = right(self, keys, values, first, rounds, queries)
         c = FreqKV.build(S + L, N).to(keys)
         bare = self.rope.turn(widen(keys), 0, -1)
         return self.rope.turn(c @ bare, F), c @ values

@@ -1,0 +1,92 @@
+"""The paper's cheap tuning, through PEFT."""
+
+import pytest
+import torch
+
+from fathom.kvcache import build_cache, compress_in_training, prefill
+from fathom.kvcache.lora import with_lora
+
+from .cases import SCHEDULE, cached, model_of, tokens
+
+peft = pytest.importorskip("peft")
+
+
+@pytest.fixture(params=["qwen3", "depth_attention"])
+def model(request):
+    return model_of(request.param)
+
+
+def tuned(model, steps=4):
+    ids, losses = tokens(4, 150), []
+    model.train()
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=3e-3)
+    with compress_in_training(model, **SCHEDULE):
+        for _ in range(steps):
+            loss = model(input_ids=ids, labels=ids).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    model.eval()
+    return losses
+
+
+def test_what_is_trained(model):
+    """Adapters on q, k, v, o; all of the embeddings and norms; nothing else."""
+    adapted = with_lora(model)
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    for name in trained:
+        assert ("lora_" in name and name.split(".lora_")[0].endswith(("q_proj", "k_proj", "v_proj", "o_proj"))) or (
+            "modules_to_save" in name and ("norm" in name or "embed_tokens" in name)
+        )
+    norms = [name for name, _ in model.named_parameters() if "modules_to_save" in name and "norm" in name]
+    assert norms and any("embed_tokens" in name for name in trained)
+    frozen = {name for name, parameter in adapted.named_parameters() if not parameter.requires_grad}
+    assert not [name for name in frozen if "norm" in name and "original_module" not in name]
+    assert any("mlp" in name for name in frozen)
+
+
+def test_it_learns_and_serves(model):
+    ids = tokens(1, 150)
+    adapted = with_lora(model)
+    losses = tuned(adapted)
+    assert losses[-1] < losses[0]
+    with compress_in_training(adapted, **SCHEDULE), torch.no_grad():
+        truth = adapted(input_ids=ids).logits
+    cache = build_cache(adapted, **SCHEDULE)
+    with torch.no_grad():
+        output = prefill(adapted, ids, cache)
+    assert (output.logits[:, -1] - truth[:, -1]).abs().max() < 1e-5
+    merged = adapted.merge_and_unload()
+    assert (cached(merged, ids, build_cache(merged, **SCHEDULE)) - truth).abs().max() < 1e-4
+
+
+def test_padding_is_seen_behind_the_wrapper(model):
+    adapted, mask = with_lora(model), torch.ones(2, 20, dtype=torch.long)
+    mask[0, :3] = 0
+    with pytest.raises(ValueError, match="batch rows of equal length"):
+        adapted(input_ids=tokens(2, 20), attention_mask=mask, past_key_values=build_cache(adapted, **SCHEDULE))
+
+
+def test_embeddings_and_norms_are_saved(model, tmp_path):
+    adapted, ids = with_lora(model), tokens(1, 50)
+    case = "depth_attention" if model.config.model_type == "fathom" else "qwen3"
+    tuned(adapted)
+    adapted.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(model_of(case), tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=ids).logits, adapted(input_ids=ids).logits)
+        assert not torch.equal(again(input_ids=ids).logits, model_of(case)(ids).logits)
+
+
+def test_tied_embeddings_stay_tied():
+    model = model_of("qwen3", tie_word_embeddings=True)
+    adapted = with_lora(model)
+    tuned(adapted)
+    merged = adapted.merge_and_unload()
+    assert merged.lm_head.weight.data_ptr() == merged.model.embed_tokens.weight.data_ptr()
+
+
+def test_fused_projections_are_refused():
+    with pytest.raises(ValueError, match="phi3 has no k_proj"):
+        with_lora(model_of("phi3"))
