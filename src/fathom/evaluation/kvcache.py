@@ -56,21 +56,21 @@ def scorer(model: Any, new_cache: NewCache) -> Callable[[Tensor, Tensor], Tensor
 
 
 def losses(model: Any, ids: Tensor, cache: Cache) -> np.ndarray:
-    """Nats of every predicted token of a text `[1, T]`: T - 1 of them."""
+    """Nats of every predicted token of texts `[B, T]`: `[B, T - 1]`."""
     found, start = [], 0
-    targets = ids[0].to(model.device)
+    targets = ids.to(model.device)
     for piece, logits in read(model, ids, cache):
         stop = start + piece.shape[1]
-        target = targets[start + 1 : stop + 1]
-        found.append(F.cross_entropy(logits[0, : len(target)].float(), target, reduction="none"))
+        target = targets[:, start + 1 : stop + 1]
+        found.append(F.cross_entropy(logits[:, : target.shape[1]].float().mT, target, reduction="none"))
         start = stop
-    return torch.cat(found).double().cpu().numpy()
+    return torch.cat(found, dim=1).double().cpu().numpy()
 
 
-def stretches(nats: np.ndarray, width: int) -> list[float]:
-    """Sums of nats over stretches of `width` positions, a last short one left out."""
-    whole = len(nats) // width * width
-    return [float(total) for total in nats[:whole].reshape(-1, width).sum(1)]
+def stretches(nats: np.ndarray, width: int) -> list[list[float]]:
+    """Sums over stretches of `width` positions, row by row; a last short one is left out."""
+    rows, count = nats.shape[0], nats.shape[1] // width
+    return nats[:, : count * width].reshape(rows, count, width).sum(2).tolist()
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from argparse import Namespace
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -145,19 +145,19 @@ def _cache(
     usable = _usable(tokenizer)
     with ProgressBar(f"{checkpoint.name}: {policy['method']}", len(texts) + len(TASKS) + len(at)) as bar:
         by_document = []
-        for number, text in enumerate(texts):
-            by_document.append(stretches(losses(model, text, new()), schedule.freed))
-            bar.update(number + 1)
+        for rows in _side_by_side(texts, schedule.window):
+            by_document += stretches(losses(model, rows, new()), schedule.freed)
+            bar.update(len(by_document))
         found, done = {}, len(texts)
         needles = Needles.drawn(usable, generator)
         for name, (count, early) in TASKS.items():
             size = schedule.window + ROUNDS * schedule.freed
             batch = max(1, READ_AT_ONCE // size)
-            rows = []
+            planted = []
             for _ in range(math.ceil(TEXTS / batch)):
                 text = _haystack(texts, usable, batch, size, generator)
-                rows.append(plant(text, needles, count, generator, schedule.window if early else None))
-            found[name] = asdict(recall(scorer(model, new), rows, needles, schedule, ROUNDS))
+                planted.append(plant(text, needles, count, generator, schedule.window if early else None))
+            found[name] = asdict(recall(scorer(model, new), planted, needles, schedule, ROUNDS))
             done += 1
             bar.update(done)
         lengths = [n * schedule.window for n in at]
@@ -194,6 +194,13 @@ def _texts(checkpoint: Checkpoint, domains: Sequence[Domain], length: int) -> li
             f"--at: no document has {length:,} tokens; the longest has {longest:,}: give shorter lengths"
         )
     return found
+
+
+def _side_by_side(texts: Sequence[Tensor], window: int) -> Iterator[Tensor]:
+    """Texts in batches `[B, T]`, as many as a window of each leaves room for."""
+    size = max(1, READ_AT_ONCE // window)
+    for start in range(0, len(texts), size):
+        yield torch.cat(list(texts[start : start + size]))
 
 
 def _haystack(texts: Sequence[Tensor], usable: Tensor, batch: int, size: int, generator: torch.Generator) -> Tensor:
