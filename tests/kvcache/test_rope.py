@@ -83,5 +83,13 @@ def test_trips_that_read_one_another(view, monkeypatch):
         build_cache(config, window=64)
 
 
+def test_tokens_that_halt(monkeypatch):
+    """Trips of one view, but rows of different lengths."""
+    config = config_of("loop")
+    monkeypatch.setattr(recurrence_class(config), "halts", True, raising=False)
+    with pytest.raises(ValueError, match="'loop' lets tokens halt one by one; use method 'full'"):
+        build_cache(config, window=64)
+
+
 def test_the_same_view_passes():
     refuse(config_of("loop"), 64)

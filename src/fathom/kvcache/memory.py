@@ -12,17 +12,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache, CacheLayerMixin
 
 from .accounting import cache_bytes
 from .method import Method
 from .schedule import Schedule
 
 
-class Memory(DynamicLayer):
+class Memory(CacheLayerMixin):
     """One layer's keys and values: at most N entries, whatever the number of tokens seen."""
 
-    is_croppable = False
+    is_sliding = False
+    keys: Tensor
+    values: Tensor
 
     def __init__(self, method: Method) -> None:
         super().__init__()
@@ -33,6 +35,12 @@ class Memory(DynamicLayer):
         self.seen = 0
         self.first: Tensor | None = None  # the sinks' keys as they came
         self.queries: Tensor | None = None
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Start with no entries."""
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.keys, self.values = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
+        self.is_initialized = True
 
     @property
     def schedule(self) -> Schedule:
@@ -53,6 +61,10 @@ class Memory(DynamicLayer):
         """Tokens seen, from which positions follow."""
         return self.seen
 
+    def get_max_length(self) -> int:
+        """Tokens may come without end."""
+        return -1
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """Keys that `update` will return for so many tokens, and the position of the first."""
         self.schedule.fit(self.seen, query_length)
@@ -63,6 +75,8 @@ class Memory(DynamicLayer):
         """Make a round if it is due, append `[B, H_kv, q, D]` turned keys and values, and return all."""
         length = key_states.shape[2]
         self.schedule.fit(self.seen, length)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
         if self._is_due(length):
             self._compress()
         self.seen += length
@@ -86,7 +100,8 @@ class Memory(DynamicLayer):
         self._replace(*self.method.compress(keys, values, self.first, self.rounds, self.queries))
 
     def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        return super().update(keys, values)
+        self.keys, self.values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
+        return self.keys, self.values
 
     def _read(self) -> tuple[Tensor, Tensor]:
         return self.keys, self.values

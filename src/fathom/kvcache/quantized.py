@@ -6,8 +6,6 @@ survivors of a round. So error from quantising is added once per round to what w
 
 from __future__ import annotations
 
-from typing import Any
-
 import transformers.cache_utils as backends
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
@@ -34,21 +32,12 @@ class QuantizedMemory(Memory):
         self.store: DynamicLayer = getattr(backends, BACKENDS[self.backend])()
 
     def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
         stored: tuple[Tensor, Tensor] = self.store.update(keys, values)
         return stored
 
     def _read(self) -> tuple[Tensor, Tensor]:
-        nothing = self.keys.new_empty(self.shape)
-        stored: tuple[Tensor, Tensor] = self.store.update(nothing, nothing)
-        return stored
+        return self._append(self.keys, self.values)  # which are empty, and stay so
 
     def _replace(self, keys: Tensor, values: Tensor) -> None:
         self.store = type(self.store)()
         self.store.update(keys, values)
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Note the shape of no entries."""
-        super().lazy_initialization(key_states, value_states)
-        self.shape: Any = (*key_states.shape[:2], 0, key_states.shape[3])

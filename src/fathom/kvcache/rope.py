@@ -109,3 +109,5 @@ def _refuse_fathom(config: PreTrainedConfig) -> None:
             f"recurrence {config.recurrence!r} reads other trips (view {view.name}), so several entries share a "
             "position; use method 'full', or a recurrence of view SAME"
         )
+    if getattr(recurrence, "halts", False):
+        raise ValueError(f"recurrence {config.recurrence!r} lets tokens halt one by one; use method 'full'")
