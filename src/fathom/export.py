@@ -148,6 +148,8 @@ def _newest_checkpoint(run: Path) -> tuple[FathomForCausalLM, int, Path]:
     from fathom.training.parallel import Ranks
 
     recipe = load_recipe(run / "recipe.yaml")
+    if recipe.kvcache.lora_rank is not None:
+        raise ExportError(f"{run} trains adapters (kvcache.lora_rank), which are merged when it is finished")
     checkpoints = Checkpointer(run, Ranks(), recipe.train.keep_last)
     try:
         saved = checkpoints.intact()

@@ -161,6 +161,8 @@ class KVCache:
     """first entries, which are never compressed"""
     ratio: float = 0.5
     """share of the window that is left after a compression, sinks included"""
+    lora_rank: int | None = None
+    """train adapters of attention of this rank, embeddings and norms, merged in the export; null trains every weight"""
 
     def schedule(self) -> dict[str, Any]:
         """What an export's config.json says of it, and what builds its cache."""
@@ -339,7 +341,8 @@ def _rules(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
 def _kvcache_rules(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     kvcache, length = recipe.kvcache, recipe.data.sequence_length
     if kvcache.method == "full":
-        yield kvcache.window is None, "kvcache.window", "allowed: null, unless kvcache.method compresses"
+        for key in ("window", "lora_rank"):
+            yield getattr(kvcache, key) is None, f"kvcache.{key}", "allowed: null, unless kvcache.method compresses"
         return
     window = kvcache.window or 0
     shorter = f"allowed: less than data.sequence_length={length}, or nothing is ever compressed"
@@ -348,6 +351,7 @@ def _kvcache_rules(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     yield 0 < kvcache.ratio < 1, "kvcache.ratio", "allowed: a share between 0 and 1"
     most = int(kvcache.ratio * window) - 1
     yield 0 <= kvcache.sinks <= most, "kvcache.sinks", f"allowed: 0 to {most} with this window and ratio"
+    yield kvcache.lora_rank is None or kvcache.lora_rank >= 1, "kvcache.lora_rank", "allowed: 1 or more, or null"
     one_text = recipe.data.packing == "windows"
     yield one_text, "data.packing", "allowed: windows, since one memory cannot hold several documents apart"
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from fathom.cli import main
-from fathom.kvcache import build_cache, chunks
+from fathom.export import ExportError, export
+from fathom.kvcache import build_cache, chunks, compress_in_training
 from fathom.models import FathomForCausalLM
 from fathom.recipe import Recipe, RecipeError
 from fathom.training import build_training, train
@@ -68,11 +69,39 @@ def test_another_schedule_is_another_run(recipe: Recipe, tmp_path: Path) -> None
         train(recipe.override(*FREQKV, "train.steps=1", "kvcache.window=20"), tmp_path)
 
 
+def test_adapters_are_merged_in_the_export(recipe: Recipe, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    base = FathomForCausalLM.from_pretrained(train(recipe.override("train.export=true"), tmp_path / "base").model)
+    words = (*FREQKV, "kvcache.lora_rank=2", f"model.from_pretrained={tmp_path / 'base' / 'model'}")
+    tuned = recipe.override(*words, "train.export=true", "train.steps=4")
+
+    whole = train(tuned, tmp_path / "whole")
+    half = build_training(tuned)
+    for step in range(4):
+        half.step(step)
+    model = FathomForCausalLM.from_pretrained(whole.model)
+    ids = torch.arange(32).view(1, 32)
+    assert half.adapters is not None
+    with torch.no_grad(), compress_in_training(model.eval(), "freqkv", window=16, sinks=2):
+        assert torch.allclose(model(ids).logits, half.model.eval()(ids, use_cache=False).logits, atol=1e-5)
+    moved = {name for name, p in base.named_parameters() if not torch.equal(p, model.get_parameter(name))}
+    assert {n for n in moved if "proj" in n} == {
+        f"model.layers.{i}.self_attn.{p}_proj.weight" for i in range(2) for p in "qkvo"
+    }
+    assert {n for n in moved if "norm" in n or "embed" in n} and not any("mlp" in name for name in moved)
+    with pytest.raises(ExportError, match="adapters"):
+        (tmp_path / "unfinished").mkdir()
+        (tmp_path / "unfinished" / "recipe.yaml").write_text(tuned.to_yaml())
+        export(tmp_path / "unfinished", tmp_path / "out")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
         (("kvcache.method=dct",), "kvcache.method=dct: allowed: one of full, freqkv"),
         (("kvcache.window=16",), "kvcache.window=16: allowed: null"),
+        (("kvcache.lora_rank=8",), "kvcache.lora_rank=8: allowed: null"),
+        ((*FREQKV, "kvcache.lora_rank=0"), "kvcache.lora_rank=0: allowed: 1 or more"),
         ((*FREQKV, "kvcache.window=null"), "kvcache.window=null: kvcache.method=freqkv needs it"),
         ((*FREQKV, "kvcache.window=32"), "kvcache.window=32: allowed: less than data.sequence_length=32"),
         ((*FREQKV, "kvcache.sinks=8"), "kvcache.sinks=8: allowed: 0 to 7"),

@@ -12,11 +12,13 @@ from torch import Tensor, nn
 
 from fathom.recipe import Recipe, RecipeError
 from fathom.training.guard import Guard
-from fathom.training.kvcache import compress
+from fathom.training.kvcache import adapt, compress
 from fathom.training.optimizer import Optimizer, learning_rate
 from fathom.training.parallel import Ranks, device_of, parallelize, release_gathered, synchronize_gradients, whole
 
 if TYPE_CHECKING:
+    from peft import PeftModel
+
     from fathom.data.batches import Batch, BatchPlan
     from fathom.data.shards import TokenDataset
     from fathom.models.configuration import FathomConfig
@@ -52,6 +54,8 @@ class Training:
     guard: Guard
     data: TokenDataset
     plan: BatchPlan
+    adapters: PeftModel | None = None
+    """Around the model, where only adapters of it are trained."""
 
     @property
     def micro_batch(self) -> int:
@@ -129,9 +133,11 @@ def build_training(recipe: Recipe, ranks: Ranks | None = None, data: TokenDatase
     plan = BatchPlan(data, recipe.data.sequence_length, rows * ranks.world_size, recipe.data_seed, recipe.data.packing)
     model = build_model(recipe, config, ranks.device)
     compress(model, recipe)
+    adapters = adapt(model, recipe, ranks.world_size)
     parallelize(model, ranks, recipe)
     optimizer = Optimizer(model, recipe.optim)
-    return Training(recipe, ranks, config, model, optimizer, Guard(recipe.train.skip_spikes, ranks.device), data, plan)
+    guard = Guard(recipe.train.skip_spikes, ranks.device)
+    return Training(recipe, ranks, config, model, optimizer, guard, data, plan, adapters)
 
 
 def build_model(recipe: Recipe, config: FathomConfig, device: torch.device) -> FathomForCausalLM:

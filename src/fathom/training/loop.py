@@ -18,6 +18,7 @@ from fathom.recipe import Recipe, RecipeError, differences, load_recipe
 from fathom.training.build import Training, build_training
 from fathom.training.checkpoint import RECIPE, Checkpointer, read_json, write_atomically
 from fathom.training.evaluate import Evaluation, evaluate
+from fathom.training.kvcache import merged
 from fathom.training.meter import Meter
 from fathom.training.parallel import Ranks, start, whole
 from fathom.training.tracking import Display, Tracker, open_trackers, require_backends
@@ -274,7 +275,8 @@ def export_model(training: Training, directory: Path, facts: dict[str, Any]) -> 
     from fathom.models.modeling import FathomForCausalLM
 
     logging.disable_progress_bar()
-    weights = {name: whole(tensor).cpu() for name, tensor in training.weights().items()}
+    found = training.weights() if training.adapters is None else merged(training.adapters)
+    weights = {name: whole(tensor).cpu() for name, tensor in found.items()}
     if training.ranks.first:
         with torch.device("meta"):
             model = FathomForCausalLM(training.model.settled_config())
