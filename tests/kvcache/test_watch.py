@@ -71,6 +71,24 @@ def test_positions_that_leave_a_gap(model):
     with pytest.raises(ValueError, match="do not continue the 20 tokens"):
         model(tokens(1, 1), position_ids=torch.tensor([[25]]), past_key_values=cache)
     model(tokens(1, 1), position_ids=torch.tensor([[20]]), past_key_values=cache)
+    with pytest.raises(ValueError, match="do not continue the 0 tokens"):
+        rows = torch.tensor([[0], [5]])
+        model(tokens(2, 1), position_ids=rows, past_key_values=cache_of(model))
+
+
+def test_rows_may_change_between_calls(model):
+    """Positions given for two rows, then for one of them."""
+    cache, ids = cache_of(model), tokens(2, 20)
+    model(ids, position_ids=torch.arange(20).expand(2, -1), past_key_values=cache)
+    cache.batch_select_indices(torch.tensor([1]))
+    model(ids[1:, :1], position_ids=torch.tensor([[20]]), past_key_values=cache)
+
+
+def test_a_mask_by_position():
+    """Called with plain arguments, the decoder's mask is seen too."""
+    decoder = model_of("qwen3").model
+    with pytest.raises(ValueError, match="batch rows of equal length"):
+        decoder(tokens(2, 20), padded(), past_key_values=build_cache(decoder, **SCHEDULE))
 
 
 def test_a_cache_under_the_training_attention(model):

@@ -166,7 +166,7 @@ class MemoryCache(Cache):
         super().__init__(layers=layers)
         self.method = method
         self.watched = False
-        self.offset: Tensor | None = None
+        self.offset = 0
 
     @property
     def schedule(self) -> Schedule:
@@ -200,11 +200,11 @@ class MemoryCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def continues(self, positions: Tensor | None) -> None:
-        """Refuse `[B, q]` positions that leave a gap to the tokens seen; an offset common to a row is fine."""
-        offset = torch.zeros(1, 1, dtype=torch.long) if positions is None else positions[:, :1].cpu() - self.seen
-        if self.seen == 0 or self.offset is None:
-            self.offset = offset
-        elif not (offset == self.offset).all():
+        """Refuse `[B, q]` positions that leave a gap to the tokens seen; an offset common to all tokens is fine."""
+        offsets = {0} if positions is None else set((positions[:, 0] - self.seen).tolist())
+        if self.seen == 0 and len(offsets) == 1:
+            self.offset = offsets.pop()
+        elif offsets != {self.offset}:
             raise ValueError(
                 f"position_ids do not continue the {self.seen} tokens in the cache: pass none, or the true positions"
             )

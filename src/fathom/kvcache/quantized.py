@@ -41,3 +41,4 @@ class QuantizedMemory(Memory):
     def _replace(self, keys: Tensor, values: Tensor) -> None:
         self.store = type(self.store)()
         self.store.update(keys, values)
+        self.keys, self.values = keys[:, :, :0].clone(), values[:, :, :0].clone()
