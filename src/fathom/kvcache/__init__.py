@@ -8,6 +8,7 @@ model.generate(prompt, past_key_values=cache)
 from .accounting import cache_bytes
 from .attention import Compression, compress_in_training
 from .build import METHODS, build_cache
+from .lora import with_lora
 from .memory import MemoryCache
 from .method import Method
 from .prefill import chunks, prefill
@@ -26,4 +27,5 @@ __all__ = [
     "compress_in_training",
     "prefill",
     "watch",
+    "with_lora",
 ]
