@@ -109,10 +109,10 @@ def qq(p_values: dict[str, list[float]], path: Path) -> None:
     low, high = (stats.beta.ppf(q, ranks, count + 1 - ranks) for q in (0.025, 0.975))
     axes.fill_between(middle, low, high, color="0.9", label="95 % if the pairs were independent")
     axes.plot([1e-4, 1], [1e-4, 1], color="0.4", lw=1)
-    for (name, values), marker in zip(p_values.items(), "osD^vPX", strict=False):
+    for (name, values), marker in zip(p_values.items(), "osD^v+x*", strict=False):
         ordered = np.sort(values)
         expected = np.arange(1, len(ordered) + 1) / (len(ordered) + 1)
-        axes.plot(expected, ordered, marker, ms=4, mec="none", alpha=0.75, label=f"{name} ({len(ordered)} pairs)")
+        axes.plot(expected, ordered, marker, ms=4, alpha=0.75, label=f"{name} ({len(ordered)} pairs)")
     lowest = 0.5 / (count + 1)
     axes.set(
         xscale="log", yscale="log", xlim=(lowest, 1.2), ylim=(lowest, 1.5), xlabel="expected p", ylabel="reported p",

@@ -116,3 +116,13 @@ def test_channel_sample_is_seeded_and_close_to_the_whole():
     b = a + draw.normal(size=a.shape).astype(np.float32)
     some = awm.draw_channels(1024, 512, 0)
     assert awm.cka(a[some], b[some]) == pytest.approx(awm.cka(a, b), abs=0.01)
+
+
+def test_a_single_lucky_layer_pair_is_no_score():
+    """Of unequal stacks only the layers that gain are matched; the others count, or the best of twelve would stand."""
+    table = np.full((3, 4), -0.01)
+    table[0, 0] = 0.42
+    found = awm.Scores("awm_canonical", table, awm.monotone(table), [0.43], [0.41])
+    assert found.pairs == [(0, 0)] and found.score == pytest.approx(0.14)
+    pruned = awm.Scores("awm_canonical", np.ones((4, 2)), [(0, 0), (2, 1)], [1.0, 1.0], [1.0, 1.0])
+    assert pruned.score == 1.0  # depth pruning leaves no layer of the shallower model unmatched

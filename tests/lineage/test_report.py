@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fathom.lineage import cards, commands, commitments, huref
-from fathom.lineage.comparison import Options, measure
+from fathom.lineage.comparison import Options, _tampering, measure
 from fathom.lineage.testing import INITIALISATION, NONE, PARTIAL, SHARED
 from fathom.lineage.weights import open_model
 from tests.lineage.zoo import build, logits, save, tiny_config
@@ -282,3 +282,10 @@ def test_freivalds_accepts_the_truth_and_catches_one_changed_entry():
 def test_attacked_family_member_computes_the_same(family):
     before, after = logits(family / "child"), logits(family / "hidden")
     assert (before - after).abs().max() < 5e-3 * before.abs().max()
+
+
+def test_tampering_is_suspected_only_above_what_unrelated_models_reach(family, tmp_path):
+    assert commands.attack(str(family / "base"), tmp_path / "gain", ["gain"]).exit_code == 0
+    pair = measure(open_model(family / "base"), open_model(tmp_path / "gain"), Options())
+    assert any("re-gauging" in sign for sign in _tampering(pair, {}))
+    assert not any("re-gauging" in sign for sign in _tampering(pair, {"awm_canonical": 1.1}))

@@ -236,8 +236,8 @@ class Scores:
 
     @property
     def score(self) -> float:
-        """Mean over matched pairs."""
-        return float(np.mean(self.per_layer)) if self.q else 0.0
+        """Mean over the shallower model's layers; unmatched ones count 0, or one lucky pair would be a score."""
+        return self.covering(min(self.map.shape)) if self.q else 0.0
 
     def covering(self, layers: int) -> float:
         """Mean over `layers`, the unmatched ones counting 0."""

@@ -403,8 +403,8 @@ def judge(
     """
     null = _null(pair, measured, null_file)
     tests = run_tests(pair, null)
-    tampering = _tampering(pair, null)
     threshold = _thresholds(pair, null)
+    tampering = _tampering(pair, threshold)
     found, evidence, blocks = _findings(pair, tests, null, measured, tampering, threshold)
     sizes = evidence, len(pair.layers[0]), len(pair.layers[1])
     verdict = testing.decide(found)
@@ -473,14 +473,15 @@ def _thresholds(pair: Pair, null: Null | None) -> dict[str, float]:
     return out
 
 
-def _tampering(pair: Pair, null: Null | None) -> list[str]:
-    """Signs that somebody moved the weights without moving the function."""
+def _tampering(pair: Pair, thresholds: dict[str, float]) -> list[str]:
+    """Signs that somebody moved the weights without moving the function; only where a score is high to begin with."""
     score = {name: pair.scores[name].score for name in pair.scores}
+    clear = {name: max(CLEAR, thresholds.get(name, CLEAR)) for name in score}
     lap, rotated, order = (score.get(name) for name in ("awm_canonical", "procrustes", "order"))
     out = []
     if lap is not None and rotated is not None and rotated - lap > ROTATED:
         out.append("rotation tampering suspected: only a rotation of the residual stream aligns the models")
-    if lap is not None and lap > CLEAR and lap - score.get("awm", lap) > 0.02:
+    if lap is not None and lap > clear["awm_canonical"] and lap - score.get("awm", lap) > 0.02:
         out.append("re-gauging suspected: the score rises once gains and head scales are brought to canonical form")
     if lap is not None and order is not None and lap - order > ROTATED:
         out.append("permutation suspected: channels match only after reordering")
@@ -488,7 +489,7 @@ def _tampering(pair: Pair, null: Null | None) -> list[str]:
         out.append("embedding replaced: attention matches in order, the embedding does not")
     best = pair.scores[pair.best] if pair.best else None
     shifted = best is not None and any(i != j for i, j in best.pairs) and len(set(best.map.shape)) == 1
-    if best is not None and shifted and best.score > CLEAR:
+    if best is not None and shifted and best.score > clear[best.method]:
         out.append("layers shifted or reordered")
     return out
 
