@@ -211,10 +211,10 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         body = "".join(json.dumps({field: sentence(chance)}) + "\n" for _ in range(count)).encode()
         (here / path).write_bytes(lzma.compress(body) if path.endswith(".xz") else body)
 
-    def files(folder: str, suffix: str, count: int) -> None:
+    def files(folder: str, suffix: str, count: int, words: int = 80) -> None:
         (here / folder).mkdir(parents=True)
         for number in range(count):
-            (here / folder / f"{number}{suffix}").write_text(sentence(chance, 80) + "\n")
+            (here / folder / f"{number}{suffix}").write_text(sentence(chance, words) + "\n")
 
     for path in ("corpus/a.jsonl", "corpus/b.jsonl", "wiki-1.jsonl.xz"):
         lines(path, 200)
@@ -222,7 +222,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     lines("prompts.jsonl", 3, "prompt")
     for folder in ("wiki", "arxiv", "books"):
         lines(f"corpora/{folder}/part.jsonl", 200)
-    files("books", ".txt", 6)
+    files("books", ".txt", 6, words=800)  # longer than a window that fills twice
     files("usr/lib/python3.12", ".py", 200)
     (here / "chapter.txt").write_text(sentence(chance, 20))
 
@@ -486,7 +486,7 @@ def test_recipe_keys_are_known(page: Path) -> None:
     keys = {key for key, *_ in describe()}
     for span in spans(page):
         name, _, value = span.partition("=")
-        if not re.fullmatch(r"(model|data|optim|train|parallel|evaluate|track)\.[a-z_.]+(?<!\.py)", name):
+        if not re.fullmatch(r"(model|data|optim|train|parallel|evaluate|track|kvcache)\.[a-z_.]+(?<!\.py)", name):
             continue
         assert name in keys or name.startswith("model."), span
         if value:
