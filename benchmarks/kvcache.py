@@ -44,7 +44,17 @@ TUNED = ("full", "freqkv", "average", "drop")
 ARMS = (*TUNED, "sinks")
 """`sinks` lets one token go at a time, too many rounds to train through: it reads with the weights of `drop`."""
 SYNTHETIC = {"fillers": 16, "keys": 16, "values": 16}
-TASKS = {"1 needle": (1, True), "4 needles": (4, True), "4 needles, anywhere": (4, False)}
+Kind = tuple[int, bool, int]
+"""Needles in a text, whether all are planted in its first window, and keys to choose from."""
+KEYLESS = "1 needle, 1 key"
+TASKS: dict[str, Kind] = {
+    "1 needle": (1, True, 16),
+    "4 needles": (4, True, 16),
+    "4 needles, anywhere": (4, False, 16),
+    KEYLESS: (1, True, 1),
+}
+MIXES = {"1": ["1 needle"], "4": ["4 needles", "4 needles, anywhere"], "1 key": [KEYLESS]}
+"""What a tuning reads. With one key there is nothing to look up: a value can be carried as a constant."""
 ROUNDS = 10
 SHAPE = 8, 512
 """Layers and width of the model that is timed."""
@@ -129,20 +139,21 @@ def kept_weights(path: Path, model: FathomForCausalLM, work: Callable[[], None])
 # Needles.
 
 
-def needle_rows(schedule: Schedule, length: int, batch: int, step: int, seed: int, kinds: Sequence[tuple[int, bool]]):
+def needle_rows(schedule: Schedule, length: int, batch: int, step: int, seed: int, kinds: Sequence[Kind]):
     """A batch of needles: the kinds take turns, and every arm gets the same."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + step)
-    count, early = kinds[step % len(kinds)]
+    count, early, keys = kinds[step % len(kinds)]
     text = torch.randint(0, SYNTHETIC["fillers"], (batch, length), generator=generator)
-    return plant(text, needles(), count, generator, within=schedule.window if early else None)
+    return plant(text, needles(keys), count, generator, within=schedule.window if early else None)
 
 
-def needles() -> Needles:
+def needles(keys: int = 16) -> Needles:
     """One token each: in 2,600 steps a base did not learn to bind two tokens to each other, which is no memory."""
-    return Needles.synthetic(SYNTHETIC["keys"], SYNTHETIC["values"], SYNTHETIC["fillers"])
+    whole = Needles.synthetic(SYNTHETIC["keys"], SYNTHETIC["values"], SYNTHETIC["fillers"])
+    return Needles(whole.planted[:keys], whole.asked[:keys], whole.answers)
 
 
-def needle_loss(schedule: Schedule, length: int, batch: int, seed: int, kinds: Sequence[tuple[int, bool]]):
+def needle_loss(schedule: Schedule, length: int, batch: int, seed: int, kinds: Sequence[Kind]):
     """Cross-entropy of the answers."""
 
     def loss(model: FathomForCausalLM, step: int) -> Tensor:
@@ -154,13 +165,15 @@ def needle_loss(schedule: Schedule, length: int, batch: int, seed: int, kinds: S
     return loss
 
 
-def recalled(model: FathomForCausalLM, arm: str, schedule: Schedule, texts: int, rounds: int) -> dict[str, Any]:
+def recalled(model: FathomForCausalLM, arm: str, schedule: Schedule, texts: int, keyless: bool = False) -> dict:
     """Accuracy by compressions, each task; compressions are counted by the arms' common schedule."""
-    length = schedule.window + rounds * schedule.freed
+    length = schedule.window + ROUNDS * schedule.freed
     found = {}
     for name, kind in TASKS.items():
+        if (name == KEYLESS) != keyless:
+            continue
         batches = [needle_rows(schedule, length, 256, i, 7_777, [kind]) for i in range(texts // 256)]
-        result = recall(scorer(model, lambda: cache_of(model, arm, schedule)), batches, needles(), schedule, rounds)
+        result = recall(scorer(model, lambda: cache_of(model, arm, schedule)), batches, needles(), schedule, ROUNDS)
         found[name] = {"accuracy": result.accuracy, "asked": result.asked}
     return found
 
@@ -169,12 +182,11 @@ def run_needles(options: argparse.Namespace) -> dict[str, Any]:
     """Bases, tunings and tests; then the table."""
     schedule = Schedule.at(64, 4, 0.5)
     vocabulary = SYNTHETIC["fillers"] + SYNTHETIC["values"] + SYNTHETIC["keys"] * (1 + SYNTHETIC["values"])
-    kinds = {"1": [TASKS["1 needle"]], "4": [TASKS["4 needles"], TASKS["4 needles, anywhere"]]}
     length = schedule.window + 3 * schedule.freed
     runs = []
     for seed in range(options.seeds):
         base = make(vocabulary, 2, 64, schedule.window, seed)
-        loss = needle_loss(schedule, schedule.window, 64, seed, [(1, True), (4, True), (8, True)])
+        loss = needle_loss(schedule, schedule.window, 64, seed, [(1, True, 16), (4, True, 16), (8, True, 16)])
         kept_weights(
             options.work / f"needles-base-{seed}.safetensors",
             base,
@@ -183,9 +195,9 @@ def run_needles(options: argparse.Namespace) -> dict[str, Any]:
         for arm in ARMS:
             path = options.work / f"needles-untuned-{arm}-{seed}.json"
             runs.append({"arm": arm, "seed": seed, "tuned": None})
-            runs[-1] |= done(path, lambda arm=arm, base=base: {"recall": recalled(base, arm, schedule, 1024, ROUNDS)})
-        for task, mix in kinds.items():
-            tuned_loss = needle_loss(schedule, length, 64, 100 + seed, mix)
+            runs[-1] |= done(path, lambda arm=arm, base=base: {"recall": recalled(base, arm, schedule, 1024)})
+        for task, mix in MIXES.items():
+            tuned_loss = needle_loss(schedule, length, 64, 100 + seed, [TASKS[name] for name in mix])
             steps = options.steps
 
             def fit(model: FathomForCausalLM, loss: Any = tuned_loss, steps: int = steps) -> None:
@@ -195,16 +207,16 @@ def run_needles(options: argparse.Namespace) -> dict[str, Any]:
                 weights = "drop" if arm == "sinks" else arm
                 file = options.work / f"needles-{task}-{weights}-{seed}.safetensors"
 
-                def work(arm: str = arm, weights: str = weights, file: Path = file, base: Any = base, fit: Any = fit):
+                def work(task=task, arm=arm, weights=weights, file=file, base=base, fit=fit) -> dict[str, Any]:
                     model = copy.deepcopy(base)
                     kept_weights(
                         file,
                         model,
                         lambda: model.load_state_dict(tune(base, weights, schedule, fit).state_dict()),
                     )
-                    found = {"recall": recalled(model, arm, schedule, 1024, ROUNDS)}
-                    if arm == "freqkv":
-                        found["switched back to full"] = recalled(model, "full", schedule, 512, ROUNDS)
+                    found = {"recall": recalled(model, arm, schedule, 1024, keyless=task == "1 key")}
+                    if arm == "freqkv" and task != "1 key":
+                        found["switched back to full"] = recalled(model, "full", schedule, 512)
                     return found
 
                 runs.append({"arm": arm, "seed": seed, "tuned": task})
@@ -216,12 +228,12 @@ def needle_table(report: dict[str, Any]) -> Iterator[str]:
     """Mean accuracy and its range over seeds, by compressions."""
     yield "| tuned on | task | arm |" + "".join(f" {r} |" for r in range(ROUNDS + 1))
     yield "| --- | --- | --- |" + " ---: |" * (ROUNDS + 1)
-    for tuned in (None, "1", "4"):
-        for task in TASKS:
-            if (tuned == "1" and task != "1 needle") or (tuned == "4" and task == "1 needle"):
-                continue
+    for tuned in (None, *MIXES):
+        for task in TASKS if tuned is None else MIXES[tuned]:
             for arm in ARMS:
                 found = [run for run in report["runs"] if run["arm"] == arm and run["tuned"] == tuned]
+                if any(task not in run["recall"] for run in found):
+                    continue
                 columns = zip(*(run["recall"][task]["accuracy"] for run in found), strict=True)
                 cells = [f" {statistics.fmean(c):.2f} ({min(c):.2f}–{max(c):.2f}) |" for c in columns]
                 yield f"| {tuned or 'nothing'} | {task} | {arm} |" + "".join(cells)
