@@ -31,7 +31,7 @@ from torch.nn import functional as F
 
 from fathom.evaluation.kvcache import loads, losses, scorer, stretches
 from fathom.evaluation.provenance import provenance
-from fathom.evaluation.retrieval import Needles, plant, recall
+from fathom.evaluation.retrieval import Needles, Rows, plant, recall
 from fathom.evaluation.spectrum import spectrum
 from fathom.evaluation.statistics import paired_difference
 from fathom.kvcache import Schedule, build_cache, compress_in_training
@@ -139,12 +139,14 @@ def kept_weights(path: Path, model: FathomForCausalLM, work: Callable[[], None])
 # Needles.
 
 
-def needle_rows(schedule: Schedule, length: int, batch: int, step: int, seed: int, kinds: Sequence[Kind]):
+def needle_rows(
+    schedule: Schedule, length: int, batch: int, step: int, seed: int, kinds: Sequence[Kind], after: int = 0
+) -> Rows:
     """A batch of needles: the kinds take turns, and every arm gets the same."""
     generator = torch.Generator().manual_seed(1_000_003 * seed + step)
     count, early, keys = kinds[step % len(kinds)]
     text = torch.randint(0, SYNTHETIC["fillers"], (batch, length), generator=generator)
-    return plant(text, needles(keys), count, generator, within=schedule.window if early else None)
+    return plant(text, needles(keys), count, generator, schedule.window if early else None, after)
 
 
 def needles(keys: int = 16) -> Needles:
@@ -172,7 +174,8 @@ def recalled(model: FathomForCausalLM, arm: str, schedule: Schedule, texts: int,
     for name, kind in TASKS.items():
         if (name == KEYLESS) != keyless:
             continue
-        batches = [needle_rows(schedule, length, 256, i, 7_777, [kind]) for i in range(texts // 256)]
+        sinks = schedule.sinks  # what is planted there is never compressed
+        batches = [needle_rows(schedule, length, 256, i, 7_777, [kind], sinks) for i in range(texts // 256)]
         result = recall(scorer(model, lambda: cache_of(model, arm, schedule)), batches, needles(), schedule, ROUNDS)
         found[name] = {"accuracy": result.accuracy, "asked": result.asked}
     return found

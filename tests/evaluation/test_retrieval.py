@@ -47,6 +47,14 @@ def test_what_is_planted_is_asked_for_afterwards(width: int, within: int | None)
     assert not text.any()
 
 
+@pytest.mark.parametrize("within", [64, None])
+def test_sinks_are_left_alone(within: int | None) -> None:
+    """A needle there would be found whatever happens to the rest."""
+    kinds, text = needles(3), torch.zeros(50, 320, dtype=torch.long)
+    assert (plant(text, kinds, 3, generator(), within).planted < 4).any()
+    assert (plant(text, kinds, 3, generator(), within, after=4).planted >= 4).all()
+
+
 def test_no_answer_is_ever_read() -> None:
     kinds = needles(1)
     rows = plant(torch.zeros(50, 320, dtype=torch.long), kinds, 4, generator())

@@ -156,7 +156,8 @@ def _cache(
             planted = []
             for _ in range(math.ceil(TEXTS / batch)):
                 text = _haystack(texts, usable, batch, size, generator)
-                planted.append(plant(text, needles, count, generator, schedule.window if early else None))
+                within = schedule.window if early else None
+                planted.append(plant(text, needles, count, generator, within, after=schedule.sinks))
             found[name] = asdict(recall(scorer(model, new), planted, needles, schedule, ROUNDS))
             done += 1
             bar.update(done)

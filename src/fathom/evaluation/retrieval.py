@@ -95,7 +95,14 @@ class Rows:
         return empty.scatter(1, self.asked, needles.answers[self.value])
 
 
-def plant(text: Tensor, needles: Needles, count: int, generator: torch.Generator, within: int | None = None) -> Rows:
+def plant(
+    text: Tensor,
+    needles: Needles,
+    count: int,
+    generator: torch.Generator,
+    within: int | None = None,
+    after: int = 0,
+) -> Rows:
     """Plant `count` needles in every row of a text `[B, T]`, and ask for each.
 
     Args:
@@ -104,12 +111,13 @@ def plant(text: Tensor, needles: Needles, count: int, generator: torch.Generator
         count: Needles in a row, all of different keys.
         generator: Draws keys, values and places.
         within: Plant in the first three quarters of so many tokens and ask after those; else anywhere, in this order.
+        after: Leave so many first tokens alone: a needle among the sinks would never be compressed.
     """
     batch, length = text.shape
     wide = max(needles.planted.shape[-1], needles.asked.shape[-1])
-    slots = length // wide
-    border = 3 * within // (4 * wide) if within else slots // 2
-    if count > len(needles.asked) or count > border or 2 * count > slots:
+    first, slots = -(-after // wide), length // wide
+    border = 3 * within // (4 * wide) if within else (first + slots) // 2
+    if count > len(needles.asked) or count > border - first or 2 * count > slots - first:
         raise RetrievalError(f"{count} needles of {wide} tokens do not fit {within or length} tokens")
 
     def drawn(n: int, k: int) -> Tensor:
@@ -118,9 +126,9 @@ def plant(text: Tensor, needles: Needles, count: int, generator: torch.Generator
     key = drawn(len(needles.asked), count)
     value = torch.randint(0, len(needles.answers), (batch, count), generator=generator)
     if within:
-        here, there = drawn(border, count), border + drawn(slots - border, count)
+        here, there = first + drawn(border - first, count), border + drawn(slots - border, count)
     else:
-        here, there = drawn(slots, 2 * count).view(batch, count, 2).sort(-1).values.unbind(-1)
+        here, there = (first + drawn(slots - first, 2 * count)).view(batch, count, 2).sort(-1).values.unbind(-1)
     ids = text.clone()
     for places, tokens in ((here, needles.planted[key, value]), (there, needles.asked[key])):
         spots = places.unsqueeze(-1) * wide + torch.arange(tokens.shape[-1])  # [B, n, p]
