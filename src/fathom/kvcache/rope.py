@@ -103,7 +103,8 @@ def _refuse_fathom(config: PreTrainedConfig) -> None:
     if config.k_norm_position == "after_rope":
         raise ValueError("k_norm_position 'after_rope' scales turned keys, which cannot be turned back; use 'full'")
     recurrence = recurrence_class(config)
-    view = recurrence.sees(config) if hasattr(recurrence, "sees") else recurrence.view  # type: ignore
+    sees = getattr(recurrence, "sees", None)
+    view: View = sees(config) if sees else vars(recurrence).get("view", View.SAME)
     if view is not View.SAME:
         raise ValueError(
             f"recurrence {config.recurrence!r} reads other trips (view {view.name}), so several entries share a "
