@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,8 @@ TASKS: dict[str, Kind] = {
 MIXES = {"1": ["1 needle"], "4": ["4 needles", "4 needles, anywhere"], "1 key": [KEYLESS]}
 """What a tuning reads. With one key there is nothing to look up: a value can be carried as a constant."""
 ROUNDS = 10
-SHAPE = 8, 512
-"""Layers and width of the model that is timed."""
+SHAPES = (4, 256), (8, 512)
+"""Layers and widths of the models that are timed, the second for the share of compression alone."""
 
 
 def make(vocabulary: int, layers: int, width: int, window: int, seed: int, mixer: str = "none") -> FathomForCausalLM:
@@ -360,34 +361,38 @@ def _by_book(report: dict[str, Any], arm: str, tuned: bool) -> np.ndarray:
 def run_system(options: argparse.Namespace) -> dict[str, Any]:
     """A model with random weights, since cost does not depend on them: bytes, peak and speed by tokens read."""
     found = []
-    for batch in (1, 8):
-        model = make(256, SHAPE[0], SHAPE[1], options.window, 0).eval()
-        for arm in ("freqkv", "average", "drop", "full"):
-            # A whole cache of 64 windows, and eight rows of them, take minutes to read on a CPU.
-            lengths = [options.window * n for n in ((1, 4, 16, 64) if arm != "full" and batch == 1 else (1, 4, 16))]
-            if batch > 1 and arm not in ("freqkv", "full"):
-                continue
-            ids = torch.randint(0, 256, (batch, lengths[-1] + options.decode))
-            cache = cache_of(model, arm, Schedule.at(options.window, 4, 0.5))
-            found.append({"arm": arm, "batch": batch, "layers": SHAPE[0], "width": SHAPE[1]})
-            found[-1]["loads"] = [vars(load) for load in loads(model, ids, cache, lengths, options.decode)]
-            print(json.dumps(found[-1]), flush=True)
-    return {"window": options.window, "decode": options.decode, "runs": found, "compression": share(options)}
+    (layers, width), n = SHAPES[0], options.window
+    for arm, batch, lengths in (
+        ("freqkv", 1, (n, 4 * n, 16 * n, 64 * n)),
+        ("average", 1, (n, 4 * n, 16 * n)),
+        ("drop", 1, (n, 4 * n, 16 * n)),
+        ("full", 1, (n, 4 * n, 16 * n)),  # 64 windows of everything take a CPU minutes to read
+        ("freqkv", 8, (n, 4 * n)),
+        ("full", 8, (n, 4 * n)),
+    ):
+        model = make(256, layers, width, n, 0).eval()
+        ids = torch.randint(0, 256, (batch, lengths[-1] + options.decode))
+        measured = loads(model, ids, cache_of(model, arm, Schedule.at(n, 4, 0.5)), lengths, options.decode)
+        found.append({"arm": arm, "batch": batch, "layers": layers, "width": width})
+        found[-1]["loads"] = [vars(load) for load in measured]
+        print(json.dumps(found[-1]), flush=True)
+    return {"window": n, "decode": options.decode, "runs": found, "compression": share(options)}
 
 
 def share(options: argparse.Namespace) -> list[dict[str, Any]]:
     """Time in compressions as a share of decoding F tokens, one round included; matrix and FFT."""
     rows = []
-    for transform in ("matrix", "fft"):
-        model = make(256, SHAPE[0], SHAPE[1], options.window, 0).eval()
+    now = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    for (layers, width), transform in product(SHAPES, ("matrix", "fft")):
+        model = make(256, layers, width, options.window, 0).eval()
         cache = build_cache(model, "freqkv", window=options.window, transform=transform)
         spent: list[float] = []
         plain = Memory._compress
 
         def timed(self: Memory, plain: Any = plain, spent: list[float] = spent) -> None:
-            began = time.perf_counter()
+            began = now()
             plain(self)
-            spent.append(time.perf_counter() - began)
+            spent.append(now() - began)
 
         freed = cache.schedule.freed
         ids = torch.randint(0, 256, (1, options.window + 3 * freed))
@@ -396,14 +401,15 @@ def share(options: argparse.Namespace) -> list[dict[str, Any]]:
             for _ in loads(model, ids, cache, [options.window], freed):  # one round, warm-up
                 pass
             spent.clear()
-            began = time.perf_counter()
+            began = now()
             for at in range(options.window + freed, options.window + 3 * freed):
                 with torch.no_grad():
                     model(ids[:, at : at + 1], past_key_values=cache, use_cache=True)
-            total = time.perf_counter() - began
+            total = now() - began
         finally:
             Memory._compress = plain  # type: ignore[method-assign]
-        rows.append({"transform": transform, "share": sum(spent) / total, "round_ms": 1000 * sum(spent) / 2})
+        rows.append({"layers": layers, "width": width, "transform": transform, "share": sum(spent) / total})
+        rows[-1]["round_ms"] = 1000 * sum(spent) / 2
         rows[-1]["decode_ms"] = 1000 * (total - sum(spent)) / (2 * freed)
         print(json.dumps(rows[-1]), flush=True)
     return rows
@@ -421,7 +427,7 @@ def system_table(report: dict[str, Any]) -> Iterator[str]:
             yield f"| {run['arm']} | {run['batch']} | {numbers} | {speed} |"
     for row in report["compression"]:
         spent = f"{100 * row['share']:.2f} % of decoding, {row['round_ms']:.1f} ms a round"
-        yield f"compression by {row['transform']}: {spent}"
+        yield f"compression by {row['transform']}, {row['layers']} layers of {row['width']}: {spent}"
 
 
 def main() -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -84,37 +85,53 @@ class Load:
     peak_bytes: int | None
     """More than before the text, weights thus left out; None where the system does not tell."""
     prefill_tokens_per_second: float
-    """Over all tokens so far."""
+    """Over all tokens of all rows so far."""
     decode_ms: dict[str, float]
-    """Milliseconds for a token: p50, p90 and max, compressions included."""
+    """Milliseconds for a step: p50, p90 and max, compressions included."""
+    clock: str
+    """Which clock, in words."""
 
 
 def loads(model: Any, ids: Tensor, cache: Cache, lengths: Sequence[int], decode: int) -> Iterator[Load]:
-    """Read a text `[1, T]` and stop at some lengths, to look at the cache and to read `decode` tokens one by one."""
-    seen, seconds = 0, 0.0
-    _wait(model)
+    """Read texts `[B, T]` and stop at some lengths, to look at the cache and to read `decode` tokens one by one."""
+    seen, seconds, clock = 0, 0.0, Clock(model)
     peak = Peak(model)
     for length in sorted(lengths):
-        began = time.perf_counter()
-        for _ in read(model, ids[:, seen:length], cache, keep=1):
-            pass
-        _wait(model)
-        seconds += time.perf_counter() - began
+        seconds += clock.seconds(partial(_consume, model, ids[:, seen:length], cache))
         prefilled, seen = length, length + decode
         held, entries = cache_bytes(cache), cache.layers[0].get_mask_sizes(0)[0]
-        spent = [_timed(model, ids[:, at : at + 1], cache) for at in range(length, seen)]
+        steps = ids[:, length:seen].split(1, dim=1)
+        spent = [1000 * clock.seconds(lambda: _consume(model, step, cache)) for step in steps]  # noqa: B023
         p50, p90 = np.percentile(spent, (50, 90))
         times = {"p50": float(p50), "p90": float(p90), "max": max(spent)}
-        yield Load(prefilled, entries, held, peak.bytes(), prefilled / seconds, times)
+        yield Load(prefilled, entries, held, peak.bytes(), ids.shape[0] * prefilled / seconds, times, clock.words)
 
 
-def _timed(model: Any, ids: Tensor, cache: Cache) -> float:
-    """Milliseconds for one step of decoding."""
-    began = time.perf_counter()
+def _consume(model: Any, ids: Tensor, cache: Cache) -> None:
     for _ in read(model, ids, cache, keep=1):
         pass
-    _wait(model)
-    return 1000 * (time.perf_counter() - began)
+
+
+class Clock:
+    """Time of the thread where it does all the work, so that a busy machine does not count; else of the wall."""
+
+    def __init__(self, model: Any) -> None:
+        self.cuda = model.device.type == "cuda"
+        alone = not self.cuda and torch.get_num_threads() == 1
+        self.words = "thread CPU time" if alone else "wall time"
+        self._now = time.thread_time if alone else time.perf_counter
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        """How long it takes."""
+        self._wait()
+        began = self._now()
+        work()
+        self._wait()
+        return self._now() - began
+
+    def _wait(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
 
 
 class Peak:
@@ -143,8 +160,3 @@ class Peak:
 def _status(key: str) -> int:
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
-
-
-def _wait(model: Any) -> None:
-    if model.device.type == "cuda":
-        torch.cuda.synchronize(model.device)

@@ -281,7 +281,8 @@ def _spectrum_figures(report: Values) -> str:
 
 
 def _method(report: Values) -> list[str]:
-    white = next(iter(report["checkpoints"].values()))["spectrum"]["white"]
+    first = next(iter(report["checkpoints"].values()))
+    white, clock = first["spectrum"]["white"], first["caches"][report["methods"][0]]["loads"][0]["clock"]
     return [
         "Every cache reads the same tokens once, as in serving: a prediction is made from what the cache then holds. "
         "full holds everything: beyond the length that the weights were trained at it shows their limit, not its own.",
@@ -289,7 +290,7 @@ def _method(report: Values) -> list[str]:
         "without any; the key is asked for once, and the likeliest of the values is the answer. Compressions are "
         "counted by one schedule for all; a needle that is not found at 0 says nothing about the cache.",
         "Bytes are those of the cache's tensors. Peak memory is what the process or device used at most over what it "
-        "used before. Decoding times single tokens, compressions included: the slowest token is one.",
+        f"used before. Decoding times single tokens in {clock}, compressions included: the slowest token is one.",
         "Spectrum: the share of energy in the frequencies that a first compression keeps; white noise has "
         f"{white:.2f}.",
     ]
