@@ -19,6 +19,9 @@ SHAPE = dict(
     eos_token_id=2,
 )
 
+# Few rounds, since each is a pass; exact where a property needs it.
+SOLVED = {"prefill": "exact", "jacobi_train": [1, 1], "jacobi_eval": 1}
+
 # id -> (mechanism, options by axis)
 CASES: dict[str, tuple[str, dict]] = {
     "vanilla": ("vanilla", {}),
@@ -42,6 +45,28 @@ CASES: dict[str, tuple[str, dict]] = {
     ),
     "denseformer+depth_attention": ("denseformer+depth_attention", {}),
     "loop+denseformer": ("loop+denseformer", {"recurrence": {"count": 2, "prelude": 1}}),
+    "ponder": ("ponder", {"recurrence": {"depth": 2, "top_k": 9}}),
+    "ponder-hidden-duo": ("ponder", {"recurrence": {"depth": 2, "feed": "hidden", "view": "duo"}}),
+    "ponder-all": ("ponder", {"recurrence": {"depth": 1, "view": "all", **SOLVED}}),
+    "ponder2": ("ponder2", {"recurrence": {"depth": 2, **SOLVED}}),
+    "ponder3": ("ponder3", {"recurrence": {"depth": 2, **SOLVED, "penalty_steps": [0, 0], "tau": 0.1}}),
+    "adaponder": ("adaponder", {"recurrence": {"depth": 2, "top_k": 9, "tau": 0.4}}),
+    "latent_cot": ("latent_cot", {"recurrence": {"depth": 2, "tau": 0.2}}),
+    "ponder+depth_attention": ("ponder+depth_attention", {"recurrence": {"depth": 1}}),
+    "ponder2+depth_attention": ("ponder2+depth_attention", {"recurrence": {"depth": 1, **SOLVED}}),
+    "ponder3+depth_attention": (
+        "ponder3+depth_attention",
+        {"recurrence": {"depth": 1, **SOLVED, "penalty": "expected_trips", "tau": 0.5}},
+    ),
+    "adaponder+depth_attention": (
+        "adaponder+depth_attention",
+        {"recurrence": {"depth": 2, "tau": 0.4}, "mixer": {"across_trips": "same_layer"}},
+    ),
+    "latent_cot+depth_attention": (
+        "latent_cot+depth_attention",
+        {"recurrence": {"depth": 2, "tau": 0.2}, "mixer": {"across_trips": "grid", "stride": 2}},
+    ),
+    "latent_cot+hyper_connections": ("latent_cot+hyper_connections", {"recurrence": {"depth": 1, "tau": 0.3}}),
     "depth_attention+attention_residuals": ("depth_attention+attention_residuals", {"residual": {"block_size": 3}}),
 }
 

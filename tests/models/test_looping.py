@@ -75,9 +75,9 @@ def test_a_norm_between_trips_would_be_seen():
     policy = model.model.recurrence
     with torch.no_grad():
         right = model(ids).logits
-        policy.feed = lambda x, out: out.hidden
+        policy.feed = lambda x, out, state: out.hidden
         assert (model(ids).logits - right).abs().max() > 1e-2
-        policy.feed = lambda x, out: x + out.residual
+        policy.feed = lambda x, out, state: x + out.residual
         assert (model(ids).logits - right).abs().max() > 1e-2
 
 

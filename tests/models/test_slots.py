@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
-from fathom.models.slots import Out, plan, unroll, with_banks
+from fathom.models.slots import Out, Rows, plan, sweep, with_banks
 
 from .cases import build, config_of, tokens
 
@@ -173,43 +173,72 @@ def test_banks_hold_different_keys():
 # --- the driver -------------------------------------------------------------------------------------------------------
 
 
-def test_unroll_feeds_gates_and_reads_in_order():
-    log = []
+class Adds:
+    """Feeds what a trip made; tokens halt once they reach 3."""
 
-    class Policy:
-        depth = 2
+    halts = True
 
-        def gate(self, trip, out, state):
-            log.append(("gate", trip))
-            return {**state, trip: out}
+    def __init__(self):
+        self.log = []
 
-        def feed(self, x, out):
-            log.append("feed")
-            return x + out
+    def gate(self, out, state):
+        self.log.append(("gate", out.trip))
+        value = state.get("value", torch.zeros_like(out.residual)) + out.residual
+        return {"value": value, "alive": value[..., 0] < 3}
 
-    def trip(k, x):
-        log.append(("trip", k, x))
-        return 10 * x
+    def feed(self, x, out, state):
+        self.log.append("feed")
+        return x + out.residual
 
-    state = unroll(Policy(), 1, trip)
-    assert state == {0: 10, 1: 110, 2: 1210}
-    assert log == [
-        ("trip", 0, 1),
-        ("gate", 0),
-        "feed",
-        ("trip", 1, 11),
-        ("gate", 1),
-        "feed",
-        ("trip", 2, 121),
-        ("gate", 2),
-    ]
+    def key_bias(self, state, trip):
+        return None
+
+
+def made(turn):
+    return Out(turn.rows.take(turn.x) * 2, lambda x: x, trip=turn.trip)
+
+
+def test_sweep_gates_and_feeds_in_order():
+    policy = Adds()
+    policy.halts = False
+    state, turns = sweep(policy, torch.ones(1, 1, 1), made, 2)
+    assert [float(turn.x) for turn in turns] == [1, 3, 9]
+    assert float(state["value"]) == 2 + 6 + 18
+    assert policy.log == [("gate", 0), "feed", ("gate", 1), "feed", ("gate", 2)]
+
+
+def test_halted_tokens_are_left_out_or_kept_as_they_were():
+    x = torch.tensor([[[0.1], [1.0], [2.0]], [[5.0], [0.2], [6.0]], [[7.0], [8.0], [9.0]]])
+    dense, _ = sweep(Adds(), x, made, 3)
+    picked, turns = sweep(Adds(), x, made, 3, pick=True)
+    assert dense.keys() == picked.keys()
+    assert all(torch.equal(dense[name], picked[name]) for name in dense)
+    assert dense["trips"].tolist() == [[4, 2, 1], [1, 3, 1], [1, 1, 1]]
+    assert [len(turn.rows.take(x)) for turn in turns] == [3, 2, 2, 1], "rows of the batch without a living token go"
+
+
+def test_padding_makes_one_trip():
+    live = torch.tensor([[False, True, True]])
+    for pick in (False, True):
+        state, _ = sweep(Adds(), torch.full((1, 3, 1), 0.1), made, 2, live=live, pick=pick)
+        assert state["trips"].tolist() == [[1, 3, 3]]
+
+
+def test_rows_put_back_what_they_took():
+    x = torch.randn(4, 5, 3)
+    alive = torch.rand(4, 5, generator=torch.Generator().manual_seed(0)) < 0.4
+    alive[2] = False
+    rows = Rows.pick(alive)
+    assert torch.equal(rows.put(x, rows.take(x)), x)
+    assert torch.equal(rows.put(x, rows.take(x) + 1), x + alive[..., None])
 
 
 def test_out_norms_once_and_only_when_asked():
     calls = []
-    out = Out(torch.ones(1), lambda x: (calls.append("norm"), 2 * x)[1], lambda x: (calls.append("head"), 3 * x)[1])
+    out = Out(torch.ones(1), lambda x: (calls.append("norm"), 2 * x)[1])
     assert out.residual.item() == 1
     assert not calls
-    assert out.logits.item() == 6
-    assert out.hidden.item() == 2
-    assert calls == ["norm", "head"]
+    assert out.hidden.item() == out.hidden.item() == 2
+    assert calls == ["norm"]
+    with pytest.raises(ValueError, match="head"):
+        _ = out.tables

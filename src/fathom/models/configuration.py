@@ -59,7 +59,7 @@ class FathomConfig(Qwen3Config):
             raise ValueError(
                 f"k_norm_position must be one of {', '.join(K_NORM_POSITIONS)}, got {self.k_norm_position!r}"
             )
-        for axis in AXES:
+        for axis in reversed(AXES):  # what a mixer may read depends on the recurrence
             setattr(self, f"{axis}_options", resolve_options(self, axis))
 
     @classmethod

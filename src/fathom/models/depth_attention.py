@@ -54,7 +54,7 @@ class ScheduleOptions:
             )
         if not 0 <= self.recent_window <= layers:
             raise ValueError(f"mixer_options.recent_window must be between 0 and {layers}, got {self.recent_window}")
-        allowed = ("none", "same_layer", "grid") if config.recurrence == "loop" else ("none",)
+        allowed = ("none", "same_layer", "grid") if _crosses_trips(config) else ("none",)
         if self.across_trips is not None and self.across_trips not in allowed:
             raise ValueError(
                 f"mixer_options.across_trips must be one of {', '.join(allowed)} with recurrence={config.recurrence}, "
@@ -81,6 +81,13 @@ class DepthAttentionOptions(ScheduleOptions):
         resolved = super().resolve(config)
         assert isinstance(resolved, DepthAttentionOptions)
         return resolved
+
+
+def _crosses_trips(config: FathomConfig) -> bool:
+    """Under the view ALL, trips are computed at once: the sources of one would be an unknown of the solver."""
+    from .registry import recurrence_class
+
+    return config.recurrence != "once" and recurrence_class(config).sees(config).depth_parallel
 
 
 def grid_sources(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
@@ -113,7 +120,7 @@ class DepthAttention(ValueMixer):
         if self.self_bias is not None:
             init.constant_(self.self_bias, self.bias_now)
 
-    def set_step(self, step: int) -> None:
+    def set_step(self, step: int, steps: int | None = None) -> None:
         """Let go of the own value."""
         if self.self_bias is not None and self.steps:
             self.bias_now = self.initial_bias * max(0.0, 1.0 - step / self.steps)

@@ -57,7 +57,7 @@ class Loop(Recurrence):
         options = config.recurrence_options
         return options["prelude"], config.num_hidden_layers - options["coda"]
 
-    def feed(self, x: Tensor, out: Out) -> Tensor:
+    def feed(self, x: Tensor, out: Out, state: dict[str, Tensor]) -> Tensor:
         """The un-normed stream, so that nothing is normalised twice."""
         return out.residual
 

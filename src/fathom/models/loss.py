@@ -41,7 +41,7 @@ def causal_lm_loss(
     if targets.shape != hidden.shape[:-1]:
         raise ValueError(f"labels have shape {list(targets.shape)}, the input {list(hidden.shape[:-1])}")
     rows, targets = hidden.flatten(0, -2), targets.flatten().to(hidden.device)
-    if isinstance(head, nn.Linear) and _is_bare(head):
+    if isinstance(head, nn.Linear) and is_bare(head):
         total = linear_cross_entropy(rows, head.weight, targets)
     else:
         total = _chunked(rows, head, targets)
@@ -57,7 +57,7 @@ def shifted(labels: Tensor) -> Tensor:
     return F.pad(labels, (0, 1), value=IGNORE)[..., 1:]
 
 
-def _is_bare(head: nn.Linear) -> bool:
+def is_bare(head: nn.Linear) -> bool:
     """Whether a head is its weight and nothing else: no bias, no adapter, no hook, not offloaded."""
     if type(head) is not nn.Linear or head.bias is not None or "forward" in vars(head):
         return False

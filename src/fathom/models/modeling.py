@@ -1,8 +1,9 @@
 """The one forward pass in the project: Qwen3's decoder, with a role on each axis of depth.
 
 `Attention` asks the mixer which value to store; `DecoderLayer` reads from and writes to the residual; `FathomModel`
-walks the plan of `slots.py`, hands every layer the sources that its mixer reads, and lets the recurrence decide what
-the next trip starts from. Parameter names are Qwen3's, so no checkpoint is ever converted.
+walks the plan of `slots.py`, hands every layer the sources that its mixer reads, and lets the recurrence decide how
+many trips there are and what each one starts from; `reading.py` decides what a trip sees. Parameter names are
+Qwen3's, so no checkpoint is ever converted.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration import FathomConfig
 from .loss import causal_lm_loss, shifted
 from .published import HUB_KEYS, released
+from .reading import Banked, Call, Dense, Interleaved, Passed, Reading, Store, Stored
 from .registry import mechanism
 from .rms_norm import RMSNorm
-from .roles import MechanismModule, Recurrence, Residual, State, ValueMixer
+from .roles import MechanismModule, Recurrence, Residual, State, ValueMixer, View
 from .rotary import rotate
-from .slots import Out, plan, unroll, with_banks
+from .slot_cache import with_slots
+from .slots import Out, Plan, jacobi, joined, plan, sweep, with_banks
 
 
 class Attention(nn.Module):
@@ -73,9 +76,15 @@ class Attention(nn.Module):
         past_key_values: Cache | None = None,
         bank: int | None = None,
         sources: State = (),
+        earlier: State = (),
+        alive: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
-        """The output, the weights if the backend returns them, and the new tokens' key and mixed value."""
+        """The output, the weights if the backend returns them, and the new tokens' key and mixed value.
+
+        `earlier` holds keys and values of the same tokens' earlier trips through this layer. They are read beside the
+        new ones, or, where `alive` (`[B, 1, T, 1]`) is False, in their place.
+        """
         shape = hidden_states.shape[:-1]
         heads = (*shape, -1, self.head_dim)
         query = self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2)  # [B, H, T, D]
@@ -88,7 +97,12 @@ class Attention(nn.Module):
             query, key = rotate(query, self.k_norm(key).transpose(1, 2), *position_embeddings)
         value = self.mixer(query, key, value, sources)
 
+        if alive is not None:
+            key, value = (torch.where(alive, new, old) for new, old in zip((key, value), earlier, strict=True))
+            earlier = ()
         keys, values = key, value
+        if earlier:
+            keys, values = torch.cat((*earlier[::2], key), 2), torch.cat((*earlier[1::2], value), 2)
         if past_key_values is not None:
             keys, values = past_key_values.update(key, value, self.layer_idx if bank is None else bank)
 
@@ -206,11 +220,11 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
         finally:
             self.config = config
 
-    def set_step(self, step: int) -> None:
-        """Tell every mechanism how many optimizer steps have been made, for those that follow a schedule."""
+    def set_step(self, step: int, steps: int | None = None) -> None:
+        """Tell every mechanism that follows a schedule how many optimizer steps have been made, and of how many."""
         for module in self.modules():
             if isinstance(module, MechanismModule):
-                module.set_step(step)
+                module.set_step(step, steps)
 
 
 def _new_mechanisms(model: nn.Module, missing: set[str], own: dict[str, Any]) -> set[str]:
@@ -234,6 +248,8 @@ class FathomModel(FathomPreTrainedModel):
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.plan = plan(config)
+        self.plans: dict[int, Plan] = {len(self.plan) - 1: self.plan}
+        """By depth: a run may make fewer trips than it could."""
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.final_residual: Residual = mechanism("residual", config.residual).build(
@@ -256,16 +272,19 @@ class FathomModel(FathomPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         output_hidden_states: bool | None = None,
-        head: Callable[[Tensor], Tensor] | None = None,
+        head: nn.Module | None = None,
+        max_trips: int | None = None,
         **kwargs: Any,
     ) -> BaseModelOutputWithPast:
-        """As `Qwen3Model.forward`; `head` turns hidden states into logits for recurrences that feed on them."""
+        """As `Qwen3Model.forward`; `head` turns hidden states into logits for recurrences that feed on them, and
+        `max_trips` is a budget at run time."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         if self.recurrence.depth and str(self.config._attn_implementation).startswith("paged"):
             raise ValueError("paged attention keeps one bank per layer; a model of several trips needs one per trip")
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        depth = self._depth(max_trips)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.config.embedding_scale != 1.0:
             x = x * self.config.embedding_scale
@@ -273,46 +292,129 @@ class FathomModel(FathomPreTrainedModel):
         # Masks look at what the caller gave: without a cache of theirs, and with positions that restart, documents are
         # packed; positions that are made here never are.
         given, given_positions = past_key_values, position_ids
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
-        if past_key_values is not None:
-            with_banks(past_key_values, self.config)
+        if use_cache and past_key_values is None and not (self.slotted and torch.is_grad_enabled()):
+            past_key_values = DynamicCache(
+                config=self.config
+            )  # slots are stored in place, which autograd cannot follow
+        store = self._prepare(past_key_values, depth)
+        if depth not in self.plans:
+            self.plans[depth] = plan(self.config, depth)
         if position_ids is None:
             seen = 0 if given is None else given.get_seq_length()
             position_ids = (torch.arange(x.shape[1], device=x.device) + seen).unsqueeze(0)
+        if self.slotted and not (attention_mask is None or getattr(attention_mask, "ndim", 0) == 2):
+            raise ValueError(f"recurrence={self.config.recurrence} makes its own masks: pass a padding mask [B, T]")
 
-        masks = self._masks(x, attention_mask, given, given_positions)
-        position_embeddings = self.rotary_emb(x, position_ids)
-        kept: dict[int, State] = {}
-        hidden_states: list[Tensor] = []
+        def plain_masks(x: Tensor, padding: Tensor | None, positions: Tensor | None) -> dict[str, Any]:
+            return self._masks(x, padding, None if self.slotted else given, positions)
 
-        def trip(k: int, x: Tensor) -> Out:
-            state = self.final_residual.begin(x)
-            for visit in self.plan[k]:
-                if output_hidden_states:
-                    hidden_states.append(self.final_residual(state)[0])
-                state, key, value = self.layers[visit.layer](
-                    state,
-                    tuple(tensor for i in visit.sources for tensor in kept[i]),
-                    attention_mask=masks[self.config.layer_types[visit.layer]],
-                    position_embeddings=position_embeddings,
-                    position_ids=position_ids,
-                    past_key_values=past_key_values,
-                    bank=visit.index,
-                    **kwargs,
-                )
-                if visit.kept:
-                    kept[visit.index] = (key, value)
-            return Out(self.final_residual(state)[0], self.norm, head)
+        def out(residual: Tensor, trip: int) -> Out:
+            last = trip == depth
+            return Out(residual, self.norm, head, self.embed_tokens, self.config.embedding_scale, trip, last)
 
-        state = unroll(self.recurrence, x, trip)
+        call = Call(
+            view=self.recurrence.view,
+            depth=depth,
+            plan=self.plans[depth],
+            stack=lambda x, reading: self._pass(x, reading, bool(output_hidden_states), kwargs),
+            out=out,
+            rotary=lambda positions: self.rotary_emb(x, positions),
+            plain_masks=plain_masks,
+            positions=position_ids,
+            packed=given_positions if given is None else None,
+            padding=attention_mask,
+            windows={
+                kind: self.config.sliding_window if kind == "sliding_attention" else None
+                for kind in dict.fromkeys(self.config.layer_types)
+            },
+            backend=str(self.config._attn_implementation),
+            dtype=x.dtype,
+            hidden=[] if output_hidden_states else None,
+        )
+        state = self._drive(call, x, past_key_values, store)
         hidden = self.recurrence.readout(state)
         return FathomModelOutput(
             last_hidden_state=hidden,
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=(*hidden_states, hidden) if output_hidden_states else None,
+            hidden_states=(*call.hidden, hidden) if call.hidden is not None else None,
             recurrence_state=state,
         )
+
+    @property
+    def slotted(self) -> bool:
+        """Whether trips read one another or tokens halt, so that every slot counts by itself."""
+        return self.recurrence.view is not View.SAME or self.recurrence.halts
+
+    def _depth(self, max_trips: int | None) -> int:
+        if max_trips is None:
+            return self.recurrence.drawn if self.training else self.recurrence.depth
+        most = self.recurrence.most_trips(self.config)
+        if not 1 <= max_trips <= most:
+            raise ValueError(
+                f"max_trips must be between 1 and {most}, the trips this model was trained for: {max_trips}"
+            )
+        return min(max_trips - 1, most - 1)
+
+    def _prepare(self, cache: Cache | None, depth: int) -> Store | None:
+        """Fit a cache to the recurrence, in place."""
+        if cache is None:
+            return None
+        if not self.slotted:
+            with_banks(cache, self.config, depth)
+            return None
+        return Store(cache, with_slots(cache, self.config.num_hidden_layers, depth + 1))
+
+    def _drive(self, call: Call, x: Tensor, cache: Cache | None, store: Store | None) -> dict[str, Tensor]:
+        """All trips of all tokens: the final state of the recurrence."""
+        policy, depth, length = self.recurrence, call.depth, x.shape[1]
+        solve = call.view is View.ALL and depth > 0
+        if store is not None:
+            table = store.table
+            table.open(x.shape[0], table.columns + length, x.device)
+            exact = policy.exact() and call.packed is None
+            if solve and length > 1 and exact:
+                steps = [self._drive(call.column(t), x[:, t : t + 1], cache, store) for t in range(length)]
+                return joined(steps)
+            table.columns += length
+            if not solve or length == 1:
+                pick = policy.halts and call.hidden is None
+                return sweep(policy, x, Stored(call, x, store), depth, live=call.live, pick=pick)[0]
+            rounds = (length - 1) * depth if policy.exact() else policy.rounds("prefill", length)
+            return jacobi(policy, x, Interleaved(call, store), depth, rounds, call.live)
+        if not self.slotted:
+            return sweep(policy, x, Banked(call, x, cache), depth)[0]
+        if not solve:
+            return sweep(policy, x, Dense(call, x), depth, live=call.live)[0]
+        exact = policy.exact() and not self.training
+        rounds = (length - 1) * depth if exact else policy.rounds("train" if self.training else "evaluate", length)
+        still = exact and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+        return jacobi(policy, x, Interleaved(call), depth, rounds, call.live, until_still=still)
+
+    def _pass(self, x: Tensor, reading: Reading, keep_hidden: bool, kwargs: dict[str, Any]) -> Passed:
+        """Once through the layers of a trip."""
+        state = self.final_residual.begin(x)
+        passed = Passed(x, {}, [])
+        for visit in reading.visits:
+            if keep_hidden:
+                passed.hidden.append(self.final_residual(state)[0])
+            found = (passed.pairs[i] if i in passed.pairs else reading.sources[i] for i in visit.sources)
+            earlier = reading.earlier.get(visit.layer, ())
+            state, key, value = self.layers[visit.layer](
+                state,
+                tuple(tensor for pair in found for tensor in pair),
+                attention_mask=reading.masks[self.config.layer_types[visit.layer]],
+                position_embeddings=reading.position_embeddings,
+                position_ids=reading.position_ids,
+                past_key_values=reading.cache,
+                bank=visit.index if reading.by_bank else visit.layer,
+                **({"earlier": earlier} if earlier else {}),
+                **({} if reading.alive is None else {"alive": reading.alive}),
+                **kwargs,
+            )
+            if visit.kept or self.slotted:
+                passed.pairs[visit.index] = (key, value)
+        passed.residual = self.final_residual(state)[0]
+        return passed
 
     def _masks(
         self, x: Tensor, attention_mask: Any, past_key_values: Cache | None, position_ids: Tensor | None
@@ -336,7 +438,7 @@ class FathomModel(FathomPreTrainedModel):
 class FathomModelOutput(BaseModelOutputWithPast):
     """`BaseModelOutputWithPast` and the recurrence's state, from which losses and metrics are made."""
 
-    recurrence_state: dict[str, Any] | None = None
+    recurrence_state: dict[str, Tensor] | None = None
 
 
 @dataclass
@@ -373,6 +475,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         logits_to_keep: int | Tensor = 0,
         return_logits: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
+        max_trips: int | None = None,
         **kwargs: Any,
     ) -> FathomCausalLMOutput:
         """As `Qwen3ForCausalLM.forward`, but that training does not make logits.
@@ -388,6 +491,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             logits_to_keep: Make logits for the last so many positions only; 0 for all.
             return_logits: Whether to make logits beside a loss. By default only outside training.
             num_items_in_batch: Targets of the whole batch, when the loss of one call is a part of its mean.
+            max_trips: At most so many trips per token, of those that the model was trained for.
             kwargs: `shift_labels` (labels that are already shifted), and what the attention backend takes.
         """
         # Not a parameter of its own: transformers' Trainer takes whatever is called a label for one it must pass.
@@ -405,6 +509,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
             head=self.lm_head,
+            max_trips=max_trips,
             **kwargs,
         )
         hidden, state = outputs.last_hidden_state, outputs.recurrence_state
@@ -415,11 +520,11 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         )
         if targets is not None:
             result.loss = causal_lm_loss(hidden, self.lm_head, targets, num_items_in_batch)
-            aux = self.model.recurrence.aux_losses(state, targets, num_items_in_batch)
+            aux = self.model.recurrence.aux_losses(state, targets, num_items_in_batch, self.lm_head)
             if aux:
                 result.aux_losses = aux
                 result.loss = result.loss + sum(aux.values())
-            result.metrics = self.model.recurrence.metrics(state) or None
+            result.metrics = self.model.recurrence.metrics(state, targets) or None
         if not with_loss or (not self.training if return_logits is None else return_logits):
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             result.logits = self.lm_head(hidden[:, keep])

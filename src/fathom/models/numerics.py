@@ -40,3 +40,14 @@ def head_pool(query: Tensor, num_key_value_heads: int) -> Tensor:
         return widen(query)
     groups = query.view(batch, num_key_value_heads, heads // num_key_value_heads, length, width)
     return groups.mean(2, dtype=torch.promote_types(query.dtype, torch.float32))
+
+
+def lowest_mean(values: Tensor, valid: Tensor, fraction: Tensor | float) -> Tensor:
+    """Mean of the lowest `fraction` of each row's valid values, `[R, N]` to `[R]`; 0 where that is none."""
+    order = values.masked_fill(~valid, torch.inf).argsort(dim=1)
+    rank = torch.empty_like(order).scatter_(
+        1, order, torch.arange(values.shape[1], device=values.device).expand_as(order)
+    )
+    count = valid.sum(1, keepdim=True) * (fraction if isinstance(fraction, float) else fraction.reshape(-1, 1))
+    lowest = valid & (rank < count)
+    return values.where(lowest, 0).sum(1) / lowest.sum(1).clamp(min=1)

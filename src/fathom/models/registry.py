@@ -5,11 +5,16 @@ from __future__ import annotations
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
+from .adaponder import ADAPONDER
 from .attention_residuals import ATTENTION_RESIDUALS
 from .denseformer import DENSEFORMER
 from .depth_attention import DEPTH_ATTENTION
 from .hyper_connections import HYPER_CONNECTIONS
+from .latent_cot import LATENT_COT
 from .looping import LOOP
+from .ponder import PONDER
+from .ponder2 import PONDER2
+from .ponder3 import PONDER3
 from .roles import Cost, Mechanism, Recurrence, Residual, ValueMixer
 from .uniform_depth import UNIFORM_DEPTH
 from .value_residual import VALUE_RESIDUAL
@@ -30,7 +35,7 @@ ONCE = Mechanism("once", "recurrence", "one trip through the stack", "Qwen3", Re
 ALL = (
     *(NONE, DEPTH_ATTENTION, UNIFORM_DEPTH, VALUE_RESIDUAL),
     *(PLAIN, DENSEFORMER, ATTENTION_RESIDUALS, HYPER_CONNECTIONS),
-    *(ONCE, LOOP),
+    *(ONCE, LOOP, PONDER, PONDER2, PONDER3, ADAPONDER, LATENT_COT),
 )
 MECHANISMS: dict[str, Mechanism] = {mechanism.name: mechanism for mechanism in ALL}
 AXES = ("mixer", "residual", "recurrence")

@@ -92,8 +92,8 @@ class MechanismModule(nn.Module):
     def init_weights(self, std: float) -> None:
         """Initialise this module's own parameters and buffers (with `transformers.initialization`)."""
 
-    def set_step(self, step: int) -> None:
-        """Follow a schedule over training steps."""
+    def set_step(self, step: int, steps: int | None = None) -> None:
+        """Follow a schedule over training steps, of which there will be `steps`."""
 
     def settle(self, config: FathomConfig) -> None:
         """Write into `config`, about to be saved, where a schedule stands; the schedule ends there."""
@@ -156,39 +156,75 @@ class Residual(MechanismModule):
 
 
 class Recurrence(MechanismModule):
-    """Decides how many trips a token makes and what each one starts from: `model.recurrence`."""
+    """Decides how many trips a token makes and what each one starts from: `model.recurrence`.
+
+    A policy's state is a dictionary of tensors `[B, T, ...]`, one value per token; the driver keeps it as it was for
+    tokens that have halted.
+    """
+
+    halts = False
+    """Whether tokens may stop before the last trip; `gate` then leaves `alive` (`[B, T]`, bool) in the state."""
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__()
-        self.depth = self.extra_trips(config)
-
-    view = View.SAME
+        self.depth = self.drawn = self.extra_trips(config)
+        """Trips beyond the first; `drawn` is what training makes of it, if that changes from step to step."""
+        self.view = self.sees(config)
 
     @staticmethod
     def extra_trips(config: FathomConfig) -> int:
         """Trips beyond the first."""
         return 0
 
+    @classmethod
+    def most_trips(cls, config: FathomConfig) -> int:
+        """How many trips the weights were trained for, and thus may be asked for."""
+        return cls.extra_trips(config) + 1
+
+    @staticmethod
+    def sees(config: FathomConfig) -> View:
+        """Which slots a slot may read."""
+        return View.SAME
+
     @staticmethod
     def span(config: FathomConfig) -> tuple[int, int]:
         """The layers `[start, stop)` that every trip visits; those outside are visited once, before and after."""
         return 0, config.num_hidden_layers
 
-    def feed(self, x: Tensor, out: Out) -> Tensor:
+    def feed(self, x: Tensor, out: Out, state: dict[str, Tensor]) -> Tensor:
         """The next trip's input from this trip's input and output, `[B, T, hidden_size]`."""
         raise RuntimeError(f"{type(self).__name__} makes one trip only")
 
-    def gate(self, trip: int, out: Out, state: dict[str, Any]) -> dict[str, Any]:
-        """Update the policy's state after a trip. Here: everyone goes on, and the last trip counts."""
-        return {"last": out}
+    def gate(self, out: Out, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What a trip changes in the policy's state. Here: the last trip counts."""
+        return {"hidden": out.hidden}
 
-    def readout(self, state: dict[str, Any]) -> Tensor:
+    def key_bias(self, state: dict[str, Tensor], trip: int) -> Tensor | None:
+        """What is added to the logits of every query that reads the slots of `trip`, `[B, T]`."""
+        return None
+
+    def readout(self, state: dict[str, Tensor]) -> Tensor:
         """The hidden state that the head reads, `[B, T, hidden_size]`, normed."""
-        last: Out = state["last"]
-        return last.hidden
+        return state["hidden"]
+
+    def rounds(self, purpose: str, length: int) -> int:
+        """Jacobi rounds under the view ALL: for `train`, `evaluate` (no cache) or `prefill` (with one)."""
+        return 0
+
+    def exact(self) -> bool:
+        """Whether evaluation and prefill under the view ALL must equal decoding."""
+        return False
+
+    def carry(self, state: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """What a Jacobi round leaves for the gates of the next one."""
+        return None
 
     def aux_losses(
-        self, state: dict[str, Any], targets: Tensor, num_items_in_batch: Tensor | int | None
+        self,
+        state: dict[str, Tensor],
+        targets: Tensor,
+        num_items_in_batch: Tensor | int | None,
+        head: nn.Module,
     ) -> dict[str, Tensor]:
         """Terms to add to the cross-entropy, by name; weighted by tokens as it is.
 
@@ -196,9 +232,18 @@ class Recurrence(MechanismModule):
             state: As `gate` left it.
             targets: `[B, T]`, shifted; -100 is ignored.
             num_items_in_batch: As the loss takes it.
+            head: Turns hidden states into logits.
         """
         return {}
 
-    def metrics(self, state: dict[str, Any]) -> dict[str, Tensor]:
-        """What training should log, by name."""
-        return {}
+    def metrics(self, state: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
+        """What training should log, by name: here, what halting and the Jacobi solver did."""
+        found: dict[str, Tensor] = {}
+        if "trips" in state:
+            trips = state["trips"][targets != -100].float()
+            found["trips"] = trips.mean()
+            for k in range(1, self.depth + 2):
+                found[f"trips_{k}"] = (trips == k).float().mean()
+        if "jacobi_residual" in state:
+            found["jacobi_residual"] = state["jacobi_residual"]
+        return found

@@ -1,20 +1,23 @@
-"""Slots: which (layer, trip) runs when, what it may read, and where its keys and values are kept.
+"""Slots: which (layer, trip) runs when, who makes a trip, and how all tokens make theirs at once.
 
 A slot is one pass of one token through the stack. The *plan* lists, trip by trip, the visits that a forward pass
 makes; it is a pure function of the configuration, so the model loop, the declared cost and the lens cannot disagree.
-Every trip keeps keys and values of its own in a bank of cache layers behind the first: layer ℓ of trip k is one more
-layer to a Hugging Face cache, which is why dynamic, static, sliding and quantised caches need no code here. Rotary
-positions never depend on the trip.
+Rotary positions never depend on the trip.
+
+`sweep` is the loop that defines every recurrence: trip, gate, feed. With one token and a cache it is decoding; with
+all tokens as rows it is the same thing at once where the view allows that (SAME, DUO); under ALL, `jacobi` wraps it.
+None of them knows a method. What a trip may read is decided in `reading.py`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .registry import mixer_class, recurrence_class
@@ -29,7 +32,7 @@ class Visit:
     """One layer in one trip."""
 
     index: int
-    """Position in the whole plan, the unrolled depth; also the cache layer that holds its keys and values."""
+    """Position in the whole plan, the unrolled depth; also the cache layer that holds its bank."""
     layer: int
     trip: int
     sources: tuple[int, ...]
@@ -41,9 +44,14 @@ class Visit:
 Plan = tuple[tuple[Visit, ...], ...]
 
 
-def plan(config: FathomConfig) -> Plan:
-    """The visits of every trip, in order. Layers before the looped span belong to trip 0, those after, to the last."""
-    trips = recurrence_class(config).extra_trips(config) + 1
+def plan(config: FathomConfig, depth: int | None = None) -> Plan:
+    """The visits of every trip, in order. Layers before the looped span belong to trip 0, those after, to the last.
+
+    Args:
+        config: The model.
+        depth: Trips beyond the first, if not as many as the configuration says.
+    """
+    trips = (recurrence_class(config).extra_trips(config) if depth is None else depth) + 1
     start, stop = recurrence_class(config).span(config)
     order = [(layer, 0) for layer in range(start)]
     order += [(layer, trip) for trip in range(trips) for layer in range(start, stop)]
@@ -74,12 +82,14 @@ def _sources(config: FathomConfig, layer: int, trip: int, index: dict[tuple[int,
     return tuple(sorted(found - {index[layer, trip]}))
 
 
-def with_banks(cache: Cache, config: FathomConfig) -> Cache:
+def with_banks(cache: Cache, config: FathomConfig, depth: int | None = None) -> Cache:
     """Give a cache that was made for one trip a layer for each visit, in the order of the plan. Idempotent.
 
-    The copies are taken while the cache is empty, so they cost nothing until they are written.
+    A bank holds the keys and values of one layer in one trip; to a Hugging Face cache it is one more layer, which is
+    why dynamic, static, sliding and quantised caches need no code here. The copies are taken while the cache is
+    empty, so they cost nothing until they are written.
     """
-    layers = [visit.layer for trip in plan(config) for visit in trip]
+    layers = [visit.layer for trip in plan(config, depth) for visit in trip]
     if len(cache.layers) in (0, len(layers)):  # a cache without layers makes them as they are asked for
         return cache
     if len(cache.layers) != config.num_hidden_layers:
@@ -97,44 +107,214 @@ def with_banks(cache: Cache, config: FathomConfig) -> Cache:
     return cache
 
 
+@dataclass
 class Out:
-    """What a trip produced: the un-normed residual stream and, made only when asked for, its normed form and logits."""
+    """What a trip produced: the un-normed residual stream and, made only when asked for, what the head reads."""
 
-    def __init__(
-        self, residual: Tensor, norm: Callable[[Tensor], Tensor], head: Callable[[Tensor], Tensor] | None
-    ) -> None:
-        self.residual = residual
-        self._norm, self._head = norm, head
-        self._hidden: Tensor | None = None
-        self._logits: Tensor | None = None
+    residual: Tensor
+    """`[B, T, hidden_size]`"""
+    norm: Callable[[Tensor], Tensor]
+    head: nn.Module | None = None
+    """Turns hidden states into logits; only recurrences that feed on them need it."""
+    embedding: nn.Embedding | None = None
+    embedding_scale: float = 1.0
+    trip: int = 0
+    last: bool = True
+    """Whether no trip can follow."""
+    _hidden: Tensor | None = field(default=None, repr=False)
 
     @property
     def hidden(self) -> Tensor:
         """`[B, T, hidden_size]` after the final norm."""
         if self._hidden is None:
-            self._hidden = self._norm(self.residual)
+            self._hidden = self.norm(self.residual)
         return self._hidden
 
     @property
-    def logits(self) -> Tensor:
-        """`[B, T, vocab_size]`."""
-        if self._head is None:
+    def tables(self) -> tuple[nn.Module, Tensor]:
+        """The head, and the input embeddings `[vocab_size, hidden_size]` before scaling."""
+        if self.head is None or self.embedding is None:
             raise ValueError("this recurrence feeds on logits: call the model with its head (FathomForCausalLM does)")
-        if self._logits is None:
-            self._logits = self._head(self.hidden)
-        return self._logits
+        return self.head, self.embedding.weight
+
+    def of(self, residual: Tensor) -> Out:
+        """The same trip for other tokens."""
+        return replace(self, residual=residual, _hidden=None)
 
 
-def unroll(recurrence: Recurrence, x: Tensor, trip: Callable[[int, Tensor], Out]) -> dict[str, Any]:
-    """Make every trip with all tokens as rows, and return the policy's final state.
+@dataclass  # not frozen: dynamo cannot build frozen ones
+class Rows:
+    """The tokens that make a trip. Dense: every token is computed and `put` keeps the halted ones as they were.
+    Picked: the others are left out, and what is left is packed to a rectangle."""
 
-    Exact for views in which one trip of all tokens can be computed at once; with one new token and a cache this is
-    decoding. `trip(k, x)` runs the stack once.
+    alive: Tensor | None = None
+    """`[B, T]`; None when nobody has halted."""
+    batch: Tensor | None = None
+    """Rows of the batch that take part, `[B']`; None for all."""
+    index: Tensor | None = None
+    """Columns of the tokens that take part, `[B', M]`; None for all. Rows with fewer repeat columns of theirs."""
+    valid: Tensor | None = None
+    """`[B', M]`; False where `index` only fills the rectangle."""
+
+    @classmethod
+    def pick(cls, alive: Tensor) -> Rows:
+        """Leave out rows without a living token, and the tokens that halted."""
+        batch = alive.any(1).nonzero().squeeze(1)
+        inside = alive[batch]
+        most = int(inside.sum(1).max())
+        whole = None if len(batch) == len(alive) else batch
+        if most == alive.shape[1]:
+            return cls(alive, whole, None, inside)
+        index = (~inside).to(torch.int8).argsort(dim=1, stable=True)[:, :most]  # the living first, in their order
+        return cls(alive, whole, index, inside.gather(1, index))
+
+    def take(self, x: Tensor) -> Tensor:
+        """`[B, T, ...]` to `[B', M, ...]`."""
+        if self.batch is not None:
+            x = x[self.batch]
+        if self.index is not None:
+            x = x.gather(1, self.index.view(*self.index.shape, *[1] * (x.ndim - 2)).expand(-1, -1, *x.shape[2:]))
+        return x
+
+    def put(self, old: Tensor | None, new: Tensor) -> Tensor:
+        """The new values of the tokens that took part, the old ones (or zero) of the others: `[B, T, ...]`."""
+        if self.alive is None:
+            return new
+        if self.valid is None:
+            alive = self.alive.view(*self.alive.shape, *[1] * (new.ndim - 2))
+            return torch.where(alive, new, torch.zeros_like(new) if old is None else old)
+        old = new.new_zeros((*self.alive.shape, *new.shape[2:])) if old is None else old.clone()
+        row, place = self.valid.nonzero(as_tuple=True)
+        column = place if self.index is None else self.index[row, place]
+        old[row if self.batch is None else self.batch[row], column] = new[row, place]
+        return old
+
+    def take_all(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`take` of every tensor of a state."""
+        return {name: self.take(x) for name, x in state.items()}
+
+    def put_all(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """`put` of every tensor of a state."""
+        return {**old, **{name: self.put(old.get(name), x) for name, x in new.items()}}
+
+
+@dataclass
+class Turn:
+    """One trip about to be made."""
+
+    trip: int
+    x: Tensor
+    """Its input for every token, `[B, T, hidden_size]`."""
+    rows: Rows
+    bias: Tensor | None = None
+    """Added to the logits of everybody who reads the slots of this trip, `[B, T]`."""
+
+
+State = dict[str, Tensor]
+
+
+def sweep(
+    recurrence: Recurrence,
+    x: Tensor,
+    make: Callable[[Turn], Out],
+    depth: int,
+    *,
+    live: Tensor | None = None,
+    pick: bool = False,
+    trips: int | None = None,
+    state: State | None = None,
+) -> tuple[State, list[Turn]]:
+    """Trip, gate, feed: the policy's final state and the turns that were taken.
+
+    A token that halts keeps its state, and so its readout, as its last trip left it. Hence whether halted tokens are
+    left out (`pick`) or computed and forgotten makes no difference.
+
+    Args:
+        recurrence: The policy.
+        x: Trip 0's input, `[B, T, hidden_size]`.
+        make: Runs the stack once over the tokens of a turn.
+        depth: Trips beyond the first.
+        live: `[B, T]`, False for padding, which makes one trip only when tokens may halt.
+        pick: Leave halted tokens out.
+        trips: Stop after so many, having fed the next one.
+        state: What the policy carries in.
     """
-    state: dict[str, Any] = {}
-    for k in range(recurrence.depth + 1):
-        out = trip(k, x)
-        state = recurrence.gate(k, out, state)
-        if k < recurrence.depth:
-            x = recurrence.feed(x, out)
+    state = dict(state or {})
+    turn = Turn(0, x, Rows())
+    turns, residual, made = [turn], None, None
+    for k in range(depth + 1 if trips is None else trips):
+        rows = turn.rows
+        out = make(turn)
+        state = rows.put_all(state, recurrence.gate(out, rows.take_all(state)))
+        if k == depth:
+            break
+        if recurrence.halts:
+            alive = state["alive"] if live is None else state["alive"] & live
+            made = made if made is not None else torch.ones_like(alive, dtype=torch.long)
+            if pick:
+                if not alive.any():
+                    break
+                residual = rows.put(residual, out.residual)
+                rows = Rows.pick(alive)
+                out = out.of(rows.take(residual))
+            else:
+                rows = Rows(alive)
+            made = made + alive
+        x = rows.put(turn.x, recurrence.feed(rows.take(turn.x), out, rows.take_all(state)))
+        turn = Turn(k + 1, x, rows, recurrence.key_bias(state, k + 1))
+        turns.append(turn)
+    if made is not None:
+        state["trips"] = made
+    return state, turns
+
+
+def jacobi(
+    recurrence: Recurrence,
+    x: Tensor,
+    through: Callable[[Sequence[Turn], bool], list[Out]],
+    depth: int,
+    rounds: int,
+    live: Tensor | None = None,
+    until_still: bool = False,
+) -> State:
+    """Solve for all tokens at once where a trip reads other tokens' later trips.
+
+        grow    S = [x_0];  for m in 0..K-1:  H = pass(S_0..S_m);  S_{j+1} <- feed(S_j, H_j)  for all j <= m
+        rounds  n times:                      H = pass(S_0..S_K);  S_{j+1} <- feed(S_j, H_j)  for all j < K
+        final                                 H = pass(S_0..S_K);  read out
+
+    Args:
+        recurrence: The policy.
+        x: Trip 0's input, `[B, T, hidden_size]`.
+        through: One pass over the slots of some turns, interleaved by token; the last pass is told so.
+        depth: K.
+        rounds: n. Exact from (T - 1) K on.
+        live: As in `sweep`.
+        until_still: Stop early once a round changes nothing at all.
+    """
+
+    def again(turns: Sequence[Turn], trips: int, final: bool = False, state: State | None = None) -> Any:
+        outs = through(turns, final)
+        return sweep(recurrence, x, lambda turn: outs[turn.trip], depth, live=live, trips=trips, state=state)
+
+    turns: list[Turn] = [Turn(0, x, Rows())]
+    state: State = {}
+    for m in range(depth):
+        state, turns = again(turns, m + 1)
+    moved = None
+    for n in range(rounds if depth else 0):
+        before = turns
+        state, turns = again(turns, depth + 1, state=recurrence.carry(state) if n + 1 < rounds else None)
+        moved = torch.stack([(a.x - b.x).detach().float().square().mean() for a, b in zip(turns, before, strict=True)])
+        if until_still and not moved.any():
+            break
+    state, _ = again(turns, depth + 1, final=True)
+    if moved is not None:
+        state["jacobi_residual"] = moved[1:].mean().sqrt()
     return state
+
+
+def joined(states: Sequence[State]) -> State:
+    """States of consecutive tokens as one; what some token never reached is left out."""
+    names = [name for name in states[0] if all(name in state for state in states)]
+    return {name: torch.cat([state[name] for state in states], 1) for name in names}

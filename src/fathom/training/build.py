@@ -73,7 +73,7 @@ class Training:
             batches = self.plan.batch(step, ranks.rank, ranks.world_size, self.micro_batch)
         torch.manual_seed(_seed(recipe.train.seed, "step", step, ranks.rank))
         model.train()
-        model.set_step(step)
+        model.set_step(step, recipe.train.steps)
         loss = torch.zeros((), device=ranks.device)
         extra: dict[str, Tensor] = {}
         for number, batch in enumerate(batches):

@@ -1,0 +1,170 @@
+"""`adaponder` (AdaPonderLM): `ponder` with a gate after every trip, and tokens that stop for good.
+
+    σ_k = sigmoid(MLP_k(h_k))      alive_{k+1} = alive_k · [σ_k >= τ]      x_{k+1} = x_k + alive_{k+1} σ_k μ_{k+1}
+
+A halted token keeps the keys, values and output of its last trip; later trips of others read those. Since the gate
+multiplies the update, cutting it at τ removes next to nothing, which is why training needs no estimator.
+
+The penalty is the mean of the lowest q of all gates (a halted token's gates are 0): λ = `penalty_max`, with q growing
+from 0 to `penalty_fraction` over `penalty_window`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .numerics import widen
+from .ponder import MixtureOptions, mixed, mixture_flops, trips_cost
+from .pondering import Pondering, check_over, lowest_sum, per_item
+from .roles import Cost, Mechanism
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+    from .slots import Out
+
+
+@dataclass(frozen=True)
+class AdaponderOptions(MixtureOptions):
+    """Options of `adaponder`."""
+
+    tau: float = 1e-4
+    """A token halts when its gate falls below."""
+    gate_bias: float = 2.0
+    """Where the gates' logits start: open. With -20 nobody makes a second trip."""
+    penalty_max: float = 0.1
+    """λ."""
+    penalty_fraction: float = 0.1
+    """q in the end."""
+    penalty_window: list = field(default_factory=lambda: [0.1, 0.3])
+    """Between which fractions of training q grows."""
+    penalty_on: str = "sigmoid"
+    """`sigmoid`, as the gate acts; or `logit`, whose slope does not fade before the cut."""
+    penalty_over: str = "row"
+    """The lowest of every `row`, or of the `batch` (the paper's words), which depends on how it is split up."""
+
+    def resolve(self, config: FathomConfig) -> AdaponderOptions:
+        """Refuse what is impossible."""
+        self.check(config)
+        check_over(self.penalty_over)
+        if self.penalty_on not in ("sigmoid", "logit"):
+            raise ValueError(f"recurrence_options.penalty_on must be sigmoid or logit, got {self.penalty_on!r}")
+        window = self.penalty_window
+        if not (isinstance(window, Sequence) and len(window) == 2 and 0 <= window[0] <= window[1] <= 1):
+            raise ValueError(f"recurrence_options.penalty_window must be two fractions of training, got {window!r}")
+        if not 0 <= self.penalty_fraction <= 1:
+            raise ValueError(f"recurrence_options.penalty_fraction must lie in 0..1, got {self.penalty_fraction}")
+        if not 0 < self.tau < 1:
+            raise ValueError(f"recurrence_options.tau must lie between 0 and 1, got {self.tau}")
+        return self
+
+
+class Gate(nn.Module):
+    """One trip's own two-layer MLP, `[B, T, hidden_size]` to a logit `[B, T]`."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, 1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """g_k."""
+        return self.down(nn.functional.gelu(self.up(hidden))).squeeze(-1)
+
+
+class Adaponder(Pondering):
+    """Feeds back a gated mixture, until the gate shuts."""
+
+    halts = True
+
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__(config)
+        self.gates = nn.ModuleList(Gate(config.hidden_size) for _ in range(self.depth))
+        # A tensor, since a Python number that changes every step would recompile every step.
+        self.fraction = nn.Buffer(torch.zeros(()), persistent=False)
+
+    def init_weights(self, std: float) -> None:
+        """Open: a bias, and a last weight that hardly moves it."""
+        init.zeros_(self.fraction)
+        for gate in self.gates:
+            assert isinstance(gate, Gate)
+            init.normal_(gate.up.weight, std=std)
+            init.zeros_(gate.up.bias)
+            init.normal_(gate.down.weight, std=0.1 * std)
+            init.constant_(gate.down.bias, self.options["gate_bias"])
+
+    def set_step(self, step: int, steps: int | None = None) -> None:
+        """q at this point of training."""
+        super().set_step(step, steps)
+        start, stop = self.options["penalty_window"]
+        done = step / max(steps or 1, 1)
+        grown = 1.0 if done >= stop else max(0.0, done - start) / (stop - start)
+        self.fraction.fill_(self.options["penalty_fraction"] * grown)
+
+    def gate(self, out: Out, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """σ_k, and who goes on."""
+        if out.last:
+            return {"hidden": out.hidden}
+        sigma = widen(self.gates[out.trip](out.hidden)).sigmoid()
+        alive = sigma >= self.options["tau"]
+        return {"hidden": out.hidden, "sigma": sigma, "alive": alive, f"gate{out.trip}": sigma}
+
+    def feed(self, x: Tensor, out: Out, state: dict[str, Tensor]) -> Tensor:
+        """x_k + σ_k μ_{k+1}."""
+        return x + state["sigma"].unsqueeze(-1).to(x.dtype) * mixed(out, self.options)
+
+    def _gates(self, state: dict[str, Tensor]) -> Tensor | None:
+        found = [state[f"gate{k}"] for k in range(self.depth) if f"gate{k}" in state]
+        return torch.stack(found, -1) if found else None  # [B, T, K]; 0 where a token had halted before
+
+    def aux_losses(
+        self, state: dict[str, Tensor], targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
+    ) -> dict[str, Tensor]:
+        """λ · mean of the lowest q of all gates."""
+        gates = self._gates(state)
+        if gates is None or not self.options["penalty_max"]:
+            return {}
+        if self.options["penalty_on"] == "logit":
+            gates = gates.clamp(self.options["tau"], 1 - 1e-6).logit()
+        total = lowest_sum(gates, targets, self.fraction.to(gates.dtype), self.options["penalty_over"])
+        return {"penalty": self.options["penalty_max"] * per_item(total, targets, num_items_in_batch)}
+
+    def metrics(self, state: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
+        """Trips, how undecided the gates are, and how many of them are about to shut or have."""
+        gates = self._gates(state)
+        found = super().metrics(state, targets)
+        if gates is not None:
+            found |= gate_metrics(gates[targets != -100].detach())
+            found["gates_below_-4"] = (gates[targets != -100] < 1 / (1 + math.exp(4))).float().mean()
+            found["gates_shut"] = (gates[targets != -100] < self.options["tau"]).float().mean()
+        return found
+
+
+def gate_metrics(gates: Tensor) -> dict[str, Tensor]:
+    """Mean entropy of gates, in nats."""
+    g = gates.float().clamp(1e-6, 1 - 1e-6)
+    return {"gate_entropy": -(g * g.log() + (1 - g) * (1 - g).log()).mean()}
+
+
+def cost(config: FathomConfig, scalar: int) -> Cost:
+    """The stack, a mixture and a gate for every extra trip, if nobody halts."""
+    width, depth = config.hidden_size, config.recurrence_options["depth"]
+    gate = 8 * width * width + 8 * width
+    return trips_cost(config, scalar, mixture_flops(config) + gate, depth * (4 * width * width + 8 * width + 1))
+
+
+ADAPONDER = Mechanism(
+    name="adaponder",
+    axis="recurrence",
+    summary="ponder until a gate shuts",
+    paper="arXiv 2603.01914",
+    build=Adaponder,
+    cost=cost,
+    options=AdaponderOptions,
+)

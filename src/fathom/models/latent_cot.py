@@ -1,0 +1,151 @@
+"""`latent_cot` (token-level adaptive latent chain of thought): as many hidden thoughts as a token turns out to need.
+
+    x_{k+1} = h_k        g_k = sigmoid(w·h_k + b)        R_0 = 1,  R_{k+1} = R_k g_k        go on iff R_{k+1} > τ
+    readout Σ_k q_k h_k  with  q_k = R_k - R_{k+1},  and all that is left for the last trip
+
+Trip k reads trips up to k of earlier tokens (view DUO), so all tokens make it at once, exactly.
+
+The penalty charges for going on in proportion to the probability p that the true next word has already:
+λ · mean_t Σ_k p(h_k)^β R_{k+1}, without gradient through p.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .adaponder import gate_metrics
+from .loss import IGNORE
+from .numerics import widen
+from .ponder import trips_cost
+from .pondering import Sampled, check_depth, check_fraction, per_item
+from .roles import Cost, Mechanism, View
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+    from .slots import Out
+
+
+@dataclass(frozen=True)
+class LatentCotOptions:
+    """Options of `latent_cot`."""
+
+    depth: int = 3
+    """Thoughts per token at most: trips beyond the first."""
+    tau: float = 1e-2
+    """Reach below which a token stops."""
+    router_bias: float = 2.0
+    """Where the router starts: going on. With -10 nobody makes a second trip."""
+    penalty: float = 0.05
+    """λ."""
+    penalty_beta: float = 1.0
+    """β: larger spares the uncertain."""
+    penalty_token_fraction: float = 0.125
+    """Part of the tokens on which the penalty is measured, drawn for every step."""
+    seed: int = 0
+    """Of everything that is drawn for a step."""
+
+    def resolve(self, config: FathomConfig) -> LatentCotOptions:
+        """Refuse what is impossible."""
+        check_depth(self.depth)
+        check_fraction("penalty_token_fraction", self.penalty_token_fraction)
+        if not 0 < self.tau < 1:
+            raise ValueError(f"recurrence_options.tau must lie between 0 and 1, got {self.tau}")
+        return self
+
+
+class LatentCot(Sampled):
+    """Feeds back the normed hidden state, and reads out a mixture of all thoughts."""
+
+    halts = True
+
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__(config)
+        self.router = nn.Linear(config.hidden_size, 1)
+
+    @staticmethod
+    def sees(config: FathomConfig) -> View:
+        """Trips up to its own."""
+        return View.DUO
+
+    def init_weights(self, std: float) -> None:
+        """Going on."""
+        super().init_weights(std)
+        init.normal_(self.router.weight, std=std)
+        init.constant_(self.router.bias, self.options["router_bias"])
+
+    def gate(self, out: Out, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Split what reaches this trip between its own readout and the trips to come."""
+        h, k = out.hidden, out.trip
+        reach = state["reach"] if k else torch.ones_like(widen(h[..., 0]))
+        if out.last:
+            return {"hidden": spread(state.get("hidden"), reach, h), "alive": torch.zeros_like(reach, dtype=torch.bool)}
+        gate = widen(self.router(h).squeeze(-1)).sigmoid()
+        onward = reach * gate
+        alive = onward > self.options["tau"]
+        new = {
+            "hidden": spread(state.get("hidden"), torch.where(alive, reach - onward, reach), h),
+            "alive": alive,
+            "reach": onward,
+        }
+        if self.training:
+            new |= {f"gate{k}": gate, f"reach{k}": onward, f"thought{k}": h.detach()}
+        return new
+
+    def feed(self, x: Tensor, out: Out, state: dict[str, Tensor]) -> Tensor:
+        """The thought itself."""
+        return out.hidden
+
+    def aux_losses(
+        self, state: dict[str, Tensor], targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
+    ) -> dict[str, Tensor]:
+        """λ · mean_t Σ_k p^β R_{k+1}, from a sample of the tokens."""
+        executed = [k for k in range(self.depth) if f"reach{k}" in state]
+        if not executed or not self.options["penalty"]:
+            return {}
+        columns = self.sample(targets.shape[1])
+        target = targets[:, columns]
+        valid = target != IGNORE
+        total = state["reach0"].new_zeros(())
+        for k in executed:
+            with torch.no_grad():
+                p = widen(head(state[f"thought{k}"][:, columns])).softmax(-1)
+                p = p.gather(-1, target.where(valid, 0).unsqueeze(-1)).squeeze(-1) ** self.options["penalty_beta"]
+            total = total + (p * state[f"reach{k}"][:, columns]).where(valid, 0).sum()
+        total = total * targets.shape[1] / len(columns)
+        return {"penalty": self.options["penalty"] * per_item(total, targets, num_items_in_batch)}
+
+    def metrics(self, state: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
+        """Trips, and how undecided the router is."""
+        found = super().metrics(state, targets)
+        gates = [state[f"gate{k}"] for k in range(self.depth) if f"gate{k}" in state]
+        if gates:
+            found |= gate_metrics(torch.stack(gates, -1)[targets != IGNORE].detach())
+        return found
+
+
+def spread(before: Tensor | None, mass: Tensor, hidden: Tensor) -> Tensor:
+    """One more term of Σ_k q_k h_k."""
+    term = mass.unsqueeze(-1) * widen(hidden)
+    return (term if before is None else widen(before) + term).to(hidden.dtype)
+
+
+def cost(config: FathomConfig, scalar: int) -> Cost:
+    """The stack again for every thought, and the router, if nobody stops."""
+    width = config.hidden_size
+    return trips_cost(config, scalar, 2 * width, width + 1)
+
+
+LATENT_COT = Mechanism(
+    name="latent_cot",
+    axis="recurrence",
+    summary="think in hidden states until a router stops",
+    paper="arXiv 2602.08220",
+    build=LatentCot,
+    cost=cost,
+    options=LatentCotOptions,
+)

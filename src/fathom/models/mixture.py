@@ -1,0 +1,139 @@
+"""The vocabulary mixture: what a model would say next, as one input vector.
+
+    p = softmax(z / temperature),  z = the top_k largest logits (all of them with 0)        μ = Σ_v p_v · U_v
+
+The logits of a batch never exist at once: rows are taken in chunks, and backward makes them again. When only a small
+part of the vocabulary is mixed, backward touches only the rows of the two tables that were used.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from .loss import chunk_rows, is_bare
+from .numerics import widen
+
+SPARSE = 16
+"""From so many times `top_k` words on, gathering the words in use is cheaper than whole products."""
+
+
+def mixture(hidden: Tensor, head: nn.Module, table: Tensor, top_k: int = 0, temperature: float = 1.0) -> Tensor:
+    """μ for every token, `[B, T, hidden_size]`.
+
+    Args:
+        hidden: `[B, T, hidden_size]`, what the head reads.
+        head: To logits; anything but a plain linear layer is called as it is.
+        table: U, `[V, hidden_size]`.
+        top_k: How many words are mixed; 0 for all.
+        temperature: Of the softmax.
+    """
+    rows = hidden.flatten(0, -2)
+    top_k = 0 if top_k >= len(table) else top_k
+    if isinstance(head, nn.Linear) and is_bare(head):
+        mixed = _bare(rows, head.weight, table, top_k, temperature)
+    else:
+
+        def part(x: Tensor) -> Tensor:
+            return (probabilities(head(x), top_k, temperature) @ widen(table)).to(x.dtype)
+
+        size = chunk_rows(len(rows), len(table), rows.device.type)
+        mixed = torch.cat([checkpoint(part, x, use_reentrant=False) for x in rows.split(size)])
+    return mixed.view(*hidden.shape[:-1], table.shape[1])
+
+
+def probabilities(logits: Tensor, top_k: int, temperature: float) -> Tensor:
+    """Softmax over the `top_k` largest logits; the others get nothing."""
+    logits = widen(logits) / temperature
+    if top_k:
+        chosen, words = logits.topk(top_k)
+        return torch.zeros_like(logits).scatter(-1, words, chosen.softmax(-1))
+    return logits.softmax(-1)
+
+
+def _bare(rows: Tensor, weight: Tensor, table: Tensor, top_k: int, temperature: float) -> Tensor:
+    if torch.is_autocast_enabled(rows.device.type):
+        dtype = torch.get_autocast_dtype(rows.device.type)
+        rows, weight, table = rows.to(dtype), weight.to(dtype), table.to(dtype)
+    with torch.autocast(rows.device.type, enabled=False):
+        if top_k and len(table) >= SPARSE * top_k:
+            with torch.no_grad():
+                size = chunk_rows(len(rows), len(table), rows.device.type)
+                words = torch.cat([(x @ weight.T).topk(top_k)[1] for x in rows.split(size)])
+            return _Words.apply(rows, weight, table, words, temperature)
+        return _Dense.apply(rows, weight, table, top_k, temperature)
+
+
+class _Dense(torch.autograd.Function):
+    """μ = p U by whole products: dz = p (dp - Σ p dp) / temperature with dp = dμ Uᵀ."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, table: Tensor, top_k: int, temperature: float) -> Tensor:
+        ctx.save_for_backward(rows, weight, table)
+        ctx.top_k, ctx.temperature = top_k, temperature
+        size = chunk_rows(len(rows), len(table), rows.device.type)
+        parts = [probabilities(x @ weight.T, top_k, temperature).to(table.dtype) @ table for x in rows.split(size)]
+        return torch.cat(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, table = ctx.saved_tensors
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight, grad_table = torch.zeros_like(weight, dtype=wide), torch.zeros_like(table, dtype=wide)
+        grad_rows = []
+        size = chunk_rows(len(rows), len(table), rows.device.type)
+        for x, g in zip(rows.split(size), grad.split(size), strict=True):
+            p = probabilities(x @ weight.T, ctx.top_k, ctx.temperature)
+            dp = widen(g @ table.T)
+            dz = (p * (dp - (p * dp).sum(-1, keepdim=True)) / ctx.temperature).to(x.dtype)
+            grad_rows.append(dz @ weight)
+            grad_weight += dz.T @ x
+            grad_table += p.to(g.dtype).T @ g
+        return torch.cat(grad_rows), grad_weight.to(weight.dtype), grad_table.to(table.dtype), None, None
+
+
+class _Words(torch.autograd.Function):
+    """μ = Σ_i p_i U[w_i] over the words in use, `words` `[N, k]`: the same equations, word by word."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, weight: Tensor, table: Tensor, words: Tensor, temperature: float) -> Tensor:
+        ctx.save_for_backward(rows, weight, table, words)
+        ctx.temperature = temperature
+        parts = []
+        for x, w in zip(*(t.split(_word_rows(words, table)) for t in (rows, words)), strict=True):
+            p = _word_probabilities(x, weight[w], temperature).to(table.dtype)
+            parts.append(F.embedding_bag(w, table, per_sample_weights=p, mode="sum"))
+        return torch.cat(parts)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        rows, weight, table, words = ctx.saved_tensors
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        grad_weight, grad_table = torch.zeros_like(weight, dtype=wide), torch.zeros_like(table, dtype=wide)
+        grad_rows = []
+        for x, w, g in zip(*(t.split(_word_rows(words, table)) for t in (rows, words, grad)), strict=True):
+            used = weight[w]  # [n, k, D]
+            p = _word_probabilities(x, used, ctx.temperature)
+            dp = widen((table[w] @ g.unsqueeze(2)).squeeze(2))
+            dz = p * (dp - (p * dp).sum(-1, keepdim=True)) / ctx.temperature
+            grad_rows.append((dz.to(x.dtype).unsqueeze(1) @ used).squeeze(1))
+            flat = w.flatten()
+            grad_weight.index_add_(0, flat, (dz.unsqueeze(2) * widen(x).unsqueeze(1)).flatten(0, 1))
+            grad_table.index_add_(0, flat, (p.unsqueeze(2) * widen(g).unsqueeze(1)).flatten(0, 1))
+        return torch.cat(grad_rows), grad_weight.to(weight.dtype), grad_table.to(table.dtype), None, None
+
+
+def _word_probabilities(rows: Tensor, used: Tensor, temperature: float) -> Tensor:
+    """`[n, D]` and `[n, k, D]` to `[n, k]`."""
+    return (widen((used @ rows.unsqueeze(2)).squeeze(2)) / temperature).softmax(-1)
+
+
+def _word_rows(words: Tensor, table: Tensor) -> int:
+    return max(1, (1 << 22) // (words.shape[1] * table.shape[1]))

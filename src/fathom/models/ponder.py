@@ -1,0 +1,136 @@
+"""`ponder` (PonderingLM): before it answers, the model reads what it would have said.
+
+    μ_{k+1} = softmax(head(h_k)) · αU          x_{k+1} = x_k + μ_{k+1}          loss on the last trip only
+
+αU is the input embedding table at the scale of x_0. Every trip is an ordinary causal pass (view SAME) with a bank of
+its own. `feed` and `view` open the grid of what is fed back and what it may read; the paper's own model is
+(mixture, same).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .draws import between
+from .mixture import mixture
+from .pondering import Pondering, SolverOptions, check_depth, check_range
+from .roles import Cost, Mechanism, View
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+    from .slots import Out
+
+
+@dataclass(frozen=True)
+class MixtureOptions:
+    """What is fed back by the recurrences that mix the vocabulary."""
+
+    depth: int = 3
+    """Trips beyond the first."""
+    top_k: int = 100
+    """Words in the mixture, renormalised; 0 for the whole vocabulary."""
+    temperature: float = 1.0
+    """Of the mixture's softmax."""
+    mixture_gain: float = 1.0
+    """Factor on every mixture, relative to the scale of the embeddings."""
+
+    def check(self, config: FathomConfig) -> None:
+        """Refuse what cannot be mixed."""
+        check_depth(self.depth)
+        if self.top_k < 0:
+            raise ValueError(f"recurrence_options.top_k must be 0 (the whole vocabulary) or more, got {self.top_k}")
+        if not self.temperature > 0:
+            raise ValueError(f"recurrence_options.temperature must be positive, got {self.temperature}")
+
+
+@dataclass(frozen=True)
+class PonderOptions(MixtureOptions, SolverOptions):
+    """Options of `ponder`."""
+
+    depth_range: list | None = None
+    """`[least, most]`: in training, `depth` is drawn anew for every step."""
+    feed: str = "mixture"
+    """`mixture` of the vocabulary, or the `hidden` state itself."""
+    view: str = "same"
+    """`same`, `duo` or `all`: which trips of earlier tokens a trip reads."""
+
+    def resolve(self, config: FathomConfig) -> PonderOptions:
+        """Refuse what is impossible."""
+        self.check(config)
+        self.check_solver()
+        if self.feed not in ("mixture", "hidden"):
+            raise ValueError(f"recurrence_options.feed must be mixture or hidden, got {self.feed!r}")
+        if self.view not in [view.value for view in View]:
+            raise ValueError(f"recurrence_options.view must be same, duo or all, got {self.view!r}")
+        if self.depth_range is None:
+            return self
+        return replace(self, depth_range=check_range("depth_range", self.depth_range))
+
+
+class Ponder(Pondering):
+    """Feeds back a mixture of word embeddings."""
+
+    @classmethod
+    def most_trips(cls, config: FathomConfig) -> int:
+        """The most that training drew."""
+        return 1 + max(cls.extra_trips(config), *(config.recurrence_options["depth_range"] or (0, 0)))
+
+    @staticmethod
+    def sees(config: FathomConfig) -> View:
+        """As the option says."""
+        return View(config.recurrence_options["view"])
+
+    def set_step(self, step: int, steps: int | None = None) -> None:
+        """Draw this step's depth, the same on every rank."""
+        super().set_step(step, steps)
+        if self.options["depth_range"]:
+            self.drawn = between(self.options["depth_range"], self.options["seed"], step, "depth")
+
+    def feed(self, x: Tensor, out: Out, state: dict[str, Tensor]) -> Tensor:
+        """x_k + μ_{k+1}, or h_k."""
+        return out.hidden if self.options["feed"] == "hidden" else x + mixed(out, self.options)
+
+
+def mixed(out: Out, options: dict) -> Tensor:
+    """μ at the scale of the embeddings."""
+    head, table = out.tables
+    return mixture(out.hidden, head, table, options["top_k"], options["temperature"]) * (
+        out.embedding_scale * options["mixture_gain"]
+    )
+
+
+def mixture_flops(config: FathomConfig) -> int:
+    """The head and the mixture of one trip."""
+    width, words = config.hidden_size, config.vocab_size
+    return 2 * width * words + 2 * width * (min(config.recurrence_options["top_k"], words) or words)
+
+
+def trips_cost(config: FathomConfig, scalar: int, flops_per_trip: float = 0.0, parameters: int = 0) -> Cost:
+    """Every extra trip pays the stack again, in arithmetic and in cache."""
+    from .cost import layer_cache_bytes, layer_flops
+
+    depth, layers = config.recurrence_options["depth"], config.num_hidden_layers
+    return Cost(
+        parameters=parameters,
+        flops=depth * (layers * layer_flops(config) + flops_per_trip),
+        cache_bytes=depth * layers * layer_cache_bytes(config, scalar),
+    )
+
+
+def cost(config: FathomConfig, scalar: int) -> Cost:
+    """The stack again, and a mixture where that is what is fed back."""
+    return trips_cost(config, scalar, mixture_flops(config) if config.recurrence_options["feed"] == "mixture" else 0)
+
+
+PONDER = Mechanism(
+    name="ponder",
+    axis="recurrence",
+    summary="feed back a mixture of the words it would say",
+    paper="arXiv 2505.20674",
+    build=Ponder,
+    cost=cost,
+    options=PonderOptions,
+)

@@ -1,0 +1,65 @@
+"""`ponder2` (PonderLM-2): every token is followed by thoughts, each the hidden state of the one before.
+
+    x_{t,k+1} = h_{t,k}        (after the final norm; trip k reads every trip of every earlier token: view ALL)
+
+Decoding is one trip after another. In training all slots go through the stack interleaved by token, and Jacobi
+rounds stand for the order in time. No parameters, no further loss.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from .ponder import trips_cost
+from .pondering import Pondering, SolverOptions, check_depth
+from .roles import Cost, Mechanism, View
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+    from .slots import Out
+
+
+@dataclass(frozen=True)
+class Ponder2Options(SolverOptions):
+    """Options of `ponder2`."""
+
+    depth: int = 1
+    """Thoughts per token: trips beyond the first."""
+
+    def resolve(self, config: FathomConfig) -> Ponder2Options:
+        """Refuse what is impossible."""
+        check_depth(self.depth)
+        self.check_solver()
+        return self
+
+
+class Ponder2(Pondering):
+    """Feeds back the normed hidden state, and shows every trip to all later tokens."""
+
+    @staticmethod
+    def sees(config: FathomConfig) -> View:
+        """Everything before."""
+        return View.ALL
+
+    def feed(self, x: Tensor, out: Out, state: dict[str, Tensor]) -> Tensor:
+        """The thought itself: no projection, no residual."""
+        return out.hidden
+
+
+def cost(config: FathomConfig, scalar: int) -> Cost:
+    """The stack again for every thought, when decoding."""
+    return trips_cost(config, scalar)
+
+
+PONDER2 = Mechanism(
+    name="ponder2",
+    axis="recurrence",
+    summary="follow every token with its own hidden state as a thought",
+    paper="arXiv 2509.23184",
+    build=Ponder2,
+    cost=cost,
+    options=Ponder2Options,
+)

@@ -1,0 +1,206 @@
+"""`ponder3` (PonderLM-3): `ponder2` with a router that says beforehand how many thoughts a token is worth.
+
+    s = softmax(W h_0 + b)        w_k = Σ_{j>=k} s_j        trip k runs iff w_k > τ        readout Σ_k s_k h_k
+
+Every query that reads slot (t, k) adds log w_{t,k} to its logit, so a thought fades before it is cut, and the router
+learns both from the mixture and from attention.
+
+The penalty is λ Σ_k (mean of the lowest ρ_k of w_k), where ρ_k is how good the readout is that stops before trip k.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import initialization as init
+
+from .latent_cot import spread
+from .loss import IGNORE
+from .numerics import widen
+from .ponder import trips_cost
+from .pondering import (
+    Sampled,
+    SolverOptions,
+    check_depth,
+    check_fraction,
+    check_over,
+    check_range,
+    lowest_sum,
+    per_item,
+)
+from .roles import Cost, Mechanism, View
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+    from .slots import Out
+
+PENALTIES = ("prefix_quality", "expected_trips", "none")
+
+
+@dataclass(frozen=True)
+class Ponder3Options(SolverOptions):
+    """Options of `ponder3`."""
+
+    depth: int = 3
+    """Thoughts per token at most: trips beyond the first."""
+    jacobi_train: list = field(default_factory=lambda: [4, 6])
+    """`[least, most]` rounds in training, drawn for every step."""
+    jacobi_eval: int = 10
+    """Rounds of a forward pass without a cache."""
+    tau: float = 1e-4
+    """Share below which a thought is not had."""
+    router_bias: float = 0.0
+    """Of trip 0. With 20 nobody makes a second trip."""
+    router_damping: float = 1.0
+    """How much of a round's new router output the next round uses. Below 1 the solver no longer becomes exact."""
+    penalty: str = "prefix_quality"
+    """`prefix_quality`, `expected_trips` (Σ_k w_k, which is the expected number of thoughts) or `none`."""
+    penalty_max: float = 0.1
+    """λ in the end."""
+    penalty_steps: list = field(default_factory=lambda: [1000, 4000])
+    """Between which training steps λ grows from 0."""
+    penalty_over: str = "row"
+    """The lowest of every `row`, or of the `batch`, which depends on how it is split up."""
+    penalty_token_fraction: float = 0.125
+    """Part of the tokens on which the quality is measured, drawn for every step."""
+
+    def resolve(self, config: FathomConfig) -> Ponder3Options:
+        """Refuse what is impossible."""
+        check_depth(self.depth)
+        self.check_solver()
+        check_over(self.penalty_over)
+        check_range("penalty_steps", self.penalty_steps)
+        check_fraction("penalty_token_fraction", self.penalty_token_fraction)
+        if self.penalty not in PENALTIES:
+            raise ValueError(f"recurrence_options.penalty must be one of {', '.join(PENALTIES)}, got {self.penalty!r}")
+        if not 0 < self.router_damping <= 1:
+            raise ValueError(f"recurrence_options.router_damping must lie in (0, 1], got {self.router_damping}")
+        if not 0 < self.tau < 1:
+            raise ValueError(f"recurrence_options.tau must lie between 0 and 1, got {self.tau}")
+        return self
+
+
+class Ponder3(Sampled):
+    """Feeds back the normed hidden state as often as the router allows."""
+
+    halts = True
+
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__(config)
+        self.router = nn.Linear(config.hidden_size, self.depth + 1)
+        self.weight = nn.Buffer(torch.zeros(()), persistent=False)  # λ now
+
+    @staticmethod
+    def sees(config: FathomConfig) -> View:
+        """Everything before."""
+        return View.ALL
+
+    def init_weights(self, std: float) -> None:
+        """Every trip alive."""
+        super().init_weights(std)
+        init.zeros_(self.weight)
+        width = self.router.weight.shape[1]
+        init.trunc_normal_(self.router.weight, std=math.sqrt(2 / (5 * width)))
+        init.zeros_(self.router.bias)
+        if self.options["router_bias"]:
+            with torch.no_grad():
+                self.router.bias[0] = self.options["router_bias"]
+
+    def set_step(self, step: int, steps: int | None = None) -> None:
+        """λ at this step."""
+        super().set_step(step, steps)
+        start, stop = self.options["penalty_steps"]
+        grown = 1.0 if step >= stop else max(0, step - start) / (stop - start)
+        self.weight.fill_(self.options["penalty_max"] * grown)
+
+    def gate(self, out: Out, state: dict[str, Tensor]) -> dict[str, Tensor]:
+        """s and w from trip 0; then one more term of the readout."""
+        h, k = out.hidden, out.trip
+        new: dict[str, Tensor] = {}
+        if k == 0:
+            share = widen(self.router(h)).softmax(-1)  # [B, T, K+1]
+            if "before" in state:
+                share = torch.lerp(state["before"], share, self.options["router_damping"])
+            state = new = {"share": share, "tail": share.flip(-1).cumsum(-1).flip(-1)}
+        share, tail = state["share"], state["tail"]
+        # Whoever is made to stop early, by a budget, reads out all that is left.
+        new["hidden"] = spread(state.get("hidden"), tail[..., k] if out.last else share[..., k], h)
+        alive = torch.zeros_like(tail[..., 0], dtype=torch.bool) if out.last else tail[..., k + 1] > self.options["tau"]
+        new["alive"] = alive
+        if self.training and not out.last:
+            new |= {f"prefix{j}": new["hidden"].detach() for j in range(k, self.depth)}
+        return new
+
+    def key_bias(self, state: dict[str, Tensor], trip: int) -> Tensor | None:
+        """log w, of those who make the trip."""
+        tail = state["tail"][..., trip]
+        return tail.where(tail > self.options["tau"], 1).log()
+
+    def carry(self, state: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """The router's output, to be damped."""
+        return {"before": state["share"]} if self.options["router_damping"] < 1 else None
+
+    def feed(self, x: Tensor, out: Out, state: dict[str, Tensor]) -> Tensor:
+        """The thought itself."""
+        return out.hidden
+
+    def aux_losses(
+        self, state: dict[str, Tensor], targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
+    ) -> dict[str, Tensor]:
+        """λ times the price of thinking."""
+        kind, depth = self.options["penalty"], self.depth
+        if kind == "none" or not depth or not self.options["penalty_max"]:
+            return {}
+        tail = state["tail"]
+        if kind == "expected_trips":
+            total = tail[..., 1:].sum(-1).where(targets != IGNORE, 0).sum()
+        else:
+            if "prefix0" not in state:
+                return {}
+            total, before = tail.new_zeros(()), None
+            for k in range(1, depth + 1):
+                quality = self._quality(state[f"prefix{k - 1}"], targets, head)  # [B]
+                fraction = quality if before is None else (quality - before).clamp(min=0)
+                total = total + lowest_sum(tail[..., k : k + 1], targets, fraction, self.options["penalty_over"])
+                before = quality
+        return {"penalty": self.weight.to(total.dtype) * per_item(total, targets, num_items_in_batch)}
+
+    @torch.no_grad()
+    def _quality(self, prefix: Tensor, targets: Tensor, head: nn.Module) -> Tensor:
+        """1 - mean σ(10 (CE - 0.5)) of every row, from a sample of its tokens."""
+        columns = self.sample(targets.shape[1])
+        target = targets[:, columns]
+        ce = F.cross_entropy(
+            widen(head(prefix[:, columns])).flatten(0, 1), target.flatten(), ignore_index=IGNORE, reduction="none"
+        ).view_as(target)
+        valid = target != IGNORE
+        return (1 - (10 * (ce - 0.5)).sigmoid()).where(valid, 0).sum(1) / valid.sum(1).clamp(min=1)
+
+    def metrics(self, state: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
+        """Trips, and how undecided the router is."""
+        share = state["share"][targets != IGNORE].detach().float()
+        entropy = -(share * share.clamp(min=1e-9).log()).sum(-1).mean()
+        return {**super().metrics(state, targets), "gate_entropy": entropy}
+
+
+def cost(config: FathomConfig, scalar: int) -> Cost:
+    """The stack again for every thought, the router once, and a bias beside every slot, if nobody stops."""
+    width, depth = config.hidden_size, config.recurrence_options["depth"]
+    router = Cost(flops=2 * width * (depth + 1), cache_bytes=4 * (depth + 1))
+    return trips_cost(config, scalar, 0, (width + 1) * (depth + 1)) + router
+
+
+PONDER3 = Mechanism(
+    name="ponder3",
+    axis="recurrence",
+    summary="a router says beforehand how many thoughts a token is worth",
+    paper="arXiv 2603.02023",
+    build=Ponder3,
+    cost=cost,
+    options=Ponder3Options,
+)

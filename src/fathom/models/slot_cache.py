@@ -1,0 +1,326 @@
+"""The slot cache: one cache layer per physical layer, whose time axis counts slots.
+
+It serves recurrences whose trips read one another or whose tokens halt. Keys and values of every slot that was really
+made stand behind one another, row by row of the batch, so a token that made three trips takes three places. The table,
+which all layers share, says which token and trip stands where. `get_seq_length` answers tokens, since positions and
+masks of `generate` depend on it. Padding is never stored.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
+
+SPARE = 8
+"""A full buffer grows by one part in so many."""
+EMPTY = -1
+
+
+@dataclass
+class Tags:
+    """Which slots stand on an axis of queries or keys; every tensor is `[B, N]`, or `[1, N]` where rows agree."""
+
+    token: Tensor
+    """The token's column, counted from the first that the cache saw."""
+    trip: Tensor
+    live: Tensor | None = None
+    """False where there is nothing to read."""
+    bias: Tensor | None = None
+    """Added to the logit of whoever reads the slot."""
+    document: Tensor | None = None
+    """Slots of other documents are not read."""
+    halt: Tensor | None = None
+    """The last trip that the slot's token made."""
+
+
+@dataclass
+class Placement:
+    """Where the slots of one pass go."""
+
+    batch: Tensor | None
+    """Rows of the batch, `[B']`; None for all."""
+    slot: Tensor | None
+    """Places, `[B', M]`; None when all rows go on at `start` alike. Slots not to be kept go to the last place."""
+    start: int
+    end: int
+    """What is read ends here."""
+
+    def write(self, buffer: Tensor, new: Tensor) -> None:
+        """Put `[B', M, ...]` into `[B, capacity, ...]`."""
+        if self.slot is None:
+            buffer[:, self.start : self.end] = new
+        else:
+            rows = torch.arange(len(buffer), device=buffer.device) if self.batch is None else self.batch
+            buffer[rows.unsqueeze(1), self.slot] = new.to(buffer.dtype)
+
+    def read(self, buffer: Tensor) -> Tensor:
+        """What the pass sees, `[B', end, ...]`."""
+        return buffer[:, : self.end] if self.batch is None else buffer[self.batch, : self.end]
+
+
+class SlotTable:
+    """Token, trip and bias of every stored slot, and how far each row is filled."""
+
+    def __init__(self, capacity: int = 0) -> None:
+        self.capacity = capacity
+        self.columns = 0
+        """Tokens seen, padding included."""
+        self.deepest = 0
+        """The latest trip that any token made."""
+        self.even = True
+        """Whether all rows hold the same slots, so that none has to be hidden."""
+        self.end = 0
+        self.count: Tensor | None = None  # [B]
+        self.halt: Tensor | None = None  # [B, columns]
+        self.token = self.trip = self.bias = self.document = None
+        self.order: Tensor | None = None
+        """How the last `crop` moved the slots, for the layers to follow."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that belongs to a row of the batch, by name."""
+        names = ("count", "halt", "token", "trip", "bias", "document")
+        return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+
+    def select(self, rows: Tensor) -> None:
+        """Reorder, repeat or drop rows of the batch."""
+        for name, tensor in self.tensors().items():
+            setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
+
+    def open(self, batch: int, columns: int, device: torch.device) -> None:
+        """Make room for tokens that are about to be seen."""
+        if self.count is None:
+            self.count = torch.zeros(batch, dtype=torch.long, device=device)
+            self.halt = torch.full((batch, 0), EMPTY, dtype=torch.long, device=device)
+        assert self.halt is not None
+        self.halt = torch.nn.functional.pad(self.halt, (0, columns - self.halt.shape[1]), value=EMPTY)
+
+    def place(self, query: Tags, batch: Tensor | None) -> Placement:
+        """Where the slots of a pass go; nothing is kept until `commit`."""
+        assert self.count is not None
+        new = query.token.shape[1]
+        if self.even and query.live is None and batch is None:
+            placement = Placement(None, None, self.end, self.end + new)
+            self._grow(placement.end)
+        else:
+            count = self.count if batch is None else self.count[batch]
+            live = torch.ones_like(query.token, dtype=torch.bool) if query.live is None else query.live
+            live = live.expand(len(count), new)
+            end = int((count + live.sum(1)).max())
+            end = max(end, 1)
+            self._grow(end)
+            slot = torch.where(live, count.unsqueeze(1) + live.cumsum(1) - 1, self.capacity)
+            placement = Placement(batch, slot, 0, end)
+        shape = (len(self.count) if batch is None else len(batch), new)
+        for name in ("token", "trip", "bias", "document"):
+            value = getattr(query, name)
+            if value is None and getattr(self, name) is None:
+                continue
+            if getattr(self, name) is None:
+                fill = value.new_zeros((len(self.count), self.capacity + 1))
+                setattr(self, name, fill)
+            buffer = getattr(self, name)
+            value = buffer.new_zeros(shape) if value is None else value.expand(shape)
+            placement.write(buffer, value)
+        return placement
+
+    def _grow(self, end: int) -> None:
+        if self.token is not None and end <= self.token.shape[1] - 1:
+            return
+        self.capacity = max(self.capacity, end + end // SPARE)
+        for name in ("token", "trip", "bias", "document"):
+            if (tensor := getattr(self, name)) is not None:
+                setattr(self, name, grown(tensor, self.capacity, self.end))
+
+    def note(self, query: Tags, placement: Placement, deepest: int) -> None:
+        """Know how far the tokens of a pass have come; `deepest` is the latest trip in it."""
+        assert self.halt is not None
+        rows, live = self._members(query, placement)
+        place = (rows.unsqueeze(1) * self.halt.shape[1] + query.token).expand_as(live)[live]
+        halt = self.halt.flatten().scatter_reduce(0, place, query.trip.expand_as(live)[live], "amax")
+        self.halt = halt.view_as(self.halt)
+        self.deepest = max(self.deepest, deepest)
+
+    def commit(self, query: Tags, placement: Placement) -> None:
+        """Keep what a pass has written."""
+        assert self.count is not None
+        rows, live = self._members(query, placement)
+        self.count = self.count.index_add(0, rows, live.sum(1))
+        self.end = max(self.end, placement.end)
+        self.even = self.even and placement.slot is None
+
+    def _members(self, query: Tags, placement: Placement) -> tuple[Tensor, Tensor]:
+        """Rows of the batch `[B']`, and which slots of theirs are kept `[B', M]`."""
+        assert self.count is not None
+        rows = torch.arange(len(self.count), device=self.count.device) if placement.batch is None else placement.batch
+        shape = (len(rows), query.token.shape[1])
+        live = torch.ones((), dtype=torch.bool, device=rows.device) if query.live is None else query.live
+        return rows, live.expand(shape)
+
+    def tags(self, placement: Placement) -> Tags:
+        """The slots that a pass can see, its own included."""
+        assert self.count is not None and self.halt is not None and self.token is not None and self.trip is not None
+        token, trip = placement.read(self.token), placement.read(self.trip)
+        batch, live = placement.batch, None
+        if placement.slot is not None:
+            count = (self.count if batch is None else self.count[batch]) + (placement.slot < self.capacity).sum(1)
+            live = torch.arange(placement.end, device=token.device) < count.unsqueeze(1)
+        return Tags(
+            token,
+            trip,
+            live,
+            None if self.bias is None else placement.read(self.bias),
+            None if self.document is None else placement.read(self.document),
+            (self.halt if batch is None else self.halt[batch]).gather(1, token),
+        )
+
+    def crop(self, columns: int) -> None:
+        """Forget the tokens from a column on."""
+        assert self.count is not None and self.halt is not None and self.token is not None
+        within = torch.arange(self.token.shape[1], device=self.token.device) < self.count.unsqueeze(1)
+        keep = within & (self.token < columns)
+        order = (~keep).to(torch.int8).argsort(dim=1, stable=True)
+        for name in ("token", "trip", "bias", "document"):
+            if (tensor := getattr(self, name)) is not None:
+                setattr(self, name, tensor.gather(1, order))
+        self.count = keep.sum(1)
+        self.halt = self.halt[:, :columns]
+        self.columns, self.end, self.order = columns, int(self.count.max()), order
+
+
+def grown(buffer: Tensor, capacity: int, used: int) -> Tensor:
+    """A buffer `[B, capacity + 1, ...]` that holds what the old one held in its first `used` places."""
+    new = buffer.new_zeros((buffer.shape[0], capacity + 1, *buffer.shape[2:]))
+    new[:, :used] = buffer[:, :used]
+    return new
+
+
+class SlotLayer(CacheLayerMixin):
+    """Keys and values of one physical layer, slot by slot. The last place of the buffers is for what is thrown away."""
+
+    is_croppable = True
+    is_sliding = False
+
+    def __init__(self, table: SlotTable, owner: bool) -> None:
+        super().__init__()
+        self.table, self.owner = table, owner
+        self.stored: tuple[Tensor, Tensor] | None = None  # [B, capacity + 1, H_kv, D] each
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Make the buffers; `[B, H_kv, T, D]` tells heads, width, dtype and device."""
+        assert self.table.count is not None
+        places = (len(self.table.count), self.table.capacity + 1)
+        self.stored = tuple(  # type: ignore[assignment]
+            states.new_zeros((*places, states.shape[1], states.shape[3])) for states in (key_states, value_states)
+        )
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """A slot needs a token and a trip, which only the model's own pass knows."""
+        raise TypeError("a slot cache is written by the model that made it")
+
+    def exchange(self, placement: Placement, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """Store a pass' keys and values, `[B', H_kv, M, D]`, and return those that it can see."""
+        if self.stored is None:
+            self.lazy_initialization(*new)
+        assert self.stored is not None
+        if self.stored[0].shape[1] <= self.table.capacity:
+            keys, values = self.stored
+            capacity, used = self.table.capacity, self.table.end
+            self.stored = grown(keys, capacity, used), grown(values, capacity, used)
+        keys, values = self.stored
+        placement.write(keys, new[0].transpose(1, 2))
+        placement.write(values, new[1].transpose(1, 2))
+        return placement.read(keys).transpose(1, 2), placement.read(values).transpose(1, 2)
+
+    @property
+    def keys(self) -> Tensor | None:
+        """What is stored, `[B, H_kv, slots, D]`; spare room is left out."""
+        return None if self.stored is None else self.stored[0][:, : self.table.end].transpose(1, 2)
+
+    @keys.setter
+    def keys(self, value: Tensor | None) -> None:
+        assert value is None
+
+    @property
+    def values(self) -> Tensor | None:
+        """As `keys`."""
+        return None if self.stored is None else self.stored[1][:, : self.table.end].transpose(1, 2)
+
+    @values.setter
+    def values(self, value: Tensor | None) -> None:
+        assert value is None
+
+    def get_seq_length(self) -> int:
+        """Tokens, not slots."""
+        return self.table.columns
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """As the caller sees it: tokens."""
+        return self.table.columns + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    def _select(self, rows: Tensor) -> None:
+        if self.owner:
+            self.table.select(rows)
+        if self.stored is not None:
+            self.stored = tuple(x.index_select(0, rows.to(x.device)) for x in self.stored)  # type: ignore[assignment]
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Rows in a new order, for beam search."""
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep some rows."""
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row."""
+        if self.table.count is not None:
+            rows = len(self.stored[0]) if self.stored is not None else len(self.table.count)
+            device = self.table.count.device
+            self._select(torch.arange(rows, device=device).repeat_interleave(repeats))
+
+    def crop(self, max_length: int) -> None:
+        """Forget the tokens after the first `max_length`, or the last `-max_length`."""
+        if self.owner:
+            columns = max_length if max_length >= 0 else max(0, self.table.columns + max_length)
+            self.table.order = None
+            if columns < self.table.columns:
+                self.table.crop(columns)
+        order = self.table.order
+        if order is not None and self.stored is not None:
+            self.stored = tuple(x.gather(1, order[:, :, None, None].expand_as(x)) for x in self.stored)  # type: ignore
+
+    def reset(self) -> None:
+        """Forget everything."""
+        if self.owner:
+            self.table.__init__()  # type: ignore[misc]
+        self.stored, self.is_initialized = None, False
+
+
+def with_slots(cache: Cache, layers: int, trips: int) -> SlotTable:
+    """Make an empty cache a slot cache, in place, and return its table. Idempotent."""
+    if cache.layers and isinstance(cache.layers[0], SlotLayer):
+        return cache.layers[0].table
+    for layer in cache.layers:
+        if not isinstance(layer, DynamicLayer | StaticLayer) or hasattr(layer, "_quantize"):
+            raise ValueError(f"a model whose trips read one another cannot keep its slots in a {type(layer).__name__}")
+        if layer.is_initialized and int(layer.get_seq_length()) > 0:
+            raise ValueError("this cache was filled by another model; start from an empty cache")
+    if getattr(cache, "offloading", False):
+        raise ValueError("a slot cache cannot be offloaded")
+    static = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
+    table = SlotTable(trips * max(static) if static else 0)
+    cache.layers[:] = [SlotLayer(table, owner=i == 0) for i in range(layers)]
+    cache.layer_class_to_replicate = None
+    return table
