@@ -113,7 +113,7 @@ class Zoo:
         pair, names = self.measured(a.name, b.name), self.controls(a, b)
         around = [(c, [self.measured(m.name, c) for m in (a, b)]) for c in names]
         found = comparison.judge(pair, around)
-        tests = {t.name: {"statistic": round(t.statistic, 4), "p": t.p, "kind": t.kind} for t in found.tests}
+        tests = {t.name: [round(t.statistic, 4), float(f"{t.p:.3g}")] for t in found.tests}  # statistic, p
         decided = [t.corrected for t in found.tests if t.decides and not t.name.startswith("T3")]
         return {
             "a": a.name,
@@ -178,7 +178,6 @@ def results(zoo: Zoo, say: ProgressBar) -> dict[str, Any]:
         claim, kind = relation(a, b)
         rows.append({"claim": claim, "kind": kind, **zoo.judged(a, b)})
     return {
-        "kinds": kinds_of(rows),
         "methods": methods_of(rows),
         "p_values": calibration(rows),
         **totals(rows),
@@ -233,7 +232,7 @@ def calibration(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
     out = {}
     for name in dict.fromkeys(name for row in unrelated for name in row["tests"]):
         here = [r for r in unrelated if name in r["tests"]]
-        values = [r["tests"][name]["p"] for r in here]
+        values = [r["tests"][name][1] for r in here]
         apart = figures.disjoint([(r["a"], r["b"]) for r in here])
         out[name] = {
             "p": values,
@@ -262,7 +261,7 @@ def totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
 def report(body: dict[str, Any]) -> str:
     """The tables, in Markdown."""
     order = {DERIVED: 0, STRESS: 1, PART: 2, SEED: 3, UNRELATED: 4}
-    kinds = sorted(body["kinds"], key=lambda row: order[row["claim"]])
+    kinds = sorted(kinds_of(body["rows"]), key=lambda row: order[row["claim"]])
     lines = [figures.methods_table(body["methods"]), ""]
     for claim in order:
         if some := [row for row in kinds if row["claim"] == claim]:
@@ -296,6 +295,13 @@ def about(options: argparse.Namespace, zoo: Zoo, seconds: float) -> dict[str, An
     }
 
 
+def as_text(body: dict[str, Any]) -> str:
+    """JSON with a line for each pair."""
+    head = json.dumps({**body, "rows": []}, indent=1, ensure_ascii=False)
+    rows = ",\n".join("  " + json.dumps(row, ensure_ascii=False) for row in body["rows"])
+    return head.replace('"rows": []', f'"rows": [\n{rows}\n ]') + "\n"
+
+
 def main(words: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--size", choices=SIZES, default="tiny")
@@ -323,7 +329,7 @@ def main(words: Sequence[str] | None = None) -> int:
         found = results(zoo, say)
     body = {**about(options, zoo, time.monotonic() - started), **found}
     if options.out:
-        options.out.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+        options.out.write_text(as_text(body), encoding="utf-8")
     if options.picture:
         figures.qq({name: row["p"] for name, row in body["p_values"].items()}, options.picture)
     print(json.dumps(body, ensure_ascii=False) if options.json else report(body))

@@ -133,6 +133,20 @@ def test_shared_initialisation_is_not_called_lineage_nor_missed(family, tmp_path
     assert result.data["scores"]["awm_canonical"]["value"] < 0.1
 
 
+def test_the_best_alignment_meets_the_highest_bar_of_any(family, tmp_path):
+    """In-order scores of strangers are near 0, so what a seed leaves behind stands out there; that is no lineage."""
+    scores = {"order": [0.0, 0.01], "awm_canonical": [0.3, 0.31], "procrustes": [0.3, 0.31]}
+    null = {"scores": scores, "witnesses": [], "z": [], "per_layer": {}, "pairs": 2, "models": 3}
+    body = {"fathom_null": 1, "classes": {"width 96/96, equal depth": null}}
+    (tmp_path / "null.json").write_text(json.dumps(body))
+    config = tiny_config("qwen3", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=400)
+    far = drifted(config, 0, 2.0, tmp_path / "far", only="self_attn")
+    result = commands.compare(str(far), str(family / "base"), null=tmp_path / "null.json")
+    assert 0.12 < result.data["scores"]["order"]["value"] < 0.35
+    assert result.data["verdict"]["label"] == INITIALISATION
+    assert result.data["verdict"]["threshold"] == pytest.approx(0.41, abs=1e-6)
+
+
 def test_controls_of_another_class_are_shown_and_not_used(family, tmp_path):
     other = tiny_config("qwen3", num_hidden_layers=4, hidden_size=64, intermediate_size=256, vocab_size=400)
     save(build(other, 9, torch.float32), tmp_path / "small", 400)

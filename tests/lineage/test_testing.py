@@ -138,6 +138,8 @@ NONE = [("T1", 0.6, "exact")]
         (findings(STRONG, coverage=0.25, blocks=["attention of layers 2, 3"]), testing.PARTIAL),
         (findings(STRONG, coverage=0.0, families=("embedding",)), testing.PARTIAL),
         (findings(STRONG, control_failed=True), testing.INCONCLUSIVE),
+        # where nothing speaks for a lineage, a control that scores as high spoils nothing
+        (findings(NONE, score=0.05, coverage=0.0, families=(), control_failed=True), testing.NONE),
         (findings(WEAK, score=0.05), testing.INCONCLUSIVE),
         (findings(NONE, score=0.9), testing.INCONCLUSIVE),
         (findings(NONE, score=0.05, low_overlap=True), testing.INCONCLUSIVE),

@@ -504,11 +504,12 @@ def _findings(
 ) -> tuple[Findings, int, list[str]]:
     """Bring measurements to what the verdict rule looks at."""
     name = pair.best
-    if name is not None and thresholds:
-        name = max(thresholds, key=lambda n: pair.scores[n].score - thresholds[n])
     best = pair.scores[name].score if name else 0.0
-    null_scores = null.scores.get(name, []) if null and name else []
-    bar = thresholds.get(name, CLEAR) if name else CLEAR
+    # the best of several alignments meets the highest bar of any: what a shared seed leaves in order is above the bar
+    # of that order, and is no lineage
+    strictest = max(thresholds, key=thresholds.__getitem__, default=None)
+    null_scores = null.scores[strictest] if null and strictest else []
+    bar = thresholds[strictest] if strictest else CLEAR
     layers = min(len(side) for side in pair.layers)
     good = (
         [p for p, s in zip(pair.scores[name].pairs, pair.scores[name].per_layer, strict=True) if s >= bar]

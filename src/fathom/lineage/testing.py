@@ -348,7 +348,7 @@ def _label(found: Findings, p: float, above: bool, threshold: float | None) -> t
         verb = "reaches" if above else "stays below"
         reasons.append(f"best aligned score {found.best_score:.3f} {verb} max(null) + 5 sd = {threshold:.3f}")
     reasons.append(f"layers matched with evidence: {found.coverage:.0%}")
-    if found.control_failed:
+    if found.control_failed and (p < WEAK or above):  # where nothing speaks for a lineage, there is nothing to distrust
         return INCONCLUSIVE, [*reasons, "a control scores as high as the pair: the tests cannot be trusted here"]
     if p <= ALPHA:
         # some layers match and others do not, or one kind of weights alone: a part was taken. No layer matching at all
