@@ -33,8 +33,12 @@ def summarize(found: Mapping[str, Values], methods: Sequence[str], at: Sequence[
 
 
 def verdict(report: Values) -> str:
-    """One sentence for each checkpoint: loss beyond the window, recall, bytes."""
-    return " ".join(_sentence(name, values, report) for name, values in report["checkpoints"].items())
+    """Two sentences for each checkpoint: loss beyond the window, recall, bytes."""
+    return " ".join(_sentences(report))
+
+
+def _sentences(report: Values) -> list[str]:
+    return [_sentence(name, values, report) for name, values in report["checkpoints"].items()]
 
 
 def _sentence(name: str, values: Values, report: Values) -> str:
@@ -195,7 +199,8 @@ def page(report: Values) -> str:
     title = f"Caches: {', '.join(report['methods'])}"
     spectra = html.section("Spectrum", html.legend(list(report["checkpoints"])), _spectrum_figures(report))
     reading = html.section("How to read this", html.bullets(_method(report)))
-    return html.page(title, report["verdict"], *blocks, spectra, reading, _source(report))
+    first, *others = _sentences(report)
+    return html.page(title, first, html.bullets(others) if others else "", *blocks, spectra, reading, _source(report))
 
 
 def _html(shown: Sequence[Table], word: str) -> list[str]:
