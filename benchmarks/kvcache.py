@@ -338,13 +338,17 @@ def book_table(report: dict[str, Any]) -> Iterator[str]:
     """Bits per byte by windows read, means over books and seeds; the last window's differences with intervals."""
     per = report["window"] // (report["window"] - report["sinks"] - report["kept"])
     spans = [(0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32)]
-    yield "| tuned | arm |" + "".join(f" {a}–{b} N |" for a, b in spans) + " beyond N, minus full | minus average |"
-    yield "| --- | --- |" + " ---: |" * (len(spans) + 2)
+    yield (
+        "| tuned | arm |"
+        + "".join(f" {a}–{b} N |" for a, b in spans)
+        + " beyond N, minus full | minus average | minus drop |"
+    )
+    yield "| --- | --- |" + " ---: |" * (len(spans) + 3)
     for tuned in (False, True):
         mine = {arm: _by_book(report, arm, tuned) for arm in ARMS}
         for arm, table in mine.items():  # [books, stretches], means over seeds
             cells = [f" {table[:, a * per : b * per].mean():.4f} |" for a, b in spans]
-            beyond = {other: mine[other][:, per:].mean(1) for other in ("full", "average")}
+            beyond = {other: mine[other][:, per:].mean(1) for other in ("full", "average", "drop")}
             gaps = [paired_difference(list(table[:, per:].mean(1)), list(there)) for there in beyond.values()]
             cells += [f" {gap.mean:+.4f} ± {gap.half_width or 0:.4f} |" for gap in gaps]
             yield f"| {'yes' if tuned else 'no'} | {arm} |" + "".join(cells)
