@@ -434,6 +434,15 @@ def system_table(report: dict[str, Any]) -> Iterator[str]:
         yield f"compression by {row['transform']}, {row['layers']} layers of {row['width']}: {spent}"
 
 
+def rounded(value: Any) -> Any:
+    """A log that can be read: no number is known to more than five digits."""
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [rounded(item) for item in value]
+    return float(f"{value:.5g}") if isinstance(value, float) else value
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("part", choices=("system", "needles", "books"))
@@ -460,7 +469,7 @@ def main() -> None:
     print("\n".join(table(report)))
     if options.out:
         options.out.parent.mkdir(parents=True, exist_ok=True)
-        options.out.write_text(json.dumps(report, indent=1) + "\n")
+        options.out.write_text(json.dumps(rounded(report)) + "\n")
 
 
 if __name__ == "__main__":
