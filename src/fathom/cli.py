@@ -253,6 +253,7 @@ def generate(parser: Parser, words: Sequence[str]) -> int:
         help="any other option of transformers' GenerationConfig: min_p=0.05 num_beams=4 repetition_penalty=1.1 ...",
     )
     parser.add_argument("--seed", type=int, help="draw the same text every time")
+    parser.add_argument("--max-trips", type=int, metavar="N", help="trips per token at most (default: all it may make)")
     parser.add_argument("--static-cache", action="store_true", help="reserve the cache for the whole text at once")
     parser.add_argument("--compile", action="store_true", help="compile decoding, with a static cache")
     _add_kvcache(parser)
@@ -291,6 +292,9 @@ def evaluate(parser: Parser, words: Sequence[str]) -> int:
         "--context", type=int, help="tokens a prediction may see (default: the model's own; for text 2048 at most)"
     )
     parser.add_argument("--stride", type=int, help="tokens from window to window of text (default: the context)")
+    parser.add_argument(
+        "--max-trips", metavar="N[,N...]", help="score a model of several trips under each of these budgets"
+    )
     _add_kvcache(parser, several=True)
     parser.add_argument(
         "--at", default="1x,2x,4x,8x", metavar="LENGTHS", help="windows read, for --kvcache (default: 1x,2x,4x,8x)"
@@ -341,6 +345,7 @@ def serve(parser: Parser, words: Sequence[str]) -> int:
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: auto, as stored)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     _add_kvcache(parser)
+    parser.add_argument("--max-trips", type=int, metavar="N", help="trips per token at most, unless a request says so")
     parser.add_argument("--lens", action="store_true", help="offer the lens at /lens")
     parser.add_argument(
         "--grace", type=float, default=20.0, help="seconds to finish requests when told to stop (default: 20)"
@@ -400,7 +405,7 @@ def _dry_run(recipe: Recipe, as_json: bool) -> int:
     rows = {
         "mechanism": cost.mechanism,
         "parameters": f"{cost.parameters:,}",
-        "FLOPs per token": f"{cost.flops_per_token:,.0f} forward, three times that in training",
+        "FLOPs per token": f"{cost.flops_per_token:,.0f} forward, {_training_multiple(cost.training_multiple)}",
         "cache per token": f"{cost.cache_bytes_per_token:,} bytes (bf16)",
         "tokens": f"{cost.tokens:,}",
         "FLOPs": f"{cost.training_flops:.3g}",
@@ -413,6 +418,12 @@ def _dry_run(recipe: Recipe, as_json: bool) -> int:
     for name, value in rows.items():
         print(f"{name:<16} {value}")
     return 0
+
+
+def _training_multiple(multiple: tuple[float, float, float]) -> str:
+    least, mean, most = (f"{value:.3g}" for value in multiple)
+    drawn = "" if least == most else f" ({least} to {most}, as rounds and trips are drawn)"
+    return f"three times {mean} x vanilla{drawn} in training"
 
 
 def _add_kvcache(parser: Parser, several: bool = False) -> None:

@@ -5,7 +5,18 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fathom.models import FathomConfig
-from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token, mechanism_cost
+from fathom.models.cost import (
+    attention_flops,
+    cache_bytes_per_token,
+    count_parameters,
+    flops_per_token,
+    head_flops,
+    layer_flops,
+    mechanism_cost,
+    training_flops_per_token,
+    training_flops_range,
+    training_visits,
+)
 
 from .cases import build, config_of, tokens
 
@@ -93,7 +104,87 @@ def test_cache_bytes_at_three_billion():
     assert cache_bytes_per_token(looped) == 3 * 98_304
 
 
-@pytest.mark.parametrize("case", ["vanilla", "loop", "loop-middle"])
+def llama(recurrence="once", **options):
+    """410M as the pondering papers shape it, with a key and a value for every head."""
+    return FathomConfig(
+        num_hidden_layers=24,
+        hidden_size=1024,
+        intermediate_size=2752,
+        num_attention_heads=16,
+        num_key_value_heads=16,
+        head_dim=64,
+        vocab_size=50_304,
+        tie_word_embeddings=False,
+        recurrence=recurrence,
+        recurrence_options=options,
+    )
+
+
+def multiple(config):
+    """Of vanilla's forward pass, attention scores left out on both sides."""
+    vanilla = 24 * layer_flops(config) + head_flops(config)
+    return 1 + mechanism_cost(config).flops / vanilla
+
+
+def test_worked_check_of_the_pondering_models():
+    assert 24 * layer_flops(llama()) == pytest.approx(607e6, rel=1e-3)
+    assert multiple(llama("ponder", depth=3, top_k=0)) == pytest.approx(4.44, abs=0.005)
+    assert multiple(llama("ponder", depth=3)) == pytest.approx(4.00, abs=0.005)
+    assert multiple(llama("ponder2", depth=1)) == pytest.approx(1.85, abs=0.01)
+
+
+@pytest.mark.parametrize("recurrence", ["ponder", "ponder2", "ponder3", "adaponder", "latent_cot"])
+def test_pondering_parameters_and_cache(recurrence):
+    plain, config = llama(), llama(recurrence, depth=3)
+    added = {"ponder3": 4_100, "adaponder": 3 * (4 * 1024**2 + 8 * 1024 + 1), "latent_cot": 1_025}.get(recurrence, 0)
+    assert count_parameters(config) - count_parameters(plain) == added == mechanism_cost(config).parameters
+    bias = 4 * 4 if recurrence == "ponder3" else 0
+    assert cache_bytes_per_token(config) == 4 * cache_bytes_per_token(plain) + bias
+
+
+@pytest.mark.parametrize("view,reads", [("same", 4), ("duo", 10), ("all", 16)])
+def test_attention_reads_by_view(view, reads):
+    config = llama("ponder", depth=3, feed="hidden", view=view)
+    per_position = (flops_per_token(config, 2048) - flops_per_token(config, 0)) / 2048
+    assert per_position == pytest.approx(reads * 24 * attention_flops(config, 0))
+
+
+@pytest.mark.parametrize(
+    "recurrence,depth,rounds,passes,reads",
+    [
+        ("ponder2", 1, [2, 3], (7, 8, 9), (13, 15, 17)),
+        ("ponder2", 3, [2, 3], (18, 20, 22), (62, 70, 78)),
+        ("ponder3", 3, [4, 6], (26, 30, 34), (94, 110, 126)),
+    ],
+)
+def test_training_passes_of_views_that_need_a_solver(recurrence, depth, rounds, passes, reads):
+    config = llama(recurrence, depth=depth, jacobi_train=rounds)
+    stack, length = 24 * layer_flops(config), 512
+    attention = 24 * attention_flops(config, length)
+    for found, linear, scores in zip(training_flops_range(config, length), passes, reads, strict=True):
+        assert found - head_flops(config) == pytest.approx(linear * stack + scores * attention, rel=1e-4)
+    assert training_visits(config) == 24 * passes[-1]
+
+
+def test_training_cost_of_everything_else():
+    for config in (llama(), llama("loop", count=2), llama("adaponder"), llama("latent_cot")):
+        assert training_flops_range(config, 128) == (flops_per_token(config, 128),) * 3
+    drawn = llama("ponder", depth_range=[1, 3])
+    ends = [flops_per_token(llama("ponder", depth=k), 128) for k in (1, 2, 3)]
+    assert training_flops_range(drawn, 128) == pytest.approx((ends[0], ends[1], ends[2]))
+    assert training_flops_per_token(drawn, 128) == pytest.approx(ends[1])
+
+
+def test_a_mixture_is_made_between_all_trips_that_a_pass_holds():
+    mixed, plain = (
+        llama("ponder", depth=2, view="all", feed=feed, jacobi_train=[1, 1]) for feed in ("mixture", "hidden")
+    )
+    one = (mechanism_cost(mixed).flops - mechanism_cost(plain).flops) / 2
+    difference = training_flops_per_token(mixed, 64) - training_flops_per_token(plain, 64)
+    assert difference == pytest.approx((1 + 2 + 2 + 2) * one)
+
+
+@pytest.mark.parametrize("case", ["vanilla", "loop", "loop-middle", "ponder-hidden-duo"])
 def test_flops_are_what_a_counter_counts(case):
     config = config_of(case)
     model, length = build(config), 16
@@ -104,3 +195,13 @@ def test_flops_are_what_a_counter_counts(case):
     full = flops_per_token(config, 2 * length - 1)  # the counter sees every score, masked or not
     assert counter.get_total_flops() / length == pytest.approx(full, rel=1e-9)
     assert causal < full
+
+
+def test_training_flops_are_what_a_counter_counts():
+    config = config_of("ponder2", recurrence_options={"depth": 2, "jacobi_train": [1, 1], "jacobi_eval": 1})
+    model, length = build(config), 16
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(tokens(1, length), use_cache=False)
+    full = training_flops_per_token(config, 2 * length - 1)
+    assert counter.get_total_flops() / length == pytest.approx(full, rel=1e-9)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fathom.models.cost import flops_per_token
+from fathom.models.cost import training_flops_per_token
 from fathom.models.registry import parse_mechanism
 from fathom.recipe import Recipe, RecipeError, differences, parse_recipe
 
@@ -84,8 +84,8 @@ def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal) -> dict[str, Re
 
 
 def training_flops(recipe: Recipe) -> float:
-    """Of a whole run: three forward passes for each token."""
-    return 3 * flops_per_token(recipe.config(), recipe.data.sequence_length) * tokens(recipe)
+    """Of a whole run: three forward passes of training for each token."""
+    return 3 * training_flops_per_token(recipe.config(), recipe.data.sequence_length) * tokens(recipe)
 
 
 def tokens(recipe: Recipe) -> int:

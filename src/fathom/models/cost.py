@@ -1,17 +1,19 @@
 """What a forward pass costs, by arithmetic: parameters, FLOPs, cache.
 
 FLOPs are per token and count a multiply-add as two. Causal attention is counted once, (T + 1) / 2 positions; the
-head is counted, the embedding look-up is not. A training step is three forward passes.
+head is counted, the embedding look-up is not. A training step is three forward passes of training, which are not
+those of decoding where Jacobi rounds stand for the order in time. Tokens that halt are counted as if they did not.
 """
 
 from __future__ import annotations
 
+import copy
 from typing import TYPE_CHECKING
 
 import torch
 
-from .registry import AXES, mechanism
-from .roles import Cost
+from .registry import AXES, mechanism, recurrence_class
+from .roles import Cost, View
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -32,6 +34,11 @@ def layer_flops(config: FathomConfig) -> int:
     return 2 * (attention + 3 * config.hidden_size * config.intermediate_size)
 
 
+def head_flops(config: FathomConfig) -> int:
+    """Logits of one token."""
+    return 2 * config.hidden_size * config.vocab_size
+
+
 def layer_cache_bytes(config: FathomConfig, bytes_per_scalar: int = 2) -> int:
     """One layer's key and value of one token."""
     return 2 * config.num_key_value_heads * config.head_dim * bytes_per_scalar
@@ -50,14 +57,89 @@ def mechanism_cost(config: FathomConfig, bytes_per_scalar: int = 2) -> Cost:
     return total
 
 
-def flops_per_token(config: FathomConfig, sequence_length: int) -> float:
-    """One forward pass, mechanisms included."""
+def attention_reads(config: FathomConfig) -> int:
+    """Keys that a token's trips read for each earlier token, summed over layers; vanilla reads one a layer."""
     from .slots import plan
 
-    visits = sum(len(trip) for trip in plan(config))
-    head = 2 * config.hidden_size * config.vocab_size
-    vanilla = config.num_hidden_layers * layer_flops(config) + head
-    return vanilla + visits * attention_flops(config, sequence_length) + mechanism_cost(config).flops
+    trips, view = plan(config), recurrence_class(config).sees(config)
+    banks = {View.SAME: [1] * len(trips), View.DUO: range(1, len(trips) + 1), View.ALL: [len(trips)] * len(trips)}
+    return sum(len(trip) * read for trip, read in zip(trips, banks[view], strict=True))
+
+
+def vanilla_flops_per_token(config: FathomConfig, sequence_length: int) -> float:
+    """One forward pass with every axis at its first value."""
+    layer = layer_flops(config) + attention_flops(config, sequence_length)
+    return config.num_hidden_layers * layer + head_flops(config)
+
+
+def flops_per_token(config: FathomConfig, sequence_length: int) -> float:
+    """One forward pass as decoding makes it, mechanisms included: K + 1 trips where nobody halts."""
+    reads = attention_reads(config) * attention_flops(config, sequence_length)
+    return head_flops(config) + _linear_flops(config) + reads
+
+
+def training_flops_per_token(config: FathomConfig, sequence_length: int) -> float:
+    """One forward pass of training, on average over whatever is drawn for a step."""
+    return training_flops_range(config, sequence_length)[1]
+
+
+def training_flops_range(config: FathomConfig, sequence_length: int) -> tuple[float, float, float]:
+    """The least, the mean and the most that one forward pass of training costs a token."""
+    options = config.recurrence_options
+    depth = recurrence_class(config).extra_trips(config)
+    least, most = options.get("depth_range") or (depth, depth)
+    rounds = options.get("jacobi_train") or (0, 0)
+    found = [
+        [_training_flops(_of_depth(config, k), sequence_length, n) for n in rounds] for k in range(least, most + 1)
+    ]
+    # Uniform draws; a forward pass is linear in the rounds, so their two ends say the mean.
+    costs = [cost for pair in found for cost in pair]
+    return min(costs), sum(costs) / len(costs), max(costs)
+
+
+def training_visits(config: FathomConfig) -> int:
+    """How often a token goes through a layer in one forward pass of training, at the most."""
+    from .slots import plan
+
+    deepest = _of_depth(config, recurrence_class(config).most_trips(config) - 1)
+    sizes = _stages(deepest, max(config.recurrence_options.get("jacobi_train") or (0, 0)))
+    return config.num_hidden_layers * sum(sizes) if sizes else sum(len(trip) for trip in plan(deepest))
+
+
+def _stages(config: FathomConfig, rounds: int) -> list[int]:
+    """How many trips of all tokens each pass of the Jacobi solver holds; nothing where none is needed."""
+    recurrence = recurrence_class(config)
+    depth = recurrence.extra_trips(config)
+    if recurrence.sees(config).depth_parallel or not depth:
+        return []
+    return [*range(1, depth + 1), *[depth + 1] * (rounds + 1)]
+
+
+def _training_flops(config: FathomConfig, sequence_length: int, rounds: int) -> float:
+    """With so many Jacobi rounds: Σ m + (n + 1)(K + 1) passes of a row, whose attention is Σ m² + (n + 1)(K + 1)²."""
+    sizes = _stages(config, rounds)
+    if not sizes:
+        return flops_per_token(config, sequence_length)
+    depth = sizes[-1] - 1
+    trip = _linear_flops(_of_depth(config, 0))
+    between = (_linear_flops(config) - (depth + 1) * trip) / depth  # two trips: a gate, a mixture
+    linear = sum(size * trip + min(size, depth) * between for size in sizes)
+    reads = config.num_hidden_layers * sum(size * size for size in sizes)
+    return head_flops(config) + linear + reads * attention_flops(config, sequence_length)
+
+
+def _linear_flops(config: FathomConfig) -> float:
+    """Every trip's layers and what the mechanisms add, without head and attention scores."""
+    return config.num_hidden_layers * layer_flops(config) + mechanism_cost(config).flops
+
+
+def _of_depth(config: FathomConfig, depth: int) -> FathomConfig:
+    """The same with so many further trips, where that is an option."""
+    if "depth" not in config.recurrence_options:
+        return config
+    other = copy.copy(config)
+    other.recurrence_options = {**config.recurrence_options, "depth": depth}
+    return other
 
 
 def cache_bytes_per_token(config: FathomConfig, bytes_per_scalar: int = 2) -> int:

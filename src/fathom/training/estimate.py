@@ -18,13 +18,15 @@ class Estimate:
     parameters: int
     """Exact."""
     flops_per_token: float
-    """One forward pass: causal attention counted once, embeddings not, head counted."""
+    """One forward pass: causal attention counted once, embeddings not, head counted. As decoding makes it."""
+    training_multiple: tuple[float, float, float]
+    """What a forward pass of training costs in vanilla ones: the least, mean and most of what is drawn for a step."""
     cache_bytes_per_token: int
     """Keys and values at two bytes a number."""
     tokens: int
     """Seen by the run."""
     training_flops: float
-    """Three forward passes for each token."""
+    """Three forward passes of training for each token."""
     ranks: int
     state_bytes: int
     """Per rank: fp32 weights, gradients and optimizer moments, and the bf16 weights in use."""
@@ -40,12 +42,20 @@ class Estimate:
 
 def estimate(recipe: Recipe) -> Estimate:
     """Count; nothing is allocated and no data is opened."""
-    from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
+    from fathom.models.cost import (
+        cache_bytes_per_token,
+        count_parameters,
+        flops_per_token,
+        training_flops_range,
+        vanilla_flops_per_token,
+    )
     from fathom.models.registry import mechanism_name
 
     config = recipe.config()
     parameters = count_parameters(config)
-    flops = flops_per_token(config, recipe.data.sequence_length)
+    length = recipe.data.sequence_length
+    least, mean, most = training_flops_range(config, length)
+    vanilla = vanilla_flops_per_token(config, length)
     tokens = recipe.train.steps * recipe.train.tokens_per_step
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     sharers = {"single": 1, "ddp": 1, "hsdp": recipe.parallel.shard_size or ranks}.get(recipe.parallel.name, ranks)
@@ -54,10 +64,11 @@ def estimate(recipe: Recipe) -> Estimate:
     return Estimate(
         mechanism=mechanism_name(config),
         parameters=parameters,
-        flops_per_token=flops,
+        flops_per_token=flops_per_token(config, length),
+        training_multiple=(least / vanilla, mean / vanilla, most / vanilla),
         cache_bytes_per_token=cache_bytes_per_token(config),
         tokens=tokens,
-        training_flops=3 * flops * tokens,
+        training_flops=3 * mean * tokens,
         ranks=ranks,
         state_bytes=state,
         activation_bytes=_activation_bytes(recipe, config),
@@ -67,12 +78,12 @@ def estimate(recipe: Recipe) -> Estimate:
 
 def _activation_bytes(recipe: Recipe, config: Any) -> int:
     """Kept by a layer: four tensors of the residual's width, three of queries, keys and values, four of the MLP's."""
-    from fathom.models.slots import plan
+    from fathom.models.cost import training_visits
 
     scalar = 2 if recipe.train.precision == "bf16" else 4
     queries, keys = (h * config.head_dim for h in (config.num_attention_heads, config.num_key_value_heads))
     layer = 4 * config.hidden_size + 3 * queries + 3 * keys + 4 * config.intermediate_size
-    visits = sum(len(trip) for trip in plan(config))
+    visits = training_visits(config)
     per_token = visits * config.hidden_size + layer if recipe.train.activation_checkpointing else visits * layer
     rows = min(recipe.train.micro_batch, recipe.rows_per_step)
     return rows * recipe.data.sequence_length * per_token * scalar

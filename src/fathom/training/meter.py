@@ -26,11 +26,11 @@ class Meter:
     _since: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        from fathom.models.cost import flops_per_token
+        from fathom.models.cost import training_flops_per_token
 
         recipe = self.training.recipe
         self.refused_in_a_row = int(self.training.guard.refused_in_a_row.item())
-        self._flops = 3 * flops_per_token(self.training.config, recipe.data.sequence_length)
+        self._flops = 3 * training_flops_per_token(self.training.config, recipe.data.sequence_length)
         self._peak = recipe.track.peak_flops or peak_flops(self.training.ranks.device)
 
     def add(self, metrics: StepMetrics) -> None:
