@@ -26,6 +26,7 @@ from fathom.data.progress import ProgressBar
 from fathom.data.shards import INDEX, TokenDataset
 from fathom.data.sources import HUB, Reading, find_sources, parse
 from fathom.evaluation.pairing import Items
+from fathom.evaluation.trips import counting
 
 LONGEST_DEFAULT_CONTEXT = 2048
 TOKENS_AT_ONCE = {"cpu": 1 << 12, "other": 1 << 15}
@@ -72,6 +73,8 @@ class DomainScore:
     position_nats: list[float] = field(default_factory=list)
     """Summed over tokens predicted from [1, 2), [2, 4), [4, 8), … tokens."""
     position_tokens: list[int] = field(default_factory=list)
+    trips: float = 0.0
+    """Made by all tokens that predicted one, in sum; 0 for a model that knows no trips."""
 
     @property
     def loss(self) -> float:
@@ -108,6 +111,7 @@ class DomainScore:
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
             "by_context": places,
+            **({"trips_per_token": self.trips / sum(self.tokens)} if self.trips else {}),
         }
 
     def to_dict(self) -> dict[str, Any]:
@@ -122,6 +126,7 @@ class DomainScore:
             whole.nats += part.nats
             whole.tokens += part.tokens
             whole.bytes += part.bytes
+            whole.trips += part.trips
             whole._grow(len(part.position_nats))
             for i, (nats, count) in enumerate(zip(part.position_nats, part.position_tokens, strict=True)):
                 whole.position_nats[i] += nats
@@ -246,8 +251,10 @@ def _flush(forward: _Forward, pending: list[tuple[int, Window, np.ndarray]], res
     """Windows of like length go together, so that little is padding."""
     pending.sort(key=lambda entry: len(entry[2]), reverse=True)
     jobs = [(ids, window.stop - window.scored) for _, window, ids in pending]
-    for (number, window, _), losses in zip(pending, forward(jobs), strict=True):
-        result._add(number, losses, np.arange(window.scored, window.stop) + 1 - window.start)
+    with counting(forward.model) as made:
+        for (number, window, _), (losses, trips) in zip(pending, forward(jobs, made), strict=True):
+            result._add(number, losses, np.arange(window.scored, window.stop) + 1 - window.start)
+            result.trips += trips
     pending.clear()
 
 
@@ -258,18 +265,21 @@ class _Forward:
         self.model = model
         self.tokens = tokens or TOKENS_AT_ONCE["cpu" if model.device.type == "cpu" else "other"]
 
-    def __call__(self, jobs: Sequence[tuple[np.ndarray, int]]) -> Iterator[np.ndarray]:
-        """Of every (ids, n): the loss of each of the last n ids."""
+    def __call__(
+        self, jobs: Sequence[tuple[np.ndarray, int]], made: list[torch.Tensor]
+    ) -> Iterator[tuple[np.ndarray, float]]:
+        """Of every (ids, n): the loss of each of the last n ids, and the trips made to predict them, as `made` says."""
         done = 0
         while done < len(jobs):
             count = max(1, self.tokens // (len(jobs[done][0]) - 1))
             batch = jobs[done : done + count]
+            made.clear()
             losses = self._losses_if_they_fit(batch)
             if losses is None:
                 self.tokens = len(batch) // 2 * (len(batch[0][0]) - 1)
                 print(f"out of memory: going on with {self.tokens} tokens at once", file=sys.stderr)
                 continue
-            yield from losses
+            yield from zip(losses, _trips(batch, made), strict=True)
             done += len(batch)
 
     def _losses_if_they_fit(self, batch: Sequence[tuple[np.ndarray, int]]) -> list[np.ndarray] | None:
@@ -302,6 +312,14 @@ class _Forward:
             losses.append(F.cross_entropy(row[stop - count : stop].float(), targets, reduction="none"))
         flat = torch.cat(losses).double().cpu().numpy()
         return np.split(flat, np.cumsum([count for _, count in batch])[:-1])
+
+
+def _trips(batch: Sequence[tuple[np.ndarray, int]], made: Sequence[torch.Tensor]) -> Iterator[float]:
+    """Of every (ids, n): the trips of the n tokens that predict."""
+    for row, (ids, count) in enumerate(batch):
+        found = made[-1] if made else torch.zeros(())
+        stop = len(ids) - 1
+        yield float(found[row, stop - count : stop].sum()) if found.ndim else float(found) * count
 
 
 def encoder(tokenizer: Any, domain: Domain) -> Any:

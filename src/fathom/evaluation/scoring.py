@@ -16,6 +16,7 @@ from urllib.parse import quote
 from fathom.data.shards import write_json
 from fathom.data.sources import Reading
 from fathom.evaluation.pairing import rows, table
+from fathom.evaluation.trips import limited
 
 if TYPE_CHECKING:
     from fathom.evaluation.harness import TaskResult
@@ -38,6 +39,8 @@ class Checkpoint:
     opener: Opener
     opened: tuple[Any, Any] | None = None
     lm: Any = None
+    max_trips: int | None = None
+    """A budget of trips per token."""
     tasks: dict[str, TaskResult] = field(default_factory=dict)
     domains: dict[str, DomainScore] = field(default_factory=dict)
 
@@ -45,7 +48,8 @@ class Checkpoint:
         """Model and tokenizer."""
         if self.opened is None:
             print(f"{self.name}: opening {self.directory}", file=sys.stderr)
-            self.opened = self.opener(self.directory)
+            model, tokenizer = self.opener(self.directory)
+            self.opened = limited(model, self.max_trips), tokenizer
         return self.opened
 
     def close(self) -> None:
@@ -67,6 +71,8 @@ def run_evaluate(options: Namespace, find: Callable[[str], Path], opener: Callab
         opener: Opens one: `open_checkpoint`.
     """
     if options.kvcache:
+        if options.max_trips is not None:
+            raise EvaluateError("--max-trips and --kvcache: ask one question at a time")
         from fathom.evaluation.kvcache_command import run_kvcache
 
         return run_kvcache(options, find, opener)
@@ -76,7 +82,7 @@ def run_evaluate(options: Namespace, find: Callable[[str], Path], opener: Callab
     if not options.tasks and not options.perplexity:
         raise EvaluateError("nothing to do: give --tasks, --perplexity or --kvcache")
     open_one = partial(opener, device=options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
-    checkpoints = name_checkpoints(options.checkpoints, find, open_one)
+    checkpoints = under_budgets(name_checkpoints(options.checkpoints, find, open_one), options.max_trips)
     names = _task_names(options.tasks) if options.tasks else []
     reading = Reading(text_field=options.text_field, domain_field=options.domain_field)
     domains = _read(options, reading) if options.perplexity else []
@@ -113,6 +119,20 @@ def name_checkpoints(entries: Sequence[str], find: Callable[[str], Path], opener
     return made
 
 
+def under_budgets(checkpoints: Sequence[Checkpoint], words: str | None) -> list[Checkpoint]:
+    """Each checkpoint once for every budget of trips in `1,2,3`."""
+    if words is None:
+        return list(checkpoints)
+    budgets = [word.strip() for word in words.split(",")]
+    if not all(word.isdecimal() and int(word) for word in budgets) or len(set(budgets)) < len(budgets):
+        raise EvaluateError(f"--max-trips {words}: expected different numbers from 1 on, comma between")
+    return [
+        Checkpoint(f"{checkpoint.name}@{budget}", checkpoint.directory, checkpoint.opener, max_trips=int(budget))
+        for checkpoint in checkpoints
+        for budget in budgets
+    ]
+
+
 def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: int | None) -> dict[str, Any]:
     """Everything for a program: lm-eval's JSON as it is, the text scores, and the table's rows."""
     import fathom
@@ -131,6 +151,7 @@ def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: in
         "checkpoints": {
             checkpoint.name: {
                 "directory": str(checkpoint.directory),
+                "max_trips": checkpoint.max_trips,
                 "tasks": {name: result.results for name, result in checkpoint.tasks.items()},
                 "notes": [note for result in checkpoint.tasks.values() for note in result.notes],
                 "perplexity": {name: score.summary() for name, score in _with_whole(checkpoint.domains).items()},
@@ -162,6 +183,8 @@ def show(checkpoints: Sequence[Checkpoint], report: Mapping[str, Any]) -> None:
         console.print(table(shown, names))
     if checkpoints[0].domains:
         console.print("", _by_context(report))
+    if any(checkpoint.max_trips for checkpoint in checkpoints):
+        console.print("", _by_trips(report))
     if len(names) > 1:
         print(
             "\nIntervals: 95 %, Student's t over paired documents or items; × is the ratio of perplexities. "
@@ -180,6 +203,7 @@ def _task(checkpoint: Checkpoint, name: str, options: Namespace) -> TaskResult:
     stamps = [_stamp(path) for path in sorted(data.rglob("*")) if path.is_file()] if data else []
     key = {
         "checkpoint": checkpoint.fingerprint(),
+        **({} if checkpoint.max_trips is None else {"max_trips": checkpoint.max_trips}),
         "settings": asdict(settings),
         "dtype": options.dtype,
         "data": _digest(stamps),
@@ -207,6 +231,7 @@ def _domain(checkpoint: Checkpoint, domain: Domain, context: int, options: Names
         text.update(b"\0")
     key = {
         "checkpoint": checkpoint.fingerprint(),
+        **({} if checkpoint.max_trips is None else {"max_trips": checkpoint.max_trips}),
         "context": context,
         "stride": options.stride or context,
         "dtype": options.dtype,
@@ -286,6 +311,20 @@ def _by_context(report: Mapping[str, Any]) -> Any:
         stop = min(2 * start - 1, report["context"])
         cells = [f"{places[start]['loss']:.4f}" if start in places else "" for places in columns.values()]
         shown.add_row(f"{start}-{stop}" if stop > start else str(start), *cells)
+    return shown
+
+
+def _by_trips(report: Mapping[str, Any]) -> Any:
+    from rich.table import Table
+
+    shown = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("under a budget", "trips at most", "trips per token", "loss"):
+        shown.add_column(title, justify="left" if title == "under a budget" else "right")
+    for name, entry in report["checkpoints"].items():
+        for text, score in entry["perplexity"].items():
+            made = score.get("trips_per_token")
+            cells = [str(entry["max_trips"]), "" if made is None else f"{made:.3f}", f"{score['loss']:.4f}"]
+            shown.add_row(f"{name.rpartition('@')[0]}, {text}", *cells)
     return shown
 
 

@@ -16,6 +16,7 @@ from typing import IO, Any
 import torch
 
 from fathom.data.progress import ProgressBar
+from fathom.evaluation.trips import check_chunks, check_trips, stored_trips
 from fathom.inference.memory import Policy, choose
 
 Write = Callable[[str], Any]
@@ -53,6 +54,8 @@ class Sampling:
     """Compile decoding, with a static cache: slow to begin, then fast on a GPU."""
     memory: Policy | None = None
     """A cache of constant size: prompts go one by one, and the context has no end."""
+    max_trips: int | None = None
+    """Trips per token at most, of those that the model was trained for."""
 
     def __post_init__(self) -> None:
         allowed = {
@@ -90,6 +93,8 @@ class Sampling:
 
             made["compile_config"] = CompileConfig()
             made["compile_config"]._compile_all_devices = True
+        if self.max_trips is not None:
+            made["max_trips"] = self.max_trips
         return {**made, **self.options}
 
 
@@ -104,6 +109,8 @@ class Generated:
     seconds: float
     finish: str = "length"
     """`stop` where the model ended the text, else `length`."""
+    trips: float | None = None
+    """Mean trips per token, the prompt's included; None for a model of one trip."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -213,7 +220,7 @@ def chat(
         made = _stream(model, tokenizer, ids, sampling, write)
         messages.append({"role": "assistant", "content": made.text})
         write("\n")
-        _report_speed(made.tokens, made.seconds)
+        _report_speed(made.tokens, made.seconds, made.trips)
 
 
 def generate_file(
@@ -272,7 +279,9 @@ def run_generate(options: Namespace) -> int:
         options.model, options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code
     )
     kvcache = (options.kvcache, options.kvcache_window, options.kvcache_sinks, options.kvcache_ratio)
-    sampling = replace(sampling, memory=choose(model, *kvcache))
+    check_trips(model, options.max_trips)
+    check_chunks(model, sampling.options.get("prefill_chunk_size", model.generation_config.prefill_chunk_size))
+    sampling = replace(sampling, memory=choose(model, *kvcache), max_trips=options.max_trips)
     if options.chat:
         chat(model, tokenizer, sampling, _typed(), to_terminal, options.system)
     elif options.prompts is not None:
@@ -288,7 +297,7 @@ def run_generate(options: Namespace) -> int:
             print(json.dumps({"prompt": prompt, **vars(made), "tokens_per_second": made.tokens_per_second}))
         else:
             print(flush=True)
-        _report_speed(made.tokens, made.seconds)
+        _report_speed(made.tokens, made.seconds, made.trips)
     return 0
 
 
@@ -332,12 +341,18 @@ def _run(
     try:
         if sampling.memory is not None:
             arguments |= sampling.memory.read(model, ids.to(model.device), sampling.options.get("num_beams", 1))
-        out = model.generate(ids.to(model.device), attention_mask=mask.to(model.device), streamer=streamer, **arguments)
+        out = model.generate(
+            ids.to(model.device),
+            attention_mask=mask.to(model.device),
+            streamer=streamer,
+            return_dict_in_generate=True,
+            **arguments,
+        )
     except ValueError as error:  # options that do not go together
         raise GenerateError(f"transformers: {' '.join(str(error).split())}") from error
     seconds = time.perf_counter() - began
     made = []
-    for prompt, row, room in zip(prompts, out[:, width:].tolist(), rooms, strict=True):
+    for prompt, row, room in zip(prompts, out.sequences[:, width:].tolist(), rooms, strict=True):
         row = row[:room]
         while row and row[-1] == pad and pad not in stops:  # what fills up a row that ended
             row.pop()
@@ -346,7 +361,9 @@ def _run(
         finish = "stop" if end < room else "length"
         text = tokenizer.decode(kept, skip_special_tokens=True)
         made.append(Generated(text, len(prompt), len(kept), seconds, finish))
-    return made
+    columns = [width + one.tokens for one in made]
+    trips = stored_trips(model, out.past_key_values, len(made), columns, sampling.max_trips)
+    return [replace(one, trips=mean) for one, mean in zip(made, trips, strict=True)]
 
 
 def _room(model: Any, ids: Sequence[int], sampling: Sampling) -> int:
@@ -386,6 +403,8 @@ def _answer(model: Any, tokenizer: Any, batch: Sequence[dict[str, Any]], samplin
         if not answer:
             one = next(made)
             answer.update(completion=one.text, tokens=one.tokens, finish=one.finish)
+            if one.trips is not None:
+                answer["trips"] = round(one.trips, 3)
     return answers
 
 
@@ -408,7 +427,7 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
             )
             if not good:
                 raise GenerateError(f'{path}:{number}: expected {{"prompt": "..."}} or {{"messages": [...]}}')
-            if taken := {"completion", "tokens", "finish", "error"} & set(record):
+            if taken := {"completion", "tokens", "finish", "trips", "error"} & set(record):
                 raise GenerateError(f"{path}:{number}: the field {min(taken)!r} is where the output goes")
             records.append(record)
     return records
@@ -493,9 +512,10 @@ def _seed(seed: int | None) -> None:
         torch.manual_seed(seed)
 
 
-def _report_speed(tokens: int, seconds: float) -> None:
+def _report_speed(tokens: int, seconds: float, trips: float | None = None) -> None:
     speed = tokens / seconds if seconds else 0.0
-    print(f"{tokens} tokens, {seconds:.1f} s, {speed:.1f} tokens/s", file=sys.stderr, flush=True)
+    depth = "" if trips is None else f", {trips:.2f} trips per token"
+    print(f"{tokens} tokens, {seconds:.1f} s, {speed:.1f} tokens/s{depth}", file=sys.stderr, flush=True)
 
 
 def _streamer(tokenizer: Any, write: Write) -> Any:

@@ -42,6 +42,7 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import DirectStreamer, GenerateManager, GenerationState
 from transformers.utils import logging
 
+from fathom.evaluation.trips import check_trips, most_trips
 from fathom.inference.checkpoint import open_checkpoint
 from fathom.inference.memory import Policy, choose
 
@@ -107,6 +108,7 @@ class _Body(BaseModel):
     presence_penalty: float | None = Field(None, ge=0, le=0)
     n: int | None = Field(None, ge=1, le=1)
     user: str | None = None
+    max_trips: int | None = Field(None, ge=1)
 
 
 class _CompletionBody(_Body):
@@ -217,9 +219,9 @@ def before_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
 class _Worker(GenerateManager):
     """One generation after another on one thread, each of which can be given up."""
 
-    def __init__(self, context: int, memory: Policy | None = None) -> None:
+    def __init__(self, context: int, memory: Policy | None = None, max_trips: int | None = None) -> None:
         super().__init__()
-        self.context, self.memory = context, memory
+        self.context, self.memory, self.max_trips = context, memory, max_trips
         self._under_way: set[_Streamer] = set()
         self._closed = False
 
@@ -258,7 +260,8 @@ class _Worker(GenerateManager):
         config.max_new_tokens = wanted or min(NEW_TOKENS, room)
 
         call = _CALL.get()
-        seed = call.body.get("seed")
+        seed, most = call.body.get("seed"), call.body.get("max_trips", self.max_trips)
+        budget = {} if most is None else {"max_trips": most}
         streamer = call.streamer = _Streamer(tokenizer, queue, _stops(), parser)
         self._under_way.add(streamer)
 
@@ -267,7 +270,7 @@ class _Worker(GenerateManager):
                 if seed is not None:  # here, not where the request came in: others may run in between
                     torch.manual_seed(seed)
                 cache = self.memory.read(model, inputs["input_ids"]) if self.memory else {}
-                model.generate(**inputs, **cache, generation_config=config, streamer=streamer)
+                model.generate(**inputs, **cache, **budget, generation_config=config, streamer=streamer)
             except _Finished:
                 streamer.end()
             except ApiError as error:
@@ -350,6 +353,9 @@ class _Checked:
             where = ".".join(str(part) for part in first["loc"])
             what = "not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
             raise ApiError(400, f"{where}: {what}", param=str(first["loc"][0])) from None
+        most = most_trips(self.model_manager.model)
+        if (asked := body.get("max_trips", 1)) > most:
+            raise ApiError(400, f"max_trips: {asked}; a token of this model makes {most} at most", param="max_trips")
         _CALL.get().body = body
 
     def _resolve_model(self, body: dict) -> tuple[str, Any, Any]:
@@ -359,7 +365,9 @@ class _Checked:
         return served.name, served.model, served.tokenizer
 
     def _build_generation_config(self, body: dict, model_generation_config: Any, use_cb: bool = False) -> Any:
-        asked = {key: value for key, value in body.items() if key not in ("seed", "stop")}  # the worker sees to these
+        asked = {
+            key: value for key, value in body.items() if key not in ("seed", "stop", "max_trips")
+        }  # the worker sees to these
         config = super()._build_generation_config(asked, model_generation_config, use_cb)  # type: ignore[misc]
         if "max_tokens" not in body and "max_completion_tokens" not in body:
             config.max_new_tokens = None  # as much as there is room for
@@ -505,6 +513,7 @@ def build_app(
     api_key: str | None = None,
     lens: bool = False,
     memory: Policy | None = None,
+    max_trips: int | None = None,
 ) -> FastAPI:
     """The server as an ASGI application.
 
@@ -515,6 +524,7 @@ def build_app(
         api_key: What clients must send as `Authorization: Bearer KEY`.
         lens: Offer the lens at /lens.
         memory: A cache of constant size for every request, in place of one that holds all of its text.
+        max_trips: Trips per token at most, where a request does not say.
     """
     generation = model.generation_config
     if generation.eos_token_id is None:
@@ -525,7 +535,7 @@ def build_app(
         )
 
     context = model.config.max_position_embeddings if memory is None else ENDLESS
-    worker, manager = _Worker(context, memory), _OneModel(model, tokenizer, name, context)
+    worker, manager = _Worker(context, memory, max_trips), _OneModel(model, tokenizer, name, context)
     state = _OneWorker(worker)
     # Handlers of routes that are not kept: their number differs between versions of transformers.
     handlers: dict[str, Any] = {h: None for h in inspect.signature(build_server).parameters if h.endswith("_handler")}
@@ -645,6 +655,7 @@ def serve(
     kvcache_window: int | None = None,
     kvcache_sinks: int | None = None,
     kvcache_ratio: float | None = None,
+    max_trips: int | None = None,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C.
 
@@ -663,6 +674,7 @@ def serve(
         kvcache_window: Entries that a cache may hold.
         kvcache_sinks: First entries that are never compressed.
         kvcache_ratio: Share that a compression leaves.
+        max_trips: Trips per token at most, where a request does not say.
     """
     if api_key is not None and not api_key.strip():
         raise ServeError("the API key is empty (--api-key or FATHOM_API_KEY)")
@@ -679,8 +691,9 @@ def serve(
     try:
         model, tokenizer = open_checkpoint(path, device, dtype, trust_remote_code, into_fathom=lens)
         name = name or Path(path).resolve().name
+        check_trips(model, max_trips)
         memory = choose(model, kvcache, kvcache_window, kvcache_sinks, kvcache_ratio)
-        app = build_app(model, tokenizer, name, api_key, lens, memory)
+        app = build_app(model, tokenizer, name, api_key, lens, memory, max_trips)
         worker: _Worker = app.state.worker
         url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
         ready = f"{name} at {url}/v1" + (f", lens at {url}/lens" if lens else "")

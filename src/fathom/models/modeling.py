@@ -9,6 +9,7 @@ Qwen3's, so no checkpoint is ever converted.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
@@ -36,7 +38,7 @@ from .configuration import FathomConfig
 from .loss import causal_lm_loss, shifted
 from .published import HUB_KEYS, released
 from .reading import Banked, Call, Dense, Interleaved, Passed, Reading, Store, Stored
-from .registry import mechanism
+from .registry import mechanism, recurrence_class
 from .rms_norm import RMSNorm
 from .roles import MechanismModule, Recurrence, Residual, State, ValueMixer, View
 from .rotary import rotate
@@ -131,6 +133,8 @@ class DecoderLayer(GradientCheckpointingLayer):
         residual = mechanism("residual", config.residual).build
         self.self_attn = Attention(config, layer_idx)
         self.mlp = Qwen3MLP(config)
+        for last in (self.self_attn.o_proj, self.mlp.down_proj):
+            last.writes_residual = True  # for `_init_weights`, which sees one Linear at a time
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.attn_residual: Residual = residual(config, 2 * layer_idx)
@@ -158,8 +162,11 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, MechanismModule):
             module.init_weights(self.config.initializer_range)
-        else:
-            super()._init_weights(module)
+            return
+        super()._init_weights(module)
+        if self.config.output_init == "depth" and getattr(module, "writes_residual", False):
+            writes = 2 * self.config.num_hidden_layers * recurrence_class(self.config).additions(self.config)
+            init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(writes))
 
     @classmethod
     def from_pretrained(
@@ -368,6 +375,8 @@ class FathomModel(FathomPreTrainedModel):
         """All trips of all tokens: the final state of the recurrence."""
         policy, depth, length = self.recurrence, call.depth, x.shape[1]
         solve = call.view is View.ALL and depth > 0
+        if call.view is View.DUO or (policy.halts and (solve or store is not None)):
+            call.check_backend()
         if store is not None:
             table = store.table
             table.open(x.shape[0], table.columns + length, x.device)
@@ -447,6 +456,8 @@ class FathomCausalLMOutput(CausalLMOutputWithPast):
 
     aux_losses: dict[str, Tensor] | None = None
     metrics: dict[str, Tensor] | None = None
+    trips: Tensor | None = None
+    """That every token made, `[B, T]`, where tokens may halt."""
 
 
 class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
@@ -461,6 +472,21 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
+
+    def check_chunks(self, size: int | None) -> None:
+        """Refuse to read a prompt in chunks of a `size` where that changes what is computed."""
+        policy = self.model.recurrence
+        if size and policy.depth and not policy.view.depth_parallel and not policy.exact():
+            raise ValueError(
+                f"prefill_chunk_size={size}: {self.config.recurrence} reads a prompt by a few Jacobi rounds, whose "
+                "result depends on where it is cut; set recurrence_options.prefill=exact, or leave the chunk size out"
+            )
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; what could not be exact is refused."""
+        own = kwargs.get("generation_config") or self.generation_config
+        self.check_chunks(kwargs.get("prefill_chunk_size", own.prefill_chunk_size))
+        return super().generate(*args, **kwargs)
 
     @can_return_tuple
     def forward(
@@ -517,6 +543,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            trips=None if state is None else state.get("trips"),
         )
         if targets is not None:
             result.loss = causal_lm_loss(hidden, self.lm_head, targets, num_items_in_batch)

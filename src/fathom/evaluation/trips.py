@@ -1,0 +1,90 @@
+"""Trips per token: a budget at run time, and how many were made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class TripsError(ValueError):
+    """A budget that a model cannot keep; the message is one line."""
+
+
+def most_trips(model: Any) -> int:
+    """How many trips a token may make at most; 1 for a model that knows no trips."""
+    recurrence = getattr(getattr(model, "model", None), "recurrence", None)
+    return 1 if recurrence is None else recurrence.most_trips(model.config)
+
+
+def check_trips(model: Any, asked: int | None) -> None:
+    """Refuse a budget that means nothing to this model."""
+    most = most_trips(model)
+    if asked is not None and most == 1:
+        raise TripsError(f"--max-trips {asked}: a token of this model makes one trip, there is nothing to limit")
+    if asked is not None and not 1 <= asked <= most:
+        raise TripsError(f"--max-trips {asked}: this model was trained for {most} trips; allowed: 1 to {most}")
+
+
+def check_chunks(model: Any, size: int | None) -> None:
+    """Refuse to read a prompt in chunks where that changes what is computed."""
+    if most_trips(model) > 1:
+        try:
+            model.check_chunks(size)
+        except ValueError as error:
+            raise TripsError(str(error)) from error
+
+
+def limited(model: Any, most: int | None) -> Any:
+    """The model, every call of which keeps the budget from now on."""
+    check_trips(model, most)
+    if most is not None:
+        model.forward = partial(model.forward, max_trips=most)
+    return model
+
+
+def stored_trips(model: Any, cache: Any, rows: int, columns: list[int], most: int | None = None) -> list[float | None]:
+    """Mean trips of the tokens in a cache that generation left behind, row by row; None where there is one trip only.
+
+    Args:
+        model: It filled the cache.
+        cache: The cache.
+        rows: Prompts; each may have several beams.
+        columns: Of each prompt: how many columns of its row count, padding on the left included.
+        most: The budget that was kept.
+    """
+    if most_trips(model) == 1:
+        return [None] * rows
+    layers = getattr(cache, "layers", None)
+    halt = getattr(getattr(layers[0], "table", None), "halt", None) if layers else None
+    if halt is None:
+        return [float(most or model.model.recurrence.depth + 1)] * rows
+    apart = halt.view(rows, -1, halt.shape[1])
+    made = [row[:, :count] for row, count in zip(apart, columns, strict=True)]
+    return [float((row[row >= 0] + 1).double().mean()) for row in made]
+
+
+@contextmanager
+def counting(model: Any) -> Iterator[list[Tensor]]:
+    """A list that every forward pass of a model adds to: the trips of its tokens, `[B, T]`, or one number for all.
+
+    Nothing is added for a model that knows no trips.
+    """
+    made: list[Tensor] = []
+    if most_trips(model) == 1:
+        yield made
+        return
+
+    def note(_: Any, __: Any, given: dict[str, Any], out: Any) -> None:
+        fixed = given.get("max_trips") or model.model.recurrence.depth + 1
+        made.append(out.recurrence_state.get("trips", torch.tensor(fixed)))
+
+    handle = model.model.register_forward_hook(note, with_kwargs=True)
+    try:
+        yield made
+    finally:
+        handle.remove()
