@@ -113,12 +113,16 @@ class Call:
         starts = self.packed[:, 1:] != self.packed[:, :-1] + 1
         return torch.nn.functional.pad(starts.long().cumsum(1), (1, 0))
 
-    def masks(self, view: View, query: Tags, key: Tags) -> dict[str, Tensor]:
-        """By layer type."""
-        if self.backend not in MASKED:
+    def check_backend(self) -> None:
+        """Refuse, before anything is computed, a backend that knows causal masks only."""
+        if self.depth and self.backend not in MASKED:
             raise ValueError(
                 f"trips that read one another need attn_implementation {' or '.join(MASKED)}, not {self.backend}"
             )
+
+    def masks(self, view: View, query: Tags, key: Tags) -> dict[str, Tensor]:
+        """By layer type."""
+        self.check_backend()
         as_bool = self.backend == "sdpa" and key.bias is None
         return {
             kind: read_mask(view, query, key, window, None if as_bool else self.dtype)

@@ -1,0 +1,455 @@
+"""What the five thinking recurrences have in common, against an oracle that makes one slot after another."""
+
+import functools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+
+from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models.cost import count_parameters, layer_flops, mechanism_cost
+from fathom.models.numerics import lowest_mean
+from fathom.models.pondering import lowest_sum
+
+from .cases import SHAPE, config_of, tokens
+from .oracle import agree
+from .slot_oracle import HALTING, METHODS, OPEN, Decoder, thinker
+
+EXACT, CLOSE = 1e-12, 1e-5  # float64, float32: relative to the largest logit
+MIXERS = ["", "+depth_attention"]
+SLIDING = {"use_sliding_window": True, "sliding_window": 3, "layer_types": ["full_attention", "sliding_attention"]}
+
+every_method = pytest.mark.parametrize("method", METHODS)
+every_mixer = pytest.mark.parametrize("mixer", MIXERS, ids=["", "depth_attention"])
+
+
+def logits(model, ids, **kwargs):
+    with torch.no_grad():
+        return model(ids, use_cache=False, **kwargs).logits
+
+
+def stepwise(model, ids, sizes=1, cache=None, **kwargs):
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    with torch.no_grad():
+        return torch.cat([model(part, past_key_values=cache, **kwargs).logits for part in ids.split(sizes, 1)], 1)
+
+
+def error(found, truth):
+    """Largest error, relative to the largest logit."""
+    return ((found.double() - truth).abs().max() / truth.abs().max()).item()
+
+
+@functools.cache
+def oracle(method, mixer="", open_=False, **shape):
+    """A model, the truth of two rows, and which trip each token stops at."""
+    model = thinker(method, mixer, shape=shape, **(OPEN.get(method, {}) if open_ else {}))
+    decoder, ids, truths, halts = Decoder(model), tokens(2, 9), [], []
+    with torch.no_grad():
+        for row in ids:
+            truths.append(decoder.truth(row))
+            halts.append(list(decoder.halt.values()))
+    return model, ids, torch.stack(truths), torch.tensor(halts)
+
+
+# --- one function -----------------------------------------------------------------------------------------------------
+
+
+@every_mixer
+@every_method
+@pytest.mark.parametrize("open_", [False, True], ids=["ragged", "open"])
+def test_every_way_of_computing_is_the_oracle(method, mixer, open_):
+    """All at once, in chunks and token by token, with tokens that halt where the data says and without."""
+    model, ids, truth, halt = oracle(method, mixer, open_)
+    depth = model.model.recurrence.depth
+    ragged = method in HALTING and not open_
+    assert set(halt.flatten().tolist()) >= ({0, depth} if ragged else {depth})
+    assert error(logits(model, ids), truth) < EXACT
+    cache = DynamicCache(config=model.config)
+    assert error(stepwise(model, ids, 1, cache), truth) < EXACT
+    if model.model.slotted:
+        assert torch.equal(cache.layers[0].table.halt, halt)
+    assert error(stepwise(model, ids, [4, 1, 3, 1]), truth) < EXACT
+
+
+@every_mixer
+@every_method
+def test_single_precision(method, mixer):
+    model, ids, truth, _ = oracle(method, mixer)
+    ids, truth = ids[:, :5], truth[:, :5]  # under ALL every slot stands on the errors of all slots before it
+    single = FathomForCausalLM(model.config).eval()
+    single.load_state_dict(model.state_dict())
+    assert error(logits(single, ids), truth) < CLOSE
+    assert error(stepwise(single, ids), truth) < CLOSE
+
+
+@every_mixer
+@every_method
+def test_gradients_are_the_oracles(method, mixer):
+    """Through every trip, mixture, gate, key bias and, under ALL, through the rounds of the solver."""
+    model, ids = thinker(method, mixer), tokens(1, 5)
+    decoder = Decoder(model)
+    agree(model, ids, decoder.truths(ids), decoder, exact=1e-11)
+
+
+@every_method
+@pytest.mark.parametrize("shape", [SLIDING, {"tie_word_embeddings": True}], ids=["sliding", "tied"])
+def test_other_shapes(method, shape):
+    model = thinker(method, shape=shape)
+    ids, truth = tokens(1, 9), Decoder(model).truths(tokens(1, 9)).detach()
+    assert error(logits(model, ids), truth) < EXACT
+    assert error(stepwise(model, ids, [4, 1, 1, 3]), truth) < EXACT
+
+
+@every_method
+def test_eager_is_sdpa(method):
+    """As far as eager goes: transformers takes its softmax in single precision."""
+    model, ids, truth, _ = oracle(method)
+    model.set_attn_implementation("eager")
+    try:
+        assert error(logits(model, ids), truth) < CLOSE
+        assert error(stepwise(model, ids), truth) < CLOSE
+    finally:
+        model.set_attn_implementation("sdpa")
+
+
+@pytest.mark.parametrize("use_cache", [False, True])
+@pytest.mark.parametrize("method", ["ponder-duo", "ponder3", "adaponder", "latent_cot"])
+def test_backends_without_masks_are_refused(method, use_cache):
+    if method == "adaponder" and not use_cache:
+        pytest.skip("replaces keys and values, and needs no mask")
+    model = thinker(method)
+    model.config._attn_implementation = "flash_attention_2"
+    with pytest.raises(ValueError, match="need attn_implementation sdpa or eager, not flash_attention_2") as found:
+        logits(model, tokens(1, 6)) if not use_cache else stepwise(model, tokens(1, 6))
+    assert "\n" not in str(found.value)
+
+
+@every_method
+@settings(max_examples=4, deadline=None)
+@given(rounds=st.integers(0, 4), cut=st.integers(1, 8))
+def test_prefix_invariance_at_any_number_of_rounds(method, rounds, cut):
+    model, ids, _, _ = oracle(method)
+    options = model.config.recurrence_options
+    solved = {"prefill": "jacobi", "jacobi_eval": rounds} if "jacobi_eval" in options else {}
+    before = dict(options)
+    options |= solved
+    try:
+        changed = torch.cat([ids[:, :cut], tokens(2, 9 - cut, seed=9)], 1)
+        a, b = logits(model, ids), logits(model, changed)
+    finally:
+        options |= before
+    assert error(a[:, :cut], b[:, :cut]) < EXACT
+    assert error(a[:, cut:], b[:, cut:]) > 1e-2
+
+
+@every_method
+def test_checkpointing_at_the_default_rounds(method):
+    found = []
+    for enable in (False, True):
+        model, ids = (
+            thinker(method, prefill="jacobi") if "prefill" in METHODS[method][1] else thinker(method),
+            tokens(2, 6),
+        )
+        model.train()
+        if enable:
+            model.gradient_checkpointing_enable()
+        model(ids, labels=ids).loss.backward()
+        found.append({name: p.grad for name, p in model.named_parameters()})
+    assert all((found[0][n] - found[1][n]).abs().max() <= 1e-12 for n in found[0])
+
+
+@every_method
+def test_hidden_states_are_the_slots(method):
+    """Trip by trip, every layer's input, and last what the head reads."""
+    model, ids, _, halt = oracle(method)
+    decoder = Decoder(model)
+    with torch.no_grad():
+        decoder.truth(ids[0])
+        out = model.model(ids, head=model.lm_head, use_cache=False, output_hidden_states=True)
+    depth, layers = model.model.recurrence.depth, model.config.num_hidden_layers
+    last = out.hidden_states[-1]
+    trips = [out.hidden_states[-1 - (depth + 1 - k) * layers] for k in range(depth + 1)]
+    assert torch.equal(last, out.last_hidden_state)
+    for t in range(ids.shape[1]):
+        for k in range(int(halt[0, t]) + 1):
+            assert (trips[k][0, t] - decoder.x[t, k]).abs().max() < 1e-11
+
+
+# --- vanilla inside ---------------------------------------------------------------------------------------------------
+
+
+def vanilla_of(model):
+    qwen = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "num_hidden_layers": 2})).eval()
+    found = {n: p for n, p in model.state_dict().items() if "recurrence" not in n}
+    qwen.load_state_dict(found)
+    return qwen
+
+
+def greedy(model, ids):
+    return model.generate(ids, max_new_tokens=6, do_sample=False, output_logits=True, return_dict_in_generate=True)
+
+
+SHUT = {
+    "adaponder": {"gate_bias": -20.0, "tau": 1e-4},
+    "latent_cot": {"router_bias": -10.0, "tau": 1e-2},
+    "ponder3": {"router_bias": 20.0, "tau": 1e-4},
+}
+
+
+@pytest.mark.parametrize("method,shut", [*((m, {"depth": 0}) for m in METHODS), *SHUT.items()])
+def test_vanilla_inside(method, shut):
+    """No further trip is no recurrence, bit for bit; under ALL, dead slots still take part in the solver's sums."""
+    model = thinker(method, dtype=torch.float32, shape={"embedding_scale": 1.0}.items(), **shut)
+    qwen, ids = vanilla_of(model), tokens(2, 9)
+    truth = logits(qwen, ids)
+    if shut in (SHUT["ponder3"],):
+        model.config.recurrence_options["prefill"] = "jacobi"
+        assert error(logits(model, ids), truth) < 1e-6
+        assert error(stepwise(model, ids, [6, 1, 2]), truth) < 1e-6
+        model.config.recurrence_options["prefill"] = "exact"
+        assert error(stepwise(model, ids, 1), truth) < 1e-6
+    else:
+        assert torch.equal(logits(model, ids), truth)
+        assert torch.equal(model(ids, use_cache=False).logits, truth), "also with gradients on"
+        assert torch.equal(stepwise(model, ids, [6, 1, 2]), stepwise(qwen, ids, [6, 1, 2]))
+    ours, theirs = greedy(model, ids), greedy(qwen, ids)
+    assert torch.equal(ours.sequences, theirs.sequences)
+    if shut != SHUT["ponder3"]:
+        assert all(torch.equal(a, b) for a, b in zip(ours.logits, theirs.logits, strict=True))
+
+
+# --- generation -------------------------------------------------------------------------------------------------------
+
+
+@every_mixer
+@every_method
+@pytest.mark.parametrize("beams", [1, 3])
+def test_rows_of_a_batch_are_single_rows(method, mixer, beams):
+    """Prompts of unequal lengths, padded on the left, whose tokens halt where they like."""
+    model = oracle(method, mixer)[0]
+    model.generation_config.eos_token_id = None
+    rows = [tokens(1, n, seed=n) for n in (3, 7, 5)]
+    batch = torch.cat([torch.nn.functional.pad(row, (7 - row.shape[1], 0)) for row in rows])
+    how = dict(max_new_tokens=5, do_sample=False, num_beams=beams, return_dict_in_generate=True)
+    together = model.generate(batch, attention_mask=(batch != 0).long(), **how)
+    for row, found in zip(rows, together.sequences, strict=True):
+        alone = model.generate(row, attention_mask=torch.ones_like(row), **how)
+        assert torch.equal(found[7 - row.shape[1] :], alone.sequences[0])
+    if method in HALTING and beams == 1:
+        halt = together.past_key_values.layers[0].table.halt[:, 7:]
+        assert len({tuple(row) for row in halt.tolist()}) == len(halt), "rows halt apart from one another"
+
+
+# --- cost -------------------------------------------------------------------------------------------------------------
+
+
+def passes(model, call):
+    """Tokens that go through the first layer."""
+    seen = []
+    hook = model.model.layers[0].register_forward_pre_hook(lambda m, args: seen.append(args[0][0].shape[:2].numel()))
+    try:
+        call()
+    finally:
+        hook.remove()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "method,options,rounds,multiple",
+    [
+        ("ponder", {"depth": 3}, None, 4),
+        ("ponder-duo", {"depth": 3}, None, 4),
+        ("adaponder", {"depth": 3}, None, 4),
+        ("latent_cot", {"depth": 3}, None, 4),
+        ("ponder2", {"depth": 1}, 2, 7),
+        ("ponder2", {"depth": 1}, 3, 9),
+        ("ponder2", {"depth": 3}, 2, 18),
+        ("ponder2", {"depth": 3}, 3, 22),
+        ("ponder3", {"depth": 3}, 4, 26),
+        ("ponder3", {"depth": 3}, 5, 30),
+        ("ponder3", {"depth": 3}, 6, 34),
+    ],
+)
+def test_passes_of_a_training_step(method, options, rounds, multiple):
+    solver = {} if rounds is None else {"jacobi_train": [rounds, rounds]}
+    model, ids = thinker(method, **options, **solver).train(), tokens(2, 5)
+    assert sum(passes(model, lambda: model(ids, labels=ids))) == multiple * ids.numel()
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_decoding_skips_what_has_halted(method):
+    model, ids, _, halt = oracle(method)
+    made = passes(model, lambda: stepwise(model, ids))
+    assert sum(made) == (1 + halt).sum()
+    assert (max(made), sum(made) < 2 * ids.shape[1] * (1 + model.model.recurrence.depth)) == (2, method in HALTING)
+
+
+def test_parameters():
+    def added(name, width=1024, **options):
+        keys = {**SHAPE, "hidden_size": width}
+        config = FathomConfig(**keys, recurrence=name, recurrence_options=options)
+        extra = count_parameters(config) - count_parameters(FathomConfig(**keys))
+        assert extra == mechanism_cost(config).parameters
+        return extra
+
+    assert added("ponder") == added("ponder2") == 0
+    assert added("ponder3") == 4_100
+    assert added("latent_cot") == 1_025
+    assert added("adaponder", 512) == 3 * (4 * 512**2 + 8 * 512 + 1)
+    assert added("adaponder") == 3 * (4 * 1024**2 + 8 * 1024 + 1) == 12_607_491
+
+
+@every_method
+def test_decoding_costs_what_is_declared(method):
+    """Nobody halting; attention scores apart: a slot cache is read whole, and the view masks it."""
+    few = {"top_k": 3} if "top_k" in METHODS[method][1] and method != "ponder-all" else {}
+    model = thinker(method, dtype=torch.float32, **OPEN.get(method, {}), **few)
+    config, length = model.config, 8
+    model.set_attn_implementation("eager")
+    cache = DynamicCache(config=config)
+    stepwise(model, tokens(1, length - 1), cache=cache)
+    with FlopCounterMode(display=False) as counter:
+        stepwise(model, tokens(1, 1), cache=cache)
+    trips = config.recurrence_options["depth"] + 1
+    slots = trips**2 * (length - 1) + trips * (trips + 1) // 2
+    keys = slots if model.model.slotted else trips * length
+    scores = config.num_hidden_layers * keys * 4 * config.num_attention_heads * config.head_dim
+    head = 2 * config.hidden_size * config.vocab_size
+    declared = config.num_hidden_layers * layer_flops(config) + head + mechanism_cost(config).flops
+    assert counter.get_total_flops() - scores == pytest.approx(declared, rel=0.01)
+
+
+# --- a budget ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["ponder", "ponder-duo", "ponder-all", "ponder2", "latent_cot"])
+def test_a_budget_is_a_shallower_model(method):
+    model, ids = oracle(method)[0], tokens(2, 7)
+    shallow = thinker(method, depth=1)
+    shallow.load_state_dict(model.state_dict())
+    assert error(logits(model, ids, max_trips=2), logits(shallow, ids)) < EXACT
+    assert error(stepwise(model, ids, max_trips=2), logits(shallow, ids)) < EXACT
+    ours, theirs = (
+        m.generate(ids, max_new_tokens=4, do_sample=False, **k) for m, k in ((model, {"max_trips": 2}), (shallow, {}))
+    )
+    assert torch.equal(ours, theirs)
+
+
+@every_method
+def test_budgets_nobody_trained_for(method):
+    model = oracle(method)[0]
+    for trips in (0, model.model.recurrence.depth + 2):
+        with pytest.raises(ValueError, match=rf"max_trips must be between 1 and \d, .*: {trips}") as found:
+            model(tokens(1, 3), max_trips=trips)
+        assert "\n" not in str(found.value)
+    assert logits(model, tokens(1, 3), max_trips=1).isfinite().all()
+
+
+# --- losses -----------------------------------------------------------------------------------------------------------
+
+PENALTIES = [
+    ("adaponder", {"penalty_fraction": 0.5}),
+    ("adaponder", {"penalty_fraction": 0.5, "penalty_on": "logit"}),
+    ("latent_cot", {"penalty_token_fraction": 0.5}),
+    ("ponder3", {"penalty_steps": [0, 0], "penalty_token_fraction": 0.5, "prefill": "jacobi"}),
+    ("ponder3", {"penalty_steps": [0, 0], "penalty": "expected_trips", "prefill": "jacobi"}),
+]
+
+
+def penalty(model, ids, labels, **kwargs):
+    model.train()
+    model.set_step(10, 10)
+    return model(ids, labels=labels, **kwargs)
+
+
+@pytest.mark.parametrize("method,options", PENALTIES)
+def test_micro_batches_add_up_to_the_whole(method, options):
+    model, ids = thinker(method, **options), tokens(4, 9)
+    labels = ids.clone()
+    labels[0, :6], labels[3] = -100, -100
+    items = int((labels[:, 1:] != -100).sum())
+    whole = penalty(model, ids, labels)
+    parts = [penalty(model, ids[i], labels[i], num_items_in_batch=items) for i in (slice(1), slice(1, 4))]
+    assert whole.aux_losses["penalty"] > 0
+    assert sum(p.loss for p in parts).item() == pytest.approx(whole.loss.item(), rel=1e-12)
+    assert sum(p.aux_losses["penalty"] for p in parts).item() == pytest.approx(
+        whole.aux_losses["penalty"].item(), rel=1e-12
+    )
+
+
+@pytest.mark.parametrize("method,options", PENALTIES)
+def test_what_is_no_target_never_counts(method, options):
+    """Tokens after the last target change nothing; nor does padding before the first."""
+    whole = {} if method == "adaponder" else {"penalty_token_fraction": 1.0}
+    model, ids = thinker(method, **{**options, **whole}), tokens(2, 9)
+    labels = ids.clone()
+    labels[:, 0], labels[:, 7:] = -100, -100
+    changed = torch.cat([ids[:, :7], tokens(2, 2, seed=5)], 1)
+    a, b = (penalty(model, x, labels).aux_losses["penalty"].item() for x in (ids, changed))
+    assert a == pytest.approx(b, rel=1e-12)
+    mask = torch.nn.functional.pad(torch.ones_like(ids), (3, 0))
+    padded = torch.nn.functional.pad(ids, (3, 0)), torch.nn.functional.pad(labels, (3, 0), value=-100)
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    c = penalty(model, *padded, attention_mask=mask, position_ids=positions).aux_losses["penalty"].item()
+    assert a == pytest.approx(c, rel=1e-12)
+
+
+def test_lowest_fraction():
+    values = torch.tensor([[3.0, 1.0, 2.0, 0.0], [5.0, 9.0, 7.0, 6.0]])
+    valid = torch.tensor([[True, True, True, False], [True, True, True, True]])
+    assert lowest_mean(values, valid, 0.5).tolist() == [1.5, 5.5]
+    assert lowest_mean(values, valid, 0.0).tolist() == [0, 0]
+    assert lowest_mean(values, valid, torch.tensor([1.0, 0.25])).tolist() == [2, 5]
+    targets = torch.where(valid, 1, -100)
+    assert lowest_sum(values.unsqueeze(2), targets, 0.5, "row").item() == 1.5 * 3 + 5.5 * 4
+    assert lowest_sum(values.unsqueeze(2), targets, 0.5, "batch").item() == pytest.approx((1 + 2 + 3 + 5) / 4 * 7)
+
+
+def test_metrics_count_the_trips():
+    model, ids, _, halt = oracle("latent_cot")
+    model.train()
+    found = model(ids, labels=ids).metrics
+    model.eval()
+    trips = 1.0 + halt[:, :-1].float()  # the last token has no target
+    assert found["trips"].item() == pytest.approx(trips.mean().item())
+    for k in range(1, 5):
+        assert found[f"trips_{k}"].item() == pytest.approx((trips == k).float().mean().item())
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name,options,says",
+    [
+        ("ponder", {"depth": -1}, "depth must not be negative, got -1"),
+        ("ponder", {"depth": 1.5}, "recurrence_options.depth must be int, got 1.5"),
+        ("ponder", {"top_k": -1}, "top_k must be 0"),
+        ("ponder", {"temperature": 0.0}, "temperature must be positive, got 0.0"),
+        ("ponder", {"depth_range": [3, 1]}, r"depth_range must be \[least, most\], got \[3, 1\]"),
+        ("ponder", {"feed": "logits"}, "feed must be mixture or hidden, got 'logits'"),
+        ("ponder", {"view": "some"}, "view must be same, duo or all, got 'some'"),
+        ("ponder2", {"prefill": "soon"}, "prefill must be jacobi or exact, got 'soon'"),
+        ("ponder2", {"jacobi_train": [2]}, "jacobi_train"),
+        ("ponder2", {"jacobi_eval": -1}, "jacobi_eval must not be negative, got -1"),
+        ("ponder2", {"tau": 0.5}, "tau is not an option of ponder2"),
+        ("ponder3", {"tau": 0.0}, "tau must lie between 0 and 1, got 0.0"),
+        ("ponder3", {"router_damping": 0.0}, r"router_damping must lie in \(0, 1\], got 0.0"),
+        ("ponder3", {"penalty": "all"}, "penalty must be one of prefix_quality, expected_trips, none, got 'all'"),
+        ("ponder3", {"penalty_over": "world"}, "penalty_over must be row or batch, got 'world'"),
+        ("ponder3", {"penalty_token_fraction": 0.0}, r"penalty_token_fraction must lie in \(0, 1\], got 0.0"),
+        ("adaponder", {"penalty_on": "gate"}, "penalty_on must be sigmoid or logit, got 'gate'"),
+        ("adaponder", {"penalty_window": [0.3, 0.1]}, "penalty_window must be two fractions of training"),
+        ("adaponder", {"penalty_fraction": 2.0}, "penalty_fraction must lie in 0..1, got 2.0"),
+        ("adaponder", {"tau": 1.0}, "tau must lie between 0 and 1, got 1.0"),
+        ("latent_cot", {"tau": 2.0}, "tau must lie between 0 and 1, got 2.0"),
+        ("latent_cot", {"gate_bias": 1.0}, "gate_bias is not an option of latent_cot"),
+    ],
+)
+def test_bad_options_are_one_clear_line(name, options, says):
+    with pytest.raises(ValueError, match=says) as found:
+        config_of(name, recurrence_options=options)
+    assert "\n" not in str(found.value)
