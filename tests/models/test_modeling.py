@@ -8,6 +8,7 @@ import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fathom.export import export
+from fathom.models import FathomForCausalLM
 
 from .cases import CASES, build, config_of, tokens
 
@@ -71,3 +72,26 @@ def test_importing_registers(line):
     code = f"{line}; from transformers import AutoConfig; print(type(AutoConfig.for_model('fathom')).__name__)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "FathomConfig", done.stderr
+
+
+@pytest.mark.parametrize(
+    "case,streams", [("vanilla", 1), ("loop", 3), ("ponder", 3), ("ponder-hidden-duo", 1), ("ponder2", 1)]
+)
+def test_scaled_output_projections(case, streams):
+    """The same draw, divided by the root of whatever adds to one stream; everything else as it was."""
+    models = []
+    for output_init in ("plain", "depth"):
+        torch.manual_seed(0)
+        models.append(FathomForCausalLM(config_of(case, output_init=output_init)))
+    plain, scaled = (model.state_dict() for model in models)
+    layer = "model.layers.3."
+    norms = [w[layer + "self_attn.o_proj.weight"].norm() for w in (plain, scaled)]
+    assert norms[0] / norms[1] == pytest.approx((2 * 4 * streams) ** 0.5, rel=0.1)
+    norms = [w[layer + "mlp.down_proj.weight"].norm() for w in (plain, scaled)]
+    assert norms[0] / norms[1] == pytest.approx((2 * 4 * streams) ** 0.5, rel=0.1)
+    assert scaled[layer + "mlp.up_proj.weight"].std().item() == pytest.approx(0.02, rel=0.1)
+
+
+def test_output_init_is_one_of_two():
+    with pytest.raises(ValueError, match="output_init must be one of plain, depth, got 'deep'"):
+        config_of("vanilla", output_init="deep")

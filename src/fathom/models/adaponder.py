@@ -89,6 +89,11 @@ class Adaponder(Pondering):
         # A tensor, since a Python number that changes every step would recompile every step.
         self.fraction = nn.Buffer(torch.zeros(()), persistent=False)
 
+    @classmethod
+    def additions(cls, config: FathomConfig) -> int:
+        """All."""
+        return cls.extra_trips(config) + 1
+
     def init_weights(self, std: float) -> None:
         """Open: a bias, and a last weight that hardly moves it."""
         init.zeros_(self.fraction)

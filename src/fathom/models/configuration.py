@@ -13,7 +13,8 @@ from .published import is_published, published_config
 from .registry import AXES, resolve_options
 
 K_NORM_POSITIONS = ("before_rope", "after_rope")
-OURS = (*AXES, *(f"{axis}_options" for axis in AXES), "k_norm_position", "embedding_scale")
+OUTPUT_INITS = ("plain", "depth")
+OURS = (*AXES, *(f"{axis}_options" for axis in AXES), "k_norm_position", "embedding_scale", "output_init")
 POSITIVE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 
 
@@ -23,7 +24,7 @@ class FathomConfig(Qwen3Config):
 
     model_type = "fathom"
     base_model_pp_plan = None  # sources would have to travel from stage to stage
-    keys_to_ignore_at_inference = ["past_key_values", "aux_losses", "metrics"]
+    keys_to_ignore_at_inference = ["past_key_values", "aux_losses", "metrics", "trips"]
 
     mixer: str = "none"
     """What value attention reads."""
@@ -41,6 +42,8 @@ class FathomConfig(Qwen3Config):
     """`after_rope` norms keys after rotating them, as the released Depth-Attention weights need."""
     embedding_scale: float = 1.0
     """Factor on the input embeddings, for every mechanism alike."""
+    output_init: str = "plain"
+    """`depth` divides the initial o_proj and down_proj by sqrt(2 · layers · trips that add to one stream)."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         for key in kwargs:
@@ -59,6 +62,8 @@ class FathomConfig(Qwen3Config):
             raise ValueError(
                 f"k_norm_position must be one of {', '.join(K_NORM_POSITIONS)}, got {self.k_norm_position!r}"
             )
+        if self.output_init not in OUTPUT_INITS:
+            raise ValueError(f"output_init must be one of {', '.join(OUTPUT_INITS)}, got {self.output_init!r}")
         for axis in reversed(AXES):  # what a mixer may read depends on the recurrence
             setattr(self, f"{axis}_options", resolve_options(self, axis))
 

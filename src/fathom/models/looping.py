@@ -51,6 +51,11 @@ class Loop(Recurrence):
         """`count` - 1."""
         return config.recurrence_options["count"] - 1
 
+    @classmethod
+    def additions(cls, config: FathomConfig) -> int:
+        """All."""
+        return cls.extra_trips(config) + 1
+
     @staticmethod
     def span(config: FathomConfig) -> tuple[int, int]:
         """What is left between prelude and coda."""

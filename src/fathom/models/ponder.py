@@ -78,6 +78,11 @@ class Ponder(Pondering):
         """The most that training drew."""
         return 1 + max(cls.extra_trips(config), *(config.recurrence_options["depth_range"] or (0, 0)))
 
+    @classmethod
+    def additions(cls, config: FathomConfig) -> int:
+        """All, unless what is fed back starts anew."""
+        return 1 if config.recurrence_options["feed"] == "hidden" else cls.extra_trips(config) + 1
+
     @staticmethod
     def sees(config: FathomConfig) -> View:
         """As the option says."""

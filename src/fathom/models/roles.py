@@ -181,6 +181,11 @@ class Recurrence(MechanismModule):
         """How many trips the weights were trained for, and thus may be asked for."""
         return cls.extra_trips(config) + 1
 
+    @classmethod
+    def additions(cls, config: FathomConfig) -> int:
+        """Trips that add to one and the same stream, which a scaled initialisation makes up for."""
+        return 1
+
     @staticmethod
     def sees(config: FathomConfig) -> View:
         """Which slots a slot may read."""
