@@ -1,0 +1,131 @@
+"""`ponder` against the ten lines of its paper."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from fathom.models import FathomForCausalLM, reading
+from fathom.models.roles import View
+
+from .cases import config_of, tokens
+from .slot_oracle import thinker
+from .test_pondering import error, logits, stepwise
+
+
+def restated(model, ids, K, gain=1.0):
+    """§3.1: a plain decoder run on embeddings, K + 1 times. (Qwen3 itself norms in single precision.)"""
+    plain = FathomForCausalLM(config_of("vanilla", num_hidden_layers=2)).double().eval()
+    plain.load_state_dict(model.state_dict())
+    table = model.config.embedding_scale * plain.model.embed_tokens.weight
+    x = table[ids]
+    for _ in range(K):
+        x = x + gain * plain(inputs_embeds=x).logits.softmax(-1) @ table
+    z = plain(inputs_embeds=x).logits[:, :-1]
+    return F.cross_entropy(z.flatten(0, 1), ids[:, 1:].flatten()), plain
+
+
+@pytest.mark.parametrize("depth,gain", [(0, 1.0), (1, 1.0), (3, 0.4)])
+def test_the_loss_is_the_papers(depth, gain):
+    model, ids = thinker("ponder", depth=depth, top_k=0, temperature=1.0, mixture_gain=gain).train(), tokens(2, 8)
+    truth, plain = restated(model, ids, depth, gain)
+    loss = model(ids, labels=ids).loss
+    assert loss.item() == pytest.approx(truth.item(), rel=1e-12)
+    loss.backward()
+    truth.backward()
+    theirs = dict(plain.named_parameters())
+    for name, p in model.named_parameters():
+        assert (p.grad - theirs[name].grad).abs().max() < 1e-12, name
+
+
+def test_the_whole_vocabulary_may_be_spelt_in_two_ways():
+    ids = tokens(1, 7)
+    every, all_ = (logits(thinker("ponder", top_k=k), ids) for k in (61, 0))
+    assert torch.equal(every, all_)
+    assert error(logits(thinker("ponder", top_k=5), ids), all_) > 1e-3
+
+
+def test_gradcheck_through_every_trip():
+    model, ids = (
+        thinker("ponder", depth=2, top_k=0, shape={"hidden_size": 8, "intermediate_size": 8}.items()),
+        tokens(1, 3),
+    )
+    parameters = {n: p for n, p in model.named_parameters() if n.endswith(("q_norm.weight", "1.mlp.down_proj.weight"))}
+    x = model.model.embed_tokens(ids).detach().requires_grad_()
+
+    def loss(x, *values):
+        kwargs = dict(inputs_embeds=x, labels=ids, use_cache=False)
+        return torch.func.functional_call(model, dict(zip(parameters, values, strict=True)), (), kwargs).loss
+
+    values = [p.detach().clone().requires_grad_() for p in parameters.values()]
+    assert torch.autograd.gradcheck(loss, (x, *values), fast_mode=True)
+
+
+def test_training_draws_its_depth():
+    model, ids = thinker("ponder", depth=2, depth_range=[1, 4]).train(), tokens(1, 5)
+    losses, drawn = {}, set()
+    for step in range(8):
+        model.set_step(step)
+        depth = model.model.recurrence.drawn
+        drawn.add(depth)
+        losses.setdefault(depth, set()).add(model(ids, labels=ids).loss.item())
+    assert drawn == {1, 2, 3, 4}
+    assert all(len(found) == 1 for found in losses.values()) and len(set.union(*losses.values())) == 4
+    model.eval()
+    assert error(logits(model, ids), logits(thinker("ponder"), ids)) == 0, "evaluation makes `depth` trips"
+    deep = thinker("ponder", depth=4)
+    assert error(logits(model, ids, max_trips=5), logits(deep, ids)) < 1e-12, "and may be asked for what was drawn"
+
+
+def test_feed_and_view_are_independent():
+    """Six models, each itself when decoding, and all different."""
+    ids, found = tokens(1, 6), []
+    for feed in ("mixture", "hidden"):
+        for view in View:
+            model = thinker("ponder", feed=feed, view=view.value, prefill="exact")
+            assert model.model.recurrence.view is view
+            found.append(logits(model, ids))
+            assert error(stepwise(model, ids), found[-1]) < 1e-12
+    assert all(error(a, b) > 1e-2 for i, a in enumerate(found) for b in found[:i])
+
+
+# --- faults that must be seen -----------------------------------------------------------------------------------------
+
+
+def test_a_mixture_that_does_not_accumulate(monkeypatch):
+    """x_0 + μ_last, as the second paper's repository has it."""
+    model, ids = thinker("ponder", top_k=0, temperature=1.0, mixture_gain=1.0), tokens(1, 8)
+    truth, _ = restated(model, ids, 2)
+    policy, feed, first = model.model.recurrence, model.model.recurrence.feed, []
+
+    def faulty(x, out, state):
+        first.append(x) if out.trip == 0 else None
+        return first[-1] + feed(torch.zeros_like(x), out, state)
+
+    monkeypatch.setattr(policy, "feed", faulty)
+    assert abs(model(ids, labels=ids).loss.item() - truth.item()) > 1e-2
+
+
+def test_inner_trips_without_a_cache(monkeypatch):
+    """As the public code decodes."""
+    model, ids = thinker("ponder"), tokens(1, 8)
+    truth, make = logits(model, ids), reading.Banked.__call__
+
+    def faulty(self, turn):
+        cache, self.cache = self.cache, self.cache if turn.trip == self.call.depth else None
+        try:
+            return make(self, turn)
+        finally:
+            self.cache = cache
+
+    assert error(stepwise(model, ids), truth) < 1e-12
+    monkeypatch.setattr(reading.Banked, "__call__", faulty)
+    assert error(stepwise(model, ids), truth) > 0.05
+
+
+def test_mixture_options_reach_the_mixture():
+    ids, base = tokens(1, 6), dict(top_k=5, temperature=1.0, mixture_gain=1.0)
+    found = [
+        logits(thinker("ponder", **{**base, **o}), ids)
+        for o in ({}, {"top_k": 6}, {"temperature": 2.0}, {"mixture_gain": 0.5})
+    ]
+    assert all(error(a, b) > 1e-4 for i, a in enumerate(found) for b in found[:i])
