@@ -1,0 +1,148 @@
+"""`ponder2`: decoding defines it, the Jacobi solver climbs to it slot by slot."""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from fathom.models import modeling, reading
+from fathom.models.reading import Interleaved, Stored
+from fathom.models.roles import View
+from fathom.models.slot_cache import SlotLayer
+from fathom.models.slots import sweep
+
+from .cases import tokens
+from .slot_oracle import Decoder, thinker
+from .test_pondering import error, logits, stepwise
+
+EXACT = 1e-12
+
+
+def decoded(model, ids):
+    decoder = Decoder(model)
+    with torch.no_grad():
+        return decoder, decoder.truths(ids)
+
+
+def solved(model, ids, rounds):
+    """Logits `[T, V]` and the input of every slot, by trip, after n rounds."""
+    model.config.recurrence_options |= {"prefill": "jacobi", "jacobi_eval": rounds}
+    with torch.no_grad():
+        out = model.model(ids, head=model.lm_head, use_cache=False, output_hidden_states=True)
+        return model.lm_head(out.last_hidden_state)[0], out.hidden_states[: -1 : model.config.num_hidden_layers]
+
+
+def climbs_the_staircase(model, ids):
+    """Slot (t, j) is exact from n = (t - 1) K + j on, what token t says from n = t K on."""
+    (decoder, truth), depth, length = decoded(model, ids), model.model.recurrence.depth, ids.shape[1]
+    for n in range((length - 1) * depth + 1):
+        found, inputs = solved(model, ids, n)
+        for (t, j), x in decoder.x.items():
+            if t == 0 or j == 0 or n >= (t - 1) * depth + j:
+                assert (inputs[j][0, t] - x).abs().max() < EXACT * 10, (n, t, j)
+        said = n // depth + 1
+        assert (found[:said] - truth[0, :said]).abs().max() < EXACT * truth.abs().max(), n
+
+
+@pytest.mark.parametrize("mixer", ["", "+depth_attention"], ids=["", "depth_attention"])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_staircase(depth, mixer):
+    climbs_the_staircase(thinker("ponder2", mixer, depth=depth), tokens(1, 6))
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_error_falls_with_every_round(depth):
+    model, ids = thinker("ponder2", depth=depth), tokens(1, 12)
+    _, truth = decoded(model, ids)
+    errors = [(solved(model, ids, n)[0] - truth[0]).square().mean().sqrt().item() for n in range(0, 12 * depth, depth)]
+    assert all(b < a for a, b in itertools.pairwise(errors))
+    assert errors[0] > 0.3 and errors[-1] < 1e-13
+
+
+def prefilled(model, ids, size, rounds):
+    model.config.recurrence_options |= {"prefill": "jacobi", "jacobi_prefill": rounds}
+    return stepwise(model, ids, size)
+
+
+@pytest.mark.parametrize("depth,size", [(1, 4), (2, 3), (3, 4)])
+def test_chunked_prefill(depth, size):
+    """Exact from (m - 1) K rounds on, whatever came before; and no earlier than it must be."""
+    model, ids = thinker("ponder2", depth=depth), tokens(2, 11)
+    _, truth = decoded(model, ids)
+    assert error(prefilled(model, ids, size, (size - 1) * depth), truth) < EXACT
+    assert error(prefilled(model, ids, size, 1), truth) > 1e-4
+    assert error(prefilled(model, ids, 1, 0), truth) < EXACT
+
+
+def test_exact_prefill_costs_no_rounds_it_does_not_need():
+    """Evaluation stops once a round changes nothing."""
+    model, ids, seen = thinker("ponder2", depth=1), tokens(1, 4), []
+    model.model.layers[0].register_forward_pre_hook(lambda m, args: seen.append(args[0][0].shape[1]))
+    logits(model, ids)
+    assert seen == [4, 8, 8, 8, 8]  # grow, three rounds, final
+
+
+def test_default_rounds_are_close_but_not_decoding():
+    """What a report must print beside a perplexity of an ALL view."""
+    model, ids = thinker("ponder2", prefill="jacobi", depth=1), tokens(1, 12)
+    _, truth = decoded(model, ids)
+    gaps = [error(solved(model, ids, n)[0], truth[0]) for n in (3, 11)]
+    assert gaps[0] > 1e-3 and gaps[1] < EXACT
+
+
+# --- faults that must be seen -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3])
+def test_a_sweep_trip_by_trip(monkeypatch, depth):
+    """A token's first trip would not see its predecessors' thoughts."""
+
+    def faulty(policy, x, through, depth, rounds, live=None, until_still=False):
+        return sweep(policy, x, Stored(through.call, x, through.store), depth)[0]
+
+    model, ids = thinker("ponder2", depth=depth, prefill="jacobi"), tokens(1, 12)
+    _, truth = decoded(model, ids)
+    monkeypatch.setattr(modeling, "jacobi", faulty)
+    with torch.no_grad():
+        wrong = model.model(ids, past_key_values=DynamicCache(config=model.config)).last_hidden_state
+        right = torch.linalg.solve(model.lm_head.weight.T @ model.lm_head.weight, model.lm_head.weight.T @ truth[0].T).T
+    assert (wrong[0] - right)[1:].square().mean().sqrt() > 0.5, "of hidden states of size one"
+
+
+@pytest.mark.parametrize("depth", [1, 3])
+def test_documents_split_at_every_position_zero(monkeypatch, depth):
+    """Token 0 owns K + 1 slots at position 0, and none of them starts a document."""
+
+    def faulty(self, x, turns, tags):
+        tags = replace(tags, document=(tags.token == 0).long().cumsum(1))
+        return self.call.masks(View.ALL, tags, tags), tags.token
+
+    model, ids = thinker("ponder2", depth=depth), tokens(1, 8)
+    truth = logits(model, ids)
+    monkeypatch.setattr(Interleaved, "_own_masks", faulty)
+    off = (logits(model, ids) - truth)[0].abs().amax(-1)
+    assert off.min() > 0.01 and off.max() > 0.08
+
+
+def padded(model, row, pad=3, new=1):
+    ids = torch.nn.functional.pad(row, (pad, 0))
+    cache, mask = DynamicCache(config=model.config), (ids != 0).long()
+    with torch.no_grad():
+        model(ids[:, :-new], attention_mask=mask[:, :-new], past_key_values=cache)
+        return model(ids[:, -new:], attention_mask=mask, past_key_values=cache).logits[0, -1]
+
+
+def test_left_padding_counted_in_slots(monkeypatch):
+    """Masks over tokens and a cache of slots: what the public code confuses."""
+    model, row = thinker("ponder2", depth=2), tokens(1, 6)
+    # Positions are counted from the padding on, which rotary embedding does not mind.
+    alone = logits(model, row)[0, -1]
+    assert error(padded(model, row), alone) < 1e-6
+    with monkeypatch.context() as patch:
+        patch.setattr(SlotLayer, "get_seq_length", lambda self: self.table.end)
+        assert error(padded(model, row), alone) > 1e-3
+    with monkeypatch.context() as patch:
+        patch.setattr(reading.Call, "live", None)
+        assert error(padded(model, row), alone) > 1e-3
