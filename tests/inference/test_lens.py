@@ -35,6 +35,12 @@ MECHANISMS = {
     "loop": ("loop", {"recurrence_options": {"count": 3}}),
     "loop, mixed": ("loop+depth_attention", {"recurrence_options": {"count": 3, "prelude": 1, "coda": 1}}),
 }
+PONDERING = {
+    "same, halting": ("adaponder+depth_attention", {"recurrence_options": {"depth": 2, "tau": 0.2, "top_k": 9}}),
+    "duo, halting": ("latent_cot+uniform_depth", {"recurrence_options": {"depth": 2, "tau": 0.6}}),
+    "all": ("ponder2+depth_attention", {"recurrence_options": {"depth": 2, "prefill": "exact"}}),
+    "all, halting": ("ponder3+depth_attention", {"recurrence_options": {"depth": 2, "tau": 0.35, "prefill": "exact"}}),
+}
 every_mechanism = pytest.mark.parametrize("case", MECHANISMS)
 mixing = pytest.mark.parametrize(
     "case", [c for c, (name, _) in MECHANISMS.items() if "depth" in name or "value" in name]
@@ -48,7 +54,7 @@ def tokenizer():
 
 def model_of(case, **fields):
     """A model that is far from its initial state, in double precision."""
-    name, options = MECHANISMS[case]
+    name, options = {**MECHANISMS, **PONDERING}[case]
     torch.manual_seed(0)
     model = FathomForCausalLM(tiny_config(**{**parse_mechanism(name), **options, **fields})).eval()
     with torch.no_grad():
@@ -133,6 +139,49 @@ def test_predictions_are_the_models(case, tokenizer):
             assert words[0] == [spell(tokenizer, int(w)) for w in best.indices[0]]
     assert data.trips == [len(model.model.plan)] * len(data.tokens)
     assert len({trip for _, trip in data.visits}) == len(model.model.plan)
+
+
+@pytest.mark.parametrize("case", PONDERING)
+def test_pondering_is_seen_trip_by_trip(case, tokenizer):
+    model = model_of(case)
+    data = lens_data(model, tokenizer, TEXT)
+    ids = torch.tensor([tokenizer(TEXT).input_ids])
+    with torch.no_grad():
+        out = model(ids, output_hidden_states=True, use_cache=False)
+        expected = -out.logits[0, :-1].log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].numpy() / math.log(2)
+        assert np.abs(data.surprisal[1:] - expected).max() < 1e-12
+        best = out.logits[0].softmax(-1).topk(5)
+        assert np.abs(data.said_probabilities - best.values.numpy()).max() < 1e-12
+        assert data.trips == ([3] * ids.shape[1] if out.trips is None else out.trips[0].tolist())
+        assert data.halts == ("halting" in case) and max(data.trips) <= 3
+        # What visit i leaves is what visit i + 1 of the same trip reads.
+        for i, (layer, trip) in enumerate(data.visits):
+            assert (layer, trip) == (i % 4, i // 4)
+            if layer < 3:
+                found = model.lm_head(model.model.norm(out.hidden_states[i + 1]))[0].softmax(-1).topk(5).values
+                assert np.abs(data.probabilities[i] - found.numpy()).max() < 1e-12
+        # Decoding token by token, each slot by itself, mixes with the same weights.
+        seen = [[] for _ in data.visits]
+        handles = [
+            layer.self_attn.mixer.register_forward_hook(lambda *call: rows.append(call)) for layer in model.model.layers
+        ]
+        cache = None
+        for t in range(ids.shape[1]):
+            rows = []
+            cache = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).past_key_values
+            assert len(rows) == 4 * data.trips[t]
+            for i, (mixer, (query, key, _, sources), _) in enumerate(rows):
+                mine = lens.mixture(mixer, query, key, sources) if sources else torch.ones(1, 1, 1)
+                seen[i].append((t, mine[0].numpy()))
+        for handle in handles:
+            handle.remove()
+    for i, tokens in enumerate(seen):
+        for t, mine in tokens:
+            assert np.abs(data.weights[i][t if len(data.weights[i]) > 1 else 0] - mine).max() < 1e-9
+    means = data.averages()
+    reached = [i for i, tokens in enumerate(seen) if tokens]
+    for i in reached:
+        assert means.weights[i] == pytest.approx(np.mean([mine.mean(0) for _, mine in seen[i]], 0))
 
 
 def spell(tokenizer, index):
@@ -415,6 +464,23 @@ def test_a_mixer_that_nobody_described(tokenizer, visit, monkeypatch):
     browser = visit(data)
     assert browser.value("document.querySelectorAll('.grid').length") == 0
     assert len(shown(browser, "[data-kind=layers]")) == 4
+
+
+def test_page_shows_the_trips_that_were_made(tokenizer, visit):
+    data = lens_data(model_of("duo, halting"), tokenizer, TEXT)
+    browser = visit(data)
+    head = browser.value("document.querySelector('#models').textContent")
+    assert f"{np.mean(data.trips):.2f} of 3 trips" in head
+    for trips in set(data.trips):
+        t = data.trips.index(trips)
+        browser.hover(f"#t{t}")
+        assert f"It made {trips} of 3 trips." in browser.value("document.querySelector('#summary').textContent")
+        assert len(shown(browser, "#view-0 [data-kind=layers]")) == 4 * trips
+        assert len(shown(browser, "#view-0 [data-kind=trips]")) == trips
+        assert len(shown(browser, "#view-0 .grid")) == 4 * trips
+    browser.click("input[value=trips] + *, label:has(input[value=trips])")
+    colours = browser.value("[...document.querySelectorAll('.t')].map(t => +t.style.getPropertyValue('--v'))")
+    assert colours == pytest.approx([(n - 1) / 2 for n in data.trips])
 
 
 def test_loop_has_a_row_per_trip(tokenizer, visit):

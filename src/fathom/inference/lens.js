@@ -37,12 +37,13 @@ function unpack([type, text]) {
 class Model {
   constructor(packed) {
     Object.assign(this, packed);
-    for (const key of ["labels", "surprisal", "predictions", "probabilities", "nextSurprisal"]) this[key] = unpack(packed[key]);
+    for (const key of ["labels", "surprisal", "predictions", "probabilities", "said", "saidProbabilities", "nextSurprisal"]) this[key] = unpack(packed[key]);
     this.alphas = packed.alphas.map(([tokens, heads, type, text]) => ({ tokens, heads, data: unpack([type, text]) }));
     this.heads = Math.max(1, ...this.alphas.map((w) => w.heads));
     this.mixes = this.sources.some((row) => row.length > 1);
     this.read = [...new Set(this.sources.flatMap((row, i) => row.filter((j) => j !== i)))].sort((a, b) => a - b);
     this.looped = this.visits.some(([, trip]) => trip > 0);
+    this.halts = this.trips.some((n) => n !== this.trips[0]);
     this.ends = range(this.visits.length).filter((i) => i + 1 === this.visits.length || this.visits[i + 1][1] !== this.visits[i][1]);
     this.fixed = this.mixes && this.alphas.every((w) => w.tokens === 1);
     this.cache = {};
@@ -57,6 +58,10 @@ class Model {
     const at = (visit * this.length + t) * this.top;
     return range(this.top).map((k) => ({ entry: this.predictions[at + k], p: this.probabilities[at + k] / SURE }));
   }
+  /* What it did say: with a recurrence that mixes its trips, no single visit's words. */
+  spoke(t) { return { entry: this.said[t * this.top], p: this.saidProbabilities[t * this.top] / SURE }; }
+  made(visit, t) { return this.visits[visit][1] < this.trips[t]; }
+  final(t) { let visit = this.visits.length - 1; while (!this.made(visit, t)) visit--; return visit; }
   alpha(visit, t, head) {
     const { tokens, heads, data } = this.alphas[visit], wide = this.sources[visit].length;
     const at = ((tokens === 1 ? 0 : t) * heads + (heads === 1 ? 0 : head)) * wide;
@@ -84,19 +89,20 @@ class Model {
     let sum = 0, n = 0;
     this.sources.forEach((row, i) => {
       if (row.length < 2) return;
+      if (!this.made(i, t)) return;
       const { tokens, heads, data } = this.alphas[i];
       for (let h = 0; h < heads; h++, n++) sum += 1 - data[((tokens === 1 ? 0 : t) * heads + h + 1) * row.length - 1] / this.steps;
     });
     return sum / n;
   }
   settled(t) {
-    let visit = this.visits.length - 1;
+    let visit = this.final(t);
     const last = this.predictions[(visit * this.length + t) * this.top];
     while (visit > 0 && this.predictions[((visit - 1) * this.length + t) * this.top] === last) visit--;
     return visit;
   }
   measure(kind) {
-    const of = { surprise: (t) => this.bits(t), borrowed: (t) => this.borrowed(t), settled: (t) => this.settled(t) }[kind];
+    const of = { surprise: (t) => this.bits(t), borrowed: (t) => this.borrowed(t), settled: (t) => this.settled(t), trips: (t) => this.trips[t] }[kind];
     return (this.cache[kind] ||= range(this.length).map(of));
   }
 }
@@ -134,7 +140,7 @@ function startingPoint() {
 
 function heading(model, i) {
   const known = model.measure("surprise").filter((b) => b >= 0), layers = new Set(model.visits.map(([layer]) => layer)).size;
-  const facts = [model.mechanism, `${layers} layers`, model.looped && `${model.ends.length} trips`, `${size(model.parameters)} parameters`,
+  const facts = [model.mechanism, `${layers} layers`, model.looped && (model.halts ? `${mean(model.trips).toFixed(2)} of ${model.ends.length} trips` : `${model.ends.length} trips`), `${size(model.parameters)} parameters`,
     `${count(model.length)} tokens`, known.length && `${bits(mean(known))} bits per token`];
   return `<li>${badge(i)}<b>${escape(model.name)}</b> <span class="soft">${facts.filter(Boolean).map((f) => escape(String(f))).join(" · ")}</span></li>`;
 }
@@ -151,6 +157,7 @@ function measures() {
   const all = [["surprise", "Surprisal"]];
   if (models.some((m) => m.mixes && !m.fixed)) all.push(["borrowed", "Borrowed"]);
   all.push(["settled", "Settled"]);
+  if (models.some((m) => m.halts)) all.push(["trips", "Trips"]);
   return all;
 }
 
@@ -169,6 +176,7 @@ const UNITS = {
   surprise: (x) => (x ? `${x < 10 ? +x.toFixed(1) : x.toFixed(0)} bits` : "0"),
   borrowed: (x) => `${(100 * x).toFixed(0)}${THIN}%`,
   settled: (x) => models.reduce((a, b) => (b.visits.length > a.visits.length ? b : a)).called(Math.round(x)),
+  trips: (x) => `${x.toFixed(0)} trip${Math.round(x) === 1 ? "" : "s"}`,
 };
 
 /* Nearly the smallest and the largest: one outlier should not bleach the rest. */
@@ -181,6 +189,7 @@ function extent(values) {
 function scale(kind, values, apart) {
   if (apart) return [0, Math.max(...extent(values.map(Math.abs)), 1e-9)];
   if (kind === "settled") return [0, Math.max(1, ...models.map((model) => model.visits.length - 1))];
+  if (kind === "trips") return [1, Math.max(2, ...models.map((model) => model.ends.length))];
   const [low, high] = extent(values);
   return kind === "surprise" ? [0, high || 1] : [low, Math.max(high, low + 0.01)];
 }
@@ -224,15 +233,15 @@ function select(t, scroll = false) {
 }
 
 function summary(model) {
-  const parts = [], b = model.bits(at), last = model.visits.length - 1;
+  const parts = [], b = model.bits(at), last = model.final(at);
   if (Number.isNaN(b)) parts.push("Nothing comes before it to predict it from.");
   else {
-    const [best] = model.says(last, at - 1);
+    const best = model.spoke(at - 1);
     const right = best.entry === model.labels[at];
     parts.push(`<b>${bits(b)} bits</b> (${chance(b)}): ${right ? "it was the best guess." : `<b class="w">${spelled(model.vocabulary[best.entry])}</b> was expected, ${percent(best.p)}${THIN}%.`}`);
   }
   if (model.mixes) parts.push(`<b>${percent(model.borrowed(at))}${THIN}%</b> of its values come from earlier layers${model.looped ? " and trips" : ""}.`);
-  if (model.looped) parts.push(`It made <b>${model.trips[at]} trips</b>.`);
+  if (model.looped) parts.push(`It made <b>${model.trips[at]}${model.halts ? ` of ${model.ends.length}` : ""} trips</b>.`);
   const settled = model.settled(at);
   parts.push(`The next guess settled ${settled === last ? "only at the end" : `at ${model.called(settled)}`}.`);
   return parts.join(" ");
@@ -243,8 +252,8 @@ const chance = (b) => { const p = 2 ** -b; return p >= 0.01 ? `${percent(p)}${TH
 function view(model, i) {
   const whose = models.length > 1 ? `<p class="whose">${badge(i)}<b>${escape(model.name)}</b></p>` : "";
   const titled = (title, table) => `<div class="line"><h3>What it would say next, after ${title}</h3></div>${table}`;
-  const trips = model.looped ? titled("each trip", says(model, model.ends, (v) => `trip ${model.visits[v][1] + 1}`, "trips")) : "";
-  const layers = titled("every layer", says(model, range(model.visits.length), (v) => model.short(v), "layers"));
+  const trips = model.looped ? titled("each trip", says(model, model.ends.filter((v) => model.made(v, at)), (v) => `trip ${model.visits[v][1] + 1}`, "trips")) : "";
+  const layers = titled("every layer", says(model, range(model.visits.length).filter((v) => model.made(v, at)), (v) => model.short(v), "layers"));
   // Side by side, what both models have comes first, so that it lines up.
   return whose + (models.length > 1 ? layers + trips + values(model, i) : values(model, i) + trips + layers);
 }
@@ -284,11 +293,12 @@ function mixture(model) {
   const by = range(model.heads).map((h) => model[chosen.show](at, h));
   const one = chosen.head !== "mean" && +chosen.head < model.heads ? by[+chosen.head] : null;
   const value = (i, j) => (one ? one[i][j] : mean(by.map((rows) => rows[i][j])));
-  return shares(model, chosen.show, value, one || model.heads === 1 ? null : (i, j) => by.map((rows) => rows[i][j]));
+  const made = range(model.visits.length).filter((v) => model.made(v, at));
+  return shares(model, chosen.show, value, one || model.heads === 1 ? null : (i, j) => by.map((rows) => rows[i][j]), null, made);
 }
 
-function shares(model, kind, value, heads, extra) {
-  const rows = range(model.visits.length), headers = model.read.map((j) => `<th scope="col">${model.short(j)}</th>`);
+function shares(model, kind, value, heads, extra, rows = range(model.visits.length)) {
+  const headers = model.read.map((j) => `<th scope="col">${model.short(j)}</th>`);
   const cell = (i, j, own) => {
     const reads = own || (j < i && (kind === "origins" ? value(i, j) > 0 : model.sources[i].includes(j)));
     if (!reads) return '<td class="none"></td>';

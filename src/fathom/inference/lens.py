@@ -11,6 +11,7 @@ import json
 import math
 import threading
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -89,6 +90,10 @@ class LensData:
     """`[V, T, top]`: what the model would have said next after this visit, likeliest first; entries of `vocabulary`."""
     probabilities: Array
     """`[V, T, top]`."""
+    said: Array
+    """`[T, top]`: what the model did say next, by what its recurrence read out."""
+    said_probabilities: Array
+    """`[T, top]`."""
     next_surprisal: Array
     """`[V, T]`, bits: of the token that really came next; NaN at the last."""
     sources: list[tuple[int, ...]]
@@ -108,14 +113,23 @@ class LensData:
         """Whether any visit reads another's value."""
         return any(len(row) > 1 for row in self.sources)
 
+    @property
+    def halts(self) -> bool:
+        """Whether some token made fewer trips than another."""
+        return len(set(self.trips)) > 1
+
     def averages(self) -> Averages:
-        """What a layer reads, over the whole text."""
-        rows = [weights.astype(np.float64) for weights in self.weights]
+        """What a layer reads, over the whole text: each visit by the tokens that made it."""
+        rows = [self._visitors(i, weights).astype(np.float64) for i, weights in enumerate(self.weights)]
         return Averages(
             [row.mean((0, 1)).tolist() for row in rows],
-            [row.mean((0, 1)).tolist() for row in self.origins()],
+            [self._visitors(i, row).mean((0, 1)).tolist() for i, row in enumerate(self.origins())],
             [float(-(row * np.log2(np.where(row > 0, row, 1))).sum(-1).mean()) for row in rows],
         )
+
+    def _visitors(self, visit: int, values: Array) -> Array:
+        made = np.array(self.trips) > self.visits[visit][1]
+        return values[made] if len(values) == len(made) and made.any() else values
 
     def origins(self) -> Iterator[Array]:
         """C of every visit, `[T, heads, V]`: C_ℓ = α_ℓ e_ℓ + Σ_j α_j C_j, each raw value's share of the mixed one."""
@@ -147,6 +161,8 @@ class LensData:
             "vocabulary": self.vocabulary,
             "predictions": self.predictions.tolist(),
             "probabilities": _numbers(self.probabilities),
+            "said": self.said.tolist(),
+            "said_probabilities": _numbers(self.said_probabilities),
             "next_surprisal": _numbers(self.next_surprisal),
             "sources": [list(row) for row in self.sources],
             "weights": [_numbers(row) for row in self.weights],
@@ -217,7 +233,11 @@ def lens_data(
         raise LensError("there is no text to look at")
     length = min(len(every_id), max_tokens, model.config.max_position_embeddings)
     ids = torch.tensor(every_id[:length], device=model.device)
-    visits = [visit for trip in model.model.plan for visit in trip]
+    trips = model.model.plan
+    visits = [visit for trip in trips for visit in trip]
+    # Under the view ALL all slots go through the stack side by side, several times over: the last time counts.
+    stages = 1 if model.model.recurrence.view.depth_parallel else len(trips)
+    passed: deque[State] = deque(maxlen=model.config.num_hidden_layers)
     says = _Says(model, ids, min(top, model.config.vocab_size))
     weights: list[Tensor | None] = []
 
@@ -226,17 +246,27 @@ def lens_data(
         weights.append(None if found is None else widen(found).cpu())
 
     def left(state: State) -> None:
+        if stages > 1:
+            passed.append(state)
+            return
         says.after(state)
         if progress is not None:
             progress(len(says.chosen))
 
     with _evaluating(model), _hooks(model, mixed, left):
-        hidden = model.model(ids[None], use_cache=False, head=model.lm_head).last_hidden_state
-    surprisal = np.concatenate([[np.nan], says.surprisal(hidden)])
+        out = model.model(ids[None], use_cache=False, head=model.lm_head)
+        for stage in range(stages if passed else 0):
+            for state in passed:
+                says.after(tuple(part[:, stage::stages] for part in state))
+    surprisal = np.concatenate([[np.nan], says.final(out.last_hidden_state)])
+    made = out.recurrence_state.get("trips", torch.full((1, length), len(trips)))
 
+    if stages > 1:
+        last = weights[-model.config.num_hidden_layers :]
+        weights = [w if w is None or len(w) == 1 else w[stage::stages] for stage in range(stages) for w in last]
     known = [w.numpy() for w in weights if w is not None]
     shown = len(known) == len(visits)
-    predictions, labels, vocabulary = says.vocabulary(tokenizer)
+    predictions, said, labels, vocabulary = says.vocabulary(tokenizer)
     return LensData(
         model=name,
         mechanism=mechanism_name(model.config),
@@ -245,11 +275,13 @@ def lens_data(
         labels=labels,
         dropped=len(every_id) - length,
         visits=[(visit.layer, visit.trip) for visit in visits],
-        trips=[len(model.model.plan)] * length,
+        trips=made[0].tolist(),
         surprisal=surprisal,
         vocabulary=vocabulary,
         predictions=predictions,
         probabilities=np.stack(says.probabilities),
+        said=said,
+        said_probabilities=says.said_probabilities,
         next_surprisal=np.stack(says.next_surprisal),
         sources=[(*visit.sources, visit.index) for visit in visits] if shown else [],
         weights=known if shown else [],
@@ -284,7 +316,8 @@ def run_lens(options: Namespace) -> int:
         print(json.dumps({"models": [data.to_dict() for data in looked]}))
         return 0
     for data in looked:
-        print(f"{data.model}: {len(data.tokens)} tokens, {data.bits_per_token:.2f} bits per token")
+        depth = f", {np.mean(data.trips):.2f} trips per token" if data.halts else ""
+        print(f"{data.model}: {len(data.tokens)} tokens, {data.bits_per_token:.2f} bits per token{depth}")
     if out is not None:
         print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
     return 0
@@ -302,26 +335,31 @@ class _Says:
     def after(self, state: State) -> None:
         """Read the stream as the head would, were this the last layer."""
         hidden = self.model.model.norm(self.model.model.final_residual.read(state)[0])[0]
+        chosen, probabilities, bits = self._read(hidden)
+        self.chosen.append(chosen)
+        self.probabilities.append(probabilities)
+        self.next_surprisal.append(np.append(bits, np.nan))
+
+    def final(self, hidden: Tensor) -> Array:
+        """Bits of every token but the first, by what the model really said."""
+        self.said, self.said_probabilities, bits = self._read(hidden[0])
+        return bits
+
+    def _read(self, hidden: Tensor) -> tuple[Array, Array, Array]:
         chosen, probabilities, bits = [], [], []
         for logprobs, following in self._blocks(hidden):
             values, indices = logprobs.topk(self.top)
             chosen.append(indices)
             probabilities.append(values.exp())
             bits.append(_bits(logprobs, following))
-        self.chosen.append(torch.cat(chosen).cpu().numpy())
-        self.probabilities.append(torch.cat(probabilities).cpu().numpy())
-        self.next_surprisal.append(np.append(torch.cat(bits).cpu().numpy(), np.nan))
+        return tuple(torch.cat(parts).cpu().numpy() for parts in (chosen, probabilities, bits))  # type: ignore[return-value]
 
-    def surprisal(self, hidden: Tensor) -> Array:
-        """Bits of every token but the first, by what the model really said."""
-        return torch.cat([_bits(*block) for block in self._blocks(hidden[0])]).cpu().numpy()
-
-    def vocabulary(self, tokenizer: Any) -> tuple[Array, Array, list[str]]:
-        """Predictions and tokens as entries of one list of strings, and that list."""
+    def vocabulary(self, tokenizer: Any) -> tuple[Array, Array, Array, list[str]]:
+        """Predictions, what was said, and tokens as entries of one list of strings, and that list."""
         predicted, own = np.stack(self.chosen), self.ids.cpu().numpy()
-        distinct = np.union1d(predicted, own)
+        distinct = np.unique(np.concatenate([predicted.ravel(), self.said.ravel(), own]))
         spelled = [_spell(tokenizer, int(i)) for i in distinct]
-        return np.searchsorted(distinct, predicted), np.searchsorted(distinct, own), spelled
+        return *(np.searchsorted(distinct, found) for found in (predicted, self.said, own)), spelled  # type: ignore[return-value]
 
     def _blocks(self, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Log-probabilities and the tokens that followed, some rows at a time."""

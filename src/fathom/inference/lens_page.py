@@ -81,6 +81,8 @@ def _pack(data: LensData) -> dict[str, Any]:
         "top": data.predictions.shape[-1],
         "predictions": _encode(data.predictions),
         "probabilities": _encode(np.rint(data.probabilities * 65535)),
+        "said": _encode(data.said),
+        "saidProbabilities": _encode(np.rint(data.said_probabilities * 65535)),
         "nextSurprisal": _encode(_bits(data.next_surprisal)),
         "sources": data.sources,
         "steps": steps,
