@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import typing
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 
 from fathom.cli import main
 from fathom.export import ExportError, export
-from fathom.kvcache import build_cache, chunks, compress_in_training
+from fathom.kvcache import METHODS, build_cache, chunks, compress_in_training
 from fathom.models import FathomForCausalLM
-from fathom.recipe import Recipe, RecipeError
+from fathom.recipe import KVCache, Recipe, RecipeError
 from fathom.training import build_training, train
 from fathom.training.kvcache import compressions
 
@@ -112,6 +113,12 @@ def test_adapters_are_merged_in_the_export(recipe: Recipe, tmp_path: Path) -> No
 def test_what_means_nothing_is_refused(recipe: Recipe, overrides: tuple[str, ...], message: str) -> None:
     with pytest.raises(RecipeError, match=message.replace(".", r"\.")):
         recipe.override(*overrides)
+
+
+def test_every_method_of_a_recipe_exists() -> None:
+    """Those left out: `sinks` would train through a round for every token, `learned` has weights of its own."""
+    offered = set(typing.get_args(typing.get_type_hints(KVCache)["method"]))
+    assert offered == {"full", *METHODS} - {"sinks", "learned"}
 
 
 def test_a_model_that_cannot_is_refused(recipe: Recipe) -> None:
