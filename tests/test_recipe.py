@@ -146,6 +146,35 @@ def test_recipes(path: Path) -> None:
         assert not key or "#" in line or key.endswith(":") or line.startswith("base:"), f"{path.name}: {key}"
 
 
+@pytest.mark.parametrize("path", sorted(RECIPES.glob("*.yaml")), ids=lambda path: path.stem)
+def test_every_recipe_has_a_cost_and_a_row(path: Path) -> None:
+    cost = estimate(load_recipe(path))
+    least, mean, most = cost.training_multiple
+    assert 1 <= least <= mean <= most < 40
+    assert f"| `{path.name}` | {cost.parameters:,} |" in (RECIPES / "README.md").read_text()
+
+
+PONDERING = [path for path in RECIPES.glob("*.yaml") if load_recipe(path).model.get("output_init") == "depth"]
+
+
+@pytest.mark.parametrize("path", PONDERING, ids=lambda path: path.stem)
+def test_one_fair_set_of_defaults(path: Path) -> None:
+    recipe = load_recipe(path)
+    config = recipe.config()
+    assert config.embedding_scale == pytest.approx((2.5 * config.hidden_size) ** 0.5, rel=1e-3)
+    assert config.initializer_range == pytest.approx((0.4 / config.hidden_size) ** 0.5, rel=1e-3)
+    assert (config.rms_norm_eps, config.tie_word_embeddings) == (1e-6, False)
+    assert (recipe.optim.name, recipe.optim.weight_decay) == ("adamw", 0.1)
+
+
+@pytest.mark.parametrize("recurrence", ["loop", "ponder", "ponder2", "ponder3", "adaponder", "latent_cot"])
+def test_every_recurrence_is_one_override(recurrence: str) -> None:
+    for name in ("60m_pondering", "llama_410m"):
+        assert (
+            load_recipe(RECIPES / f"{name}.yaml", [f"model.recurrence={recurrence}"]).config().recurrence == recurrence
+        )
+
+
 @pytest.mark.parametrize("size", PAPER)
 def test_sizes_of_the_paper(size: str) -> None:
     recipe = load_recipe(RECIPES / f"{size}.yaml")

@@ -71,6 +71,8 @@ class Optim:
     """share of the steps over which wsd decays at the end"""
     floor: float = 0.1
     """final learning rate as a share of the peak"""
+    only: tuple[str, ...] = ()
+    """parameters that train, by name, beginning of a name, or pattern (model.recurrence, *.mlp.*); empty trains all"""
 
 
 @dataclass(frozen=True)
@@ -352,6 +354,7 @@ def _kvcache_rules(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     most = int(kvcache.ratio * window) - 1
     yield 0 <= kvcache.sinks <= most, "kvcache.sinks", f"allowed: 0 to {most} with this window and ratio"
     yield kvcache.lora_rank is None or kvcache.lora_rank >= 1, "kvcache.lora_rank", "allowed: 1 or more, or null"
+    yield not (kvcache.lora_rank and recipe.optim.only), "optim.only", "allowed: empty, with kvcache.lora_rank"
     one_text = recipe.data.packing == "windows"
     yield one_text, "data.packing", "allowed: windows, since one memory cannot hold several documents apart"
 

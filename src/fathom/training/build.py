@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -132,6 +133,7 @@ def build_training(recipe: Recipe, ranks: Ranks | None = None, data: TokenDatase
     data.require_vocabulary(config.vocab_size)
     plan = BatchPlan(data, recipe.data.sequence_length, rows * ranks.world_size, recipe.data_seed, recipe.data.packing)
     model = build_model(recipe, config, ranks.device)
+    freeze(model, recipe.optim.only)
     compress(model, recipe)
     adapters = adapt(model, recipe, ranks.world_size)
     parallelize(model, ranks, recipe)
@@ -146,6 +148,7 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device) -> F
 
     source = recipe.model.get("from_pretrained")
     if source is not None:
+        torch.manual_seed(_seed(recipe.train.seed, "init"))  # of a mechanism that the checkpoint does not have
         try:
             model = FathomForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
         except ValueError as error:
@@ -156,6 +159,22 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device) -> F
     model.float()
     initialize(model, recipe.train.seed)
     return model
+
+
+def freeze(model: nn.Module, only: Sequence[str]) -> None:
+    """Train the named parameters alone: the others get no gradient, no optimizer state and no decay."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in only:
+        if not any(_named(name, pattern) for name in names):
+            raise RecipeError(
+                f"optim.only={pattern}: names no parameter of this model; there are {', '.join(names[:3])}, …"
+            )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not only or any(_named(name, pattern) for pattern in only))
+
+
+def _named(name: str, pattern: str) -> bool:
+    return name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
 
 def initialize(model: FathomForCausalLM, seed: int) -> None:

@@ -54,10 +54,13 @@ class Optimizer:
             {"params": [self.parameters[n] for n in rest if not decay[n]], "weight_decay": 0.0},
         ]
         fused = _fused(self.parameters.values())
-        adamw = torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused
-        )
-        self.parts: list[torch.optim.Optimizer] = [adamw]
+        self.parts: list[torch.optim.Optimizer] = []
+        if rest:
+            self.parts.append(
+                torch.optim.AdamW(
+                    [g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused
+                )
+            )
         if matrices:
             self.parts.append(
                 torch.optim.Muon(
