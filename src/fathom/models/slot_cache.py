@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Stati
 SPARE = 8
 """A full buffer grows by one part in so many."""
 EMPTY = -1
+"""Token and last trip of what is not there: nobody may take an unused place for a slot of their own."""
 
 
 @dataclass
@@ -120,8 +121,8 @@ class SlotTable:
             if value is None and getattr(self, name) is None:
                 continue
             if getattr(self, name) is None:
-                fill = value.new_zeros((len(self.count), self.capacity + 1))
-                setattr(self, name, fill)
+                fill = EMPTY if name == "token" else 0
+                setattr(self, name, value.new_full((len(self.count), self.capacity + 1), fill))
             buffer = getattr(self, name)
             value = buffer.new_zeros(shape) if value is None else value.expand(shape)
             placement.write(buffer, value)
@@ -133,7 +134,7 @@ class SlotTable:
         self.capacity = max(self.capacity, end + end // SPARE)
         for name in ("token", "trip", "bias", "document"):
             if (tensor := getattr(self, name)) is not None:
-                setattr(self, name, grown(tensor, self.capacity, self.end))
+                setattr(self, name, grown(tensor, self.capacity, self.end, EMPTY if name == "token" else 0))
 
     def note(self, query: Tags, placement: Placement, deepest: int) -> None:
         """Know how far the tokens of a pass have come; `deepest` is the latest trip in it."""
@@ -174,7 +175,7 @@ class SlotTable:
             live,
             None if self.bias is None else placement.read(self.bias),
             None if self.document is None else placement.read(self.document),
-            (self.halt if batch is None else self.halt[batch]).gather(1, token),
+            (self.halt if batch is None else self.halt[batch]).gather(1, token.clamp(min=0)),
         )
 
     def crop(self, columns: int) -> None:
@@ -186,14 +187,15 @@ class SlotTable:
         for name in ("token", "trip", "bias", "document"):
             if (tensor := getattr(self, name)) is not None:
                 setattr(self, name, tensor.gather(1, order))
+        self.token = self.token.masked_fill(~keep.gather(1, order), EMPTY)
         self.count = keep.sum(1)
         self.halt = self.halt[:, :columns]
         self.columns, self.end, self.order = columns, int(self.count.max()), order
 
 
-def grown(buffer: Tensor, capacity: int, used: int) -> Tensor:
+def grown(buffer: Tensor, capacity: int, used: int, fill: int = 0) -> Tensor:
     """A buffer `[B, capacity + 1, ...]` that holds what the old one held in its first `used` places."""
-    new = buffer.new_zeros((buffer.shape[0], capacity + 1, *buffer.shape[2:]))
+    new = buffer.new_full((buffer.shape[0], capacity + 1, *buffer.shape[2:]), fill)
     new[:, :used] = buffer[:, :used]
     return new
 

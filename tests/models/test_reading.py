@@ -1,0 +1,118 @@
+"""Who reads whom, restated from the card slot by slot."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fathom.models.reading import Call, _side_by_side, read_mask
+from fathom.models.roles import View
+from fathom.models.slot_cache import Tags
+from fathom.models.slots import plan
+
+from .cases import config_of, tokens
+from .slot_oracle import thinker
+from .test_pondering import error, logits, stepwise
+
+
+def tags(slots, **others):
+    token, trip = (torch.tensor([column]) for column in zip(*slots, strict=True))
+    return Tags(token, trip, **others)
+
+
+@st.composite
+def tables(draw):
+    """Slots of a few tokens that halted somewhere, in any order."""
+    halts = draw(st.lists(st.integers(0, 3), min_size=1, max_size=5))
+    slots = draw(st.permutations([(t, k) for t, halt in enumerate(halts) for k in range(halt + 1)]))
+    return halts, slots
+
+
+@given(tables(), st.sampled_from(View), st.sampled_from([None, 1, 2, 3]), st.booleans())
+def test_views_are_the_cards(table, view, window, split):
+    halts, slots = table
+    document = [t // 2 if split else 0 for t, _ in slots]
+    live = [(t + k) % 3 > 0 for t, k in slots]
+    key = tags(
+        slots,
+        halt=torch.tensor([[halts[t] for t, _ in slots]]),
+        live=torch.tensor([live]),
+        document=torch.tensor([document]) if split else None,
+    )
+    found = read_mask(view, key, key, window, None)[0, 0]
+    for (i, (t, k)), (j, (of, at)) in itertools.product(enumerate(slots), repeat=2):
+        seen = {
+            View.SAME: of <= t and at == min(k, halts[of]),
+            View.DUO: of <= t and at <= k,
+            View.ALL: of < t or (of == t and at <= k),
+        }[view]
+        seen = seen and (window is None or t - of < window) and document[i] == document[j] and live[j]
+        assert found[i, j] == (seen or i == j), "and a slot always sees itself"
+
+
+@pytest.mark.parametrize("view,multiple", [(View.SAME, 4), (View.DUO, 10), (View.ALL, 16)])
+def test_keys_read_at_equal_context(view, multiple):
+    """K + 1, (K + 1)(K + 2) / 2, (K + 1)² times vanilla's, for K = 3."""
+    context, trips = 6, range(4)
+    key = tags([(t, k) for t in range(context) for k in trips], halt=torch.full((1, 4 * context), 3))
+    query = tags([(context, k) for k in trips])
+    assert read_mask(view, query, key, None, None).sum() == multiple * context
+
+
+def test_masks_as_numbers():
+    """The bias of a key goes to everybody who reads it."""
+    key = tags([(0, 0), (0, 1), (1, 0)], bias=torch.tensor([[0.0, -2.0, 0.0]]))
+    found = read_mask(View.ALL, key, key, None, torch.float64)[0, 0]
+    low = torch.finfo(torch.float64).min
+    assert found.tolist() == [[0, low, low], [0, -2, low], [0, -2, 0]]
+
+
+def test_nobody_reads_nothing():
+    """A query whose every key is dead sees all of them rather than divide by zero."""
+    key = tags([(0, 0), (1, 0)], live=torch.zeros(1, 2, dtype=torch.bool), halt=torch.zeros(1, 2, dtype=torch.long))
+    query = tags([(2, 0)])
+    assert read_mask(View.SAME, query, key, None, None).all()
+
+
+def test_interleaving_goes_by_token():
+    parts = [tags([(t, k) for t in range(3)], bias=None if k == 0 else torch.full((2, 3), -1.0)) for k in range(2)]
+    found = _side_by_side(parts, interleave=True)
+    assert found.token.tolist() == [[0, 0, 1, 1, 2, 2]] * 2
+    assert found.trip.tolist() == [[0, 1] * 3] * 2
+    assert found.bias.tolist() == [[0, -1] * 3] * 2
+    assert found.live is None
+    assert _side_by_side(parts).trip.tolist() == [[0] * 3 + [1] * 3] * 2
+
+
+def test_documents_start_where_positions_restart():
+    call = Call(**dict.fromkeys(Call.__dataclass_fields__))
+    assert call.documents() is None
+    call.packed = torch.tensor([[0, 1, 2, 0, 1, 0], [4, 5, 6, 7, 8, 9]])
+    assert call.documents().tolist() == [[0, 0, 0, 1, 1, 2], [0] * 6]
+
+
+@pytest.mark.parametrize("method", ["ponder3", "adaponder", "latent_cot"])
+def test_masks_made_elsewhere_are_refused(method):
+    model, ids = thinker(method), tokens(1, 4)
+    with pytest.raises(ValueError, match=rf"recurrence={method} makes its own masks: pass a padding mask \[B, T\]"):
+        model(ids, attention_mask=torch.ones(1, 1, 4, 4))
+
+
+def test_one_layer_per_slot_layer_whatever_the_trips():
+    """The plan unrolls; a slot cache does not."""
+    assert [len(trip) for trip in plan(config_of("latent_cot", recurrence_options={"depth": 2}))] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("method", ["ponder-duo", "ponder2", "ponder3", "adaponder", "latent_cot"])
+def test_halted_documents_stay_apart(method):
+    """Packed rows with thoughts: training's own masks, at the default rounds too."""
+    model, documents = thinker(method), [tokens(1, n, seed=n) for n in (3, 5)]
+    if "prefill" in model.config.recurrence_options:
+        model.config.recurrence_options |= {"prefill": "jacobi"}
+    positions = torch.cat([torch.arange(d.shape[1]) for d in documents]).unsqueeze(0)
+    packed = logits(model, torch.cat(documents, 1), position_ids=positions)
+    assert error(packed, torch.cat([logits(model, d) for d in documents], 1)) < 1e-12
+    assert error(packed, logits(model, torch.cat(documents, 1))) > 1e-2, "without positions it is one text"
+    assert stepwise(model, documents[0]).shape == (1, 3, 61)

@@ -1,0 +1,189 @@
+"""The slot cache: a token takes a place for every trip it made, and none it did not make."""
+
+import copy
+
+import pytest
+import torch
+from transformers import DynamicCache, StaticCache, cache_utils
+
+from fathom.models.cost import cache_bytes_per_token
+from fathom.models.reading import SlotTable
+from fathom.models.slot_cache import SlotLayer, grown, with_slots
+
+from .cases import build, config_of, tokens
+from .slot_oracle import METHODS, thinker
+from .test_pondering import error, logits, oracle, stepwise
+
+SLOTTED = [m for m in METHODS if m != "ponder"]
+every_method = pytest.mark.parametrize("method", SLOTTED)
+EXACT = 1e-12
+
+
+def filled(method, ids, sizes=1, **kwargs):
+    model = oracle(method)[0]
+    cache = DynamicCache(config=model.config)
+    stepwise(model, ids, sizes, cache, **kwargs)
+    return model, cache, cache.layers[0].table
+
+
+def goes_on(model, cache, ids, **kwargs):
+    with torch.no_grad():
+        return model(ids, past_key_values=cache, **kwargs).logits
+
+
+@every_method
+def test_slots_and_bytes(method):
+    """Σ (1 + halt) places in every row, at the declared bytes for each, and one bias for all layers."""
+    model, ids, _, halt = oracle(method)
+    _, cache, table = filled(method, ids, [4, 1, 4])
+    assert table.count.tolist() == (1 + halt).sum(1).tolist()
+    assert table.end == table.count.max() and cache.get_seq_length() == 9
+    trips, config = model.model.recurrence.depth + 1, model.config
+    held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+    assert len(cache.layers) == config.num_hidden_layers
+    per_slot = cache_bytes_per_token(config, 8) / trips
+    bias = 4 if method == "ponder3" else 0  # kept once, whatever the type of keys and values
+    assert held == 2 * table.end * (per_slot - bias)
+    assert (table.bias is not None) == (method == "ponder3")
+    # A table entry for every slot that was made, in the order in which tokens came.
+    for row in range(2):
+        slots = list(zip(table.token[row].tolist(), table.trip[row].tolist(), strict=True))[: table.count[row]]
+        assert sorted(slots) == [(t, k) for t in range(9) for k in range(halt[row, t] + 1)]
+
+
+@every_method
+@pytest.mark.parametrize("keep", [0, 1, 5, -3])
+def test_crop_forgets_tokens(method, keep):
+    ids, other = tokens(2, 9), tokens(2, 4, seed=8)
+    model, cache, table = filled(method, ids, [3, 1, 1, 4])
+    cache.crop(keep)
+    kept = keep if keep >= 0 else 9 + keep
+    assert cache.get_seq_length() == kept
+    fresh = logits(model, torch.cat([ids[:, :kept], other], 1))[:, kept:]
+    assert error(goes_on(model, cache, other), fresh) < EXACT
+    assert table.halt.shape[1] == kept + 4
+
+
+@every_method
+def test_rows_move_with_everything_they_own(method):
+    ids, more = tokens(2, 7), tokens(3, 2, seed=4)
+    model, cache, _ = filled(method, ids)
+    order = torch.tensor([1, 0, 1])
+    cache.batch_select_indices(order)
+    whole = torch.cat([ids[order], more], 1)
+    assert error(goes_on(model, cache, more), logits(model, whole)[:, 7:]) < EXACT
+    cache.reorder_cache(torch.tensor([2, 2, 0]))
+    last = tokens(3, 1, seed=6)
+    assert error(goes_on(model, cache, last), logits(model, torch.cat([whole[[2, 2, 0]], last], 1))[:, -1:]) < EXACT
+
+
+@every_method
+def test_rows_repeat(method):
+    ids, more = tokens(2, 5), tokens(6, 2, seed=4)
+    model, cache, _ = filled(method, ids, [4, 1])
+    cache.batch_repeat_interleave(3)
+    whole = torch.cat([ids.repeat_interleave(3, 0), more], 1)
+    assert error(goes_on(model, cache, more), logits(model, whole)[:, 5:]) < EXACT
+
+
+@every_method
+def test_a_reset_cache_is_a_new_one(method):
+    model, cache, _ = filled(method, tokens(2, 5))
+    cache.reset()
+    assert cache.get_seq_length() == 0
+    ids = tokens(3, 4, seed=5)
+    assert error(stepwise(model, ids, 1, cache), logits(model, ids)) < EXACT
+
+
+@every_method
+def test_a_copy_goes_its_own_way(method):
+    ids, ends = tokens(2, 5), [tokens(2, 2, seed=s) for s in (4, 5)]
+    model, cache, _ = filled(method, ids)
+    twin = copy.deepcopy(cache)
+    for c, end in zip((cache, twin), ends, strict=True):
+        assert error(goes_on(model, c, end), logits(model, torch.cat([ids, end], 1))[:, 5:]) < EXACT
+
+
+@every_method
+def test_static_caches_have_their_room_from_the_start(method):
+    model, ids = oracle(method)[0], tokens(2, 9)
+    cache = StaticCache(config=model.config, max_cache_len=12)
+    assert error(stepwise(model, ids, [4, 1, 4], cache), logits(model, ids)) < EXACT
+    room = 12 * (model.model.recurrence.depth + 1)
+    assert cache.layers[0].table.capacity == room
+    assert all(layer.stored[0].shape[1] == room + 1 for layer in cache.layers)
+
+
+@every_method
+def test_padding_takes_no_place(method):
+    ids = tokens(2, 6)
+    mask = torch.ones(2, 8, dtype=torch.long)
+    mask[0, :5], mask[1, :2] = 0, 0
+    padded = torch.cat([torch.zeros(2, 2, dtype=torch.long), ids], 1) * mask
+    model, cache = oracle(method)[0], DynamicCache(config=oracle(method)[0].config)
+    goes_on(model, cache, padded, attention_mask=mask)
+    table = cache.layers[0].table
+    assert torch.equal(table.halt >= 0, mask.bool())
+    assert table.count.tolist() == ((1 + table.halt) * mask).sum(1).tolist()
+    assert cache.get_seq_length() == 8, "tokens, as the caller counts them"
+
+
+def test_refusals():
+    model, ids = thinker("latent_cot"), tokens(1, 3)
+    vanilla = build(config_of("vanilla", num_hidden_layers=2), dtype=torch.float64)
+    cache = DynamicCache(config=vanilla.config)
+    stepwise(vanilla, ids, 1, cache)
+    with pytest.raises(ValueError, match="filled by another model; start from an empty cache"):
+        goes_on(model, cache, ids)
+    with pytest.raises(ValueError, match="a slot cache cannot be offloaded"):
+        offloaded = DynamicCache(config=model.config)
+        offloaded.offloading = True
+        goes_on(model, offloaded, ids)
+    with pytest.raises(TypeError, match="written by the model that made it"):
+        SlotLayer(SlotTable(), True).update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8))
+
+
+def test_quantised_caches_are_refused():
+    """Whatever their backend."""
+
+    class Quantised(cache_utils.QuantizedLayer):
+        def _quantize(self, tensor, axis):
+            raise NotImplementedError
+
+        _dequantize = _quantize
+
+    cache = DynamicCache(config=thinker("ponder2").config)
+    cache.layers = [Quantised(nbits=4)]
+    with pytest.raises(ValueError, match="cannot keep its slots in a Quantised"):
+        with_slots(cache, 2, 3)
+
+
+def test_making_slots_twice_is_making_them_once():
+    cache = DynamicCache(config=thinker("ponder2").config)
+    table = with_slots(cache, 2, 3)
+    assert with_slots(cache, 2, 3) is table
+    assert {id(layer.table) for layer in cache.layers} == {id(table)}
+    assert [layer.owner for layer in cache.layers] == [True, False]
+
+
+def test_buffers_grow_by_a_part():
+    """A step at a time, not a copy at a time."""
+    model, cache = thinker("ponder2", depth=1), DynamicCache()
+    sizes = set()
+    for part in tokens(1, 60).split(1, 1):
+        goes_on(model, cache, part)
+        sizes.add(cache.layers[0].stored[0].shape[1])
+    assert len(sizes) < 35 and max(sizes) <= 121 + 121 // 8
+    old = torch.arange(6.0).view(1, 6, 1)
+    assert grown(old, 9, 5).flatten().tolist() == [0, 1, 2, 3, 4, 0, 0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("method", ["ponder2", "latent_cot"])
+def test_no_slots_are_stored_while_gradients_are_wanted(method):
+    """They are written in place, which autograd cannot follow; whoever brings a cache gets one."""
+    model, ids = thinker(method), tokens(1, 4)
+    out = model(ids, use_cache=True)
+    assert out.past_key_values is None
+    out.logits.sum().backward()
+    with torch.no_grad():
+        assert model(ids, use_cache=True).past_key_values.get_seq_length() == 4
