@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
-from fathom.models.slots import Out, Rows, plan, sweep, with_banks
+from fathom.models.slots import Out, Rows, jacobi, joined, plan, sweep, with_banks
 
 from .cases import build, config_of, tokens
 
@@ -242,3 +242,96 @@ def test_out_norms_once_and_only_when_asked():
     assert calls == ["norm"]
     with pytest.raises(ValueError, match="head"):
         _ = out.tables
+
+
+# --- the solver -------------------------------------------------------------------------------------------------------
+
+
+class Chain:
+    """Feeds what a trip made; a trip adds all later trips of the token before: the smallest view ALL."""
+
+    halts = False
+
+    def gate(self, out, state):
+        return {"value": out.residual}
+
+    def feed(self, x, out, state):
+        return out.residual
+
+    def key_bias(self, state, trip):
+        return None
+
+    def carry(self, state):
+        return None
+
+
+def chained(x, depth):
+    """One token after another, `[T]`: input and output of every slot."""
+    inputs, outputs = torch.zeros(len(x), depth + 1), torch.zeros(len(x), depth + 1)
+    for t in range(len(x)):
+        for k in range(depth + 1):
+            inputs[t, k] = x[t] if k == 0 else outputs[t, k - 1]
+            outputs[t, k] = 0.5 * inputs[t, k] + (outputs[t - 1].sum() if t else 0)
+    return inputs, outputs
+
+
+def pass_of(lengths, seen):
+    """A parallel pass: every slot reads the outputs its own pass makes for the token before, from old inputs."""
+
+    def through(turns, final):
+        lengths.append((len(turns), final))
+        inputs = torch.cat([turn.x[0] for turn in turns], 1)  # [T, m + 1]
+        seen.append(inputs)
+        outputs = torch.zeros_like(inputs)
+        for t in range(len(inputs)):
+            outputs[t] = 0.5 * inputs[t] + (outputs[t - 1].sum() if t else 0)
+        return [Out(outputs[None, :, j : j + 1], lambda r: r, trip=j, last=j == 2) for j in range(len(turns))]
+
+    return through
+
+
+@pytest.mark.parametrize("rounds", range(7))
+def test_jacobi_grows_turns_and_ends(rounds):
+    """K (K + 1) / 2 + (n + 1)(K + 1) passes over the tokens, and slot (t, j) exact from n = (t - 1) K + j on."""
+    x, lengths, seen = torch.tensor([1.0, -2.0, 0.5, 3.0]), [], []
+    state = jacobi(Chain(), x.view(1, 4, 1), pass_of(lengths, seen), 2, rounds)
+    assert lengths == [(1, False), (2, False), *[(3, False)] * rounds, (3, True)]
+    assert sum(m for m, _ in lengths) == 3 + (rounds + 1) * 3
+    inputs, outputs = chained(x, 2)
+    for t in range(4):
+        for j in range(1, 3):
+            if t == 0 or rounds >= (t - 1) * 2 + j:
+                assert seen[-1][t, j] == inputs[t, j]
+        if rounds >= 2 * t:
+            assert state["value"][0, t, 0] == outputs[t, 2]
+
+
+def test_jacobi_stops_when_nothing_moves():
+    lengths = []
+    x = torch.tensor([1.0, -2.0, 0.5, 3.0]).view(1, 4, 1)
+    state = jacobi(Chain(), x, pass_of(lengths, []), 2, 100, until_still=True)
+    assert len(lengths) <= 2 + 7 + 1
+    assert state["jacobi_residual"] == 0
+    assert torch.equal(state["value"], jacobi(Chain(), x, pass_of([], []), 2, 6)["value"])
+
+
+def test_jacobi_without_a_second_trip_is_one_pass():
+    lengths = []
+    jacobi(Chain(), torch.ones(1, 3, 1), pass_of(lengths, []), 0, 5)
+    assert lengths == [(1, True)]
+
+
+def test_states_of_tokens_join():
+    parts = [{"a": torch.zeros(1, 1), "b": torch.ones(1, 1, 2)}, {"a": torch.ones(1, 1)}]
+    assert {name: t.tolist() for name, t in joined(parts).items()} == {"a": [[0, 1]]}
+
+
+def test_a_round_remembers_what_it_is_told():
+    """`carry` reaches the gates of the next pass, and of no other."""
+    policy, told = Chain(), []
+    policy.carry = lambda state: {"before": state["value"]}
+    gate = policy.gate
+    policy.gate = lambda out, state: (told.append((out.trip, "before" in state)), gate(out, state))[1]
+    jacobi(policy, torch.ones(1, 2, 1), pass_of([], []), 1, 3)
+    by_pass = [told[0], *told[1::2]]
+    assert [before for _, before in by_pass] == [False, True, True, False, False]
