@@ -52,16 +52,37 @@ def test_slots_and_bytes(method):
 
 
 @every_method
-@pytest.mark.parametrize("keep", [0, 1, 5, -3])
-def test_crop_forgets_tokens(method, keep):
+@pytest.mark.parametrize("forgotten", [0, 3, 4, 8, 9, 20])
+def test_crop_forgets_tokens(method, forgotten):
+    """With everything that would give them away: what comes next stands in their places."""
     ids, other = tokens(2, 9), tokens(2, 4, seed=8)
     model, cache, table = filled(method, ids, [3, 1, 1, 4])
-    cache.crop(keep)
-    kept = keep if keep >= 0 else 9 + keep
+    cache.crop(-forgotten)
+    kept = max(0, 9 - forgotten)
     assert cache.get_seq_length() == kept
     fresh = logits(model, torch.cat([ids[:, :kept], other], 1))[:, kept:]
     assert error(goes_on(model, cache, other), fresh) < EXACT
     assert table.halt.shape[1] == kept + 4
+
+
+@every_method
+def test_guesses_are_taken_back(method):
+    """Prompt look-up guesses ahead and crops what was wrong."""
+    model, ids = oracle(method)[0], tokens(1, 7)
+    model.generation_config.eos_token_id = None
+    plain, guessed = (
+        model.generate(ids, max_new_tokens=12, do_sample=False, **how) for how in ({}, {"prompt_lookup_num_tokens": 3})
+    )
+    assert torch.equal(plain, guessed)
+
+
+@every_method
+def test_generate_with_a_static_cache(method):
+    model, ids = oracle(method)[0], torch.nn.functional.pad(tokens(2, 7), (1, 0))
+    model.generation_config.eos_token_id = None
+    how = dict(attention_mask=(ids != 0).long(), max_new_tokens=4, do_sample=False)
+    plain, static = (model.generate(ids, cache_implementation=kind, **how) for kind in (None, "static"))
+    assert torch.equal(plain, static)
 
 
 @every_method
@@ -139,6 +160,8 @@ def test_refusals():
         offloaded = DynamicCache(config=model.config)
         offloaded.offloading = True
         goes_on(model, offloaded, ids)
+    with pytest.raises(ValueError, match="as a negative number, got 2"):
+        filled("latent_cot", tokens(1, 3))[1].crop(2)
     with pytest.raises(TypeError, match="written by the model that made it"):
         SlotLayer(SlotTable(), True).update(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8))
 

@@ -20,7 +20,11 @@ from torch import Tensor, nn
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
-from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
+from transformers.masking_utils import (
+    create_causal_mask,
+    create_masks_for_generate,
+    create_sliding_window_causal_mask,
+)
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -487,6 +491,16 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         own = kwargs.get("generation_config") or self.generation_config
         self.check_chunks(kwargs.get("prefill_chunk_size", own.prefill_chunk_size))
         return super().generate(*args, **kwargs)
+
+    def create_masks_for_generate(self, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        """The masks of a static cache. Who sees which slot, only the passes of the model know."""
+        if self.model.slotted:
+            return attention_mask
+        return create_masks_for_generate(attention_mask=attention_mask, **kwargs)
+
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        # A slot cache holds another number of slots after every token.
+        return not self.model.slotted and super()._valid_auto_compile_criteria(*args, **kwargs)
 
     @can_return_tuple
     def forward(

@@ -292,13 +292,14 @@ class SlotLayer(CacheLayerMixin):
             device = self.table.count.device
             self._select(torch.arange(rows, device=device).repeat_interleave(repeats))
 
-    def crop(self, max_length: int) -> None:
-        """Forget the tokens after the first `max_length`, or the last `-max_length`."""
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forget the last `-tokens_to_remove` tokens, as transformers counts them."""
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop takes the number of tokens to remove as a negative number, got {tokens_to_remove}")
         if self.owner:
-            columns = max_length if max_length >= 0 else max(0, self.table.columns + max_length)
             self.table.order = None
-            if columns < self.table.columns:
-                self.table.crop(columns)
+            if tokens_to_remove and self.table.columns:
+                self.table.crop(max(0, self.table.columns + tokens_to_remove))
         order = self.table.order
         if order is not None and self.stored is not None:
             self.stored = tuple(x.gather(1, order[:, :, None, None].expand_as(x)) for x in self.stored)  # type: ignore
