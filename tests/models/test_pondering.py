@@ -178,6 +178,21 @@ def test_hidden_states_are_the_slots(method):
             assert (trips[k][0, t] - decoder.x[t, k]).abs().max() < 1e-11
 
 
+@every_method
+def test_half_precision(method):
+    """Training under autocast is training, and a model kept in half precision decodes."""
+    model, ids = thinker(method, dtype=torch.float32, **OPEN.get(method, {})).train(), tokens(2, 7)
+    plain = model(ids, labels=ids).loss
+    with torch.autocast("cpu", torch.bfloat16):
+        half = model(ids, labels=ids).loss
+        cached = greedy(model.eval(), ids)
+    half.backward()
+    assert half.item() == pytest.approx(plain.item(), rel=0.05)
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+    low = greedy(model.bfloat16(), ids)
+    assert all(x.isfinite().all() for x in (*cached.logits, *low.logits))
+
+
 # --- vanilla inside ---------------------------------------------------------------------------------------------------
 
 
