@@ -90,11 +90,14 @@ def as_qwen3(model: FathomForCausalLM) -> PreTrainedModel:
 
 def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
     """A loop as the deeper Qwen3 that it equals: one layer for each visit, weights repeated."""
+    if model.config.recurrence not in ("once", "loop"):
+        raise ExportError(
+            f"recurrence={model.config.recurrence} has no unrolled form, since only a loop's trips are plain further "
+            "layers; export it with --as fathom"
+        )
     for axis in ("mixer", "residual"):
         if (value := getattr(model.config, axis)) != DEFAULTS[axis]:
             raise ExportError(f"a loop with {axis}={value} is no plain deeper Qwen3; export it with --as fathom")
-    if model.config.recurrence not in ("once", "loop"):
-        raise ExportError(f"recurrence={model.config.recurrence} has no unrolled form; export it with --as fathom")
     return _stock(model.config, [visit.layer for trip in plan(model.config) for visit in trip], model)
 
 
