@@ -210,7 +210,12 @@ def compare(parser: Parser, words: Sequence[str]) -> int:
         "--arms", help="MECHANISM or NAME=MECHANISM[;key=value...], comma between; the first is the control"
     )
     parser.add_argument("--seeds", type=int, default=3, help="runs of each arm (default: 3)")
-    parser.add_argument("--equal", choices=("tokens", "flops"), default="tokens", help="the budget arms share")
+    parser.add_argument(
+        "--equal",
+        choices=("tokens", "flops", "trips"),
+        default="tokens",
+        help="the budget arms share, in training: tokens, FLOPs, or tokens times their trips through the stack",
+    )
     parser.add_argument(
         "--pairs", type=int, default=12, help="A B B A rounds when timing an arm; 0 for none (default: 12)"
     )

@@ -222,6 +222,33 @@ def test_equal_flops(small: Recipe):
     assert recipes["shorter"].train.steps == 5  # what an arm says itself is left alone
 
 
+def test_equal_trips(small: Recipe):
+    arms = parse_arms("vanilla,loop,ponder,ponder2,half=loop;model.recurrence_options={count: 2, prelude: 1, coda: 1}")
+    recipes = arm_recipes(small.override("train.steps=1000"), arms, "trips")
+    layers = recipes["half"].config().num_hidden_layers
+    half = round(1000 / (1 + (layers - 2) / layers))
+    expected = {"vanilla": 1000, "loop": 333, "ponder": 250, "ponder2": 125, "half": half}
+    assert {name: recipe.train.steps for name, recipe in recipes.items()} == expected
+
+
+def test_halting_arms_tell_their_trips(small: Recipe, tmp_path: Path):
+    halting = "halting=latent_cot;model.recurrence_options={depth: 2, tau: 0.5, router_bias: 0.2}"
+    plan = make_plan(small, f"vanilla,loop,{halting}", seeds=2, pairs=0, out=tmp_path)
+    report = compare(plan, tmp_path, quiet=True)
+    vanilla, loop, found = (arm["trips"] for arm in report["arms"])
+    assert (vanilla["mean"], vanilla["shares"], loop["mean"]) == (1.0, None, 3.0)
+    assert 1 < found["mean"] < 3 and sum(found["shares"]) == pytest.approx(1) and len(found["shares"]) == 3
+    assert found["mean"] == pytest.approx(sum(k * share for k, share in enumerate(found["shares"], 1)))
+    assert len(found["correlations"]) == 2
+    for row in found["correlations"]:
+        assert -1 <= row["low"] <= row["value"] <= row["high"] <= 1
+    shown = page(report)
+    assert "Who halts when" in shown and "Loss against trips" in shown
+    lines = read_metrics(tmp_path / "arms/halting/seed-0")
+    assert all(1 <= line["trips"] <= 3 for line in lines if "grad_norm" in line)
+    assert any("val/trips" in line for line in lines)
+
+
 def test_equal_tokens(small: Recipe):
     arms = parse_arms("vanilla,loop,betas=vanilla;optim.betas=[0.8,0.9]")
     recipes = arm_recipes(small, arms, "tokens")

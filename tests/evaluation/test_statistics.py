@@ -2,10 +2,11 @@
 
 import random
 
+import numpy as np
 import pytest
 from scipy import stats
 
-from fathom.evaluation.statistics import holm, paired_difference, quartiles
+from fathom.evaluation.statistics import holm, paired_difference, quartiles, rank_correlation
 
 
 def test_interval_is_students():
@@ -45,3 +46,27 @@ def test_holm():
 def test_quartiles():
     assert quartiles([1, 2, 3, 4, 5]) == (2, 3, 4)
     assert quartiles([7]) == (7, 7, 7)
+
+
+def test_rank_correlation_is_spearmans_and_ties_share_a_rank():
+    chance = np.random.default_rng(0)
+    losses = [chance.exponential(size=size) for size in chance.integers(1, 40, 60)]
+    trips = [np.clip(np.round(row + chance.normal(size=len(row))), 1, 4).astype(int) for row in losses]
+    found = rank_correlation(losses, trips)
+    assert found.value == pytest.approx(stats.spearmanr(np.concatenate(losses), np.concatenate(trips)).statistic)
+    assert found.low < found.value < found.high and found.clusters == 60
+    assert rank_correlation(losses, trips) == found
+
+
+def test_rank_correlation_widens_where_clusters_agree_among_themselves():
+    """Rows copied whole say nothing new: drawing tokens instead of rows would make the interval too narrow."""
+    chance = np.random.default_rng(1)
+    rows = [(np.full(50, chance.normal()), np.full(50, chance.normal())) for _ in range(40)]
+    together = rank_correlation(*zip(*rows, strict=True))
+    alone = rank_correlation([a[:1] for a, _ in rows], [b[:1] for _, b in rows])
+    assert together.high - together.low == pytest.approx(alone.high - alone.low, rel=0.05)
+
+
+def test_rank_correlation_of_a_constant_is_none():
+    assert rank_correlation([np.arange(5)], [np.ones(5)]) is None
+    assert rank_correlation([np.arange(0)], [np.arange(0)]) is None

@@ -10,7 +10,7 @@ import pytest
 
 from fathom.recipe import Recipe
 from fathom.training import read_metrics, train
-from fathom.training.tracking import METRICS, Display, JsonLines, duration
+from fathom.training.tracking import METRICS, Display, JsonLines, duration, readable
 
 STUB = """
 calls = []
@@ -64,3 +64,16 @@ def test_display(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_duration() -> None:
     assert [duration(s) for s in (0, 59.6, 3599, 3661)] == ["0:00", "1:00", "59:59", "1:01:01"]
+
+
+def test_trips_are_shown_where_there_are_any() -> None:
+    values = {
+        "loss": 3.0,
+        "lr": 1e-3,
+        "grad_norm": 1.0,
+        "tokens_per_second": 9.0,
+        "memory_bytes": 1.0,
+        "eta_seconds": 5,
+    }
+    assert "trips" not in readable(values)
+    assert readable({**values, "trips": 2.706})["trips"] == "2.71"

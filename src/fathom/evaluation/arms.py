@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from fathom.models.cost import training_flops_per_token
+from fathom.models.cost import training_flops_per_token, training_visits
 from fathom.models.registry import parse_mechanism
 from fathom.recipe import Recipe, RecipeError, differences, parse_recipe
 
-Equal = Literal["tokens", "flops"]
+Equal = Literal["tokens", "flops", "trips"]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 SHARED = ("data", "evaluate", "train.seed", "train.tokens_per_step")
 """What all arms have in common, or they are not paired."""
@@ -71,7 +71,7 @@ def parse_arms(text: str) -> list[Arm]:
 
 
 def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal) -> dict[str, Recipe]:
-    """Every arm's recipe, with as many steps as spend the control's tokens or its training FLOPs."""
+    """Every arm's recipe, with as many steps as spend the control's tokens, training FLOPs or layer visits."""
     recipes = {arm.name: arm.recipe(base) for arm in arms}
     budget = _spent(recipes[arms[0].name], equal)
     for arm in arms[1:]:
@@ -93,8 +93,14 @@ def tokens(recipe: Recipe) -> int:
     return recipe.train.steps * recipe.train.tokens_per_step
 
 
+def training_trips(recipe: Recipe) -> float:
+    """How often a token of the run goes through the stack in a forward pass of training, over all tokens."""
+    config = recipe.config()
+    return training_visits(config)[0] / config.num_hidden_layers * tokens(recipe)
+
+
 def _spent(recipe: Recipe, equal: Equal) -> float:
-    return training_flops(recipe) if equal == "flops" else tokens(recipe)
+    return {"tokens": tokens, "flops": training_flops, "trips": training_trips}[equal](recipe)
 
 
 def _parse_arm(text: str) -> Arm:

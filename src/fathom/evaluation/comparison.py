@@ -87,6 +87,7 @@ def page(report: Values) -> str:
         html.figures(_differences(report), _while_training(report)),
         html.section("Learning curves", html.legend(names), _curves(report)),
         html.section("Along the context", html.legend(names), _positions(report)),
+        html.section("Trips", _trips(report)),
         html.section("Domains", _domains(report)),
         html.section("Cost", html.table(*cost_rows(report)), *_cost_notes(report), _budget(report)),
         html.section("Between the arms", _between(report)),
@@ -159,7 +160,7 @@ def _while_training(report: Values) -> str:
 
 
 def _curves(report: Values) -> str:
-    budget = "the comparison is at equal tokens" if report["equal"] == "tokens" else "the comparison is at equal FLOPs"
+    budget = f"the comparison is at equal {'FLOPs' if report['equal'] == 'flops' else report['equal']}"
     machines = {str(run["machine"]) for arm in report["arms"] for run in arm["runs"]}
     where = "on machines that differ" if len(machines) > 1 else "of wall clock, whatever else the machine did"
     return html.figures(
@@ -204,6 +205,53 @@ def _positions(report: Values) -> str:
         html.figure("Validation loss", line_plot(lines, "position in the context", "nats per token", f"Loss: {ends}")),
         html.figure(f"Minus {control['name']}'s", difference, "Bands are 95 % intervals, each stretch by itself."),
     )
+
+
+def _trips(report: Values) -> str:
+    """How many trips tokens make, whether they go where the loss is, and what they buy; nothing if nobody halts."""
+    arms = [(i, arm) for i, arm in enumerate(report["arms"]) if arm["runs"] and "trips" in arm]
+    halting = [(i, arm) for i, arm in arms if arm["trips"]["shares"]]
+    if not halting:
+        return ""
+    rows = [[arm["name"], f"{arm['trips']['mean']:.2f}", *_trips_cells(arm["trips"])] for _, arm in arms]
+    caption = "Trips per token on held-out text; the loss of a token against its trips"
+    columns = ["arm", "mean", "at most", "rank correlation", "95 % interval, seed by seed"]
+    shares = [
+        Line(arm["name"], list(range(1, len(found) + 1)), found, i)
+        for i, arm in halting
+        for found in [arm["trips"]["shares"]]
+    ]
+    words = "; ".join(f"{line.name} {', '.join(f'{100 * share:.0f} %' for share in line.y)}" for line in shares)
+    points = [Line(arm["name"], [arm["trips"]["mean"]], [arm["loss"]], i) for i, arm in arms]
+    at = "; ".join(f"{line.name} {line.y[0]:.4f} at {line.x[0]:.2f}" for line in points)
+    note = (
+        "A correlation above zero says that tokens which are harder to predict make more trips. It is Spearman's; its "
+        "interval is a bootstrap over rows of text and does not cover the seed."
+    )
+    return "".join(
+        [
+            html.table(caption, columns, rows),
+            html.paragraph(note, quiet=True),
+            html.legend([arm["name"] for arm in report["arms"]]),
+            html.figures(
+                html.figure("Who halts when", line_plot(shares, "trips", "share of tokens", f"Halting: {words}")),
+                html.figure(
+                    "Loss against trips",
+                    line_plot(points, "mean trips per token", "validation loss", f"Validation loss: {at}"),
+                    "An arm that halts is worth it where it lies below those of a fixed number of trips.",
+                ),
+            ),
+        ]
+    )
+
+
+def _trips_cells(trips: Values) -> list[str]:
+    found = trips["correlations"]
+    if not found:
+        return [str(trips["most"]), DASH, DASH]
+    mean = sum(row["value"] for row in found) / len(found)
+    ends = "; ".join(f"{row['low']:+.3f} … {row['high']:+.3f}" for row in found)
+    return [str(trips["most"]), f"{mean:+.3f}", ends]
 
 
 def _domains(report: Values) -> str:
@@ -285,6 +333,8 @@ def _method(report: Values) -> list[str]:
     """What was held equal, and what the numbers mean."""
     equal = {
         "tokens": "Every arm saw equally many tokens.",
+        "trips": "Every arm took the control's tokens times trips through the stack, counted as training makes them "
+        "(with Jacobi rounds, and trips of tokens that halt): steps and learning-rate schedule were scaled.",
         "flops": "Every arm spent the control's training FLOPs: steps and learning-rate schedule were scaled.",
     }
     own = [arm["name"] for arm in report["arms"][1:] if _own_steps(arm)]

@@ -15,6 +15,8 @@ from fathom.evaluation.arms import Arm, tokens, training_flops
 from fathom.evaluation.compare import MACHINE, RESULT, Plan, Task, read_measured
 from fathom.evaluation.statistics import Difference, holm, paired_difference
 from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
+from fathom.models.registry import recurrence_class
+from fathom.recipe import Recipe
 from fathom.training import read_metrics
 
 SIGNIFICANT = 0.05
@@ -134,7 +136,23 @@ def _arm(plan: Plan, out: Path, arm: Arm, runs: Sequence[Values]) -> Values:
             statistics.fmean(row) for row in zip(*(r["position_loss"] for r in runs), strict=True)
         ]
         values["curve"] = _curve(values)
+        values["trips"] = _trips(recipe, runs)
     return values
+
+
+def _trips(recipe: Recipe, runs: Sequence[Values]) -> Values:
+    """Per token of held-out text: as counted where tokens may halt, else the trips that all of them make."""
+    config = recipe.config()
+    most = recurrence_class(config).extra_trips(config) + 1
+    counted = [trips for run in runs if (trips := run.get("trips")) is not None]
+    if not counted:
+        return {"mean": float(most), "most": most, "shares": None, "correlations": []}
+    return {
+        "mean": statistics.fmean(trips["mean"] for trips in counted),
+        "most": most,
+        "shares": [statistics.fmean(row) for row in zip(*(trips["shares"] for trips in counted), strict=True)],
+        "correlations": [trips["correlation"] for trips in counted if trips["correlation"] is not None],
+    }
 
 
 def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> Values | None:

@@ -7,6 +7,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 CONFIDENCE = 0.95
 
 
@@ -51,6 +53,57 @@ def paired_difference(values: Sequence[float], control: Sequence[float]) -> Diff
     if error == 0:
         return Difference(mean, len(gaps), 0.0, 1.0 if mean == 0 else 0.0)
     return Difference(mean, len(gaps), half_width, float(2 * stats.t.sf(abs(mean) / error, freedom)))
+
+
+@dataclass(frozen=True)
+class Correlation:
+    """Spearman's rank correlation, and its bootstrap interval over clusters."""
+
+    value: float
+    low: float
+    high: float
+    """Ends of the 95 % interval."""
+    clusters: int
+
+
+def rank_correlation(a: Sequence[np.ndarray], b: Sequence[np.ndarray], draws: int = 1000) -> Correlation | None:
+    """Of two quantities measured together; None where one of them never changes.
+
+    Values of one cluster (a row of text) depend on one another, so whole clusters are drawn anew. Ranks are those of
+    the whole sample, in every draw.
+
+    Args:
+        a: One array for each cluster.
+        b: As many values.
+        draws: Bootstrap samples.
+    """
+    sizes = [len(part) for part in a]
+    if not sum(sizes):
+        return None
+    x, y = (_centred_ranks(np.concatenate(parts)) for parts in (a, b))
+    if not x.any() or not y.any():
+        return None
+    products = np.stack([np.ones_like(x), x, y, x * x, y * y, x * y])
+    cluster = np.repeat(np.arange(len(sizes)), sizes)
+    sums = np.stack([np.bincount(cluster, row, len(sizes)) for row in products], 1)  # [clusters, 6]
+    chance = np.random.default_rng(0)
+    times = (np.bincount(chance.integers(len(sizes), size=len(sizes)), minlength=len(sizes)) for _ in range(draws))
+    found = np.array([_pearson(weights @ sums) for weights in times])
+    low, high = np.nanquantile(found, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Correlation(_pearson(sums.sum(0)), float(low), float(high), len(sizes))
+
+
+def _centred_ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks around their mean; equal values share theirs."""
+    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks: np.ndarray = (np.cumsum(counts) - (counts - 1) / 2)[place] - (len(values) + 1) / 2
+    return ranks
+
+
+def _pearson(sums: np.ndarray) -> float:
+    n, x, y, xx, yy, xy = sums.tolist()
+    spread = (xx - x * x / n) * (yy - y * y / n)
+    return (xy - x * y / n) / math.sqrt(spread) if spread > 0 else math.nan
 
 
 def holm(p_values: Sequence[float]) -> list[float]:

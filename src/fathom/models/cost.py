@@ -85,25 +85,31 @@ def training_flops_per_token(config: FathomConfig, sequence_length: int) -> floa
 
 def training_flops_range(config: FathomConfig, sequence_length: int) -> tuple[float, float, float]:
     """The least, the mean and the most that one forward pass of training costs a token."""
+    costs = [_training_flops(deep, sequence_length, rounds) for deep, rounds in _draws(config)]
+    return min(costs), sum(costs) / len(costs), max(costs)
+
+
+def training_visits(config: FathomConfig) -> tuple[float, int]:
+    """How often a token goes through a layer in one forward pass of training: on average, and at the most."""
+    found = [_visits(deep, rounds) for deep, rounds in _draws(config)]
+    return sum(found) / len(found), max(found)
+
+
+def _draws(config: FathomConfig) -> list[tuple[FathomConfig, int]]:
+    """Every depth that training may draw, with the least and the most rounds: whatever a forward pass costs is linear
+    in the rounds and draws are uniform, so the mean of these is the mean."""
     options = config.recurrence_options
     depth = recurrence_class(config).extra_trips(config)
     least, most = options.get("depth_range") or (depth, depth)
     rounds = options.get("jacobi_train") or (0, 0)
-    found = [
-        [_training_flops(_of_depth(config, k), sequence_length, n) for n in rounds] for k in range(least, most + 1)
-    ]
-    # Uniform draws; a forward pass is linear in the rounds, so their two ends say the mean.
-    costs = [cost for pair in found for cost in pair]
-    return min(costs), sum(costs) / len(costs), max(costs)
+    return [(_of_depth(config, k), n) for k in range(least, most + 1) for n in rounds]
 
 
-def training_visits(config: FathomConfig) -> int:
-    """How often a token goes through a layer in one forward pass of training, at the most."""
+def _visits(config: FathomConfig, rounds: int) -> int:
     from .slots import plan
 
-    deepest = _of_depth(config, recurrence_class(config).most_trips(config) - 1)
-    sizes = _stages(deepest, max(config.recurrence_options.get("jacobi_train") or (0, 0)))
-    return config.num_hidden_layers * sum(sizes) if sizes else sum(len(trip) for trip in plan(deepest))
+    sizes = _stages(config, rounds)
+    return config.num_hidden_layers * sum(sizes) if sizes else sum(len(trip) for trip in plan(config))
 
 
 def _stages(config: FathomConfig, rounds: int) -> list[int]:

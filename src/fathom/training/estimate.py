@@ -83,7 +83,7 @@ def _activation_bytes(recipe: Recipe, config: Any) -> int:
     scalar = 2 if recipe.train.precision == "bf16" else 4
     queries, keys = (h * config.head_dim for h in (config.num_attention_heads, config.num_key_value_heads))
     layer = 4 * config.hidden_size + 3 * queries + 3 * keys + 4 * config.intermediate_size
-    visits = training_visits(config)
+    visits = training_visits(config)[1]
     per_token = visits * config.hidden_size + layer if recipe.train.activation_checkpointing else visits * layer
     rows = min(recipe.train.micro_batch, recipe.rows_per_step)
     return rows * recipe.data.sequence_length * per_token * scalar

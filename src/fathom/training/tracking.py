@@ -223,6 +223,8 @@ def readable(values: Mapping[str, float]) -> dict[str, str]:
     """The numbers a person watches, in a person's units."""
     shown = {"loss": f"{values['loss']:.4f}", "lr": f"{values['lr']:.2e}", "grad": f"{values['grad_norm']:.2f}"}
     shown["tok/s"] = f"{values['tokens_per_second']:,.0f}"
+    if "trips" in values:
+        shown["trips"] = f"{values['trips']:.2f}"
     if "mfu" in values:
         shown["MFU"] = f"{100 * values['mfu']:.1f} %"
     shown["memory"] = f"{values['memory_bytes'] / 2**30:.1f} GiB"
