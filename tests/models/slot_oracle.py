@@ -161,4 +161,6 @@ def thinker(method, mixer="", dtype=torch.float64, shape=(), **options):
     """A small model of two layers; its embeddings are scaled, as those of every thinking model are."""
     name, chosen = METHODS[method]
     keys = {"num_hidden_layers": 2, "embedding_scale": 1.5, **dict(shape)}
-    return build(config_of(name + mixer, recurrence_options={**chosen, **options}, **keys), dtype=dtype)
+    model = build(config_of(name + mixer, recurrence_options={**chosen, **options}, **keys), dtype=dtype)
+    model.generation_config.eos_token_id = None  # as long as asked for
+    return model

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from fathom.models.draws import between, draw
 
+from .ranks import on_two_ranks
 from .slot_oracle import thinker
 
 
@@ -50,3 +52,19 @@ def test_every_rank_and_every_resume_draws_the_same(method, options):
     torch.rand(7)
     assert [drawn(second, step) for step in range(13, 20)] == course[13:]
     assert len(set(course)) > 3, "and steps differ"
+
+
+def agree_on_draws(rank):
+    """Two processes with generators of their own; what they drew must be one and the same."""
+    torch.manual_seed(rank)
+    torch.rand(rank + 1)
+    model = thinker("ponder3", jacobi_train=[1, 6])
+    mine = [drawn(model, step) for step in range(8)]
+    both = [None, None]
+    dist.all_gather_object(both, mine)
+    assert both[0] == both[1] and len(set(mine)) > 2
+
+
+@pytest.mark.slow
+def test_two_ranks_draw_the_same():
+    on_two_ranks(agree_on_draws)

@@ -200,6 +200,7 @@ def vanilla_of(model):
     qwen = Qwen3ForCausalLM(Qwen3Config(**{**SHAPE, "num_hidden_layers": 2})).eval()
     found = {n: p for n, p in model.state_dict().items() if "recurrence" not in n}
     qwen.load_state_dict(found)
+    qwen.generation_config.eos_token_id = None
     return qwen
 
 
@@ -245,7 +246,6 @@ def test_vanilla_inside(method, shut):
 def test_rows_of_a_batch_are_single_rows(method, mixer, beams):
     """Prompts of unequal lengths, padded on the left, whose tokens halt where they like."""
     model = oracle(method, mixer)[0]
-    model.generation_config.eos_token_id = None
     rows = [tokens(1, n, seed=n) for n in (3, 7, 5)]
     batch = torch.cat([torch.nn.functional.pad(row, (7 - row.shape[1], 0)) for row in rows])
     how = dict(max_new_tokens=5, do_sample=False, num_beams=beams, return_dict_in_generate=True)

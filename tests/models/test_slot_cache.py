@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache, cache_utils
 
 from fathom.models.cost import cache_bytes_per_token
@@ -69,7 +71,6 @@ def test_crop_forgets_tokens(method, forgotten):
 def test_guesses_are_taken_back(method):
     """Prompt look-up guesses ahead and crops what was wrong."""
     model, ids = oracle(method)[0], tokens(1, 7)
-    model.generation_config.eos_token_id = None
     plain, guessed = (
         model.generate(ids, max_new_tokens=12, do_sample=False, **how) for how in ({}, {"prompt_lookup_num_tokens": 3})
     )
@@ -79,7 +80,6 @@ def test_guesses_are_taken_back(method):
 @every_method
 def test_generate_with_a_static_cache(method):
     model, ids = oracle(method)[0], torch.nn.functional.pad(tokens(2, 7), (1, 0))
-    model.generation_config.eos_token_id = None
     how = dict(attention_mask=(ids != 0).long(), max_new_tokens=4, do_sample=False)
     plain, static = (model.generate(ids, cache_implementation=kind, **how) for kind in (None, "static"))
     assert torch.equal(plain, static)
@@ -147,6 +147,36 @@ def test_padding_takes_no_place(method):
     assert torch.equal(table.halt >= 0, mask.bool())
     assert table.count.tolist() == ((1 + table.halt) * mask).sum(1).tolist()
     assert cache.get_seq_length() == 8, "tokens, as the caller counts them"
+
+
+MOVES = st.one_of(
+    st.tuples(st.just("read"), st.integers(1, 4)),
+    st.tuples(st.just("crop"), st.integers(1, 2)),
+    st.tuples(st.just("reorder"), st.lists(st.integers(0, 2), min_size=3, max_size=3)),
+)
+
+
+@every_method
+@settings(max_examples=4, deadline=None)
+@given(pads=st.permutations([0, 1, 3]), moves=st.lists(MOVES, min_size=2, max_size=5))
+def test_any_course_is_a_fresh_read(method, pads, moves):
+    """Padded rows that halt apart are read on, taken back and exchanged; each stays the row that it is."""
+    model, pads = oracle(method)[0], torch.tensor(pads)
+    cache, ids = DynamicCache(config=model.config), tokens(3, 0)
+    for step, (move, value) in enumerate([("read", 4), *moves, ("read", 1)]):
+        if move == "crop" and ids.shape[1] > 5:
+            cache.crop(-value)
+            ids = ids[:, :-value]
+        if move == "reorder":
+            cache.reorder_cache(torch.tensor(value))
+            ids, pads = ids[value], pads[value]
+        if move == "read":
+            ids = torch.cat([ids, tokens(3, value, seed=step)], 1)
+            mask = (torch.arange(ids.shape[1]) >= pads[:, None]).long()
+            how = {"attention_mask": mask, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, -value:]}
+            found = goes_on(model, cache, ids[:, -value:], **how)
+            for row, pad, last in zip(ids, pads.tolist(), found[:, -1], strict=True):
+                assert error(last, logits(model, row[None, pad:])[0, -1]) < EXACT
 
 
 def test_refusals():
