@@ -181,7 +181,7 @@ def run_decode(options: argparse.Namespace) -> dict[str, Any]:
             "loss": {"halting": float(losses.mean()), "all trips": unlimited, "random": float(random_losses.mean())},
             "random_mean_trips": float(drawn.double().mean()),
             "rank_correlation": correlation(losses.numpy(), made.numpy()),
-            "batches": [_timed(model, some[:batch, :-1], options, made) for batch in options.batch],
+            "batches": [_timed(model, some[:n, :-1], options, made[:n, options.prompt :]) for n in options.batch],
         }
         runs.append(found)
         print(json.dumps(found), flush=True)
@@ -365,7 +365,7 @@ def main() -> None:
     parser.add_argument("--checkpoint", type=Path, help="decode with this trained model instead")
     parser.add_argument("--corpus", type=Path, help="prepared corpus of the checkpoint's tokenizer, for --checkpoint")
     parser.add_argument("--trips", type=float, help="set tau to so many trips in the mean (default: 2 if trained here)")
-    parser.add_argument("--steps", type=int, help="of training here (default: 150 for decode, 60 for jacobi)")
+    parser.add_argument("--steps", type=int, help="of training here (default: 120 for decode, 60 for jacobi)")
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--prompt", type=int, default=32, help="tokens read at once")
     parser.add_argument("--new", type=int, default=64, help="tokens decoded")
@@ -380,7 +380,7 @@ def main() -> None:
         parser.error("--checkpoint and --corpus belong together")
     if options.trips is None and options.checkpoint is None:
         options.trips = 2.0
-    options.steps = options.steps or {"decode": 150, "jacobi": 60}[options.part]
+    options.steps = options.steps or {"decode": 120, "jacobi": 60}[options.part]
     torch.set_num_threads(1)
     run, table = {"decode": (run_decode, decode_table), "jacobi": (run_jacobi, jacobi_table)}[options.part]
     report = {**provenance(), "threads": torch.get_num_threads(), **run(options)}
