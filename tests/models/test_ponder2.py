@@ -111,12 +111,21 @@ def test_a_sweep_trip_by_trip(monkeypatch, depth):
     assert (wrong[0] - right)[1:].square().mean().sqrt() > 0.5, "of hidden states of size one"
 
 
+def at_zero(token):
+    return token == 0
+
+
+def at_repeats(token):
+    return torch.nn.functional.pad(token.diff(dim=1) == 0, (1, 0))
+
+
+@pytest.mark.parametrize("borders", [at_zero, at_repeats])
 @pytest.mark.parametrize("depth", [1, 3])
-def test_documents_split_at_every_position_zero(monkeypatch, depth):
-    """Token 0 owns K + 1 slots at position 0, and none of them starts a document."""
+def test_documents_inferred_from_positions(monkeypatch, depth, borders):
+    """Every token owns K + 1 slots at its position, and none of them starts a document."""
 
     def faulty(self, x, turns, tags):
-        tags = replace(tags, document=(tags.token == 0).long().cumsum(1))
+        tags = replace(tags, document=borders(tags.token).long().cumsum(1))
         return self.call.masks(View.ALL, tags, tags), tags.token
 
     model, ids = thinker("ponder2", depth=depth), tokens(1, 8)
