@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -31,6 +32,8 @@ import torch
 from fathom import cli
 from fathom.data.prepare import prepare
 from fathom.data.tokenizer import train_bpe
+from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models.registry import MECHANISMS
 from fathom.models.roles import Mechanism, ValueMixer
 from fathom.recipe import describe, load_recipe
 from fathom.training.estimate import estimate
@@ -58,6 +61,9 @@ FOREIGN = ("vllm ", "pip ", "pytest ")  # programs of others
 COMMAND = re.compile(r"(fathom|torchrun|make|python benchmarks/\S+\.py)( |$)")
 FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
+
+# Mechanisms that a page writes as a file of the package.
+WRITTEN = {"CONTRIBUTING": "neighbour_mean", "recurrence": "settle"}
 
 TEXT = "the depth of a river is measured with rope and lead or with sound in fathoms and in feet"
 CHAT = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
@@ -239,6 +245,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)
         prepare(["corpus/*.jsonl"], Path("data/tiny"), tokenizer="gpt2", held_out=0.05, workers=1)
+        shutil.copytree("data/tiny", "demo/data")
         quiet(["train", "recipes/tiny.yaml", "--run", "runs/tiny"])
         quiet(["train", "recipes/tiny.yaml", "--run", "runs/other", "model.mixer=depth_attention", "train.seed=1"])
         quiet(["export", "runs/tiny", "--to", "path/to/qwen3", "--as", "qwen3"])
@@ -355,9 +362,11 @@ class Reader:
         source = step.text.replace(":8000/", f":{self.port}/")
         for long, short in BRIEFLY.items():
             source = source.replace(long, short)
-        if step.page.stem == "CONTRIBUTING":
-            self.names |= {"__name__": "fathom.models.neighbour_mean", "__package__": "fathom.models"}
-        exec(compile("\n" * (step.line - 1) + source, str(step.page), "exec"), self.names)
+        source = "\n" * (step.line - 1) + source
+        if mechanism := WRITTEN.get(step.page.stem):
+            as_module(mechanism, source, step.page)
+        else:
+            exec(compile(source, str(step.page), "exec"), self.names)
 
 
 FOLLOWED = [page for page in PAGES if items(page)]
@@ -514,7 +523,7 @@ def broken_links(page: Path) -> list[str]:
 def absent_files(page: Path) -> list[str]:
     """Files of the tree that are named and are not there."""
     named = [span for span in spans(page) if re.fullmatch(r"(src|tests|docs|benchmarks|recipes)/[\w./-]+", span)]
-    return [name for name in named if not (ROOT / name).exists() and "neighbour_mean" not in name]
+    return [name for name in named if not (ROOT / name).exists() and not any(w in name for w in WRITTEN.values())]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
@@ -537,14 +546,23 @@ def test_extras_exist() -> None:
 # A mechanism in two files.
 
 
+def as_module(mechanism: str, source: str, page: Path) -> dict:
+    """What a file of that name in `models/` would define."""
+    module = ModuleType(f"fathom.models.{mechanism}")
+    module.__package__ = "fathom.models"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, module.__name__, module)
+        exec(compile(source, str(page), "exec"), vars(module))
+    return vars(module)
+
+
 def example() -> str:
     (block,) = (item.text for item in items(ROOT / "CONTRIBUTING.md") if item.kind == "python")
     return block
 
 
 def test_the_example_mechanism_is_its_equation() -> None:
-    names: dict = {"__name__": "fathom.models.neighbour_mean", "__package__": "fathom.models"}
-    exec(compile(example(), "CONTRIBUTING.md", "exec"), names)
+    names = as_module("neighbour_mean", example(), ROOT / "CONTRIBUTING.md")
     mechanism = names["NEIGHBOUR_MEAN"]
     assert isinstance(mechanism, Mechanism) and mechanism.name == "neighbour_mean"
     assert issubclass(names["NeighbourMean"], ValueMixer) and mechanism.build is names["NeighbourMean"]
@@ -553,6 +571,29 @@ def test_the_example_mechanism_is_its_equation() -> None:
     mixer = mechanism.build.__new__(mechanism.build)
     assert torch.equal(mixer.forward(v, v, v, (v, below)), 0.5 * v + 0.5 * below)
     assert torch.equal(mixer.forward(v, v, v, ()), v)
+
+
+def test_the_example_policy_decodes_what_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In ragged batches, with padding on the left, and each token as deep as it needs."""
+    (block,) = (item.text for item in items(ROOT / "docs" / "recurrence.md") if item.kind == "python")
+    monkeypatch.setitem(MECHANISMS, "settle", as_module("settle", block, ROOT / "docs" / "recurrence.md")["SETTLE"])
+    torch.manual_seed(0)
+    shape = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 1, "head_dim": 16, "vocab_size": 300, "initializer_range": 0.3}
+    config = FathomConfig(**shape, recurrence="settle", recurrence_options={"tau": 0.5})
+    model = FathomForCausalLM(config).double().eval()
+    ids = torch.randint(3, 300, (2, 9))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    with torch.no_grad():
+        whole = model(ids, attention_mask=mask, use_cache=False)
+        assert len(whole.trips[1].unique()) > 1
+        cache = model(ids[:, :5], attention_mask=mask[:, :5], use_cache=True).past_key_values
+        for t in range(5, 9):
+            step = model(ids[:, t : t + 1], attention_mask=mask[:, : t + 1], past_key_values=cache, use_cache=True)
+            assert (step.logits[:, 0] - whole.logits[:, t]).abs().max() < 1e-11
+        assert torch.equal(cache.layers[0].table.halt[1] + 1, whole.trips[1])
+    assert model.train()(ids, labels=ids).metrics["trips"] > 1
 
 
 @pytest.mark.slow
