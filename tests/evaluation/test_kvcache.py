@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from torch.nn import functional as F
+from transformers.cache_utils import Cache
 
-from fathom.evaluation.kvcache import loads, losses, read, scorer, stretches
+from fathom.evaluation import kvcache
+from fathom.evaluation.kvcache import Clock, Peak, loads, losses, read, scorer, stretches
 from fathom.kvcache import build_cache, compress_in_training
 from fathom.models import FathomForCausalLM
 from tests.inference.tiny import tiny_config
@@ -71,6 +75,51 @@ def test_bytes_grow_only_without_compression(model: FathomForCausalLM, ids: torc
         assert 0 < load.decode_ms["p50"] <= load.decode_ms["p90"] <= load.decode_ms["max"]
     if sys.platform == "linux":
         assert all(load.peak_bytes is not None for load in whole)
+
+
+class Ticks(Clock):
+    """A thousand tokens a second, one by one or not."""
+
+    def __init__(self, model: FathomForCausalLM) -> None:
+        self.words, self.read = "ticks", 0.0
+
+    def seconds(self, work: Callable[[], None]) -> float:
+        before = self.read
+        work()
+        return (self.read - before) / 1000
+
+
+def test_tokens_that_were_decoded_are_not_counted_as_prefilled(
+    model: FathomForCausalLM, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ticks, plain = Ticks(model), kvcache._consume
+
+    def counted(model: FathomForCausalLM, ids: torch.Tensor, cache: Cache, width: int) -> None:
+        ticks.read += ids.numel()
+        plain(model, ids, cache, width)
+
+    monkeypatch.setattr(kvcache, "Clock", lambda model: ticks)
+    monkeypatch.setattr(kvcache, "_consume", counted)
+    for rows in (ids, ids.view(2, 350)):
+        found = loads(model, rows, build_cache(model, "freqkv", window=64), [64, 128, 256], 32)
+        assert [load.prefill_tokens_per_second for load in found] == [pytest.approx(1000)] * 3
+
+
+def test_memory_and_time_are_those_of_the_models_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, asked = torch.device("cuda", 1), []
+    for name in ("synchronize", "reset_peak_memory_stats", "memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda *given: asked.append(given) or 5)
+    model = SimpleNamespace(device=device)
+    assert Peak(model).bytes() == 0
+    Clock(model).seconds(lambda: None)
+    assert asked == [(device,)] * 5
+
+
+def test_pieces_are_no_wider_than_asked(model: FathomForCausalLM, ids: torch.Tensor) -> None:
+    whole = build_cache(model, "full")
+    assert {piece.shape[1] for piece, _ in read(model, ids, whole, width=50)} == {50}
+    wide, narrow = (losses(model, ids[:, :200], build_cache(model, "freqkv", window=64), w) for w in (512, 10))
+    assert np.allclose(wide, narrow, atol=1e-4)
 
 
 def test_what_was_read_is_what_was_given(model: FathomForCausalLM, ids: torch.Tensor) -> None:

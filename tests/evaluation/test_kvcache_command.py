@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from dataclasses import asdict
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,8 @@ import pytest
 
 from fathom.cli import main
 from fathom.evaluation import kvcache_command
-from fathom.evaluation.kvcache_report import verdict
+from fathom.evaluation.kvcache_report import summarize, verdict
+from fathom.kvcache import Schedule
 from tests.inference.tiny import TEXT, export_tiny
 
 SCHEDULE = ("--kvcache-window", "32", "--kvcache-sinks", "2")
@@ -34,7 +36,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvcache_command, "TEXTS", 8)
+    monkeypatch.setattr(kvcache_command, "QUESTIONS", 2)
     monkeypatch.setattr(kvcache_command, "DECODED", 3)
 
 
@@ -62,7 +64,9 @@ def test_every_number_and_a_page(here: Path, tmp_path: Path, capsys: pytest.Capt
         assert not np.allclose(freqkv[:, 3:], full[:, 3:]) and not np.allclose(freqkv[:, 3:], drop[:, 3:])
         held = [[load["cache_bytes"] for load in caches[method]["loads"]] for method in ("freqkv", "full")]
         assert held[0][1] == held[0][2] and held[1] == [held[1][0] * n for n in (1, 2, 4)]
-        assert len(values["differences"]) == 3 and len(values["spectrum"]["keys"]) == 4
+        assert len(values["differences"]) == 3 and len(values["spectrum"]["keys"]["kept"]) == 4
+        assert all(min(found["asked"]) >= 2 for cache in caches.values() for found in cache["recall"].values())
+        assert values["haystack"] == "documents"
     assert report["checkpoints"]["plain"]["spectrum"]["unmixed_values"] is None
     assert "plain, not tuned under compression: freqkv's loss" in report["verdict"]
     assert "tuned: freqkv's loss" in report["verdict"]
@@ -90,14 +94,15 @@ def test_the_page_draws_what_was_measured(here: Path, tmp_path: Path) -> None:
     assert run(here, *words, "--out", str(tmp_path), checkpoints=("tuned",)) == 0
     text = (tmp_path / "report.html").read_text()
     pictures = Page(text).pictures
+    assert "planted in a text of documents" in text and "Keys, before rotation: in the mean" in text
     for word in (
         "Loss by position: average from",
         "4 needles: average",
         "Cache bytes: average ends at",
-        "Keys, before",
+        "Keys, before rotation, of what varies, kept: tuned",
     ):
         assert sum(picture.startswith(word) for picture in pictures) == 1, word
-    assert any(picture.startswith("Values, before the mixer") for picture in pictures)
+    assert any(picture.startswith("Values, unmixed, of what varies") for picture in pictures)
     assert "average − sinks" in text and "<script" not in text
 
 
@@ -137,7 +142,7 @@ def test_the_sentence_says_no_more_than_the_interval() -> None:
             ("sinks", -1.0, None),
         )
     ]
-    recall = {"4 needles": {"right": [9, 8, 6, 2], "asked": [10, 10, 10, 10]}}
+    recall = {"4 needles": {"right": [90, 80, 65, 55, 20], "asked": [100] * 5}}
     load = {"cache_bytes": 32_000, "tokens": 4096}
     values = {
         "schedule": {"window": 64},
@@ -151,5 +156,48 @@ def test_the_sentence_says_no_more_than_the_interval() -> None:
         "not told apart from average (−0.1000 ± 0.2000), sinks (−1.0000). It finds most of four needles through 2 "
         "compressions, and holds 32 kB after 4,096 tokens."
     )
-    recall["4 needles"]["right"][0] = 3
-    assert "says nothing about needles" in verdict({"methods": ["freqkv"], "checkpoints": {"m": values}})
+    for right, words in (
+        ([55, 20, 20, 20, 20], "says nothing about needles, since the model does not surely find"),
+        ([90, 45, 20, 20, 20], "and beyond it is not told apart from half of them"),
+        ([90, 30, 20, 20, 20], "loses most of four needles at once"),
+    ):
+        recall["4 needles"]["right"] = right
+        assert words in verdict({"methods": ["freqkv"], "checkpoints": {"m": values}})
+
+
+def test_lengths_short_of_the_needles_still_read_documents(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One window is shorter than a text of needles; the loss reads the one, the needles the other."""
+    words = ("--kvcache", "freqkv", *SCHEDULE, "--at", "1x", "--perplexity", str(here / "texts"), "--json")
+    assert run(here, *words) == 0
+    values = json.loads(capsys.readouterr().out)["checkpoints"]["plain"]
+    assert values["haystack"] == "documents" and values["documents"] == 4
+    assert [len(nats) for nats in values["caches"]["freqkv"]["nats"]] == [2] * 4
+
+
+def test_spans_begin_at_the_window_whatever_the_ratio() -> None:
+    """F = 24 does not divide N = 40: a stretch of F would hold tokens of the window too."""
+    schedule = Schedule.at(40, 4, 0.4)
+    nats = [[0.0] * 5 + [8.0] * 10] * 2  # stretches of gcd(40, 24) = 8, the window free of charge
+    shape = {**asdict(schedule), "freed": 24, "chunk": 8}
+    recall = {"4 needles": {"right": [1], "asked": [1]}}
+    load = {"cache_bytes": 1, "tokens": 120}
+    cache = {"nats": nats, "recall": recall, "loads": [load]}
+    values = {"schedule": shape, "tuned": None, "caches": {"freqkv": cache}}
+    found = summarize({"m": values}, ["freqkv"], [1, 3])["checkpoints"]["m"]["caches"]["freqkv"]
+    assert found["spans"] == [[0.0, 0.0], [1.0, 1.0]] and found["beyond"] == [1.0, 1.0]
+    assert found["loss"] == [0.0, pytest.approx(1 / 3), 1.0, 1.0, 1.0]
+
+
+def test_a_compression_is_among_the_decoded_tokens() -> None:
+    for schedule in (Schedule.at(40, 4, 0.4), Schedule.at(1024, 4, 0.3), Schedule.at(1024, 4, 0.5)):
+        lengths = [n * schedule.window for n in (1, 2, 3, 5)]
+        decoded = kvcache_command._decoded(schedule, lengths)
+        assert decoded <= schedule.freed
+        assert all(schedule.rounds(length + decoded) > schedule.rounds(length) for length in lengths)
+
+
+def test_a_model_without_a_spectrum_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export_tiny(tmp_path / "turned", k_norm_position="after_rope")
+    words = ("--kvcache", "full", *SCHEDULE, "--at", "1x", "--out", str(tmp_path))
+    assert run(tmp_path, *words, checkpoints=("turned",)) == 0
+    assert "turned has none: k_norm_position" in (tmp_path / "report.html").read_text()

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from fathom.evaluation.retrieval import Needles, Recall, RetrievalError, Rows, plant, recall
+from fathom.evaluation.retrieval import Needles, Recall, RetrievalError, Rows, enough, plant, recall, wilson
 from fathom.kvcache import Schedule
 
 SCHEDULE = Schedule.at(64, 4, 0.5)
@@ -32,15 +32,15 @@ def test_what_is_planted_is_asked_for_afterwards(width: int, within: int | None)
     for row in range(50):
         keys = set()
         for value, planted, asked in zip(rows.value[row], rows.planted[row], rows.asked[row], strict=True):
-            found = rows.ids[row, planted : planted + width]
+            found = rows.ids[row, planted + 1 - width : planted + 1]
             (key, held), *_ = (kinds.planted == found).all(-1).nonzero().tolist()
             assert held == value
             keys.add(key)
             question = kinds.asked[key]
             assert torch.equal(rows.ids[row, asked + 1 - len(question) : asked + 1], question)
-            assert planted + width <= asked + 1 - len(question)
+            assert planted < asked + 1 - len(question)
             assert rows.labels(kinds)[row, asked] == kinds.answers[value]
-            assert within is None or planted + width <= 48 < asked + 1
+            assert within is None or planted < 48 < asked + 1
             changed += width + len(question)
         assert len(keys) == 3
     assert (rows.labels(kinds) >= 0).sum() == 150 and (rows.ids != 0).sum() == changed
@@ -51,8 +51,8 @@ def test_what_is_planted_is_asked_for_afterwards(width: int, within: int | None)
 def test_sinks_are_left_alone(within: int | None) -> None:
     """A needle there would be found whatever happens to the rest."""
     kinds, text = needles(3), torch.zeros(50, 320, dtype=torch.long)
-    assert (plant(text, kinds, 3, generator(), within).planted < 4).any()
-    assert (plant(text, kinds, 3, generator(), within, after=4).planted >= 4).all()
+    assert (plant(text, kinds, 3, generator(), within).planted - 2 < 4).any()
+    assert (plant(text, kinds, 3, generator(), within, after=4).planted - 2 >= 4).all()
 
 
 def test_no_answer_is_ever_read() -> None:
@@ -66,6 +66,43 @@ def test_compressions_are_those_between_needle_and_answer() -> None:
     rows = Rows(torch.zeros(1, 100, dtype=torch.long), torch.zeros(1, 6, dtype=torch.long), planted, asked)
     # The token at 64 is the first that finds a full memory; the one at 96 the second.
     assert rows.rounds(SCHEDULE).tolist() == [[0, 1, 2, 0, 1, 1]]
+
+
+def test_a_needle_is_in_the_memory_with_its_last_token() -> None:
+    """The round at token 64 finds two of its three tokens, and the question comes before the next round."""
+    kinds, generator = needles(3), torch.Generator().manual_seed(0)
+    rows = plant(torch.zeros(4000, 96, dtype=torch.long), kinds, 1, generator)
+    across = (rows.planted == 65) & (rows.asked < 96)
+    assert across.any() and not rows.rounds(SCHEDULE)[across].any()
+
+
+@pytest.mark.parametrize("within", [64, None])
+def test_every_number_of_compressions_gets_its_questions(within: int | None) -> None:
+    kinds, source = needles(1), generator()
+    text = torch.zeros(10, 64 + 4 * 32, dtype=torch.long)
+    drawn = 0
+
+    def draw() -> Rows:
+        nonlocal drawn
+        drawn += 10
+        return plant(text, kinds, 2, source, within)
+
+    rows = enough(draw, SCHEDULE, 4, 20)
+    counts = torch.bincount(rows.rounds(SCHEDULE).flatten(), minlength=5)
+    assert (counts >= 20).all() and len(rows.ids) < drawn
+    last = rows.asked.max(1).values
+    assert torch.equal(last, last.sort().values)
+    early = rows.pick(slice(0, 5)).cut()
+    assert early.ids.shape[1] == early.asked.max() + 1 < 64 + 4 * 32
+    # What never comes up is not waited for.
+    assert len(enough(draw, SCHEDULE, 9, 1).ids) > 0
+
+
+def test_wilsons_interval() -> None:
+    low, high = wilson(81, 263)  # Newcombe 1998, table I
+    assert low == pytest.approx(0.2553, abs=1e-4) and high == pytest.approx(0.3662, abs=1e-4)
+    assert wilson(0, 5) == pytest.approx((0, 0.4345), abs=1e-4)
+    assert Recall([0, 5], [0, 5]).intervals == [None, wilson(5, 5)] and wilson(5, 5)[1] == 1
 
 
 def remembering(kinds: Needles, tokens: int):

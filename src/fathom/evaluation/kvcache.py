@@ -24,13 +24,13 @@ from transformers.cache_utils import Cache
 from fathom.kvcache import cache_bytes, chunks
 
 CHUNK = 512
-"""Tokens that a cache without a schedule reads at once."""
+"""Tokens of a row that are read at once, at most."""
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 NewCache = Callable[[], Cache]
 
 
-def read(model: Any, ids: Tensor, cache: Cache, keep: int = 0) -> Iterator[tuple[Tensor, Tensor]]:
+def read(model: Any, ids: Tensor, cache: Cache, keep: int = 0, width: int = CHUNK) -> Iterator[tuple[Tensor, Tensor]]:
     """Read a text `[B, T]` piece by piece: each piece's ids and logits `[B, c, V]`.
 
     Args:
@@ -38,29 +38,31 @@ def read(model: Any, ids: Tensor, cache: Cache, keep: int = 0) -> Iterator[tuple
         ids: The text, or how it goes on after what the cache has seen.
         cache: Is filled.
         keep: Logits of the last so many positions of each piece; 0 for all.
+        width: Tokens of a row in a piece, at most; fewer where the cache takes fewer.
     """
     ids = ids.to(model.device)
     for chunk in chunks(ids, cache):
-        for piece in chunk.split(CHUNK, dim=1):
+        for piece in chunk.split(width, dim=1):
             with torch.no_grad():
                 yield piece, model(piece, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
 
 
-def scorer(model: Any, new_cache: NewCache) -> Callable[[Tensor, Tensor], Tensor]:
+def scorer(model: Any, new_cache: NewCache, width: int = CHUNK) -> Callable[[Tensor, Tensor], Tensor]:
     """As `retrieval.recall` asks: ids `[B, T]` and n tokens to the logits of these, `[B, T, n]`."""
 
     def score(ids: Tensor, tokens: Tensor) -> Tensor:
         tokens = tokens.to(model.device)
-        return torch.cat([logits[..., tokens].float() for _, logits in read(model, ids, new_cache())], dim=1)
+        pieces = read(model, ids, new_cache(), width=width)
+        return torch.cat([logits[..., tokens].float() for _, logits in pieces], dim=1)
 
     return score
 
 
-def losses(model: Any, ids: Tensor, cache: Cache) -> np.ndarray:
+def losses(model: Any, ids: Tensor, cache: Cache, width: int = CHUNK) -> np.ndarray:
     """Nats of every predicted token of texts `[B, T]`: `[B, T - 1]`."""
     found, start = [], 0
     targets = ids.to(model.device)
-    for piece, logits in read(model, ids, cache):
+    for piece, logits in read(model, ids, cache, width=width):
         stop = start + piece.shape[1]
         target = targets[:, start + 1 : stop + 1]
         found.append(F.cross_entropy(logits[:, : target.shape[1]].float().mT, target, reduction="none"))
@@ -85,30 +87,33 @@ class Load:
     peak_bytes: int | None
     """More than before the text, weights thus left out; None where the system does not tell."""
     prefill_tokens_per_second: float
-    """Over all tokens of all rows so far."""
+    """Over the tokens of all rows that were read in chunks so far."""
     decode_ms: dict[str, float]
     """Milliseconds for a step: p50, p90 and max, compressions included."""
     clock: str
     """Which clock, in words."""
 
 
-def loads(model: Any, ids: Tensor, cache: Cache, lengths: Sequence[int], decode: int) -> Iterator[Load]:
+def loads(
+    model: Any, ids: Tensor, cache: Cache, lengths: Sequence[int], decode: int, width: int = CHUNK
+) -> Iterator[Load]:
     """Read texts `[B, T]` and stop at some lengths, to look at the cache and to read `decode` tokens one by one."""
-    seen, seconds, clock = 0, 0.0, Clock(model)
+    seen, prefilled, seconds, clock = 0, 0, 0.0, Clock(model)
     peak = Peak(model)
     for length in sorted(lengths):
-        seconds += clock.seconds(partial(_consume, model, ids[:, seen:length], cache))
-        prefilled, seen = length, length + decode
+        seconds += clock.seconds(partial(_consume, model, ids[:, seen:length], cache, width))
+        prefilled += ids.shape[0] * (length - seen)
+        seen = length + decode
         held, entries = cache_bytes(cache), cache.layers[0].get_mask_sizes(0)[0]
         steps = ids[:, length:seen].split(1, dim=1)
-        spent = [1000 * clock.seconds(lambda: _consume(model, step, cache)) for step in steps]  # noqa: B023
+        spent = [1000 * clock.seconds(lambda: _consume(model, step, cache, 1)) for step in steps]  # noqa: B023
         p50, p90 = np.percentile(spent, (50, 90))
         times = {"p50": float(p50), "p90": float(p90), "max": max(spent)}
-        yield Load(prefilled, entries, held, peak.bytes(), ids.shape[0] * prefilled / seconds, times, clock.words)
+        yield Load(length, entries, held, peak.bytes(), prefilled / seconds, times, clock.words)
 
 
-def _consume(model: Any, ids: Tensor, cache: Cache) -> None:
-    for _ in read(model, ids, cache, keep=1):
+def _consume(model: Any, ids: Tensor, cache: Cache, width: int) -> None:
+    for _ in read(model, ids, cache, keep=1, width=width):
         pass
 
 
@@ -116,7 +121,8 @@ class Clock:
     """Time of the thread where it does all the work, so that a busy machine does not count; else of the wall."""
 
     def __init__(self, model: Any) -> None:
-        self.cuda = model.device.type == "cuda"
+        self.device: torch.device = model.device
+        self.cuda = self.device.type == "cuda"
         alone = not self.cuda and torch.get_num_threads() == 1
         self.words = "thread CPU time" if alone else "wall time"
         self._now = time.thread_time if alone else time.perf_counter
@@ -131,18 +137,19 @@ class Clock:
 
     def _wait(self) -> None:
         if self.cuda:
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(self.device)
 
 
 class Peak:
     """Most memory in use since now, over what was in use: of the device, or of this process on Linux."""
 
     def __init__(self, model: Any) -> None:
-        self.cuda = model.device.type == "cuda"
+        self.device: torch.device = model.device
+        self.cuda = self.device.type == "cuda"
         self.before: int | None = None
         if self.cuda:
-            torch.cuda.reset_peak_memory_stats(model.device)
-            self.before = torch.cuda.memory_allocated(model.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            self.before = torch.cuda.memory_allocated(self.device)
             return
         gc.collect()
         with suppress(OSError, AttributeError):
@@ -154,7 +161,7 @@ class Peak:
         """Of the peak so far."""
         if self.before is None:
             return None
-        return (torch.cuda.max_memory_allocated() if self.cuda else _status("VmHWM")) - self.before
+        return (torch.cuda.max_memory_allocated(self.device) if self.cuda else _status("VmHWM")) - self.before
 
 
 def _status(key: str) -> int:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import math
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,9 +16,9 @@ from torch import Tensor
 
 from fathom.data.progress import ProgressBar
 from fathom.data.sources import Reading
-from fathom.evaluation.kvcache import loads, losses, scorer, stretches
+from fathom.evaluation.kvcache import CHUNK, loads, losses, scorer, stretches
 from fathom.evaluation.perplexity import Domain, encoder, read_domains
-from fathom.evaluation.retrieval import Needles, plant, recall
+from fathom.evaluation.retrieval import Needles, Rows, enough, plant, recall
 from fathom.evaluation.scoring import Checkpoint, EvaluateError, kept, name_checkpoints
 from fathom.evaluation.spectrum import spectrum
 from fathom.kvcache import METHODS, Schedule, build_cache
@@ -29,11 +28,13 @@ TASKS = {"1 needle": (1, True), "4 needles": (4, True), "4 needles, anywhere": (
 """How many in a text, and whether all are planted in its first window."""
 ROUNDS = 8
 """Compressions up to which needles are asked for."""
-TEXTS = 64
-"""Texts with needles, for each task."""
+QUESTIONS = 200
+"""For each task and number of compressions, at least."""
 DECODED = 64
-"""Tokens read one by one at every length."""
+"""Tokens read one by one at every length; more where no compression would be among them."""
 READ_AT_ONCE = 4096
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -107,19 +108,23 @@ def _checkpoint(
     """Everything about one checkpoint."""
     length = max(plan.at) * schedule.window
     # Texts of needles hold a window and ROUNDS compressions, whatever the lengths asked for.
-    texts = _texts(checkpoint, domains, length + 1) if domains else []
+    size = schedule.window + ROUNDS * schedule.freed
+    texts = _texts(checkpoint, domains, length + 1, max(length + 1, size)) if domains else []
     key = {
         "checkpoint": checkpoint.fingerprint(),
         "dtype": options.dtype,
         "schedule": asdict(schedule),
         "at": list(plan.at),
+        "questions": QUESTIONS,
+        "rounds": ROUNDS,
         "texts": [hash_of(text) for text in texts],
     }
     values: dict[str, Any] = {
         "directory": str(checkpoint.directory),
         "tuned": json.loads((checkpoint.directory / "config.json").read_text(encoding="utf-8")).get("kvcache"),
-        "schedule": {**asdict(schedule), "freed": schedule.freed},
+        "schedule": {**asdict(schedule), "freed": schedule.freed, "chunk": schedule.chunk},
         "documents": len(texts),
+        "haystack": "documents" if any(text.shape[1] >= size for text in texts) else "random tokens",
         "caches": {},
     }
     for method in plan.methods:
@@ -143,52 +148,83 @@ def _cache(
     new = partial(build_cache, model, **policy)
     generator = torch.Generator().manual_seed(0)
     usable = _usable(tokenizer)
-    with ProgressBar(f"{checkpoint.name}: {policy['method']}", len(texts) + len(TASKS) + len(at)) as bar:
-        by_document = []
-        for rows in _side_by_side(texts, schedule.window):
-            by_document += stretches(losses(model, rows, new()), schedule.freed)
+    needles = Needles.drawn(usable, generator)
+    tasks = {name: _planted(texts, usable, needles, task, schedule, generator) for name, task in TASKS.items()}
+    lengths = [n * schedule.window for n in at]
+    width = min(CHUNK, schedule.freed)  # also of what holds everything: pieces as long, and logits as large, for all
+    work = len(texts) + sum(map(len, tasks.values())) + len(at)
+    with ProgressBar(f"{checkpoint.name}: {policy['method']}", work) as bar:
+        by_document: list[list[float]] = []
+        for rows in _side_by_side([text[:, : lengths[-1] + 1] for text in texts], schedule.window):
+            by_document += stretches(losses(model, rows, new(), width), schedule.chunk)
             bar.update(len(by_document))
-        found, done = {}, len(texts)
-        needles = Needles.drawn(usable, generator)
-        for name, (count, early) in TASKS.items():
-            size = schedule.window + ROUNDS * schedule.freed
-            batch = max(1, READ_AT_ONCE // size)
-            planted = []
-            for _ in range(math.ceil(TEXTS / batch)):
-                text = _haystack(texts, usable, batch, size, generator)
-                within = schedule.window if early else None
-                planted.append(plant(text, needles, count, generator, within, after=schedule.sinks))
-            found[name] = asdict(recall(scorer(model, new), planted, needles, schedule, ROUNDS))
-            done += 1
-            bar.update(done)
-        lengths = [n * schedule.window for n in at]
-        decode = min(DECODED, schedule.freed)
+        done = len(texts)
+
+        def told(parts: Iterable[T]) -> Iterator[T]:
+            nonlocal done
+            for part in parts:
+                yield part
+                done += 1
+                bar.update(done)
+
+        found = {}
+        for name, batches in tasks.items():
+            found[name] = asdict(recall(scorer(model, new, width), told(batches), needles, schedule, ROUNDS))
+        decode = _decoded(schedule, lengths)
         ids = usable[torch.randint(0, len(usable), (1, lengths[-1] + decode), generator=generator)]
-        costs = []
-        for load in loads(model, ids, new(), lengths, decode):
-            costs.append(asdict(load))
-            done += 1
-            bar.update(done)
+        costs = [asdict(load) for load in told(loads(model, ids, new(), lengths, decode, width))]
     return {"nats": by_document, "recall": found, "chance": needles.chance, "loads": costs}
 
 
+def _planted(
+    texts: Sequence[Tensor],
+    usable: Tensor,
+    needles: Needles,
+    task: tuple[int, bool],
+    schedule: Schedule,
+    generator: torch.Generator,
+) -> list[Rows]:
+    """Batches of texts that ask QUESTIONS after each number of compressions, and end with their last question."""
+    count, early = task
+    size = schedule.window + ROUNDS * schedule.freed
+    batch = max(1, READ_AT_ONCE // size)
+
+    def draw() -> Rows:
+        text = _haystack(texts, usable, batch, size, generator)
+        return plant(text, needles, count, generator, schedule.window if early else None, after=schedule.sinks)
+
+    rows = enough(draw, schedule, ROUNDS, QUESTIONS)
+    return [rows.pick(slice(start, start + batch)).cut() for start in range(0, len(rows.ids), batch)]
+
+
+def _decoded(schedule: Schedule, lengths: Sequence[int]) -> int:
+    """Tokens to decode so that a compression is among them at every length."""
+    waits = [schedule.window - schedule.entries(length) + 1 for length in lengths]
+    return max(min(DECODED, schedule.freed), *waits)
+
+
 def _spectrum(checkpoint: Checkpoint, schedule: Schedule, texts: Sequence[Tensor]) -> dict[str, Any]:
+    """Shares, or why there are none."""
     model, tokenizer = checkpoint.open()
     generator = torch.Generator().manual_seed(0)
     rows = max(1, READ_AT_ONCE // schedule.window)
-    return asdict(spectrum(model, _haystack(texts, _usable(tokenizer), rows, schedule.window, generator), schedule))
+    ids = _haystack(texts, _usable(tokenizer), rows, schedule.window, generator)
+    try:
+        return asdict(spectrum(model, ids, schedule))
+    except ValueError as error:
+        return {"left_out": str(error)}
 
 
-def _texts(checkpoint: Checkpoint, domains: Sequence[Domain], length: int) -> list[Tensor]:
-    """The first `length` tokens of each document that has so many, `[1, T]`."""
+def _texts(checkpoint: Checkpoint, domains: Sequence[Domain], length: int, most: int) -> list[Tensor]:
+    """The first tokens, at least `length` and at most `most`, of each document that has so many, `[1, T]`."""
     _, tokenizer = checkpoint.open()
     found, longest = [], 0
     for domain in domains:
         encode = encoder(tokenizer, domain)
         for document in domain.documents:
-            ids = np.asarray(encode(document)[:length], np.int64)
+            ids = np.asarray(encode(document)[:most], np.int64)
             longest = max(longest, len(ids))
-            if len(ids) == length:
+            if len(ids) >= length:
                 found.append(torch.from_numpy(ids).unsqueeze(0))
     if not found:
         raise EvaluateError(

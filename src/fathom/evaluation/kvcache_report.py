@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fathom.evaluation import report as html
+from fathom.evaluation.kvcache import stretches
 from fathom.evaluation.plots import Line, line_plot, short
 from fathom.evaluation.provenance import provenance
+from fathom.evaluation.retrieval import Recall
 from fathom.evaluation.statistics import Difference, paired_difference
 
 Values = dict[str, Any]
@@ -22,12 +25,14 @@ def summarize(found: Mapping[str, Values], methods: Sequence[str], at: Sequence[
     """What was measured, with losses by position and paired differences over documents added."""
     report: Values = {**provenance(), "methods": list(methods), "at": list(at), "checkpoints": {}}
     for name, values in found.items():
-        freed, window = values["schedule"]["freed"], values["schedule"]["window"]
+        freed, window, width = (values["schedule"][key] for key in ("freed", "window", "chunk"))
         for cache in values["caches"].values():
             if cache["nats"]:
-                cache["loss"] = (np.mean(cache["nats"], axis=0) / freed).tolist()
-                cache["spans"] = [_span(cache["nats"], a, b, window, freed) for a, b in _spans(at)]
-                cache["beyond"] = _span(cache["nats"], 1, max(at), window, freed) if max(at) > 1 else None
+                cache["loss"] = [
+                    loss / freed for loss in stretches(np.mean(cache["nats"], axis=0, keepdims=True), freed // width)[0]
+                ]
+                cache["spans"] = [_span(cache["nats"], a * window, b * window, width) for a, b in _spans(at)]
+                cache["beyond"] = _span(cache["nats"], window, max(at) * window, width) if max(at) > 1 else None
         report["checkpoints"][name] = {**values, "differences": list(_differences(values, methods))}
     return {"verdict": verdict(report), **report}
 
@@ -51,17 +56,24 @@ def _sentence(name: str, values: Values, report: Values) -> str:
             others = ", ".join(f"{gap['other']} ({_signed(gap)})" for gap in gaps)
             parts.append(f"{words} {others}")
     loss = f"{first}'s loss beyond {window:,} tokens is {'; '.join(parts)}. It " if parts else f"{first} "
-    accuracy = _accuracies(mine["recall"]["4 needles"])
-    last = next((r for r, a in enumerate(accuracy) if a is None or a < 0.5), len(accuracy)) - 1
-    found = (
-        f"finds most of four needles through {last} compressions" if last > 0 else "loses most of four needles at once"
-    )
-    if accuracy[0] is None or accuracy[0] < 0.5:
-        found = "says nothing about needles, since the model does not find them in its window"
     load = mine["loads"][-1]
     held = f"holds {short(load['cache_bytes'])}B after {load['tokens']:,} tokens"
     tuned = "" if values["tuned"] else ", not tuned under compression"
-    return f"{name}{tuned}: {loss}{found}, and {held}."
+    return f"{name}{tuned}: {loss}{_found(Recall(**mine['recall']['4 needles']))}, and {held}."
+
+
+def _found(recall: Recall) -> str:
+    """How far most needles are found, as far as the intervals say so."""
+    sure = [interval is not None and interval[0] > 0.5 for interval in recall.intervals]
+    if not sure[0]:
+        return "says nothing about needles, since the model does not surely find most of them in its window"
+    last = next((r for r, most in enumerate(sure) if not most), len(sure)) - 1
+    end = recall.intervals[last + 1] if last + 1 < len(sure) else None
+    if last == 0 and end is not None and end[1] < 0.5:
+        return "loses most of four needles at once"
+    if last == 0:
+        return "finds most of four needles in its window, and beyond it is not told apart from half of them"
+    return f"finds most of four needles through {last} compressions"
 
 
 def _is_better(gap: Values) -> bool:
@@ -80,10 +92,9 @@ def _spans(at: Sequence[int]) -> list[tuple[int, int]]:
     return list(zip((0, *at[:-1]), at, strict=True))
 
 
-def _span(nats: Sequence[Sequence[float]], start: int, stop: int, window: int, freed: int) -> list[float]:
-    """Loss of each document between two numbers of windows."""
-    stretch = np.asarray(nats)[:, start * window // freed : stop * window // freed]
-    return (stretch.mean(1) / freed).tolist()
+def _span(nats: Sequence[Sequence[float]], start: int, stop: int, width: int) -> list[float]:
+    """Loss of each document between two positions, of sums over stretches of a width that divides both."""
+    return (np.asarray(nats)[:, start // width : stop // width].mean(1) / width).tolist()
 
 
 def _differences(values: Values, methods: Sequence[str]) -> Iterator[Values]:
@@ -100,10 +111,6 @@ def _differences(values: Values, methods: Sequence[str]) -> Iterator[Values]:
 def _signed(gap: Values) -> str:
     width = "" if gap["half_width"] is None else f" ± {gap['half_width']:.4f}"
     return f"{gap['mean']:+.4f}{width}".replace("-", "−")
-
-
-def _accuracies(recall: Values) -> list[float | None]:
-    return [r / n if n else None for r, n in zip(recall["right"], recall["asked"], strict=True)]
 
 
 def write_report(report: Values, out: Path) -> tuple[Path, Path]:
@@ -138,9 +145,11 @@ def _recall_tables(values: Values, report: Values) -> Iterator[Table]:
     for task, recall in first["recall"].items():
         rows = []
         for method in report["methods"]:
-            accuracy = _accuracies(values["caches"][method]["recall"][task])
-            rows.append([method, *(DASH if a is None else f"{a:.2f}" for a in accuracy)])
-        caption = f"{task}, accuracy by compressions in between (chance {first['chance']:.2f})"
+            mine = Recall(**values["caches"][method]["recall"][task])
+            cells = zip(mine.accuracy, mine.intervals, strict=True)
+            rows.append([method, *(DASH if i is None else f"{a:.2f} ({i[0]:.2f}–{i[1]:.2f})" for a, i in cells)])
+        rows.append(["questions", *map(str, recall["asked"])])
+        caption = f"{task}, accuracy by compressions in between, 95 % intervals (chance {first['chance']:.2f})"
         yield caption, ["cache", *map(str, range(len(recall["asked"])))], rows
 
 
@@ -239,7 +248,7 @@ def _needle_figures(values: Values, report: Values) -> str:
     for task in values["caches"][report["methods"][0]]["recall"]:
         lines = []
         for i, method in enumerate(report["methods"]):
-            accuracy = _accuracies(values["caches"][method]["recall"][task])
+            accuracy = Recall(**values["caches"][method]["recall"][task]).accuracy
             places = [r for r, a in enumerate(accuracy) if a is not None]
             lines.append(Line(method, places, [a for a in accuracy if a is not None], i))
         words = "; ".join(f"{line.name} " + " ".join(f"{y:.2f}" for y in line.y) for line in lines)
@@ -268,36 +277,42 @@ def _cost_figures(values: Values, report: Values) -> str:
 
 def _spectrum_figures(report: Values) -> str:
     shown = []
-    for kind, title in (
-        ("keys", "Keys, before rotation"),
-        ("values", "Values, as cached"),
-        ("unmixed_values", "Values, before the mixer"),
-    ):
+    kinds = ("keys", "Keys, before rotation"), ("values", "Values, as cached"), ("unmixed_values", "Values, unmixed")
+    parts = ("kept", "of what varies, kept"), ("mean", "in the mean")
+    for (kind, title), (part, of) in product(kinds, parts):
         lines = []
         for i, (name, values) in enumerate(report["checkpoints"].items()):
-            shares = values["spectrum"][kind]
+            shares = values["spectrum"].get(kind)
             if shares is not None:
-                lines.append(Line(name, list(range(len(shares))), shares, i))
+                lines.append(Line(name, list(range(len(shares[part]))), shares[part], i))
         if lines:
             words = "; ".join(f"{line.name} " + " ".join(f"{y:.2f}" for y in line.y) for line in lines)
-            svg = line_plot(lines, "layer", "share of energy", f"{title}, share in the kept frequencies: {words}")
-            shown.append(html.figure(title, svg))
+            svg = line_plot(lines, "layer", "share of energy", f"{title}, {of}: {words}")
+            shown.append(html.figure(f"{title}: {of}", svg))
     return html.figures(*shown)
 
 
 def _method(report: Values) -> list[str]:
     first = next(iter(report["checkpoints"].values()))
-    white, clock = first["spectrum"]["white"], first["caches"][report["methods"][0]]["loads"][0]["clock"]
+    clock = first["caches"][report["methods"][0]]["loads"][0]["clock"]
+    spectra = {name: values["spectrum"] for name, values in report["checkpoints"].items()}
+    whites = sorted({f"{spectrum['white']:.2f}" for spectrum in spectra.values() if "white" in spectrum})
+    missing = [
+        f"{name} has none: {spectrum['left_out']}" for name, spectrum in spectra.items() if "left_out" in spectrum
+    ]
+    haystacks = " and ".join(sorted({f"of {values['haystack']}" for values in report["checkpoints"].values()}))
     return [
         "Every cache reads the same tokens once, as in serving: a prediction is made from what the cache then holds. "
         "full holds everything: beyond the length that the weights were trained at it shows their limit, not its own.",
-        "A needle is a key of two tokens and a value, planted in a text of the given documents, or of random tokens "
-        "without any; the key is asked for once, and the likeliest of the values is the answer. Compressions are "
-        "counted by one schedule for all; a needle that is not found at 0 says nothing about the cache.",
+        f"A needle is a key of two tokens and a value, planted in a text {haystacks} (random tokens where no document "
+        "is long enough); the key is asked for once, and the likeliest of the values is the answer. Compressions are "
+        "counted by one schedule for all; a needle that is not found at 0 says nothing about the cache. Intervals are "
+        "Wilson's, over questions.",
         "Bytes are those of the cache's tensors. Peak memory is what the process or device used at most over what it "
         f"used before. Decoding times single tokens in {clock}, compressions included: the slowest token is one.",
-        "Spectrum: the share of energy in the frequencies that a first compression keeps; white noise has "
-        f"{white:.2f}.",
+        "Spectrum: how much of the energy lies in the mean over a window, which every method keeps, and how much of "
+        f"the rest in the frequencies that a first compression keeps; of white noise {' or '.join(whites) or DASH}.",
+        *missing,
     ]
 
 

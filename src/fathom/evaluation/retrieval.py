@@ -6,8 +6,9 @@ carried as a constant over the whole memory; several at once cannot, and are the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -79,15 +80,23 @@ class Rows:
     value: Tensor
     """`[B, n]`: the value that each needle holds."""
     planted: Tensor
-    """`[B, n]`: where it begins."""
+    """`[B, n]`: where it ends; from then on it is in the memory."""
     asked: Tensor
     """`[B, n]`: where its question ends, which is where the answer is predicted."""
 
     def rounds(self, schedule: Schedule) -> Tensor:
         """`[B, n]`: compressions that each needle went through before its answer is predicted."""
-        # The question's last token may itself set one off; a needle is in the memory once it was read.
-        before = torch.tensor([schedule.rounds(t) for t in range(self.ids.shape[1] + 1)])
-        return before[self.asked + 1] - before[self.planted + 1]
+        # The question's last token may itself set one off.
+        asked, planted = ((at + 1).clone().apply_(schedule.rounds) for at in (self.asked, self.planted))
+        return asked - planted
+
+    def pick(self, chosen: Tensor | slice) -> Rows:
+        """Some of the rows, by number or by mask."""
+        return Rows(self.ids[chosen], self.value[chosen], self.planted[chosen], self.asked[chosen])
+
+    def cut(self) -> Rows:
+        """Without what follows the last question."""
+        return replace(self, ids=self.ids[:, : int(self.asked.max()) + 1])
 
     def labels(self, needles: Needles) -> Tensor:
         """`[B, T]`: the answer where one is predicted, -100 elsewhere."""
@@ -133,7 +142,34 @@ def plant(
     for places, tokens in ((here, needles.planted[key, value]), (there, needles.asked[key])):
         spots = places.unsqueeze(-1) * wide + torch.arange(tokens.shape[-1])  # [B, n, p]
         ids.scatter_(1, spots.flatten(1), tokens.flatten(1))
-    return Rows(ids, value, here * wide, there * wide + needles.asked.shape[-1] - 1)
+    planted = here * wide + needles.planted.shape[-1] - 1
+    return Rows(ids, value, planted, there * wide + needles.asked.shape[-1] - 1)
+
+
+IDLE = 50
+"""Batches without a wanted question after which no more are drawn."""
+
+
+def enough(draw: Callable[[], Rows], schedule: Schedule, rounds: int, questions: int) -> Rows:
+    """Rows of `draw` until each number of compressions up to `rounds` has its questions, those with early ones first.
+
+    A row is taken if it asks for a number that still lacks questions, so that few rows serve all; numbers that are
+    never drawn go without.
+    """
+    taken, lacks, idle = [], torch.full((rounds + 1,), questions), 0
+    while (lacks > 0).any() and idle < IDLE:
+        rows = draw()
+        counts, chosen = rows.rounds(schedule), []
+        for row, here in enumerate(counts):
+            here = here[here <= rounds]
+            if (lacks[here] > 0).any():
+                chosen.append(row)
+                lacks -= torch.bincount(here, minlength=rounds + 1)
+        idle = 0 if chosen else idle + 1
+        taken.append(rows.pick(torch.tensor(chosen, dtype=torch.long)))
+    parts = ([getattr(part, name) for part in taken] for name in ("ids", "value", "planted", "asked"))
+    found = Rows(*(torch.cat(part) for part in parts))
+    return found.pick(found.asked.max(1).values.argsort(stable=True))
 
 
 @dataclass
@@ -153,6 +189,11 @@ class Recall:
         """By compressions; None where nothing was asked."""
         return [r / n if n else None for r, n in zip(self.right, self.asked, strict=True)]
 
+    @property
+    def intervals(self) -> list[tuple[float, float] | None]:
+        """95 % intervals of the accuracies."""
+        return [wilson(r, n) if n else None for r, n in zip(self.right, self.asked, strict=True)]
+
     def add(self, right: Tensor, rounds: Tensor) -> None:
         """Count answers `[B, n]`; what went through more compressions than are counted is left out."""
         for r in range(len(self.asked)):
@@ -161,7 +202,16 @@ class Recall:
             self.asked[r] += int(here.sum())
 
 
-def recall(score: Scorer, batches: Sequence[Rows], needles: Needles, schedule: Schedule, rounds: int) -> Recall:
+def wilson(right: int, asked: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share, which is sound for few questions too."""
+    z, share = 1.959964, right / asked
+    middle = share + z * z / (2 * asked)
+    half = z * math.sqrt(share * (1 - share) / asked + (z / (2 * asked)) ** 2)
+    scale = 1 + z * z / asked
+    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
+
+
+def recall(score: Scorer, batches: Iterable[Rows], needles: Needles, schedule: Schedule, rounds: int) -> Recall:
     """Ask a model about every needle: the likeliest of the values is its answer.
 
     Args:

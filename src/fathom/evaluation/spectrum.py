@@ -1,13 +1,15 @@
 """How much of keys and values survives a compression: the share of their energy in the frequencies that are kept.
 
-    share = Σ_{t<L} |y_t|² / Σ_{t<M} |y_t|²,      y = D_M x,  x the M entries that a first compression reads
+    mean = |y_0|² / Σ_{t<M} |y_t|²,      kept = Σ_{0<t<L} |y_t|² / Σ_{0<t<M} |y_t|²
 
-Keys are taken before their rotation, values as the cache holds them. White noise has the share L / M.
+y = D_M x, where x are the M entries that a first compression reads: keys before their rotation, values as the cache
+holds them. Every method keeps the mean, so only what varies around it says what a low-pass keeps: of white noise
+(L − 1) / (M − 1).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -17,20 +19,30 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from fathom.kvcache.freqkv import dct_matrix
-from fathom.kvcache.rope import Rope
+from fathom.kvcache.rope import Rope, refuse
 from fathom.kvcache.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Spectrum:
-    """Shares by layer; a layer that makes several trips counts as several."""
+class Shares:
+    """Of the energy, by layer; a layer that makes several trips counts as several."""
 
-    keys: list[float]
-    values: list[float]
-    unmixed_values: list[float] | None
+    mean: list[float]
+    """In the mean over the entries."""
+    kept: list[float]
+    """Of what varies around the mean, in the kept frequencies; 1 where nothing varies."""
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Shares of what a cache holds."""
+
+    keys: Shares
+    values: Shares
+    unmixed_values: Shares | None
     """Values as they were projected, for a model whose mixer then changes them."""
     white: float
-    """The share of white noise."""
+    """What is kept of white noise."""
 
 
 @torch.no_grad()
@@ -41,22 +53,32 @@ def spectrum(model: Any, ids: Tensor, schedule: Schedule) -> Spectrum:
         model: Any causal language model whose caches can be compressed.
         ids: Texts `[B, T]`, T at least the window; more is not read.
         schedule: The compression.
+
+    Raises:
+        ValueError: A model whose keys cannot be turned back.
     """
+    refuse(model.config, schedule.window)
     rope, cache = Rope(model.config), DynamicCache()
     mixes = getattr(model.config, "mixer", "none") != "none"
     with _projected(model) as projected:
         model(input_ids=ids[:, : schedule.window].to(model.device), past_key_values=cache, use_cache=True)
-    keys = [share(rope.turn(layer.keys.double(), 0, -1), schedule) for layer in cache.layers]
-    values = [share(layer.values, schedule) for layer in cache.layers]
-    unmixed = [share(value, schedule) for value in projected] if mixes else None
-    return Spectrum(keys, values, unmixed, schedule.kept / schedule.compressed)
+    keys = shares([rope.turn(layer.keys.double(), 0, -1) for layer in cache.layers], schedule)
+    values = shares([layer.values for layer in cache.layers], schedule)
+    unmixed = shares(projected, schedule) if mixes else None
+    return Spectrum(keys, values, unmixed, (schedule.kept - 1) / (schedule.compressed - 1))
 
 
-def share(x: Tensor, schedule: Schedule) -> float:
-    """The share of the energy of entries `[..., N, D]` that lies in the kept frequencies, over all channels."""
-    x = x[..., schedule.sinks : schedule.window, :].double()
-    y = dct_matrix(schedule.compressed).to(x.device) @ x  # [..., M, D]
-    return float(y[..., : schedule.kept, :].square().sum() / y.square().sum())
+def shares(layers: Iterable[Tensor], schedule: Schedule) -> Shares:
+    """Shares of the energy of each layer's entries `[..., N, D]`, over all channels."""
+    found = Shares([], [])
+    for x in layers:
+        x = x[..., schedule.sinks : schedule.window, :].double()
+        y = (dct_matrix(schedule.compressed).to(x.device) @ x).square().movedim(-2, 0).flatten(1).sum(1)  # [M]
+        mean, varying, kept = float(y[0]), float(y[1:].sum()), float(y[1 : schedule.kept].sum())
+        constant = varying < 1e-24 * mean  # but for rounding
+        found.mean.append(mean / (mean + varying))
+        found.kept.append(1.0 if constant else kept / varying)
+    return found
 
 
 @contextmanager
