@@ -3,10 +3,10 @@
 import pytest
 from transformers import DynamicCache
 
-from fathom.kvcache import METHODS, MemoryCache, Schedule, build_cache
+from fathom.kvcache import METHODS, MemoryCache, Schedule, build_cache, compress_in_training
 from fathom.kvcache.build import make_method
 
-from .cases import model_of
+from .cases import LINEAR, model_of
 
 
 def test_the_methods():
@@ -51,3 +51,31 @@ def test_a_method_of_ones_own():
 def test_bad_arguments(arguments, error, message):
     with pytest.raises(error, match=message):
         build_cache(model_of("qwen3"), **arguments)
+
+
+@pytest.mark.parametrize(
+    "given", [dict(window=64), dict(kept=10), dict(sinks=2), dict(ratio=0.25), dict(transform="fft")]
+)
+def test_a_method_of_ones_own_brings_everything(given):
+    model = model_of("qwen3")
+    method = make_method(model.config, "freqkv", window=32)
+    with pytest.raises(ValueError, match="this freqkv brings its own schedule and options"):
+        build_cache(model, method, **given)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [dict(rope_parameters=dict(rope_type="default", rope_theta=5e5)), dict(rope_parameters=LINEAR), dict(head_dim=8)],
+)
+def test_a_method_for_another_model(other):
+    method = make_method(model_of("qwen3").config, "freqkv", window=32)
+    assert build_cache(model_of("qwen3", seed=1), method).method is method
+    for use in (build_cache, compress_in_training):
+        with pytest.raises(ValueError, match="made for other rotary angles"):
+            use(model_of("qwen3", **other), method)
+
+
+@pytest.mark.parametrize("given", [dict(quantized="hqq"), dict(transform="fft")])
+def test_full_takes_no_options(given):
+    with pytest.raises(ValueError, match=f"{next(iter(given))}: method 'full'"):
+        build_cache(model_of("qwen3"), "full", **given)

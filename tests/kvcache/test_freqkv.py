@@ -38,10 +38,10 @@ def resample(x, kept):
 
 def test_scipy(case):
     m, kept, c = case
-    x = torch.randn(m, 3, dtype=torch.float64)
+    x = torch.randn(m, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     truth = torch.from_numpy(resample(x.numpy(), kept))
     assert (c @ x - truth).abs().max() < 1e-11
-    assert (c.float() @ x.float() - truth).abs().max() < 1e-5
+    assert (c.float() @ x.float() - truth).abs().max() < 2e-5
 
 
 def test_invariants(case):
@@ -50,6 +50,10 @@ def test_invariants(case):
     assert (c.sum(0) - kept / m).abs().max() < 1e-11
     assert (c @ c.T - kept / m * torch.eye(kept, dtype=c.dtype)).abs().max() < 1e-11
     assert (c - c.flip(0, 1)).abs().max() < 1e-11
+
+
+def test_the_first_rows():
+    assert torch.equal(dct_matrix(60, 28), dct_matrix(60)[:28])
 
 
 @pytest.mark.parametrize("shape", PUBLISHED)

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from fathom.kvcache import METHODS
+from fathom.kvcache import METHODS, compress_in_training
+from fathom.kvcache.method import _MATRICES
 
-from .cases import F, L, N, S, cache_of, model_of
+from .cases import SCHEDULE, F, L, N, S, cache_of, model_of, tokens
 
 
 @pytest.fixture(scope="module")
@@ -53,3 +54,27 @@ def test_shapes_types_and_sinks(model, name, dtype):
 def test_the_schedule_of_the_toy(model):
     schedule = cache_of(model).schedule
     assert (schedule.window, schedule.sinks, schedule.kept, schedule.freed) == (N, S, L, F)
+
+
+@pytest.mark.parametrize("name", ["freqkv", "average"])
+def test_a_matrix_is_made_once_for_all_caches(model, name, monkeypatch):
+    made, build = [], METHODS[name].build
+    monkeypatch.setattr(METHODS[name], "build", staticmethod(lambda *shape: made.append(shape) or build(*shape)))
+    for options in ({}, {}, dict(kept=20)):
+        like = torch.zeros(())
+        c = cache_of(model, name, **options).method.matrix(like)
+        assert c is cache_of(model, name, **options).method.matrix(like)
+        assert not torch.equal(c[0], c[1])
+    assert made == [(L, N - S), (20, N - S)]
+    assert cache_of(model, name).method.matrix(like.double()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+def test_what_inference_made_can_be_trained_with(backend):
+    model, ids = model_of("qwen3", attn_implementation=backend), tokens(1, 150)
+    _MATRICES.clear()
+    with compress_in_training(model, **SCHEDULE):
+        with torch.inference_mode():
+            model(ids, use_cache=False)
+        model(ids, use_cache=False).logits.sum().backward()
+    assert model.model.layers[0].self_attn.k_proj.weight.grad.abs().sum() > 0

@@ -1,11 +1,13 @@
 """Prompts of any length, in the pieces that the method needs."""
 
+import copy
+
 import pytest
 import torch
 
 from fathom.kvcache import build_cache, chunks, prefill
 
-from .cases import cache_of, cached, model_of, tokens
+from .cases import F, N, cache_of, cached, model_of, tokens
 
 
 @pytest.fixture(scope="module")
@@ -51,3 +53,42 @@ def test_left_padding_is_fine_for_a_full_cache(model):
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[0, :3] = 0
     prefill(model, tokens(2, 20), build_cache(model, "full"), attention_mask=mask)
+
+
+def test_it_keeps_no_graph(model):
+    assert torch.is_grad_enabled()
+    cache = cache_of(model)
+    assert not prefill(model, tokens(1, 150), cache).logits.requires_grad
+    assert not cache.layers[0].keys.requires_grad
+
+
+def test_it_can_be_given_up(model):
+    """After any chunk, whose work is then all that was done."""
+    cache = cache_of(model)
+
+    def give_up() -> None:
+        if cache.seen > N:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prefill(model, tokens(1, 231), cache, after_chunk=give_up)
+    assert cache.seen == N + F
+
+
+def test_beams_after_it(model):
+    """Rows are multiplied in between; without that the message says so."""
+    prompt, common = tokens(1, 150), dict(max_new_tokens=10, do_sample=False, num_beams=3)
+    cache, chunked = cache_of(model), cache_of(model)
+    prefill(model, prompt[:, :-1], cache)
+    with pytest.raises(ValueError, match=r"holds 1 rows and 3 came: .*batch_repeat_interleave\(num_beams\)"):
+        model.generate(prompt, past_key_values=copy.deepcopy(cache), **common)
+    cache.batch_repeat_interleave(3)
+    a = model.generate(prompt, past_key_values=cache, **common)
+    assert torch.equal(a, model.generate(prompt, past_key_values=chunked, prefill_chunk_size=32, **common))
+
+
+def test_the_whole_prompt_leaves_generate_nothing(model):
+    prompt, cache = tokens(1, 100), cache_of(model)
+    prefill(model, prompt, cache)
+    with pytest.raises(ValueError, match="prefill the prompt without its last token"):
+        model.generate(prompt, past_key_values=cache, max_new_tokens=2)

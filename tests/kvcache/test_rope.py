@@ -75,10 +75,7 @@ def test_trips_that_read_one_another(view, monkeypatch):
     """Entries of several trips share a position."""
     config = config_of("loop")
     recurrence = recurrence_class(config)
-    if hasattr(recurrence, "sees"):
-        monkeypatch.setattr(recurrence, "sees", staticmethod(lambda config: view))
-    else:
-        monkeypatch.setattr(recurrence, "view", view)
+    monkeypatch.setattr(recurrence, "sees", staticmethod(lambda config: view))
     with pytest.raises(ValueError, match=rf"'loop' reads other trips \(view {view.name}\).*use method 'full'"):
         build_cache(config, window=64)
 
@@ -86,7 +83,7 @@ def test_trips_that_read_one_another(view, monkeypatch):
 def test_tokens_that_halt(monkeypatch):
     """Trips of one view, but rows of different lengths."""
     config = config_of("loop")
-    monkeypatch.setattr(recurrence_class(config), "halts", True, raising=False)
+    monkeypatch.setattr(recurrence_class(config), "halts", True)
     with pytest.raises(ValueError, match="'loop' lets tokens halt one by one; use method 'full'"):
         build_cache(config, window=64)
 

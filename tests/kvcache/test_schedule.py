@@ -82,3 +82,11 @@ def test_ratio_keeps_that_share_of_the_window():
 def test_impossible_schedules(arguments, message):
     with pytest.raises(ValueError, match=message):
         Schedule.at(*arguments)
+
+
+@pytest.mark.parametrize(
+    "window,ratio,survivors", [(100, 0.29, 29), (100, 0.57, 57), (64, 0.45, 28), (65, 0.5, 32), (10, 0.99, 9)]
+)
+def test_a_share_that_binary_numbers_miss(window, ratio, survivors):
+    """Whole entries, rounded down, unless the share is one but for its last digit."""
+    assert Schedule.at(window, 4, ratio).survivors == survivors

@@ -46,3 +46,11 @@ def test_it_never_guesses_the_queries():
     model.set_attn_implementation("sdpa")  # nobody shows it the queries any more
     with pytest.raises(RuntimeError, match="has not seen the last queries"):
         cached(model, tokens(1, 100), cache)
+
+
+def test_one_entry_is_enough():
+    model = model_of("qwen3")
+    cache = build_cache(model, "snapkv", window=8, sinks=2, kept=1)
+    assert cache.method.observed == 1
+    cached(model, tokens(1, 30), cache)
+    assert cache.entries <= 8

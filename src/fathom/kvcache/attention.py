@@ -30,7 +30,8 @@ class Compression:
 
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
         self.model, self.method = model, method
-        self.name = model.config._attn_implementation.removesuffix(SUFFIX)
+        self._before: str = model.config._attn_implementation
+        self.name = self._before.removesuffix(SUFFIX)
         """The backend that attends within a group."""
         if self.name == NAME:
             raise ValueError("this model already compresses in training: stop() the first")
@@ -49,7 +50,7 @@ class Compression:
 
     def stop(self) -> None:
         """Give the model its own attention back."""
-        self.model.set_attn_implementation(self.name)
+        self.model.set_attn_implementation(self._before)
         for layer in self._layers:
             vars(layer).pop("kvcache_compression", None)
 
@@ -88,10 +89,11 @@ class Compression:
             return None  # as transformers does, so that the first window is the stock model's to the last bit
         place = (queries, keys, like.dtype, like.device)
         if place not in self._masks:
-            visible = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
-            if self.name == "eager":  # it adds its mask
-                lowest = torch.finfo(like.dtype).min
-                visible = torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, lowest)
+            with torch.inference_mode(False):  # training may use it later
+                visible = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
+                if self.name == "eager":  # it adds its mask
+                    lowest = torch.finfo(like.dtype).min
+                    visible = torch.zeros_like(visible, dtype=like.dtype).masked_fill(~visible, lowest)
             self._masks[place] = visible
         return self._masks[place]
 

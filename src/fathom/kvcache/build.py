@@ -42,7 +42,8 @@ def build_cache(
 
     Args:
         model_or_config: The model; with a configuration alone, call `watch(model)` before use.
-        method: A name of `METHODS`, `full` (everything, transformers' own cache), or a trained `Method`.
+        method: A name of `METHODS`, `full` (everything, transformers' own cache, whatever the schedule), or a trained
+            `Method`, which brings schedule and options.
         window: N, the entries that a layer may hold: the length that the weights were trained at.
         sinks: S, first entries that stay as they are.
         ratio: Share of the window that a round leaves.
@@ -53,6 +54,9 @@ def build_cache(
     model = model_or_config if isinstance(model_or_config, nn.Module) else None
     config = config_of(model_or_config)
     if method == "full":
+        given = {**options, **({} if quantized is None else {"quantized": quantized})}
+        if given:
+            raise ValueError(f"{', '.join(given)}: method 'full' is transformers' plain cache and takes no options")
         return DynamicCache(config=config)
     chosen = make_method(config, method, window, sinks, ratio, kept, **options)
     if chosen.observed and model is None:
@@ -88,6 +92,10 @@ def make_method(
     """A method with its schedule, for models of this configuration."""
     if isinstance(method, Method):
         refuse(config, method.schedule.window)
+        if (window, sinks, ratio, kept, options) != (None, 4, 0.5, None, {}):
+            raise ValueError(f"this {method.name} brings its own schedule and options: give the method alone")
+        if not method.rope.turns_as(Rope(config)):
+            raise ValueError(f"this {method.name} was made for other rotary angles than this model's: make it anew")
         return method
     if method not in METHODS:
         raise ValueError(f"method must be one of full, {', '.join(METHODS)}, got {method!r}")

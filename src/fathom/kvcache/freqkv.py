@@ -33,7 +33,7 @@ class FreqKV(Fixed):
     @staticmethod
     def build(kept: int, compressed: int) -> Tensor:
         """C, `[L, M]`, in float64."""
-        return math.sqrt(kept / compressed) * dct_matrix(kept).T @ dct_matrix(compressed)[:kept]
+        return math.sqrt(kept / compressed) * dct_matrix(kept).T @ dct_matrix(compressed, kept)
 
     def reducer(self, keys: Tensor, queries: Tensor | None) -> Reducer:
         """x → C x."""
@@ -43,9 +43,10 @@ class FreqKV(Fixed):
         return lambda x: inverse_dct(dct(x)[..., :kept, :]) * scale
 
 
-def dct_matrix(n: int) -> Tensor:
-    """D, `[n, n]`: D_tm = a_t cos(π t (2m + 1) / 2n), a_0 = √(1/n), a_t = √(2/n), in float64."""
-    t, m = torch.arange(n, dtype=torch.float64).unsqueeze(1), torch.arange(n, dtype=torch.float64)
+def dct_matrix(n: int, rows: int | None = None) -> Tensor:
+    """D, `[n, n]` or its first rows: D_tm = a_t cos(π t (2m + 1) / 2n), a_0 = √(1/n), a_t = √(2/n), in float64."""
+    t = torch.arange(n if rows is None else rows, dtype=torch.float64).unsqueeze(1)
+    m = torch.arange(n, dtype=torch.float64)
     d = math.sqrt(2 / n) * torch.cos(torch.pi / (2 * n) * (t * (2 * m + 1) % (4 * n)))
     d[0] /= math.sqrt(2)
     return d

@@ -77,6 +77,11 @@ class Memory(CacheLayerMixin):
         self.schedule.fit(self.seen, length)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if len(key_states) != len(self.keys):
+            raise ValueError(
+                f"the cache holds {len(self.keys)} rows and {len(key_states)} came: for beams, call "
+                "cache.batch_repeat_interleave(num_beams) between prefill and generate"
+            )
         if self._is_due(length):
             self._compress()
         self.seen += length
@@ -206,7 +211,8 @@ class MemoryCache(Cache):
             self.offset = offsets.pop()
         elif offsets != {self.offset}:
             raise ValueError(
-                f"position_ids do not continue the {self.seen} tokens in the cache: pass none, or the true positions"
+                f"position_ids do not continue the {self.seen} tokens in the cache: pass none, or the true positions; "
+                "before generate, prefill the prompt without its last token"
             )
 
     def memory_bytes(self) -> int:

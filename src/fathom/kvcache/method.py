@@ -90,12 +90,12 @@ class Linear(Method):
         return lambda x: torch.einsum("lm,bhmd->bhld", c, x)
 
 
+# Of all methods: a server makes a cache for every request.
+_MATRICES: dict[tuple[Callable[[int, int], Tensor], int, int, torch.dtype, torch.device], Tensor] = {}
+
+
 class Fixed(Linear):
     """A matrix that follows from the schedule alone; made once for each type and device."""
-
-    def __init__(self, schedule: Schedule, rope: Rope) -> None:
-        super().__init__(schedule, rope)
-        self._matrices: dict[tuple[torch.dtype, torch.device], Tensor] = {}
 
     @staticmethod
     @abstractmethod
@@ -104,10 +104,14 @@ class Fixed(Linear):
 
     def matrix(self, like: Tensor) -> Tensor:
         """C, `[L, M]`."""
-        key = (like.dtype, like.device)
-        if key not in self._matrices:
-            self._matrices[key] = self.build(self.schedule.kept, self.schedule.compressed).to(like)
-        return self._matrices[key]
+        kept, compressed = self.schedule.kept, self.schedule.compressed
+        key = (self.build, kept, compressed, like.dtype, like.device)
+        if key not in _MATRICES:
+            if len(_MATRICES) > 16:
+                _MATRICES.clear()
+            with torch.inference_mode(False):  # training may use it later
+                _MATRICES[key] = self.build(kept, compressed).to(like.device, like.dtype)
+        return _MATRICES[key]
 
 
 class Selection(Method):

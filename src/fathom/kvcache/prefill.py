@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
@@ -21,10 +22,25 @@ def chunks(input_ids: Tensor, cache: Cache) -> Iterator[Tensor]:
     yield from input_ids.split(cache.schedule.cuts(cache.seen, input_ids.shape[1]), dim=1)
 
 
-def prefill(model: PreTrainedModel, input_ids: Tensor, cache: Cache, attention_mask: Tensor | None = None) -> Any:
+@torch.no_grad()
+def prefill(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    cache: Cache,
+    attention_mask: Tensor | None = None,
+    after_chunk: Callable[[], None] | None = None,
+) -> Any:
     """Feed `[B, T]` tokens into `cache` and return the last output, with the logits of the last position only.
 
-    To generate next, leave the prompt's last token out here, and call `model.generate(prompt, past_key_values=cache)`.
+    To generate next, leave the prompt's last token out here, and call `model.generate(prompt, past_key_values=cache)`;
+    with `num_beams=n`, after `cache.batch_repeat_interleave(n)`.
+
+    Args:
+        model: Reads.
+        input_ids: Rows of one length.
+        cache: Empty, or what came before.
+        attention_mask: For padding, which only a full cache allows.
+        after_chunk: Called after every forward pass; what it raises ends the reading.
     """
     if input_ids.shape[1] == 0:
         raise ValueError("prefill needs at least one token")
@@ -34,4 +50,6 @@ def prefill(model: PreTrainedModel, input_ids: Tensor, cache: Cache, attention_m
         attention_mask = None
     for chunk in chunks(input_ids, cache):
         output = model(chunk, attention_mask=attention_mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        if after_chunk is not None:
+            after_chunk()
     return output

@@ -64,6 +64,11 @@ class Rope:
         turned = self._apply(turned[:0], turned, cos, sin)[1]
         return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
+    def turns_as(self, other: Rope) -> bool:
+        """Whether both turn by the same angles."""
+        return torch.equal(self._embed.inv_freq.cpu(), other._embed.inv_freq.cpu())
+
+    @torch.inference_mode(False)  # training may use them later
     @torch.no_grad()
     def _table(self, positions: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         self._embed.to(x.device)
@@ -103,12 +108,11 @@ def _refuse_fathom(config: PreTrainedConfig) -> None:
     if config.k_norm_position == "after_rope":
         raise ValueError("k_norm_position 'after_rope' scales turned keys, which cannot be turned back; use 'full'")
     recurrence = recurrence_class(config)
-    sees = getattr(recurrence, "sees", None)
-    view: View = sees(config) if sees else vars(recurrence).get("view", View.SAME)
+    view = recurrence.sees(config)
     if view is not View.SAME:
         raise ValueError(
             f"recurrence {config.recurrence!r} reads other trips (view {view.name}), so several entries share a "
             "position; use method 'full', or a recurrence of view SAME"
         )
-    if getattr(recurrence, "halts", False):
+    if recurrence.halts:
         raise ValueError(f"recurrence {config.recurrence!r} lets tokens halt one by one; use method 'full'")

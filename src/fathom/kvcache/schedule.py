@@ -29,7 +29,8 @@ class Schedule:
         """The schedule that leaves `ratio · window` entries after a round, or `kept` besides the sinks."""
         if not 0 < ratio < 1:
             raise ValueError(f"ratio must lie between 0 and 1, got {ratio}")
-        return cls(window, sinks, int(ratio * window) - sinks if kept is None else kept)
+        survivors = int(round(ratio * window, 6))  # 0.29 · 100 is a little less than 29
+        return cls(window, sinks, survivors - sinks if kept is None else kept)
 
     def __post_init__(self) -> None:
         if self.window < 1:

@@ -22,7 +22,7 @@ class SnapKV(Selection):
     def __init__(self, schedule: Schedule, rope: Rope, observed: int | None = None, kernel: int = 7) -> None:
         super().__init__(schedule, rope)
         most = min(schedule.freed, schedule.kept)
-        self.observed = min(32, most // 2) if observed is None else observed
+        self.observed = max(1, min(32, most // 2)) if observed is None else observed
         self.kernel = kernel
         if not 1 <= self.observed <= most:
             raise ValueError(f"observed must be 1 to {most} with this schedule, got {self.observed}")
