@@ -340,7 +340,8 @@ def _run(
     began = time.perf_counter()
     try:
         if sampling.memory is not None:
-            arguments |= sampling.memory.read(model, ids.to(model.device), sampling.options.get("num_beams", 1))
+            beams = sampling.options.get("num_beams") or model.generation_config.num_beams or 1
+            arguments |= sampling.memory.read(model, ids.to(model.device), beams)
         out = model.generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
@@ -348,7 +349,7 @@ def _run(
             return_dict_in_generate=True,
             **arguments,
         )
-    except ValueError as error:  # options that do not go together
+    except (ValueError, NotImplementedError) as error:  # options that do not go together
         raise GenerateError(f"transformers: {' '.join(str(error).split())}") from error
     seconds = time.perf_counter() - began
     made = []

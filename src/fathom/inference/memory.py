@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from fathom.kvcache import build_cache, prefill
+from fathom.kvcache import METHODS, build_cache, prefill
+from fathom.kvcache.method import Linear
 from fathom.recipe import RecipeError, cache_policy
 
 
@@ -22,20 +23,21 @@ class Policy:
     sinks: int
     ratio: float
 
-    def read(self, model: Any, prompt: Tensor, beams: int = 1) -> dict[str, Any]:
+    def read(
+        self, model: Any, prompt: Tensor, beams: int = 1, after_chunk: Callable[[], None] | None = None
+    ) -> dict[str, Any]:
         """Arguments for `generate`: a cache that has read a prompt `[B, T]` but for its last token.
 
         Args:
             model: Reads.
             prompt: Rows of one length, without padding.
-            beams: If several, `generate` reads the prompt itself, since rows become beams there.
+            beams: Rows that each row becomes in `generate`.
+            after_chunk: As `prefill` takes it.
         """
         cache = build_cache(model, self.method, self.window, self.sinks, self.ratio)
-        if beams > 1:
-            return {"past_key_values": cache, "prefill_chunk_size": cache.schedule.chunk}
         if prompt.shape[1] > 1:
-            with torch.no_grad():
-                prefill(model, prompt[:, :-1], cache)
+            prefill(model, prompt[:, :-1], cache, after_chunk=after_chunk)
+            cache.batch_repeat_interleave(beams)
         return {"past_key_values": cache}
 
 
@@ -48,8 +50,8 @@ def choose(
 ) -> Policy | None:
     """What the `--kvcache` options mean for a model; None for an ordinary cache.
 
-    A checkpoint that was tuned under compression knows its schedule. Any other is told about once, since past the
-    window it is expected to write badly.
+    A checkpoint that was tuned under compression knows its schedule. Any other is told about once if the method mixes
+    entries, since past the window it is expected to write badly.
     """
     if method in (None, "full"):
         given = {"window": window, "sinks": sinks, "ratio": ratio}
@@ -63,7 +65,7 @@ def choose(
         build_cache(model, **vars(policy))
     except ValueError as error:
         raise RecipeError(f"--kvcache {method}: {error}") from error
-    if recorded != vars(policy):
+    if recorded != vars(policy) and issubclass(METHODS[policy.method], Linear):
         was = f"tuned for {_words(recorded)}" if recorded else "not tuned under compression"
         words = f"fathom: warning: this checkpoint was {was}; past {policy.window} tokens expect poor text"
         print(words, file=sys.stderr)

@@ -52,6 +52,7 @@ ROUTES = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health"}
 NEW_TOKENS = 1024  # where a request names no number, as in transformers
 ENDLESS = 1 << 20  # tokens of context that are offered where a cache of constant size sets no limit
 WAITING = 256  # requests at a time; each holds its tokens and a socket
+BODIES = 1 << 28  # bytes of all requests at a time
 LENS_TEXT = "To fathom: to measure a depth; to understand after much thought."
 
 
@@ -169,11 +170,14 @@ class _Streamer(DirectStreamer):
 
     def put(self, value: torch.Tensor) -> None:
         """Called with the prompt, then with each new token."""
-        if self._halt is not None:
-            raise self._halt
+        self.heed()
         if not self._first:
             self.ids += value.tolist()
         super().put(value)
+        self.heed()
+
+    def heed(self) -> None:
+        """Raise what `cancel` left."""
         if self._halt is not None:
             raise self._halt
 
@@ -187,7 +191,7 @@ class _Streamer(DirectStreamer):
         super().end()
 
     def cancel(self, reason: Exception | None = None) -> None:
-        """Give up at the next token."""
+        """Give up at the next token, or the next chunk of the prompt."""
         self._halt = self._halt or reason or ApiError(503, "the request was cancelled")
 
     def fail(self, error: Exception) -> None:
@@ -267,9 +271,11 @@ class _Worker(GenerateManager):
 
         def run() -> None:
             try:
+                streamer.heed()  # it may have waited in vain
                 if seed is not None:  # here, not where the request came in: others may run in between
                     torch.manual_seed(seed)
-                cache = self.memory.read(model, inputs["input_ids"]) if self.memory else {}
+                ids = inputs["input_ids"]
+                cache = self.memory.read(model, ids, after_chunk=streamer.heed) if self.memory else {}
                 model.generate(**inputs, **cache, **budget, generation_config=config, streamer=streamer)
             except _Finished:
                 streamer.end()
@@ -432,20 +438,25 @@ class _Gate:
     """The outermost layer: key and size of a request, and an end to the work of one whose client hung up."""
 
     def __init__(self, app: Any, api_key: str | None, body_limit: int) -> None:
-        self.app, self.body_limit = app, body_limit
+        self.app, self.body_limit, self.held = app, body_limit, 0
         self.key = api_key.encode() if api_key is not None else None
 
     async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
+        chunks: list[bytes] = []
         try:
             self._authorise(scope)
-            body = await self._read(receive)
+            whole = await self._read(receive, chunks)
         except ApiError as error:
-            return await error.response()(scope, receive, send)
-        if body is None:
-            return None
+            await error.response()(scope, receive, send)
+        else:
+            if whole:
+                await self._answer(chunks[0], scope, receive, send)
+        finally:
+            self.held -= sum(map(len, chunks))
 
+    async def _answer(self, body: bytes, scope: Any, receive: Callable[[], Awaitable[Any]], send: Any) -> None:
         unread = [{"type": "http.request", "body": body, "more_body": False}]
         gone = asyncio.create_task(_hang_up(receive))
 
@@ -486,19 +497,23 @@ class _Gate:
             error.headers = {"WWW-Authenticate": "Basic" if scope["path"].startswith("/lens") else "Bearer"}
             raise error
 
-    async def _read(self, receive: Callable[[], Awaitable[Any]]) -> bytes | None:
-        """The body, or None where the client left before its end."""
-        chunks, size, more = [], 0, True
+    async def _read(self, receive: Callable[[], Awaitable[Any]], chunks: list[bytes]) -> bool:
+        """Gather the body in `chunks`, in one piece at last; False where the client left before its end."""
+        size, more = 0, True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
-                return None
+                return False
             chunks.append(message.get("body", b""))
             size += len(chunks[-1])
+            self.held += len(chunks[-1])
             if size > self.body_limit:
                 raise ApiError(413, f"the body has more than {self.body_limit:,} bytes", "body_too_large")
+            if self.held > max(BODIES, self.body_limit):
+                raise ApiError(429, "the requests under way fill the memory; try again later", "rate_limit_exceeded")
             more = message.get("more_body", False)
-        return b"".join(chunks)
+        chunks[:] = [b"".join(chunks)]
+        return True
 
 
 async def _hang_up(receive: Callable[[], Awaitable[Any]]) -> None:
