@@ -345,13 +345,17 @@ def _kvcache_rules(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     if kvcache.method == "full":
         for key in ("window", "lora_rank"):
             yield getattr(kvcache, key) is None, f"kvcache.{key}", "allowed: null, unless kvcache.method compresses"
+        for key in ("sinks", "ratio"):
+            default = getattr(KVCache, key)
+            words = f"allowed: {default}, unless kvcache.method compresses"
+            yield getattr(kvcache, key) == default, f"kvcache.{key}", words
         return
     window = kvcache.window or 0
     shorter = f"allowed: less than data.sequence_length={length}, or nothing is ever compressed"
     yield kvcache.window is not None, "kvcache.window", f"kvcache.method={kvcache.method} needs it; {shorter}"
     yield 1 <= window < length, "kvcache.window", shorter
     yield 0 < kvcache.ratio < 1, "kvcache.ratio", "allowed: a share between 0 and 1"
-    most = int(kvcache.ratio * window) - 1
+    most = int(round(kvcache.ratio * window, 6)) - 1
     yield 0 <= kvcache.sinks <= most, "kvcache.sinks", f"allowed: 0 to {most} with this window and ratio"
     yield kvcache.lora_rank is None or kvcache.lora_rank >= 1, "kvcache.lora_rank", "allowed: 1 or more, or null"
     yield not (kvcache.lora_rank and recipe.optim.only), "optim.only", "allowed: empty, with kvcache.lora_rank"

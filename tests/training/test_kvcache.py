@@ -101,6 +101,8 @@ def test_adapters_are_merged_in_the_export(recipe: Recipe, tmp_path: Path) -> No
     [
         (("kvcache.method=dct",), "kvcache.method=dct: allowed: one of full, freqkv"),
         (("kvcache.window=16",), "kvcache.window=16: allowed: null"),
+        (("kvcache.sinks=2",), "kvcache.sinks=2: allowed: 4, unless kvcache.method compresses"),
+        (("kvcache.ratio=0.25",), "kvcache.ratio=0.25: allowed: 0.5, unless"),
         (("kvcache.lora_rank=8",), "kvcache.lora_rank=8: allowed: null"),
         ((*FREQKV, "kvcache.lora_rank=0"), "kvcache.lora_rank=0: allowed: 1 or more"),
         ((*FREQKV, "kvcache.window=null"), "kvcache.window=null: kvcache.method=freqkv needs it"),
