@@ -343,9 +343,9 @@ def test_a_planted_leak_is_seen(directory, monkeypatch):
     """A server that keeps every body, measured alike over half the requests."""
     read, kept = server._Gate._read, []
 
-    async def hoarding(self, receive):
-        kept.append(await read(self, receive))
-        return kept[-1]
+    async def hoarding(self, receive, chunks):
+        kept.append(chunks)
+        return await read(self, receive, chunks)
 
     monkeypatch.setattr(server._Gate, "_read", hoarding)
     with in_thread(server.build_app(*open_checkpoint(directory, "cpu"), "tiny")) as leaking:
