@@ -2,7 +2,7 @@
 
     python benchmarks/kvcache.py system                       # bytes, decode time and the share of compression
     python benchmarks/kvcache.py needles                      # one and four needles by compressions, tuned and not
-    python benchmarks/kvcache.py books --text books/*.txt     # loss by position of a byte-level model
+    python benchmarks/kvcache.py books --text FILES --base-steps 300 --steps 100    # loss by position, byte by byte
 
 Every arm starts from the same weights and reads the same rows in the same order for equally many steps. Finished
 parts lie under --work and are not done again; --out gets the table.
@@ -20,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -331,11 +332,14 @@ def tested(model: FathomForCausalLM, arm: str, schedule: Schedule, tests: Tensor
     """Bits per byte of each book by stretches of F, and the spectrum of its first windows."""
     nats = losses(model, tests, cache_of(model, arm, schedule))
     bits = (np.array(stretches(nats, schedule.freed)) / schedule.freed / np.log(2)).tolist()
-    return {"bits_per_byte": bits, "spectrum": vars(spectrum(model, tests, schedule))}
+    return {"bits_per_byte": bits, "spectrum": asdict(spectrum(model, tests, schedule))}
 
 
 def book_table(report: dict[str, Any]) -> Iterator[str]:
-    """Bits per byte by windows read, means over books and seeds; the last window's differences with intervals."""
+    """Bits per byte by windows read, means over books and seeds; differences beyond the first window.
+
+    A difference has its 95 % interval over books, for the models of these seeds, and its range over the seeds.
+    """
     per = report["window"] // (report["window"] - report["sinks"] - report["kept"])
     spans = [(0, 1), (1, 2), (2, 4), (4, 8), (8, 16), (16, 32)]
     yield (
@@ -345,18 +349,25 @@ def book_table(report: dict[str, Any]) -> Iterator[str]:
     )
     yield "| --- | --- |" + " ---: |" * (len(spans) + 3)
     for tuned in (False, True):
-        mine = {arm: _by_book(report, arm, tuned) for arm in ARMS}
-        for arm, table in mine.items():  # [books, stretches], means over seeds
-            cells = [f" {table[:, a * per : b * per].mean():.4f} |" for a, b in spans]
-            beyond = {other: mine[other][:, per:].mean(1) for other in ("full", "average", "drop")}
-            gaps = [paired_difference(list(table[:, per:].mean(1)), list(there)) for there in beyond.values()]
-            cells += [f" {gap.mean:+.4f} ± {gap.half_width or 0:.4f} |" for gap in gaps]
+        mine = {arm: _bits(report, arm, tuned) for arm in ARMS}
+        for arm, table in mine.items():
+            cells = [f" {table[..., a * per : b * per].mean():.4f} |" for a, b in spans]
+            beyond = table[..., per:].mean(2)
+            cells += [f" {_gap(beyond, mine[other][..., per:].mean(2))} |" for other in ("full", "average", "drop")]
             yield f"| {'yes' if tuned else 'no'} | {arm} |" + "".join(cells)
 
 
-def _by_book(report: dict[str, Any], arm: str, tuned: bool) -> np.ndarray:
+def _bits(report: dict[str, Any], arm: str, tuned: bool) -> np.ndarray:
+    """`[seeds, books, stretches]`."""
     chosen = [r for r in report["runs"] if (r["mixer"], r["arm"], r["tuned"]) == ("none", arm, tuned)]
-    return np.mean([run["bits_per_byte"] for run in chosen], axis=0)
+    return np.array([run["bits_per_byte"] for run in chosen])
+
+
+def _gap(mine: np.ndarray, theirs: np.ndarray) -> str:
+    """Of two tables `[seeds, books]`."""
+    gap = paired_difference(mine.mean(0).tolist(), theirs.mean(0).tolist())
+    seeds = (mine - theirs).mean(1)
+    return f"{gap.mean:+.4f} ± {gap.half_width or 0:.4f} ({seeds.min():+.4f} to {seeds.max():+.4f})"
 
 
 # System numbers.

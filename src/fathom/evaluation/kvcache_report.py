@@ -310,7 +310,7 @@ def _method(report: Values) -> list[str]:
         "Wilson's, over questions.",
         "Bytes are those of the cache's tensors. Peak memory is what the process or device used at most over what it "
         f"used before. Decoding times single tokens in {clock}, compressions included: the slowest token is one.",
-        "Spectrum: how much of the energy lies in the mean over a window, which every method keeps, and how much of "
+        "Spectrum: how much of the energy lies in the mean over a window, which averaging keeps too, and how much of "
         f"the rest in the frequencies that a first compression keeps; of white noise {' or '.join(whites) or DASH}.",
         *missing,
     ]

@@ -3,8 +3,8 @@
     mean = |y_0|² / Σ_{t<M} |y_t|²,      kept = Σ_{0<t<L} |y_t|² / Σ_{0<t<M} |y_t|²
 
 y = D_M x, where x are the M entries that a first compression reads: keys before their rotation, values as the cache
-holds them. Every method keeps the mean, so only what varies around it says what a low-pass keeps: of white noise
-(L − 1) / (M − 1).
+holds them. Averaging keeps the mean just as well, so only what varies around it says what a low-pass is worth: of white
+noise it keeps (L − 1) / (M − 1).
 """
 
 from __future__ import annotations
