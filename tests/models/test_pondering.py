@@ -8,12 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, TrainerState
 
-from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models import FathomConfig, FathomForCausalLM, modeling
 from fathom.models.cost import count_parameters, layer_flops, mechanism_cost
 from fathom.models.numerics import lowest_mean
 from fathom.models.pondering import lowest_sum
+from fathom.training.callback import FollowSteps
 
 from .cases import SHAPE, config_of, tokens
 from .oracle import agree
@@ -470,3 +471,68 @@ def test_bad_options_are_one_clear_line(name, options, says):
     with pytest.raises(ValueError, match=says) as found:
         config_of(name, recurrence_options=options)
     assert "\n" not in str(found.value)
+
+
+# --- found by a reviewer ----------------------------------------------------------------------------------------------
+
+
+def test_a_trained_router_comes_back(tmp_path):
+    """The bias where training began must not replace the one that training found."""
+    model = thinker("ponder3", router_bias=3.0)
+    with torch.no_grad():
+        model.model.recurrence.router.bias.copy_(torch.arange(len(model.model.recurrence.router.bias)))
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, dtype=torch.float64)
+    assert torch.equal(again.model.recurrence.router.bias, model.model.recurrence.router.bias)
+
+
+@pytest.mark.parametrize(
+    "method,options", [("ponder3", {"penalty_steps": [5, 5]}), ("adaponder", {"penalty_window": [0.5, 0.5]})]
+)
+def test_a_schedule_may_be_a_step(method, options):
+    policy = thinker(method, **options).model.recurrence
+    now = policy.weight if method == "ponder3" else policy.fraction
+    policy.set_step(4, 10)
+    assert float(now) == 0
+    policy.set_step(5, 10)
+    assert float(now) > 0
+
+
+def test_no_more_trips_than_were_drawn():
+    model = thinker("ponder", depth=2, depth_range=[1, 2])
+    with pytest.raises(ValueError, match="between 1 and 3"):
+        model(tokens(1, 4), max_trips=4)
+    with pytest.raises(ValueError, match="depth_range"):
+        thinker("ponder", depth=3, depth_range=[1, 2])
+
+
+@pytest.mark.parametrize("method", ["adaponder", "latent_cot", "ponder3"])
+def test_evaluation_has_no_penalties(method):
+    model, ids = thinker(method), tokens(2, 9)
+    model.set_step(5000, 5001)
+    with torch.no_grad():
+        assert model(ids, labels=ids).aux_losses is None
+        assert model.train()(ids, labels=ids).aux_losses
+        assert all(value.isfinite() for value in model(ids, labels=torch.full_like(ids, -100)).metrics.values())
+
+
+def test_gates_are_not_dropped(tmp_path):
+    thinker("adaponder", depth=2).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="recurrence.gates"):
+        type(thinker("adaponder")).from_pretrained(tmp_path, recurrence_options={"depth": 1})
+
+
+@pytest.mark.parametrize("method", ["adaponder", "latent_cot"])
+def test_a_long_prompt_is_read_in_parts(method, monkeypatch):
+    model, ids = thinker(method), tokens(2, 13)
+    with torch.no_grad():
+        whole = model(ids, use_cache=True).logits
+        monkeypatch.setattr(modeling, "AT_ONCE", 5)
+        assert error(model(ids, use_cache=True).logits, whole) < 1e-12
+
+
+def test_the_trainers_own_callback_follows_the_steps():
+    model = thinker("adaponder", penalty_window=[0.0, 1.0])
+    state = TrainerState(global_step=5, max_steps=10)
+    FollowSteps().on_step_begin(None, state, None, model=model)
+    assert float(model.model.recurrence.fraction) == pytest.approx(0.05)

@@ -233,10 +233,12 @@ def test_buffers_grow_by_a_part():
 
 @pytest.mark.parametrize("method", ["ponder2", "latent_cot"])
 def test_no_slots_are_stored_while_gradients_are_wanted(method):
-    """They are written in place, which autograd cannot follow; whoever brings a cache gets one."""
+    """They are written in place, which autograd cannot follow: no cache unless asked for, and then one clear line."""
     model, ids = thinker(method), tokens(1, 4)
-    out = model(ids, use_cache=True)
+    out = model(ids)
     assert out.past_key_values is None
     out.logits.sum().backward()
+    with pytest.raises(ValueError, match="no_grad"):
+        model(ids, use_cache=True)
     with torch.no_grad():
         assert model(ids, use_cache=True).past_key_values.get_seq_length() == 4

@@ -22,8 +22,8 @@ from transformers import initialization as init
 
 from .numerics import widen
 from .ponder import MixtureOptions, mixed, mixture_flops, trips_cost
-from .pondering import Pondering, check_over, lowest_sum, per_item
-from .roles import Cost, Mechanism
+from .pondering import Pondering, check_over, check_positive, lowest_sum, per_item, ramp
+from .roles import Cost, Mechanism, valid_mean
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -53,10 +53,12 @@ class AdaponderOptions(MixtureOptions):
         """Refuse what is impossible."""
         self.check(config)
         check_over(self.penalty_over)
+        check_positive("penalty_max", self.penalty_max)
         if self.penalty_on not in ("sigmoid", "logit"):
             raise ValueError(f"recurrence_options.penalty_on must be sigmoid or logit, got {self.penalty_on!r}")
         window = self.penalty_window
-        if not (isinstance(window, Sequence) and len(window) == 2 and 0 <= window[0] <= window[1] <= 1):
+        numbers = isinstance(window, Sequence) and all(isinstance(x, int | float) for x in window)
+        if not (numbers and len(window) == 2 and 0 <= window[0] <= window[1] <= 1):
             raise ValueError(f"recurrence_options.penalty_window must be two fractions of training, got {window!r}")
         if not 0 <= self.penalty_fraction <= 1:
             raise ValueError(f"recurrence_options.penalty_fraction must lie in 0..1, got {self.penalty_fraction}")
@@ -107,10 +109,9 @@ class Adaponder(Pondering):
     def set_step(self, step: int, steps: int | None = None) -> None:
         """q at this point of training."""
         super().set_step(step, steps)
-        start, stop = self.options["penalty_window"]
-        done = step / max(steps or 1, 1)
-        grown = 1.0 if done >= stop else max(0.0, done - start) / (stop - start)
-        self.fraction.fill_(self.options["penalty_fraction"] * grown)
+        if steps:  # fractions of a training of unknown length are unknown
+            grown = ramp(step / steps, *self.options["penalty_window"])
+            self.fraction.fill_(self.options["penalty_fraction"] * grown)
 
     def gate(self, out: Out, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """σ_k, and who goes on."""
@@ -145,16 +146,17 @@ class Adaponder(Pondering):
         gates = self._gates(state)
         found = super().metrics(state, targets)
         if gates is not None:
-            found |= gate_metrics(gates[targets != -100].detach())
-            found["gates_below_-4"] = (gates[targets != -100] < 1 / (1 + math.exp(4))).float().mean()
-            found["gates_shut"] = (gates[targets != -100] < self.options["tau"]).float().mean()
+            gates = gates.detach()
+            found["gate_entropy"] = valid_mean(entropy(gates), targets)
+            found["gates_below_-4"] = valid_mean(gates < 1 / (1 + math.exp(4)), targets)
+            found["gates_shut"] = valid_mean(gates < self.options["tau"], targets)
         return found
 
 
-def gate_metrics(gates: Tensor) -> dict[str, Tensor]:
-    """Mean entropy of gates, in nats."""
+def entropy(gates: Tensor) -> Tensor:
+    """Of every gate, in nats."""
     g = gates.float().clamp(1e-6, 1 - 1e-6)
-    return {"gate_entropy": -(g * g.log() + (1 - g) * (1 - g).log()).mean()}
+    return -(g * g.log() + (1 - g) * (1 - g).log())
 
 
 def cost(config: FathomConfig, scalar: int) -> Cost:

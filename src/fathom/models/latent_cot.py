@@ -18,12 +18,12 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .adaponder import gate_metrics
+from .adaponder import entropy
 from .loss import IGNORE
 from .numerics import widen
 from .ponder import trips_cost
-from .pondering import Sampled, check_depth, check_fraction, per_item
-from .roles import Cost, Mechanism, View
+from .pondering import Sampled, check_depth, check_fraction, check_positive, per_item
+from .roles import Cost, Mechanism, View, valid_mean
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -46,13 +46,15 @@ class LatentCotOptions:
     """β: larger spares the uncertain."""
     penalty_token_fraction: float = 0.125
     """Part of the tokens on which the penalty is measured, drawn for every step."""
-    seed: int = 0
-    """Of everything that is drawn for a step."""
+    seed: int | None = None
+    """Of everything that is drawn for a step; training fills in its own."""
 
     def resolve(self, config: FathomConfig) -> LatentCotOptions:
         """Refuse what is impossible."""
         check_depth(self.depth)
         check_fraction("penalty_token_fraction", self.penalty_token_fraction)
+        check_positive("penalty", self.penalty)
+        check_positive("penalty_beta", self.penalty_beta)
         if not 0 < self.tau < 1:
             raise ValueError(f"recurrence_options.tau must lie between 0 and 1, got {self.tau}")
         return self
@@ -124,7 +126,7 @@ class LatentCot(Sampled):
         found = super().metrics(state, targets)
         gates = [state[f"gate{k}"] for k in range(self.depth) if f"gate{k}" in state]
         if gates:
-            found |= gate_metrics(torch.stack(gates, -1)[targets != IGNORE].detach())
+            found["gate_entropy"] = valid_mean(entropy(torch.stack(gates, -1).detach()), targets)
         return found
 
 

@@ -85,7 +85,9 @@ class _Dense(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, table = ctx.saved_tensors
         wide = torch.promote_types(weight.dtype, torch.float32)
-        grad_weight, grad_table = torch.zeros_like(weight, dtype=wide), torch.zeros_like(table, dtype=wide)
+        need = ctx.needs_input_grad
+        grad_weight = torch.zeros_like(weight, dtype=wide) if need[1] else None
+        grad_table = torch.zeros_like(table, dtype=wide) if need[2] else None
         grad_rows = []
         size = chunk_rows(len(rows), len(table), rows.device.type)
         for x, g in zip(rows.split(size), grad.split(size), strict=True):
@@ -93,9 +95,11 @@ class _Dense(torch.autograd.Function):
             dp = widen(g @ table.T)
             dz = (p * (dp - (p * dp).sum(-1, keepdim=True)) / ctx.temperature).to(x.dtype)
             grad_rows.append(dz @ weight)
-            grad_weight += dz.T @ x
-            grad_table += p.to(g.dtype).T @ g
-        return torch.cat(grad_rows), grad_weight.to(weight.dtype), grad_table.to(table.dtype), None, None
+            if grad_weight is not None:
+                grad_weight += dz.T @ x
+            if grad_table is not None:
+                grad_table += p.to(g.dtype).T @ g
+        return torch.cat(grad_rows), _like(grad_weight, weight), _like(grad_table, table), None, None
 
 
 class _Words(torch.autograd.Function):
@@ -116,7 +120,9 @@ class _Words(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rows, weight, table, words = ctx.saved_tensors
         wide = torch.promote_types(weight.dtype, torch.float32)
-        grad_weight, grad_table = torch.zeros_like(weight, dtype=wide), torch.zeros_like(table, dtype=wide)
+        need = ctx.needs_input_grad
+        grad_weight = torch.zeros_like(weight, dtype=wide) if need[1] else None
+        grad_table = torch.zeros_like(table, dtype=wide) if need[2] else None
         grad_rows = []
         for x, w, g in zip(*(t.split(_word_rows(words, table)) for t in (rows, words, grad)), strict=True):
             used = weight[w]  # [n, k, D]
@@ -125,9 +131,15 @@ class _Words(torch.autograd.Function):
             dz = p * (dp - (p * dp).sum(-1, keepdim=True)) / ctx.temperature
             grad_rows.append((dz.to(x.dtype).unsqueeze(1) @ used).squeeze(1))
             flat = w.flatten()
-            grad_weight.index_add_(0, flat, (dz.unsqueeze(2) * widen(x).unsqueeze(1)).flatten(0, 1))
-            grad_table.index_add_(0, flat, (p.unsqueeze(2) * widen(g).unsqueeze(1)).flatten(0, 1))
-        return torch.cat(grad_rows), grad_weight.to(weight.dtype), grad_table.to(table.dtype), None, None
+            if grad_weight is not None:
+                grad_weight.index_add_(0, flat, (dz.unsqueeze(2) * widen(x).unsqueeze(1)).flatten(0, 1))
+            if grad_table is not None:
+                grad_table.index_add_(0, flat, (p.unsqueeze(2) * widen(g).unsqueeze(1)).flatten(0, 1))
+        return torch.cat(grad_rows), _like(grad_weight, weight), _like(grad_table, table), None, None
+
+
+def _like(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
+    return None if grad is None else grad.to(parameter.dtype)
 
 
 def _word_probabilities(rows: Tensor, used: Tensor, temperature: float) -> Tensor:

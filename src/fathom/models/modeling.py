@@ -42,12 +42,15 @@ from .configuration import FathomConfig
 from .loss import causal_lm_loss, shifted
 from .published import HUB_KEYS, released
 from .reading import Banked, Call, Dense, Interleaved, Passed, Reading, Store, Stored
-from .registry import mechanism, recurrence_class
+from .registry import AXES, mechanism, recurrence_class
 from .rms_norm import RMSNorm
 from .roles import MechanismModule, Recurrence, Residual, State, ValueMixer, View
 from .rotary import rotate
 from .slot_cache import with_slots
 from .slots import Out, Plan, jacobi, joined, plan, sweep, with_banks
+
+AT_ONCE = 1024
+"""Tokens of a prompt that go into a slot cache together: the masks are as wide as the cache."""
 
 
 class Attention(nn.Module):
@@ -200,6 +203,9 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
         unread = sorted(name for name in info["unexpected_keys"] if not name.startswith("lm_head."))
         if unread and path is None and pretrained_model_name_or_path is not None:
             raise ValueError(f"this released checkpoint holds {unread[0]}, for which the model has no place")
+        of_mechanism = [name for name in unread if ".recurrence." in name or "residual." in name or ".mixer." in name]
+        if of_mechanism and all(own.get(axis) == getattr(model.config, axis) for axis in AXES):
+            raise ValueError(f"the checkpoint holds {of_mechanism[0]}, for which these options leave no place")
         missing = set(info["missing_keys"])
         lost = sorted(missing - _new_mechanisms(model, missing, own))
         if lost:
@@ -304,9 +310,7 @@ class FathomModel(FathomPreTrainedModel):
         # packed; positions that are made here never are.
         given, given_positions = past_key_values, position_ids
         if use_cache and past_key_values is None and not (self.slotted and torch.is_grad_enabled()):
-            past_key_values = DynamicCache(
-                config=self.config
-            )  # slots are stored in place, which autograd cannot follow
+            past_key_values = DynamicCache(config=self.config)
         store = self._prepare(past_key_values, depth)
         if depth not in self.plans:
             self.plans[depth] = plan(self.config, depth)
@@ -360,7 +364,7 @@ class FathomModel(FathomPreTrainedModel):
         if max_trips is None:
             return self.recurrence.drawn if self.training else self.recurrence.depth
         most = self.recurrence.most_trips(self.config)
-        if not 1 <= max_trips <= most:
+        if type(max_trips) is not int or not 1 <= max_trips <= most:
             raise ValueError(
                 f"max_trips must be between 1 and {most}, the trips this model was trained for: {max_trips}"
             )
@@ -384,15 +388,16 @@ class FathomModel(FathomPreTrainedModel):
         if store is not None:
             table = store.table
             table.open(x.shape[0], table.columns + length, x.device)
-            exact = policy.exact() and call.packed is None
-            if solve and length > 1 and exact:
-                steps = [self._drive(call.column(t), x[:, t : t + 1], cache, store) for t in range(length)]
-                return joined(steps)
+            exact = policy.exact()
+            step = 1 if solve and exact else length if solve else AT_ONCE
+            if length > step and call.hidden is None and call.packed is None:
+                parts = [(t, min(t + step, length)) for t in range(0, length, step)]
+                return joined([self._drive(call.columns(a, b), x[:, a:b], cache, store) for a, b in parts])
             table.columns += length
             if not solve or length == 1:
                 pick = policy.halts and call.hidden is None
                 return sweep(policy, x, Stored(call, x, store), depth, live=call.live, pick=pick)[0]
-            rounds = (length - 1) * depth if policy.exact() else policy.rounds("prefill", length)
+            rounds = (length - 1) * depth if exact else policy.rounds("prefill", length)
             return jacobi(policy, x, Interleaved(call, store), depth, rounds, call.live)
         if not self.slotted:
             return sweep(policy, x, Banked(call, x, cache), depth)[0]
@@ -424,7 +429,7 @@ class FathomModel(FathomPreTrainedModel):
                 **({} if reading.alive is None else {"alive": reading.alive}),
                 **kwargs,
             )
-            if visit.kept or self.slotted:
+            if visit.kept or reading.keep:
                 passed.pairs[visit.index] = (key, value)
         passed.residual = self.final_residual(state)[0]
         return passed
@@ -486,11 +491,11 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
                 "result depends on where it is cut; set recurrence_options.prefill=exact, or leave the chunk size out"
             )
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
         """As in transformers; what could not be exact is refused."""
-        own = kwargs.get("generation_config") or self.generation_config
+        own = generation_config or self.generation_config
         self.check_chunks(kwargs.get("prefill_chunk_size", own.prefill_chunk_size))
-        return super().generate(*args, **kwargs)
+        return super().generate(inputs, generation_config, **kwargs)
 
     def create_masks_for_generate(self, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """The masks of a static cache. Who sees which slot, only the passes of the model know."""
@@ -539,8 +544,14 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         if targets is None and labels is not None:
             targets = shifted(labels)
         with_loss = targets is not None
-        if with_loss and self.training and use_cache is None:
+        if use_cache is None and with_loss and (self.training or self.model.slotted):
             use_cache = False
+        if self.model.slotted and past_key_values is None and torch.is_grad_enabled():
+            if use_cache:
+                raise ValueError("slots are stored in place, which autograd cannot follow: call under torch.no_grad()")
+            use_cache = False
+        if use_cache is None and past_key_values is None and self.model.recurrence.view is View.ALL:
+            use_cache = False  # reading a prompt into a cache takes other rounds than an evaluation
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -561,7 +572,8 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         )
         if targets is not None:
             result.loss = causal_lm_loss(hidden, self.lm_head, targets, num_items_in_batch)
-            aux = self.model.recurrence.aux_losses(state, targets, num_items_in_batch, self.lm_head)
+            policy = self.model.recurrence
+            aux = policy.aux_losses(state, targets, num_items_in_batch, self.lm_head) if self.training else {}
             if aux:
                 result.aux_losses = aux
                 result.loss = result.loss + sum(aux.values())

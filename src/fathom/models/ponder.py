@@ -67,7 +67,10 @@ class PonderOptions(MixtureOptions, SolverOptions):
             raise ValueError(f"recurrence_options.view must be same, duo or all, got {self.view!r}")
         if self.depth_range is None:
             return self
-        return replace(self, depth_range=check_range("depth_range", self.depth_range))
+        least, most = check_range("depth_range", self.depth_range)
+        if not least <= self.depth <= most:
+            raise ValueError(f"recurrence_options.depth must lie in depth_range {[least, most]}, got {self.depth}")
+        return replace(self, depth_range=[least, most])
 
 
 class Ponder(Pondering):
@@ -76,7 +79,7 @@ class Ponder(Pondering):
     @classmethod
     def most_trips(cls, config: FathomConfig) -> int:
         """The most that training drew."""
-        return 1 + max(cls.extra_trips(config), *(config.recurrence_options["depth_range"] or (0, 0)))
+        return 1 + (config.recurrence_options["depth_range"] or [0, cls.extra_trips(config)])[1]
 
     @classmethod
     def additions(cls, config: FathomConfig) -> int:

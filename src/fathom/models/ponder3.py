@@ -29,11 +29,13 @@ from .pondering import (
     check_depth,
     check_fraction,
     check_over,
+    check_positive,
     check_range,
     lowest_sum,
     per_item,
+    ramp,
 )
-from .roles import Cost, Mechanism, View
+from .roles import Cost, Mechanism, View, valid_mean
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -76,6 +78,7 @@ class Ponder3Options(SolverOptions):
         check_over(self.penalty_over)
         check_range("penalty_steps", self.penalty_steps)
         check_fraction("penalty_token_fraction", self.penalty_token_fraction)
+        check_positive("penalty_max", self.penalty_max)
         if self.penalty not in PENALTIES:
             raise ValueError(f"recurrence_options.penalty must be one of {', '.join(PENALTIES)}, got {self.penalty!r}")
         if not 0 < self.router_damping <= 1:
@@ -106,17 +109,14 @@ class Ponder3(Sampled):
         init.zeros_(self.weight)
         width = self.router.weight.shape[1]
         init.trunc_normal_(self.router.weight, std=math.sqrt(2 / (5 * width)))
-        init.zeros_(self.router.bias)
-        if self.options["router_bias"]:
-            with torch.no_grad():
-                self.router.bias[0] = self.options["router_bias"]
+        bias = torch.zeros_like(self.router.bias)
+        bias[0] = self.options["router_bias"]
+        init.copy_(self.router.bias, bias)  # which leaves a bias alone that a checkpoint has brought
 
     def set_step(self, step: int, steps: int | None = None) -> None:
         """λ at this step."""
         super().set_step(step, steps)
-        start, stop = self.options["penalty_steps"]
-        grown = 1.0 if step >= stop else max(0, step - start) / (stop - start)
-        self.weight.fill_(self.options["penalty_max"] * grown)
+        self.weight.fill_(self.options["penalty_max"] * ramp(step, *self.options["penalty_steps"]))
 
     def gate(self, out: Out, state: dict[str, Tensor]) -> dict[str, Tensor]:
         """s and w from trip 0; then one more term of the readout."""
@@ -183,8 +183,8 @@ class Ponder3(Sampled):
 
     def metrics(self, state: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
         """Trips, and how undecided the router is."""
-        share = state["share"][targets != IGNORE].detach().float()
-        entropy = -(share * share.clamp(min=1e-9).log()).sum(-1).mean()
+        share = state["share"].detach().float()
+        entropy = valid_mean(-(share * share.clamp(min=1e-9).log()).sum(-1), targets)
         return {**super().metrics(state, targets), "gate_entropy": entropy}
 
 

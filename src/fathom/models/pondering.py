@@ -31,8 +31,8 @@ class SolverOptions:
     """Rounds when a prompt is read into a cache."""
     prefill: str = "jacobi"
     """`jacobi`, or `exact`: evaluation and prefill then equal decoding token by token, at its price."""
-    seed: int = 0
-    """Of everything that is drawn for a step."""
+    seed: int | None = None
+    """Of everything that is drawn for a step; training fills in its own."""
 
     def check_solver(self) -> None:
         """Refuse impossible rounds."""
@@ -93,7 +93,7 @@ class Sampled(Pondering):
     def set_step(self, step: int, steps: int | None = None) -> None:
         """Another sample, the same on every rank."""
         super().set_step(step, steps)
-        self.first.fill_(draw(self.options["seed"], step, "tokens") % self.every)
+        self.first.fill_(draw(self.options["seed"], step, "tokens") % (1 << 32))
 
     def sample(self, length: int) -> Tensor:
         """Columns of the tokens that are looked at."""
@@ -131,6 +131,19 @@ def check_over(over: str) -> None:
     """A quantile is taken over something."""
     if over not in ("row", "batch"):
         raise ValueError(f"recurrence_options.penalty_over must be row or batch, got {over!r}")
+
+
+def ramp(now: float, start: float, stop: float) -> float:
+    """From 0 at `start` to 1 at `stop`."""
+    if now >= stop:
+        return 1.0
+    return 0.0 if now <= start else (now - start) / (stop - start)
+
+
+def check_positive(name: str, value: float) -> None:
+    """A price, not a reward."""
+    if value < 0:
+        raise ValueError(f"recurrence_options.{name} must not be negative, got {value}")
 
 
 def check_range(name: str, value: Any) -> list[int]:

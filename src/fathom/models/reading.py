@@ -47,6 +47,8 @@ class Reading:
     """`[B, 1, M, 1]`; the others keep the keys and values that they had."""
     sources: dict[int, Pair] = field(default_factory=dict)
     """By visit: what earlier trips kept for mixers."""
+    keep: bool = False
+    """Whether every layer's keys and values are wanted afterwards, not only what mixers read."""
 
 
 @dataclass
@@ -99,12 +101,12 @@ class Call:
         """`[B, T]`: which of the new tokens are not padding."""
         return None if self.padding is None else self.padding[:, -self.positions.shape[1] :].bool()
 
-    def column(self, t: int) -> Call:
-        """The same call for one of its new tokens."""
+    def columns(self, start: int, stop: int) -> Call:
+        """The same call for some of its new tokens."""
         padding = None
         if self.padding is not None:
-            padding = self.padding[:, : self.padding.shape[1] - self.positions.shape[1] + t + 1]
-        return replace(self, positions=self.positions[:, t : t + 1], padding=padding)
+            padding = self.padding[:, : self.padding.shape[1] - self.positions.shape[1] + stop]
+        return replace(self, positions=self.positions[:, start:stop], padding=padding)
 
     def documents(self) -> Tensor | None:
         """`[1 or B, T]`: which document each token belongs to, where positions restart."""
@@ -146,16 +148,17 @@ def read_mask(view: View, query: Tags, key: Tags, window: int | None, dtype: tor
         seen = (of <= t) & (at <= k)
     else:
         assert key.halt is not None
-        seen = (of <= t) & (at == torch.minimum(k, key.halt.unsqueeze(1)))
+        last = key.trip.eq(key.halt).unsqueeze(1)
+        seen = (of <= t) & ((at == k) | (last & (at < k)))  # at = min(k, halt), without numbers of [M, N]
     if window is not None:
         seen = seen & (t - of < window)
     if query.document is not None and key.document is not None:
         seen = seen & (query.document.unsqueeze(2) == key.document.unsqueeze(1))
     if key.live is not None:
         seen = seen & key.live.unsqueeze(1)
-    # A slot sees itself, dead or not, and padding sees anything: a softmax over nothing would be no number.
-    seen = seen | ((of == t) & (at == k))
-    seen = (seen | ~seen.any(-1, keepdim=True)).unsqueeze(1)
+        # Padding sees anything: a softmax over nothing would be no number.
+        seen = seen | ~seen.any(-1, keepdim=True)
+    seen = seen.unsqueeze(1)
     if dtype is None:
         return seen
     bias = torch.zeros((), dtype=dtype, device=seen.device) if key.bias is None else key.bias.to(dtype)[:, None, None]
@@ -217,6 +220,7 @@ class Dense:
                 earlier=self.earlier if call.view is View.DUO or keep_old is not None else {},
                 alive=None if keep_old is None else keep_old[:, None, :, None],
                 sources=self.sources,
+                keep=True,
             ),
         )
         for visit in visits:
@@ -335,8 +339,9 @@ class Stored:
             ),
         )
         table.commit(query, placement)
+        later = {i for trip in call.plan[turn.trip + 1 :] for visit in trip for i in visit.sources}
         for visit in call.plan[turn.trip]:
-            if visit.kept and turn.trip < call.depth:
+            if visit.index in later:
                 self.sources[visit.index] = tuple(_put(rows, x) for x in passed.pairs[visit.index])  # type: ignore
         call.record(passed)
         return call.out(passed.residual, turn.trip)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,8 @@ def _fits(value: Any, annotation: str) -> bool:
         return "None" in allowed
     if isinstance(value, bool):
         return "bool" in allowed
+    if isinstance(value, float) and not math.isfinite(value):
+        return False
     return any(isinstance(value, kinds.get(name, ())) for name in allowed)
 
 

@@ -245,10 +245,13 @@ class Recurrence(MechanismModule):
         """What training should log, by name: here, what halting and the Jacobi solver did."""
         found: dict[str, Tensor] = {}
         if "trips" in state:
-            trips = state["trips"][targets != -100].float()
-            found["trips"] = trips.mean()
+            found["trips"] = valid_mean(state["trips"], targets)
             for k in range(1, self.depth + 2):
-                found[f"trips_{k}"] = (trips == k).float().mean()
-        if "jacobi_residual" in state:
-            found["jacobi_residual"] = state["jacobi_residual"]
-        return found
+                found[f"trips_{k}"] = valid_mean(state["trips"] == k, targets)
+        return found | {name: state[name] for name in ("jacobi_residual", "jacobi_rounds") if name in state}
+
+
+def valid_mean(values: Tensor, targets: Tensor) -> Tensor:
+    """Mean over the tokens that have a target, `[B, T, ...]` and `[B, T]`; 0 without any."""
+    valid = (targets != -100).view(*targets.shape, *[1] * (values.ndim - 2)).expand_as(values)
+    return values.float().where(valid, 0).sum() / valid.sum().clamp(min=1)

@@ -135,7 +135,10 @@ class Out:
         """The head, and the input embeddings `[vocab_size, hidden_size]` before scaling."""
         if self.head is None or self.embedding is None:
             raise ValueError("this recurrence feeds on logits: call the model with its head (FathomForCausalLM does)")
-        return self.head, self.embedding.weight
+        table = self.embedding
+        if table.weight.is_meta or table._forward_pre_hooks or "forward" in vars(table):  # brought by a call alone
+            return self.head, table(torch.arange(table.num_embeddings, device=self.residual.device))
+        return self.head, table.weight
 
     def of(self, residual: Tensor) -> Out:
         """The same trip for other tokens."""
@@ -311,6 +314,7 @@ def jacobi(
     state, _ = again(turns, depth + 1, final=True)
     if moved is not None:
         state["jacobi_residual"] = moved[1:].mean().sqrt()
+        state["jacobi_rounds"] = moved.new_tensor(float(n + 1))
     return state
 
 

@@ -40,7 +40,7 @@ class StepMetrics:
     skipped: Tensor
     """1.0 if the weights were left alone."""
     extra: dict[str, Tensor] = field(default_factory=dict)
-    """What the mechanism reports: auxiliary losses and metrics, averaged over this rank's micro-batches."""
+    """What the mechanism reports: auxiliary losses as parts of `loss`, and the means of metrics."""
 
 
 @dataclass
@@ -83,12 +83,12 @@ class Training:
             # FSDP averages gradients over ranks; the loss is already divided by the targets of all of them.
             (out.loss * ranks.world_size).backward()
             loss += out.loss.detach().float()
-            for name, value in {
-                **(getattr(out, "aux_losses", None) or {}),
-                **(getattr(out, "metrics", None) or {}),
-            }.items():
-                extra[name] = extra.get(name, torch.zeros_like(loss)) + value.detach().float() / len(batches)
+            # A penalty is a share of the whole, as the loss is; a metric is a mean.
+            for found, parts in ((out.aux_losses, 1), (out.metrics, len(batches) * ranks.world_size)):
+                for name, value in (found or {}).items():
+                    extra[name] = extra.get(name, torch.zeros_like(loss)) + value.detach().float() / parts
         loss = ranks.sum(loss)
+        extra = {name: ranks.sum(value) for name, value in sorted(extra.items())}
         norm = clip_gradients(self.optimizer.parameters.values(), recipe.optim.clip)
         skipped = self.guard.refuse(loss, norm)
         lr = learning_rate(recipe.optim, step, recipe.train.steps)
@@ -132,6 +132,8 @@ def build_training(recipe: Recipe, ranks: Ranks | None = None, data: TokenDatase
         data = TokenDataset.open(recipe.data.directory, verify=recipe.data.verify and ranks.local_rank == 0)
     data.require_vocabulary(config.vocab_size)
     plan = BatchPlan(data, recipe.data.sequence_length, rows * ranks.world_size, recipe.data_seed, recipe.data.packing)
+    if "seed" in config.recurrence_options and config.recurrence_options["seed"] is None:
+        config.recurrence_options["seed"] = recipe.train.seed
     model = build_model(recipe, config, ranks.device)
     freeze(model, recipe.optim.only)
     compress(model, recipe)
