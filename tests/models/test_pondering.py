@@ -518,7 +518,7 @@ def test_evaluation_has_no_penalties(method):
 
 def test_gates_are_not_dropped(tmp_path):
     thinker("adaponder", depth=2).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="recurrence.gates"):
+    with pytest.raises(ValueError, match=r"recurrence\.gates"):
         type(thinker("adaponder")).from_pretrained(tmp_path, recurrence_options={"depth": 1})
 
 
