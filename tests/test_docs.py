@@ -32,6 +32,7 @@ import torch
 from fathom import cli
 from fathom.data.prepare import prepare
 from fathom.data.tokenizer import train_bpe
+from fathom.evaluation import kvcache_command
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.registry import MECHANISMS
 from fathom.models.roles import Mechanism, ValueMixer
@@ -267,6 +268,7 @@ def world(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     shutil.copytree(template, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(kvcache_command, "QUESTIONS", 4)
     monkeypatch.delenv("FATHOM_API_KEY", raising=False)
     # A conversation of one turn, and as wide a terminal as anybody's.
     monkeypatch.setattr(sys, "stdin", io.StringIO("How deep is it?\n"))
