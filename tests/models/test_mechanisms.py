@@ -303,8 +303,11 @@ def test_reentrant_checkpointing_is_refused():
 SEVERAL_PASSES = [case for case in CASES if config_of(case).recurrence not in ("once", "loop")]
 
 
+FAST = ("ponder", "ponder2", "adaponder", "latent_cot")  # one of each view and halting; tracing many passes takes long
+
+
 @pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.slow) if c in SEVERAL_PASSES and "+" in c else c for c in CASES]
+    "case", [pytest.param(c, marks=pytest.mark.slow) if c in SEVERAL_PASSES and c not in FAST else c for c in CASES]
 )
 def test_compiled_in_one_graph(case):
     torch._dynamo.reset()
@@ -375,15 +378,22 @@ sys.modules["fathom"] = None  # importing it raises
 import torch
 from transformers import AutoModel, AutoModelForCausalLM
 torch.set_num_threads(1)
+
+def opened(directory):
+    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
+    for p in model.parameters():  # a file's bytes lie where they lie; narrow products round by where that is
+        p.data = p.data.clone()
+    return model
+
 for directory in json.loads(sys.argv[1]):
     saved = torch.load(directory + ".pt", weights_only=True)
-    model = AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
+    model = opened(directory)
     with torch.no_grad():
         assert torch.equal(model(saved["ids"]).logits, saved["logits"]), directory
     generated = model.generate(saved["ids"], max_new_tokens=4, do_sample=False)
     assert torch.equal(generated, saved["generated"]), directory
     model.save_pretrained(directory + "-again")
-    again = AutoModelForCausalLM.from_pretrained(directory + "-again", trust_remote_code=True)
+    again = opened(directory + "-again")
     with torch.no_grad():
         assert torch.equal(again(saved["ids"]).logits, saved["logits"]), directory
     AutoModel.from_pretrained(directory, trust_remote_code=True)

@@ -86,6 +86,8 @@ def resolve_options(config: FathomConfig, axis: str) -> dict[str, Any]:
         if key not in types:
             known = ", ".join(types) or "none"
             raise ValueError(f"{axis}_options.{key} is not an option of {chosen.name} (it has: {known})")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{axis}_options.{key} must be a number, got {value}")
         if not _fits(value, str(types[key])):
             raise ValueError(f"{axis}_options.{key} must be {types[key]}, got {value!r}")
     return asdict(chosen.options(**given).resolve(config))
@@ -105,8 +107,6 @@ def _fits(value: Any, annotation: str) -> bool:
         return "None" in allowed
     if isinstance(value, bool):
         return "bool" in allowed
-    if isinstance(value, float) and not math.isfinite(value):
-        return False
     return any(isinstance(value, kinds.get(name, ())) for name in allowed)
 
 
