@@ -275,6 +275,10 @@ def cache_policy(
         sinks: Entries that are never compressed.
         ratio: Share that a compression leaves.
     """
+    from fathom.kvcache import METHODS
+
+    if method not in ("full", *METHODS):
+        raise RecipeError(f"--kvcache {method}: method must be one of full, {', '.join(METHODS)}")
     known = {"sinks": KVCache.sinks, "ratio": KVCache.ratio, **(recorded if isinstance(recorded, dict) else {})}
     known |= {k: v for k, v in {"window": window, "sinks": sinks, "ratio": ratio}.items() if v is not None}
     if method != "full" and known.get("window") is None:

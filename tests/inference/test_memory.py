@@ -105,6 +105,7 @@ def test_a_static_cache_is_another_thing() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--kvcache", "nonsense"], "--kvcache nonsense: method must be one of full, freqkv"),
         (["--kvcache", "freqkv"], "--kvcache freqkv needs --kvcache-window"),
         (["--kvcache", "dct", "--kvcache-window", "8"], "--kvcache dct: method must be one of full, freqkv"),
         (["--kvcache-window", "8"], "--kvcache-window 8: give --kvcache METHOD"),
