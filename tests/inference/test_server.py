@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from importlib.util import find_spec
 
 import openai
 import pytest
@@ -381,7 +380,6 @@ def test_a_model_that_was_not_taught_to_converse(tmp_path):
         assert answer["usage"]["total_tokens"] <= 512, "no more than there is room for"
 
 
-@pytest.mark.skipif(find_spec("fathom.inference.lens") is None, reason="this build has no lens")
 def test_the_lens_is_live(directory):
     with in_thread(server.build_app(*open_checkpoint(directory, "cpu"), "tiny", lens=True)) as live:
         connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=60)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import signal
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,19 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def recipe(corpus: Path) -> Recipe:
     return tiny_recipe(corpus)
+
+
+class StopAt:
+    """Sends this process SIGTERM once a step is logged."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        if step == self.step and "loss" in values:
+            signal.raise_signal(signal.SIGTERM)
+
+    def close(self) -> None: ...
 
 
 def tiny_recipe(corpus: Path, *overrides: str) -> Recipe:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import signal
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -14,25 +12,12 @@ from fathom.recipe import Recipe, RecipeError
 from fathom.training import build_training, train
 
 from . import processes
-from .conftest import tiny_recipe
+from .conftest import StopAt, tiny_recipe
 
 GATES = (
     *("model.mixer=none", "model.recurrence=adaponder", "model.recurrence_options.top_k=9", "train.steps=4"),
     *("model.recurrence_options.depth=1", "evaluate.every=0", "optim.only=[model.recurrence]"),
 )
-
-
-class StopAt:
-    """Sends this process SIGTERM once a step is logged."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        if step == self.step and "loss" in values:
-            signal.raise_signal(signal.SIGTERM)
-
-    def close(self) -> None: ...
 
 
 def weights(recipe: Recipe, steps: int = 0) -> dict[str, Tensor]:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,22 +12,9 @@ from fathom.recipe import Recipe
 from fathom.training import build_training, start, train
 
 from . import processes
-from .conftest import tiny_recipe
+from .conftest import StopAt, tiny_recipe
 
 STEPS = 8
-
-
-class StopAt:
-    """Sends this process SIGTERM once a step is logged."""
-
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        if step == self.step and "loss" in values:
-            signal.raise_signal(signal.SIGTERM)
-
-    def close(self) -> None: ...
 
 
 def train_on_two_ranks(corpus: Path, folder: Path) -> None:
