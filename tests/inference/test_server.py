@@ -296,6 +296,9 @@ def rss(pid):
         return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
+BOUND = 6 << 20  # a fifth of what the bodies of 200 such requests take
+
+
 def growth(served, requests):
     """Bytes that the server's memory grows by over so many bad requests in a row, each of 96 KiB or more."""
     padding = "深さ" * 16_000
@@ -324,11 +327,12 @@ def growth(served, requests):
 
 
 def steady_growth(served, requests=200):
-    """The smaller of two: a leak shows in both, an allocator that finds its size in one."""
-    return min(growth(served, requests), growth(served, requests))
-
-
-BOUND = 6 << 20  # a fifth of what the bodies of 200 such requests take
+    """The smallest of a few: a leak shows in each, an allocator that finds its size not in all."""
+    least = growth(served, requests)
+    for _ in range(3):
+        if least >= BOUND:
+            least = min(least, growth(served, requests))
+    return least
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
