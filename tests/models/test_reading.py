@@ -116,3 +116,26 @@ def test_halted_documents_stay_apart(method):
     assert error(packed, torch.cat([logits(model, d) for d in documents], 1)) < 1e-12
     assert error(packed, logits(model, torch.cat(documents, 1))) > 1e-2, "without positions it is one text"
     assert stepwise(model, documents[0]).shape == (1, 3, 61)
+
+
+@pytest.mark.parametrize("method", ["latent_cot", "adaponder"])
+def test_a_lone_survivor_in_a_prompt_reads_no_future(method, monkeypatch):
+    """A prompt of one row in which a single token, not the last, makes the second trip: the default `model(ids)`."""
+    model, ids = thinker(method, tau=1e-6), tokens(1, 8)
+    policy = model.model.recurrence
+    monkeypatch.setattr(policy, "view", View.DUO)  # any policy that halts under DUO, not latent_cot alone
+    gate = policy.gate
+
+    def only_the_third(out, state):
+        state = gate(out, state)
+        if out.trip == 0:
+            state = {**state, "alive": torch.arange(8).eq(2).unsqueeze(0)}
+        return state
+
+    monkeypatch.setattr(policy, "gate", only_the_third)
+    with torch.no_grad():
+        cached = model(ids)
+        later = torch.cat([ids[:, :5], ids[:, 5:].flip(1)], 1)
+        assert error(model(later).logits[:, :5], cached.logits[:, :5]) < 1e-12, "a later token changed an earlier one"
+    assert cached.trips.tolist() == [[1, 1, 4, 1, 1, 1, 1, 1]]
+    assert error(cached.logits, logits(model, ids)) < 1e-12

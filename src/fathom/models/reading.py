@@ -349,7 +349,8 @@ class Stored:
     def _masks(self, query: Tags, placement: Placement, trip: int) -> dict[str, Any]:
         call, table = self.call, self.store.table
         everything = {View.ALL: True, View.DUO: trip >= table.deepest, View.SAME: trip == table.deepest == 0}
-        alone = query.token.shape[1] == 1 and placement.slot is None and table.bias is None and table.document is None
+        # By the call's tokens, not by those left in this trip: one survivor of a prompt must not read later tokens.
+        alone = self.column.shape[1] == 1 and placement.slot is None and table.bias is None and table.document is None
         if alone and everything[call.view] and set(call.windows.values()) == {None}:
             return dict.fromkeys(call.windows)
         return call.masks(call.view, query, table.tags(placement))
