@@ -185,13 +185,6 @@ def test_only_labels_are_labels():
     assert find_labels(FathomForCausalLM) == ["labels"]
 
 
-def test_paged_attention_refuses_trips():
-    model = build(config_of("loop"))
-    model.config._attn_implementation = "paged|eager"
-    with pytest.raises(ValueError, match="one bank per layer"):
-        model(tokens(1, 4))
-
-
 def test_hidden_states_as_the_configuration_says(tmp_path):
     theirs = qwen3(tmp_path)
     ours, ids = FathomForCausalLM.from_pretrained(tmp_path, output_hidden_states=True), tokens(1, 9)

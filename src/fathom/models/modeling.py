@@ -39,6 +39,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration import FathomConfig
+from .engines import check_engine
 from .loss import causal_lm_loss, shifted
 from .published import HUB_KEYS, released
 from .reading import Banked, Call, Dense, Interleaved, Passed, Reading, Store, Stored
@@ -276,6 +277,7 @@ class FathomModel(FathomPreTrainedModel):
         self.recurrence: Recurrence = mechanism("recurrence", config.recurrence).build(config)
         self.rotary_emb = Qwen3RotaryEmbedding(config=config)
         self.gradient_checkpointing = False
+        check_engine(self.config, self.recurrence.depth + 1)
         self.post_init()
 
     @merge_with_config_defaults
@@ -297,8 +299,7 @@ class FathomModel(FathomPreTrainedModel):
         `max_trips` is a budget at run time."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
-        if self.recurrence.depth and str(self.config._attn_implementation).startswith("paged"):
-            raise ValueError("paged attention keeps one bank per layer; a model of several trips needs one per trip")
+        check_engine(self.config, self.recurrence.depth + 1, kwargs)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         depth = self._depth(max_trips)
@@ -496,6 +497,11 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         own = generation_config or self.generation_config
         self.check_chunks(kwargs.get("prefill_chunk_size", own.prefill_chunk_size))
         return super().generate(inputs, generation_config, **kwargs)
+
+    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+        """As in transformers; a model of several trips is refused before the first request, not in each."""
+        check_engine(self.config, self.model.recurrence.depth + 1, ("cache",))
+        return super().init_continuous_batching(*args, **kwargs)
 
     def create_masks_for_generate(self, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """The masks of a static cache. Who sees which slot, only the passes of the model know."""
