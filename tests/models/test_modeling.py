@@ -5,12 +5,13 @@ import sys
 
 import pytest
 import torch
+from transformers import AutoModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fathom.export import export
 from fathom.models import FathomForCausalLM
 
-from .cases import CASES, build, config_of, tokens
+from .cases import CASES, SHAPE, build, config_of, tokens
 
 
 def test_checkpointing_by_every_name_transformers_has():
@@ -55,6 +56,55 @@ def test_attentions_and_hidden_states_by_visit():
         out = model(ids, output_attentions=True, output_hidden_states=True)
     assert len(out.attentions) == 8 and len(out.hidden_states) == 9
     assert torch.equal(model.lm_head(out.hidden_states[-1]), out.logits)
+
+
+@pytest.mark.parametrize("case", ["vanilla", "depth_attention", "hyper_connections", "loop", "ponder2", "adaponder"])
+def test_outputs_are_ordered_as_qwen3s(case):
+    """Everything that takes outputs by position, `model(ids)[0]` first of all."""
+    model, ids = build(config_of(case)), tokens(1, 6)
+    theirs = Qwen3ForCausalLM(Qwen3Config(**SHAPE))
+    for keys in ({}, {"labels": ids}, {"use_cache": True}, {"labels": ids, "output_hidden_states": True}):
+        with torch.no_grad():
+            found, wanted = model(ids, **keys), theirs(ids, **keys)
+        order = [key for key in found if key in wanted]
+        assert order == [key for key in wanted if key in order] and "logits" in order
+        position = list(wanted).index("logits")
+        with torch.no_grad():
+            assert model(ids, **keys, return_dict=False)[position].shape == (1, 6, 61)
+    assert model(ids)[0].shape == (1, 6, 61)
+    loss, logits = model.train()(ids, labels=ids, return_logits=True, return_dict=False)[:2]
+    assert loss.ndim == 0 and logits.shape == (1, 6, 61)
+
+
+@pytest.mark.parametrize("case", ["vanilla", "depth_attention", "hyper_connections", "loop", "adaponder", "latent_cot"])
+def test_gradients_reach_hidden_states(case):
+    """What is returned is what the layers computed with, not a copy beside the graph."""
+    model, ids = build(config_of(case)), tokens(1, 6)
+    out = model(ids, output_hidden_states=True, use_cache=False)
+    for hidden in out.hidden_states:
+        hidden.retain_grad()
+    out.logits.square().sum().backward()
+    beside = [i for i, hidden in enumerate(out.hidden_states) if hidden.grad is None]
+    # Between its layers the state of hyper-connections is several streams, of which a hidden state is the mean.
+    assert beside == ([1, 2, 3] if case == "hyper_connections" else [])
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("case", ["ponder", "adaponder", "loop"])
+def test_the_decoder_alone_is_whole(case, tied, tmp_path):
+    """`AutoModel`, for embeddings and features, also where the next trip is made of logits."""
+    model, ids = build(config_of(case, tie_word_embeddings=tied)), tokens(2, 7)
+    export(model, tmp_path / "whole")
+    decoder = AutoModel.from_pretrained(tmp_path / "whole").eval()
+    with torch.no_grad():
+        wanted = model(ids, output_hidden_states=True, use_cache=False).hidden_states[-1]
+        assert torch.equal(decoder(ids, use_cache=False).last_hidden_state, wanted)
+        decoder.save_pretrained(tmp_path / "decoder")
+        again = AutoModel.from_pretrained(tmp_path / "decoder").eval()
+        assert torch.equal(again(ids, use_cache=False).last_hidden_state, wanted)
+    assert hasattr(decoder, "lm_head") == (case != "loop")
+    if case != "loop":
+        assert (decoder.lm_head.weight is decoder.embed_tokens.weight) == tied
 
 
 def test_export_spares_what_is_not_its_own(tmp_path):

@@ -96,6 +96,11 @@ class Adaponder(Pondering):
         """All."""
         return cls.extra_trips(config) + 1
 
+    @staticmethod
+    def needs_head(config: FathomConfig) -> bool:
+        """For the mixture."""
+        return True
+
     def init_weights(self, std: float) -> None:
         """Open: a bias, and a last weight that hardly moves it."""
         init.zeros_(self.fraction)

@@ -259,9 +259,14 @@ def _new_mechanisms(model: nn.Module, missing: set[str], own: dict[str, Any]) ->
 
 
 class FathomModel(FathomPreTrainedModel):
-    """The decoder without its head."""
+    """The decoder without its head, or with it where the recurrence feeds on logits.
 
-    def __init__(self, config: FathomConfig) -> None:
+    Args:
+        config: The model.
+        own_head: Whether to hold the head that such a recurrence needs; `FathomForCausalLM` passes its own.
+    """
+
+    def __init__(self, config: FathomConfig, own_head: bool = True) -> None:
         super().__init__(config)
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
@@ -277,6 +282,9 @@ class FathomModel(FathomPreTrainedModel):
         self.recurrence: Recurrence = mechanism("recurrence", config.recurrence).build(config)
         self.rotary_emb = Qwen3RotaryEmbedding(config=config)
         self.gradient_checkpointing = False
+        if own_head and self.recurrence.needs_head(config):
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self._tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
         check_engine(self.config, self.recurrence.depth + 1)
         self.post_init()
 
@@ -302,6 +310,7 @@ class FathomModel(FathomPreTrainedModel):
         check_engine(self.config, self.recurrence.depth + 1, kwargs)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
+        head = getattr(self, "lm_head", None) if head is None else head
         depth = self._depth(max_trips)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if self.config.embedding_scale != 1.0:
@@ -415,7 +424,7 @@ class FathomModel(FathomPreTrainedModel):
         passed = Passed(x, {}, [])
         for visit in reading.visits:
             if keep_hidden:
-                passed.hidden.append(self.final_residual(state)[0])
+                passed.hidden.append(self.final_residual(state)[0] if passed.hidden else x)
             found = (passed.pairs[i] if i in passed.pairs else reading.sources[i] for i in visit.sources)
             earlier = reading.earlier.get(visit.layer, ())
             state, key, value = self.layers[visit.layer](
@@ -478,7 +487,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
-        self.model = FathomModel(config)
+        self.model = FathomModel(config, own_head=False)
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
@@ -570,21 +579,25 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden, state = outputs.last_hidden_state, outputs.recurrence_state
-        result = FathomCausalLMOutput(
+        loss, aux, metrics, logits = None, {}, {}, None
+        if targets is not None:
+            policy = self.model.recurrence
+            loss = causal_lm_loss(hidden, self.lm_head, targets, num_items_in_batch)
+            if self.training:
+                aux = policy.aux_losses(state, targets, num_items_in_batch, self.lm_head)
+                loss = loss + sum(aux.values()) if aux else loss
+            metrics = policy.metrics(state, targets)
+        if not with_loss or (not self.training if return_logits is None else return_logits):
+            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self.lm_head(hidden[:, keep])
+        # Made at once: an output lists its fields in the order in which they were set.
+        return FathomCausalLMOutput(
+            loss=loss,
+            logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
+            aux_losses=aux or None,
+            metrics=metrics or None,
             trips=None if state is None else state.get("trips"),
         )
-        if targets is not None:
-            result.loss = causal_lm_loss(hidden, self.lm_head, targets, num_items_in_batch)
-            policy = self.model.recurrence
-            aux = policy.aux_losses(state, targets, num_items_in_batch, self.lm_head) if self.training else {}
-            if aux:
-                result.aux_losses = aux
-                result.loss = result.loss + sum(aux.values())
-            result.metrics = self.model.recurrence.metrics(state, targets) or None
-        if not with_loss or (not self.training if return_logits is None else return_logits):
-            keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            result.logits = self.lm_head(hidden[:, keep])
-        return result

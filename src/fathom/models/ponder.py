@@ -91,6 +91,11 @@ class Ponder(Pondering):
         """As the option says."""
         return View(config.recurrence_options["view"])
 
+    @staticmethod
+    def needs_head(config: FathomConfig) -> bool:
+        """For the mixture."""
+        return config.recurrence_options["feed"] == "mixture"
+
     def set_step(self, step: int, steps: int | None = None) -> None:
         """Draw this step's depth, the same on every rank."""
         super().set_step(step, steps)

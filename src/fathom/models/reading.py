@@ -133,7 +133,9 @@ class Call:
 
     def record(self, passed: Passed, stages: int = 1) -> None:
         """Keep a pass' hidden states; interleaved stages come apart into trips."""
-        if self.hidden is not None:
+        if self.hidden is not None and stages == 1:
+            self.hidden.extend(passed.hidden)  # the tensors themselves, so that gradients reach them
+        elif self.hidden is not None:
             for j in range(stages):
                 self.hidden.extend(h.unflatten(1, (-1, stages))[:, :, j] for h in passed.hidden)
 

@@ -196,6 +196,11 @@ class Recurrence(MechanismModule):
         """The layers `[start, stop)` that every trip visits; those outside are visited once, before and after."""
         return 0, config.num_hidden_layers
 
+    @staticmethod
+    def needs_head(config: FathomConfig) -> bool:
+        """Whether `feed` asks for logits, so that the decoder cannot run without the language-modelling head."""
+        return False
+
     def feed(self, x: Tensor, out: Out, state: dict[str, Tensor]) -> Tensor:
         """The next trip's input from this trip's input and output, `[B, T, hidden_size]`."""
         raise RuntimeError(f"{type(self).__name__} makes one trip only")
