@@ -9,10 +9,10 @@ import torch
 
 from fathom.evaluation.arms import Arm
 from fathom.evaluation.timing import cache_growth, interleaved, measure, saved_bytes
-from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.cost import cache_bytes_per_token
 from fathom.recipe import Recipe
 from fathom.training import build_training
+from tests.models.cases import CASES, build, config_of
 
 
 @pytest.fixture(autouse=True)
@@ -70,7 +70,10 @@ def test_saved_bytes_follow_the_batch(small: Recipe):
     assert one < two < 2.05 * one
 
 
-@pytest.mark.parametrize("axes", [{}, {"mixer": "depth_attention"}, {"recurrence": "loop"}])
-def test_cache_growth_is_what_is_declared(small: Recipe, axes: dict[str, str]):
-    config = FathomConfig(**{**small.model, **axes})
-    assert cache_growth(FathomForCausalLM(config)) == cache_bytes_per_token(config, bytes_per_scalar=4)
+@pytest.mark.parametrize("case", CASES)
+def test_cache_growth_is_what_is_declared(case: str):
+    """For every mechanism; tokens that halt keep less than the declared most."""
+    model = build(config_of(case))
+    grown, declared = cache_growth(model), cache_bytes_per_token(model.config, bytes_per_scalar=4)
+    assert 0 < grown <= declared
+    assert grown == declared or model.model.recurrence.halts

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fathom.evaluation.statistics import quartiles
+from fathom.kvcache import cache_bytes
 from fathom.recipe import Recipe
 from fathom.training import Training, build_training, start
 from fathom.training.build import forward
@@ -177,11 +178,6 @@ def cache_growth(model: Any) -> float:
         sizes.append(cache_bytes(cache))
     model.train(was_training)
     return (sizes[-1] - sizes[0]) / DECODED
-
-
-def cache_bytes(cache: Any) -> int:
-    """Bytes of every tensor in a cache, whatever a layer calls it."""
-    return _bytes(value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor))
 
 
 def _stepper(training: Training) -> Callable[[], object]:

@@ -7,10 +7,15 @@ from typing import Any
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from fathom.models.slot_cache import SlotLayer
+
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes that the layers hold now; what all layers share (a method's matrix) is not counted."""
-    return sum(_bytes(vars(layer)) for layer in cache.layers)
+    """Bytes that the layers hold now; neither what all layers share (a method's matrix, the table of slots) nor the
+    spare room of a slot cache is counted."""
+    return sum(
+        _bytes((layer.keys, layer.values) if isinstance(layer, SlotLayer) else vars(layer)) for layer in cache.layers
+    )
 
 
 def _bytes(held: Any) -> int:
