@@ -31,15 +31,15 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from fathom.evaluation.kvcache import loads, losses, scorer, stretches
-from fathom.evaluation.provenance import provenance
-from fathom.evaluation.retrieval import Needles, Rows, plant, recall
-from fathom.evaluation.spectrum import spectrum
-from fathom.evaluation.statistics import paired_difference
+from fathom.evaluation.caches.measure import loads, losses, scorer, stretches
+from fathom.evaluation.caches.needles import Needles, Rows, plant, recall
+from fathom.evaluation.caches.spectrum import spectrum
 from fathom.kvcache import Schedule, build_cache, compress_in_training
 from fathom.kvcache.memory import Memory
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.recipe import Optim
+from fathom.report.provenance import provenance
+from fathom.report.statistics import paired_difference
 from fathom.training.optimizer import Optimizer, learning_rate
 
 TUNED = ("full", "freqkv", "average", "drop")

@@ -26,13 +26,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fathom.comparison.timing import interleaved
 from fathom.data.prepare import prepare
 from fathom.data.shards import TokenDataset
-from fathom.evaluation.provenance import provenance
-from fathom.evaluation.timing import interleaved
 from fathom.inference.generate import find_model
 from fathom.models import FathomForCausalLM
 from fathom.recipe import load_recipe
+from fathom.report.provenance import provenance
 from fathom.training import train
 
 RECIPES = Path(__file__).parent.parent / "recipes"

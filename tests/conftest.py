@@ -1,12 +1,21 @@
 """One thread and poisoned memory: a test that passes by luck of fresh pages does not pass here."""
 
+from __future__ import annotations
+
 import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch, and for the processes that tests start
 
 import pytest
 import torch
 from hypothesis import settings
+
+if TYPE_CHECKING:
+    from fathom.lineage.weights import Weights
+    from fathom.recipe import Recipe
 
 torch.set_num_threads(1)
 settings.register_profile("fathom", deadline=None, print_blob=True)  # a shared machine is no reason to fail
@@ -20,3 +29,52 @@ def poisoned_memory():
     torch.utils.deterministic.fill_uninitialized_memory = True
     yield
     torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A prepared corpus of two domains."""
+    from tests.tiny import make_corpus
+
+    return make_corpus(tmp_path_factory.mktemp("corpus"))
+
+
+@pytest.fixture
+def recipe(corpus: Path) -> Recipe:
+    """A run of milliseconds."""
+    from tests.tiny import tiny_recipe
+
+    return tiny_recipe(corpus)
+
+
+@pytest.fixture(scope="session")
+def small(corpus: Path) -> Recipe:
+    """A recipe to compare arms on."""
+    from tests.tiny import comparable_recipe
+
+    return comparable_recipe(corpus)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """models("qwen3", seed=1, num_hidden_layers=2): a cached checkpoint directory of another architecture."""
+    from tests.lineage.zoo import build, save, tiny_config
+
+    made: dict[tuple, Path] = {}
+
+    def make(kind: str = "llama", seed: int = 0, dtype: torch.dtype = torch.float64, **changes) -> Path:
+        key = (kind, seed, dtype, tuple(sorted(changes.items())))
+        if key not in made:
+            config = tiny_config(kind, **changes)
+            made[key] = save(build(config, seed, dtype), tmp_path_factory.mktemp(kind), config.vocab_size)
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def opened(models: Callable[..., Path]) -> Callable[..., Weights]:
+    """The same, opened by the lineage reader."""
+    from fathom.lineage.weights import open_model
+
+    return lambda *args, **kwargs: open_model(models(*args, **kwargs))

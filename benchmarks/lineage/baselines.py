@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from checkpoints import Checkpoint
 from numpy.typing import NDArray
 from scipy.linalg import svd
 from tokenizers import Tokenizer
 
+from checkpoints import Checkpoint
 from fathom.lineage import Weights, awm
 from fathom.lineage.comparison import paired_rows
 from fathom.lineage.vocabulary import string_hash

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import Checkpoint, in_layers, layer_of, matrix, renumbered, seeded
 from torch import Tensor
+
+from checkpoints import Checkpoint, in_layers, layer_of, matrix, renumbered, seeded
 
 GROUP = 32
 READERS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "lm_head", "embed_tokens")

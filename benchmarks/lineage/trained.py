@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from checkpoints import NESTED, Checkpoint, seeded
 from torch import Tensor, nn
 from torch.nn.functional import kl_div, log_softmax, one_hot
 
+from checkpoints import NESTED, Checkpoint, seeded
 from fathom.data.batches import Batch, BatchPlan
 from fathom.data.prepare import prepare
 from fathom.data.shards import TokenDataset

@@ -28,8 +28,8 @@ import torch
 from members import BASE, DERIVED, DISTILLED, PART, SEED, SIZES, STRESS, Member, members
 from trained import Workshop
 
-from fathom.data.progress import ProgressBar
-from fathom.lineage import Weights, comparison, open_model, testing
+from fathom.lineage import Weights, comparison, evidence, open_model
+from fathom.report.progress import ProgressBar
 
 CONTROLS = 4
 METHODS = {
@@ -54,7 +54,7 @@ COLUMNS = {
     "T2": "t2",
     "T4 z": "t4",
 }
-FOUND = {testing.SHARED, testing.INITIALISATION, testing.PARTIAL}
+FOUND = {evidence.SHARED, evidence.INITIALISATION, evidence.PARTIAL}
 UNRELATED = "unrelated"
 
 
@@ -133,7 +133,7 @@ class Zoo:
         own |= {
             "best": pair.scores[pair.best].score if pair.best else None,
             "t2": max(t2) if t2 else None,
-            "t4": testing.combined(pair.z_values) if pair.z_values else None,
+            "t4": evidence.combined(pair.z_values) if pair.z_values else None,
             "reef": self._activations.cka(Path(pair.a.name), Path(pair.b.name)),
             **baselines.all_of(pair.a, pair.b),
         }
@@ -253,8 +253,8 @@ def totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "missed": named(r for r in derived if r["verdict"] not in FOUND),
         "unrelated": len(unrelated),
         "falsely_shared": named(r for r in unrelated if r["verdict"] in FOUND),
-        "unrelated_inconclusive": named(r for r in unrelated if r["verdict"] == testing.INCONCLUSIVE),
-        "bound_if_independent": testing.false_positive_bound(len(unrelated)),
+        "unrelated_inconclusive": named(r for r in unrelated if r["verdict"] == evidence.INCONCLUSIVE),
+        "bound_if_independent": evidence.false_positive_bound(len(unrelated)),
     }
 
 

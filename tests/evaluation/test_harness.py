@@ -13,17 +13,17 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from fathom.cli import main
+from fathom.checkpoints.export import export
+from fathom.checkpoints.open import open_checkpoint
+from fathom.cli.main import main
 from fathom.data.tokenizer import train_bpe
-from fathom.export import export
-from fathom.inference.checkpoint import open_checkpoint
 from fathom.models import FathomConfig, FathomForCausalLM
 
 pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'fathom-lm[evaluate]'")
 pytest.importorskip("accelerate", reason="lm-eval's Hugging Face models need accelerate")
 
 from fathom.evaluation.harness import TaskSettings, items_of, open_lm, run_task, tables
-from fathom.evaluation.pairing import rows
+from fathom.evaluation.paired import rows
 from fathom.evaluation.tasks import TaskDataError, task_names
 
 SETTINGS = TaskSettings(bootstrap_iters=10)

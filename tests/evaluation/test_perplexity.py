@@ -14,15 +14,15 @@ import pytest
 import torch
 
 import fathom.evaluation
-from fathom.cli import main
+from fathom.checkpoints.export import export
+from fathom.cli.main import main
 from fathom.data.shards import TokenDataset
 from fathom.data.sources import Reading
 from fathom.data.tokenizer import train_bpe
-from fathom.evaluation.pairing import Items, difference, group_difference, rows
+from fathom.evaluation.paired import Items, difference, group_difference, rows
 from fathom.evaluation.perplexity import Document, Domain, DomainScore, PerplexityError, read_domains, score, windows
-from fathom.evaluation.statistics import paired_difference
-from fathom.export import export
 from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.report.statistics import paired_difference
 
 TEXTS = ["a river is measured in fathoms", "the depth — ø — of the sea, " * 4, "x", "lead and rope " * 9]
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -246,7 +246,7 @@ def test_the_command(exported: Path, tmp_path: Path, capsys, monkeypatch) -> Non
     assert mine.keys() == {"x", "y", "all text"} and mine["all text"]["bytes"] == 2 * mine["x"]["bytes"]
     assert len(report["rows"]) == 6 and all(row["differences"]["b"]["pairs"] for row in report["rows"])
     # Again: nothing is computed, nothing is opened.
-    monkeypatch.setattr("fathom.inference.checkpoint.open_checkpoint", pytest.fail)
+    monkeypatch.setattr("fathom.checkpoints.open.open_checkpoint", pytest.fail)
     assert main(words) == 0
     printed = capsys.readouterr()
     assert printed.err.count("done before") == 4 and "b against vanilla" in printed.out

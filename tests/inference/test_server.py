@@ -21,9 +21,9 @@ import pytest
 import uvicorn
 from transformers.cli.serving.model_manager import ModelManager
 
-from fathom.cli import main
+from fathom.checkpoints.open import open_checkpoint
+from fathom.cli.main import main
 from fathom.inference import server
-from fathom.inference.checkpoint import open_checkpoint
 from tests.inference.tiny import TEXT, export_tiny
 
 CONTEXT = 8192
@@ -81,7 +81,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def process(directory):
-    command = [sys.executable, "-m", "fathom.cli", "serve", str(directory), "--port", "0", "--grace", str(GRACE)]
+    command = [sys.executable, "-m", "fathom.cli.main", "serve", str(directory), "--port", "0", "--grace", str(GRACE)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("FATHOM_API_KEY", None)
     with subprocess.Popen(

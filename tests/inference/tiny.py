@@ -8,7 +8,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from fathom.export import export
+from fathom.checkpoints.export import export
 from fathom.models import FathomConfig, FathomForCausalLM
 
 TEXT = [

@@ -9,10 +9,10 @@ import transformers as tf
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from fathom.checkpoints.origin import Refused
 from fathom.lineage import attacks, canonical
 from fathom.lineage.attacks import ATTACKS, attack
 from fathom.lineage.comparison import SCORE_LABELS, Options, measure
-from fathom.lineage.origin import Refused
 from fathom.lineage.weights import open_model
 from tests.lineage.zoo import build, logits, save, tiny_config
 

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 
-from fathom.lineage import cards, commands, commitments, huref
+from fathom.cli import lineage as commands
+from fathom.lineage import cards, commitments, huref
 from fathom.lineage.comparison import Options, _tampering, measure
-from fathom.lineage.testing import INITIALISATION, NONE, PARTIAL, SHARED
+from fathom.lineage.evidence import INITIALISATION, NONE, PARTIAL, SHARED
 from fathom.lineage.weights import open_model
 from tests.lineage.zoo import build, logits, save, tiny_config
 

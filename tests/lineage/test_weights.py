@@ -12,8 +12,8 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fathom.checkpoints.origin import LocalOrigin, Refused
 from fathom.lineage import vocabulary as v
-from fathom.lineage.origin import LocalOrigin, Refused
 from fathom.lineage.weights import open_model
 from tests.lineage.zoo import build, save, write_tokenizer
 

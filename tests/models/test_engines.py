@@ -8,7 +8,7 @@ import torch
 from transformers import GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from fathom.export import export
+from fathom.checkpoints.export import export
 from fathom.models import FathomForCausalLM, FathomModel, modeling
 from fathom.models.engines import check_engine
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
-from fathom.export import export
+from fathom.checkpoints.export import export
 from fathom.models import FathomForCausalLM
 from fathom.models.cost import cache_bytes_per_token, count_parameters, mechanism_cost
 from fathom.models.depth_attention import depth_weights

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from fathom.export import export
+from fathom.checkpoints.export import export
 from fathom.models import FathomForCausalLM
 
 from .cases import CASES, SHAPE, build, config_of, tokens

@@ -18,9 +18,9 @@ from fathom.recipe import Recipe
 from fathom.training import TrainingError, train
 from fathom.training.checkpoint import Checkpointer, CheckpointError, damage
 from fathom.training.parallel import Ranks
+from tests.tiny import tiny_recipe
 
 from . import processes
-from .conftest import tiny_recipe
 
 STEPS = 8
 

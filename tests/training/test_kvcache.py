@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fathom.cli import main
-from fathom.export import ExportError, export
+from fathom.checkpoints.export import ExportError, export
+from fathom.cli.main import main
 from fathom.kvcache import METHODS, build_cache, chunks, compress_in_training
 from fathom.models import FathomForCausalLM
 from fathom.recipe import KVCache, Recipe, RecipeError

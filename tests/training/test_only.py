@@ -10,9 +10,10 @@ from torch import Tensor
 
 from fathom.recipe import Recipe, RecipeError
 from fathom.training import build_training, train
+from tests.tiny import tiny_recipe
 
 from . import processes
-from .conftest import StopAt, tiny_recipe
+from .conftest import StopAt
 
 GATES = (
     *("model.mixer=none", "model.recurrence=adaponder", "model.recurrence_options.top_k=9", "train.steps=4"),

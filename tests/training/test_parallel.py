@@ -10,9 +10,10 @@ import pytest
 
 from fathom.recipe import Recipe
 from fathom.training import build_training, start, train
+from tests.tiny import tiny_recipe
 
 from . import processes
-from .conftest import StopAt, tiny_recipe
+from .conftest import StopAt
 
 STEPS = 8
 

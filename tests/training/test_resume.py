@@ -18,9 +18,9 @@ from fathom.data.shards import DataError, read_index, write_index
 from fathom.recipe import Recipe, RecipeError
 from fathom.training import checkpoint, train
 from fathom.training.loop import claimed
+from tests.tiny import tiny_recipe
 
 from . import processes
-from .conftest import tiny_recipe
 
 STEPS = 8
 

@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 from fathom.data.encode import Chunk, Encoded, Encoding, choose_split, encode_chunks
-from fathom.data.progress import ProgressBar
 from fathom.data.shards import (
     FORMAT,
     INDEX,
@@ -43,6 +42,7 @@ from fathom.data.shards import (
 )
 from fathom.data.sources import FileFormat, Reading, Source, Undecodable, find_sources, parse
 from fathom.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_checksums, train_bpe, vocabulary_size
+from fathom.report.progress import ProgressBar
 
 CHUNK_BYTES = 1 << 20
 CHUNK_RECORDS = 4096

@@ -29,7 +29,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.data.progress import ProgressBar
+from fathom.report.progress import ProgressBar
 
 FORMAT = "fathom-tokens"
 VERSION = 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fathom.evaluation.pairing import Items
+from fathom.evaluation.paired import Items
 from fathom.evaluation.tasks import TaskDataError, load_task, task_manager
 
 CPU_BATCH = 16

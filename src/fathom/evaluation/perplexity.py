@@ -22,11 +22,11 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
-from fathom.data.progress import ProgressBar
 from fathom.data.shards import INDEX, TokenDataset
 from fathom.data.sources import HUB, Reading, find_sources, parse
-from fathom.evaluation.pairing import Items
-from fathom.evaluation.trips import counting
+from fathom.evaluation.paired import Items
+from fathom.models.budgets import counting
+from fathom.report.progress import ProgressBar
 
 LONGEST_DEFAULT_CONTEXT = 2048
 TOKENS_AT_ONCE = {"cpu": 1 << 12, "other": 1 << 15}

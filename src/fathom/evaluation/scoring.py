@@ -15,8 +15,8 @@ from urllib.parse import quote
 
 from fathom.data.shards import write_json
 from fathom.data.sources import Reading
-from fathom.evaluation.pairing import rows, table
-from fathom.evaluation.trips import limited
+from fathom.evaluation.paired import rows, table
+from fathom.models.budgets import limited
 
 if TYPE_CHECKING:
     from fathom.evaluation.harness import TaskResult
@@ -73,7 +73,7 @@ def run_evaluate(options: Namespace, find: Callable[[str], Path], opener: Callab
     if options.kvcache:
         if options.max_trips is not None:
             raise EvaluateError("--max-trips and --kvcache: ask one question at a time")
-        from fathom.evaluation.kvcache_command import run_kvcache
+        from fathom.evaluation.caches.evaluate import run_kvcache
 
         return run_kvcache(options, find, opener)
     for name in ("window", "sinks", "ratio"):

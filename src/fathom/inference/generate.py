@@ -15,9 +15,9 @@ from typing import IO, Any
 
 import torch
 
-from fathom.data.progress import ProgressBar
-from fathom.evaluation.trips import check_chunks, check_trips, stored_trips
-from fathom.inference.memory import Policy, choose
+from fathom.inference.cache import Policy, choose
+from fathom.models.budgets import check_chunks, check_trips, stored_trips
+from fathom.report.progress import ProgressBar
 
 Write = Callable[[str], Any]
 BATCH = {"cpu": 8, "other": 32}
@@ -136,7 +136,7 @@ def find_model(path: str | Path) -> Path:
 
 def load(path: str | Path, device: str | None = None, **options: Any) -> tuple[Any, Any]:
     """Model and tokenizer of a checked directory, ready to generate; options are those of `open_checkpoint`."""
-    from fathom.inference.checkpoint import open_checkpoint
+    from fathom.checkpoints.open import open_checkpoint
 
     return open_checkpoint(path, device, **options)
 
@@ -531,7 +531,7 @@ def _streamer(tokenizer: Any, write: Write) -> Any:
 
 def _best(path: Path) -> Path:
     """The model of the best run of a comparison's best arm."""
-    from fathom.evaluation.findings import best_arm
+    from fathom.comparison.findings import best_arm
 
     report = json.loads((path / "report.json").read_text(encoding="utf-8"))
     if not any(arm["runs"] for arm in report["arms"]):

@@ -42,9 +42,9 @@ from transformers.cli.serving.server import build_server
 from transformers.cli.serving.utils import DirectStreamer, GenerateManager, GenerationState
 from transformers.utils import logging
 
-from fathom.evaluation.trips import check_trips, most_trips
-from fathom.inference.checkpoint import open_checkpoint
-from fathom.inference.memory import Policy, choose
+from fathom.checkpoints.open import open_checkpoint
+from fathom.inference.cache import Policy, choose
+from fathom.models.budgets import check_trips, most_trips
 
 logger = logging.get_logger(__name__)
 
@@ -591,8 +591,8 @@ def build_app(
 
 
 def _add_lens(app: FastAPI, model: Any, tokenizer: Any, name: str, worker: _Worker) -> None:
-    from fathom.inference.lens import LensError, lens_data
-    from fathom.inference.lens_page import lens_page, pack
+    from fathom.lens.look import LensError, lens_data
+    from fathom.lens.page import lens_page, pack
     from fathom.models import FathomForCausalLM
 
     if not isinstance(model, FathomForCausalLM):

@@ -6,8 +6,8 @@ found = compare(open_model("org/suspect"), open_model("org/base"), controls=["or
 print(found.verdict.sentence)
 """
 
+from fathom.checkpoints.origin import Refused
 from fathom.lineage.comparison import Comparison, Options, compare
-from fathom.lineage.origin import Refused
 from fathom.lineage.weights import Weights, open_model
 
 __all__ = ["Comparison", "Options", "Refused", "Weights", "compare", "open_model"]

@@ -15,9 +15,9 @@ from pathlib import Path
 
 import numpy as np
 
+from fathom.checkpoints.origin import Refused
+from fathom.checkpoints.tensors import Array
 from fathom.lineage import canonical
-from fathom.lineage.origin import Refused
-from fathom.lineage.tensors import Array
 from fathom.lineage.weights import Geometry, Layer, View, Weights
 
 READERS = ("q", "k", "v", "gate", "up")

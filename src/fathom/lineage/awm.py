@@ -17,8 +17,8 @@ import numpy as np
 from scipy.linalg import blas, svd
 from scipy.optimize import linear_sum_assignment
 
+from fathom.checkpoints.tensors import Array
 from fathom.lineage import canonical
-from fathom.lineage.tensors import Array
 from fathom.lineage.weights import Weights
 
 MAP_CHANNELS = 256

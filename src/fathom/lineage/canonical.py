@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fathom.lineage.tensors import Array
+from fathom.checkpoints.tensors import Array
 from fathom.lineage.weights import Geometry, Layer, Weights
 
 READERS = {"attn_norm": ("q", "k", "v"), "ffn_norm": ("gate", "up")}

@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 
 from fathom._version import __version__
+from fathom.checkpoints.origin import Refused, parse_json
+from fathom.checkpoints.tensors import Array
 from fathom.lineage import huref, portrait, vocabulary
-from fathom.lineage.origin import Refused, parse_json
-from fathom.lineage.tensors import Array
 from fathom.lineage.weights import Weights
 
 VERSION = 1

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from fathom._version import __version__
+from fathom.checkpoints.origin import Refused
+from fathom.checkpoints.tensors import AdapterStore, Array, TensorInfo
 from fathom.lineage import huref
 from fathom.lineage.cards import sketches
-from fathom.lineage.origin import Refused
-from fathom.lineage.tensors import AdapterStore, Array, TensorInfo
 from fathom.lineage.weights import Weights
 
 VERSION = 1

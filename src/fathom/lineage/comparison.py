@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 from scipy import stats
 
-from fathom.lineage import awm, canonical, huref, testing, vocabulary
-from fathom.lineage.origin import Refused, parse_json
-from fathom.lineage.tensors import Array
-from fathom.lineage.testing import Findings, Test, Verdict
+from fathom.checkpoints.origin import Refused, parse_json
+from fathom.checkpoints.tensors import Array
+from fathom.lineage import awm, canonical, evidence, huref, vocabulary
+from fathom.lineage.evidence import Findings, Test, Verdict
 from fathom.lineage.weights import Weights, open_model
 
 Progress = Callable[[str], None]
@@ -185,7 +185,7 @@ def _head_matching(pair: Pair, rows_a: Array, rows_b: Array, progress: Progress)
     """The second witness: channels matched by the output heads, if both models have one of their own."""
     if not (pair.a.has("head") and pair.b.has("head")):
         return None
-    kept_a, kept_b = testing.middle(rows_a, rows_b, HEAD_ROWS)
+    kept_a, kept_b = evidence.middle(rows_a, rows_b, HEAD_ROWS)
     rows = [w.store.tensors[w.views["head", None].tensor].shape[0] for w in (pair.a, pair.b)]
     usable = (kept_a < rows[0]) & (kept_b < rows[1])
     if usable.sum() < 2 * pair.b.geometry.width:
@@ -227,22 +227,22 @@ def _witness_neurons(pair: Pair, rows_a: Array, rows_b: Array, options: Options,
     """T2 along the feed-forward path and T4, on evenly spaced layer pairs; the map is given, not chosen here."""
     pairs = [p for p in layer_pairs(pair) if pair.a.has("down", p[0]) and pair.b.has("down", p[1])]
     limit = None if _small(pair) else EXACT_FFN_LAYERS if options.mode == "exact" else FAST_FFN_LAYERS
-    kept = testing.middle(rows_a, rows_b, testing.PROBES)
-    seen = [testing.probes(w, rows) for w, rows in zip((pair.a, pair.b), kept, strict=True)]
+    kept = evidence.middle(rows_a, rows_b, evidence.PROBES)
+    seen = [evidence.probes(w, rows) for w, rows in zip((pair.a, pair.b), kept, strict=True)]
     gated = pair.a.geometry.gated and pair.b.geometry.gated
     for at in awm.chosen_layers(len(pairs), limit) if pairs else []:
         i, j = pairs[at]
         progress(f"neurons of layers {i + 1} and {j + 1}")
-        answers = testing.neuron_responses(pair.a, i, seen[0]), testing.neuron_responses(pair.b, j, seen[1])
-        found = testing.match_neurons(*answers, options.seed)
+        answers = evidence.neuron_responses(pair.a, i, seen[0]), evidence.neuron_responses(pair.b, j, seen[1])
+        found = evidence.match_neurons(*answers, options.seed)
         pair.neurons.append(((i, j), found.fixed, found.z if gated else float("nan")))
         if pair.fixed is not None:
             neurons = found.neurons()
             sides = [
-                testing.writers(w, layer, picked, answer.up_norms)
+                evidence.writers(w, layer, picked, answer.up_norms)
                 for w, layer, picked, answer in zip((pair.a, pair.b), (i, j), neurons, answers, strict=True)
             ]
-            second = testing.writer_matching(sides[0], sides[1], found.up_sign)
+            second = evidence.writer_matching(sides[0], sides[1], found.up_sign)
             pair.witnesses.append(((i, j), int(np.sum(second == pair.fixed))))
 
 
@@ -287,9 +287,9 @@ class Null:
     def rate(self) -> float:
         """Poisson rate for T2: max(3, upper 95 % limit of the controls' mean)."""
         if not self.witnesses:
-            return testing.POISSON_RATE
+            return evidence.POISSON_RATE
         total, count = sum(self.witnesses), len(self.witnesses)
-        return max(testing.POISSON_RATE, float(stats.chi2.ppf(0.95, 2 * (total + 1))) / (2 * count))
+        return max(evidence.POISSON_RATE, float(stats.chi2.ppf(0.95, 2 * (total + 1))) / (2 * count))
 
 
 def null_of(pairs: Sequence[Pair], origin: str, models: int) -> Null:
@@ -405,9 +405,9 @@ def judge(
     tests = run_tests(pair, null)
     threshold = _thresholds(pair, null)
     tampering = _tampering(pair, threshold)
-    found, evidence, blocks = _findings(pair, tests, null, measured, tampering, threshold)
-    sizes = evidence, len(pair.layers[0]), len(pair.layers[1])
-    verdict = testing.decide(found)
+    found, covered, blocks = _findings(pair, tests, null, measured, tampering, threshold)
+    sizes = covered, len(pair.layers[0]), len(pair.layers[1])
+    verdict = evidence.decide(found)
     return Comparison(pair, measured, null, tests, verdict, tampering, sizes, options or Options(), blocks)
 
 
@@ -434,40 +434,40 @@ def _null(pair: Pair, measured: list[tuple[str, list[Pair]]], null_file: Path | 
 def run_tests(pair: Pair, null: Null | None) -> list[Test]:
     """T1–T4, as far as the pair allows."""
     tests: list[Test] = []
-    rate = null.rate() if null else testing.POISSON_RATE
+    rate = null.rate() if null else evidence.POISSON_RATE
     calibrated = bool(null and null.witnesses)
     if pair.fixed is not None:
         width = len(pair.fixed)
-        tests.append(testing.test_order(pair.fixed))
+        tests.append(evidence.test_order(pair.fixed))
         if pair.head is not None:
             count = int(np.sum(pair.head == pair.fixed))
-            tests.append(testing.test_witnesses(count, width, rate, calibrated, "embedding"))
+            tests.append(evidence.test_witnesses(count, width, rate, calibrated, "embedding"))
         if pair.witnesses:
             count, trials = max(n for _, n in pair.witnesses), len(pair.witnesses)
-            test = testing.test_witnesses(count, width, rate, calibrated, "feed-forward", trials)
+            test = evidence.test_witnesses(count, width, rate, calibrated, "feed-forward", trials)
             test.detail["per_layer"] = [[i, j, n] for (i, j), n in pair.witnesses]
             tests.append(test)
     if pair.neurons:
         count = sum(fixed for _, fixed, _ in pair.neurons)
-        p = testing.fixed_point_bound(count, len(pair.neurons))
+        p = evidence.fixed_point_bound(count, len(pair.neurons))
         bound = "at most Lᵏ/k! over L layers"
         why = "neurons exchangeable in the training of either model"
         tests.append(Test("T1 fixed points (neurons)", count, bound, p, "exact", why, "feed-forward"))
     for name in NAMES.values():
         if name in pair.scores and null and null.scores.get(name):
             values, score = null.scores[name], pair.scores[name].score
-            p = testing.empirical(score, values)
+            p = evidence.empirical(score, values)
             why = "the null pairs are of the same structure class"
             tests.append(Test(f"T3 {name}", score, f"{len(values)} unrelated scores", p, "empirical", why, "attention"))
     if pair.z_values:
-        tests.append(testing.test_gate_up(pair.z_values, null.z if null else []))
+        tests.append(evidence.test_gate_up(pair.z_values, null.z if null else []))
     return tests
 
 
 def _thresholds(pair: Pair, null: Null | None) -> dict[str, float]:
     out = {}
     for name in NAMES.values():
-        value = testing.score_threshold(null.scores.get(name, [])) if null and name in pair.scores else None
+        value = evidence.score_threshold(null.scores.get(name, [])) if null and name in pair.scores else None
         if value is not None:
             out[name] = value
     return out
@@ -525,7 +525,7 @@ def _findings(
         blocks.append("attention of every layer" if len(good) == layers else f"attention of layers {shown}")
     for test in (t for t in tests if t.decides and t.family != "attention"):
         tested.add(test.family)
-        if test.p <= testing.ALPHA and test.family not in families:
+        if test.p <= evidence.ALPHA and test.family not in families:
             families.add(test.family)
             blocks.append(test.family)
     failed = any(_convicts(p) for _, pairs in measured for p in pairs)
@@ -542,4 +542,4 @@ def _findings(
 def _convicts(control: Pair) -> bool:
     """Whether the tests that need no controls would call a control pair related."""
     own = [test.p for test in run_tests(control, None) if test.kind in {"exact", "model"}]
-    return bool(own) and min(testing.holm(own)) <= testing.ALPHA
+    return bool(own) and min(evidence.holm(own)) <= evidence.ALPHA

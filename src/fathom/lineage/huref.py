@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from fathom.checkpoints.tensors import Array
 from fathom.lineage import canonical
 from fathom.lineage.awm import CHUNK_ROWS, chunks, gathered
-from fathom.lineage.tensors import Array
 from fathom.lineage.vocabulary import string_hash
 from fathom.lineage.weights import Layer, Weights
 

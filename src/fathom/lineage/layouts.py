@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from fathom.lineage.origin import Refused
+from fathom.checkpoints.origin import Refused
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from fathom.lineage import huref, portrait, testing
+from fathom.checkpoints.tensors import Array
+from fathom.lineage import evidence, huref, portrait
 from fathom.lineage.comparison import ALIGNMENTS, NAMES, SCORE_LABELS, Comparison
 from fathom.lineage.report import CANONICAL_STEPS
-from fathom.lineage.tensors import Array
 
 STYLE = """
 :root { color-scheme: light dark; --paper: #fbfaf7; --card: #fff; --ink: #1c1d22; --soft: #63656e; --line: #e2e0d8;
@@ -92,7 +92,7 @@ def el(name: str, *children: str, **attributes: object) -> str:
 def render(found: Comparison, body: dict[str, Any], portraits: dict[str, Array] | None = None) -> str:
     """The page of a comparison; `body` is its JSON report."""
     verdict = found.verdict
-    colour = {testing.SHARED: "found", testing.INITIALISATION: "found", testing.NONE: "clear"}.get(
+    colour = {evidence.SHARED: "found", evidence.INITIALISATION: "found", evidence.NONE: "clear"}.get(
         verdict.label, "unsure"
     )
     content = [
@@ -296,12 +296,12 @@ def _scores(found: Comparison) -> str:
 def _tests(found: Comparison) -> str:
     rows = []
     for test in found.tests:
-        corrected = testing.probability(test.corrected) if test.decides else "not used"
+        corrected = evidence.probability(test.corrected) if test.decides else "not used"
         cells = [
             el("td", text(test.name), el("div", text(test.assumptions), cls="soft")),
             el("td", f"{test.statistic:,.4g}", cls="n", data_head="statistic"),
             el("td", text(test.null), data_head="null"),
-            el("td", testing.probability(test.p), cls="n", data_head="p"),
+            el("td", evidence.probability(test.p), cls="n", data_head="p"),
             el("td", corrected, cls="n", data_head="corrected"),
             el("td", text(test.kind), data_head="kind"),
         ]

@@ -18,7 +18,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from fathom.lineage.tensors import Array
+from fathom.checkpoints.tensors import Array
 
 SIZE = 320
 TRAITS = 56

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from fathom._version import __version__
-from fathom.lineage import cards, huref, portrait, testing
+from fathom.checkpoints.tensors import Array
+from fathom.lineage import cards, evidence, huref, portrait
 from fathom.lineage.commitments import header_digest
 from fathom.lineage.comparison import SCORE_LABELS, Comparison, Pair
-from fathom.lineage.tensors import Array
 from fathom.lineage.weights import Weights
 
 SCHEMA = 1
@@ -27,7 +27,7 @@ def as_json(found: Comparison, portraits: dict[str, Array] | None = None, comman
     """The whole report as plain data."""
     pair, verdict, null = found.pair, found.verdict, found.null
     models = (pair.b, pair.a) if pair.swapped else (pair.a, pair.b)
-    evidence, depth_a, depth_b = found.coverage
+    covered, depth_a, depth_b = found.coverage
     return {
         "fathom_lineage_report": SCHEMA,
         "tool": {"version": __version__, "numpy": np.__version__, "platform": platform.platform(), "command": command},
@@ -40,7 +40,7 @@ def as_json(found: Comparison, portraits: dict[str, Array] | None = None, comman
             "layer_map": [[pair.layers[0][i], pair.layers[1][j]] for i, j in pair.scores[pair.best].pairs]
             if pair.best
             else [],
-            "coverage": {"layers_with_evidence": evidence, "of_base": depth_a, "of_other": depth_b},
+            "coverage": {"layers_with_evidence": covered, "of_base": depth_a, "of_other": depth_b},
             "skipped": pair.skipped,
         },
         "canonicalisation": list(CANONICAL_STEPS),
@@ -114,7 +114,7 @@ def bounds(found: Comparison) -> dict[str, Any]:
     return {
         "unrelated_pairs": pairs,
         "models": models,
-        "false_positive_rate_below": testing.false_positive_bound(pairs),
+        "false_positive_rate_below": evidence.false_positive_bound(pairs),
         "note": "95 % upper bound if none of these pairs is a false positive and all are independent; "
         "pairs that share a model are not, so the true bound is wider",
     }

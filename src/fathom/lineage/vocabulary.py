@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from fathom.lineage.origin import Origin, Refused, parse_json, read_json, read_whole
-from fathom.lineage.tensors import Array
+from fathom.checkpoints.origin import Origin, Refused, parse_json, read_json, read_whole
+from fathom.checkpoints.tensors import Array
 
 Vocabulary = Mapping[bytes, int]
 

@@ -15,11 +15,9 @@ from typing import Any
 
 import numpy as np
 
-from fathom.lineage import layouts, vocabulary
-from fathom.lineage.gguf import GgufStore
-from fathom.lineage.layouts import Scheme, matching, parameter
-from fathom.lineage.origin import Origin, Refused, open_origin, parse_json, read_whole
-from fathom.lineage.tensors import (
+from fathom.checkpoints.gguf import GgufStore
+from fathom.checkpoints.origin import Origin, Refused, open_origin, parse_json, read_whole
+from fathom.checkpoints.tensors import (
     AdapterStore,
     Array,
     Ranges,
@@ -28,6 +26,8 @@ from fathom.lineage.tensors import (
     is_scale,
     open_safetensors,
 )
+from fathom.lineage import layouts, vocabulary
+from fathom.lineage.layouts import Scheme, matching, parameter
 
 Layer = dict[str, Array]
 """The tensors of one layer by role; matrices are (out, in)."""

@@ -2,7 +2,7 @@
 
 from fathom.training.build import StepMetrics, Training, build_training
 from fathom.training.checkpoint import CheckpointError
-from fathom.training.evaluate import Evaluation, Score, evaluate
+from fathom.training.heldout import Evaluation, Score, evaluate
 from fathom.training.loop import TrainingError, TrainResult, train
 from fathom.training.parallel import Ranks, start
 from fathom.training.tracking import Tracker, read_metrics

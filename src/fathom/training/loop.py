@@ -17,7 +17,7 @@ import torch
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe
 from fathom.training.build import Training, build_training
 from fathom.training.checkpoint import RECIPE, Checkpointer, read_json, write_atomically
-from fathom.training.evaluate import Evaluation, evaluate
+from fathom.training.heldout import Evaluation, evaluate
 from fathom.training.kvcache import merged
 from fathom.training.meter import Meter
 from fathom.training.parallel import Ranks, start, whole
@@ -271,7 +271,7 @@ def export_model(training: Training, directory: Path, facts: dict[str, Any]) -> 
     from transformers import AutoTokenizer
     from transformers.utils import logging
 
-    from fathom.export import export
+    from fathom.checkpoints.export import export
     from fathom.models.modeling import FathomForCausalLM
 
     logging.disable_progress_bar()

@@ -1,0 +1,1 @@
+"""Directories of weights, ours and others': read without trust, opened, and written."""

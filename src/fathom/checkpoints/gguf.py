@@ -1,0 +1,184 @@
+"""GGUF files of llama- and qwen-shaped models, seen as the tensors they were converted from."""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fathom.checkpoints.origin import Origin, Refused
+from fathom.checkpoints.tensors import Array, Ranges, TensorInfo, decode, read_rows
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+# number type -> (name, values per block, bytes per block)
+_TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 8: ("Q8_0", 32, 34), 2: ("Q4_0", 32, 18)}
+_ARCHITECTURES = ("llama", "qwen2", "qwen3")
+_COUNT_LIMIT = 1 << 22
+_HEADER_LIMIT = 256 << 20
+
+
+@dataclass
+class _Cursor:
+    """Reads the header front to back, a megabyte at a time, and never past the end of the file."""
+
+    origin: Origin
+    file: str
+    size: int
+    position: int = 0
+    window: bytes = b""
+    window_start: int = 0
+
+    def take(self, count: int) -> bytes:
+        stop = self.position + count
+        if stop > min(self.size, _HEADER_LIMIT):
+            raise Refused(f"{self.file}: truncated or oversized header")
+        if stop > self.window_start + len(self.window):
+            self.window_start = self.position
+            self.window = bytes(
+                self.origin.read(self.file, self.position, min(self.size, max(stop, self.position + (1 << 20))))
+            )
+        piece = self.window[self.position - self.window_start : stop - self.window_start]
+        self.position = stop
+        return piece
+
+    def scalar(self, code: str) -> Any:
+        return struct.unpack("<" + code, self.take(struct.calcsize("<" + code)))[0]
+
+    def string(self) -> str:
+        try:
+            return self.take(self.scalar("Q")).decode("utf-8")
+        except UnicodeDecodeError:
+            raise Refused(f"{self.file}: a name is not UTF-8") from None
+
+    def count(self, code: str = "Q") -> int:
+        value = self.scalar(code)
+        if value > _COUNT_LIMIT:
+            raise Refused(f"{self.file}: a count of {value:,} is not believable")
+        return int(value)
+
+    def value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self.string()
+        if kind == _ARRAY:
+            inner = self.scalar("I")
+            if inner == _ARRAY:
+                raise Refused(f"{self.file}: nested arrays")
+            return [self.value(inner) for _ in range(self.count())]
+        if kind not in _SCALARS:
+            raise Refused(f"{self.file}: metadata type {kind} is not known")
+        return self.scalar(_SCALARS[kind])
+
+
+class GgufStore:
+    """One GGUF file. `config` and `tokens` are what a Hugging Face directory would have said."""
+
+    def __init__(self, origin: Origin, file: str):
+        self.origin, self.file = origin, file
+        size = origin.size(file)
+        cursor = _Cursor(origin, file, size)
+        if cursor.take(4) != b"GGUF" or cursor.scalar("I") not in (2, 3):
+            raise Refused(f"{file}: not a GGUF file of version 2 or 3")
+        tensor_count, pair_count = cursor.count(), cursor.count()
+        metadata = {}
+        for _ in range(pair_count):
+            key = cursor.string()
+            metadata[key] = cursor.value(cursor.scalar("I"))
+        entries = [self._entry(cursor) for _ in range(tensor_count)]
+        alignment = metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 16:
+            raise Refused(f"{file}: alignment {alignment!r:.20}")
+        start = -(-cursor.position // alignment) * alignment
+        self.tensors: dict[str, TensorInfo] = {}
+        for name, shape, kind, offset in entries:
+            if name in self.tensors:
+                raise Refused(f"{file}: tensor {name!r:.120} is given twice")
+            self.tensors[name] = self._info(name, shape, kind, start + offset, size)
+        self.config = _config(metadata, file, self.tensors)
+        self.tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
+        self.byte_level: bool = metadata.get("tokenizer.ggml.model") == "gpt2"
+        self._permuted = metadata["general.architecture"] == "llama"
+
+    def _entry(self, cursor: _Cursor) -> tuple[str, tuple[int, ...], int, int]:
+        name = cursor.string()
+        rank = cursor.count("I")
+        if rank > 4:
+            raise Refused(f"{self.file}: tensor {name!r:.120} of rank {rank}")
+        sides = tuple(cursor.scalar("Q") for _ in range(rank))
+        return name, sides[::-1], cursor.scalar("I"), cursor.scalar("Q")  # GGUF lists the fastest axis first
+
+    def _info(self, name: str, shape: tuple[int, ...], kind: int, start: int, size: int) -> TensorInfo:
+        if kind not in _TYPES:
+            accepted = ", ".join(label for label, _, _ in _TYPES.values())
+            raise Refused(f"{self.file}: {name!r:.120} has number type {kind}; read are {accepted}")
+        label, block, block_bytes = _TYPES[kind]
+        if shape and shape[-1] % block:
+            raise Refused(f"{self.file}: {name!r:.120}: rows of {shape[-1]} do not fill blocks of {block}")
+        stop = start + math.prod(shape) // block * block_bytes
+        if stop > size:
+            raise Refused(f"{self.file}: {name!r:.120} ends outside the file")
+        return TensorInfo(self.file, label, shape, start, stop)
+
+    def read(self, name: str, rows: Ranges | None = None) -> Array:
+        """Rows as floats; the rotary row order of llama conversions is undone."""
+        info = self.tensors[name]
+        if self._permuted and name.endswith(("attn_q.weight", "attn_k.weight")):
+            heads = self.config["num_attention_heads" if "attn_q" in name else "num_key_value_heads"]
+            values = _unpermuted(self._plain(info, None), heads)
+            return values if rows is None else np.concatenate([values[a:b] for a, b in rows])
+        return self._plain(info, rows)
+
+    def _plain(self, info: TensorInfo, rows: Ranges | None) -> Array:
+        if not info.dtype.startswith("Q"):
+            return read_rows(self.origin, info, rows)
+        rows = [(0, info.shape[0])] if rows is None else rows
+        row_bytes = (info.stop - info.start) // info.shape[0]
+        parts = [self.origin.read(info.file, info.start + a * row_bytes, info.start + b * row_bytes) for a, b in rows]
+        return _dequantised(b"".join(parts), info.dtype).reshape(-1, *info.shape[1:])
+
+
+def _dequantised(raw: bytes, dtype: str) -> Array:
+    """Blocks of 32 values: a float16 scale, then int8, or nibbles with the first sixteen values in the low halves."""
+    width = {"Q8_0": 34, "Q4_0": 18}[dtype]
+    blocks = np.frombuffer(raw, np.uint8).reshape(-1, width)
+    scale = decode(blocks[:, :2].tobytes(), "F16")[:, None]
+    if dtype == "Q8_0":
+        return scale * blocks[:, 2:].view(np.int8)
+    nibbles = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1)
+    return scale * (nibbles.astype(np.float32) - 8)
+
+
+def _unpermuted(values: Array, heads: int) -> Array:
+    # the converter splits each head's rows (2, half) and swaps them to (half, 2); this is the way back
+    shape = values.shape
+    return values.reshape(heads, shape[0] // heads // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def _config(metadata: Mapping[str, Any], file: str, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+    kind = metadata.get("general.architecture")
+    if kind not in _ARCHITECTURES:
+        raise Refused(f"{file}: architecture {kind!r:.40}; read are {', '.join(_ARCHITECTURES)}")
+    if "token_embd.weight" not in tensors:
+        raise Refused(f"{file}: no token_embd.weight")
+    wanted = {
+        "num_hidden_layers": f"{kind}.block_count",
+        "hidden_size": f"{kind}.embedding_length",
+        "num_attention_heads": f"{kind}.attention.head_count",
+    }
+    config: dict[str, Any] = {"model_type": kind}
+    for name, key in wanted.items():
+        if type(metadata.get(key)) is not int or not 0 < metadata[key] < 1 << 20:
+            raise Refused(f"{file}: {key} is missing or not a size")
+        config[name] = metadata[key]
+    config["num_key_value_heads"] = metadata.get(f"{kind}.attention.head_count_kv", config["num_attention_heads"])
+    config["head_dim"] = metadata.get(
+        f"{kind}.attention.key_length", config["hidden_size"] // config["num_attention_heads"]
+    )
+    for name in ("num_key_value_heads", "head_dim"):
+        if type(config[name]) is not int or not 0 < config[name] < 1 << 20:
+            raise Refused(f"{file}: {name} is not a size")
+    return config

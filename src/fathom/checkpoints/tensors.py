@@ -1,0 +1,326 @@
+"""Tensors on disk: safetensors headers, number formats, shards and adapters, read row by row.
+
+The safetensors format is eight bytes of little-endian header length, a JSON header `{name: dtype, shape,
+data_offsets}`, then the raw numbers. Everything in a header is checked before a byte of data is touched.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from fathom.checkpoints.origin import Origin, Refused, parse_json, read_json, safe_name
+
+Array = npt.NDArray[Any]
+Ranges = Sequence[tuple[int, int]]
+
+HEADER_LIMIT = 100_000_000  # the format's own limit
+ITEM_BYTES = {
+    **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
+    **dict.fromkeys(("U16", "I16", "F16", "BF16"), 2),
+    **dict.fromkeys(("U32", "I32", "F32"), 4),
+    **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
+}
+FLOATS = {"F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"}
+_PACKED = re.compile(
+    r"\.(qweight|qzeros|weight_packed|absmax|quant_map|weight\.(absmax|quant_\w+|nested_\w+)|SCB)(\.|$)"
+)
+_SCALE = re.compile(r"\.weight_scale(_inv)?$|\.(input|activation)_scale$")
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """What a file says about one tensor; offsets are absolute within the file."""
+
+    file: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+class TensorStore(Protocol):
+    """Named tensors that can be read by ranges of their first axis, as floats."""
+
+    @property
+    def origin(self) -> Origin:
+        """Where the bytes come from."""
+        ...
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """What the headers say."""
+        ...
+
+    def read(self, name: str, rows: Ranges | None = None) -> Array:
+        """The rows in the given half-open ranges, in that order (all by default), as float32 (float64 if stored so)."""
+        ...
+
+
+def parse_header(raw: bytes, data_start: int, size: int, file: str) -> dict[str, TensorInfo]:
+    """A validated safetensors header: types known, sizes consistent, offsets inside the file, no overlap, no hole."""
+    table = parse_json(raw, f"{file}: header", unique=True)
+    found: dict[str, TensorInfo] = {}
+    for name, entry in table.items():
+        if name == "__metadata__":
+            continue
+        found[name] = _tensor_info(name, entry, data_start, size, file)
+    cursor = data_start
+    for name, info in sorted(found.items(), key=lambda item: (item[1].start, item[1].stop)):
+        if info.start != cursor:
+            fault = "overlaps the tensor before it" if info.start < cursor else "leaves a hole before it"
+            raise Refused(f"{file}: tensor {name!r:.120} {fault}")
+        cursor = info.stop
+    if cursor != size:
+        raise Refused(f"{file}: header describes {cursor:,} bytes, the file has {size:,}")
+    return found
+
+
+def _tensor_info(name: str, entry: object, data_start: int, size: int, file: str) -> TensorInfo:
+    what = f"{file}: tensor {name!r:.120}"
+    if not isinstance(entry, dict):
+        raise Refused(f"{what}: its entry is not an object")
+    dtype: Any = entry.get("dtype")
+    shape: Any = entry.get("shape")
+    offsets: Any = entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
+        raise Refused(f"{what}: number type {dtype!r:.40} is not known")
+    if not _naturals(shape) or len(shape) > 8 or not _naturals(offsets) or len(offsets) != 2:
+        raise Refused(f"{what}: shape or data_offsets are not lists of natural numbers")
+    start, stop = offsets
+    if stop < start or data_start + stop > size:
+        raise Refused(f"{what}: bytes {start}–{stop} are outside the file")
+    if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
+        raise Refused(f"{what}: {stop - start:,} bytes cannot hold shape {shape} of {dtype}")
+    return TensorInfo(file, dtype, tuple(shape), data_start + start, data_start + stop)
+
+
+def _naturals(value: Any) -> bool:
+    return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 62 for item in value)
+
+
+def read_header(origin: Origin, file: str) -> dict[str, TensorInfo]:
+    """The header of one safetensors file."""
+    size = origin.size(file)
+    if size < 10:
+        raise Refused(f"{file}: {size} bytes are too few for a safetensors file")
+    length = int.from_bytes(origin.read(file, 0, 8), "little")
+    if length > HEADER_LIMIT or 8 + length > size:
+        raise Refused(f"{file}: a header of {length:,} bytes does not fit a file of {size:,}")
+    return parse_header(bytes(origin.read(file, 8, 8 + length)), 8 + length, size, file)
+
+
+def read_index(origin: Origin, file: str) -> dict[str, str]:
+    """The weight map of a sharded checkpoint, every shard name checked to stay in the directory."""
+    weight_map = read_json(origin, file).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise Refused(f"{file}: no weight_map")
+    for shard in set(map(str, weight_map.values())):
+        if not safe_name(shard).endswith(".safetensors"):
+            raise Refused(f"{file}: shard {shard!r:.80} is not a safetensors file")
+    return weight_map
+
+
+class SafetensorsStore:
+    """One safetensors file, or the shards of one checkpoint."""
+
+    def __init__(self, origin: Origin, files: Iterable[str], weight_map: Mapping[str, str] | None = None):
+        self.origin = origin
+        self.tensors: dict[str, TensorInfo] = {}
+        for file in files:
+            for name, info in read_header(origin, file).items():
+                if weight_map is not None and weight_map.get(name) != file:
+                    raise Refused(f"{file}: tensor {name!r:.120} is not where the index says")
+                if name in self.tensors:
+                    raise Refused(f"tensor {name!r:.120} is in {self.tensors[name].file} and in {file}")
+                self.tensors[name] = info
+        if weight_map is not None and (missing := set(weight_map) - set(self.tensors)):
+            raise Refused(f"the index names tensor {min(missing)!r:.120}, which its shard does not have")
+
+    def raw(self, name: str) -> bytearray:
+        """The stored bytes of a tensor."""
+        info = self.tensors[name]
+        return self.origin.read(info.file, info.start, info.stop)
+
+    def read(self, name: str, rows: Ranges | None = None) -> Array:
+        """The rows in the given ranges as floats, with 8-bit weights multiplied by their scales."""
+        info = self.tensors[name]
+        if info.dtype not in FLOATS:
+            raise Refused(f"{name}: stored as {info.dtype}; wanted one of {', '.join(sorted(FLOATS))}")
+        values = read_rows(self.origin, info, rows)
+        if info.dtype.startswith("F8"):
+            values *= self._scale(name, info, rows)
+        return values
+
+    def _scale(self, name: str, info: TensorInfo, rows: Ranges | None) -> Array:
+        for suffix in ("_scale_inv", "_scale"):
+            if name + suffix in self.tensors:
+                scale = self.read(name + suffix)
+                break
+        else:
+            return np.ones((), np.float32)
+        if scale.size == 1 or len(info.shape) != 2:
+            return scale.reshape(())
+        scale = scale.reshape(len(scale), -1)  # [row blocks, column blocks]
+        block = [-(-side // count) for side, count in zip(info.shape, scale.shape, strict=True)]
+        spread = np.repeat(np.repeat(scale, block[0], 0)[: info.shape[0]], block[1], 1)[:, : info.shape[1]]
+        return spread if rows is None else np.concatenate([spread[a:b] for a, b in rows])
+
+
+def read_rows(origin: Origin, info: TensorInfo, rows: Ranges | None) -> Array:
+    """Ranges of the first axis of a stored tensor; ranges that touch are read together."""
+    if rows is None or not info.shape:
+        return decode(origin.read(info.file, info.start, info.stop), info.dtype).reshape(info.shape)
+    row_bytes = math.prod(info.shape[1:]) * ITEM_BYTES[info.dtype]
+    for start, stop in rows:
+        if not 0 <= start <= stop <= info.shape[0]:
+            raise Refused(f"rows {start}–{stop} are outside a tensor of {info.shape[0]} rows")
+    total = sum(stop - start for start, stop in rows)
+    values = np.empty((total, *info.shape[1:]), np.float64 if info.dtype == "F64" else np.float32)
+    done = 0
+    for span in _spans(rows, origin.gap_bytes // row_bytes):
+        first, last = span[0][0], span[-1][1]
+        chunk = origin.read(info.file, info.start + first * row_bytes, info.start + last * row_bytes)
+        block = decode(chunk, info.dtype).reshape(-1, *info.shape[1:])
+        for start, stop in span:
+            values[done : done + stop - start] = block[start - first : stop - first]
+            done += stop - start
+    return values
+
+
+def _spans(rows: Ranges, gap: int) -> Iterator[list[tuple[int, int]]]:
+    """Group ascending ranges that lie within `gap` rows of each other."""
+    span: list[tuple[int, int]] = []
+    for start, stop in rows:
+        if span and not 0 <= start - span[-1][1] <= gap:
+            yield span
+            span = []
+        span.append((start, stop))
+    if span:
+        yield span
+
+
+def decode(raw: bytes | bytearray, dtype: str) -> Array:
+    """Raw little-endian numbers as float32 (float64 stays float64)."""
+    if dtype == "F64":
+        return np.frombuffer(raw, "<f8")
+    if dtype == "F32":
+        return np.frombuffer(raw, "<f4")
+    if dtype == "F16":
+        return np.frombuffer(raw, "<f2").astype(np.float32)
+    if dtype == "BF16":
+        wide = np.frombuffer(raw, "<u2").astype(np.uint32)  # bf16 is the upper half of a float32
+        wide <<= 16
+        return wide.view(np.float32)
+    exponent_bits, mantissa_bits = {"F8_E4M3": (4, 3), "F8_E5M2": (5, 2)}[dtype]
+    return float8_table(exponent_bits, mantissa_bits)[np.frombuffer(raw, np.uint8)]
+
+
+def float8_table(exponent_bits: int, mantissa_bits: int) -> Array:
+    """The 256 values of an 8-bit float; E4M3 has no infinities, E5M2 follows IEEE."""
+    code = np.arange(256)
+    exponent = (code >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    mantissa = (code & ((1 << mantissa_bits) - 1)) / (1 << mantissa_bits)
+    bias = (1 << (exponent_bits - 1)) - 1
+    value = np.where(exponent > 0, np.ldexp(1 + mantissa, exponent - bias), np.ldexp(mantissa, 1 - bias))
+    top = exponent == (1 << exponent_bits) - 1
+    if exponent_bits == 5:
+        value = np.where(top, np.where(mantissa == 0, np.inf, np.nan), value)
+    else:
+        value = np.where(top & (mantissa == mantissa.max()), np.nan, value)
+    return (np.where(code >= 128, -1.0, 1.0) * value).astype(np.float32)
+
+
+class AdapterStore:
+    """A base checkpoint seen through a LoRA adapter: W + scale · B A, added as rows are read."""
+
+    def __init__(self, base: TensorStore, adapter: SafetensorsStore, config: Mapping[str, Any]):
+        kind = config.get("peft_type")
+        if kind != "LORA" or config.get("use_dora") or config.get("rank_pattern") or config.get("alpha_pattern"):
+            raise Refused(f"adapter of type {kind}: only plain LoRA is read; merge it into its base first")
+        rank, alpha = config.get("r"), config.get("lora_alpha")
+        if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+            raise Refused("adapter_config.json: r and lora_alpha must be numbers")
+        self.scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
+        self.transposed = bool(config.get("fan_in_fan_out"))
+        self.base, self.adapter, self.origin = base, adapter, base.origin
+        self.tensors = dict(base.tensors)
+        self.pairs: dict[str, tuple[str, str]] = {}
+        self.replaced: dict[str, str] = {}
+        self._match()
+
+    def _match(self) -> None:
+        for name in self.adapter.tensors:
+            plain = name.removeprefix("base_model.model.")
+            if ".lora_A." in plain or plain.endswith(".lora_A"):
+                target = plain.split(".lora_A")[0] + ".weight"
+                partner = name.replace(".lora_A", ".lora_B")
+                if target not in self.tensors or partner not in self.adapter.tensors:
+                    raise Refused(f"adapter tensor {name!r:.120} has no partner or no {target!r:.120} in the base")
+                self.pairs[target] = (name, partner)
+            elif ".lora_B" not in plain:
+                target = plain.replace(".modules_to_save", "").replace(".base_layer", "")
+                if target not in self.tensors:
+                    raise Refused(f"adapter tensor {name!r:.120}: neither LoRA nor a tensor of the base")
+                self.replaced[target] = name
+                self.tensors[target] = self.adapter.tensors[name]
+
+    def read(self, name: str, rows: Ranges | None = None) -> Array:
+        """Rows of the merged weight."""
+        if name in self.replaced:
+            return self.adapter.read(self.replaced[name], rows)
+        values = self.base.read(name, rows)
+        if name in self.pairs:
+            lora_a, lora_b = (self.adapter.read(part) for part in self.pairs[name])  # [r, in], [out, r]
+            left, right = (lora_a.T, lora_b.T) if self.transposed else (lora_b, lora_a)
+            if rows is not None:
+                left = np.concatenate([left[a:b] for a, b in rows])
+            values = values + self.scale * (left @ right)
+        return values
+
+
+_SKIPPED = re.compile(r"^(consolidated|adapter_|optimizer|training_|rng_state|scheduler)")
+
+
+def open_safetensors(origin: Origin, file: str | None = None) -> SafetensorsStore:
+    """The checkpoint at an origin: the named file, the index's shards, or the only weights there are."""
+    if file is not None:
+        if file.endswith(".safetensors"):
+            return _usable(SafetensorsStore(origin, [file]))
+        if not file.endswith(".safetensors.index.json"):
+            raise Refused(f"{file}: wanted .safetensors, its index or .gguf{_pickle_hint([file])}")
+    index = file or "model.safetensors.index.json"
+    if origin.exists(index):
+        weight_map = read_index(origin, index)
+        return _usable(SafetensorsStore(origin, sorted(set(weight_map.values())), weight_map))
+    if origin.exists("model.safetensors"):
+        return _usable(SafetensorsStore(origin, ["model.safetensors"]))
+    names = origin.names()
+    files = [name for name in names if name.endswith(".safetensors") and not _SKIPPED.match(name)]
+    if not files:
+        raise Refused(f"{origin.name}: no safetensors weights{_pickle_hint(names)}")
+    return _usable(SafetensorsStore(origin, files))
+
+
+def _pickle_hint(names: Iterable[str]) -> str:
+    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
+        return "; pickled weights are never opened: load them once where you trust them and save_pretrained() again"
+    return ""
+
+
+def _usable(store: SafetensorsStore) -> SafetensorsStore:
+    for name in store.tensors:
+        if _PACKED.search(name):
+            raise Refused(f"{name}: packed low-bit weights are not read; dequantise the checkpoint first")
+    return store
+
+
+def is_scale(name: str) -> bool:
+    """Whether a tensor only scales another one."""
+    return bool(_SCALE.search(name))

@@ -1,0 +1,344 @@
+"""The commands of `fathom lineage`: each a typed function that does one thing and says how it ended."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+
+from fathom.checkpoints.origin import Refused, parse_json
+from fathom.lineage import attacks, cards, commitments, comparison, huref, page, report
+from fathom.lineage.comparison import Options, measure, structure_class, write_null
+from fathom.lineage.evidence import probability
+from fathom.lineage.portrait import CAPTION, pixel_hash, pixels, png, sketch_hash, words
+from fathom.lineage.weights import open_model
+
+UNUSABLE = 2
+
+
+@dataclass
+class Result:
+    """How a command ended: an exit code, what to print, and the same as data."""
+
+    exit_code: int
+    text: str
+    data: dict[str, Any] = field(default_factory=dict)
+
+    def show(self, as_json: bool) -> int:
+        """Print it and return the exit code."""
+        print(json.dumps(self.data, indent=1, default=_plain) if as_json else self.text)
+        return self.exit_code
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return str(value)
+
+
+@contextmanager
+def _status(quiet: bool) -> Iterator[Callable[[str], None]]:
+    """A line on standard error that says what is being done, where somebody is watching."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda _: None
+        return
+    started = time.monotonic()
+    with console.status("opening") as status:
+        yield lambda what: status.update(f"{what} ({time.monotonic() - started:.0f} s)")
+
+
+def _guarded(run: Callable[[], Result]) -> Result:
+    """Unusable input ends with code 2 and one line, not with a traceback."""
+    try:
+        return run()
+    except (Refused, FileNotFoundError) as error:
+        return Result(UNUSABLE, f"refused: {error}", {"refused": str(error)})
+
+
+def compare(
+    a: str,
+    b: str,
+    control: Sequence[str] = (),
+    null: Path | None = None,
+    mode: str = "fast",
+    layers: int | None = None,
+    align: Sequence[str] = comparison.ALIGNMENTS,
+    reorder: bool = False,
+    seed: int = 0,
+    adapter_base: str | None = None,
+    max_bytes: int | None = None,
+    out: Path | None = None,
+    exit_code: bool = False,
+    quiet: bool = False,
+) -> Result:
+    """Say whether one set of weights came from the other.
+
+    Args:
+        a: Directory, .safetensors, .gguf, PEFT adapter or org/name@revision.
+        b: The other model; the order implies no direction.
+        control: Unrelated models of the same kind; without one a score cannot be called high.
+        null: A file that `calibrate` wrote, instead of or besides controls.
+        mode: fast (1,024 channels, of large models some layers) or exact.
+        layers: Score this many evenly spaced layers.
+        align: Any of order, lap, procrustes.
+        reorder: Match layers freely instead of in order.
+        seed: Of every sample.
+        adapter_base: Base model of an adapter that does not name one.
+        max_bytes: Refuse to read more than this from either model.
+        out: Directory for report.json, report.html and the portraits.
+        exit_code: End with 10 shared lineage, 11 partial, 12 inconclusive, 13 shared initialisation or lineage.
+        quiet: No progress line.
+    """
+
+    def run() -> Result:
+        options = Options(mode=mode, layers=layers, align=tuple(align), reorder=reorder, seed=seed)
+        with _status(quiet) as say:
+            models = [open_model(where, adapter_base, max_bytes) for where in (a, b)]
+            found = comparison.compare(models[0], models[1], control, null, options, say)
+            drawn = report.portraits_of(found) if comparison.has_extras(found.pair, options) else None
+        body = report.as_json(found, drawn, page.command(found))
+        if out is not None:
+            _write_report(out, found, body, drawn)
+        code = found.verdict.exit_code if exit_code else 0
+        return Result(code, _summary(found), body)
+
+    return _guarded(run)
+
+
+def _write_report(out: Path, found: comparison.Comparison, body: dict[str, Any], drawn: dict[str, Any] | None) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "report.json").write_text(json.dumps(body, indent=1, default=_plain) + "\n", encoding="utf-8")
+    (out / "report.html").write_text(page.render(found, body, drawn), encoding="utf-8")
+    for side, z in zip("ab", (drawn or {}).values(), strict=False):
+        (out / f"portrait-{side}.png").write_bytes(png(pixels(z)))
+
+
+def _summary(found: comparison.Comparison) -> str:
+    lines = [f"{found.verdict.label.upper()}. {found.verdict.sentence}", ""]
+    for name, label in comparison.SCORE_LABELS.items():
+        if (value := found.pair.value(name)) is not None:
+            null = found.null.scores.get(name, []) if found.null else []
+            beside = f"   highest unrelated {max(null):.3f}" if null else ""
+            lines.append(f"  {label:<36}{value:7.3f}{beside}")
+    lines.append("")
+    for test in found.tests:
+        used = f"corrected {probability(test.corrected)}" if test.decides else "not used: needs a control"
+        lines.append(f"  {test.name:<36}{test.statistic:9.4g}   p {probability(test.p)}, {used}")
+    lines += [
+        "",
+        *(f"- {sign}" for sign in found.tampering),
+        *(f"- {reason}" for reason in found.verdict.reasons),
+        *(f"- {why}" for why in found.pair.skipped),
+    ]
+    lines += ["", "Not claimed:", *(f"- {item}" for item in found.verdict.not_claimed)]
+    return "\n".join(lines)
+
+
+def portrait(a: str, out: Path | None = None) -> Result:
+    """Draw the portrait of a model or of a card, and say its six words.
+
+    Args:
+        a: A model, or a card that `card` wrote.
+        out: The PNG to write; by default the name of the model with .png, in the current directory.
+    """
+
+    def run() -> Result:
+        z, name = _sketch(a)
+        image = pixels(z)
+        path = out or Path(f"{Path(name).name or 'portrait'}.png")
+        path.write_bytes(png(image))
+        said = words(z)
+        data = {
+            "file": str(path),
+            "words": said,
+            "pixels_sha256": pixel_hash(image),
+            "sketch_sha256": sketch_hash(z),
+        }
+        return Result(0, f"{path}\n{' '.join(said)}\n{CAPTION}", data)
+
+    return _guarded(run)
+
+
+def _sketch(where: str) -> tuple[Any, str]:
+    path = Path(where)
+    if path.is_file() and path.suffix in {".json", ".card"}:
+        body = cards.read_card(path)
+        return cards.sketch_of(body), path.stem
+    weights = open_model(where)
+    return huref.quantised(cards.sketches(weights)["z_last"]), where
+
+
+def card(a: str, out: Path, all_layers: bool = False) -> Result:
+    """Write the card of a model: 512 bytes per sketch, six words, no weights.
+
+    Args:
+        a: A model.
+        out: The file to write.
+        all_layers: Add the sketch over all layers, which reads most of the model and searches better.
+    """
+
+    def run() -> Result:
+        body = cards.card(open_model(a), all_layers)
+        cards.write_json(out, body)
+        note = "\nfew anchor strings: compare with care" if body["low_coverage"] else ""
+        return Result(0, f"{out}\n{' '.join(body['words'])}{note}", body)
+
+    return _guarded(run)
+
+
+def search(a: Path, library: Path, top: int = 10) -> Result:
+    """Rank the cards of a directory by likeness to one card. Finds candidates; `compare` decides.
+
+    Args:
+        a: A card.
+        library: Directory of cards.
+        top: How many to list.
+    """
+
+    def run() -> Result:
+        if not library.is_dir():
+            raise Refused(f"{library}: not a directory of cards")
+        query = cards.read_card(a)
+        found = cards.search(
+            query, sorted(p for p in library.iterdir() if p.is_file() and p.suffix in {".json", ".card"})
+        )
+        rows = [f"{cosine:7.3f}  {name}  ({file})" for cosine, name, file in found[:top]]
+        data = [{"cosine": cosine, "name": name, "file": file} for cosine, name, file in found[:top]]
+        return Result(0, "\n".join(rows) or "no cards there", {"found": data})
+
+    return _guarded(run)
+
+
+def attack(a: str, out: Path, kind: Sequence[str], seed: int = 0, dtype: str = "float32") -> Result:
+    """Write a copy of a model that computes the same function with other weights, to test a detector with.
+
+    Args:
+        a: A local model.
+        out: Directory to create.
+        kind: Any of permute, rotate, gain, plane, head, neuron, scale, applied in this order.
+        seed: Of every random choice.
+        dtype: float32 or float64.
+    """
+
+    def run() -> Result:
+        if out.exists():
+            raise Refused(f"{out} exists already")
+        attacks.attack(open_model(a), list(kind), out, seed, dtype)
+        return Result(0, f"{out}: {', '.join(kind)}", {"out": str(out), "kinds": list(kind), "seed": seed})
+
+    return _guarded(run)
+
+
+def commit(a: str, out: Path, blind: bool = False, key_out: Path | None = None) -> Result:
+    """Fix a model's weights by a hash, so that a later claim can be checked by recomputation.
+
+    Args:
+        a: A model.
+        out: The commitment to write and publish.
+        blind: Publish a root that says nothing about the weights until its key is shown.
+        key_out: Where the key of a blinded commitment goes; keep it.
+    """
+
+    def run() -> Result:
+        if blind and key_out is None:
+            raise Refused("a blinded commitment needs --key-out: without its key it can never be opened")
+        body, key = commitments.commit(open_model(a), blind)
+        cards.write_json(out, body)
+        if key is not None and key_out is not None:
+            key_out.touch(mode=0o600)
+            key_out.write_text(key + "\n")
+        return Result(0, f"{out}\nroot {body['root']}", body)
+
+    return _guarded(run)
+
+
+def verify(statement: Path, a: str | None = None, key: Path | None = None) -> Result:
+    """Recompute a commitment from weights, or a report from its models, and say whether it holds.
+
+    Args:
+        statement: A commitment, or a report.json.
+        a: The model a commitment is checked against; a report names its own models.
+        key: Key of a blinded commitment.
+    """
+
+    def run() -> Result:
+        if not statement.is_file():
+            raise Refused(f"{statement}: no such file")
+        body = parse_json(statement.read_bytes(), str(statement))
+        if "fathom_lineage_report" in body:
+            done = _verify_report(body)
+        elif a is None:
+            raise Refused("a commitment is checked against a model: name it")
+        else:
+            done = commitments.verify(open_model(a), body, key.read_text().strip() if key else None)
+        text = "holds" if done.holds else "does not hold\n" + "\n".join(f"- {line}" for line in done.findings)
+        return Result(0 if done.holds else 1, text, {"holds": done.holds, "findings": done.findings})
+
+    return _guarded(run)
+
+
+def _verify_report(body: dict[str, Any]) -> commitments.Verification:
+    """Run the comparison of a report again and compare what it found."""
+    try:
+        origins = [(item["origin"], item["headers_sha256"]) for item in body["inputs"]]
+        options = Options(**{**body["options"], "align": tuple(body["options"]["align"])})
+        controls = [item["model"] for item in body["controls"]]
+        scores = {name: float(item["value"]) for name, item in body["scores"].items()}
+        label = body["verdict"]["label"]
+    except (KeyError, TypeError, ValueError) as error:
+        raise Refused(f"not a complete report: {error!r}") from None
+    models = [open_model(origin) for origin, _ in origins]
+    findings = [
+        f"{name}: its headers are not those of the report"
+        for (name, digest), model in zip(origins, models, strict=True)
+        if commitments.header_digest(model.store.tensors) != digest
+    ]
+    found = comparison.compare(models[0], models[1], controls, None, options)
+    for name, value in scores.items():
+        again = found.pair.value(name)
+        if again is None or abs(again - value) > 1e-3:
+            findings.append(
+                f"{name}: the report says {value:.4f}, recomputed {again if again is None else round(again, 4)}"
+            )
+    if found.verdict.label != label:
+        findings.append(f"verdict: the report says {label!r}, recomputed {found.verdict.label!r}")
+    return commitments.Verification(not findings, findings)
+
+
+def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 0, quiet: bool = False) -> Result:
+    """Measure all pairs of models known to be unrelated, and write them as a null file for `compare --null`.
+
+    Args:
+        models: At least two unrelated models; the hardest are the same data and architecture, another seed.
+        out: The null file to write.
+        mode: As in `compare`.
+        seed: As in `compare`.
+        quiet: No progress line.
+    """
+
+    def run() -> Result:
+        if len(models) < 2:
+            raise Refused("a null needs at least two unrelated models")
+        opened = [open_model(where) for where in models]
+        groups: dict[str, list[comparison.Pair]] = {}
+        with _status(quiet) as say:
+            for i, first in enumerate(opened):
+                for second in opened[i + 1 :]:
+                    say(f"{first.name} against {second.name}")
+                    pair = measure(first, second, Options(mode=mode, seed=seed))
+                    groups.setdefault(structure_class(first, second), []).append(pair)
+        body = write_null(out, groups)
+        rows = [f"{kind}: {len(pairs)} pairs" for kind, pairs in groups.items()]
+        return Result(0, "\n".join([str(out), *rows]), body)
+
+    return _guarded(run)

@@ -1,0 +1,1 @@
+"""One size, several arms and seeds: the paired experiment and its report."""

@@ -1,0 +1,406 @@
+"""From the runs of a comparison to its numbers, and to the one sentence that they bear."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from fathom.comparison.arms import Arm, tokens, training_flops
+from fathom.comparison.work import MACHINE, RESULT, Plan, Task, read_measured
+from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
+from fathom.models.registry import recurrence_class
+from fathom.recipe import Recipe
+from fathom.report.statistics import Difference, holm, paired_difference
+from fathom.training import read_metrics
+
+SIGNIFICANT = 0.05
+SMOOTHED = 20
+"""Points of the curve of training-loss differences, each the mean of a stretch of steps."""
+
+Values = dict[str, Any]
+
+
+def summarize(plan: Plan, out: Path, source: Mapping[str, Any]) -> Values:
+    """Everything that `report.json` holds, from the directory alone.
+
+    A seed counts when every arm has finished it. An arm that failed is left out of it, and a control that failed leaves
+    nothing of it.
+    """
+    done = {seed: {arm.name: _result(plan, out, arm, seed) for arm in plan.arms} for seed in plan.seeds}
+    failed = _failed(plan, out)
+    lost = {(row["arm"], row["seed"]) for row in failed}
+    whole = [seed for seed, runs in done.items() if all(run or (name, seed) in lost for name, run in runs.items())]
+    control = plan.control.name
+    seeds = [seed for seed in whole if done[seed][control] and sum(run is not None for run in done[seed].values()) > 1]
+    arms = [_arm(plan, out, arm, [run for seed in seeds if (run := done[seed][arm.name])]) for arm in plan.arms]
+    if seeds:
+        _add_differences(arms)
+    between = _between(arms[1:]) if seeds else []
+    report = {
+        **source,
+        "equal": plan.equal,
+        "control": plan.control.name,
+        "seeds": seeds,
+        "seeds_planned": list(plan.seeds),
+        "failed": failed,
+        "arms": arms,
+        "between": between,
+        "share_of_uniform_depth": _share(arms, between) if seeds else None,
+        "recipe": plan.recipe.to_dict(),
+    }
+    return {"verdict": verdict(report), **report}
+
+
+def verdict(report: Values) -> str:
+    """One sentence: what the evidence shows, what it does not, and how far it reaches."""
+    control, *planned = report["arms"]
+    arms = [arm for arm in planned if "difference" in arm]
+    count = len(report["seeds"])
+    left_out = _left_out(report)
+    if not count:
+        return f"No seed has been finished by every arm yet, so there is nothing to say{left_out}."
+    scope = f"at {_millions(control['parameters'])} parameters and {_millions(control['tokens'])} tokens"
+    if count == 1:
+        parts = [f"{arm['name']} ended {_direction(arm)} {control['name']}" for arm in arms]
+        words = f"{scope}, {_join(parts)}, and another seed might say otherwise"
+        return f"With one seed there is no interval: {words}{left_out}."
+    parts = [
+        *_claim(arms, lambda arm: _clear(arm) and _mean(arm) < 0, "lower than", control),
+        *_claim(arms, lambda arm: _clear(arm) and _mean(arm) > 0, "higher than", control),
+        *_faint(arms, control),
+        *_noise([arm for arm in arms if arm["difference"]["half_width"] is not None], control),
+        *(f"{a['name']} ended {_direction(a)} {control['name']}, without an interval" for a in arms if _alone(a)),
+        *_rivals(report),
+    ]
+    return f"With {count} seeds, {scope}, {'; '.join(parts)}{left_out}."
+
+
+def best_arm(report: Values) -> Values:
+    """The arm of the lowest mean validation loss."""
+    control = report["arms"][0]
+    scored = [arm for arm in report["arms"] if arm["runs"]]
+    # By the paired difference: the mean of an arm that failed with a seed is not over the control's seeds.
+    best: Values = min(scored, key=lambda arm: control["loss"] + _mean(arm) if "difference" in arm else arm["loss"])
+    return best
+
+
+def _failed(plan: Plan, out: Path) -> list[Values]:
+    """The runs that cannot go on."""
+    runs = [Task(plan, out, arm.name, seed) for seed in plan.seeds for arm in plan.arms]
+    return [{"arm": run.arm, "seed": run.seed, **failure} for run in runs if (failure := run.failure) is not None]
+
+
+def _left_out(report: Values) -> str:
+    """The failed runs as the end of a sentence."""
+    rows = report.get("failed", [])
+    if not rows:
+        return ""
+    names = _join([f"{row['arm']} with seed {row['seed']} (at step {row['step']})" for row in rows])
+    control = any(row["arm"] == report["control"] for row in rows)
+    whole = f", and so are the seeds with which {report['control']} failed, for every arm" if control else ""
+    return f"; {names} failed and {'is' if len(rows) == 1 else 'are'} left out{whole}"
+
+
+def _arm(plan: Plan, out: Path, arm: Arm, runs: Sequence[Values]) -> Values:
+    recipe = plan.recipes[arm.name]
+    config = recipe.config()
+    measured = read_measured(plan, out, arm.name) if arm != plan.control else None
+    scalar = 2 if recipe.train.precision == "bf16" else 4
+    values: Values = {
+        **asdict(arm),
+        "parameters": count_parameters(config),
+        "flops_per_token": flops_per_token(config, recipe.data.sequence_length),
+        "cache_bytes_per_token": {"declared": cache_bytes_per_token(config, scalar), "measured": None},
+        "steps": recipe.train.steps,
+        "tokens": tokens(recipe),
+        "training_flops": training_flops(recipe),
+        "measured": measured and {k: v for k, v in measured.items() if k != "recipes"},
+        "runs": list(runs),
+    }
+    if measured:
+        values["cache_bytes_per_token"]["measured"] = measured["cache_bytes_per_token"][0]
+    elif arm == plan.control:
+        values["cache_bytes_per_token"]["measured"] = _control_cache(plan, out)
+    if runs:
+        loss = statistics.fmean(run["loss"] for run in runs)
+        values |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+        values["bits_per_byte"] = statistics.fmean(run["bits_per_byte"] for run in runs)
+        values["domains"] = {name: _domain(runs, name) for name in runs[0]["domains"]}
+        values["position_loss"] = [
+            statistics.fmean(row) for row in zip(*(r["position_loss"] for r in runs), strict=True)
+        ]
+        values["curve"] = _curve(values)
+        values["trips"] = _trips(recipe, runs)
+    return values
+
+
+def _trips(recipe: Recipe, runs: Sequence[Values]) -> Values:
+    """Per token of held-out text: as counted where tokens may halt, else the trips that all of them make."""
+    config = recipe.config()
+    most = recurrence_class(config).extra_trips(config) + 1
+    counted = [trips for run in runs if (trips := run.get("trips")) is not None]
+    if not counted:
+        return {"mean": float(most), "most": most, "shares": None, "correlations": []}
+    return {
+        "mean": statistics.fmean(trips["mean"] for trips in counted),
+        "most": most,
+        "shares": [statistics.fmean(row) for row in zip(*(trips["shares"] for trips in counted), strict=True)],
+        "correlations": [trips["correlation"] for trips in counted if trips["correlation"] is not None],
+    }
+
+
+def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> Values | None:
+    """One finished run: its last evaluation, its curve, the machine."""
+    run_dir = Task(plan, out, arm.name, seed).run_dir
+    if not (run_dir / RESULT).exists():
+        return None
+    values = json.loads((run_dir / RESULT).read_text(encoding="utf-8"))
+    lines = read_metrics(run_dir)
+    looks, losses = _by_step(lines, "val/loss"), _by_step(lines, "loss")
+    machine = run_dir / MACHINE
+    return {
+        "seed": seed,
+        "directory": str(run_dir.relative_to(out)),
+        **{key: value for key, value in values["evaluation"].items() if key != "tokens"},
+        "evaluated_tokens": values["evaluation"]["tokens"],
+        "seconds": values["seconds"],
+        "machine": json.loads(machine.read_text()) if machine.exists() else None,
+        "validation": {key: [look[name] for look in looks] for key, name in CURVE.items()},
+        "training_loss": {"step": [line["step"] for line in losses], "loss": [line["loss"] for line in losses]},
+    }
+
+
+CURVE = {"step": "step", "tokens": "tokens", "seconds": "seconds", "loss": "val/loss"}
+
+
+def _curve(arm: Values) -> Values:
+    """Validation loss while training: its mean over seeds, and the lowest and highest seed."""
+    runs = [_points(run["validation"]) for run in arm["runs"]]
+    steps = _common(runs)
+    counts = [runs[0][step]["tokens"] for step in steps]
+    losses = [[run[step]["loss"] for run in runs] for step in steps]
+    return {
+        "tokens": counts,
+        "flops": [count * arm["training_flops"] / arm["tokens"] for count in counts],
+        "seconds": [statistics.fmean(run[step]["seconds"] for run in runs) for step in steps],
+        "loss": [statistics.fmean(row) for row in losses],
+        "low": [min(row) for row in losses],
+        "high": [max(row) for row in losses],
+    }
+
+
+def _by_step(lines: Sequence[Values], key: str) -> list[Values]:
+    """The lines that have a key, one for each step: a run that was killed may have written some again."""
+    found = {line["step"]: line for line in lines if key in line}
+    return [found[step] for step in sorted(found)]
+
+
+def _points(columns: Mapping[str, Sequence[Any]]) -> dict[int, Values]:
+    """Columns as one row for each step."""
+    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+    return {row["step"]: row for row in rows}
+
+
+def _common(runs: Sequence[Mapping[int, Any]]) -> list[int]:
+    """The steps that all runs have: a machine that lost its power may have lost lines."""
+    return sorted(set(runs[0]).intersection(*runs[1:]))
+
+
+def _add_differences(arms: Sequence[Values]) -> None:
+    """Give every arm but the control its paired differences: final loss, bits per byte, by position, while training."""
+    control = arms[0]
+    found = [arm for arm in arms[1:] if arm["runs"]]
+    for arm in found:
+        pairs = _pairs(arm, control)
+        arm["difference"] = _difference(pairs, "loss")
+        arm["difference_bits_per_byte"] = _difference(pairs, "bits_per_byte")
+        places = range(len(control["position_loss"]))
+        if len(arm["position_loss"]) == len(places):
+            arm["difference_by_position"] = [_difference(pairs, "position_loss", i) for i in places]
+        for name, domain in arm["domains"].items():
+            if name in control["domains"]:
+                domain["difference"] = _difference(pairs, "domains", name, "loss")
+        arm["difference_while_training"] = _while_training(pairs, arm["tokens"] / arm["steps"])
+    _add_holm([arm["difference"] for arm in found])
+
+
+def _pairs(a: Values, b: Values) -> list[tuple[Values, Values]]:
+    """The runs of two arms, seed by seed, where both have one."""
+    partners = {run["seed"]: run for run in b["runs"]}
+    return [(run, partners[run["seed"]]) for run in a["runs"] if run["seed"] in partners]
+
+
+def _add_holm(rows: Sequence[Values]) -> None:
+    """Adjust the p values of those that have one."""
+    for row in rows:
+        row["p_holm"] = None
+    tested = [row for row in rows if row["p"] is not None]
+    for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
+        row["p_holm"] = p
+
+
+def _difference(pairs: Sequence[tuple[Values, Values]], *path: str | int) -> Values:
+    """The paired difference of a value deep in the runs."""
+
+    def value(run: Any) -> float:
+        for key in path:
+            run = run[key]
+        return float(run)
+
+    return _plain(paired_difference([value(a) for a, _ in pairs], [value(b) for _, b in pairs]))
+
+
+def _plain(found: Difference) -> Values:
+    return {**asdict(found), "low": found.low, "high": found.high, "excludes_zero": found.excludes_zero}
+
+
+def _while_training(pairs: Sequence[tuple[Values, Values]], step_tokens: float) -> Values:
+    """Training loss minus the control's on the very same batches, as means over stretches of steps."""
+    runs = [[_points(run["training_loss"]) for run in pair] for pair in pairs]
+    steps = _common([run for pair in runs for run in pair])
+    size = max(1, math.ceil(len(steps) / SMOOTHED))
+    stretches = [steps[first : first + size] for first in range(0, len(steps), size)]
+    gaps = [
+        [statistics.fmean(a[step]["loss"] - b[step]["loss"] for step in stretch) for a, b in runs]
+        for stretch in stretches
+    ]
+    return {
+        "tokens": [(statistics.fmean(stretch) - 0.5) * step_tokens for stretch in stretches],
+        "mean": [statistics.fmean(row) for row in gaps],
+        "low": [min(row) for row in gaps],
+        "high": [max(row) for row in gaps],
+    }
+
+
+def _between(arms: Sequence[Values]) -> list[Values]:
+    """Every two arms other than the control, with Holm's adjustment over these pairs."""
+    rows = []
+    for a, b in combinations(arms, 2):
+        pairs = _pairs(a, b)
+        if pairs:
+            rows.append({"a": a["name"], "b": b["name"], **_difference(pairs, "loss")})
+    _add_holm(rows)
+    return rows
+
+
+def _share(arms: Sequence[Values], between: Sequence[Values]) -> Values | None:
+    """How much of depth_attention's gain a plain average already has; a ratio of noise means nothing, so it says so."""
+    found = {arm["mechanism"]: arm for arm in arms[1:] if not arm["overrides"]}
+    depth, uniform = found.get("depth_attention"), found.get("uniform_depth")
+    if depth is None or uniform is None or arms[0]["mechanism"] != "vanilla":
+        return None
+    if [run["seed"] for run in depth["runs"]] != [run["seed"] for run in uniform["runs"]] or not depth["runs"]:
+        return None  # a share of gains over different seeds would mean nothing
+    gain = -depth["difference"]["mean"]
+    known = depth["difference"]["excludes_zero"] and gain > 0
+    pair = next(row for row in between if {row["a"], row["b"]} == {depth["name"], uniform["name"]})
+    return {"share": -uniform["difference"]["mean"] / gain if known else None, "defined": known, "difference": pair}
+
+
+def _domain(runs: Sequence[Values], name: str) -> Values:
+    scores = [run["domains"][name] for run in runs]
+    return {key: statistics.fmean(score[key] for score in scores) for key in ("loss", "bits_per_byte")}
+
+
+def _control_cache(plan: Plan, out: Path) -> float | None:
+    found = (read_measured(plan, out, arm.name) for arm in plan.arms[1:])
+    return next((values["cache_bytes_per_token"][1] for values in found if values), None)
+
+
+def _mean(arm: Values) -> float:
+    return float(arm["difference"]["mean"])
+
+
+def _alone(arm: Values) -> bool:
+    """Whether so many of its seeds failed that there is no interval."""
+    return arm["difference"]["half_width"] is None
+
+
+def _clear(arm: Values) -> bool:
+    found = arm["difference"]
+    return bool(found["excludes_zero"]) and found["p_holm"] < SIGNIFICANT
+
+
+def _claim(arms: Sequence[Values], chosen: Callable[[Values], bool], how: str, control: Values) -> list[str]:
+    """What is sure, after as many comparisons as there were."""
+    found = [arm for arm in arms if chosen(arm)]
+    if not found:
+        return []
+    amounts = [f"{abs(_mean(arm)):.4f} ± {arm['difference']['half_width']:.4f}" for arm in found]
+    names = _join([f"{arm['name']}'s" for arm in found])
+    alone = len(found) == 1
+    each = "" if alone else ", in that order"
+    holds = "the 95 % interval over seeds excludes zero" if alone else "95 % intervals over seeds exclude zero"
+    many = f", also by Holm's test for {len(arms)} comparisons" if len(arms) > 1 else ""
+    loss = "validation loss is" if alone else "validation losses are"
+    return [f"{names} {loss} {how} {control['name']}'s by {_join(amounts)} nats{each} ({holds}{many})"]
+
+
+def _faint(arms: Sequence[Values], control: Values) -> list[str]:
+    """Intervals that exclude zero, but would not if the other arms were taken into account."""
+    found = [arm for arm in arms if arm["difference"]["excludes_zero"] and not _clear(arm)]
+    if not found:
+        return []
+    shown = _join([f"{arm['name']} ({_signed(arm)})" for arm in found])
+    exclude = "interval excludes zero" if len(found) == 1 else "intervals exclude zero"
+    return [
+        f"for {shown} the {exclude} taken alone, but not by Holm's test for {len(arms)} comparisons: "
+        f"a hint of a difference to {control['name']}, no more"
+    ]
+
+
+def _noise(arms: Sequence[Values], control: Values) -> list[str]:
+    found = [arm for arm in arms if not arm["difference"]["excludes_zero"]]
+    if not found:
+        return []
+    if all(_mean(arm) == 0 and arm["difference"]["half_width"] == 0 for arm in found):
+        return [f"{_join([arm['name'] for arm in found])} and {control['name']} have exactly equal losses"]
+    shown = _join([f"{arm['name']} ({_signed(arm)} nats)" for arm in found])
+    differ = "the difference of" if len(found) == 1 else "the differences of"
+    return [f"{differ} {shown} to {control['name']} {'is' if len(found) == 1 else 'are'} within the noise of the seeds"]
+
+
+def _rivals(report: Values) -> list[str]:
+    """Whether attending beats averaging, or else whether the best two of several arms can be told apart."""
+    rows = report["between"]
+    share = report["share_of_uniform_depth"]
+    if share is not None:
+        row = share["difference"]
+    elif rows:
+        best = sorted((arm for arm in report["arms"][1:] if "difference" in arm), key=_mean)[:2]
+        names = {arm["name"] for arm in best}
+        found = next((r for r in rows if {r["a"], r["b"]} == names), None)
+        if found is None:
+            return []
+        row = found
+    else:
+        return []
+    low, high = (row["a"], row["b"]) if row["mean"] < 0 else (row["b"], row["a"])
+    if row["excludes_zero"] and row["p_holm"] < SIGNIFICANT:
+        return [f"{low} is also lower than {high}, by {abs(row['mean']):.4f} ± {row['half_width']:.4f}"]
+    return [f"{row['a']} and {row['b']} cannot be told apart"]
+
+
+def _direction(arm: Values) -> str:
+    return f"{abs(_mean(arm)):.4f} nats {'below' if _mean(arm) < 0 else 'above'}"
+
+
+def _signed(arm: Values) -> str:
+    return f"{_mean(arm):+.4f} ± {arm['difference']['half_width']:.4f}".replace("-", "−")
+
+
+def _join(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
+
+
+def _millions(number: float) -> str:
+    for size, suffix in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if number >= size:
+            return f"{number / size:.3g} {suffix}"
+    return f"{number:.0f}"

@@ -1,0 +1,406 @@
+"""A comparison's numbers as a table in the terminal and as a page."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fathom.comparison.arms import Arm
+from fathom.comparison.findings import Values
+from fathom.report import html
+from fathom.report.plots import Interval, Line, interval_plot, line_plot, short
+
+DASH = "–"
+
+
+def write_report(report: Values, out: Path) -> tuple[Path, Path]:
+    """Write `report.json` and `report.html` into a comparison's directory."""
+    return html.write(out, report, page(report))
+
+
+def tables(report: Values) -> list[Any]:
+    """Two tables for a terminal of 80 columns: what each arm reached, and what it cost."""
+    return [_rich(*quality_rows(report)), _rich(*cost_rows(report, narrow=True))]
+
+
+def quality_rows(report: Values) -> tuple[str, list[str], list[list[str]]]:
+    """Caption, columns, rows: what each arm reached."""
+    arms = report["arms"]
+    columns = ["arm", "loss", "difference", "Holm p", "perplexity", "bits/byte"]
+    rows = []
+    for arm in arms:
+        if not arm["runs"]:
+            rows.append([arm["name"], *[DASH] * 5])
+            continue
+        gap = arm.get("difference")
+        holm = DASH if gap is None or gap["p_holm"] is None else f"{gap['p_holm']:.3f}"
+        numbers = [f"{arm['perplexity']:.2f}", f"{arm['bits_per_byte']:.4f}"]
+        rows.append([arm["name"], f"{arm['loss']:.4f}", "control" if gap is None else signed(gap), holm, *numbers])
+    many = len(report["seeds"])
+    failed = "".join(f"; without {row['arm']}, seed {row['seed']}, which failed" for row in _failures(report))
+    if not many:
+        return f"Held-out loss: no seed is finished by every arm yet{failed}", columns, rows
+    interval = "with its 95 % interval over seeds" if many > 1 else "without an interval: one seed"
+    return f"Held-out loss in nats per token ({seeds(many)}); paired difference {interval}{failed}", columns, rows
+
+
+def cost_rows(report: Values, narrow: bool = False) -> tuple[str, list[str], list[list[str]]]:
+    """Caption, columns, rows: what each arm cost; `narrow` shortens numbers for a terminal."""
+    columns = ["arm", "params", "FLOPs/token", "cache B/token", "step time", "memory"]
+    if not narrow:
+        columns = ["arm", "parameters", "FLOPs/token", "cache bytes/token", "step time", "quartiles", "peak memory"]
+    rows = []
+    for arm in report["arms"]:
+        measured = arm["measured"]
+        control = arm["name"] == report["control"]
+        cache = arm["cache_bytes_per_token"]["measured"]
+        time = ratio(measured["time"]["median"]) if measured else "1" if control else DASH
+        memory = (
+            ratio(measured["memory_bytes"][0] / measured["memory_bytes"][1]) if measured else "1" if control else DASH
+        )
+        cell = DASH if cache is None else f"{cache:,.0f}"
+        if narrow:
+            flops = short(arm["flops_per_token"])
+            rows.append([arm["name"], short(arm["parameters"]), flops, cell, time, memory])
+            continue
+        spread = f"{measured['time']['low']:.3f} … {measured['time']['high']:.3f}" if measured else DASH
+        flops = f"{arm['flops_per_token']:,.0f}"
+        rows.append([arm["name"], f"{arm['parameters']:,}", flops, cell, time, spread, memory])
+    return "Cost; time and memory of a training step as ratios to the control", columns, rows
+
+
+def page(report: Values) -> str:
+    """The whole report."""
+    names = [arm["name"] for arm in report["arms"]]
+    title = f"{', '.join(names[1:])} against {names[0]}"
+    if not report["seeds"]:
+        return html.page(title, report["verdict"], _failed(report), _provenance(report))
+    return html.page(
+        title,
+        report["verdict"],
+        html.table(*quality_rows(report)),
+        _failed(report),
+        _share_sentence(report),
+        html.figures(_differences(report), _while_training(report)),
+        html.section("Learning curves", html.legend(names), _curves(report)),
+        html.section("Along the context", html.legend(names), _positions(report)),
+        html.section("Trips", _trips(report)),
+        html.section("Domains", _domains(report)),
+        html.section("Cost", html.table(*cost_rows(report)), *_cost_notes(report), _budget(report)),
+        html.section("Between the arms", _between(report)),
+        html.section("Every run", _runs(report)),
+        html.section("How to read this", html.bullets(_method(report))),
+        html.section("Where it comes from", _provenance(report)),
+        note=_unfinished(report),
+    )
+
+
+def _failures(report: Values) -> list[Values]:
+    found: list[Values] = report.get("failed", [])
+    return found
+
+
+def _compared(report: Values) -> list[tuple[int, Values]]:
+    """Every arm other than the control that finished a seed, and its colour."""
+    return [(i, arm) for i, arm in enumerate(report["arms"]) if "difference" in arm]
+
+
+def _failed(report: Values) -> str:
+    rows = [[f"{row['arm']}, seed {row['seed']}", str(row["step"]), row["error"]] for row in _failures(report)]
+    return html.table("Left out: runs that could not go on", ["run", "step", "why"], rows) if rows else ""
+
+
+def signed(gap: Values) -> str:
+    """A difference and its interval."""
+    width = "" if gap["half_width"] is None else f" ± {gap['half_width']:.4f}"
+    return f"{gap['mean']:+.4f}{width}".replace("-", "−")
+
+
+def ratio(value: float) -> str:
+    """A ratio to the control."""
+    return f"× {value:.3f}"
+
+
+def seeds(count: int) -> str:
+    """A number of seeds in words."""
+    return "one seed" if count == 1 else f"mean of {count} seeds"
+
+
+def _differences(report: Values) -> str:
+    arms = _compared(report)
+    items = [
+        Interval(arm["name"], arm["difference"]["mean"], arm["difference"]["low"], arm["difference"]["high"], i)
+        for i, arm in arms
+    ]
+    words = "; ".join(f"{arm['name']} {signed(arm['difference'])}" for _, arm in arms)
+    control = report["control"]
+    svg = interval_plot(items, "nats per token", f"Validation loss minus {control}'s: {words}")
+    caption = "Left of the dashed line is better. " + ("Bars are 95 % intervals." if len(report["seeds"]) > 1 else "")
+    return html.figure(f"Validation loss minus {control}'s", svg, caption)
+
+
+def _while_training(report: Values) -> str:
+    lines = []
+    for i, arm in _compared(report):
+        curve = arm["difference_while_training"]
+        if curve["mean"]:
+            line = Line(arm["name"], curve["tokens"], curve["mean"], i, curve["low"], curve["high"], marks=False)
+            lines.append(line)
+    last = "; ".join(f"{line.name} ends at {line.y[-1]:+.4f}" for line in lines)
+    control = report["control"]
+    svg = line_plot(lines, "tokens", "nats", f"Training loss minus {control}'s on the same batches: {last}", zero=True)
+    return html.figure(
+        f"Training loss minus {control}'s",
+        svg,
+        "On the very same batches, averaged over stretches. Bands span the seeds.",
+    )
+
+
+def _curves(report: Values) -> str:
+    budget = f"the comparison is at equal {'FLOPs' if report['equal'] == 'flops' else report['equal']}"
+    machines = {str(run["machine"]) for arm in report["arms"] for run in arm["runs"]}
+    where = "on machines that differ" if len(machines) > 1 else "of wall clock, whatever else the machine did"
+    return html.figures(
+        _curve(report, "tokens", "tokens", "Against tokens"),
+        _curve(report, "flops", "training FLOPs", "Against FLOPs", f"By arithmetic; {budget}."),
+        _curve(report, "seconds", "seconds in steps", "Against seconds", f"Seconds {where}."),
+    )
+
+
+def _curve(report: Values, key: str, x_label: str, title: str, caption: str = "Bands span the seeds.") -> str:
+    lines = [
+        Line(arm["name"], arm["curve"][key], arm["curve"]["loss"], i, arm["curve"]["low"], arm["curve"]["high"])
+        for i, arm in enumerate(report["arms"])
+        if arm["runs"] and arm["curve"]["loss"]
+    ]
+    ends = "; ".join(f"{line.name} ends at {line.y[-1]:.4f}" for line in lines)
+    return html.figure(
+        title, line_plot(lines, x_label, "validation loss", f"Validation loss {title.lower()}: {ends}"), caption
+    )
+
+
+def _positions(report: Values) -> str:
+    """Loss, and its difference to the control, over equal stretches of the context."""
+    control = report["arms"][0]
+    length = report["recipe"]["data"]["sequence_length"]
+    count = len(control["position_loss"])
+    if count < 2:
+        return ""
+    places = [(i + 0.5) * length / count for i in range(count)]
+    arms = [(i, arm) for i, arm in enumerate(report["arms"]) if len(arm.get("position_loss", ())) == count]
+    lines = [Line(arm["name"], places, arm["position_loss"], i) for i, arm in arms]
+    ends = "; ".join(f"{line.name} from {line.y[0]:.3f} to {line.y[-1]:.3f}" for line in lines)
+    gaps = []
+    for i, arm in arms[1:]:
+        rows = arm["difference_by_position"]
+        low, high = ([row[end] for row in rows] for end in ("low", "high"))
+        bands = (None, None) if None in low else (low, high)
+        gaps.append(Line(arm["name"], places, [row["mean"] for row in rows], i, *bands))
+    words = "; ".join(f"{line.name} from {line.y[0]:+.4f} to {line.y[-1]:+.4f}" for line in gaps)
+    difference = line_plot(gaps, "position in the context", "nats", f"Loss minus the control's: {words}", zero=True)
+    return html.figures(
+        html.figure("Validation loss", line_plot(lines, "position in the context", "nats per token", f"Loss: {ends}")),
+        html.figure(f"Minus {control['name']}'s", difference, "Bands are 95 % intervals, each stretch by itself."),
+    )
+
+
+def _trips(report: Values) -> str:
+    """How many trips tokens make, whether they go where the loss is, and what they buy; nothing if nobody halts."""
+    arms = [(i, arm) for i, arm in enumerate(report["arms"]) if arm["runs"] and "trips" in arm]
+    halting = [(i, arm) for i, arm in arms if arm["trips"]["shares"]]
+    if not halting:
+        return ""
+    rows = [[arm["name"], f"{arm['trips']['mean']:.2f}", *_trips_cells(arm["trips"])] for _, arm in arms]
+    caption = "Trips per token on held-out text; the loss of a token against its trips"
+    columns = ["arm", "mean", "at most", "rank correlation", "95 % interval, seed by seed"]
+    shares = [
+        Line(arm["name"], list(range(1, len(found) + 1)), found, i)
+        for i, arm in halting
+        for found in [arm["trips"]["shares"]]
+    ]
+    words = "; ".join(f"{line.name} {', '.join(f'{100 * share:.0f} %' for share in line.y)}" for line in shares)
+    points = [Line(arm["name"], [arm["trips"]["mean"]], [arm["loss"]], i) for i, arm in arms]
+    at = "; ".join(f"{line.name} {line.y[0]:.4f} at {line.x[0]:.2f}" for line in points)
+    note = (
+        "A correlation above zero says that tokens which are harder to predict make more trips. It is Spearman's; its "
+        "interval is a bootstrap over rows of text and does not cover the seed."
+    )
+    return "".join(
+        [
+            html.table(caption, columns, rows),
+            html.paragraph(note, quiet=True),
+            html.legend([arm["name"] for arm in report["arms"]]),
+            html.figures(
+                html.figure("Who halts when", line_plot(shares, "trips", "share of tokens", f"Halting: {words}")),
+                html.figure(
+                    "Loss against trips",
+                    line_plot(points, "mean trips per token", "validation loss", f"Validation loss: {at}"),
+                    "An arm that halts is worth it where it lies below those of a fixed number of trips.",
+                ),
+            ),
+        ]
+    )
+
+
+def _trips_cells(trips: Values) -> list[str]:
+    found = trips["correlations"]
+    if not found:
+        return [str(trips["most"]), DASH, DASH]
+    mean = sum(row["value"] for row in found) / len(found)
+    ends = "; ".join(f"{row['low']:+.3f} … {row['high']:+.3f}" for row in found)
+    return [str(trips["most"]), f"{mean:+.3f}", ends]
+
+
+def _domains(report: Values) -> str:
+    names = list(report["arms"][0]["domains"])
+    if len(names) < 2:
+        return ""
+    rows = []
+    for arm in (arm for arm in report["arms"] if arm["runs"]):
+        found = [arm["domains"].get(name) for name in names]
+        rows.append([arm["name"], *(DASH if score is None else _domain_cell(score) for score in found)])
+    return html.table("Bits per byte of each domain, and the paired difference of the loss", ["arm", *names], rows)
+
+
+def _domain_cell(score: Values) -> str:
+    gap = f" ({signed(score['difference'])})" if "difference" in score else ""
+    return f"{score['bits_per_byte']:.4f}{gap}"
+
+
+def _between(report: Values) -> str:
+    rows = [
+        [f"{row['a']} − {row['b']}", signed(row), DASH if row["p_holm"] is None else f"{row['p_holm']:.3f}"]
+        for row in report["between"]
+    ]
+    caption = "Paired differences of validation loss among the arms other than the control"
+    return html.table(caption, ["pair", "difference", "Holm p"], rows) if rows else ""
+
+
+def _share_sentence(report: Values) -> str:
+    share = report["share_of_uniform_depth"]
+    if share is None:
+        return ""
+    gap = share["difference"]
+    pair = f"{gap['a']} minus {gap['b']} is {signed(gap)}."
+    if not share["defined"]:
+        return html.paragraph(
+            "A share of the gain that uniform_depth already has is not given: over these seeds depth_attention has no "
+            f"gain that stands clear of the noise. {pair}"
+        )
+    text = f"uniform_depth, which averages where depth_attention attends, has {100 * share['share']:.0f} % of its gain."
+    return html.paragraph(f"{text} {pair}")
+
+
+def _cost_notes(report: Values) -> list[str]:
+    found = [arm["measured"] for arm in report["arms"] if arm["measured"]]
+    if not found:
+        return [html.paragraph("Step time, memory and cache were not measured.", quiet=True)]
+    time = found[0]["time"]
+    text = (
+        f"Step time: the arm and the control take turns A B B A in one process on the same batches, "
+        f"{time['pairs']} rounds, {time['clock']}; the median of the rounds' ratios and its quartiles. "
+        f"The control's step took {time['seconds'][1]:.3f} s. "
+        f"Memory: {found[0]['memory']}. Cache: bytes that a real cache grows by per token really decoded."
+    )
+    return [html.paragraph(text, quiet=True)]
+
+
+def _budget(report: Values) -> str:
+    rows = [
+        [arm["name"], f"{arm['steps']:,}", f"{arm['tokens']:,}", f"{arm['training_flops']:.4g}"]
+        for arm in report["arms"]
+    ]
+    return html.table("What each run of an arm was given", ["arm", "steps", "tokens", "training FLOPs"], rows)
+
+
+def _runs(report: Values) -> str:
+    columns = ["run", "loss", "perplexity", "bits/byte", "seconds"]
+    rows = [
+        [
+            f"{arm['name']}, seed {run['seed']}",
+            *(f"{run['loss']:.4f}", f"{run['perplexity']:.2f}", f"{run['bits_per_byte']:.4f}", f"{run['seconds']:.0f}"),
+        ]
+        for arm in report["arms"]
+        for run in arm["runs"]
+    ]
+    return html.table("Each is an ordinary training run below this directory", columns, rows)
+
+
+def _method(report: Values) -> list[str]:
+    """What was held equal, and what the numbers mean."""
+    equal = {
+        "tokens": "Every arm saw equally many tokens.",
+        "trips": "Every arm took the control's tokens times trips through the stack, counted as training makes them "
+        "(with Jacobi rounds, and trips of tokens that halt): steps and learning-rate schedule were scaled.",
+        "flops": "Every arm spent the control's training FLOPs: steps and learning-rate schedule were scaled.",
+    }
+    own = [arm["name"] for arm in report["arms"][1:] if _own_steps(arm)]
+    budget = equal[report["equal"]] + (f" Except {', '.join(own)}, whose own train.steps were kept." if own else "")
+    several = len(report["arms"]) > 2
+    lines = [
+        f"Paired: for each seed all arms read the same tokens in the same order. {_shared(report)}",
+        budget,
+        "Intervals are Student's t over the seeds' paired differences. They cover the choice of seed (initial weights "
+        "and data order), and neither the choice of corpus nor of learning rate, which was not tuned for any arm.",
+    ]
+    if several:
+        lines.append(
+            "Several arms are several chances of a false alarm: the opening sentence calls a difference sure only if "
+            "Holm's test over all arms agrees (p below 0.05). Intervals are those of each comparison taken alone."
+        )
+    if len(report["seeds"]) in (2, 3):
+        lines.append("With so few seeds intervals are wide: a difference within the noise may still be real.")
+    lines.append("Perplexity is exp of the mean loss. FLOPs are by arithmetic: training costs three forward passes.")
+    return lines
+
+
+def _own_steps(arm: Values) -> bool:
+    return Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])).own_steps
+
+
+def _shared(report: Values) -> str:
+    counts = [(a["name"], *a["measured"]["shared_tensors"]) for a in report["arms"] if a["measured"]]
+    if not counts:
+        return "Parameters of equal name and shape start from equal values."
+    if all(shared == equal for _, shared, equal in counts):
+        return "Every parameter of equal name and shape started from bitwise equal values (checked)."
+    words = ", ".join(f"{name} {equal} of {shared}" for name, shared, equal in counts)
+    return f"Parameters of equal name and shape that started from bitwise equal values: {words}."
+
+
+def _unfinished(report: Values) -> str:
+    control = {row["seed"] for row in _failures(report) if row["arm"] == report["control"]}
+    planned = [seed for seed in report["seeds_planned"] if seed not in control]
+    done = len(report["seeds"])
+    if done >= len(planned):
+        return ""
+    return f"Not finished: {done} of {len(planned)} planned seeds are done by every arm and shown."
+
+
+def _provenance(report: Values) -> str:
+    hardware = report["hardware"]
+    machine = ", ".join(str(hardware[key]) for key in ("gpu", "cpu") if key in hardware)
+    values = {
+        "command": report["command"],
+        "date": report["date"],
+        "commit": report["commit"] or "not in a checkout",
+        "hardware": f"{machine}, {hardware['cores']} cores, {hardware['system']}",
+        "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
+    }
+    arms = [{key: arm[key] for key in ("name", "mechanism", "overrides")} for arm in report["arms"]]
+    text = yaml.safe_dump({"arms": arms, "recipe": report["recipe"]}, sort_keys=False, allow_unicode=True)
+    return html.facts(values) + html.details("The recipe", text)
+
+
+def _rich(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
+    from rich.table import Table
+
+    table = Table(title=caption, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="left" if i == 0 else "right", header_style="dim", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table

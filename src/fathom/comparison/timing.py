@@ -1,0 +1,216 @@
+"""What a training step costs beside the control's, and what a cache really holds.
+
+Machines are noisy, so two models take turns A B B A in one process on the same batches, and the ratio is taken round by
+round: whatever slows the machine for a while slows both. On a CPU with one thread the clock is that thread's CPU time.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterable
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from fathom.kvcache import cache_bytes
+from fathom.recipe import Recipe
+from fathom.report.statistics import quartiles
+from fathom.training import Training, build_training, start
+from fathom.training.build import forward
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+PREFILL, DECODED = 8, 16
+
+
+@dataclass(frozen=True)
+class Ratio:
+    """A / B over A B B A rounds."""
+
+    median: float
+    low: float
+    """Lower quartile."""
+    high: float
+    """Upper quartile."""
+    pairs: int
+    seconds: tuple[float, float]
+    """Median seconds of A and of B."""
+    clock: str
+    """Which clock, in words."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """An arm beside the control."""
+
+    time: Ratio
+    memory_bytes: tuple[int, int]
+    """Peak of a training step, of the arm and of the control."""
+    memory: str
+    """What was counted as memory, in words."""
+    cache_bytes_per_token: tuple[float, float]
+    """Grown per decoded token, of the arm and of the control."""
+    shared_tensors: tuple[int, int]
+    """Parameters of equal name and shape, and how many of them started from bitwise equal values."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def measure(arm: Recipe, control: Recipe, pairs: int) -> Measured:
+    """Build both models for one seed, count what they share, and time them taking turns."""
+    ranks = start(control)
+    base = _allocated(ranks.device)
+    a = build_training(arm, ranks)
+    start_a = {name: tensor.clone() for name, tensor in a.weights().items()}
+    memory_a = step_memory(a) - base
+    base = _allocated(ranks.device)
+    b = build_training(control, ranks)
+    shared = _shared(start_a, b.weights())
+    del start_a
+    memory_b = step_memory(b) - base
+    ratio = interleaved(_stepper(a), _stepper(b), pairs, ranks.device)
+    cuda = ranks.device.type == "cuda"
+    return Measured(
+        time=ratio,
+        memory_bytes=(memory_a, memory_b),
+        memory="peak device memory of a step"
+        if cuda
+        else "tensors saved for backward, parameters, gradients and optimizer state",
+        cache_bytes_per_token=(cache_growth(a.model), cache_growth(b.model)),
+        shared_tensors=shared,
+    )
+
+
+def interleaved(
+    a: Callable[[], object],
+    b: Callable[[], object],
+    pairs: int,
+    device: torch.device | None = None,
+    clock: Callable[[], float] | None = None,
+) -> Ratio:
+    """Time two functions A B B A, after one warm round.
+
+    Args:
+        a: One step of the first.
+        b: One step of the second.
+        pairs: Rounds; each gives one ratio.
+        device: Waited for around every step.
+        clock: Seconds; chosen by device and threads if not given.
+    """
+    cuda = device is not None and device.type == "cuda"
+    alone = not cuda and torch.get_num_threads() == 1
+    words = "thread CPU time" if alone and clock is None else "wall time"
+    clock = clock or (time.thread_time if alone else time.perf_counter)
+
+    def seconds(step: Callable[[], object]) -> float:
+        _wait(cuda)
+        began = clock()
+        step()
+        _wait(cuda)
+        return clock() - began
+
+    for step in (a, b, b, a):
+        step()
+    ratios, times = [], ([], [])  # type: ignore[var-annotated]
+    with _no_collection():
+        for _ in range(pairs):
+            a1, b1, b2, a2 = (seconds(step) for step in (a, b, b, a))
+            ratios.append((a1 + a2) / (b1 + b2))
+            times[0].extend((a1, a2))
+            times[1].extend((b1, b2))
+    low, median, high = quartiles(ratios)
+    return Ratio(median, low, high, pairs, (quartiles(times[0])[1], quartiles(times[1])[1]), words)
+
+
+def step_memory(training: Training) -> int:
+    """Peak bytes of a training step that is not the first."""
+    training.step(0)
+    device = training.ranks.device
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        training.step(1)
+        torch.cuda.synchronize(device)
+        return torch.cuda.max_memory_allocated(device)
+    state = training.optimizer.state().values()
+    weights = list(training.weights().values())
+    return saved_bytes(training) + 2 * _bytes(weights) + _bytes(state)
+
+
+def saved_bytes(training: Training) -> int:
+    """Bytes that a forward pass of one micro-batch keeps for its backward pass, weights left out."""
+    weights = {p.untyped_storage().data_ptr() for p in training.model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    batch = training.plan.batch(0, micro_batch=training.micro_batch)[0]
+    training.model.train()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = forward(training.model, batch.to(training.ranks.device))
+        total = sum(kept.values())
+        del out
+    return total
+
+
+@torch.no_grad()
+def cache_growth(model: Any) -> float:
+    """Bytes that a real cache grows by for each token really decoded."""
+    was_training = model.training
+    model.eval()
+    device = next(model.parameters()).device
+    tokens = torch.arange(PREFILL, device=device).unsqueeze(0) % model.config.vocab_size
+    cache, sizes = None, []
+    for _ in range(DECODED + 1):
+        out = model(input_ids=tokens, past_key_values=cache, use_cache=True)
+        cache = out.past_key_values
+        tokens = out.logits[:, -1:].argmax(-1)
+        sizes.append(cache_bytes(cache))
+    model.train(was_training)
+    return (sizes[-1] - sizes[0]) / DECODED
+
+
+def _stepper(training: Training) -> Callable[[], object]:
+    """A step as a function: the same few batches over and over, read beforehand."""
+    batches = list(training.plan.batch(2, micro_batch=training.micro_batch))
+    return lambda: training.step(2, batches)
+
+
+def _shared(a: dict[str, Tensor], b: dict[str, Tensor]) -> tuple[int, int]:
+    names = [name for name in a if name in b and a[name].shape == b[name].shape]
+    return len(names), sum(torch.equal(a[name], b[name]) for name in names)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _allocated(device: torch.device) -> int:
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
+
+
+def _wait(cuda: bool) -> None:
+    if cuda:
+        torch.cuda.synchronize()
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Without the garbage collector, whose pauses belong to nobody."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

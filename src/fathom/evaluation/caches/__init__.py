@@ -1,0 +1,1 @@
+"""What compressed caches keep: loss by distance, needles, spectra, bytes and time."""

@@ -1,0 +1,265 @@
+"""What `fathom evaluate --kvcache` does: every checkpoint through every cache, kept as it goes, and a report."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fathom.data.sources import Reading
+from fathom.evaluation.caches.measure import CHUNK, loads, losses, scorer, stretches
+from fathom.evaluation.caches.needles import Needles, Rows, enough, plant, recall
+from fathom.evaluation.caches.spectrum import spectrum
+from fathom.evaluation.perplexity import Domain, encoder, read_domains
+from fathom.evaluation.scoring import Checkpoint, EvaluateError, kept, name_checkpoints
+from fathom.kvcache import METHODS, Schedule, build_cache
+from fathom.recipe import cache_policy
+from fathom.report.progress import ProgressBar
+
+TASKS = {"1 needle": (1, True), "4 needles": (4, True), "4 needles, anywhere": (4, False)}
+"""How many in a text, and whether all are planted in its first window."""
+ROUNDS = 8
+"""Compressions up to which needles are asked for."""
+QUESTIONS = 200
+"""For each task and number of compressions, at least."""
+DECODED = 64
+"""Tokens read one by one at every length; more where no compression would be among them."""
+READ_AT_ONCE = 4096
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is asked of every cache."""
+
+    methods: tuple[str, ...]
+    at: tuple[int, ...]
+    """Windows read."""
+    given: dict[str, Any]
+    """Window, sinks and ratio as the command line has them; None where it has not."""
+
+    def policy(self, checkpoint: Checkpoint, method: str) -> dict[str, Any]:
+        """Method and schedule."""
+        config = json.loads((checkpoint.directory / "config.json").read_text(encoding="utf-8"))
+        return cache_policy(method, config.get("kvcache"), **self.given)
+
+    def schedule(self, checkpoint: Checkpoint) -> Schedule:
+        """By which compressions and windows are counted, for every cache alike."""
+        policy = self.policy(checkpoint, next((m for m in self.methods if m != "full"), "freqkv"))
+        try:
+            return Schedule.at(policy["window"], policy["sinks"], policy["ratio"])
+        except ValueError as error:
+            raise EvaluateError(f"--kvcache: {error}") from error
+
+
+def run_kvcache(options: Namespace, find: Callable[[str], Path], opener: Callable[..., tuple[Any, Any]]) -> int:
+    """`fathom evaluate CHECKPOINTS --kvcache METHODS --at LENGTHS [--perplexity FILES]`."""
+    from fathom.evaluation.caches.page import show, summarize, write_report
+
+    if options.tasks:
+        raise EvaluateError("--tasks reads short prompts, in which no cache is ever full: leave out --kvcache")
+    plan = make_plan(options)
+    open_one = partial(opener, device=options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
+    checkpoints = name_checkpoints(options.checkpoints, find, open_one)
+    reading = Reading(text_field=options.text_field, domain_field=options.domain_field)
+    domains = read_domains(options.perplexity, reading, options.split, options.limit) if options.perplexity else []
+    schedules = [plan.schedule(checkpoint) for checkpoint in checkpoints]
+    found = {}
+    for checkpoint, schedule in zip(checkpoints, schedules, strict=True):
+        found[checkpoint.name] = _checkpoint(checkpoint, schedule, plan, domains, options)
+        checkpoint.close()
+    report = summarize(found, plan.methods, plan.at)
+    if options.out is not None:
+        write_report(report, options.out)
+    if options.json:
+        print(json.dumps(report, ensure_ascii=False))
+    else:
+        show(report, options.out)
+    return 0
+
+
+def make_plan(options: Namespace) -> Plan:
+    """The command's words, checked before anything is opened."""
+    methods = tuple(dict.fromkeys(word.strip() for word in options.kvcache.split(",") if word.strip()))
+    for method in methods:
+        if method != "full" and (method not in METHODS or method == "learned"):
+            allowed = ", ".join(name for name in METHODS if name != "learned")
+            raise EvaluateError(f"--kvcache {method}: allowed: full, {allowed}")
+    words = [word.strip() for word in options.at.split(",")]
+    at = [word.removesuffix("x") for word in words]
+    if not methods or not all(number.isdigit() and int(number) for number in at):
+        raise EvaluateError(f"--at {options.at}: expected numbers of windows, as in 1x,2x,4x")
+    given = {"window": options.kvcache_window, "sinks": options.kvcache_sinks, "ratio": options.kvcache_ratio}
+    return Plan(methods, tuple(sorted({int(number) for number in at})), given)
+
+
+def _checkpoint(
+    checkpoint: Checkpoint, schedule: Schedule, plan: Plan, domains: Sequence[Domain], options: Namespace
+) -> dict[str, Any]:
+    """Everything about one checkpoint."""
+    length = max(plan.at) * schedule.window
+    # Texts of needles hold a window and ROUNDS compressions, whatever the lengths asked for.
+    size = schedule.window + ROUNDS * schedule.freed
+    texts = _texts(checkpoint, domains, length + 1, max(length + 1, size)) if domains else []
+    key = {
+        "checkpoint": checkpoint.fingerprint(),
+        "dtype": options.dtype,
+        "schedule": asdict(schedule),
+        "at": list(plan.at),
+        "questions": QUESTIONS,
+        "rounds": ROUNDS,
+        "texts": [hash_of(text) for text in texts],
+    }
+    values: dict[str, Any] = {
+        "directory": str(checkpoint.directory),
+        "tuned": json.loads((checkpoint.directory / "config.json").read_text(encoding="utf-8")).get("kvcache"),
+        "schedule": {**asdict(schedule), "freed": schedule.freed, "chunk": schedule.chunk},
+        "documents": len(texts),
+        "haystack": "documents" if any(text.shape[1] >= size for text in texts) else "random tokens",
+        "caches": {},
+    }
+    for method in plan.methods:
+        policy = plan.policy(checkpoint, method)
+        work = partial(_cache, checkpoint, policy, schedule, plan.at, texts)
+        values["caches"][method] = kept(checkpoint, options.out, "kvcache", method, {**key, "policy": policy}, work)
+    work = partial(_spectrum, checkpoint, schedule, texts)
+    values["spectrum"] = kept(checkpoint, options.out, "kvcache", "spectrum", key, work)
+    return values
+
+
+def _cache(
+    checkpoint: Checkpoint, policy: dict[str, Any], schedule: Schedule, at: Sequence[int], texts: Sequence[Tensor]
+) -> dict[str, Any]:
+    """One checkpoint through one cache: loss, needles, costs."""
+    model, tokenizer = checkpoint.open()
+    try:
+        build_cache(model, **policy)
+    except ValueError as error:
+        raise EvaluateError(f"{checkpoint.name}: --kvcache {policy['method']}: {error}") from error
+    new = partial(build_cache, model, **policy)
+    generator = torch.Generator().manual_seed(0)
+    usable = _usable(tokenizer)
+    needles = Needles.drawn(usable, generator)
+    tasks = {name: _planted(texts, usable, needles, task, schedule, generator) for name, task in TASKS.items()}
+    lengths = [n * schedule.window for n in at]
+    width = min(CHUNK, schedule.freed)  # also of what holds everything: pieces as long, and logits as large, for all
+    work = len(texts) + sum(map(len, tasks.values())) + len(at)
+    with ProgressBar(f"{checkpoint.name}: {policy['method']}", work) as bar:
+        by_document: list[list[float]] = []
+        for rows in _side_by_side([text[:, : lengths[-1] + 1] for text in texts], schedule.window):
+            by_document += stretches(losses(model, rows, new(), width), schedule.chunk)
+            bar.update(len(by_document))
+        done = len(texts)
+
+        def told(parts: Iterable[T]) -> Iterator[T]:
+            nonlocal done
+            for part in parts:
+                yield part
+                done += 1
+                bar.update(done)
+
+        found = {}
+        for name, batches in tasks.items():
+            found[name] = asdict(recall(scorer(model, new, width), told(batches), needles, schedule, ROUNDS))
+        decode = _decoded(schedule, lengths)
+        ids = usable[torch.randint(0, len(usable), (1, lengths[-1] + decode), generator=generator)]
+        costs = [asdict(load) for load in told(loads(model, ids, new(), lengths, decode, width))]
+    return {"nats": by_document, "recall": found, "chance": needles.chance, "loads": costs}
+
+
+def _planted(
+    texts: Sequence[Tensor],
+    usable: Tensor,
+    needles: Needles,
+    task: tuple[int, bool],
+    schedule: Schedule,
+    generator: torch.Generator,
+) -> list[Rows]:
+    """Batches of texts that ask QUESTIONS after each number of compressions, and end with their last question."""
+    count, early = task
+    size = schedule.window + ROUNDS * schedule.freed
+    batch = max(1, READ_AT_ONCE // size)
+
+    def draw() -> Rows:
+        text = _haystack(texts, usable, batch, size, generator)
+        return plant(text, needles, count, generator, schedule.window if early else None, after=schedule.sinks)
+
+    rows = enough(draw, schedule, ROUNDS, QUESTIONS)
+    return [rows.pick(slice(start, start + batch)).cut() for start in range(0, len(rows.ids), batch)]
+
+
+def _decoded(schedule: Schedule, lengths: Sequence[int]) -> int:
+    """Tokens to decode so that a compression is among them at every length."""
+    waits = [schedule.window - schedule.entries(length) + 1 for length in lengths]
+    return max(min(DECODED, schedule.freed), *waits)
+
+
+def _spectrum(checkpoint: Checkpoint, schedule: Schedule, texts: Sequence[Tensor]) -> dict[str, Any]:
+    """Shares, or why there are none."""
+    model, tokenizer = checkpoint.open()
+    generator = torch.Generator().manual_seed(0)
+    rows = max(1, READ_AT_ONCE // schedule.window)
+    ids = _haystack(texts, _usable(tokenizer), rows, schedule.window, generator)
+    try:
+        return asdict(spectrum(model, ids, schedule))
+    except ValueError as error:
+        return {"left_out": str(error)}
+
+
+def _texts(checkpoint: Checkpoint, domains: Sequence[Domain], length: int, most: int) -> list[Tensor]:
+    """The first tokens, at least `length` and at most `most`, of each document that has so many, `[1, T]`."""
+    _, tokenizer = checkpoint.open()
+    found, longest = [], 0
+    for domain in domains:
+        encode = encoder(tokenizer, domain)
+        for document in domain.documents:
+            ids = np.asarray(encode(document)[:most], np.int64)
+            longest = max(longest, len(ids))
+            if len(ids) >= length:
+                found.append(torch.from_numpy(ids).unsqueeze(0))
+    if not found:
+        raise EvaluateError(
+            f"--at: no document has {length:,} tokens; the longest has {longest:,}: give shorter lengths"
+        )
+    return found
+
+
+def _side_by_side(texts: Sequence[Tensor], window: int) -> Iterator[Tensor]:
+    """Texts in batches `[B, T]`, as many as a window of each leaves room for."""
+    size = max(1, READ_AT_ONCE // window)
+    for start in range(0, len(texts), size):
+        yield torch.cat(list(texts[start : start + size]))
+
+
+def _haystack(texts: Sequence[Tensor], usable: Tensor, batch: int, size: int, generator: torch.Generator) -> Tensor:
+    """`[batch, size]`: stretches of the texts, or single tokens of the vocabulary where no text is long enough."""
+    long = [text[0] for text in texts if text.shape[1] >= size]
+    if not long:
+        return usable[torch.randint(0, len(usable), (batch, size), generator=generator)]
+    rows = []
+    for number in torch.randint(0, len(long), (batch,), generator=generator).tolist():
+        start = int(torch.randint(0, len(long[number]) - size + 1, (), generator=generator))
+        rows.append(long[number][start : start + size])
+    return torch.stack(rows)
+
+
+def _usable(tokenizer: Any) -> Tensor:
+    """Every token that is not special."""
+    special = set(tokenizer.all_special_ids)
+    return torch.tensor([i for i in range(len(tokenizer)) if i not in special])
+
+
+def hash_of(text: Tensor) -> str:
+    """Changes with the text."""
+    import hashlib
+
+    return hashlib.sha256(text.numpy().tobytes()).hexdigest()

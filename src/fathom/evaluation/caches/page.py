@@ -1,0 +1,331 @@
+"""Caches side by side: the numbers, the sentence that they bear, tables for a terminal and a page."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fathom.evaluation.caches.measure import stretches
+from fathom.evaluation.caches.needles import Recall
+from fathom.report import html
+from fathom.report.plots import Line, line_plot, short
+from fathom.report.provenance import provenance
+from fathom.report.statistics import Difference, paired_difference
+
+Values = dict[str, Any]
+DASH = "–"
+
+
+def summarize(found: Mapping[str, Values], methods: Sequence[str], at: Sequence[int]) -> Values:
+    """What was measured, with losses by position and paired differences over documents added."""
+    report: Values = {**provenance(), "methods": list(methods), "at": list(at), "checkpoints": {}}
+    for name, values in found.items():
+        freed, window, width = (values["schedule"][key] for key in ("freed", "window", "chunk"))
+        for cache in values["caches"].values():
+            if cache["nats"]:
+                cache["loss"] = [
+                    loss / freed for loss in stretches(np.mean(cache["nats"], axis=0, keepdims=True), freed // width)[0]
+                ]
+                cache["spans"] = [_span(cache["nats"], a * window, b * window, width) for a, b in _spans(at)]
+                cache["beyond"] = _span(cache["nats"], window, max(at) * window, width) if max(at) > 1 else None
+        report["checkpoints"][name] = {**values, "differences": list(_differences(values, methods))}
+    return {"verdict": verdict(report), **report}
+
+
+def verdict(report: Values) -> str:
+    """Two sentences for each checkpoint: loss beyond the window, recall, bytes."""
+    return " ".join(_sentences(report))
+
+
+def _sentences(report: Values) -> list[str]:
+    return [_sentence(name, values, report) for name, values in report["checkpoints"].items()]
+
+
+def _sentence(name: str, values: Values, report: Values) -> str:
+    first, window = report["methods"][0], values["schedule"]["window"]
+    mine = values["caches"][first]
+    parts = []
+    for words, holds in (("better than", _is_better), ("worse than", _is_worse), ("not told apart from", _is_open)):
+        gaps = [gap for gap in values["differences"] if gap["method"] == first and holds(gap)]
+        if gaps:
+            others = ", ".join(f"{gap['other']} ({_signed(gap)})" for gap in gaps)
+            parts.append(f"{words} {others}")
+    loss = f"{first}'s loss beyond {window:,} tokens is {'; '.join(parts)}. It " if parts else f"{first} "
+    load = mine["loads"][-1]
+    held = f"holds {short(load['cache_bytes'])}B after {load['tokens']:,} tokens"
+    tuned = "" if values["tuned"] else ", not tuned under compression"
+    return f"{name}{tuned}: {loss}{_found(Recall(**mine['recall']['4 needles']))}, and {held}."
+
+
+def _found(recall: Recall) -> str:
+    """How far most needles are found, as far as the intervals say so."""
+    sure = [interval is not None and interval[0] > 0.5 for interval in recall.intervals]
+    if not sure[0]:
+        return "says nothing about needles, since the model does not surely find most of them in its window"
+    last = next((r for r, most in enumerate(sure) if not most), len(sure)) - 1
+    end = recall.intervals[last + 1] if last + 1 < len(sure) else None
+    if last == 0 and end is not None and end[1] < 0.5:
+        return "loses most of four needles at once"
+    if last == 0:
+        return "finds most of four needles in its window, and beyond it is not told apart from half of them"
+    return f"finds most of four needles through {last} compressions"
+
+
+def _is_better(gap: Values) -> bool:
+    return not _is_open(gap) and gap["mean"] < 0
+
+
+def _is_worse(gap: Values) -> bool:
+    return not _is_open(gap) and gap["mean"] > 0
+
+
+def _is_open(gap: Values) -> bool:
+    return gap["half_width"] is None or abs(gap["mean"]) <= gap["half_width"]
+
+
+def _spans(at: Sequence[int]) -> list[tuple[int, int]]:
+    return list(zip((0, *at[:-1]), at, strict=True))
+
+
+def _span(nats: Sequence[Sequence[float]], start: int, stop: int, width: int) -> list[float]:
+    """Loss of each document between two positions, of sums over stretches of a width that divides both."""
+    return (np.asarray(nats)[:, start // width : stop // width].mean(1) / width).tolist()
+
+
+def _differences(values: Values, methods: Sequence[str]) -> Iterator[Values]:
+    """Of each cache to each after it, beyond the window, paired over documents."""
+    caches = values["caches"]
+    for i, method in enumerate(methods):
+        for other in methods[i + 1 :]:
+            mine, theirs = caches[method].get("beyond"), caches[other].get("beyond")
+            if mine and theirs:
+                gap: Difference = paired_difference(mine, theirs)
+                yield {"method": method, "other": other, **asdict(gap)}
+
+
+def _signed(gap: Values) -> str:
+    width = "" if gap["half_width"] is None else f" ± {gap['half_width']:.4f}"
+    return f"{gap['mean']:+.4f}{width}".replace("-", "−")
+
+
+def write_report(report: Values, out: Path) -> tuple[Path, Path]:
+    """Write `report.json` and `report.html`."""
+    return html.write(out, report, page(report))
+
+
+# Tables: caption, columns, rows.
+
+Table = tuple[str, list[str], list[list[str]]]
+
+
+def tables(name: str, values: Values, report: Values) -> list[Table]:
+    """Loss by position, needles by compressions, costs by length."""
+    found = [*_loss_table(values, report), *_recall_tables(values, report), _cost_table(values, report)]
+    return [(f"{name}: {caption}", columns, rows) for caption, columns, rows in found]
+
+
+def _loss_table(values: Values, report: Values) -> Iterator[Table]:
+    rows = []
+    for method in report["methods"]:
+        cache = values["caches"][method]
+        if "spans" in cache:
+            rows.append([method, *(f"{np.mean(span):.4f}" for span in cache["spans"])])
+    if rows:
+        columns = ["cache", *(f"{a}–{b} windows" for a, b in _spans(report["at"]))]
+        yield f"nats per token by position ({values['documents']} documents)", columns, rows
+
+
+def _recall_tables(values: Values, report: Values) -> Iterator[Table]:
+    first = values["caches"][report["methods"][0]]
+    for task, recall in first["recall"].items():
+        rows = []
+        for method in report["methods"]:
+            mine = Recall(**values["caches"][method]["recall"][task])
+            cells = zip(mine.accuracy, mine.intervals, strict=True)
+            rows.append([method, *(DASH if i is None else f"{a:.2f} ({i[0]:.2f}–{i[1]:.2f})" for a, i in cells)])
+        rows.append(["questions", *map(str, recall["asked"])])
+        caption = f"{task}, accuracy by compressions in between, 95 % intervals (chance {first['chance']:.2f})"
+        yield caption, ["cache", *map(str, range(len(recall["asked"])))], rows
+
+
+def _cost_table(values: Values, report: Values) -> Table:
+    rows = []
+    for method in report["methods"]:
+        for load in values["caches"][method]["loads"]:
+            ms, peak = load["decode_ms"], load["peak_bytes"]
+            cells = [f"{load['tokens']:,}", f"{load['entries']:,}", f"{short(load['cache_bytes'])}B"]
+            cells += [DASH if peak is None else f"{short(peak)}B", f"{load['prefill_tokens_per_second']:,.0f}"]
+            rows.append([method, *cells, *(f"{ms[key]:.2f}" for key in ("p50", "p90", "max"))])
+    columns = ["cache", "tokens", "entries", "bytes", "peak", "prefill tokens/s", "decode ms, p50", "p90", "max"]
+    return "what it costs", columns, rows
+
+
+def show(report: Values, out: Path | None) -> None:
+    """The tables, the sentence, and where the page is."""
+    from rich.console import Console
+    from rich.table import Table as RichTable
+
+    console = Console(highlight=False)
+    for name, values in report["checkpoints"].items():
+        for caption, columns, rows in tables(name, values, report):
+            table = RichTable(title=caption, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
+            for i, column in enumerate(columns):
+                table.add_column(column, justify="right" if i else "left", header_style="dim", overflow="fold")
+            for row in rows:
+                table.add_row(*row)
+            console.print(table, "")
+    console.print(report["verdict"], markup=False)
+    if out is not None:
+        console.print(f"\nreport: {(out / 'report.html').resolve()}", markup=False, soft_wrap=True)
+
+
+# The page.
+
+
+def page(report: Values) -> str:
+    """The whole report."""
+    legend = html.legend(report["methods"])
+    blocks = []
+    for name, values in report["checkpoints"].items():
+        loss, needles, cost = (
+            _loss_figures(values, report),
+            _needle_figures(values, report),
+            _cost_figures(values, report),
+        )
+        shown = tables(name, values, report)
+        blocks += [
+            html.section(
+                f"{name}: loss by position", legend if loss else "", loss, _gaps(values), *_html(shown, "nats")
+            ),
+            html.section(f"{name}: needles", legend, needles, *_html(shown, "accuracy")),
+            html.section(f"{name}: cost", legend, cost, *_html(shown, "costs")),
+        ]
+    title = f"Caches: {', '.join(report['methods'])}"
+    spectra = html.section("Spectrum", html.legend(list(report["checkpoints"])), _spectrum_figures(report))
+    reading = html.section("How to read this", html.bullets(_method(report)))
+    first, *others = _sentences(report)
+    return html.page(title, first, html.bullets(others) if others else "", *blocks, spectra, reading, _source(report))
+
+
+def _html(shown: Sequence[Table], word: str) -> list[str]:
+    return [html.table(*table) for table in shown if word in table[0]]
+
+
+def _loss_figures(values: Values, report: Values) -> str:
+    freed, lines, gaps = values["schedule"]["freed"], [], []
+    curves = {m: values["caches"][m]["loss"] for m in report["methods"] if "loss" in values["caches"][m]}
+    control = next((m for m in ("full", *reversed(report["methods"])) if m in curves), None)
+    for i, (method, loss) in enumerate(curves.items()):
+        x = [(j + 0.5) * freed for j in range(len(loss))]
+        lines.append(Line(method, x, loss, i, marks=len(x) < 20))
+        if method != control:
+            against = curves[str(control)]
+            gaps.append(Line(method, x, [a - b for a, b in zip(loss, against, strict=True)], i, marks=len(x) < 20))
+    words = "; ".join(f"{line.name} from {line.y[0]:.3f} to {line.y[-1]:.3f}" for line in lines)
+    apart = "; ".join(f"{line.name} ends at {line.y[-1]:+.3f}" for line in gaps)
+    return html.figures(
+        html.figure("Loss", line_plot(lines, "tokens read", "nats per token", f"Loss by position: {words}")),
+        html.figure(
+            f"Minus {control}'s",
+            line_plot(gaps, "tokens read", "nats", f"Loss minus {control}'s by position: {apart}", zero=True),
+        ),
+    )
+
+
+def _gaps(values: Values) -> str:
+    rows = [[f"{gap['method']} − {gap['other']}", _signed(gap), str(gap["pairs"])] for gap in values["differences"]]
+    caption = "Loss beyond the window, paired over documents, with 95 % intervals"
+    return html.table(caption, ["pair", "nats per token", "documents"], rows) if rows else ""
+
+
+def _needle_figures(values: Values, report: Values) -> str:
+    shown = []
+    for task in values["caches"][report["methods"][0]]["recall"]:
+        lines = []
+        for i, method in enumerate(report["methods"]):
+            accuracy = Recall(**values["caches"][method]["recall"][task]).accuracy
+            places = [r for r, a in enumerate(accuracy) if a is not None]
+            lines.append(Line(method, places, [a for a in accuracy if a is not None], i))
+        words = "; ".join(f"{line.name} " + " ".join(f"{y:.2f}" for y in line.y) for line in lines)
+        svg = line_plot(lines, "compressions in between", "accuracy", f"{task}: {words}", zero=True)
+        shown.append(html.figure(task.capitalize(), svg))
+    return html.figures(*shown)
+
+
+def _cost_figures(values: Values, report: Values) -> str:
+    kinds = (
+        ("Cache bytes", "bytes", lambda load: load["cache_bytes"]),
+        ("Peak memory, weights left out", "bytes", lambda load: load["peak_bytes"] or float("nan")),
+        ("Decoding, median", "milliseconds per token", lambda load: load["decode_ms"]["p50"]),
+        ("Prefill", "tokens per second", lambda load: load["prefill_tokens_per_second"]),
+    )
+    shown = []
+    for title, label, value in kinds:
+        lines = []
+        for i, method in enumerate(report["methods"]):
+            found = values["caches"][method]["loads"]
+            lines.append(Line(method, [load["tokens"] for load in found], [value(load) for load in found], i))
+        words = "; ".join(f"{line.name} ends at {line.y[-1]:.4g}" for line in lines)
+        shown.append(html.figure(title, line_plot(lines, "tokens read", label, f"{title}: {words}", zero=True)))
+    return html.figures(*shown)
+
+
+def _spectrum_figures(report: Values) -> str:
+    shown = []
+    kinds = ("keys", "Keys, before rotation"), ("values", "Values, as cached"), ("unmixed_values", "Values, unmixed")
+    parts = ("kept", "of what varies, kept"), ("mean", "in the mean")
+    for (kind, title), (part, of) in product(kinds, parts):
+        lines = []
+        for i, (name, values) in enumerate(report["checkpoints"].items()):
+            shares = values["spectrum"].get(kind)
+            if shares is not None:
+                lines.append(Line(name, list(range(len(shares[part]))), shares[part], i))
+        if lines:
+            words = "; ".join(f"{line.name} " + " ".join(f"{y:.2f}" for y in line.y) for line in lines)
+            svg = line_plot(lines, "layer", "share of energy", f"{title}, {of}: {words}")
+            shown.append(html.figure(f"{title}: {of}", svg))
+    return html.figures(*shown)
+
+
+def _method(report: Values) -> list[str]:
+    first = next(iter(report["checkpoints"].values()))
+    clock = first["caches"][report["methods"][0]]["loads"][0]["clock"]
+    spectra = {name: values["spectrum"] for name, values in report["checkpoints"].items()}
+    whites = sorted({f"{spectrum['white']:.2f}" for spectrum in spectra.values() if "white" in spectrum})
+    missing = [
+        f"{name} has none: {spectrum['left_out']}" for name, spectrum in spectra.items() if "left_out" in spectrum
+    ]
+    haystacks = " and ".join(sorted({f"of {values['haystack']}" for values in report["checkpoints"].values()}))
+    return [
+        "Every cache reads the same tokens once, as in serving: a prediction is made from what the cache then holds. "
+        "full holds everything: beyond the length that the weights were trained at it shows their limit, not its own.",
+        f"A needle is a key of two tokens and a value, planted in a text {haystacks} (random tokens where no document "
+        "is long enough); the key is asked for once, and the likeliest of the values is the answer. Compressions are "
+        "counted by one schedule for all; a needle that is not found at 0 says nothing about the cache. Intervals are "
+        "Wilson's, over questions.",
+        "Bytes are those of the cache's tensors. Peak memory is what the process or device used at most over what it "
+        f"used before. Decoding times single tokens in {clock}, compressions included: the slowest token is one.",
+        "Spectrum: how much of the energy lies in the mean over a window, which averaging keeps too, and how much of "
+        f"the rest in the frequencies that a first compression keeps; of white noise {' or '.join(whites) or DASH}.",
+        *missing,
+    ]
+
+
+def _source(report: Values) -> str:
+    hardware = report["hardware"]
+    machine = ", ".join(str(hardware[key]) for key in ("gpu", "cpu") if key in hardware)
+    facts = {
+        "command": report["command"],
+        "date": report["date"],
+        "commit": report["commit"] or "not in a checkout",
+        "hardware": f"{machine}, {hardware['cores']} cores, {hardware['system']}",
+        "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
+    }
+    schedules = {name: values["schedule"] for name, values in report["checkpoints"].items()}
+    words = "\n".join(f"{name}: {schedule}" for name, schedule in schedules.items())
+    return html.section("Where it comes from", html.facts(facts), html.details("Schedules", words))

@@ -1,0 +1,165 @@
+"""Differences between checkpoints, paired over what they were scored on: documents, or the items of a task.
+
+A score is a ratio Σa/Σw over documents: of right answers to answers, of nats to tokens, of bits to bytes. The
+difference of two such scores on the same documents is Σd/Σw with d = a - a'. Its interval is Student's t with one
+degree of freedom less than there are documents, its standard error that of the residuals d - w Σd/Σw. With equal
+weights this is the ordinary paired t interval. Documents count as independent draws; tokens of one document do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from fathom.report.statistics import CONFIDENCE, Difference, holm
+
+
+@dataclass(frozen=True)
+class Items:
+    """What each document adds to a score."""
+
+    values: Sequence[float]
+    weights: Sequence[float] | None = None
+    """One each if not given."""
+    log: bool = False
+    """The score is exp(Σa/Σw), a perplexity: its differences are shown as ratios."""
+
+    @property
+    def score(self) -> float:
+        """Σa/Σw, or exp of it."""
+        mean = sum(self.values) / (len(self.values) if self.weights is None else sum(self.weights))
+        return math.exp(min(mean, 700)) if self.log else mean
+
+    def pairs_with(self, other: Items) -> bool:
+        """Whether both weigh the same documents alike."""
+        return len(self.values) == len(other.values) and _weights(self).tolist() == _weights(other).tolist()
+
+
+def difference(items: Items, control: Items) -> Difference:
+    """The score minus the control's; of logarithms where the score is a perplexity."""
+    weights = _weights(items)
+    gaps = np.asarray(items.values, float) - np.asarray(control.values, float)
+    count, total = len(gaps), float(weights.sum())
+    mean = float(gaps.sum()) / total
+    if count < 2:
+        return Difference(mean, count, None, None)
+    residuals = gaps - mean * weights
+    error = math.sqrt(count / (count - 1) * float(residuals @ residuals)) / total
+    return _interval(mean, error, count - 1, count)
+
+
+def group_difference(parts: Sequence[tuple[Items, Items]]) -> Difference:
+    """The difference of means over several tasks, each counting the same; degrees of freedom by Satterthwaite."""
+    found = [difference(items, control) for items, control in parts]
+    mean, count = sum(d.mean for d in found) / len(found), sum(d.pairs for d in found)
+    if any(d.half_width is None for d in found):
+        return Difference(mean, count, None, None)
+    variances = [(_error(d) / len(found)) ** 2 for d in found]
+    total = sum(variances)
+    spread = sum(v**2 / (d.pairs - 1) for v, d in zip(variances, found, strict=True))
+    return _interval(mean, math.sqrt(total), total**2 / spread if spread else 1, count)
+
+
+def rows(scores: Mapping[str, Mapping[tuple[str, str], Any]]) -> list[dict[str, Any]]:
+    """One row per (task, metric) that some checkpoint has: its scores, and differences from the first checkpoint.
+
+    Args:
+        scores: Of each checkpoint, `Items`, or a list of them whose scores are averaged, by (task, metric).
+    """
+    control, *others = scores
+    made = []
+    for key in dict.fromkeys(key for mine in scores.values() for key in mine):
+        mine = {name: found[key] for name, found in scores.items() if key in found}
+        row: dict[str, Any] = {
+            "task": key[0],
+            "metric": key[1],
+            "scores": {name: _score(items) for name, items in mine.items()},
+            "differences": {},
+        }
+        for name in others:
+            if name in mine and control in mine and (found := _compare(mine[name], mine[control])) is not None:
+                row["differences"][name] = found
+        made.append(row)
+    known = [d for row in made for d in row["differences"].values() if d["p"] is not None]
+    for entry, p in zip(known, holm([entry["p"] for entry in known]), strict=True):
+        entry["p_holm"] = p
+    return made
+
+
+def table(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Any:
+    """Rows for a terminal; an asterisk marks what is left of significance after Holm's adjustment over the table."""
+    from rich.table import Table
+
+    shown = Table(box=None, padding=(0, 2, 0, 0))
+    shown.add_column("task")
+    shown.add_column("metric")
+    for name in names:
+        shown.add_column(name, justify="right")
+    for name in names[1:]:
+        shown.add_column(f"{name} against {names[0]}", justify="right")
+    for row in found:
+        values = [_number(row["scores"].get(name)) for name in names]
+        gaps = [_gap(row["differences"].get(name)) for name in names[1:]]
+        shown.add_row(row["task"], row["metric"], *values, *gaps)
+    return shown
+
+
+def _compare(items: Any, control: Any) -> dict[str, Any] | None:
+    pairs = [(items, control)] if isinstance(items, Items) else list(zip(items, control, strict=False))
+    if not all(mine.pairs_with(theirs) for mine, theirs in pairs):
+        return None
+    found = difference(*pairs[0]) if len(pairs) == 1 else group_difference(pairs)
+    log = pairs[0][0].log
+    shown = [None if x is None else math.exp(min(x, 700)) if log else x for x in (found.mean, found.low, found.high)]
+    return {
+        "kind": "ratio" if log else "difference",
+        "value": shown[0],
+        "low": shown[1],
+        "high": shown[2],
+        "confidence": CONFIDENCE,
+        "pairs": found.pairs,
+        "p": found.p,
+        "p_holm": None,
+    }
+
+
+def _score(items: Any) -> float:
+    return items.score if isinstance(items, Items) else sum(part.score for part in items) / len(items)
+
+
+def _weights(items: Items) -> np.ndarray:
+    return np.ones(len(items.values)) if items.weights is None else np.asarray(items.weights, float)
+
+
+def _interval(mean: float, error: float, freedom: float, count: int) -> Difference:
+    if error == 0:
+        return Difference(mean, count, 0.0, 1.0 if mean == 0 else 0.0)
+    from scipy import stats
+
+    half_width = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
+    return Difference(mean, count, half_width, float(2 * stats.t.sf(abs(mean) / error, freedom)))
+
+
+def _error(found: Difference) -> float:
+    from scipy import stats
+
+    return (found.half_width or 0.0) / float(stats.t.ppf((1 + CONFIDENCE) / 2, found.pairs - 1))
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.4f}" if abs(value) < 1e5 else f"{value:.4g}"
+
+
+def _gap(entry: Mapping[str, Any] | None) -> str:
+    if entry is None:
+        return "not paired"
+    form = "×{:.4f}" if entry["kind"] == "ratio" else "{:+.4f}"
+    if entry["low"] is None:
+        return form.format(entry["value"])
+    star = "*" if (entry["p_holm"] if entry["p_holm"] is not None else 1) < 1 - CONFIDENCE else " "
+    ends = "[{:.4f}, {:.4f}]" if entry["kind"] == "ratio" else "[{:+.4f}, {:+.4f}]"
+    return f"{form.format(entry['value'])} {ends.format(entry['low'], entry['high'])}{star}"

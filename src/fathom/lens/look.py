@@ -1,0 +1,476 @@
+"""What a model saw on its way through a text: where its values came from, and what it would have said at every depth.
+
+Nothing here is in the forward pass. Hooks on the mixers take the query, the key and the sources that the mixer was
+given and compute its weights a second time; hooks on the layers read the residual stream after every visit and send it
+through the model's own last norm and head (the logit lens).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+from argparse import Namespace
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import singledispatch
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+from fathom.checkpoints.open import open_checkpoint
+from fathom.lens.page import lens_page
+from fathom.models import FathomForCausalLM
+from fathom.models.denseformer import DenseFormer
+from fathom.models.depth_attention import DepthAttention, depth_weights
+from fathom.models.numerics import widen
+from fathom.models.registry import mechanism_name
+from fathom.models.roles import State, ValueMixer
+from fathom.models.slots import Visit
+from fathom.models.uniform_depth import UniformDepth
+from fathom.models.value_residual import ValueResidual
+from fathom.report.progress import ProgressBar
+
+Array = np.ndarray
+BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
+"""The alphabet in which byte-level vocabularies are written."""
+LOGITS_AT_ONCE = 1 << 25
+"""Numbers in a block of logits: all tokens at once would take gigabytes with a large vocabulary."""
+
+
+class LensError(ValueError):
+    """Something that the lens cannot look at; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Averages:
+    """Means over the text and the heads; one row per visit."""
+
+    weights: list[list[float]]
+    """What the visit read: as `LensData.sources`, its own value last. Sums to 1."""
+    origins: list[list[float]]
+    """Whose *raw* values those are in the end, since sources are mixtures themselves: `[V, V]`. Sums to 1."""
+    entropy: list[float]
+    """Of the weights, in bits."""
+
+    @property
+    def own(self) -> list[float]:
+        """How much of each visit's value is its own."""
+        return [row[-1] for row in self.weights]
+
+
+@dataclass(frozen=True)
+class LensData:
+    """One model, one text. A *visit* is one layer in one trip; arrays have a row per visit, then one per token."""
+
+    model: str
+    mechanism: str
+    parameters: int
+    tokens: list[str]
+    """What each token adds to the text; empty for one that ends inside a character, or stands for no text."""
+    labels: Array
+    """`[T]`, each token's entry in `vocabulary`."""
+    dropped: int
+    """Tokens at the end of the text that were not looked at."""
+    visits: list[tuple[int, int]]
+    """(layer, trip), in order."""
+    trips: list[int]
+    """How many trips each token made."""
+    surprisal: Array
+    """`[T]`, bits; NaN for the first token, which nothing predicts."""
+    vocabulary: list[str]
+    """The tokens that occur below, as text."""
+    predictions: Array
+    """`[V, T, top]`: what the model would have said next after this visit, likeliest first; entries of `vocabulary`."""
+    probabilities: Array
+    """`[V, T, top]`."""
+    said: Array
+    """`[T, top]`: what the model did say next, by what its recurrence read out."""
+    said_probabilities: Array
+    """`[T, top]`."""
+    next_surprisal: Array
+    """`[V, T]`, bits: of the token that really came next; NaN at the last."""
+    sources: list[tuple[int, ...]]
+    """The visits whose values each visit read, itself last. Empty if the weights cannot be known."""
+    weights: list[Array]
+    """One `[T, heads, len(sources)]` per visit; a dimension of 1 says the same for all."""
+    layer_weights: list[list[float | None]] | None = None
+    """`denseformer`: one row per layer, the weights of the embeddings and of every layer's output; None is not read."""
+
+    @property
+    def bits_per_token(self) -> float:
+        """The mean surprisal; NaN for a single token."""
+        return float(self.surprisal[1:].mean()) if len(self.tokens) > 1 else math.nan
+
+    @property
+    def mixes(self) -> bool:
+        """Whether any visit reads another's value."""
+        return any(len(row) > 1 for row in self.sources)
+
+    @property
+    def halts(self) -> bool:
+        """Whether some token made fewer trips than another."""
+        return len(set(self.trips)) > 1
+
+    def averages(self) -> Averages:
+        """What a layer reads, over the whole text: each visit by the tokens that made it."""
+        rows = [self._visitors(i, weights).astype(np.float64) for i, weights in enumerate(self.weights)]
+        return Averages(
+            [row.mean((0, 1)).tolist() for row in rows],
+            [self._visitors(i, row).mean((0, 1)).tolist() for i, row in enumerate(self.origins())],
+            [float(-(row * np.log2(np.where(row > 0, row, 1))).sum(-1).mean()) for row in rows],
+        )
+
+    def _visitors(self, visit: int, values: Array) -> Array:
+        made = np.array(self.trips) > self.visits[visit][1]
+        return values[made] if len(values) == len(made) and made.any() else values
+
+    def origins(self) -> Iterator[Array]:
+        """C of every visit, `[T, heads, V]`: C_ℓ = α_ℓ e_ℓ + Σ_j α_j C_j, each raw value's share of the mixed one."""
+        read = {j for i, row in enumerate(self.sources) for j in row if j != i}
+        kept: dict[int, Array] = {}
+        for i, (sources, weights) in enumerate(zip(self.sources, self.weights, strict=True)):
+            raw = np.zeros((*weights.shape[:2], len(self.visits)))
+            raw[..., i] = weights[..., -1]
+            for m, j in enumerate(sources[:-1]):
+                raw = raw + weights[..., m, None].astype(np.float64) * kept[j]
+            if i in read:
+                kept[i] = raw
+            yield raw
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, for programs."""
+        averages = self.averages()
+        return {
+            "model": self.model,
+            "mechanism": self.mechanism,
+            "parameters": self.parameters,
+            "bits_per_token": _number(self.bits_per_token),
+            "dropped": self.dropped,
+            "tokens": self.tokens,
+            "labels": self.labels.tolist(),
+            "trips": self.trips,
+            "surprisal": _numbers(self.surprisal),
+            "visits": [{"layer": layer, "trip": trip} for layer, trip in self.visits],
+            "vocabulary": self.vocabulary,
+            "predictions": self.predictions.tolist(),
+            "probabilities": _numbers(self.probabilities),
+            "said": self.said.tolist(),
+            "said_probabilities": _numbers(self.said_probabilities),
+            "next_surprisal": _numbers(self.next_surprisal),
+            "sources": [list(row) for row in self.sources],
+            "weights": [_numbers(row) for row in self.weights],
+            "mean_weights": averages.weights,
+            "mean_origins": averages.origins,
+            "own": averages.own,
+            "entropy": averages.entropy,
+            "layer_weights": self.layer_weights,
+        }
+
+
+@singledispatch
+def mixture(mixer: ValueMixer, query: Tensor, key: Tensor, sources: State) -> Tensor | None:
+    """The weights with which a mixer adds up its sources' values and, last, its own: `[T, heads, sources + 1]`.
+
+    Register a function here to show a mixer's weights; the lens says nothing about those it does not know.
+    """
+    return None
+
+
+@mixture.register
+def _(mixer: DepthAttention, query: Tensor, key: Tensor, sources: State) -> Tensor:
+    weights, _ = depth_weights(query, key, sources, mixer.self_bias)
+    return torch.cat(weights, -1)[0].transpose(0, 1)
+
+
+@mixture.register
+def _(mixer: UniformDepth, query: Tensor, key: Tensor, sources: State) -> Tensor:
+    count = len(sources) // 2 + 1
+    return torch.full((1, 1, count), 1 / count, dtype=torch.float64)
+
+
+@mixture.register
+def _(mixer: ValueResidual, query: Tensor, key: Tensor, sources: State) -> Tensor:
+    return torch.full((1, 1, 2), 0.5, dtype=torch.float64)
+
+
+def same_tokenizer(one: Any, other: Any, text: str) -> bool:
+    """Whether two tokenizers have the same vocabulary and cut this text alike: else nothing can be put side by side."""
+    return one.get_vocab() == other.get_vocab() and one(text)["input_ids"] == other(text)["input_ids"]
+
+
+@torch.no_grad()
+def lens_data(
+    model: FathomForCausalLM,
+    tokenizer: Any,
+    text: str,
+    top: int = 5,
+    max_tokens: int = 2000,
+    name: str = "model",
+    progress: Callable[[int], None] | None = None,
+) -> LensData:
+    """Look at a text through a model.
+
+    Args:
+        model: Any `FathomForCausalLM`, so any Qwen3 too.
+        tokenizer: Its tokenizer.
+        text: What to look at.
+        top: Predictions to keep at every visit.
+        max_tokens: Look at so many tokens at most, and never at more than the model's context holds.
+        name: What the page calls the model.
+        progress: Told after every visit how many are done.
+    """
+    if top < 1 or max_tokens < 1:
+        raise LensError(f"top and max_tokens must be 1 or more, got {top} and {max_tokens}")
+    every_id, pieces = _tokenise(tokenizer, text)
+    if not every_id:
+        raise LensError("there is no text to look at")
+    length = min(len(every_id), max_tokens, model.config.max_position_embeddings)
+    ids = torch.tensor(every_id[:length], device=model.device)
+    trips = model.model.plan
+    visits = [visit for trip in trips for visit in trip]
+    # Under the view ALL all slots go through the stack side by side, several times over: the last time counts.
+    stages = 1 if model.model.recurrence.view.depth_parallel else len(trips)
+    passed: deque[State] = deque(maxlen=model.config.num_hidden_layers)
+    says = _Says(model, ids, min(top, model.config.vocab_size))
+    weights: list[Tensor | None] = []
+
+    def mixed(mixer: ValueMixer, query: Tensor, key: Tensor, _: Tensor, sources: State) -> None:
+        found = mixture(mixer, query, key, sources) if sources else torch.ones(1, 1, 1)
+        weights.append(None if found is None else widen(found).cpu())
+
+    def left(state: State) -> None:
+        if stages > 1:
+            passed.append(state)
+            return
+        says.after(state)
+        if progress is not None:
+            progress(len(says.chosen))
+
+    with _evaluating(model), _hooks(model, mixed, left):
+        out = model.model(ids[None], use_cache=False, head=model.lm_head)
+        for stage in range(stages if passed else 0):
+            for state in passed:
+                says.after(tuple(part[:, stage::stages] for part in state))
+    surprisal = np.concatenate([[np.nan], says.final(out.last_hidden_state)])
+    made = out.recurrence_state.get("trips", torch.full((1, length), len(trips)))
+
+    if stages > 1:
+        last = weights[-model.config.num_hidden_layers :]
+        weights = [w if w is None or len(w) == 1 else w[stage::stages] for stage in range(stages) for w in last]
+    known = [w.numpy() for w in weights if w is not None]
+    shown = len(known) == len(visits)
+    predictions, said, labels, vocabulary = says.vocabulary(tokenizer)
+    return LensData(
+        model=name,
+        mechanism=mechanism_name(model.config),
+        parameters=model.num_parameters(),
+        tokens=pieces[:length],
+        labels=labels,
+        dropped=len(every_id) - length,
+        visits=[(visit.layer, visit.trip) for visit in visits],
+        trips=made[0].tolist(),
+        surprisal=surprisal,
+        vocabulary=vocabulary,
+        predictions=predictions,
+        probabilities=np.stack(says.probabilities),
+        said=said,
+        said_probabilities=says.said_probabilities,
+        next_surprisal=np.stack(says.next_surprisal),
+        sources=[(*visit.sources, visit.index) for visit in visits] if shown else [],
+        weights=known if shown else [],
+        layer_weights=_layer_weights(model, visits),
+    )
+
+
+def run_lens(options: Namespace) -> int:
+    """`fathom lens`: look, write the page, say where it is."""
+    if (options.text is None) == (options.file is None):
+        raise LensError("give a text or --file FILE, one of them")
+    out = options.out or (None if options.json else Path("lens.html"))
+    if out is not None and not out.parent.is_dir():
+        raise LensError(f"{out.parent}: no such directory")
+    text = options.text if options.file is None else _read(options.file)
+    looked: list[LensData] = []
+    first: Any = None
+    for path in filter(None, (options.model, options.compare)):
+        model, tokenizer = open_checkpoint(path, options.device, into_fathom=True)
+        if first is not None and not same_tokenizer(first, tokenizer, text):
+            raise LensError(f"{options.compare}: another tokenizer than {options.model}'s; --compare needs the same")
+        first = first or tokenizer
+        visits = sum(map(len, model.model.plan))
+        with ProgressBar(f"looking through {_name(path)}", visits) as bar:
+            looked.append(lens_data(model, tokenizer, text, options.top, options.max_tokens, _name(path), bar.update))
+    if len({len(data.tokens) for data in looked}) > 1:  # the contexts differ
+        shortest = min(len(data.tokens) for data in looked)
+        raise LensError(f"one of the models holds {shortest} tokens only; give --max-tokens {shortest}")
+    if out is not None:
+        out.write_text(lens_page(looked[0], compare=looked[1] if looked[1:] else None), encoding="utf-8")
+    if options.json:
+        print(json.dumps({"models": [data.to_dict() for data in looked]}))
+        return 0
+    for data in looked:
+        depth = f", {np.mean(data.trips):.2f} trips per token" if data.halts else ""
+        print(f"{data.model}: {len(data.tokens)} tokens, {data.bits_per_token:.2f} bits per token{depth}")
+    if out is not None:
+        print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+class _Says:
+    """The logit lens: what the last norm and the head make of the residual stream, visit by visit."""
+
+    def __init__(self, model: FathomForCausalLM, ids: Tensor, top: int) -> None:
+        self.model, self.ids, self.top = model, ids, top
+        self.chosen: list[Array] = []
+        self.probabilities: list[Array] = []
+        self.next_surprisal: list[Array] = []
+
+    def after(self, state: State) -> None:
+        """Read the stream as the head would, were this the last layer."""
+        hidden = self.model.model.norm(self.model.model.final_residual.read(state)[0])[0]
+        chosen, probabilities, bits = self._read(hidden)
+        self.chosen.append(chosen)
+        self.probabilities.append(probabilities)
+        self.next_surprisal.append(np.append(bits, np.nan))
+
+    def final(self, hidden: Tensor) -> Array:
+        """Bits of every token but the first, by what the model really said."""
+        self.said, self.said_probabilities, bits = self._read(hidden[0])
+        return bits
+
+    def _read(self, hidden: Tensor) -> tuple[Array, Array, Array]:
+        chosen, probabilities, bits = [], [], []
+        for logprobs, following in self._blocks(hidden):
+            values, indices = logprobs.topk(self.top)
+            chosen.append(indices)
+            probabilities.append(values.exp())
+            bits.append(_bits(logprobs, following))
+        return tuple(torch.cat(parts).cpu().numpy() for parts in (chosen, probabilities, bits))  # type: ignore[return-value]
+
+    def vocabulary(self, tokenizer: Any) -> tuple[Array, Array, Array, list[str]]:
+        """Predictions, what was said, and tokens as entries of one list of strings, and that list."""
+        predicted, own = np.stack(self.chosen), self.ids.cpu().numpy()
+        distinct = np.unique(np.concatenate([predicted.ravel(), self.said.ravel(), own]))
+        spelled = [_spell(tokenizer, int(i)) for i in distinct]
+        return *(np.searchsorted(distinct, found) for found in (predicted, self.said, own)), spelled  # type: ignore[return-value]
+
+    def _blocks(self, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Log-probabilities and the tokens that followed, some rows at a time."""
+        rows = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
+        for start in range(0, len(hidden), rows):
+            logits = widen(self.model.lm_head(hidden[start : start + rows]))
+            yield logits.log_softmax(-1), self.ids[start + 1 : start + 1 + rows]
+
+
+def _bits(logprobs: Tensor, following: Tensor) -> Tensor:
+    return -logprobs[: len(following)].gather(1, following[:, None])[:, 0] / math.log(2)
+
+
+@contextmanager
+def _evaluating(model: torch.nn.Module) -> Iterator[None]:
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@contextmanager
+def _hooks(model: FathomForCausalLM, mixed: Any, after: Any) -> Iterator[None]:
+    """Call `mixed` with what every mixer is given and `after` with what every layer leaves, in the plan's order."""
+    caller = threading.get_ident()  # a server's other threads use the same modules
+
+    def on_mixer(mixer: ValueMixer, arguments: tuple[Any, ...], _: Tensor) -> None:
+        if threading.get_ident() == caller:
+            mixed(mixer, *arguments)
+
+    def on_layer(_: torch.nn.Module, __: tuple[Any, ...], output: tuple[State, Tensor, Tensor]) -> None:
+        if threading.get_ident() == caller:
+            after(output[0])
+
+    handles = []
+    layers: Any = model.model.layers
+    try:
+        for layer in layers:
+            handles.append(layer.self_attn.mixer.register_forward_hook(on_mixer))
+            handles.append(layer.register_forward_hook(on_layer))
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise LensError(f"{file}: not UTF-8 text") from error
+    except OSError as error:
+        raise LensError(f"{file}: {error.strerror}") from error
+
+
+def _name(path: str) -> str:
+    """A run's name rather than that of the directory inside it."""
+    directory = Path(path).resolve()
+    return directory.parent.name if directory.name == "model" else directory.name
+
+
+def _tokenise(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
+    """Ids, and the stretch of text that each one adds."""
+    if not getattr(tokenizer, "is_fast", False):
+        ids = tokenizer(text)["input_ids"]
+        return ids, [_spell(tokenizer, i) for i in ids]
+    encoded = tokenizer(text, return_offsets_mapping=True)
+    pieces, done = [], 0
+    for _, end in encoded["offset_mapping"]:
+        # Offsets skip what a normaliser drops, and repeat where tokens share a character.
+        pieces.append(text[done : max(done, end)])
+        done = max(done, end)
+    return encoded["input_ids"], pieces
+
+
+def _spell(tokenizer: Any, index: int) -> str:
+    """A token as text; one that is a part of a character as its bytes."""
+    spelled = tokenizer.decode([index])
+    if spelled and "\ufffd" not in spelled:
+        return spelled
+    token = tokenizer.convert_ids_to_tokens(index)
+    if token is None:
+        return f"#{index}"  # heads are often larger than vocabularies
+    if all(letter in BYTES for letter in token):
+        return "⟨" + " ".join(f"{BYTES[letter]:02X}" for letter in token) + "⟩"
+    return token
+
+
+def _layer_weights(model: FathomForCausalLM, visits: list[Visit]) -> list[list[float | None]] | None:
+    layers = model.config.num_hidden_layers
+    residuals: list[Any] = [layer.mlp_residual for layer in model.model.layers]
+    if len(visits) > layers or not isinstance(residuals[0], DenseFormer):
+        return None  # in a loop, what a weight belongs to changes from trip to trip
+    rows: list[list[float | None]] = []
+    for layer, residual in enumerate(residuals):
+        row: list[float | None] = [None] * (layers + 1)
+        newest_first = [1.0] if residual.alpha is None else residual.alpha.flip(0).tolist()
+        for i, weight in enumerate(newest_first):
+            row[layer + 1 - i * residual.dilation] = weight
+        rows.append(row)
+    return rows
+
+
+def _number(value: float) -> float | None:
+    return None if math.isnan(value) else round(value, 6)
+
+
+def _numbers(values: Array) -> Any:
+    """Nested lists; JSON has no NaN."""
+    rounded = np.round(values.astype(np.float64), 6).astype(object)
+    rounded[np.isnan(values)] = None
+    return rounded.tolist()

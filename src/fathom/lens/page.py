@@ -1,0 +1,113 @@
+"""The lens as one HTML file that loads nothing: `lens.html` with its style, its script and the numbers put in.
+
+Per-token numbers travel as base64 of little-endian integers, a fifth of their size as JSON, and are only turned into
+markup for the token that is looked at; so two thousand tokens weigh a megabyte or two and nothing lags.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from html import escape
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from fathom.lens.look import LensData
+
+Array = np.ndarray
+BITS = 1024
+"""Steps per bit of surprisal."""
+NONE = 65535
+"""Stands for no surprisal."""
+MANY = 500_000
+"""Depth weights in all above which they are kept to 1 in 255, not 1 in 65535."""
+
+
+def lens_page(data: LensData, live_endpoint: str | None = None, compare: LensData | None = None) -> str:
+    """The page.
+
+    Args:
+        data: What to show.
+        live_endpoint: Where the page may send `{"text": ...}` by POST; the answer is `pack(...)`, or `{"error": ...}`
+            in one line. Without it the page has nothing to type into and talks to nobody.
+        compare: A second model to show beside the first, for the same tokens.
+    """
+    payload = pack(data, *([compare] if compare else ()))
+    names = " and ".join(item.model for item in (data, compare) if item)
+    parts = {
+        "title": escape(f"{names} · Fathom lens"),
+        "connect": "'self'" if live_endpoint else "'none'",
+        "style": _read("lens.css"),
+        "script": _read("lens.js"),
+        # A "<" in a token must not end the script element that holds it.
+        "data": json.dumps({**payload, "live": live_endpoint}, allow_nan=False).replace("<", "\\u003c"),
+    }
+    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _read("lens.html"))
+
+
+def pack(*data: LensData) -> dict[str, Any]:
+    """What the page shows, small: ready for JSON."""
+    return {"models": [_pack(item) for item in data]}
+
+
+def quantise(weights: Array, steps: int) -> Array:
+    """Integers that add up to `steps` along the last axis: what is shown of a whole is a whole."""
+    scaled = weights.astype(np.float64) * steps
+    floor = np.floor(scaled)
+    missing = np.rint(steps - floor.sum(-1, keepdims=True))
+    by_remainder = np.argsort(np.argsort(floor - scaled, axis=-1, kind="stable"), axis=-1, kind="stable")
+    return (floor + (by_remainder < missing)).astype(np.int64)
+
+
+def _pack(data: LensData) -> dict[str, Any]:
+    averages = data.averages()
+    steps = 255 if sum(row.size for row in data.weights) > MANY else 65535
+    return {
+        "name": data.model,
+        "mechanism": data.mechanism,
+        "parameters": data.parameters,
+        "dropped": data.dropped,
+        "tokens": data.tokens,
+        "labels": _encode(data.labels),
+        "trips": data.trips,
+        "surprisal": _encode(_bits(data.surprisal)),
+        "visits": data.visits,
+        "vocabulary": data.vocabulary,
+        "top": data.predictions.shape[-1],
+        "predictions": _encode(data.predictions),
+        "probabilities": _encode(np.rint(data.probabilities * 65535)),
+        "said": _encode(data.said),
+        "saidProbabilities": _encode(np.rint(data.said_probabilities * 65535)),
+        "nextSurprisal": _encode(_bits(data.next_surprisal)),
+        "sources": data.sources,
+        "steps": steps,
+        "alphas": [[*row.shape[:2], *_encode(quantise(row, steps))] for row in data.weights],
+        "meanWeights": _rounded(averages.weights),
+        "meanOrigins": _rounded(averages.origins),
+        "entropy": _rounded([averages.entropy])[0],
+        "layerWeights": data.layer_weights and _rounded(data.layer_weights),
+    }
+
+
+def _encode(values: Array) -> tuple[str, str]:
+    """The smallest unsigned type that holds the integers, and their bytes."""
+    whole = values.astype(np.int64)
+    name = next(name for name in ("u1", "u2", "u4") if whole.size == 0 or whole.max() < 256 ** int(name[1]))
+    return name, base64.b64encode(whole.astype(f"<{name}").tobytes()).decode()
+
+
+def _bits(values: Array) -> Array:
+    return np.where(np.isnan(values), NONE, np.minimum(np.rint(np.nan_to_num(values) * BITS), NONE - 1))
+
+
+def _rounded(rows: list[list[Any]]) -> list[list[float | None]]:
+    return [[None if x is None or not math.isfinite(x) else round(x, 5) for x in row] for row in rows]
+
+
+def _read(name: str) -> str:
+    return files("fathom.lens").joinpath(name).read_text(encoding="utf-8")

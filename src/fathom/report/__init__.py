@@ -1,0 +1,1 @@
+"""What every page and table is made of: HTML, plots, statistics, provenance, progress, files."""

@@ -1,0 +1,198 @@
+"""Held-out loss: per domain, in bits per byte, and by position in the context."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fathom.recipe import Recipe
+from fathom.training.parallel import Ranks
+
+if TYPE_CHECKING:
+    from fathom.data.shards import TokenDataset
+
+
+@dataclass(frozen=True)
+class Score:
+    """The loss on some text."""
+
+    loss: float
+    """Nats per token."""
+    bits_per_byte: float
+    """Bits per byte of the text: comparable across tokenizers."""
+    tokens: int
+    """Tokens predicted."""
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss)."""
+        return math.exp(self.loss) if self.loss < 700 else math.inf
+
+
+@dataclass(frozen=True)
+class Trips:
+    """How many trips tokens made that may halt."""
+
+    mean: float
+    """Per token."""
+    shares: list[float]
+    """Of the tokens that made one trip, two, …"""
+    correlation: dict[str, float] | None
+    """Spearman's rank correlation of a token's loss and its trips: value, low and high of the 95 % bootstrap interval
+    over rows, and the number of rows (`clusters`). Above zero, what is hard to predict gets more trips."""
+
+
+@dataclass(frozen=True)
+class Evaluation(Score):
+    """The loss on a held-out split."""
+
+    domains: dict[str, Score]
+    position_loss: list[float]
+    """Nats per token over equal stretches of the context, the first stretch first."""
+    trips: Trips | None = None
+    """Where tokens may halt."""
+
+    def flat(self) -> dict[str, float]:
+        """One level of names and numbers, for trackers."""
+        values = {"val/loss": self.loss, "val/perplexity": self.perplexity, "val/bits_per_byte": self.bits_per_byte}
+        for name, score in self.domains.items():
+            values[f"val/{name}/loss"], values[f"val/{name}/bits_per_byte"] = score.loss, score.bits_per_byte
+        if self.trips is not None:
+            values["val/trips"] = self.trips.mean
+            values |= {f"val/trips_{k}": share for k, share in enumerate(self.trips.shares, 1)}
+            if self.trips.correlation is not None:
+                values["val/trips_loss_correlation"] = self.trips.correlation["value"]
+        return {**values, **{f"val/position/{i}": loss for i, loss in enumerate(self.position_loss)}}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, perplexity included."""
+        return {**asdict(self), "perplexity": self.perplexity}
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Evaluation:
+        """The inverse of `to_dict`."""
+        values = {key: value for key, value in values.items() if key != "perplexity"}
+        values["domains"] = {name: Score(**score) for name, score in values["domains"].items()}
+        if values.get("trips") is not None:
+            values["trips"] = Trips(**values["trips"])
+        return cls(**values)
+
+
+def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks) -> Evaluation:
+    """Score a model on a held-out split; every rank takes a part and all get the result.
+
+    Args:
+        model: In any state; it is left in training mode if it was.
+        data: The held-out split.
+        recipe: `evaluate`, and the context and packing that `data` names.
+        ranks: Who shares the work.
+    """
+    from fathom.data.batches import evaluation_batches
+
+    was_training = model.training
+    model.eval()
+    length, buckets = recipe.data.sequence_length, recipe.evaluate.position_buckets
+    rows = recipe.evaluate.micro_batch or recipe.train.micro_batch
+    share = math.ceil(recipe.evaluate.tokens / len(data.domains))
+    # Where target t (0 … length-2) of a row belongs.
+    places = torch.arange(length - 1, device=ranks.device) * buckets // (length - 1)
+    sums, counts, num_bytes = [], [], []
+    tally = Tally()
+    for domain in data.domains:
+        total = torch.zeros(2, buckets, dtype=torch.float64, device=ranks.device)
+        seen_bytes = 0
+        part = data.select(domain)
+        for batch in evaluation_batches(part, length, rows, share, ranks.rank, ranks.world_size, recipe.data.packing):
+            batch = batch.to(ranks.device)
+            losses, trips = token_losses_and_trips(model, batch.input_ids, batch.labels, batch.position_ids)
+            if trips is not None:
+                tally.add(losses, trips[:, :-1], batch.labels[:, 1:] >= 0)
+            total[0].index_add_(0, places, losses.double().sum(0))
+            total[1].index_add_(0, places, (batch.labels[:, 1:] >= 0).double().sum(0))
+            seen_bytes += batch.num_bytes or 0
+        total = ranks.sum(total)
+        sums.append(total[0].tolist())
+        counts.append(total[1].tolist())
+        num_bytes.append(seen_bytes)
+    model.train(was_training)
+    scores = [_score(sum(s), sum(n), b) for s, n, b in zip(sums, counts, num_bytes, strict=True)]
+    whole = _score(sum(map(sum, sums)), sum(map(sum, counts)), sum(num_bytes))
+    by_position = [sum(column) for column in zip(*sums, strict=True)]
+    targets = [sum(column) for column in zip(*counts, strict=True)]
+    return Evaluation(
+        **asdict(whole),
+        domains=dict(zip(data.domains, scores, strict=True)),
+        position_loss=[s / n if n else math.nan for s, n in zip(by_position, targets, strict=True)],
+        trips=tally.trips(ranks, _most_trips(model)),
+    )
+
+
+@dataclass
+class Tally:
+    """Losses and trips of every token that predicted one, row by row."""
+
+    losses: list[np.ndarray] = field(default_factory=list)
+    made: list[np.ndarray] = field(default_factory=list)
+
+    def add(self, losses: Tensor, trips: Tensor, counts: Tensor) -> None:
+        """Some rows, `[rows, T - 1]`; `counts` is False where there was nothing to predict."""
+        for loss, made, valid in zip(losses, trips, counts, strict=True):
+            self.losses.append(loss[valid].cpu().numpy())
+            self.made.append(made[valid].cpu().numpy())
+
+    def trips(self, ranks: Ranks, most: int) -> Trips | None:
+        """What all ranks saw together, of at most so many trips; None where no model told them."""
+        from fathom.report.statistics import rank_correlation
+
+        rows = list(zip(self.losses, self.made, strict=True))
+        if ranks.control is not None:
+            found: list[Any] = [None] * ranks.world_size
+            dist.all_gather_object(found, rows, group=ranks.control)
+            rows = [row for part in found for row in part]
+        if not sum(len(made) for _, made in rows):
+            return None
+        losses, made = zip(*rows, strict=True)
+        every = np.concatenate(made)
+        correlation = rank_correlation(losses, made)
+        return Trips(
+            mean=float(every.mean()),
+            shares=(np.bincount(every, minlength=most + 1)[1:] / len(every)).tolist(),
+            correlation=None if correlation is None else asdict(correlation),
+        )
+
+
+def token_losses(model: nn.Module, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
+    """Cross-entropy of every predicted token in fp32, `[rows, T - 1]`; zero where the label is -100."""
+    return token_losses_and_trips(model, input_ids, labels, position_ids)[0]
+
+
+@torch.no_grad()
+def token_losses_and_trips(
+    model: nn.Module, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """`token_losses`, and the trips of every token, `[rows, T]`, where tokens may halt."""
+    out = model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
+    logits = out.logits
+    # Row by row: the fp32 copy of all logits would be the largest tensor of the run.
+    rows = [
+        F.cross_entropy(row[:-1].float(), label[1:], ignore_index=-100, reduction="none")
+        for row, label in zip(logits, labels, strict=True)
+    ]
+    return torch.stack(rows), getattr(out, "trips", None)
+
+
+def _most_trips(model: nn.Module) -> int:
+    recurrence = getattr(getattr(model, "model", None), "recurrence", None)
+    return 1 if recurrence is None else int(recurrence.depth) + 1
+
+
+def _score(loss: float, tokens: float, num_bytes: int) -> Score:
+    bits = loss / math.log(2) / num_bytes if num_bytes else math.nan
+    return Score(loss / tokens if tokens else math.nan, bits, int(tokens))

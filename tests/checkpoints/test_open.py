@@ -1,0 +1,270 @@
+"""Directories that must not be opened, and those that must."""
+
+import json
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from fathom.checkpoints.open import check_checkpoint, open_checkpoint
+from fathom.checkpoints.origin import Refused
+from fathom.cli.main import main
+from fathom.models import FathomForCausalLM
+from tests.inference.tiny import export_tiny, tiny_tokenizer
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    return export_tiny(tmp_path_factory.mktemp("checkpoint") / "tiny")
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    return shutil.copytree(whole, tmp_path / "tiny")
+
+
+def edit(path, **keys):
+    path.write_text(json.dumps({**json.loads(path.read_text()), **keys}))
+
+
+def shard(directory, **renamed):
+    """Split the weights in two, with an index."""
+    tensors = load_file(directory / "model.safetensors")
+    names = sorted(tensors)
+    parts = {"one.safetensors": names[::2], "two.safetensors": names[1::2]}
+    for file, members in parts.items():
+        save_file({name: tensors[name] for name in members}, directory / file, {"format": "pt"})
+    (directory / "model.safetensors").unlink()
+    weight_map = {name: renamed.get(file.split(".")[0], file) for file, members in parts.items() for name in members}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+
+
+def header(directory, change):
+    """Rewrite the header of the weights."""
+    path = directory / "model.safetensors"
+    raw = path.read_bytes()
+    length = int.from_bytes(raw[:8], "little")
+    table = json.loads(raw[8 : 8 + length])
+    change(table)
+    new = json.dumps(table).encode()
+    path.write_bytes(struct.pack("<Q", len(new)) + new + raw[8 + length :])
+
+
+class Bomb:
+    """Leaves a mark when it is unpickled."""
+
+    def __init__(self, mark):
+        self.mark = str(mark)
+
+    def __reduce__(self):
+        return open, (self.mark, "w")
+
+
+def a_pickle(d):
+    (d / "model.safetensors").unlink()
+    (d / "pytorch_model.bin").write_bytes(pickle.dumps(Bomb(d / "mark")))
+
+
+def a_pickle_beside_the_weights(d):
+    (d / "training_args.pt").write_bytes(pickle.dumps(Bomb(d / "mark")))
+
+
+def a_pickle_called_safetensors(d):
+    (d / "model.safetensors").write_bytes(pickle.dumps(Bomb(d / "mark")) + bytes(100))
+
+
+def a_pickle_in_a_folder(d):
+    (d / "more").mkdir()
+    (d / "more" / "x.pkl").write_bytes(pickle.dumps(Bomb(d / "mark")))
+
+
+def a_shard_elsewhere(d):
+    shard(d, two="../two.safetensors")
+    (d / "two.safetensors").rename(d.parent / "two.safetensors")
+
+
+def an_absolute_shard(d):
+    shard(d, two=str(d.parent / "two.safetensors"))
+    (d / "two.safetensors").rename(d.parent / "two.safetensors")
+
+
+def a_missing_shard(d):
+    shard(d)
+    (d / "two.safetensors").unlink()
+
+
+def a_tensor_in_the_wrong_shard(d):
+    shard(d, two="one.safetensors")
+
+
+def a_bad_index_beside_good_weights(d):
+    index = {"weight_map": {"x": "../../x.safetensors"}}
+    (d / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def a_truncated_header(d):
+    path = d / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:200])
+
+
+def truncated_weights(d):
+    path = d / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def an_oversized_header(d):
+    (d / "model.safetensors").write_bytes(struct.pack("<Q", 1 << 62) + bytes(64))
+
+
+def overlapping_tensors(d):
+    def overlap(table):
+        one, two = [name for name in table if name.endswith("input_layernorm.weight")][:2]
+        table[two]["data_offsets"] = table[one]["data_offsets"]
+
+    header(d, overlap)
+
+
+def a_link_outwards(d):
+    (d / "model.safetensors").rename(d.parent / "elsewhere.safetensors")
+    (d / "model.safetensors").symlink_to(d.parent / "elsewhere.safetensors")
+
+
+def a_linked_folder(d):
+    (d.parent / "elsewhere").mkdir()
+    (d / "folder").symlink_to(d.parent / "elsewhere")
+
+
+def a_pipe(d):
+    (d / "model.safetensors").unlink()
+    os.mkfifo(d / "model.safetensors")
+
+
+def an_adapter(d):
+    (d / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "someone/else"}))
+
+
+def downloaded_attention(d):
+    edit(d / "config.json", attn_implementation="someone/kernel")
+
+
+def no_weights(d):
+    (d / "model.safetensors").unlink()
+
+
+def no_json(d):
+    (d / "config.json").write_text("{")
+
+
+def an_unknown_architecture(d):
+    code = f"open({str(d / 'mark')!r}, 'w')\n"
+    (d / "modeling.py").write_text(code)
+    (d / "configuration.py").write_text(code)
+    edit(d / "config.json", model_type="stranger", architectures=["Stranger"])
+
+
+HOSTILE = {
+    a_pickle: "pytorch_model.bin is a pickle",
+    a_pickle_beside_the_weights: "training_args.pt is a pickle",
+    a_pickle_called_safetensors: "does not fit",
+    a_pickle_in_a_folder: "more/x.pkl is a pickle",
+    a_shard_elsewhere: "leaves its directory",
+    an_absolute_shard: "leaves its directory",
+    a_missing_shard: "shard 'two.safetensors' is missing",
+    a_tensor_in_the_wrong_shard: "which its shard does not have",
+    a_bad_index_beside_good_weights: "leaves its directory",
+    a_truncated_header: "does not fit",
+    truncated_weights: "outside the file",
+    an_oversized_header: "does not fit",
+    overlapping_tensors: "overlaps",
+    a_link_outwards: "link that leaves",
+    a_linked_folder: "link that leaves",
+    a_pipe: "neither a file nor a directory",
+    an_adapter: "adapter",
+    downloaded_attention: "names code to download",
+    no_weights: "no safetensors weights",
+    no_json: "not JSON",
+    an_unknown_architecture: "--trust-remote-code",
+}
+
+
+@pytest.mark.parametrize("harm", HOSTILE, ids=lambda harm: harm.__name__)
+def test_refused_with_the_reason(copy, harm, capsys, monkeypatch):
+    harm(copy)
+    if harm is not an_unknown_architecture:  # that one is transformers' to refuse
+        monkeypatch.setattr(FathomForCausalLM, "from_pretrained", lambda *a, **k: pytest.fail("something was loaded"))
+        monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", FathomForCausalLM.from_pretrained)
+    assert main(["serve", str(copy), "--port", "0"]) == 2
+    error = capsys.readouterr().err.strip()
+    assert HOSTILE[harm] in error and error.startswith(f"fathom: {copy}: ") and "\n" not in error
+    assert not (copy / "mark").exists()
+
+
+def test_the_bomb_works(tmp_path):
+    """The pickle above does what pickles can."""
+    pickle.loads(pickle.dumps(Bomb(tmp_path / "mark"))).close()
+    assert (tmp_path / "mark").exists()
+
+
+def test_code_runs_only_where_it_is_trusted(copy):
+    """The same directory with the user's word runs its code: the refusal is ours, not an accident."""
+    an_unknown_architecture(copy)
+    with pytest.raises((Refused, AttributeError)):
+        open_checkpoint(copy, "cpu", trust_remote_code=True)
+    assert (copy / "mark").exists()
+
+
+def test_good_directories_open(whole, copy, tmp_path):
+    model, tokenizer = open_checkpoint(whole, "cpu")
+    assert isinstance(model, FathomForCausalLM) and not model.training
+    ids = tokenizer("The sailors", return_tensors="pt").input_ids
+    expected = model(ids).logits
+    shard(copy)
+    assert torch.equal(open_checkpoint(copy, "cpu")[0](ids).logits, expected)
+    assert open_checkpoint(copy, "cpu", "bfloat16")[0].dtype == torch.bfloat16
+    with pytest.raises(Refused, match="allowed: auto"):
+        open_checkpoint(copy, "cpu", "float12")
+
+
+def test_the_hub_cache_is_links_and_opens(whole, tmp_path):
+    repository = tmp_path / "models--org--name"
+    snapshot = repository / "snapshots" / "abc"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for file in whole.iterdir():
+        shutil.copy(file, repository / "blobs" / f"hash-{file.name}")
+        (snapshot / file.name).symlink_to(f"../../blobs/hash-{file.name}")
+    assert check_checkpoint(snapshot)["model_type"] == "fathom"
+
+
+def test_stock_qwen3_opens_as_itself(tmp_path):
+    config = Qwen3Config(
+        vocab_size=384, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, head_dim=8,
+        num_key_value_heads=1,
+    )  # fmt: skip
+    stock = Qwen3ForCausalLM(config).eval()
+    stock.save_pretrained(tmp_path / "qwen3")
+    tiny_tokenizer().save_pretrained(tmp_path / "qwen3")
+    ids = torch.arange(8)[None]
+    opened, _ = open_checkpoint(tmp_path / "qwen3", "cpu")
+    assert type(opened) is Qwen3ForCausalLM
+    ours, _ = open_checkpoint(tmp_path / "qwen3", "cpu", into_fathom=True)
+    assert type(ours) is FathomForCausalLM
+    assert torch.equal(opened(ids).logits, stock(ids).logits) and torch.equal(ours(ids).logits, stock(ids).logits)
+
+
+def test_checking_imports_no_torch_model(whole):
+    """The check reads names and headers; it is done before transformers is even imported."""
+    code = (
+        "import sys; sys.argv[0] = 'fathom'\n"
+        "from fathom.checkpoints.open import check_checkpoint\n"
+        f"check_checkpoint({str(whole)!r}); print('transformers' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "False", done.stderr

@@ -1,0 +1,170 @@
+"""Repositories over HTTP range requests, from a server on loopback that counts what it sends."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fathom.checkpoints import origin as origins
+from fathom.checkpoints.origin import Refused, RemoteOrigin
+from fathom.lineage.comparison import Options, measure
+from fathom.lineage.weights import open_model
+from tests.lineage.zoo import build, save, tiny_config
+
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+
+
+class Hub(ThreadingHTTPServer):
+    """`/{org}/{name}/resolve/{revision}/{path}` out of a directory of repositories."""
+
+    def __init__(self, root: Path):
+        self.root, self.sent, self.log = root, 0, []
+        self.fail, self.ranges, self.redirect = 0, True, False
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class Handler(BaseHTTPRequestHandler):
+    def log_message(self, *_):
+        pass
+
+    def do_GET(self):
+        hub = self.server
+        hub.log.append((self.path, dict(self.headers)))
+        if hub.fail:
+            hub.fail -= 1
+            return self.send_error(503)
+        if hub.redirect and not self.path.startswith("/blobs"):
+            self.send_response(302)
+            self.send_header("Location", "/blobs" + self.path)
+            self.end_headers()
+            return None
+        found = re.fullmatch(r"(?:/blobs)?/(\w+/\w+)/resolve/([\w.]+)/(.+)", self.path)
+        path = hub.root / found[1] / found[3] if found else None
+        if path is None or not path.is_file():
+            return self.send_error(404)
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        body = path.read_bytes()
+        size = len(body)
+        if wanted and hub.ranges:
+            start, stop = int(wanted[1]), min(int(wanted[2]) + 1, size)
+            body = body[start:stop]
+            self.send_response(206)
+            self.send_header("Content-Range", f"bytes {start}-{stop - 1}/{size}")
+        else:
+            self.send_response(200)
+        self.send_header("X-Repo-Commit", COMMIT)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        hub.sent += len(body)
+        with contextlib.suppress(ConnectionError):  # a client may refuse and hang up
+            self.wfile.write(body)
+        return None
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory):
+    """Two related models whose layers are a small part of what is in the files, as in fast mode at real size."""
+    root = tmp_path_factory.mktemp("hub")
+    config = tiny_config("qwen3", num_hidden_layers=24, intermediate_size=640)
+    for seed, name in enumerate(("base", "other")):
+        model = build(config, seed, torch.bfloat16)
+        save(model, root / "org" / name, 512)
+    return root
+
+
+@pytest.fixture
+def hub(repositories, monkeypatch):
+    server = Hub(repositories)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", server.url)
+    monkeypatch.setattr(origins.time, "sleep", lambda _: None)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_remote_model_is_the_local_one(hub, repositories):
+    remote, local = open_model("org/base@main"), open_model(repositories / "org" / "base")
+    for role, layer in (("q", 3), ("down", 0), ("embed", None)):
+        assert np.array_equal(remote.tensor(role, layer), local.tensor(role, layer))
+    assert remote.vocabulary() == local.vocabulary()
+    rows = np.array([1, 5, 6, 400])
+    assert np.array_equal(remote.tensor("embed", rows=rows), local.tensor("embed", rows=rows))
+
+
+def test_the_ledger_counts_what_the_server_sent(hub):
+    remote = open_model("org/base")
+    remote.tensor("q", 1)
+    assert remote.origin.bytes_read == hub.sent > 0
+    assert remote.file_bytes > 2 * hub.sent
+
+
+def test_fast_mode_moves_a_fifth_of_the_bytes(hub, monkeypatch):
+    """With the limits of a large model, a pair over loopback reads at most 20 % of its files."""
+    monkeypatch.setattr("fathom.lineage.comparison.SMALL_BYTES", 0)
+    pair = measure(open_model("org/base"), open_model("org/other"), Options())
+    assert pair.scores["awm_canonical"].score < 0.2 and len(pair.scores["awm_canonical"].pairs) == 16
+    total = sum(w.file_bytes for w in (pair.a, pair.b))
+    assert hub.sent <= 0.2 * total + 2 * 60_000  # and two tokenizers with configs and headers, fixed costs
+
+
+def test_later_reads_stay_on_the_commit_that_answered_first(hub):
+    remote = open_model("org/base@main")
+    assert remote.origin.revision == COMMIT
+    before = len(hub.log)
+    remote.tensor("q", 0)
+    assert len(hub.log) > before and all(f"/{COMMIT}/" in path for path, _ in hub.log[before:])
+
+
+def test_a_token_goes_to_the_endpoint_only(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "not-a-real-token")
+    hub.redirect = True
+    open_model("org/base")
+    carried = {("blobs" in path, "Authorization" in headers) for path, headers in hub.log}
+    assert carried == {(False, True), (True, False)}
+
+
+def test_a_hiccup_is_retried_and_an_outage_is_told(hub):
+    hub.fail = 2
+    open_model("org/base")
+    hub.fail = 99
+    with pytest.raises(Refused, match="503"):
+        open_model("org/base")
+
+
+@pytest.mark.parametrize("where", ["org/missing", "org/base@nobranch/../..", "org/ba se"])
+def test_what_is_not_there_is_refused(hub, where):
+    with pytest.raises((Refused, FileNotFoundError)):
+        open_model(where)
+
+
+def test_a_server_without_ranges_is_refused_before_its_files_are_read(hub):
+    hub.ranges = False
+    with pytest.raises(Refused, match="ignores range requests"):
+        open_model("org/base")
+
+
+def test_the_byte_limit_holds(hub):
+    remote = open_model("org/base", max_bytes=200_000)
+    with pytest.raises(Refused, match="max-bytes"):
+        for layer in range(24):
+            remote.tensor("down", layer)
+    assert hub.sent <= 200_000
+
+
+def test_local_directories_win_and_endpoints_must_be_http(tmp_path, monkeypatch):
+    with pytest.raises(Refused, match=r"http\(s\)"):
+        RemoteOrigin("org/base", endpoint="file:///etc")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org" / "base").mkdir(parents=True)
+    with pytest.raises(Refused, match="no safetensors weights"):
+        open_model("org/base")

@@ -1,0 +1,113 @@
+"""The command line: fast, one line per error, exit codes that scripts can trust."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from fathom import __version__
+from fathom.cli.main import COMMANDS, main
+from tests.tiny import tiny_recipe
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+
+
+def test_help_is_fast_because_it_loads_no_torch() -> None:
+    script = Path(sys.executable).with_name("fathom")
+    environment = {**os.environ, "PYTHONPROFILEIMPORTTIME": "1"}
+    done = subprocess.run([script, "--help"], capture_output=True, text=True, check=True, env=environment)
+    imported = {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert "fathom.recipe" in imported
+    assert not imported & {"torch", "transformers", "numpy"}
+    assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([name, "--help"])
+    assert ended.value.code == 0
+    assert f"usage: fathom {name}" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"fathom {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "the following arguments are required"),
+        (["tain"], "tain: no such command; there are train"),
+        (["train"], "the following arguments are required: recipe"),
+        (["train", "missing.yaml"], "missing.yaml: no such recipe"),
+        (["train", str(RECIPES / "tiny.yaml"), "--fast"], "--fast"),
+        (["train", str(RECIPES / "tiny.yaml"), "optim.lr=fast"], "optim.lr=fast: allowed: a number"),
+        (["train", str(RECIPES / "tiny.yaml"), "--dry-run", "model.mixer=x"], "mixer must be one of"),
+        (["train", str(RECIPES / "tiny.yaml"), "data.directory=/nowhere"], "/nowhere"),
+        (["prepare", "x", "--out", "y", "--held-out", "half"], "--held-out half: not a value of type"),
+    ],
+)
+def test_user_errors(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("fathom: ") and message in captured.err
+    assert captured.err.count("\n") == 1
+    assert not list(tmp_path.iterdir()), "nothing was begun"
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(COMMANDS, "broken", ("broken", lambda parser, words: 1 // 0))
+    with pytest.raises(ZeroDivisionError):
+        main(["broken"])
+
+
+def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", str(RECIPES / "500m.yaml"), "model.mixer=depth_attention", "--dry-run", "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["parameters"] == 498_165_888 and values["mechanism"] == "depth_attention"
+    assert main(["train", str(RECIPES / "500m.yaml"), "--dry-run"]) == 0
+    text = capsys.readouterr().out
+    assert "498,165,888" in text and "sequence_length: 2048" in text and "memory per rank" in text
+
+
+def test_train_and_stop(corpus: Path, tmp_path: Path) -> None:
+    """The whole thing, as a user runs it: SIGTERM saves and exits 0, and the same command continues."""
+    (tmp_path / "recipe.yaml").write_text(
+        tiny_recipe(corpus, "train.steps=120", "train.checkpoint_every=10", "evaluate.every=0").to_yaml()
+    )
+    command = [sys.executable, "-m", "fathom.cli.main", "train", "recipe.yaml"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as process:
+        while not (tmp_path / "runs/recipe/latest").exists():
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+    assert not (tmp_path / "runs/recipe/result.json").exists()
+    done = subprocess.run(
+        [*command, "--json"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    result = json.loads(done.stdout)
+    assert result["finished"] and result["step"] == 120 and result["evaluation"]["domains"].keys() == {"rivers", "seas"}
+
+
+def test_places_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "binary.yaml").write_bytes(bytes(range(256)))
+    assert main(["train", str(RECIPES / "tiny.yaml"), "--out", str(tmp_path / "file" / "run")]) == 2
+    assert main(["train", str(tmp_path / "binary.yaml")]) == 2
+    errors = capsys.readouterr().err
+    assert errors.count("\n") == 2 and "Not a directory" in errors and "not a text file" in errors

@@ -1,0 +1,316 @@
+"""The paired experiment: it finds what is there and only that, survives its own death, and refuses nonsense."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import shutil
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fathom.cli.main import main
+from fathom.comparison.arms import arm_recipes, parse_arms, tokens, training_flops
+from fathom.comparison.findings import best_arm, summarize, verdict
+from fathom.comparison.page import page, quality_rows, tables
+from fathom.comparison.work import Plan, Task, compare, make_plan, read_measured, tasks
+from fathom.recipe import Recipe, RecipeError
+from fathom.report.provenance import provenance
+from fathom.training import read_metrics
+
+_context = multiprocessing.get_context("spawn")
+
+
+@pytest.fixture(scope="module")
+def planted(small: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
+    """The control again under another name, and an arm that learns where the control hardly does."""
+    out = tmp_path_factory.mktemp("planted")
+    arms = "vanilla,again=vanilla,better=vanilla;optim.lr=1e-2"
+    plan = make_plan(small.override("optim.lr=1e-4"), arms, seeds=3, pairs=1, out=out)
+    return compare(plan, out, quiet=True), out
+
+
+def test_an_arm_against_itself_shows_nothing(planted):
+    report, _ = planted
+    again = report["arms"][1]
+    assert again["difference"]["low"] <= 0 <= again["difference"]["high"]
+    assert not again["difference"]["excludes_zero"]
+    assert all(row["low"] <= 0 <= row["high"] for row in again["difference_by_position"])
+    assert "again and vanilla have exactly equal losses" in report["verdict"]
+
+
+def test_a_planted_improvement_is_found(planted):
+    report, _ = planted
+    better = report["arms"][2]["difference"]
+    assert better["mean"] < -0.05 and better["high"] < 0 and better["p_holm"] < 0.05
+    assert "better's validation loss is lower than vanilla's" in report["verdict"]
+
+
+def test_a_weaker_plant_keeps_its_sign(small: Recipe, tmp_path: Path):
+    """An arm that differs by less than the seeds do is not called better."""
+    plan = make_plan(small, "vanilla,other=vanilla;optim.lr=1.0001e-2", seeds=2, pairs=0, out=tmp_path)
+    report = compare(plan, tmp_path, quiet=True)
+    assert "lower than" not in report["verdict"] and "higher than" not in report["verdict"]
+
+
+def test_runs_are_paired(planted):
+    """Same tokens, same initial values: before the first update, the losses of all arms are equal to the bit."""
+    _, out = planted
+    for seed in range(3):
+        first = [read_metrics(out / f"arms/{arm}/seed-{seed}")[0]["loss"] for arm in ("vanilla", "again", "better")]
+        assert len(set(first)) == 1
+    seeds = [read_metrics(out / f"arms/vanilla/seed-{seed}")[0]["loss"] for seed in range(3)]
+    assert len(set(seeds)) == 3
+
+
+def test_everything_is_reported(planted):
+    report, out = planted
+    assert json.loads((out / "report.json").read_text())["verdict"] == report["verdict"]
+    for key in ("command", "date", "commit", "hardware", "versions", "recipe", "seeds", "equal", "control"):
+        assert key in report
+    for arm in report["arms"]:
+        assert set(arm["domains"]) == {"rivers", "seas"}
+        assert len(arm["position_loss"]) == 4
+        assert arm["cache_bytes_per_token"]["measured"] == arm["cache_bytes_per_token"]["declared"]
+        assert len(arm["curve"]["loss"]) == len(arm["curve"]["seconds"]) == len(arm["curve"]["flops"]) == 3
+        assert arm["curve"]["flops"][-1] == pytest.approx(arm["training_flops"])
+
+
+def test_finished_work_is_kept_and_the_report_made_from_it(planted, monkeypatch):
+    report, out = planted
+    (out / "report.json").unlink()
+    monkeypatch.setattr(Task, "run", None)  # nothing may run
+    again = compare(Plan.read(out), out, quiet=True)
+    assert {**again, "date": None, "command": None} == {**report, "date": None, "command": None}
+
+
+def test_a_partial_comparison_says_so(planted, tmp_path: Path):
+    _, out = planted
+    shutil.copytree(out, tmp_path / "part")
+    shutil.rmtree(tmp_path / "part/arms/better/seed-1")
+    report = summarize(Plan.read(out), tmp_path / "part", provenance())
+    assert report["seeds"] == [0, 2] and len(report["arms"][0]["runs"]) == 2
+    shutil.rmtree(tmp_path / "part/arms/better")
+    assert "nothing to say" in verdict(summarize(Plan.read(out), tmp_path / "part", provenance()))
+
+
+def test_one_seed_has_no_interval(planted, tmp_path: Path):
+    _, out = planted
+    plan = Plan.read(out)
+    report = summarize(Plan(plan.recipe, plan.arms, (0,), plan.equal, plan.pairs), out, provenance())
+    assert report["arms"][1]["difference"]["half_width"] is None
+    assert report["verdict"].startswith("With one seed there is no interval")
+
+
+def test_metrics_of_a_killed_run_may_repeat_or_lack_lines(planted, tmp_path: Path):
+    report, out = planted
+    shutil.copytree(out, tmp_path / "killed")
+    again = tmp_path / "killed/arms/better/seed-1/metrics.jsonl"
+    lines = again.read_text().splitlines()
+    last = next(line for line in reversed(lines) if "val/loss" in line)
+    again.write_text("\n".join([*lines, last, ""]))
+    lost = tmp_path / "killed/arms/vanilla/seed-2/metrics.jsonl"
+    kept = [line for line in lost.read_text().splitlines() if json.loads(line)["step"] not in (3, 4)]
+    lost.write_text("\n".join([*kept, ""]))
+    found = summarize(Plan.read(out), tmp_path / "killed", provenance())
+    assert found["arms"][2]["curve"] == report["arms"][2]["curve"]
+    assert found["arms"][0]["curve"]["tokens"] == [8 * 256, 12 * 256]
+    assert len(found["arms"][2]["difference_while_training"]["mean"]) == 10
+    assert set(found["arms"][1]["difference_while_training"]["mean"]) == {0.0}
+    lost.write_text("")
+    page(summarize(Plan.read(out), tmp_path / "killed", provenance()))
+
+
+def test_a_diverging_arm_is_left_out_and_named(small: Recipe, tmp_path: Path, capsys):
+    base = small.override("train.max_skipped=2", "train.skip_spikes=null", "train.log_every=1")
+    arms = "vanilla,wild=vanilla;optim.lr=1e30;optim.clip=null;optim.warmup=0,again=vanilla"
+    plan = make_plan(base, arms, seeds=2, pairs=0, out=tmp_path)
+    report = compare(plan, tmp_path)
+    assert "wild-seed-0: failed at step" in capsys.readouterr().err
+    assert [(row["arm"], row["seed"]) for row in report["failed"]] == [("wild", 0), ("wild", 1)]
+    assert "again and vanilla have exactly equal losses" in report["verdict"]
+    assert "wild with seed 0 (at step" in report["verdict"] and report["seeds"] == [0, 1]
+    assert "without wild, seed 1, which failed" in quality_rows(report)[0]
+    assert "steps in a row" in page(report) and "wild, seed 1" in page(report)
+    failure = tmp_path / "arms/wild/seed-0/failed.json"
+    before = failure.stat().st_mtime_ns
+    compare(plan, tmp_path, quiet=True)
+    assert failure.stat().st_mtime_ns == before
+    compare(plan, tmp_path, quiet=True, retry_failed=True)
+    assert failure.stat().st_mtime_ns > before
+
+
+def test_a_seed_whose_control_failed_is_left_out(planted, tmp_path: Path, monkeypatch):
+    _, out = planted
+    shutil.copytree(out, tmp_path / "part")
+    plan = Plan.read(out)
+    for arm, seed in (("vanilla", 1), ("better", 2)):
+        run = tmp_path / f"part/arms/{arm}/seed-{seed}"
+        (run / "result.json").unlink()
+        (run / "failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
+    shutil.rmtree(tmp_path / "part/arms/again/seed-1")
+    monkeypatch.setattr(Task, "run", None)  # it is not trained for nothing
+    report = compare(plan, tmp_path / "part", quiet=True)
+    assert report["seeds"] == [0, 2] and [len(arm["runs"]) for arm in report["arms"]] == [2, 2, 1]
+    assert "better ended" in report["verdict"] and "without an interval" in report["verdict"]
+    assert "vanilla with seed 1 (at step 7) and better with seed 2 (at step 7) failed" in report["verdict"]
+    assert best_arm(report)["name"] == "better" and "Not finished" not in page(report)
+
+
+def test_nothing_finished_is_said(planted, tmp_path: Path):
+    report = summarize(Plan.read(planted[1]), tmp_path, provenance())
+    assert quality_rows(report)[0] == "Held-out loss: no seed is finished by every arm yet"
+    assert all(list(tables(report))) and "nothing to say" in page(report)
+
+
+def test_torchrun_is_refused(planted, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["compare", str(planted[1])]) == 2
+    assert "compare runs one process per arm: use --workers, not torchrun" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("override", "kept"),
+    [
+        ("train.keep_last=9", True),
+        ("track.project=x", True),
+        ("train.micro_batch=4", False),
+        ("train.compile=true", False),
+    ],
+)
+def test_a_measurement_is_kept_only_where_it_still_holds(planted, override: str, kept: bool):
+    _, out = planted
+    plan = Plan.read(out)
+    changed = replace(plan, recipe=plan.recipe.override(override))
+    assert (read_measured(changed, out, "again") is not None) == kept
+
+
+def _compare(out: Path) -> None:
+    compare(Plan.read(out), out, workers=2, quiet=True)
+
+
+def test_killed_and_continued_by_two_workers(small: Recipe, tmp_path: Path):
+    """Kill everything in the middle: the rerun ends with the very losses of an undisturbed comparison."""
+    recipe = small.override("train.checkpoint_every=4")
+    calm = make_plan(recipe, "vanilla,depth_attention", seeds=1, pairs=1, out=tmp_path / "calm")
+    expected = compare(calm, tmp_path / "calm", quiet=True)
+    out = tmp_path / "killed"
+    out.mkdir()
+    shutil.copy(tmp_path / "calm/plan.json", out)
+    process = _context.Process(target=_compare, args=(out,))
+    process.start()
+    while process.is_alive() and not list(out.glob("arms/*/*/step-*")):
+        time.sleep(0.05)
+    os.kill(process.pid, signal.SIGKILL)
+    process.join()
+    report = compare(Plan.read(out), out, quiet=True)
+    for mine, theirs in zip(report["arms"], expected["arms"], strict=True):
+        assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
+
+
+def test_equal_flops(small: Recipe):
+    arms = parse_arms("vanilla,loop,larger=vanilla;model.num_hidden_layers=8,shorter=vanilla;train.steps=5")
+    recipes = arm_recipes(small.override("train.steps=1000"), arms, "flops")
+    spent = {name: training_flops(recipe) for name, recipe in recipes.items()}
+    assert spent["loop"] == pytest.approx(spent["vanilla"], rel=1e-3)
+    assert spent["larger"] == pytest.approx(spent["vanilla"], rel=1e-3)
+    assert recipes["loop"].train.steps < recipes["vanilla"].train.steps
+    assert recipes["shorter"].train.steps == 5  # what an arm says itself is left alone
+
+
+def test_equal_trips(small: Recipe):
+    arms = parse_arms("vanilla,loop,ponder,ponder2,half=loop;model.recurrence_options={count: 2, prelude: 1, coda: 1}")
+    recipes = arm_recipes(small.override("train.steps=1000"), arms, "trips")
+    layers = recipes["half"].config().num_hidden_layers
+    half = round(1000 / (1 + (layers - 2) / layers))
+    expected = {"vanilla": 1000, "loop": 333, "ponder": 250, "ponder2": 125, "half": half}
+    assert {name: recipe.train.steps for name, recipe in recipes.items()} == expected
+
+
+def test_halting_arms_tell_their_trips(small: Recipe, tmp_path: Path):
+    halting = "halting=latent_cot;model.recurrence_options={depth: 2, tau: 0.5, router_bias: 0.2}"
+    plan = make_plan(small, f"vanilla,loop,{halting}", seeds=2, pairs=0, out=tmp_path)
+    report = compare(plan, tmp_path, quiet=True)
+    vanilla, loop, found = (arm["trips"] for arm in report["arms"])
+    assert (vanilla["mean"], vanilla["shares"], loop["mean"]) == (1.0, None, 3.0)
+    assert 1 < found["mean"] < 3 and sum(found["shares"]) == pytest.approx(1) and len(found["shares"]) == 3
+    assert found["mean"] == pytest.approx(sum(k * share for k, share in enumerate(found["shares"], 1)))
+    assert len(found["correlations"]) == 2
+    for row in found["correlations"]:
+        assert -1 <= row["low"] <= row["value"] <= row["high"] <= 1
+    shown = page(report)
+    assert "Who halts when" in shown and "Loss against trips" in shown
+    lines = read_metrics(tmp_path / "arms/halting/seed-0")
+    assert all(1 <= line["trips"] <= 3 for line in lines if "grad_norm" in line)
+    assert any("val/trips" in line for line in lines)
+
+
+def test_equal_tokens(small: Recipe):
+    arms = parse_arms("vanilla,loop,betas=vanilla;optim.betas=[0.8,0.9]")
+    recipes = arm_recipes(small, arms, "tokens")
+    assert len({tokens(recipe) for recipe in recipes.values()}) == 1
+    assert recipes["betas"].optim.betas == (0.8, 0.9)
+
+
+def test_an_arm_drops_options_of_another_mechanism(small: Recipe):
+    base = small.override("model.mixer=depth_attention", "model.mixer_options.stride=1")
+    recipes = arm_recipes(base, parse_arms("vanilla,depth_attention,denseformer"), "tokens")
+    assert "mixer_options" not in recipes["vanilla"].model
+    assert recipes["depth_attention"].model["mixer_options"] == {"stride": 1}
+    assert recipes["denseformer"].model["mixer"] == "none"
+
+
+def test_whole_seeds_come_first(small: Recipe, tmp_path: Path):
+    plan = make_plan(small, "vanilla,loop", seeds=2, out=tmp_path)
+    assert [(task.arm, task.seed) for task in tasks(plan, tmp_path)][:2] == [("vanilla", 0), ("loop", 0)]
+
+
+@pytest.mark.parametrize(
+    ("arms", "message"),
+    [
+        ("vanilla,vanilla", "vanilla appears twice"),
+        ("vanilla", "at least one more arm"),
+        ("vanilla,magic", "unknown mechanism 'magic'"),
+        ("vanilla,a=depth_attention+uniform_depth", "two values of the mixer axis"),
+        ("vanilla,depth_attention;optim.lr=1", "needs a name"),
+        ("vanilla,../x=vanilla", "a name is letters"),
+        ("vanilla,a=vanilla;optim.rate=1", "did you mean"),
+        ("vanilla,a=depth_attention;model.mixer_options.pace=1", "mixer_options.pace is not an option"),
+        ("vanilla,a=vanilla;model.vocab_size=200", "200"),
+        ("vanilla,a=vanilla;data.directory=/nowhere", "arm a: data.directory is shared by all arms"),
+        ("vanilla,a=vanilla;evaluate.tokens=9", "arm a: evaluate.tokens is shared"),
+        ("vanilla,a=vanilla;train.seed=9", "arm a: train.seed is shared"),
+        ("vanilla,a=vanilla;train={seed: 9}", "arm a: train.seed is shared"),
+        ("vanilla,a=vanilla;train.tokens_per_step=512", "arm a: train.tokens_per_step is shared"),
+        ("vanilla,a=vanilla;train.micro_batch=3", "allowed: a divisor of 8"),
+        ("vanilla,a=vanilla;model.max_position_embeddings=8", "max_position_embeddings"),
+    ],
+)
+def test_errors_come_before_work(small: Recipe, tmp_path: Path, capsys, arms: str, message: str):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(small.to_yaml())
+    assert main(["compare", str(recipe), "--arms", arms, "--out", str(tmp_path / "out")]) == 2
+    said = capsys.readouterr().err
+    assert message in said and said.count("\n") == 1
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_recipe_is_refused(small: Recipe, planted):
+    _, out = planted
+    with pytest.raises(RecipeError, match=r"another recipe; different: optim\.eps"):
+        make_plan(small.override("optim.lr=1e-4", "optim.eps=1e-6"), "vanilla,again=vanilla", out=out)
+
+
+def test_the_command_prints_tables(planted, capsys):
+    _, out = planted
+    assert main(["compare", str(out), "--report"]) == 0
+    printed = capsys.readouterr().out
+    assert "With 3 seeds" in printed and "report.html" in printed
+    tables = printed[: printed.index("With 3 seeds")]
+    assert all(len(line) <= 80 for line in tables.splitlines()) and "…" not in tables
+    assert main(["compare", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["control"] == "vanilla"

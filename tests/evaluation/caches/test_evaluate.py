@@ -1,0 +1,203 @@
+"""`fathom evaluate --kvcache`, from the command line to the page."""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fathom.cli.main import main
+from fathom.evaluation.caches import evaluate as kvcache_command
+from fathom.evaluation.caches.page import summarize, verdict
+from fathom.kvcache import Schedule
+from tests.inference.tiny import TEXT, export_tiny
+
+SCHEDULE = ("--kvcache-window", "32", "--kvcache-sinks", "2")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two checkpoints, one of which says that it was tuned, and five texts."""
+    folder = tmp_path_factory.mktemp("kvcache")
+    export_tiny(folder / "plain", mixer="none")
+    export_tiny(folder / "tuned", kvcache={"method": "average", "window": 32, "sinks": 2, "ratio": 0.5})
+    (folder / "texts").mkdir()
+    chance, words = random.Random(0), " ".join(TEXT).split()
+    for i in range(5):
+        (folder / "texts" / f"{i}.txt").write_text(" ".join(chance.choices(words, k=200 if i else 10)))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kvcache_command, "QUESTIONS", 2)
+    monkeypatch.setattr(kvcache_command, "DECODED", 3)
+
+
+def run(here: Path, *words: str, checkpoints: tuple[str, ...] = ("plain",)) -> int:
+    return main(["evaluate", *(str(here / name) for name in checkpoints), "--device", "cpu", *words])
+
+
+def test_every_number_and_a_page(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ("--kvcache", "freqkv,drop,full", *SCHEDULE, "--at", "1x,2x,4x", "--perplexity", f"t={here / 'texts'}")
+    both = ("plain", "tuned")
+    assert run(here, *words, "--json", "--out", str(tmp_path), checkpoints=both) == 0
+    first = capsys.readouterr()
+    report = json.loads(first.out)
+    assert report == json.loads((tmp_path / "report.json").read_text())
+    for name in both:
+        values = report["checkpoints"][name]
+        assert values["documents"] == 4  # the short one is left out
+        caches = values["caches"]
+        for cache in caches.values():
+            assert len(cache["nats"]) == 4 and len(cache["loss"]) == 8 and len(cache["spans"]) == 3
+            assert [load["tokens"] for load in cache["loads"]] == [32, 64, 128]
+            assert set(cache["recall"]) == set(kvcache_command.TASKS)
+        freqkv, drop, full = (np.array(caches[method]["nats"]) for method in ("freqkv", "drop", "full"))
+        assert np.array_equal(freqkv[:, :1], drop[:, :1]) and np.allclose(freqkv[:, :2], full[:, :2])
+        assert not np.allclose(freqkv[:, 3:], full[:, 3:]) and not np.allclose(freqkv[:, 3:], drop[:, 3:])
+        held = [[load["cache_bytes"] for load in caches[method]["loads"]] for method in ("freqkv", "full")]
+        assert held[0][1] == held[0][2] and held[1] == [held[1][0] * n for n in (1, 2, 4)]
+        assert len(values["differences"]) == 3 and len(values["spectrum"]["keys"]["kept"]) == 4
+        assert all(min(found["asked"]) >= 2 for cache in caches.values() for found in cache["recall"].values())
+        assert values["haystack"] == "documents"
+    assert report["checkpoints"]["plain"]["spectrum"]["unmixed_values"] is None
+    assert "plain, not tuned under compression: freqkv's loss" in report["verdict"]
+    assert "tuned: freqkv's loss" in report["verdict"]
+
+    # Again: nothing is computed, and the same comes out.
+    assert run(here, *words, "--json", "--out", str(tmp_path), checkpoints=both) == 0
+    second = capsys.readouterr()
+    assert json.loads(second.out)["checkpoints"] == report["checkpoints"]
+    assert second.err.count("done before\n") == 8 and "done before" not in first.err
+
+
+class Page(HTMLParser):
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.pictures: list[str] = []
+        self.feed(text)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag == "svg" and (label := dict(attrs).get("aria-label")):
+            self.pictures.append(label)
+
+
+def test_the_page_draws_what_was_measured(here: Path, tmp_path: Path) -> None:
+    words = ("--kvcache", "average,sinks", "--at", "1x,3x", "--perplexity", str(here / "texts"))
+    assert run(here, *words, "--out", str(tmp_path), checkpoints=("tuned",)) == 0
+    text = (tmp_path / "report.html").read_text()
+    pictures = Page(text).pictures
+    assert "planted in a text of documents" in text and "Keys, before rotation: in the mean" in text
+    for word in (
+        "Loss by position: average from",
+        "4 needles: average",
+        "Cache bytes: average ends at",
+        "Keys, before rotation, of what varies, kept: tuned",
+    ):
+        assert sum(picture.startswith(word) for picture in pictures) == 1, word
+    assert any(picture.startswith("Values, unmixed, of what varies") for picture in pictures)
+    assert "average − sinks" in text and "<script" not in text
+
+
+def test_without_text_there_are_needles_and_costs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(here, "--kvcache", "freqkv", *SCHEDULE, "--at", "1x") == 0
+    shown = capsys.readouterr().out
+    assert "accuracy by compressions" in shown and "what it costs" in shown and "nats per token" not in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kvcache", "freqkv"], "--kvcache freqkv needs --kvcache-window"),
+        (["--kvcache", "dct", *SCHEDULE], "--kvcache dct: allowed: full, freqkv"),
+        (["--kvcache", "learned", *SCHEDULE], "--kvcache learned: allowed: full, freqkv"),
+        (["--kvcache", "freqkv", *SCHEDULE, "--at", "2x,many"], "--at 2x,many: expected numbers of windows"),
+        (["--kvcache", "freqkv", "--kvcache-window", "8", "--kvcache-sinks", "4"], "--kvcache: a window of 8"),
+        (["--kvcache", "freqkv", *SCHEDULE, "--tasks", "piqa"], "--tasks reads short prompts"),
+        (["--kvcache-ratio", "0.5", "--tasks", "piqa"], "--kvcache-ratio 0.5: give --kvcache"),
+        (["--kvcache", "freqkv", *SCHEDULE, "--at", "99x", "--perplexity", "TEXTS"], "no document has 3,169 tokens"),
+    ],
+)
+def test_bad_words_are_one_line(here: Path, words: list[str], message: str, capsys: Any) -> None:
+    words = [str(here / "texts") if word == "TEXTS" else word for word in words]
+    assert run(here, *words) == 2
+    errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("plain: ")]
+    assert len(errors) == 1 and message in errors[0]
+
+
+def test_the_sentence_says_no_more_than_the_interval() -> None:
+    gaps = [
+        {"method": "freqkv", "other": other, "mean": mean, "half_width": half}
+        for other, mean, half in (
+            ("drop", -0.2, 0.1),
+            ("full", 0.3, 0.1),
+            ("average", -0.1, 0.2),
+            ("sinks", -1.0, None),
+        )
+    ]
+    recall = {"4 needles": {"right": [90, 80, 65, 55, 20], "asked": [100] * 5}}
+    load = {"cache_bytes": 32_000, "tokens": 4096}
+    values = {
+        "schedule": {"window": 64},
+        "tuned": {"method": "freqkv"},
+        "differences": gaps,
+        "caches": {"freqkv": {"recall": recall, "chance": 0.1, "loads": [load]}},
+    }
+    said = verdict({"methods": ["freqkv"], "checkpoints": {"m": values}})
+    assert said == (
+        "m: freqkv's loss beyond 64 tokens is better than drop (−0.2000 ± 0.1000); worse than full (+0.3000 ± 0.1000); "
+        "not told apart from average (−0.1000 ± 0.2000), sinks (−1.0000). It finds most of four needles through 2 "
+        "compressions, and holds 32 kB after 4,096 tokens."
+    )
+    for right, words in (
+        ([55, 20, 20, 20, 20], "says nothing about needles, since the model does not surely find"),
+        ([90, 45, 20, 20, 20], "and beyond it is not told apart from half of them"),
+        ([90, 30, 20, 20, 20], "loses most of four needles at once"),
+    ):
+        recall["4 needles"]["right"] = right
+        assert words in verdict({"methods": ["freqkv"], "checkpoints": {"m": values}})
+
+
+def test_lengths_short_of_the_needles_still_read_documents(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One window is shorter than a text of needles; the loss reads the one, the needles the other."""
+    words = ("--kvcache", "freqkv", *SCHEDULE, "--at", "1x", "--perplexity", str(here / "texts"), "--json")
+    assert run(here, *words) == 0
+    values = json.loads(capsys.readouterr().out)["checkpoints"]["plain"]
+    assert values["haystack"] == "documents" and values["documents"] == 4
+    assert [len(nats) for nats in values["caches"]["freqkv"]["nats"]] == [2] * 4
+
+
+def test_spans_begin_at_the_window_whatever_the_ratio() -> None:
+    """F = 24 does not divide N = 40: a stretch of F would hold tokens of the window too."""
+    schedule = Schedule.at(40, 4, 0.4)
+    nats = [[0.0] * 5 + [8.0] * 10] * 2  # stretches of gcd(40, 24) = 8, the window free of charge
+    shape = {**asdict(schedule), "freed": 24, "chunk": 8}
+    recall = {"4 needles": {"right": [1], "asked": [1]}}
+    load = {"cache_bytes": 1, "tokens": 120}
+    cache = {"nats": nats, "recall": recall, "loads": [load]}
+    values = {"schedule": shape, "tuned": None, "caches": {"freqkv": cache}}
+    found = summarize({"m": values}, ["freqkv"], [1, 3])["checkpoints"]["m"]["caches"]["freqkv"]
+    assert found["spans"] == [[0.0, 0.0], [1.0, 1.0]] and found["beyond"] == [1.0, 1.0]
+    assert found["loss"] == [0.0, pytest.approx(1 / 3), 1.0, 1.0, 1.0]
+
+
+def test_a_compression_is_among_the_decoded_tokens() -> None:
+    for schedule in (Schedule.at(40, 4, 0.4), Schedule.at(1024, 4, 0.3), Schedule.at(1024, 4, 0.5)):
+        lengths = [n * schedule.window for n in (1, 2, 3, 5)]
+        decoded = kvcache_command._decoded(schedule, lengths)
+        assert decoded <= schedule.freed
+        assert all(schedule.rounds(length + decoded) > schedule.rounds(length) for length in lengths)
+
+
+def test_a_model_without_a_spectrum_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    export_tiny(tmp_path / "turned", k_norm_position="after_rope")
+    words = ("--kvcache", "full", *SCHEDULE, "--at", "1x", "--out", str(tmp_path))
+    assert run(tmp_path, *words, checkpoints=("turned",)) == 0
+    assert "turned has none: k_norm_position" in (tmp_path / "report.html").read_text()

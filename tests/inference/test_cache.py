@@ -1,0 +1,217 @@
+"""Generating and serving from a memory of constant size, past the context of the weights."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import GenerationConfig
+
+from fathom.checkpoints.open import open_checkpoint
+from fathom.cli.main import main
+from fathom.inference.cache import Policy, choose
+from fathom.inference.generate import GenerateError, Sampling, generate
+from fathom.kvcache import build_cache, compress_in_training
+from fathom.recipe import RecipeError
+from tests.inference.tiny import TEXT, export_tiny
+
+FREQKV = Policy("freqkv", 16, 2, 0.5)
+WORDS = ("--kvcache", "freqkv", "--kvcache-window", "16", "--kvcache-sinks", "2")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_tiny(tmp_path_factory.mktemp("memory") / "tiny", max_position_embeddings=64)
+
+
+@pytest.fixture(scope="module")
+def opened(directory: Path):
+    return open_checkpoint(directory, "cpu")
+
+
+def recomputed(model, ids: list[int], count: int) -> list[int]:
+    """Greedy tokens, each from the whole text anew, by the training form of the same compression."""
+    ids = list(ids)
+    with torch.no_grad(), compress_in_training(model, "freqkv", window=16, sinks=2):
+        for _ in range(count):
+            ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+    return ids[-count:]
+
+
+@pytest.mark.parametrize("prompt", ["To", TEXT[0], " ".join(TEXT)])
+def test_greedy_text_is_the_recomputed_one(opened, prompt: str) -> None:
+    model, tokenizer = opened
+    ids = tokenizer(prompt)["input_ids"]
+    expected = tokenizer.decode(recomputed(model, ids, 24), skip_special_tokens=True)
+    made = generate(model, tokenizer, prompt, Sampling(24, temperature=0, memory=FREQKV, options={"eos_token_id": 383}))
+    assert made.text == expected
+    if len(ids) < 40:  # the control: an ordinary cache, for which there is room, says something else
+        full = generate(model, tokenizer, prompt, Sampling(24, temperature=0, options={"eos_token_id": 383}))
+        assert full.text != expected
+
+
+def test_a_text_may_outgrow_the_context(opened) -> None:
+    model, tokenizer = opened
+    sampling = Sampling(200, temperature=0, memory=FREQKV, options={"eos_token_id": 383, "repetition_penalty": 1.3})
+    assert generate(model, tokenizer, TEXT[0], sampling).tokens == 200 > model.config.max_position_embeddings
+
+
+@pytest.mark.parametrize("policy", [FREQKV, Policy("sinks", 16, 2, 0.5)])
+def test_beams(opened, policy: Policy) -> None:
+    """The prompt is read once, and says what it says where `generate` reads it for every beam."""
+    model, tokenizer = opened
+    ids = torch.tensor([tokenizer(TEXT[0])["input_ids"]])
+    common = {"max_new_tokens": 20, "do_sample": False, "eos_token_id": 383, "num_beams": 3}
+    cache = build_cache(model, **vars(policy))
+    by_itself = {"past_key_values": cache, "prefill_chunk_size": cache.schedule.chunk}
+    rows: list[int] = []
+    handle = model.model.register_forward_pre_hook(
+        lambda module, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    arguments = policy.read(model, ids, 3)
+    handle.remove()
+    assert rows and set(rows) == {1}
+    expected = model.generate(ids, **by_itself, **common)
+    assert torch.equal(model.generate(ids, **arguments, **common), expected)
+    several = Sampling(20, temperature=0, memory=policy, options={"num_beams": 3, "eos_token_id": 383})
+    made = generate(model, tokenizer, TEXT[0], several)
+    assert made.text == tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(directory), TEXT[0], "--temperature", "0", "--json", "--device", "cpu", *WORDS]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["tokens"] > 0
+    assert shown.err.count("warning: this checkpoint was not tuned under compression") == 1
+    prompts, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in (TEXT[0], "To", " ".join(TEXT * 3))))
+    files = ["generate", str(directory), "--prompts", str(prompts), "--out", str(out), "--max-new-tokens", "3"]
+    assert main([*files, "--temperature", "0", *WORDS]) == 0
+    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    assert [row["tokens"] > 0 for row in rows] == [True] * 3  # unequal lengths, one longer than the context
+    assert main([*files, *WORDS, "--batch-size", "2"]) == 2
+    assert "--batch-size 2: with --kvcache prompts go one by one" in capsys.readouterr().err
+
+
+def test_a_static_cache_is_another_thing() -> None:
+    with pytest.raises(GenerateError, match="leave out --static-cache"):
+        Sampling(memory=FREQKV, static_cache=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--kvcache", "nonsense"], "--kvcache nonsense: method must be one of full, freqkv"),
+        (["--kvcache", "freqkv"], "--kvcache freqkv needs --kvcache-window"),
+        (["--kvcache", "dct", "--kvcache-window", "8"], "--kvcache dct: method must be one of full, freqkv"),
+        (["--kvcache-window", "8"], "--kvcache-window 8: give --kvcache METHOD"),
+        ([*WORDS[:4], "--kvcache-sinks", "9"], "--kvcache freqkv: a window of 16 with 9 sinks"),
+        (["--kvcache", "full", "--kvcache-ratio", "0.5"], "--kvcache-ratio 0.5: give --kvcache METHOD"),
+        (["--kvcache", "drop", *WORDS[2:], "--json", "--set", "prompt_lookup_num_tokens=3"], "take tokens back"),
+    ],
+)
+def test_bad_words_are_one_line(directory: Path, words: list[str], message: str, capsys) -> None:
+    assert main(["generate", str(directory), "To", "--device", "cpu", *words]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
+
+
+def test_a_checkpoint_knows_its_schedule(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tuned = export_tiny(tmp_path / "tuned", kvcache=vars(FREQKV))
+    model, _ = open_checkpoint(tuned, "cpu")
+    assert choose(model, "freqkv") == FREQKV and capsys.readouterr().err == ""
+    assert choose(model, None) is None and choose(model, "full") is None
+    assert choose(model, "average", ratio=0.25) == Policy("average", 16, 2, 0.25)
+    assert "was tuned for freqkv, window 16, sinks 2, ratio 0.5" in capsys.readouterr().err
+    with pytest.raises(RecipeError, match="--kvcache-ratio"):
+        choose(model, None, ratio=0.5)
+    for method in ("sinks", "drop", "snapkv", "key_norm"):  # their entries are tokens' own: nothing to be tuned for
+        assert choose(model, method) == Policy(method, 16, 2, 0.5) and capsys.readouterr().err == ""
+
+
+def test_a_server_reads_past_the_context(opened) -> None:
+    testclient = pytest.importorskip("starlette.testclient")
+    from fathom.inference.server import build_app
+
+    model, tokenizer = opened
+    prompt = " ".join(TEXT * 2)
+    ids = tokenizer(prompt)["input_ids"]
+    assert len(ids) > model.config.max_position_embeddings
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0}
+    with testclient.TestClient(build_app(model, tokenizer, "tiny", memory=FREQKV)) as client:
+        answer = client.post("/v1/completions", json=body)
+        assert answer.status_code == 200, answer.text
+        expected = tokenizer.decode(recomputed(model, ids, 12), skip_special_tokens=True)
+        assert answer.json()["choices"][0]["text"] == expected
+    with testclient.TestClient(build_app(model, tokenizer, "tiny")) as client:
+        assert client.post("/v1/completions", json=body).json()["error"]["code"] == "context_length_exceeded"
+
+
+@pytest.mark.parametrize("waiting", [True, False])
+def test_nobody_reads_for_a_client_that_left(opened, waiting: bool) -> None:
+    """A request that was given up before its turn, or while its prompt is read."""
+    pytest.importorskip("fastapi")
+    from fathom.inference import server
+
+    model, _ = opened
+    worker, call, read = server._Worker(server.ENDLESS, FREQKV), server._Call(), []
+    inputs = {"input_ids": torch.full((1, 200), 5)}
+
+    def look(*args: object) -> None:
+        read.append(1)
+        if len(read) == 3:
+            call.streamer.cancel()
+
+    async def ask(free: threading.Event) -> None:
+        server._CALL.set(call)
+        worker.submit(free.wait, 60)
+        answer = worker.generate_non_streaming(model, opened[1], inputs, GenerationConfig(max_new_tokens=2), "1")
+        answer = asyncio.ensure_future(answer)
+        await asyncio.sleep(0)
+        if waiting:
+            call.streamer.cancel()
+        free.set()
+        with pytest.raises(server.ApiError, match="cancelled"):
+            await answer
+
+    handle = model.model.register_forward_hook(look)
+    asyncio.run(ask(threading.Event()))
+    handle.remove()
+    assert len(read) == (0 if waiting else 3)
+
+
+def test_bodies_together_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("fastapi")
+    from fathom.inference import server
+
+    monkeypatch.setattr(server, "BODIES", 250)
+    said: list[int] = []
+
+    async def app(scope: object, receive: object, send: object) -> None:
+        await asyncio.sleep(0.01)  # the others come meanwhile
+
+    async def send(message: dict) -> None:
+        said.append(message["status"]) if "status" in message else None
+
+    def client(size: int):
+        messages = [{"type": "http.request", "body": b"x" * size}]
+
+        async def receive() -> dict:
+            return messages.pop() if messages else await asyncio.Event().wait()
+
+        return receive
+
+    async def ask() -> None:
+        scope = {"type": "http", "path": "/v1/completions", "headers": []}
+        await asyncio.gather(*(gate(scope, client(100), send) for _ in range(3)))
+        assert said == [429] and gate.held == 0
+        await gate(scope, client(100), send)
+        await gate(scope, client(201), send)
+        assert said == [429, 413] and gate.held == 0
+
+    gate = server._Gate(app, None, body_limit=200)
+    asyncio.run(ask())

@@ -1,0 +1,143 @@
+"""A budget of trips at run time: generate, serve and evaluate keep it, say what was made, refuse what means nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from fastapi.testclient import TestClient
+
+from fathom.cli.main import main
+from fathom.inference.generate import Sampling, generate, load
+from fathom.inference.server import build_app
+from fathom.models.budgets import counting, most_trips, stored_trips
+from tests.inference.tiny import export_tiny
+
+TEXT = "To fathom a thing is to measure its depth, and after much thought to understand it."
+OPTIONS = {"latent_cot": {"depth": 2, "tau": 0.7}, "ponder2": {"depth": 1}, "ponder": {"depth": 2, "top_k": 9}}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    export_tiny(root / "once")
+    for name, options in OPTIONS.items():
+        export_tiny(root / name, mixer="none", recurrence=name, recurrence_options=options)
+    return root
+
+
+def test_what_is_reported_is_what_was_made(models: Path) -> None:
+    model, tokenizer = load(models / "latent_cot", "cpu")
+    made = generate(model, tokenizer, TEXT, Sampling(6, temperature=0))
+    ids = tokenizer(TEXT, return_tensors="pt").input_ids
+    with torch.no_grad(), counting(model) as seen:
+        whole = model.generate(ids, max_new_tokens=6, do_sample=False)
+        seen.clear()
+        model(whole[:, :-1])
+    assert made.trips == pytest.approx(float(seen[0].double().mean())) and 1 < made.trips < 3
+    assert made.tokens == 6
+    assert generate(model, tokenizer, TEXT, Sampling(6, temperature=0, max_trips=1)).trips == 1
+    beams = generate(model, tokenizer, TEXT, Sampling(6, temperature=0, options={"num_beams": 2}))
+    assert 1 < beams.trips < 3
+
+
+def test_padding_and_what_follows_the_end_are_not_counted() -> None:
+    class Model:
+        model = config = None
+
+    layer = type("Layer", (), {"table": type("Table", (), {"halt": torch.tensor([[-1, 0, 2, 2], [1, 1, 1, 0]])})})
+    cache = type("Cache", (), {"layers": [layer]})
+    model = Model()
+    model.model = type("Inner", (), {"recurrence": type("R", (), {"most_trips": lambda self, _: 3, "depth": 2})()})
+    assert most_trips(model) == 3
+    assert stored_trips(model, cache, 2, [3, 4]) == [2.0, 1.75]
+    assert stored_trips(model, object(), 2, [3, 4], most=2) == [2.0, 2.0]
+
+
+def test_generate(models: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", str(models / "ponder"), TEXT, "--max-new-tokens", "3", "--temperature", "0", "--json"]
+    assert main([*words, "--max-trips", "2"]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["trips"] == 2 and "2.00 trips per token" in shown.err
+    assert main([*words[:1], str(models / "once"), *words[2:]]) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["trips"] is None and "trips" not in shown.err
+
+
+@pytest.mark.parametrize(
+    ("name", "words", "message"),
+    [
+        ("ponder", ["--max-trips", "4"], "--max-trips 4: this model was trained for 3 trips; allowed: 1 to 3"),
+        ("ponder", ["--max-trips", "0"], "allowed: 1 to 3"),
+        ("once", ["--max-trips", "1"], "makes one trip, there is nothing to limit"),
+        ("ponder2", ["--set", "prefill_chunk_size=4"], "set recurrence_options.prefill=exact, or leave the chunk size"),
+    ],
+)
+def test_what_cannot_be_asked(
+    models: Path, name: str, words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", str(models / name), TEXT, *words]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1 and message in lines[0]
+
+
+def test_chunks_of_a_prompt(models: Path) -> None:
+    ids = torch.tensor([[5, 6, 7, 8, 9, 10]])
+    chunked = {"prefill_chunk_size": 2, "max_new_tokens": 2, "do_sample": False}
+    model, _ = load(models / "ponder2", "cpu")
+    with pytest.raises(ValueError, match="prefill_chunk_size=2: ponder2 reads"):
+        model.generate(ids, **chunked)
+    model.model.recurrence.options["prefill"] = "exact"
+    assert model.generate(ids, **chunked).shape == (1, 8)
+
+
+def test_gates_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", "recipes/tiny.yaml", "--dry-run", "model.recurrence=ponder"]
+    assert main([*words, "model.recurrence_options.tau=0.1"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "recurrence_options.tau is not an option of ponder (it has: jacobi_train," in line
+
+
+def test_serve(models: Path) -> None:
+    model, tokenizer = load(models / "ponder", "cpu")
+    client = TestClient(build_app(model, tokenizer, "tiny", max_trips=2), raise_server_exceptions=False)
+
+    def ask(**more):
+        body = {"model": "tiny", "prompt": "To fathom", "max_tokens": 3, "temperature": 0, **more}
+        seen.clear()
+        return client.post("/v1/completions", json=body)
+
+    with counting(model) as seen:
+        assert ask().status_code == 200 and {int(x) for x in seen} == {2}
+        assert ask(max_trips=1).status_code == 200 and {int(x) for x in seen} == {1}
+        refused = ask(max_trips=4)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"] == "max_trips: 4; a token of this model makes 3 at most"
+
+
+def test_evaluate(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    words = ["evaluate", str(models / "latent_cot"), "--perplexity", str(tmp_path / "text.txt")]
+    assert main([*words, "--max-trips", "1,3", "--out", str(tmp_path / "scores"), "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report == json.loads((tmp_path / "scores" / "report.json").read_text())
+    one, three = (report["checkpoints"][f"latent_cot@{budget}"] for budget in (1, 3))
+    assert one["max_trips"] == 1 and one["perplexity"]["text"]["trips_per_token"] == 1
+    assert three["max_trips"] == 3 and 1 < three["perplexity"]["text"]["trips_per_token"] < 3
+    assert one["perplexity"]["text"]["loss"] != three["perplexity"]["text"]["loss"]
+
+    model, tokenizer = load(models / "latent_cot", "cpu")
+    ids = torch.tensor([[tokenizer.eos_token_id, *tokenizer(TEXT).input_ids]])
+    with torch.no_grad():
+        loss = model(ids, labels=ids, max_trips=1).loss.item()
+    assert one["perplexity"]["text"]["loss"] == pytest.approx(loss, rel=1e-5)
+
+    assert main([*words, "--max-trips", "1,3"]) == 0
+    assert "trips per token" in capsys.readouterr().out
+    for wrong in ("1,1", "many", "0"):
+        assert main([*words, "--max-trips", wrong]) == 2
+        assert f"--max-trips {wrong}: expected" in capsys.readouterr().err
+    assert main([*words, "--max-trips", "4"]) == 2
+    assert "allowed: 1 to 3" in capsys.readouterr().err

@@ -1,0 +1,72 @@
+"""Intervals and corrections against numbers worked out elsewhere."""
+
+import random
+
+import numpy as np
+import pytest
+from scipy import stats
+
+from fathom.report.statistics import holm, paired_difference, quartiles, rank_correlation
+
+
+def test_interval_is_students():
+    a, b = [3.1, 2.9, 3.4, 3.0], [3.0, 3.0, 3.1, 2.8]
+    found = paired_difference(a, b)
+    expected = stats.ttest_rel(a, b)
+    interval = expected.confidence_interval(0.95)
+    assert (found.low, found.high) == pytest.approx((interval.low, interval.high))
+    assert found.p == pytest.approx(expected.pvalue)
+    assert not found.excludes_zero
+
+
+def test_one_pair_has_no_interval():
+    found = paired_difference([1.0], [2.0])
+    assert (found.mean, found.half_width, found.low, found.p, found.excludes_zero) == (-1.0, None, None, None, False)
+
+
+def test_equal_runs_differ_by_nothing():
+    found = paired_difference([1.5, 2.5], [1.5, 2.5])
+    assert (found.low, found.high, found.p, found.excludes_zero) == (0.0, 0.0, 1.0, False)
+
+
+def test_interval_covers_as_often_as_it_says():
+    chance = random.Random(0)
+    missed = sum(
+        paired_difference([chance.gauss(0, 1) for _ in range(3)], [0.0] * 3).excludes_zero for _ in range(2000)
+    )
+    assert 70 < missed < 130
+
+
+def test_holm():
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert holm([0.6, 0.7]) == [1.0, 1.0]
+    assert holm([]) == []
+
+
+def test_quartiles():
+    assert quartiles([1, 2, 3, 4, 5]) == (2, 3, 4)
+    assert quartiles([7]) == (7, 7, 7)
+
+
+def test_rank_correlation_is_spearmans_and_ties_share_a_rank():
+    chance = np.random.default_rng(0)
+    losses = [chance.exponential(size=size) for size in chance.integers(1, 40, 60)]
+    trips = [np.clip(np.round(row + chance.normal(size=len(row))), 1, 4).astype(int) for row in losses]
+    found = rank_correlation(losses, trips)
+    assert found.value == pytest.approx(stats.spearmanr(np.concatenate(losses), np.concatenate(trips)).statistic)
+    assert found.low < found.value < found.high and found.clusters == 60
+    assert rank_correlation(losses, trips) == found
+
+
+def test_rank_correlation_widens_where_clusters_agree_among_themselves():
+    """Rows copied whole say nothing new: drawing tokens instead of rows would make the interval too narrow."""
+    chance = np.random.default_rng(1)
+    rows = [(np.full(50, chance.normal()), np.full(50, chance.normal())) for _ in range(40)]
+    together = rank_correlation(*zip(*rows, strict=True))
+    alone = rank_correlation([a[:1] for a, _ in rows], [b[:1] for _, b in rows])
+    assert together.high - together.low == pytest.approx(alone.high - alone.low, rel=0.05)
+
+
+def test_rank_correlation_of_a_constant_is_none():
+    assert rank_correlation([np.arange(5)], [np.ones(5)]) is None
+    assert rank_correlation([np.arange(0)], [np.arange(0)]) is None
