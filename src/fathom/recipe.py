@@ -19,14 +19,14 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 
 import yaml
 
+from fathom.errors import FathomError
+
 if TYPE_CHECKING:
     from fathom.models.configuration import FathomConfig
 
 
-class RecipeError(ValueError):
+class RecipeError(FathomError, ValueError):
     """A recipe that cannot be run; the message is one line for its author."""
-
-    exit_code = 2
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, 
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from fathom._version import __version__
+from fathom.errors import FathomError
 from fathom.models import FathomConfig, modeling
 from fathom.models.cost import cache_bytes_per_token
 from fathom.models.modeling import FathomForCausalLM
@@ -34,7 +35,7 @@ CARD = "README.md"
 MARK = "Exported by Fathom"
 
 
-class ExportError(ValueError):
+class ExportError(FathomError, ValueError):
     """A model that cannot take the form that was asked for; the message is one line."""
 
 

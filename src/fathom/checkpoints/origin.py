@@ -16,13 +16,15 @@ import urllib.request
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
+from fathom.errors import FathomError
+
 DEFAULT_ENDPOINT = "https://huggingface.co"
 JSON_LIMIT = 128 << 20  # the largest tokenizers are about 30 MB
 _REPO = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 _REVISION = re.compile(r"[\w./-]{1,128}")
 
 
-class Refused(ValueError):
+class Refused(FathomError, ValueError):
     """Unusable input. The message says what is wrong and, where there is one, what would be accepted."""
 
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from fathom._version import __version__
+from fathom.errors import FathomError
 from fathom.recipe import Recipe, RecipeError, describe, load_recipe
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ Action = Callable[["Parser", Sequence[str]], int]
 COMMANDS: dict[str, tuple[str, Action]] = {}
 
 
-class UsageError(Exception):
+class UsageError(FathomError):
     """A command line that means nothing."""
 
 
@@ -49,7 +50,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _dispatch(words)
-    except (UsageError, FileNotFoundError) as error:
+    except FathomError as error:
+        return _complain(error, error.exit_code)
+    except FileNotFoundError as error:
         return _complain(error, 2)
     except KeyboardInterrupt:
         return _complain(Exception("interrupted"), 130)
@@ -59,11 +62,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError as error:  # a full disk, a directory that is a file, a place that may not be written
         where = f"{error.filename}: " if error.filename else ""
         return _complain(Exception(f"{where}{error.strerror or error}"), 1)
-    except Exception as error:
-        # Our own errors are written for the reader; anybody else's needs its traceback.
-        if not type(error).__module__.startswith("fathom."):
-            raise
-        return _complain(error, getattr(error, "exit_code", 2))
 
 
 def _dispatch(words: Sequence[str]) -> int:

@@ -18,11 +18,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fathom.errors import FathomError
+
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
 
 
-class ClaimError(RuntimeError):
+class ClaimError(FathomError):
     """A claim that somebody else holds by now; the message is one line."""
 
 

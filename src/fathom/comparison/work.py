@@ -32,6 +32,7 @@ import torch
 from fathom.comparison.arms import Arm, Equal, arm_recipes, parse_arms
 from fathom.comparison.leases import Claim, Claims
 from fathom.comparison.timing import measure
+from fathom.errors import FathomError
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe, parse_recipe
 from fathom.report.provenance import hardware, provenance
 
@@ -47,7 +48,7 @@ STOPPED = 3
 """Exit code of a worker that a signal ended in good order."""
 
 
-class CompareError(RuntimeError):
+class CompareError(FathomError):
     """A comparison that could not be finished; the message is one line."""
 
 
@@ -327,9 +328,7 @@ def _worker(out: Path, threads: int, parent: int) -> None:
         finished = work(Plan.read(out), out, threads)
     except KeyboardInterrupt:
         finished = False
-    except Exception as error:
-        if not type(error).__module__.startswith("fathom."):
-            raise
+    except FathomError as error:
         print(f"fathom: {' '.join(str(error).split())}", file=sys.stderr)
         sys.exit(1)
     sys.exit(0 if finished else STOPPED)

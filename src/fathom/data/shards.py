@@ -29,6 +29,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
+from fathom.errors import FathomError
 from fathom.report.progress import ProgressBar
 
 FORMAT = "fathom-tokens"
@@ -40,7 +41,7 @@ TOKENIZER = "tokenizer"
 READ_BYTES = 1 << 23
 
 
-class DataError(Exception):
+class DataError(FathomError):
     """Data that cannot be used, explained in one line."""
 
 

@@ -24,8 +24,9 @@ from torch.nn import functional as F
 
 from fathom.data.shards import INDEX, TokenDataset
 from fathom.data.sources import HUB, Reading, find_sources, parse
+from fathom.errors import FathomError
+from fathom.evaluation.budgets import counting
 from fathom.evaluation.paired import Items
-from fathom.models.budgets import counting
 from fathom.report.progress import ProgressBar
 
 LONGEST_DEFAULT_CONTEXT = 2048
@@ -33,7 +34,7 @@ TOKENS_AT_ONCE = {"cpu": 1 << 12, "other": 1 << 15}
 SORTED_AT_ONCE = 512
 
 
-class PerplexityError(ValueError):
+class PerplexityError(FathomError, ValueError):
     """Text that cannot be scored as asked; the message is one line."""
 
 

@@ -15,8 +15,9 @@ from urllib.parse import quote
 
 from fathom.data.shards import write_json
 from fathom.data.sources import Reading
+from fathom.errors import FathomError
+from fathom.evaluation.budgets import limited
 from fathom.evaluation.paired import rows, table
-from fathom.models.budgets import limited
 
 if TYPE_CHECKING:
     from fathom.evaluation.harness import TaskResult
@@ -26,7 +27,7 @@ Opener = Callable[[Path], tuple[Any, Any]]
 WHOLE = "all text"
 
 
-class EvaluateError(ValueError):
+class EvaluateError(FathomError, ValueError):
     """Something that cannot be evaluated as asked; the message is one line."""
 
 

@@ -23,13 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from fathom.data.sources import Reading, find_sources
+from fathom.errors import FathomError
 
 SPLITS = ("train", "validation", "test", "dev")
 OTHER_NAMES = {"wikitext": "wikitext2"}
 LINES = re.compile(r"\.(jsonl|raw|tokens)(\.(xz|gz|bz2|zst))?$")
 
 
-class TaskDataError(ValueError):
+class TaskDataError(FathomError, ValueError):
     """A task that is unknown or has no data; the message is one line."""
 
 

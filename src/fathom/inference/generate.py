@@ -15,8 +15,9 @@ from typing import IO, Any
 
 import torch
 
+from fathom.errors import FathomError
+from fathom.evaluation.budgets import check_chunks, check_trips, stored_trips
 from fathom.inference.cache import Policy, choose
-from fathom.models.budgets import check_chunks, check_trips, stored_trips
 from fathom.report.progress import ProgressBar
 
 Write = Callable[[str], Any]
@@ -28,7 +29,7 @@ RESERVED = {
 }
 
 
-class GenerateError(ValueError):
+class GenerateError(FathomError, ValueError):
     """Something that cannot be generated from or as asked; the message is one line."""
 
 

@@ -43,8 +43,9 @@ from transformers.cli.serving.utils import DirectStreamer, GenerateManager, Gene
 from transformers.utils import logging
 
 from fathom.checkpoints.open import open_checkpoint
+from fathom.errors import FathomError
+from fathom.evaluation.budgets import check_trips, most_trips
 from fathom.inference.cache import Policy, choose
-from fathom.models.budgets import check_trips, most_trips
 
 logger = logging.get_logger(__name__)
 
@@ -56,7 +57,7 @@ BODIES = 1 << 28  # bytes of all requests at a time
 LENS_TEXT = "To fathom: to measure a depth; to understand after much thought."
 
 
-class ServeError(ValueError):
+class ServeError(FathomError, ValueError):
     """Something that cannot be served as asked; the message is one line."""
 
 

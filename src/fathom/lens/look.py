@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from fathom.checkpoints.open import open_checkpoint
+from fathom.errors import FathomError
 from fathom.lens.page import lens_page
 from fathom.models import FathomForCausalLM
 from fathom.models.denseformer import DenseFormer
@@ -44,7 +45,7 @@ LOGITS_AT_ONCE = 1 << 25
 """Numbers in a block of logits: all tokens at once would take gigabytes with a large vocabulary."""
 
 
-class LensError(ValueError):
+class LensError(FathomError, ValueError):
     """Something that the lens cannot look at; the message is one line."""
 
 

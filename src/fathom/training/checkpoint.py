@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from fathom.errors import FathomError
 from fathom.training.parallel import Ranks, host_group
 
 # Saving in a lone process is what we want, not what torch must guess.
@@ -38,7 +39,7 @@ REPLACED = ".replaced-"
 FILE_BYTES = 2 << 30  # a file is serialised in memory before it is written
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(FathomError):
     """A checkpoint that could not be written or read; the message is one line."""
 
     exit_code = 1

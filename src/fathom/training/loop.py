@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from fathom.errors import FathomError
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe
 from fathom.training.build import Training, build_training
 from fathom.training.checkpoint import RECIPE, Checkpointer, read_json, write_atomically
@@ -30,7 +31,7 @@ RESULT = "result.json"
 MODEL = "model"
 
 
-class TrainingError(RuntimeError):
+class TrainingError(FathomError):
     """Training cannot go on; the message is one line."""
 
     exit_code = 1

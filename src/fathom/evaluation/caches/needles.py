@@ -13,13 +13,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from fathom.errors import FathomError
 from fathom.kvcache.schedule import Schedule
 
 Scorer = Callable[[Tensor, Tensor], Tensor]
 """Ids `[B, T]`, and n tokens of interest, to the logits of these, `[B, T, n]`."""
 
 
-class RetrievalError(ValueError):
+class RetrievalError(FathomError, ValueError):
     """Needles that cannot be planted as asked; the message is one line."""
 
 

@@ -10,9 +10,9 @@ import torch
 from fastapi.testclient import TestClient
 
 from fathom.cli.main import main
+from fathom.evaluation.budgets import counting, most_trips, stored_trips
 from fathom.inference.generate import Sampling, generate, load
 from fathom.inference.server import build_app
-from fathom.models.budgets import counting, most_trips, stored_trips
 from tests.inference.tiny import export_tiny
 
 TEXT = "To fathom a thing is to measure its depth, and after much thought to understand it."

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fathom.errors import FathomError
 
-class TripsError(ValueError):
+
+class TripsError(FathomError, ValueError):
     """A budget that a model cannot keep; the message is one line."""
 
 
