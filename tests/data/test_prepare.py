@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bz2
+import errno
 import gzip
 import json
 import lzma
@@ -26,6 +27,8 @@ from fathom.data import sources
 from fathom.data.encode import WORKER, choose_split
 from fathom.data.prepare import prepare
 from fathom.data.shards import DataError, TokenDataset
+from fathom.report.files import lock
+from fathom.training.loop import claimed
 from tests.data.corpora import tree, write_documents
 
 
@@ -286,14 +289,28 @@ def test_a_full_disk_is_one_line_and_resumable(tmp_path: Path, tokenizer: str, m
 
 
 def test_two_runs_do_not_share_a_directory(tmp_path: Path, tokenizer: str) -> None:
-    fcntl = pytest.importorskip("fcntl")
     write_documents(tmp_path / "a.jsonl", 5)
     (tmp_path / "out").mkdir()
-    descriptor = os.open(tmp_path / "out", os.O_RDONLY)
-    fcntl.flock(descriptor, fcntl.LOCK_EX)
-    with pytest.raises(DataError, match="is being prepared by another process"):
+    with (
+        lock(tmp_path / "out" / prepare_module.LOCK),
+        pytest.raises(DataError, match="is being prepared by another process"),
+    ):
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
-    os.close(descriptor)
+    assert prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer).splits
+
+
+def test_a_file_system_without_locks_is_usable(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
+    fcntl = pytest.importorskip("fcntl")
+
+    def flock(descriptor: object, operation: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    write_documents(tmp_path / "a.jsonl", 5)
+    assert prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer).splits
+    with claimed(tmp_path / "run"):
+        assert (tmp_path / "run").is_dir()
+    assert not (tmp_path / "run").exists()
 
 
 def test_every_format_gives_the_same_shards(tmp_path: Path, tokenizer: str) -> None:

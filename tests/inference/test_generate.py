@@ -28,6 +28,7 @@ from fathom.inference.generate import (
     load,
 )
 from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.report.files import lock
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}a:"
 PROMPTS = ["the depth", "a", "of a river — measured in fathoms é", "river", "the the the", "in", "depth of", "é"]
@@ -227,12 +228,9 @@ def test_another_files_output_is_left_alone(opened, tmp_path: Path) -> None:
 
 
 def test_a_second_writer_is_refused(opened, tmp_path: Path) -> None:
-    fcntl = pytest.importorskip("fcntl")
     prompts = write(tmp_path / "in.jsonl", [{"prompt": "a"}])
-    with (tmp_path / "out.jsonl").open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(GenerateError, match="another process"):
-            generate_file(*opened, prompts, tmp_path / "out.jsonl", Sampling(3))
+    with lock(tmp_path / ".out.jsonl.lock"), pytest.raises(GenerateError, match="another process"):
+        generate_file(*opened, prompts, tmp_path / "out.jsonl", Sampling(3))
 
 
 def test_a_conversation_remembers(opened, monkeypatch) -> None:

@@ -49,7 +49,7 @@ def train_until_death(recipe: Recipe, run_dir: Path, place: str) -> None:
         return
     target, name = {
         "while tensors are written": (FileSystem, "create_stream"),
-        "before the checksums": (checkpoint, "_digest"),
+        "before the checksums": (checkpoint, "digest"),
         "before the rename": (checkpoint, "_publish"),
         "before latest is updated": (checkpoint, "write_atomically"),
     }[place]

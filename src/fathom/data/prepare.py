@@ -16,7 +16,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -38,10 +38,10 @@ from fathom.data.shards import (
     shard_entries,
     token_dtype,
     write_index,
-    write_json,
 )
 from fathom.data.sources import FileFormat, Reading, Source, Undecodable, find_sources, parse
 from fathom.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_checksums, train_bpe, vocabulary_size
+from fathom.report.files import HeldError, lock, write_json
 from fathom.report.progress import ProgressBar
 
 CHUNK_BYTES = 1 << 20
@@ -50,6 +50,8 @@ CHECKPOINT_SECONDS = 5.0
 # Starting a pool costs about a second per worker; less text than this is tokenised sooner without one.
 POOL_BYTES = 8 << 20
 MOST_DOMAINS = 1000
+LOCK = ".lock"
+DRAFTS = ".*.new"  # what a crash leaves of a file that was being replaced
 
 
 @dataclass
@@ -403,26 +405,24 @@ def _locked(out: Path) -> Iterator[None]:
         out.mkdir(parents=True, exist_ok=True)
         if not _is_ours(out):
             raise DataError(f"{out} holds other files: choose another directory")
-        descriptor = os.open(out, os.O_RDONLY)
     except OSError as error:
         raise DataError(f"{out}: {error.strerror}") from None
-    try:
+    with ExitStack() as stack:
         try:
-            import fcntl
-
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:
-            pass  # Windows has no such lock.
-        except OSError:
-            raise DataError(f"{out} is being prepared by another process") from None
+            stack.enter_context(lock(out / LOCK))
+        except HeldError as held:
+            raise DataError(f"{out} is being prepared by another process{held.advice}") from None
+        except OSError as error:
+            raise DataError(f"{out}: {error.strerror}") from None
+        for draft in out.glob(DRAFTS):
+            draft.unlink()
         yield
-    finally:
-        os.close(descriptor)
 
 
 def _is_ours(out: Path) -> bool:
     """Whether a directory is empty or a corpus, finished or not, however damaged: what may be written over."""
-    names = {path.name for path in out.iterdir()} - {JOURNAL + ".tmp"}
+    drafts = {path.name for path in out.glob(DRAFTS)}
+    names = {path.name for path in out.iterdir()} - {JOURNAL + ".tmp", LOCK, f"{LOCK}.held"} - drafts
     if INDEX in names and JOURNAL not in names:
         return FORMAT.encode() in (out / INDEX).read_bytes()
     return not names or JOURNAL in names

@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fathom.errors import FathomError
+from fathom.report.files import write_json
 from fathom.report.progress import ProgressBar
 
 FORMAT = "fathom-tokens"
@@ -71,16 +72,6 @@ def shard_files(directory: Path, split: str, domain: str, number: int) -> tuple[
     # A domain is any string: quoted, it stays one folder below its split, and a leading dot cannot climb out of it.
     folder = directory / split / (quote(domain, safe=" ").replace(".", "%2E") or "%")
     return folder / f"{number:05d}.bin", folder / f"{number:05d}.idx"
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file so that a reader, or a crash, sees the old one or the new one and nothing between."""
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(value, file, indent=1, ensure_ascii=False)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
 
 
 def _seal(index: Mapping[str, Any]) -> int:

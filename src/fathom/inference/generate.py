@@ -18,6 +18,7 @@ import torch
 from fathom.errors import FathomError
 from fathom.evaluation.budgets import check_chunks, check_trips, stored_trips
 from fathom.inference.cache import Policy, choose
+from fathom.report.files import HeldError, lock
 from fathom.report.progress import ProgressBar
 
 Write = Callable[[str], Any]
@@ -439,17 +440,12 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
 def _locked(out: Path) -> Iterator[IO[bytes]]:
     """The output, held against a second process that writes the same."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    with out.open("a+b") as file:
+    with contextlib.ExitStack() as stack:
         try:
-            import fcntl
-        except ImportError:  # no such locks on this system
-            fcntl = None  # type: ignore[assignment]
-        if fcntl is not None:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError:
-                raise GenerateError(f"{out}: another process is writing it") from None
-        yield file
+            stack.enter_context(lock(out.with_name(f".{out.name}.lock")))
+        except HeldError as held:
+            raise GenerateError(f"{out}: another process is writing it{held.advice}") from None
+        yield stack.enter_context(out.open("a+b"))
 
 
 def _resume(file: IO[bytes], records: Sequence[dict[str, Any]], prompts: Path, out: Path) -> int:

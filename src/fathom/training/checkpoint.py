@@ -8,7 +8,6 @@ directory named `step-*` was once complete, and the manifest tells whether it st
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
@@ -25,6 +24,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fathom.errors import FathomError
+from fathom.report.files import digest, sync_directory, write_atomically, write_durably
 from fathom.training.parallel import Ranks, host_group
 
 # Saving in a lone process is what we want, not what torch must guess.
@@ -166,7 +166,7 @@ class Checkpointer:
         if self.ranks.first:
             for file, text in ((RECIPE, recipe), (TRAINER, json.dumps({"step": step, **trainer}, indent=2))):
                 write_durably(temporary / file, text)
-                sums[file] = _digest(temporary / file)
+                sums[file] = digest(temporary / file)
             write_durably(temporary / MANIFEST, json.dumps({"files": sums}, indent=2))
             _publish(temporary, self.run_dir / name(step))
             write_atomically(self.run_dir / LATEST, name(step) + "\n")
@@ -177,7 +177,7 @@ class Checkpointer:
         files = sorted(path for path in directory.iterdir() if path.is_file())
         mine: dict[str, Any] | str
         try:
-            mine = {path.name: _digest(path) for path in files[self.ranks.rank :: self.ranks.world_size]}
+            mine = {path.name: digest(path) for path in files[self.ranks.rank :: self.ranks.world_size]}
         except OSError as error:
             mine = _reason(error)
         parts: list[Any] = [mine]
@@ -215,7 +215,7 @@ def damage(directory: Path) -> str | None:
         if path.stat().st_size != expected["bytes"]:
             return f"{file} has {path.stat().st_size} bytes instead of {expected['bytes']}"
     for file, expected in files.items():
-        if _digest(directory / file)["sha256"] != expected["sha256"]:
+        if digest(directory / file)["sha256"] != expected["sha256"]:
             return f"{file} has another checksum"
     return None
 
@@ -228,40 +228,16 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def write_durably(path: Path, text: str) -> None:
-    """Write a file and wait until the disk has it."""
-    with path.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def write_atomically(path: Path, text: str) -> None:
-    """Replace a file so that a reader finds either the old text or the new."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")  # other processes may write the same file
-    write_durably(temporary, text)
-    os.replace(temporary, path)
-    _sync_directory(path.parent)
-
-
 def _publish(temporary: Path, final: Path) -> None:
     """Give a finished directory its name. A damaged namesake makes room."""
-    _sync_directory(temporary)
+    sync_directory(temporary)
     if final.exists():
         doomed = final.with_name(REPLACED + final.name)
         shutil.rmtree(doomed, ignore_errors=True)
         os.replace(final, doomed)
         shutil.rmtree(doomed, ignore_errors=True)
     os.replace(temporary, final)
-    _sync_directory(final.parent)
-
-
-def _sync_directory(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    sync_directory(final.parent)
 
 
 def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
@@ -273,14 +249,6 @@ def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
             index, size = index + 1, 0
         answer[key] = index
     return answer
-
-
-def _digest(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        digest = hashlib.sha256()
-        while chunk := file.read(1 << 20):
-            digest.update(chunk)
-    return {"bytes": path.stat().st_size, "sha256": digest.hexdigest()}
 
 
 def _reason(error: BaseException) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,8 +15,9 @@ import torch
 
 from fathom.errors import FathomError
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe
+from fathom.report.files import HeldError, lock, write_atomically
 from fathom.training.build import Training, build_training
-from fathom.training.checkpoint import RECIPE, Checkpointer, read_json, write_atomically
+from fathom.training.checkpoint import RECIPE, Checkpointer, read_json
 from fathom.training.heldout import Evaluation, evaluate
 from fathom.training.kvcache import merged
 from fathom.training.meter import Meter
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 RESULT = "result.json"
 MODEL = "model"
+LOCK = ".lock"
 
 
 class TrainingError(FathomError):
@@ -88,22 +89,16 @@ def claimed(run_dir: Path) -> Iterator[None]:
     """
     made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(run_dir, os.O_RDONLY)
-    except OSError as error:
-        raise RecipeError(f"{run_dir}: {error.strerror or error}") from None
-    try:
-        try:
-            import fcntl
-
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except ImportError:
-            pass  # Windows has no such lock
-        except OSError:
-            raise RecipeError(f"{run_dir}: another process is training this run") from None
-        yield
+        with ExitStack() as stack:
+            try:
+                run_dir.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(lock(run_dir / LOCK))
+            except HeldError as held:
+                raise RecipeError(f"{run_dir}: another process is training this run{held.advice}") from None
+            except OSError as error:
+                raise RecipeError(f"{run_dir}: {error.strerror or error}") from None
+            yield
     finally:
-        os.close(descriptor)
         with suppress(OSError):
             for path in made:
                 path.rmdir()

@@ -147,7 +147,7 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def _forget_after(path: Path, step: int) -> None:
     """Drop lines that a resumed run is going to write again, and what a crash broke."""
-    from fathom.training.checkpoint import write_atomically
+    from fathom.report.files import write_atomically
 
     lines = _lines(path)
     kept = []

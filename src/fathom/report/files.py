@@ -1,0 +1,117 @@
+"""Files that other processes may be writing, reading or waiting for: locks, atomic replacement, digests."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
+
+# What a file system says that has no locks, or none at the moment: a network drive without its lock service, FUSE.
+NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
+
+
+class HeldError(Exception):
+    """Another process holds a lock."""
+
+    exit_code = 2
+
+    def __init__(self, marker: Path | None = None) -> None:
+        self.advice = "" if marker is None else f"; if that process is gone, delete {marker}"
+        """What to add to a message: empty where the system frees the lock of a dead process by itself."""
+        super().__init__(f"another process holds it{self.advice}")
+
+
+@contextmanager
+def lock(path: Path) -> Iterator[None]:
+    """Hold a lock file for this process alone; the system lets go of it however the process ends.
+
+    A file system without locks gets a marker file instead, which a killed process leaves behind. The lock file is gone
+    afterwards. A held lock raises `HeldError`; a place that cannot be written, the system's own `OSError`.
+    """
+    taken = _native(path) or _marker(path)
+    try:
+        yield
+    finally:
+        if not isinstance(taken, SoftFileLock):
+            # While it is still held: a process that opened the file before sees that its name is gone and tries anew.
+            with suppress(OSError):
+                path.unlink()
+        taken.release()
+
+
+def _native(path: Path) -> BaseFileLock | None:
+    """The system's lock; None where the file system has none."""
+    taken = FileLock(path)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # filelock falls back to a marker by itself where flock is not implemented
+            taken.acquire(blocking=False)
+    except Timeout:
+        raise HeldError(path if isinstance(taken, SoftFileLock) else None) from None
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        with suppress(OSError):
+            path.unlink()
+        return None
+    return taken
+
+
+def _marker(path: Path) -> BaseFileLock:
+    marker = path.with_name(f"{path.name}.held")
+    taken = SoftFileLock(marker)
+    try:
+        taken.acquire(blocking=False)
+    except Timeout:
+        raise HeldError(marker) from None
+    return taken
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file and wait until the disk has it."""
+    with path.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Replace a file so that a reader, or a crash, finds either the old text or the new."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.new")  # other processes may write the same file
+    write_durably(temporary, text)
+    os.replace(temporary, path)
+    sync_directory(path.parent)
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Replace a JSON file as `write_atomically` does."""
+    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the disk has a directory's names."""
+    if os.name == "nt":  # which cannot open a directory, and keeps names in order by itself
+        return
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def digest(path: Path) -> dict[str, Any]:
+    """Size and SHA-256 of a file, read in pieces."""
+    found, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            found.update(piece)
+            size += len(piece)
+    return {"bytes": size, "sha256": found.hexdigest()}

@@ -1,0 +1,75 @@
+"""Locks that tell a holder from a file system without locks; files that are replaced whole."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import multiprocessing
+import os
+from pathlib import Path
+
+import filelock._unix
+import pytest
+
+from fathom.report import files
+from fathom.report.files import HeldError, digest, lock, write_json
+
+
+def hold_and_die(path: Path) -> None:
+    lock(path).__enter__()
+    os._exit(9)
+
+
+def other_process(path: Path) -> None:
+    process = multiprocessing.get_context("fork").Process(target=hold_and_die, args=(path,))
+    process.start()
+    process.join(60)
+
+
+def test_one_holder_at_a_time(tmp_path: Path) -> None:
+    with lock(tmp_path / "x"):
+        with pytest.raises(HeldError) as caught, lock(tmp_path / "x"):
+            pass
+        assert caught.value.advice == "", "nothing to do by hand: the system frees it"
+    with lock(tmp_path / "x"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_dead_holder_holds_nothing(tmp_path: Path) -> None:
+    other_process(tmp_path / "x")
+    with lock(tmp_path / "x"):
+        pass
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_not_called_held(tmp_path: Path, monkeypatch, code: int) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(filelock._unix.fcntl, "flock", flock)
+    with lock(tmp_path / "x"):
+        # The marker that stands in for the lock keeps a second process out, and is named, for a crash leaves it behind.
+        with pytest.raises(HeldError, match=f"if that process is gone, delete {tmp_path}/x") as caught:
+            lock(tmp_path / "x").__enter__()
+        assert Path(caught.value.advice.rpartition(" ")[2]).exists()
+    assert not list(tmp_path.iterdir())
+
+
+def test_other_errors_stay_what_they_are(tmp_path: Path, monkeypatch) -> None:
+    def flock(descriptor: int, operation: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(filelock._unix.fcntl, "flock", flock)
+    with pytest.raises(OSError, match="Input/output error"), lock(tmp_path / "x"):
+        pass
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch) -> None:
+    write_json(tmp_path / "a.json", {"x": "水"})
+    before = (tmp_path / "a.json").read_bytes()
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+        patch.setattr(files.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("full")))
+        write_json(tmp_path / "a.json", {"x": 2})
+    assert (tmp_path / "a.json").read_bytes() == before
+    assert digest(tmp_path / "a.json") == {"bytes": len(before), "sha256": hashlib.sha256(before).hexdigest()}
