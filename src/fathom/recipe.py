@@ -130,7 +130,7 @@ class Evaluate:
     every: int = 1000
     """steps between evaluations; 0 evaluates at the end alone"""
     tokens: int = 1048576
-    """held-out tokens per evaluation, shared evenly among the domains"""
+    """held-out tokens per evaluation, shared evenly among the domains and spread evenly over each"""
     micro_batch: int | None = None
     """rows at once; null takes train.micro_batch"""
     position_buckets: int = 8

@@ -70,6 +70,22 @@ def report_of(*arms: dict, between: tuple = (), seeds: int = 3, share: dict | No
     return {"verdict": verdict(report), **report}
 
 
+@pytest.mark.parametrize(
+    ("coverage", "words"),
+    [
+        (None, "from the head of every domain"),
+        (0.127, "12.7 % of the validation split: one window"),
+        (1.0, ", all of the"),
+    ],
+)
+def test_the_report_says_which_text_was_read(coverage: float | None, words: str) -> None:
+    report = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, gap(-0.1, 0.01, 0.01)))
+    for found in report["arms"]:
+        found["runs"] = [{**run, "evaluated_tokens": 32_767, "coverage": coverage} for run in found["runs"]]
+    text = html.unescape(page(report))
+    assert "32,767 predicted tokens" in text and words in text
+
+
 @pytest.fixture(scope="module")
 def full() -> dict:
     uniform, depth = gap(-0.02, 0.008, 0.01), gap(-0.021, 0.03, 0.2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathom.data.batches import IGNORED, Batch, BatchPlan, evaluation_batches
+from fathom.data.batches import IGNORED, Batch, BatchPlan, evaluation_batches, evaluation_windows
 from fathom.data.permutation import Permutation
+from fathom.data.prepare import prepare
 from fathom.data.shards import DataError, TokenDataset
 
 LAYOUTS = [(1, None), (1, 4), (1, 1), (2, None), (2, 3), (3, 2), (4, 1), (6, None), (12, 1)]
@@ -220,6 +222,40 @@ def test_evaluation_is_shared_by_ranks(held_out: TokenDataset, world_size: int, 
         assert all(count == counts[0] for count in counts)
         assert sum(counts[0]) == sum(getattr(batch, name) for batch in alone)
     assert sum(batch.num_targets for batch in alone) <= max(limit, 63)
+
+
+@given(total=st.integers(1, 3000), length=st.integers(2, 40), budget=st.integers(1, 5000))
+@settings(deadline=None, max_examples=200)
+def test_evaluation_is_spread_over_the_split(total: int, length: int, budget: int) -> None:
+    everything = evaluation_windows(total + 1, length)
+    assert np.array_equal(everything, np.arange(-(-total // (length - 1))))
+    some = evaluation_windows(total + 1, length, budget)
+    count = min(len(everything), max(1, budget // (length - 1)))
+    # One window of each stretch, so that no text is read twice and every part is represented.
+    edges = np.arange(count + 1) * len(everything) // count
+    assert ((edges[:-1] <= some) & (some < edges[1:])).all() and len(some) == count
+
+
+def test_the_sample_is_the_same_for_all_time() -> None:
+    assert evaluation_windows(100_001, 101, 1000).tolist() == SAMPLED
+
+
+SAMPLED = [33, 185, 211, 371, 471, 581, 607, 783, 850, 902]
+
+
+def test_a_budget_reaches_every_file_of_a_domain(tmp_path: Path, tokenizer: str) -> None:
+    """Two files in one domain, and a budget that the first of them alone would use up."""
+    from transformers import AutoTokenizer
+
+    for name, word in (("a", "river"), ("b", "sea")):
+        lines = [json.dumps({"text": f"{word} {i} " * 20}) for i in range(60)]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
+    inputs = [str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")]
+    prepare(inputs, tmp_path / "out", tokenizer, held_out=0.5)
+    val = TokenDataset.open(tmp_path / "out", "val")
+    batches = evaluation_batches(val, 33, 4, val.num_tokens // 4)
+    words = AutoTokenizer.from_pretrained(tokenizer).decode(torch.cat([batch.input_ids for batch in batches]).flatten())
+    assert 0.5 < words.count("river") / words.count("sea") < 2
 
 
 def test_bytes_are_exact_where_documents_end(corpus: Path, held_out: TokenDataset) -> None:

@@ -343,6 +343,7 @@ def _method(report: Values) -> list[str]:
     lines = [
         f"Paired: for each seed all arms read the same tokens in the same order. {_shared(report)}",
         budget,
+        *_held_out(report),
         "Intervals are Student's t over the seeds' paired differences. They cover the choice of seed (initial weights "
         "and data order), and neither the choice of corpus nor of learning rate, which was not tuned for any arm.",
     ]
@@ -355,6 +356,24 @@ def _method(report: Values) -> list[str]:
         lines.append("With so few seeds intervals are wide: a difference within the noise may still be real.")
     lines.append("Perplexity is exp of the mean loss. FLOPs are by arithmetic: training costs three forward passes.")
     return lines
+
+
+def _held_out(report: Values) -> list[str]:
+    """Which held-out text the losses are of."""
+    run: Values = next((run for arm in report["arms"] for run in arm["runs"] if "evaluated_tokens" in run), {})
+    if not run:
+        return []
+    tokens, coverage = f"{run['evaluated_tokens']:,} predicted tokens", run.get("coverage")
+    if coverage is None:
+        where = "from the head of every domain of the validation split"
+    elif coverage == 1:
+        where = "all of the validation split"
+    else:
+        where = (
+            f"{100 * coverage:.3g} % of the validation split: one window of each of equally long stretches of every "
+            "domain, chosen by a fixed hash"
+        )
+    return [f"Held-out loss is of {tokens}, {where}; the same text for every arm and seed."]
 
 
 def _own_steps(arm: Values) -> bool:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fathom.data.permutation import Permutation
+from fathom.data.permutation import Permutation, scatter
 from fathom.data.shards import DataError, TokenDataset
 
 Packing = Literal["windows", "documents"]
@@ -224,16 +224,17 @@ def evaluation_batches(
     world_size: int = 1,
     packing: Packing = "windows",
 ) -> Iterator[Batch]:
-    """Yield the windows of a dataset in order, each beginning on the last token of the one before.
+    """Yield windows of a dataset in order, each beginning on the last token of the one before it in the text.
 
-    Every token but the first is thus predicted exactly once. All ranks yield equally many batches of equal shape: rows
+    With all windows, every token but the first is thus predicted exactly once; `max_tokens` takes a sample that is
+    spread over the whole dataset (`evaluation_windows`). All ranks yield equally many batches of equal shape: rows
     beyond the end are EOS with every label -100.
 
     Args:
         dataset: What to evaluate on; `TokenDataset.select` gives one domain.
         sequence_length: Tokens per row.
         batch_size: Rows per batch and rank.
-        max_tokens: Stop after about so many predicted tokens, at the end of a window; never before the first.
+        max_tokens: Predict about so many tokens, in whole windows and at least one; all of them if not given.
         rank: Which rank's batches to yield.
         world_size: How many ranks share the windows.
         packing: As in `BatchPlan`.
@@ -243,19 +244,35 @@ def evaluation_batches(
         raise DataError(f"cannot evaluate {batch_size} rows at a time as rank {rank} of {world_size}")
     if dataset.num_tokens < 2:
         raise DataError(f"{dataset.directory}: the split {dataset.split!r} holds nothing to predict")
+    windows = evaluation_windows(dataset.num_tokens, sequence_length, max_tokens)
+    return _evaluation_batches(dataset, sequence_length, batch_size, windows, rank, world_size, packing)
+
+
+def evaluation_windows(num_tokens: int, sequence_length: int, max_tokens: int | None = None) -> NDArray[np.int64]:
+    """Which windows `evaluation_batches` takes, in order: a pure function of these three numbers.
+
+    Where `max_tokens` does not reach for all of them, the windows are divided into as many stretches as are wanted,
+    equal to within one window, and a hash of the stretch's number picks one window of each.
+    """
     stride = sequence_length - 1
-    count = -(-(dataset.num_tokens - 1) // stride)
-    if max_tokens is not None:
-        count = min(count, max(1, max_tokens // stride))
-    return _evaluation_batches(dataset, sequence_length, batch_size, count, rank, world_size, packing)
+    total = -(-(num_tokens - 1) // stride)
+    count = total if max_tokens is None else min(total, max(1, max_tokens // stride))
+    edges = np.arange(count + 1, dtype=np.int64) * total // count
+    return edges[:-1] + scatter(np.arange(count), np.diff(edges))
 
 
 def _evaluation_batches(
-    dataset: TokenDataset, length: int, batch_size: int, count: int, rank: int, world_size: int, packing: Packing
+    dataset: TokenDataset,
+    length: int,
+    batch_size: int,
+    windows: NDArray[np.int64],
+    rank: int,
+    world_size: int,
+    packing: Packing,
 ) -> Iterator[Batch]:
-    for first in range(0, count, batch_size * world_size):
+    for first in range(0, len(windows), batch_size * world_size):
         spans = []
-        for window in range(first, min(first + batch_size * world_size, count)):
+        for window in windows[first : first + batch_size * world_size].tolist():
             start = window * (length - 1)
             spans.append((start, min(start + length, dataset.num_tokens)))
         nothing = np.empty(0, np.int64)

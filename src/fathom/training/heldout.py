@@ -58,6 +58,9 @@ class Evaluation(Score):
     """Nats per token over equal stretches of the context, the first stretch first."""
     trips: Trips | None = None
     """Where tokens may halt."""
+    coverage: float | None = None
+    """The share of the split's windows that were read, spread evenly over every domain; None in results of earlier
+    versions, which read the head of every domain."""
 
     def flat(self) -> dict[str, float]:
         """One level of names and numbers, for trackers."""
@@ -94,7 +97,7 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks)
         recipe: `evaluate`, and the context and packing that `data` names.
         ranks: Who shares the work.
     """
-    from fathom.data.batches import evaluation_batches
+    from fathom.data.batches import evaluation_batches, evaluation_windows
 
     was_training = model.training
     model.eval()
@@ -104,11 +107,14 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks)
     # Where target t (0 … length-2) of a row belongs.
     places = torch.arange(length - 1, device=ranks.device) * buckets // (length - 1)
     sums, counts, num_bytes = [], [], []
+    read = available = 0
     tally = Tally()
     for domain in data.domains:
         total = torch.zeros(2, buckets, dtype=torch.float64, device=ranks.device)
         seen_bytes = 0
         part = data.select(domain)
+        read += len(evaluation_windows(part.num_tokens, length, share))
+        available += len(evaluation_windows(part.num_tokens, length))
         for batch in evaluation_batches(part, length, rows, share, ranks.rank, ranks.world_size, recipe.data.packing):
             batch = batch.to(ranks.device)
             losses, trips = token_losses_and_trips(model, batch.input_ids, batch.labels, batch.position_ids)
@@ -131,6 +137,7 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks)
         domains=dict(zip(data.domains, scores, strict=True)),
         position_loss=[s / n if n else math.nan for s, n in zip(by_position, targets, strict=True)],
         trips=tally.trips(ranks, _most_trips(model)),
+        coverage=read / available,
     )
 
 
