@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fathom.data.shards import DataError, token_dtype
-from fathom.data.sources import Kind, Reading, parse
+from fathom.data.sources import Document, Kind, Reading, parse
 from fathom.data.tokenizer import plain_encoder
 
 # `import fathom` brings in torch, which a worker does without: seconds and hundreds of megabytes for each of them.
@@ -40,6 +40,11 @@ replies = os.fdopen(os.dup(1), "wb")
 os.dup2(2, 1)
 serve(sys.stdin.buffer, replies)
 """
+
+
+BATCH_BYTES = 1 << 18
+# Of all workers one at a time works on a chunk with more text than this.
+LARGE_BYTES = 3 << 19
 
 
 @dataclass(frozen=True)
@@ -63,6 +68,17 @@ class Chunk:
     first: int
     """The number of the first record in its source."""
     payloads: list[Any] = field(default_factory=list)
+    size: int = 0
+    """Bytes of the payloads, as far as known."""
+
+
+@dataclass
+class EncodedChunk:
+    """What became of a chunk."""
+
+    groups: list[Encoded] = field(default_factory=list)
+    left_out: int = 0
+    """Records over the size limit."""
 
 
 @dataclass
@@ -90,23 +106,53 @@ class Encoder:
         self._dtype = token_dtype(encoding.vocab_size)
         self._tokenizer = plain_encoder(encoding.tokenizer_file)
 
-    def __call__(self, chunk: Chunk) -> list[Encoded]:
+    def __call__(self, chunk: Chunk) -> EncodedChunk:
         """Tokenise a chunk."""
-        documents = []
+        result = EncodedChunk()
+        groups: dict[tuple[str, str], list[Encoded]] = {}
+        for documents in self._batches(chunk, result):
+            for group in self._encode(documents):
+                groups.setdefault((group.split, group.domain), []).append(group)
+        result.groups = [
+            Encoded(
+                *key,
+                np.concatenate([part.tokens for part in parts]),
+                np.concatenate([part.lengths for part in parts]),
+                np.concatenate([part.byte_lengths for part in parts]),
+            )
+            for key, parts in groups.items()
+        ]
+        return result
+
+    def _batches(self, chunk: Chunk, result: EncodedChunk) -> Iterator[list[Document]]:
+        """The documents of a chunk, so many together as the tokenizer may hold in memory."""
+        batch: list[Document] = []
+        size = 0
         for number, payload in enumerate(chunk.payloads, chunk.first):
-            document = parse(chunk.kind, chunk.name, chunk.domain, number, payload, self._encoding.reading)
-            if document is not None:
-                documents.append(document)
-        encodings = self._tokenizer.encode_batch_fast([text for text, _, _ in documents], add_special_tokens=False)
+            documents = parse(chunk.kind, chunk.name, chunk.domain, number, payload, self._encoding.reading)
+            result.left_out += documents is None
+            for document in documents or ():
+                if batch and size + document.size > BATCH_BYTES:
+                    yield batch
+                    batch, size = [], 0
+                batch.append(document)
+                size += document.size
+        if batch:
+            yield batch
+
+    def _encode(self, documents: list[Document]) -> list[Encoded]:
+        encodings = self._tokenizer.encode_batch_fast(
+            [document.text for document in documents], add_special_tokens=False
+        )
         groups: dict[tuple[str, str], tuple[list[int], list[int], list[int]]] = {}
-        for (text, domain, size), encoding in zip(documents, encodings, strict=True):
-            key = choose_split(text, self._encoding.held_out), domain
+        for document, encoding in zip(documents, encodings, strict=True):
+            key = choose_split(document.lead, self._encoding.held_out), document.domain
             tokens, lengths, byte_lengths = groups.setdefault(key, ([], [], []))
             ids = encoding.ids
             tokens.extend(ids)
             tokens.append(self._encoding.eos_token_id)
             lengths.append(len(ids) + 1)
-            byte_lengths.append(size)
+            byte_lengths.append(document.size)
         return [
             Encoded(*key, np.array(tokens, self._dtype), np.array(lengths, np.int64), np.array(sizes, np.int64))
             for key, (tokens, lengths, sizes) in groups.items()
@@ -130,7 +176,7 @@ class _Worker:
         )
         self._encoding: Encoding | None = encoding
 
-    def __call__(self, chunk: Chunk) -> list[Encoded]:
+    def __call__(self, chunk: Chunk) -> EncodedChunk:
         assert self.process.stdin is not None and self.process.stdout is not None
         try:
             if self._encoding is not None:
@@ -144,7 +190,7 @@ class _Worker:
             raise DataError(f"a tokenising process died (exit status {status}); run again to continue") from None
         if isinstance(result, Exception):
             raise result
-        return cast(list[Encoded], result)
+        return cast(EncodedChunk, result)
 
     def stop(self) -> None:
         self.process.kill()
@@ -158,7 +204,7 @@ class _Worker:
 
 def encode_chunks(
     chunks: Iterator[tuple[Any, Chunk]], encoding: Encoding, workers: int
-) -> Iterator[tuple[Any, list[Encoded]]]:
+) -> Iterator[tuple[Any, EncodedChunk]]:
     """Encode chunks on `workers` processes and yield the results in the order of the chunks, each with its tag.
 
     With one worker everything happens in this process. At most two chunks per worker are in memory.
@@ -171,15 +217,18 @@ def encode_chunks(
     local = threading.local()
     started: list[_Worker] = []
 
-    def work(chunk: Chunk) -> list[Encoded]:
+    large = threading.Lock()
+
+    def work(chunk: Chunk) -> EncodedChunk:
         if not hasattr(local, "worker"):
             local.worker = _Worker(encoding)
             started.append(local.worker)
-        result: list[Encoded] = local.worker(chunk)
+        with large if chunk.size > LARGE_BYTES else contextlib.nullcontext():
+            result: EncodedChunk = local.worker(chunk)
         return result
 
     pool = ThreadPoolExecutor(workers, thread_name_prefix="fathom-encode")
-    pending: deque[tuple[Any, Future[list[Encoded]]]] = deque()
+    pending: deque[tuple[Any, Future[EncodedChunk]]] = deque()
     try:
         for tag, chunk in chunks:
             pending.append((tag, pool.submit(work, chunk)))

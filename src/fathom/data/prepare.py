@@ -39,7 +39,16 @@ from fathom.data.shards import (
     token_dtype,
     write_index,
 )
-from fathom.data.sources import FileFormat, Reading, Source, Undecodable, find_sources, parse
+from fathom.data.sources import (
+    COMPRESSIONS,
+    FileFormat,
+    Oversize,
+    Reading,
+    Source,
+    Undecodable,
+    find_sources,
+    parse,
+)
 from fathom.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_checksums, train_bpe, vocabulary_size
 from fathom.report.files import HeldError, lock, write_json
 from fathom.report.progress import ProgressBar
@@ -49,7 +58,12 @@ CHUNK_RECORDS = 4096
 CHECKPOINT_SECONDS = 5.0
 # Starting a pool costs about a second per worker; less text than this is tokenised sooner without one.
 POOL_BYTES = 8 << 20
+# Tokenising takes up to 300 bytes of memory for each byte of a document.
+MAX_RECORD_BYTES = 3 << 20
+# What a corpus was prepared with that names none of these options.
+FORMER_READING = Reading(max_record_bytes=MAX_RECORD_BYTES)
 MOST_DOMAINS = 1000
+SMALLEST_RECORD = 64
 LOCK = ".lock"
 DRAFTS = ".*.new"  # what a crash leaves of a file that was being replaced
 
@@ -64,6 +78,8 @@ class Summary:
     """Embedding rows that its tokens need."""
     splits: dict[str, dict[str, dict[str, int]]]
     """Tokens, documents and bytes of every domain of every split."""
+    left_out: int
+    """Records that were over the size limit and skipped."""
     resumed_documents: int
     """Documents that an interrupted run had finished."""
     seconds: float
@@ -83,6 +99,8 @@ def prepare(
     separator: str | None = None,
     file_format: FileFormat = "auto",
     undecodable: Undecodable = "error",
+    oversize: Oversize = "error",
+    max_record_bytes: int = MAX_RECORD_BYTES,
     held_out: float = 0.01,
     shard_tokens: int = 1 << 27,
     tokenizer_bytes: int = 1 << 28,
@@ -105,6 +123,8 @@ def prepare(
         separator: A line that separates documents within text files (may be empty); if not given, a file is a document.
         file_format: Read every file as this, whatever its extension.
         undecodable: What to do with text that is not UTF-8: stop, replace what is wrong, or skip the document.
+        oversize: What to do with a record that is too long: stop, leave it out, or split it into several documents.
+        max_record_bytes: How long a line, a file, or the text between separators may be.
         held_out: The share of documents that go to the validation split, chosen by a hash of their text.
         shard_tokens: Tokens after which a shard is closed.
         tokenizer_bytes: Train the tokenizer on at most this much text, an equal share from the start of every input.
@@ -112,8 +132,8 @@ def prepare(
         workers: Tokenising processes; one per available core if not given. The output does not depend on it.
         overwrite: Replace a corpus in `out` that was made with other arguments.
     """
-    reading = Reading(text_field, domain_field, separator, undecodable)
-    _check_arguments(tokenizer, train_tokenizer, held_out, shard_tokens, model_vocab_size)
+    reading = Reading(text_field, domain_field, separator, undecodable, oversize, max_record_bytes)
+    _check_arguments(tokenizer, train_tokenizer, held_out, shard_tokens, model_vocab_size, max_record_bytes)
     out = Path(out)
     sources = find_sources(inputs, reading, file_format)
     settings = {
@@ -158,6 +178,8 @@ class _Run:
     position: tuple[int, int] = (0, 0)
     """The source, and the record in it, from which reading continues."""
     documents: int = 0
+    left_out: int = 0
+    """Records over the size limit."""
     vocab_size: int = 0
     """0 until the tokenizer is saved."""
     eos_token_id: int = 0
@@ -171,6 +193,7 @@ class _Run:
             self.journal = json.loads((self.out / JOURNAL).read_bytes())
             self.position = (self.journal["position"][0], self.journal["position"][1])
             self.documents = self.journal["documents"]
+            self.left_out = self.journal.get("left_out", 0)
             self.vocab_size, self.eos_token_id = self.journal["vocab_size"], self.journal["eos_token_id"]
         else:
             self._write_journal()
@@ -203,9 +226,10 @@ class _Run:
         total = self.settings["input_bytes"] if all(source.size for source in self.sources) else None
         started, before, saved = time.monotonic(), self.documents, time.monotonic()
         with ProgressBar("tokenising", total) as bar:
-            for (position, bytes_read), groups in encode_chunks(self._chunks(), encoding, workers):
-                for group in groups:
+            for (position, bytes_read), encoded in encode_chunks(self._chunks(), encoding, workers):
+                for group in encoded.groups:
                     self._append(group)
+                self.left_out += encoded.left_out
                 self.position = position
                 now = time.monotonic()
                 if now - saved >= CHECKPOINT_SECONDS:
@@ -222,7 +246,7 @@ class _Run:
         for (split, domain), writer in sorted(self.writers.items()):
             splits[split][domain] = shard_entries(writer.shards)
         if not splits["train"]:
-            raise DataError(f"{self.out}: every document was held out, none is left to train on: lower held_out")
+            raise DataError(f"{self.out}: every document was held out, none is left to train on: lower --held-out")
         if self.held_out and not splits["val"]:
             warnings.warn(
                 f"{self.out}: none of {self.documents} documents fell into the held-out {self.held_out:.2%}: "
@@ -233,6 +257,7 @@ class _Run:
             "format": FORMAT,
             "version": VERSION,
             "settings": self.settings,
+            "left_out": self.left_out,
             "vocab_size": self.vocab_size,
             "eos_token_id": self.eos_token_id,
             "dtype": token_dtype(self.vocab_size).name,
@@ -246,7 +271,9 @@ class _Run:
         key = group.split, group.domain
         if key not in self.writers:
             if len(self.writers) >= 2 * MOST_DOMAINS:
-                raise DataError(f"more than {MOST_DOMAINS} domains: is {self.reading.domain_field!r} a domain_field?")
+                raise DataError(
+                    f"more than {MOST_DOMAINS} domains: --domain-field {self.reading.domain_field} has too many values"
+                )
             self.writers[key] = self._writer(*key)
         self.writers[key].append(group.tokens, group.lengths, group.byte_lengths)
         self.documents += len(group.lengths)
@@ -259,14 +286,14 @@ class _Run:
             source = self.sources[number]
             record = first_record if number == first_source else 0
             chunk = Chunk(source.kind, source.name, source.domain, record)
-            size = bytes_read = 0
+            bytes_read = 0
             for payload, bytes_read in source.records(self.reading, record):
                 chunk.payloads.append(payload)
                 record += 1
-                size += _payload_bytes(payload)
-                if size >= CHUNK_BYTES or len(chunk.payloads) >= CHUNK_RECORDS:
+                chunk.size += _payload_bytes(payload, self.reading)
+                if chunk.size >= CHUNK_BYTES or len(chunk.payloads) >= CHUNK_RECORDS:
                     yield ((number, record), base + bytes_read), chunk
-                    chunk, size = Chunk(source.kind, source.name, source.domain, record), 0
+                    chunk = Chunk(source.kind, source.name, source.domain, record)
             base += source.size
             yield ((number + 1, 0), base), chunk
 
@@ -276,12 +303,12 @@ class _Run:
             for source in self.sources:
                 room = limit // len(self.sources)
                 for number, record in enumerate(source.records(self.reading)):
-                    document = parse(source.kind, source.name, source.domain, number, record.payload, self.reading)
-                    if document is None or choose_split(document[0], self.held_out) != "train":
-                        continue
-                    yield document[0]
-                    room -= document[2]
-                    bar.update(0)
+                    documents = parse(source.kind, source.name, source.domain, number, record.payload, self.reading)
+                    for document in documents or ():
+                        if choose_split(document.lead, self.held_out) == "train":
+                            yield document.text
+                            room -= document.size
+                            bar.update(0)
                     if room <= 0:
                         break
 
@@ -293,6 +320,7 @@ class _Run:
             "inputs_stamp": self.inputs_stamp,
             "position": self.position,
             "documents": self.documents,
+            "left_out": self.left_out,
             "vocab_size": self.vocab_size,
             "eos_token_id": self.eos_token_id,
             "shards": [[*key, shard_entries(writer.shards)] for key, writer in self.writers.items()],
@@ -320,16 +348,23 @@ class _Run:
 
 
 def _check_arguments(
-    tokenizer: str | None, train_size: int | None, held_out: float, shard_tokens: int, model_vocab_size: int | None
+    tokenizer: str | None,
+    train_size: int | None,
+    held_out: float,
+    shard_tokens: int,
+    model_vocab_size: int | None,
+    max_record_bytes: int,
 ) -> None:
     if (tokenizer is None) == (train_size is None):
-        raise DataError("give either tokenizer or train_tokenizer")
+        raise DataError("give either --tokenizer or --train-tokenizer")
     if not 0 <= held_out < 1:
-        raise DataError(f"held_out must be at least 0 and below 1, not {held_out}")
+        raise DataError(f"--held-out must be at least 0 and below 1, not {held_out}")
     if shard_tokens < 1:
-        raise DataError(f"shard_tokens must be positive, not {shard_tokens}")
+        raise DataError(f"--shard-tokens must be positive, not {shard_tokens}")
+    if max_record_bytes < SMALLEST_RECORD:
+        raise DataError(f"--max-record-bytes must be at least {SMALLEST_RECORD}, not {max_record_bytes}")
     if train_size is not None and model_vocab_size is not None:
-        require_vocabulary(train_size, model_vocab_size, "train_tokenizer")
+        require_vocabulary(train_size, model_vocab_size, "--train-tokenizer")
 
 
 def _probe(sources: list[Source], reading: Reading) -> None:
@@ -343,16 +378,19 @@ def _probe(sources: list[Source], reading: Reading) -> None:
 def _worker_count(workers: int | None, sources: list[Source]) -> int:
     if workers is not None:
         if workers < 1:
-            raise DataError(f"workers must be at least 1, not {workers}")
+            raise DataError(f"--workers must be at least 1, not {workers}")
         return workers
     if all(source.size for source in sources) and sum(source.size for source in sources) < POOL_BYTES:
         return 1
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _payload_bytes(payload: Any) -> int:
+def _payload_bytes(payload: Any, reading: Reading) -> int:
+    if payload is None:
+        return 0
     if isinstance(payload, Path):
-        return payload.stat().st_size
+        # What a compressed file holds is known when it is read, and is not more than a record may have.
+        return reading.max_record_bytes if payload.suffix.lower() in COMPRESSIONS else payload.stat().st_size
     return len(payload[0] or "") if isinstance(payload, tuple) else len(payload)
 
 
@@ -375,10 +413,22 @@ def _difference(out: Path, settings: dict[str, Any], sources: list[Source]) -> s
         return first_line(error)
     for key, value in json.loads(json.dumps(settings)).items():
         found = old["settings"].get(key)
-        if found != value:
+        if key == "reading" and isinstance(found, dict):
+            if difference := _reading_difference(found, value, finished="crc32" in old):
+                return difference
+        elif found != value:
             return f"was prepared with {key} {found!r}, not {value!r}"
     if old.get("inputs_stamp", _stamp(sources)) != _stamp(sources):
         return "the inputs changed since the interrupted run began"
+    return None
+
+
+def _reading_difference(old: dict[str, Any], new: dict[str, Any], finished: bool) -> str | None:
+    for key, value in new.items():
+        found = old.get(key, getattr(FORMER_READING, key))
+        # What `error` let pass so far, every other choice would have let pass too.
+        if found != value and not (found == "error" and not finished):
+            return f"was prepared with {key} {found!r}, not {value!r}"
     return None
 
 
@@ -393,7 +443,15 @@ def _summary(out: Path, documents: int, seconds: float, resumed: int | None) -> 
     }
     if resumed is None:
         resumed = sum(counts["documents"] for domains in splits.values() for counts in domains.values())
-    return Summary(out, index["vocab_size"], splits, resumed, seconds, documents / seconds if seconds else 0.0)
+    return Summary(
+        out,
+        index["vocab_size"],
+        splits,
+        index.get("left_out", 0),
+        resumed,
+        seconds,
+        documents / seconds if seconds else 0.0,
+    )
 
 
 @contextmanager

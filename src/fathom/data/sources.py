@@ -11,7 +11,7 @@ import importlib
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ from fathom.data.shards import DataError, first_line
 
 FileFormat = Literal["auto", "text", "jsonl", "parquet"]
 Undecodable = Literal["error", "replace", "skip"]
+Oversize = Literal["error", "skip", "split"]
 Kind = Literal["files", "text", "jsonl", "parquet", "hub"]
 
 DEFAULT_DOMAIN = "default"
@@ -34,7 +35,15 @@ TEXT = (
     *(".html", ".java", ".jl", ".js", ".kt", ".lua", ".php", ".pl", ".r", ".rb", ".rs", ".scala", ".sh", ".sql"),
     *(".swift", ".ts", ".xml", ".yaml", ".yml", ".toml"),
 )
-MAX_FILE_BYTES = 1 << 28
+MAX_TEXT_BYTES = 1 << 28
+# A line that is to be split is parsed whole.
+MAX_LINE_BYTES = 1 << 26
+# A longer document is not hashed whole to choose its side of the split: pieces of it leave before its end is read.
+LEAD_BYTES = 1 << 12
+# One compressed piece of this size becomes 128 MB at most.
+COMPRESSED_BYTES = 1 << 12
+XZ_MEMORY = 1 << 28
+PARQUET_BYTES = 1 << 23
 
 
 @dataclass(frozen=True)
@@ -49,10 +58,37 @@ class Reading:
     """The line that separates documents within a text file; without one, a file is a document."""
     undecodable: Undecodable = "error"
     """What to do with text that is not UTF-8."""
+    oversize: Oversize = "error"
+    """What to do with a record of more bytes than `max_record_bytes`."""
+    max_record_bytes: int = MAX_TEXT_BYTES
+    """How long a line, file, text between separators or Parquet value may be."""
+
+    @property
+    def line_bytes(self) -> int:
+        """How long a line may be that is read at all."""
+        return max(self.max_record_bytes, MAX_LINE_BYTES) if self.oversize == "split" else self.max_record_bytes
+
+
+class Piece(NamedTuple):
+    """A part of a text that is over the limit, with the beginning of the whole."""
+
+    data: bytes
+    lead: bytes
+
+
+class Document(NamedTuple):
+    """Text to tokenise."""
+
+    text: str
+    domain: str
+    size: int
+    """Its length in UTF-8."""
+    lead: str
+    """What chooses its side of the split: the text itself, or for a piece the beginning of the whole text."""
 
 
 class Record(NamedTuple):
-    """One undecoded document, and how far into its source (in bytes on disk) reading has come."""
+    """One undecoded document, None if it is left out, and how far into its source (in bytes) reading has come."""
 
     payload: Any
     position: int
@@ -78,9 +114,8 @@ class Source:
         if self.kind == "hub":
             return _hub(self.name, reading, start)
         if self.kind == "text":
-            assert reading.separator is not None
-            return _skip(_separated(self.paths[0], reading.separator.encode()), start)
-        return _skip(_lines(self.paths[0]), start)
+            return _skip(_separated(self.paths[0], reading), start)
+        return _skip(_lines(self.paths[0], reading), start)
 
     def _files(self, start: int) -> Iterator[Record]:
         position = sum(path.stat().st_size for path in self.paths[:start])
@@ -101,6 +136,8 @@ def find_sources(inputs: Iterable[str], reading: Reading, file_format: FileForma
         whole_files: list[Path] = []
         for path in _expand(name, file_format):
             kind = _kind(path, reading, file_format)
+            if kind == "files" and reading.oversize == "split" and not _surely_small(path, reading):
+                kind = "text"
             if kind == "files":
                 whole_files.append(path)
             else:
@@ -116,34 +153,76 @@ def find_sources(inputs: Iterable[str], reading: Reading, file_format: FileForma
     return sources
 
 
-def parse(
-    kind: Kind, name: str, domain: str, number: int, payload: Any, reading: Reading
-) -> tuple[str, str, int] | None:
-    """Turn record `number` into (text, domain, UTF-8 bytes), or None where it holds no document."""
+def parse(kind: Kind, name: str, domain: str, number: int, payload: Any, reading: Reading) -> list[Document] | None:
+    """Turn record `number` into the documents it holds, one or none or pieces of one; None where it is left out."""
     where = f"{name}:{number + 1}" if kind == "jsonl" else f"{name} (document {number + 1})"
+    lead = None
     if kind == "files":
-        where, payload = str(payload), _read_file(payload)
+        where, payload = str(payload), _read_file(payload, reading)
+    elif isinstance(payload, Piece):
+        payload, lead = payload.data, payload.lead.decode("utf-8", "replace")
+    if payload is None:
+        return None
     try:
         if kind == "jsonl":
             fields = _json_fields(payload, reading, where)
             if fields is None:
-                return None
+                return []
             text, domain = fields[0], domain if reading.domain_field is None else fields[1]
         elif kind in ("parquet", "hub"):
             text, domain = payload[0], domain if reading.domain_field is None else str(payload[1])
             text = _require_text(text, reading, where)
         else:
             text = payload.decode("utf-8")
-        size = len(text.encode("utf-8"))
+        data = text.encode("utf-8")
     except UnicodeError as error:
         if reading.undecodable == "skip":
-            return None
+            return []
         if reading.undecodable == "error":
             reason = error.reason if isinstance(error, (UnicodeDecodeError, UnicodeEncodeError)) else error
             raise DataError(f"{where} is not UTF-8 ({reason}): --undecodable replace or skip goes on") from None
         text, domain = _repair(kind, domain, payload, reading, where)
-        size = len(text.encode("utf-8"))
-    return (text, domain, size) if text else None
+        data = text.encode("utf-8")
+    if len(data) <= reading.max_record_bytes:
+        return [Document(text, domain, len(data), lead or text)] if text else []
+    if reading.oversize != "split":
+        _oversize(where, reading)
+        return None
+    return [
+        Document(piece.data.decode(), domain, len(piece.data), lead or piece.lead.decode("utf-8", "replace"))
+        for piece in _pieces(data, reading.max_record_bytes)
+    ]
+
+
+def _oversize(where: str, reading: Reading) -> None:
+    """Refuse a record over the limit, unless it may be left out."""
+    if reading.oversize == "error":
+        raise DataError(
+            f"{where} is over {reading.max_record_bytes:,} bytes: --oversize split or skip goes on, --max-record-bytes "
+            "allows more, at 300 bytes of memory for each"
+        )
+
+
+def _pieces(data: bytes, limit: int) -> Iterator[Piece]:
+    """A text of more than `limit` bytes in parts that together are the text."""
+    lead = data[:LEAD_BYTES]
+    while len(data) > limit:
+        end = _cut(data, limit)
+        yield Piece(data[:end], lead)
+        data = data[end:]
+    yield Piece(data, lead)
+
+
+def _cut(data: bytes | bytearray, limit: int) -> int:
+    """Where to end a piece of at most `limit` bytes: after a line, else before a space, else between characters."""
+    if (end := data.rfind(b"\n", limit // 2, limit)) >= 0:
+        return end + 1
+    if (end := data.rfind(b" ", limit // 2, limit)) > 0:
+        return end
+    end = limit
+    while end > limit - 3 and data[end] & 0xC0 == 0x80:
+        end -= 1
+    return end
 
 
 def _repair(kind: Kind, domain: str, payload: Any, reading: Reading, where: str) -> tuple[str, str]:
@@ -270,31 +349,38 @@ def _opened(path: Path) -> Iterator[tuple[IO[bytes], IO[bytes]]]:
 def _decompressed(raw: IO[bytes], compression: str, path: Path) -> IO[bytes]:
     module = _require(compression, str(path))
     if compression == "zstandard":
-        return io.BufferedReader(_ZstdReader(raw, module.ZstdDecompressor()), 1 << 20)
+        decompressor = module.ZstdDecompressor()
+        return io.BufferedReader(_Frames(raw, decompressor.decompressobj), 1 << 20)
+    if compression == "lzma":
+        return io.BufferedReader(_Frames(raw, lambda: module.LZMADecompressor(memlimit=XZ_MEMORY)), 1 << 20)
     file: IO[bytes] = module.open(raw, "rb")
     return file
 
 
-class _ZstdReader(io.RawIOBase):
-    """Zstandard frames as one stream; the library's own reader ends without a word where a file was cut off."""
+class _Frames(io.RawIOBase):
+    """Compressed frames as one stream, in bounded memory.
 
-    def __init__(self, raw: IO[bytes], decompressor: Any) -> None:
+    The libraries' own readers either end without a word where a file was cut off, or take what memory a file asks for.
+    """
+
+    def __init__(self, raw: IO[bytes], decompressor: Callable[[], Any]) -> None:
         self._raw, self._decompressor = raw, decompressor
         self._frame: Any = None
-        self._compressed = self._ready = b""
+        self._compressed = b""
+        self._ready = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
         while not self._ready:
-            self._compressed = self._compressed or self._raw.read(1 << 16)
+            self._compressed = self._compressed or self._raw.read(COMPRESSED_BYTES)
             if not self._compressed:
                 if self._frame is not None:
-                    raise EOFError("compressed file ended before the end-of-stream marker was reached")
+                    raise EOFError("Compressed file ended before the end-of-stream marker was reached")
                 return 0
-            self._frame = self._frame or self._decompressor.decompressobj()
-            self._ready, self._compressed = self._frame.decompress(self._compressed), b""
+            self._frame = self._frame or self._decompressor()
+            self._ready, self._compressed = memoryview(self._frame.decompress(self._compressed)), b""
             if self._frame.eof:
                 self._compressed, self._frame = self._frame.unused_data, None
         count = min(len(buffer), len(self._ready))
@@ -302,29 +388,84 @@ class _ZstdReader(io.RawIOBase):
         return count
 
 
-def _lines(path: Path) -> Iterator[Record]:
-    position = 0
+def _lines(path: Path, reading: Reading) -> Iterator[Record]:
+    position, limit = 0, reading.line_bytes
     with _opened(path) as (file, raw):
-        for number, line in enumerate(file):
+        number = 0
+        while line := file.readline(limit + 1):
+            size = len(line)
+            payload: bytes | None = line
+            if size > limit and not line.endswith(b"\n"):
+                if reading.oversize == "split":
+                    raise DataError(
+                        f"{path}:{number + 1} is over {limit:,} bytes, too long to split: --oversize skip goes on"
+                    )
+                _oversize(f"{path}:{number + 1}", reading)
+                payload = None
+                while line and not line.endswith(b"\n"):
+                    line = file.readline(1 << 20)
+                    size += len(line)
             if file is raw:
-                position += len(line)
+                position += size
             elif number % 256 == 0:
                 position = raw.tell()
-            yield Record(line, position)
+            yield Record(payload, position)
+            number += 1
 
 
-def _separated(path: Path, separator: bytes) -> Iterator[Record]:
+def _separated(path: Path, reading: Reading) -> Iterator[Record]:
     """Documents between lines that equal the separator; blank lines at either end of a document are kept."""
-    document: list[bytes] = []
-    position = 0
-    for line, position in _lines(path):
-        if line.rstrip(b"\r\n") == separator:
-            yield Record(b"".join(document), position)
-            document = []
-        else:
-            document.append(line)
+    separator = None if reading.separator is None else reading.separator.encode()
+    document, number = _Growing(str(path), reading), 0
+    position, begins = 0, True
+    with _opened(path) as (file, raw):
+        while line := file.readline(reading.max_record_bytes):
+            position = position + len(line) if file is raw else raw.tell()
+            if begins and line.rstrip(b"\r\n") == separator:
+                yield Record(document.rest(), position)
+                number += 1
+                document = _Growing(f"{path} (document {number + 1})", reading)
+            else:
+                for piece in document.add(line):
+                    yield Record(piece, position)
+            begins = line.endswith(b"\n")
     if document:
-        yield Record(b"".join(document), position)
+        yield Record(document.rest(), position)
+
+
+class _Growing:
+    """A document that is being read, never more of it than two records' worth."""
+
+    def __init__(self, where: str, reading: Reading) -> None:
+        self._where, self._reading = where, reading
+        self._data = bytearray()
+        self._lead: bytes | None = None
+        """Of a document that left in pieces."""
+        self._left_out = False
+
+    def __bool__(self) -> bool:
+        return bool(self._data) or self._left_out
+
+    def add(self, line: bytes) -> Iterator[Piece]:
+        """Read on, and hand out what is complete of a document that is to be split."""
+        limit = self._reading.max_record_bytes
+        if self._left_out:
+            return
+        self._data += line
+        if len(self._data) > limit and self._reading.oversize != "split":
+            _oversize(self._where, self._reading)
+            self._left_out, self._data = True, bytearray()
+        while len(self._data) > limit:
+            self._lead = self._lead or bytes(self._data[:LEAD_BYTES])
+            end = _cut(self._data, limit)
+            yield Piece(bytes(self._data[:end]), self._lead)
+            del self._data[:end]
+
+    def rest(self) -> bytes | Piece | None:
+        """What is left at the end."""
+        if self._left_out:
+            return None
+        return bytes(self._data) if self._lead is None else Piece(bytes(self._data), self._lead)
 
 
 def _skip(records: Iterator[Record], count: int) -> Iterator[Record]:
@@ -333,19 +474,26 @@ def _skip(records: Iterator[Record], count: int) -> Iterator[Record]:
             yield record
 
 
-def _read_file(path: Path) -> bytes:
+def _read_file(path: Path, reading: Reading) -> bytes | None:
     with _opened(path) as (file, _):
-        data = file.read(MAX_FILE_BYTES + 1)
-    if len(data) > MAX_FILE_BYTES:
-        raise DataError(f"{path}: over {MAX_FILE_BYTES >> 20} MiB in one document: give a separator line to divide it")
-    return data
+        data = file.read(reading.max_record_bytes + 1)
+    if len(data) <= reading.max_record_bytes:
+        return data
+    _oversize(str(path), reading)
+    return None
+
+
+def _surely_small(path: Path, reading: Reading) -> bool:
+    """Whether a file cannot be over the limit, as far as its size on disk tells."""
+    return path.suffix.lower() not in COMPRESSIONS and path.stat().st_size <= reading.max_record_bytes
 
 
 def _parquet(path: Path, reading: Reading, start: int) -> Iterator[Record]:
     parquet = _require("pyarrow.parquet", str(path))
     columns = [reading.text_field] + ([reading.domain_field] if reading.domain_field else [])
     with _foreign(str(path)):
-        file = parquet.ParquetFile(path)
+        # A value that many rows share stays one value, however many rows of it are read at once.
+        file = parquet.ParquetFile(path, read_dictionary=columns, pre_buffer=False)
     names = file.schema_arrow.names
     for column in columns:
         if column not in names:
@@ -357,13 +505,29 @@ def _parquet(path: Path, reading: Reading, start: int) -> Iterator[Record]:
         if row + rows > start:
             number = row
             with _foreign(str(path)):
-                for batch in file.iter_batches(1024, row_groups=[group], columns=columns):
-                    values = [batch.column(column).to_pylist() for column in columns]
-                    for payload in zip(*values, strict=True):
+                for batch in file.iter_batches(_batch_rows(file.metadata.row_group(group)), [group], columns):
+                    for values in zip(*(batch.column(column) for column in columns), strict=True):
                         if number >= start:
-                            yield Record(payload, size * number // total)
+                            payload = tuple(value.as_py() for value in values)
+                            yield Record(
+                                _bounded(payload, f"{path} (document {number + 1})", reading), size * number // total
+                            )
                         number += 1
         row += rows
+
+
+def _batch_rows(group: Any) -> int:
+    """How many rows to decode together: about `PARQUET_BYTES` of them."""
+    return max(1, min(1024, PARQUET_BYTES * group.num_rows // max(group.total_byte_size, 1)))
+
+
+def _bounded(payload: tuple[Any, ...], where: str, reading: Reading) -> tuple[Any, ...] | None:
+    """A row, unless its text is over the limit and not to be split."""
+    text = payload[0]
+    if reading.oversize == "split" or not isinstance(text, str) or len(text) <= reading.max_record_bytes:
+        return payload
+    _oversize(where, reading)
+    return None
 
 
 def _hub(name: str, reading: Reading, start: int) -> Iterator[Record]:
@@ -373,11 +537,12 @@ def _hub(name: str, reading: Reading, start: int) -> Iterator[Record]:
     options = {"split": "train", **dict(parse_qsl(query))}
     with _foreign(name):
         stream = datasets.load_dataset(path, streaming=True, **options)
-        for row in stream.skip(start) if start else stream:
+        for number, row in enumerate(stream.skip(start) if start else stream, start):
             for field in (reading.text_field, reading.domain_field):
                 if field is not None and field not in row:
                     raise DataError(f"{name}: no field {field!r}: it has {', '.join(row)}")
-            yield Record((row[reading.text_field], row.get(reading.domain_field)), 0)
+            payload = (row[reading.text_field], row.get(reading.domain_field))
+            yield Record(_bounded(payload, f"{name} (document {number + 1})", reading), 0)
 
 
 @contextmanager

@@ -180,8 +180,9 @@ def read_domains(
             if limit and reading.domain_field is None and len(found[source.domain]) >= limit:
                 break
             made = parse(source.kind, source.name, source.domain, number, record.payload, reading)
-            if made is not None and (limit is None or len(found[made[1]]) < limit):
-                found[made[1]].append(Document(made[0], None, made[2]))
+            for text, domain, size, _ in made or ():
+                if limit is None or len(found[domain]) < limit:
+                    found[domain].append(Document(text, None, size))
     domains += [Domain(label, documents) for label, documents in found.items() if documents]
     if not domains:
         raise PerplexityError("no documents to score")

@@ -1,0 +1,217 @@
+"""Memory that does not depend on the input: long records, compressed bombs, and what may become of them."""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import json
+import lzma
+import subprocess
+import sys
+import zlib
+from pathlib import Path
+
+import pytest
+
+from fathom.data import sources
+from fathom.data.prepare import prepare
+from fathom.data.shards import DataError
+from fathom.data.sources import Reading
+from tests.data.corpora import tree, write_documents
+from tests.data.test_prepare import documents
+
+PROGRAM = """
+import json, resource, sys
+from fathom.data.prepare import prepare
+from fathom.data.shards import DataError
+
+folder, tokenizer, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+found = []
+prepare([folder + "/small.jsonl"], folder + "/small", tokenizer, held_out=0)
+before = peak()
+for number, (names, options) in enumerate(cases):
+    try:
+        inputs = [f"{folder}/{name}" for name in names]
+        made = prepare(inputs, f"{folder}/out{number}", tokenizer, held_out=0, **options)
+        found.append([made.left_out, sum(domain["bytes"] for domain in made.splits["train"].values())])
+    except DataError as error:
+        found.append(str(error))
+print(json.dumps([before, peak(), found]))
+"""
+
+
+def measured(folder: Path, tokenizer: str, cases: list) -> tuple[int, list]:
+    """What became of each case, and by how many MiB the process grew over all of them."""
+    (folder / "small.jsonl").write_text('{"text": "small"}\n')
+    command = [sys.executable, "-c", PROGRAM, str(folder), tokenizer, json.dumps(cases)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    before, after, found = json.loads(done.stdout.splitlines()[-1])
+    return after - before, found
+
+
+def test_long_records_take_no_memory(tmp_path: Path, tokenizer: str) -> None:
+    """Everything here is one record of 60 MB, of which no more than a few pieces are ever in memory."""
+    size = 60_000_000
+    line = b'{"text": "' + b"deep " * (size // 5) + b'"}\n'
+    names = ["a.jsonl", "a.jsonl.gz", "a.jsonl.xz", "a.jsonl.bz2", "a.txt", "a.txt.gz"]
+    (tmp_path / "a.jsonl").write_bytes(line)
+    (tmp_path / "a.txt").write_bytes(line)
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(line, 1))
+    (tmp_path / "a.txt.gz").write_bytes((tmp_path / "a.jsonl.gz").read_bytes())
+    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress(line, preset=0))
+    (tmp_path / "a.jsonl.bz2").write_bytes(bz2.compress(line[:6_000_000], 1))
+    del line
+    cases = [([name], {"max_record_bytes": 1 << 16}) for name in names]
+    cases += [(["small.jsonl", name], {"max_record_bytes": 1 << 16, "oversize": "skip"}) for name in names]
+    cases += [(["a.txt"], {"max_record_bytes": 1 << 16, "separator": ""})]
+    grown, found = measured(tmp_path, tokenizer, cases)
+    assert grown < 40, found
+    for name, message in zip([*names, "a.txt"], [*found[: len(names)], found[-1]], strict=True):
+        assert name in message and "over 65,536 bytes: --oversize split or skip goes on" in message
+    assert found[len(names) : -1] == [[1, len("small")]] * len(names)
+
+
+def test_a_bomb_of_zstandard(tmp_path: Path, tokenizer: str) -> None:
+    zstandard = pytest.importorskip("zstandard")
+    (tmp_path / "a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(b"a" * 1_000_000_000))
+    grown, found = measured(tmp_path, tokenizer, [(["small.jsonl", "a.jsonl.zst"], {"oversize": "skip"})])
+    assert found == [[1, len("small")]]
+    assert grown < 400
+
+
+def test_an_xz_file_cannot_ask_for_any_memory(tmp_path: Path, tokenizer: str) -> None:
+    filters = [{"id": lzma.FILTER_LZMA2, "dict_size": 3 << 28}]
+    compressor = lzma.LZMACompressor(lzma.FORMAT_XZ, filters=[{**filters[0], "dict_size": 1 << 16}])
+    plain = compressor.compress(b'{"text": "x"}\n') + compressor.flush()
+    # The dictionary's size is one byte of the block header, which has a checksum of its own.
+    (tmp_path / "a.jsonl.xz").write_bytes(_with_dictionary(plain, 37))
+    with pytest.raises(DataError, match=r"a\.jsonl\.xz: damaged lzma data: Memory usage limit exceeded"):
+        prepare([str(tmp_path / "a.jsonl.xz")], tmp_path / "out", tokenizer, held_out=0)
+    (tmp_path / "a.jsonl.xz").write_bytes(_with_dictionary(plain, 28))
+    prepare([str(tmp_path / "a.jsonl.xz")], tmp_path / "out", tokenizer, held_out=0)
+
+
+def _with_dictionary(stream: bytes, code: int) -> bytes:
+
+    start = 12
+    length = (stream[start] + 1) * 4
+    header = bytearray(stream[start : start + length - 4])
+    at = header.index(b"\x21\x01") + 2
+    header[at] = code
+    return stream[:start] + bytes(header) + zlib.crc32(header).to_bytes(4, "little") + stream[start + length :]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_the_longest_allowed_records_fit(tmp_path: Path, tokenizer: str, workers: int) -> None:
+    """Digits are what tokenising takes most memory for."""
+    import random
+
+    text = "".join(random.Random(0).choices("0123456789", k=(3 << 20) - 20))
+    (tmp_path / "a.jsonl").write_text(f'{{"text": "{text}"}}\n' * 4)
+    grown, found = measured(tmp_path, tokenizer, [(["a.jsonl"], {"workers": workers})])
+    assert found == [[0, 4 * len(text)]]
+    assert grown < 1300
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.txt", "b.txt", "a.txt.gz"])
+def test_pieces_are_the_text(tmp_path: Path, tokenizer: str, name: str) -> None:
+    text = "".join(["naïve 水深 of the river\n", "x" * 300, "水" * 100, " end. "][i % 4] for i in range(40))
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": text}) + '\n{"text": "short"}\n', encoding="utf-8")
+    (tmp_path / "a.txt").write_text(text, encoding="utf-8", newline="")
+    (tmp_path / "b.txt").write_text(f"short\n---\n{text}\n---\nshort", encoding="utf-8", newline="")
+    (tmp_path / "a.txt.gz").write_bytes(gzip.compress(text.encode()))
+    options = {"oversize": "split", "max_record_bytes": 500, "separator": "---" if name == "b.txt" else None}
+    prepare([str(tmp_path / name)], tmp_path / "out", tokenizer, held_out=0, **options)
+    made = list(documents(tmp_path / "out", "train"))
+    assert all(len(piece.encode()) <= 500 for piece in made) and len(made) > 10
+    whole = "".join(made).replace("short\n", "").replace("short", "")
+    assert whole == (text + "\n" if name == "b.txt" else text)
+
+
+def test_pieces_stay_on_one_side(tmp_path: Path, tokenizer: str) -> None:
+    for i in range(40):
+        (tmp_path / f"{i}.txt").write_text(f"{i} begins so\n" + f"and goes on, {i} times\n" * 30)
+    inputs = [str(tmp_path / "*.txt")]
+    prepare(inputs, tmp_path / "out", tokenizer, held_out=0.4, oversize="split", max_record_bytes=128)
+    sides = {}
+    for side in ("train", "val"):
+        text = "".join(documents(tmp_path / "out", side))
+        sides[side] = {i for i in range(40) if f", {i} times" in text}
+    assert sides["train"] and sides["val"] and not sides["train"] & sides["val"]
+
+
+def test_pieces_survive_a_crash(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
+    from fathom.data import prepare as module
+
+    monkeypatch.setattr(module, "CHUNK_BYTES", 300)
+    monkeypatch.setattr(module, "CHECKPOINT_SECONDS", 0.0)
+    (tmp_path / "a.txt").write_text("".join(f"line {i} of a long text\n" for i in range(200)))
+    options = {"oversize": "split", "max_record_bytes": 200, "held_out": 0, "workers": 1}
+    prepare([str(tmp_path / "a.txt")], tmp_path / "whole", tokenizer, **options)
+    real, calls = module._Run._append, iter(range(10**6))
+
+    def append(self, group):
+        real(self, group)
+        if next(calls) == 5:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(module._Run, "_append", append)
+        prepare([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer, **options)
+    assert prepare([str(tmp_path / "a.txt")], tmp_path / "out", tokenizer, **options).resumed_documents
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_what_an_error_let_pass_may_be_continued(tmp_path: Path, tokenizer: str) -> None:
+    """A run that stopped at a long record goes on where it was, once it is told what to do with it."""
+    write_documents(tmp_path / "a.jsonl", 30)
+    with (tmp_path / "a.jsonl").open("a") as file:
+        file.write(json.dumps({"text": "x" * 5000}) + "\n")
+    options = {"max_record_bytes": 4000, "workers": 1}
+    with pytest.raises(DataError, match=r"a\.jsonl:31 is over 4,000 bytes"):
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, **options)
+    made = prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, oversize="skip", **options)
+    assert made.left_out == 1
+    with pytest.raises(DataError, match="was prepared with oversize 'skip', not 'split'"):
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, oversize="split", **options)
+
+
+def test_a_line_that_cannot_be_split(tmp_path: Path, tokenizer: str, monkeypatch) -> None:
+    monkeypatch.setattr(sources, "MAX_LINE_BYTES", 4000)
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "x" * 5000}))
+    with pytest.raises(DataError, match=r"a\.jsonl:1 is over 4,000 bytes, too long to split: --oversize skip"):
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, oversize="split", max_record_bytes=100)
+
+
+def test_parquet_rows(tmp_path: Path, tokenizer: str) -> None:
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    texts = ["x" * 3000 + "\n" + "y" * 3000, "short"] * 500
+    parquet.write_table(pyarrow.table({"text": texts}), tmp_path / "a.parquet")
+    arguments = ([str(tmp_path / "a.parquet")],)
+    with pytest.raises(DataError, match=r"a\.parquet \(document 1\) is over 4,096 bytes"):
+        prepare(*arguments, tmp_path / "out", tokenizer, held_out=0, max_record_bytes=4096)
+    made = prepare(*arguments, tmp_path / "skipped", tokenizer, held_out=0, max_record_bytes=4096, oversize="skip")
+    assert made.left_out == 500 and set(documents(tmp_path / "skipped", "train")) == {"short"}
+    prepare(*arguments, tmp_path / "split", tokenizer, held_out=0, max_record_bytes=4096, oversize="split")
+    assert set(documents(tmp_path / "split", "train")) == {"short", "x" * 3000 + "\n", "y" * 3000}
+
+
+def test_a_value_that_many_rows_share(tmp_path: Path, tokenizer: str) -> None:
+    """20,000 rows of 200 kB, four gigabytes, in a file of some kilobytes."""
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    column = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 20_000, pyarrow.int32()), ["deep " * 40_000])
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    options = {"oversize": "skip", "max_record_bytes": 1 << 16}
+    grown, found = measured(tmp_path, tokenizer, [(["small.jsonl", "a.parquet"], options)])
+    assert found == [[20_000, len("small")]]
+    assert grown < 250
+
+
+def test_the_reader_alone_is_unchanged(tmp_path: Path) -> None:
+    write_documents(tmp_path / "a.jsonl", 20)
+    (source,) = sources.find_sources([str(tmp_path / "a.jsonl")], Reading())
+    lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
+    assert [record.payload for record in source.records(Reading())] == lines
