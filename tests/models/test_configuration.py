@@ -9,8 +9,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 from transformers.utils.generic import find_labels
 
 from fathom.models import FathomConfig, FathomForCausalLM
-from fathom.models.depth_attention import trip_rule
 from fathom.models.registry import mechanism_name, parse_mechanism
+from fathom.models.schedule import trip_rule
 
 from .cases import CASES, SHAPE, build, config_of, tokens
 

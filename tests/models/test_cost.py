@@ -5,13 +5,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from fathom.models import FathomConfig
+from fathom.models.arithmetic import attention_flops, head_flops, layer_flops
 from fathom.models.cost import (
-    attention_flops,
     cache_bytes_per_token,
     count_parameters,
     flops_per_token,
-    head_flops,
-    layer_flops,
     mechanism_cost,
     training_flops_per_token,
     training_flops_range,

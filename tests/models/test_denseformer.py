@@ -7,6 +7,7 @@ from fathom.models import FathomForCausalLM
 from fathom.models.cost import count_parameters
 from fathom.models.denseformer import DenseFormer, num_weights
 from fathom.models.registry import mechanism
+from fathom.models.slots import plan
 
 from .cases import build, config_of, tokens
 from .oracle import Oracle, agree
@@ -111,9 +112,10 @@ def test_cost_counts_the_weights_that_are_read(dilation, period):
     options = {"dilation": dilation, "period": period}
     loop = {"count": 2, "prelude": 2, "coda": 1}
     config = config_of("loop+denseformer", num_hidden_layers=7, residual_options=options, recurrence_options=loop)
+    visits = [visit for trip in plan(config) for visit in trip]
     reads = 0
     for start, stop in ((0, 6), (2, 7)):
         for i in range(start, stop):
             if (i + 1) % period == 0:
                 reads += sum(j % dilation == (i + 1) % dilation for j in range(start, i + 2))
-    assert mechanism("residual", "denseformer").cost(config, 2).flops == 2 * config.hidden_size * reads
+    assert mechanism("residual", "denseformer").cost(config, visits, 2).flops == 2 * config.hidden_size * reads

@@ -6,8 +6,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
 from fathom.models import FathomForCausalLM
-from fathom.models.cost import attention_flops, cache_bytes_per_token, flops_per_token
-from fathom.models.registry import mechanism
+from fathom.models.arithmetic import attention_flops
+from fathom.models.cost import cache_bytes_per_token, flops_per_token, mechanism_cost
 
 from .cases import SHAPE, build, config_of, tokens
 from .oracle import Oracle, agree, unrolled
@@ -182,7 +182,7 @@ def test_declared_flops_are_counted(count, prelude, coda):
     visits = len(layers_of(config))
     full = attention_flops(config, 2 * length - 1)  # a counter does not know that half of the scores are masked
     assert full == 4 * 4 * 8 * length
-    extra = mechanism("recurrence", "loop").cost(config, 2).flops
+    extra = mechanism_cost(config).flops
     assert counted[0] - counted[1] == extra + (visits - 4) * full
     head_less = flops_per_token(config, length) - flops_per_token(config_of("vanilla"), length)
     assert head_less == extra + (visits - 4) * attention_flops(config, length)

@@ -11,7 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, TrainerState
 
 from fathom.models import FathomConfig, FathomForCausalLM, modeling
-from fathom.models.cost import count_parameters, layer_flops, mechanism_cost
+from fathom.models.arithmetic import layer_flops
+from fathom.models.cost import count_parameters, mechanism_cost
 from fathom.models.numerics import lowest_mean
 from fathom.models.pondering import lowest_sum
 from fathom.training.callback import FollowSteps

@@ -21,13 +21,24 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .numerics import widen
-from .ponder import MixtureOptions, mixed, mixture_flops, trips_cost
-from .pondering import Pondering, check_over, check_positive, lowest_sum, per_item, ramp
+from .pondering import (
+    MixtureOptions,
+    Pondering,
+    check_over,
+    check_positive,
+    entropy,
+    lowest_sum,
+    mixed,
+    mixture_flops,
+    per_item,
+    ramp,
+    trips_cost,
+)
 from .roles import Cost, Mechanism, valid_mean
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
-    from .slots import Out
+    from .slots import Out, Visit
 
 
 @dataclass(frozen=True)
@@ -158,17 +169,12 @@ class Adaponder(Pondering):
         return found
 
 
-def entropy(gates: Tensor) -> Tensor:
-    """Of every gate, in nats."""
-    g = gates.float().clamp(1e-6, 1 - 1e-6)
-    return -(g * g.log() + (1 - g) * (1 - g).log())
-
-
-def cost(config: FathomConfig, scalar: int) -> Cost:
+def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """The stack, a mixture and a gate for every extra trip, if nobody halts."""
     width, depth = config.hidden_size, config.recurrence_options["depth"]
     gate = 8 * width * width + 8 * width
-    return trips_cost(config, scalar, mixture_flops(config) + gate, depth * (4 * width * width + 8 * width + 1))
+    parameters = depth * (4 * width * width + 8 * width + 1)
+    return trips_cost(config, visits, scalar, mixture_flops(config) + gate, parameters)
 
 
 ADAPONDER = Mechanism(

@@ -10,7 +10,9 @@ its logit. `block_size` counts sub-layers.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +24,7 @@ from .roles import Cost, Mechanism, Residual, State
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
+    from .slots import Visit
 
 VARIANTS = ("block_sum", "snapshot")
 
@@ -107,14 +110,12 @@ class AttentionResiduals(Residual):
         return (*state[:-1], state[-1] + update)
 
 
-def source_counts(config: FathomConfig) -> list[tuple[int, int]]:
+def source_counts(config: FathomConfig, visits: Sequence[Visit]) -> list[tuple[int, int]]:
     """For every read of a forward pass, the one before the final norm included: sources, and different tensors among
     them (the running stream coincides with a snapshot just taken)."""
-    from .slots import plan
-
     block, snapshot = config.residual_options["block_size"], config.residual_options["variant"] == "snapshot"
     counts = []
-    for trip in plan(config):
+    for _, trip in groupby(visits, lambda visit: visit.trip):
         sources, repeated = (2, 1) if snapshot else (1, 0)
         for sublayer in (s for visit in trip for s in (2 * visit.layer, 2 * visit.layer + 1)):
             counts.append((sources, sources - repeated))
@@ -124,9 +125,9 @@ def source_counts(config: FathomConfig) -> list[tuple[int, int]]:
     return counts
 
 
-def cost(config: FathomConfig, scalar: int) -> Cost:
+def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Per source: a product with the query for the score, and a weighted sum."""
-    counts, width = source_counts(config), config.hidden_size
+    counts, width = source_counts(config, visits), config.hidden_size
     reads = sum(sources for sources, _ in counts)
     snapshot = config.residual_options["variant"] == "snapshot"
     return Cost(

@@ -10,7 +10,7 @@ from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from .published import is_published, published_config
-from .registry import AXES, resolve_options
+from .registry import AXES, check_trips, resolve_options
 
 K_NORM_POSITIONS = ("before_rope", "after_rope")
 OUTPUT_INITS = ("plain", "depth")
@@ -64,8 +64,9 @@ class FathomConfig(Qwen3Config):
             )
         if self.output_init not in OUTPUT_INITS:
             raise ValueError(f"output_init must be one of {', '.join(OUTPUT_INITS)}, got {self.output_init!r}")
-        for axis in reversed(AXES):  # what a mixer may read depends on the recurrence
+        for axis in AXES:
             setattr(self, f"{axis}_options", resolve_options(self, axis))
+        check_trips(self)
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

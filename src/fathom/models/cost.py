@@ -8,59 +8,34 @@ those of decoding where Jacobi rounds stand for the order in time. Tokens that h
 from __future__ import annotations
 
 import copy
-from typing import TYPE_CHECKING
 
 import torch
 
+from .arithmetic import attention_flops, head_flops, layer_cache_bytes, layer_flops
+from .configuration import FathomConfig
+from .modeling import FathomForCausalLM
 from .registry import AXES, mechanism, recurrence_class
 from .roles import Cost, View
-
-if TYPE_CHECKING:
-    from .configuration import FathomConfig
+from .slots import plan
 
 
 def count_parameters(config: FathomConfig) -> int:
     """Exactly, from the shapes of a model without memory."""
-    from .modeling import FathomForCausalLM
-
     with torch.device("meta"):
         model = FathomForCausalLM(config)
     return sum(p.numel() for p in model.parameters())
 
 
-def layer_flops(config: FathomConfig) -> int:
-    """The matrix products of one layer, attention scores left out."""
-    attention = config.hidden_size * config.head_dim * 2 * (config.num_attention_heads + config.num_key_value_heads)
-    return 2 * (attention + 3 * config.hidden_size * config.intermediate_size)
-
-
-def head_flops(config: FathomConfig) -> int:
-    """Logits of one token."""
-    return 2 * config.hidden_size * config.vocab_size
-
-
-def layer_cache_bytes(config: FathomConfig, bytes_per_scalar: int = 2) -> int:
-    """One layer's key and value of one token."""
-    return 2 * config.num_key_value_heads * config.head_dim * bytes_per_scalar
-
-
-def attention_flops(config: FathomConfig, sequence_length: int) -> float:
-    """Scores and weighted sum of one layer, averaged over the positions of a causal sequence."""
-    return 4 * config.num_attention_heads * config.head_dim * (sequence_length + 1) / 2
-
-
 def mechanism_cost(config: FathomConfig, bytes_per_scalar: int = 2) -> Cost:
     """What the three axes add to the vanilla decoder, attention scores of further trips left out."""
-    total = Cost()
+    total, visits = Cost(), [visit for trip in plan(config) for visit in trip]
     for axis in AXES:
-        total = total + mechanism(axis, getattr(config, axis)).cost(config, bytes_per_scalar)
+        total = total + mechanism(axis, getattr(config, axis)).cost(config, visits, bytes_per_scalar)
     return total
 
 
 def attention_reads(config: FathomConfig) -> int:
     """Keys that a token's trips read for each earlier token, summed over layers; vanilla reads one a layer."""
-    from .slots import plan
-
     trips, view = plan(config), recurrence_class(config).sees(config)
     banks = {View.SAME: [1] * len(trips), View.DUO: range(1, len(trips) + 1), View.ALL: [len(trips)] * len(trips)}
     return sum(len(trip) * read for trip, read in zip(trips, banks[view], strict=True))
@@ -106,8 +81,6 @@ def _draws(config: FathomConfig) -> list[tuple[FathomConfig, int]]:
 
 
 def _visits(config: FathomConfig, rounds: int) -> int:
-    from .slots import plan
-
     sizes = _stages(config, rounds)
     return config.num_hidden_layers * sum(sizes) if sizes else sum(len(trip) for trip in plan(config))
 

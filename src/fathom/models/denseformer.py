@@ -8,7 +8,9 @@ With `dilation` δ, block i reads the X_j with j ≡ i + 1 (mod δ); with `perio
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,7 @@ from .roles import Cost, Mechanism, Residual, State
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
+    from .slots import Visit
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,9 @@ class DenseFormer(Residual):
         return (mixed, *history)
 
 
-def cost(config: FathomConfig, scalar: int) -> Cost:
+def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """A multiply and an add per weight and channel; every block output of the trip stays alive."""
-    from .slots import plan
-
-    trips = [[visit.layer for visit in trip] for trip in plan(config)]
+    trips = [[visit.layer for visit in trip] for _, trip in groupby(visits, lambda visit: visit.trip)]
     parameters = sum(num_weights(config, block) for block in range(config.num_hidden_layers))
     dilation = config.residual_options["dilation"]
     used = sum(
@@ -96,7 +97,7 @@ def cost(config: FathomConfig, scalar: int) -> Cost:
         parameters=parameters,
         flops=2 * width * used,
         transient_bytes=scalar * width * alive,
-        io_bytes=scalar * width * (used + sum(len(trip) for trip in trips)),
+        io_bytes=scalar * width * (used + len(visits)),
     )
 
 

@@ -17,7 +17,8 @@ hand-written backward keeps no float32 copies.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,40 +28,11 @@ from transformers import initialization as init
 
 from .numerics import head_pool, softmax_list, weighted_sum, widen
 from .roles import Cost, Mechanism, State, ValueMixer
+from .schedule import ScheduleOptions, grid_sources, trip_rule
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
-
-
-@dataclass(frozen=True)
-class ScheduleOptions:
-    """Which layers are sources: shared by the mixers that read a grid."""
-
-    stride: int | None = None
-    """Every stride-th layer, counted from layer 0, is a source for all layers above it. Default: half the layers."""
-    recent_window: int = 0
-    """How many layers just below are sources too."""
-    across_trips: str | None = None
-    """Sources from earlier trips of a loop: `none`, `same_layer` (the layer's own earlier trips; the default in a
-    loop) or `grid` (the grid of every earlier trip)."""
-
-    def resolve(self, config: FathomConfig) -> ScheduleOptions:
-        """Fill in the defaults that depend on the model."""
-        layers = config.num_hidden_layers
-        stride = max(1, layers // 2) if self.stride is None else self.stride
-        if not 1 <= stride <= layers:
-            raise ValueError(
-                f"mixer_options.stride must be between 1 and {layers} (the number of layers), got {stride}"
-            )
-        if not 0 <= self.recent_window <= layers:
-            raise ValueError(f"mixer_options.recent_window must be between 0 and {layers}, got {self.recent_window}")
-        allowed = ("none", "same_layer", "grid") if _crosses_trips(config) else ("none",)
-        if self.across_trips is not None and self.across_trips not in allowed:
-            raise ValueError(
-                f"mixer_options.across_trips must be one of {', '.join(allowed)} with recurrence={config.recurrence}, "
-                f"got {self.across_trips}"
-            )
-        return replace(self, stride=stride)
+    from .slots import Visit
 
 
 @dataclass(frozen=True)
@@ -81,24 +53,6 @@ class DepthAttentionOptions(ScheduleOptions):
         resolved = super().resolve(config)
         assert isinstance(resolved, DepthAttentionOptions)
         return resolved
-
-
-def _crosses_trips(config: FathomConfig) -> bool:
-    """Under the view ALL, trips are computed at once: the sources of one would be an unknown of the solver."""
-    from .registry import recurrence_class
-
-    return config.recurrence != "once" and recurrence_class(config).sees(config).depth_parallel
-
-
-def grid_sources(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
-    """The absolute grid below a layer, and its recent window."""
-    stride, window = config.mixer_options["stride"], config.mixer_options["recent_window"]
-    return tuple(i for i in range(layer_idx) if i % stride == 0 or i >= layer_idx - window)
-
-
-def trip_rule(config: FathomConfig) -> str:
-    """How sources cross trips: as the option says, or what suits the recurrence."""
-    return config.mixer_options["across_trips"] or ("same_layer" if config.recurrence == "loop" else "none")
 
 
 class DepthAttention(ValueMixer):
@@ -202,11 +156,8 @@ class _Mix(torch.autograd.Function):
         return grad_query, None, grads[-2], grads[-1], *grads[:-2]
 
 
-def cost(config: FathomConfig, scalar: int) -> Cost:
+def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Scores and mixture over every candidate, and the pooling of grouped queries."""
-    from .slots import plan
-
-    visits = [visit for trip in plan(config) for visit in trip]
     width = config.num_key_value_heads * config.head_dim
     candidates = sum(len(v.sources) + 1 for v in visits if v.sources)
     mixing = sum(bool(v.sources) for v in visits)

@@ -14,6 +14,7 @@ Sinkhorn keeps H_res close to doubly stochastic, so that the streams' sum neithe
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from .roles import Cost, Mechanism, Residual, State
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
+    from .slots import Visit
 
 FLOOR = 1e-12
 
@@ -137,17 +139,15 @@ class HyperConnections(Residual):
         return (torch.einsum("btij,btjd->btid", res, state[0]) + post.unsqueeze(-1) * update.unsqueeze(2),)
 
 
-def cost(config: FathomConfig, scalar: int) -> Cost:
+def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """The dynamic projection dominates; the streams must be read and written around every sub-layer."""
-    from .slots import plan
-
     n, width = config.residual_options["streams"], config.hidden_size
     iterations = config.residual_options["sinkhorn_iterations"]
     maps = n * n + 2 * n
-    sublayers = 2 * sum(len(trip) for trip in plan(config))
+    sublayers, trips = 2 * len(visits), visits[-1].trip + 1
     return Cost(
         parameters=2 * config.num_hidden_layers * ((maps + 1) * n * width + maps + 3) + n,
-        flops=sublayers * (2 * maps * n * width + (4 * n + 2 * n * n) * width) + 2 * n * width * len(plan(config)),
+        flops=sublayers * (2 * maps * n * width + (4 * n + 2 * n * n) * width) + 2 * n * width * trips,
         elementwise_flops=sublayers * (4 * n * width + 4 * iterations * n * n + 4 * maps),
         transient_bytes=scalar * (n - 1) * width,
         io_bytes=sublayers * scalar * width * (5 * n + 3),

@@ -11,6 +11,7 @@ The penalty charges for going on in proportion to the probability p that the tru
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -18,16 +19,23 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .adaponder import entropy
 from .loss import IGNORE
 from .numerics import widen
-from .ponder import trips_cost
-from .pondering import Sampled, check_depth, check_fraction, check_positive, per_item
+from .pondering import (
+    Sampled,
+    check_depth,
+    check_fraction,
+    check_positive,
+    entropy,
+    per_item,
+    spread,
+    trips_cost,
+)
 from .roles import Cost, Mechanism, View, valid_mean
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
-    from .slots import Out
+    from .slots import Out, Visit
 
 
 @dataclass(frozen=True)
@@ -130,16 +138,10 @@ class LatentCot(Sampled):
         return found
 
 
-def spread(before: Tensor | None, mass: Tensor, hidden: Tensor) -> Tensor:
-    """One more term of Σ_k q_k h_k."""
-    term = mass.unsqueeze(-1) * widen(hidden)
-    return (term if before is None else widen(before) + term).to(hidden.dtype)
-
-
-def cost(config: FathomConfig, scalar: int) -> Cost:
+def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """The stack again for every thought, and the router, if nobody stops."""
     width = config.hidden_size
-    return trips_cost(config, scalar, 2 * width, width + 1)
+    return trips_cost(config, visits, scalar, 2 * width, width + 1)
 
 
 LATENT_COT = Mechanism(

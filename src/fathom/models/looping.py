@@ -8,16 +8,18 @@ has keys and values of its own.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from .arithmetic import layer_cache_bytes, layer_flops
 from .roles import Cost, Mechanism, Recurrence
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
-    from .slots import Out
+    from .slots import Out, Visit
 
 
 @dataclass(frozen=True)
@@ -67,12 +69,9 @@ class Loop(Recurrence):
         return out.residual
 
 
-def cost(config: FathomConfig, scalar: int) -> Cost:
+def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Every extra trip pays the looped layers again, in arithmetic and in cache."""
-    from .cost import layer_cache_bytes, layer_flops
-
-    start, stop = Loop.span(config)
-    again = Loop.extra_trips(config) * (stop - start)
+    again = len(visits) - config.num_hidden_layers
     return Cost(flops=again * layer_flops(config), cache_bytes=again * layer_cache_bytes(config, scalar))
 
 

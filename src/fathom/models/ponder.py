@@ -9,41 +9,19 @@ its own. `feed` and `view` open the grid of what is fed back and what it may rea
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from .draws import between
-from .mixture import mixture
-from .pondering import Pondering, SolverOptions, check_depth, check_range
+from .pondering import MixtureOptions, Pondering, SolverOptions, check_range, mixed, mixture_flops, trips_cost
 from .roles import Cost, Mechanism, View
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
-    from .slots import Out
-
-
-@dataclass(frozen=True)
-class MixtureOptions:
-    """What is fed back by the recurrences that mix the vocabulary."""
-
-    depth: int = 3
-    """Trips beyond the first."""
-    top_k: int = 100
-    """Words in the mixture, renormalised; 0 for the whole vocabulary."""
-    temperature: float = 1.0
-    """Of the mixture's softmax."""
-    mixture_gain: float = 1.0
-    """Factor on every mixture, relative to the scale of the embeddings."""
-
-    def check(self, config: FathomConfig) -> None:
-        """Refuse what cannot be mixed."""
-        check_depth(self.depth)
-        if self.top_k < 0:
-            raise ValueError(f"recurrence_options.top_k must be 0 (the whole vocabulary) or more, got {self.top_k}")
-        if not self.temperature > 0:
-            raise ValueError(f"recurrence_options.temperature must be positive, got {self.temperature}")
+    from .slots import Out, Visit
 
 
 @dataclass(frozen=True)
@@ -107,35 +85,10 @@ class Ponder(Pondering):
         return out.hidden if self.options["feed"] == "hidden" else x + mixed(out, self.options)
 
 
-def mixed(out: Out, options: dict) -> Tensor:
-    """μ at the scale of the embeddings."""
-    head, table = out.tables
-    return mixture(out.hidden, head, table, options["top_k"], options["temperature"]) * (
-        out.embedding_scale * options["mixture_gain"]
-    )
-
-
-def mixture_flops(config: FathomConfig) -> int:
-    """The head and the mixture of one trip."""
-    width, words = config.hidden_size, config.vocab_size
-    return 2 * width * words + 2 * width * (min(config.recurrence_options["top_k"], words) or words)
-
-
-def trips_cost(config: FathomConfig, scalar: int, flops_per_trip: float = 0.0, parameters: int = 0) -> Cost:
-    """Every extra trip pays the stack again, in arithmetic and in cache."""
-    from .cost import layer_cache_bytes, layer_flops
-
-    depth, layers = config.recurrence_options["depth"], config.num_hidden_layers
-    return Cost(
-        parameters=parameters,
-        flops=depth * (layers * layer_flops(config) + flops_per_trip),
-        cache_bytes=depth * layers * layer_cache_bytes(config, scalar),
-    )
-
-
-def cost(config: FathomConfig, scalar: int) -> Cost:
+def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """The stack again, and a mixture where that is what is fed back."""
-    return trips_cost(config, scalar, mixture_flops(config) if config.recurrence_options["feed"] == "mixture" else 0)
+    mixture = mixture_flops(config) if config.recurrence_options["feed"] == "mixture" else 0
+    return trips_cost(config, visits, scalar, mixture)
 
 
 PONDER = Mechanism(

@@ -8,18 +8,18 @@ rounds stand for the order in time. No parameters, no further loss.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .ponder import trips_cost
-from .pondering import Pondering, SolverOptions, check_depth
+from .pondering import Pondering, SolverOptions, check_depth, trips_cost
 from .roles import Cost, Mechanism, View
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
-    from .slots import Out
+    from .slots import Out, Visit
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,9 @@ class Ponder2(Pondering):
         return out.hidden
 
 
-def cost(config: FathomConfig, scalar: int) -> Cost:
+def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """The stack again for every thought, when decoding."""
-    return trips_cost(config, scalar)
+    return trips_cost(config, visits, scalar)
 
 
 PONDER2 = Mechanism(

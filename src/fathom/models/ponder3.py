@@ -11,6 +11,7 @@ The penalty is λ Σ_k (mean of the lowest ρ_k of w_k), where ρ_k is how good 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -19,10 +20,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import initialization as init
 
-from .latent_cot import spread
 from .loss import IGNORE
 from .numerics import widen
-from .ponder import trips_cost
 from .pondering import (
     Sampled,
     SolverOptions,
@@ -34,12 +33,14 @@ from .pondering import (
     lowest_sum,
     per_item,
     ramp,
+    spread,
+    trips_cost,
 )
 from .roles import Cost, Mechanism, View, valid_mean
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
-    from .slots import Out
+    from .slots import Out, Visit
 
 PENALTIES = ("prefix_quality", "expected_trips", "none")
 
@@ -188,11 +189,11 @@ class Ponder3(Sampled):
         return {**super().metrics(state, targets), "gate_entropy": entropy}
 
 
-def cost(config: FathomConfig, scalar: int) -> Cost:
+def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """The stack again for every thought, the router once, and a bias beside every slot, if nobody stops."""
     width, depth = config.hidden_size, config.recurrence_options["depth"]
     router = Cost(flops=2 * width * (depth + 1), cache_bytes=4 * (depth + 1))
-    return trips_cost(config, scalar, 0, (width + 1) * (depth + 1)) + router
+    return trips_cost(config, visits, scalar, 0, (width + 1) * (depth + 1)) + router
 
 
 PONDER3 = Mechanism(

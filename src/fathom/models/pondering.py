@@ -1,4 +1,4 @@
-"""What the pondering recurrences share: a number of trips, and the Jacobi solver of those with the view ALL."""
+"""What the pondering recurrences share: options, penalties, the mixture that is fed back, and what a trip costs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,16 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .arithmetic import layer_cache_bytes, layer_flops
 from .draws import between, draw
 from .loss import IGNORE
-from .numerics import lowest_mean
-from .roles import Recurrence
+from .mixture import mixture
+from .numerics import lowest_mean, widen
+from .roles import Cost, Recurrence
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
+    from .slots import Out, Visit
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,28 @@ class SolverOptions:
         for name in ("jacobi_eval", "jacobi_prefill"):
             if getattr(self, name) < 0:
                 raise ValueError(f"recurrence_options.{name} must not be negative, got {getattr(self, name)}")
+
+
+@dataclass(frozen=True)
+class MixtureOptions:
+    """What is fed back by the recurrences that mix the vocabulary."""
+
+    depth: int = 3
+    """Trips beyond the first."""
+    top_k: int = 100
+    """Words in the mixture, renormalised; 0 for the whole vocabulary."""
+    temperature: float = 1.0
+    """Of the mixture's softmax."""
+    mixture_gain: float = 1.0
+    """Factor on every mixture, relative to the scale of the embeddings."""
+
+    def check(self, config: FathomConfig) -> None:
+        """Refuse what cannot be mixed."""
+        check_depth(self.depth)
+        if self.top_k < 0:
+            raise ValueError(f"recurrence_options.top_k must be 0 (the whole vocabulary) or more, got {self.top_k}")
+        if not self.temperature > 0:
+            raise ValueError(f"recurrence_options.temperature must be positive, got {self.temperature}")
 
 
 class Pondering(Recurrence):
@@ -99,6 +124,44 @@ class Sampled(Pondering):
         """Columns of the tokens that are looked at."""
         count = max(1, length // self.every)
         return (torch.arange(count, device=self.first.device) * self.every + self.first) % length
+
+
+def mixed(out: Out, options: dict) -> Tensor:
+    """μ at the scale of the embeddings."""
+    head, table = out.tables
+    return mixture(out.hidden, head, table, options["top_k"], options["temperature"]) * (
+        out.embedding_scale * options["mixture_gain"]
+    )
+
+
+def mixture_flops(config: FathomConfig) -> int:
+    """The head and the mixture of one trip."""
+    width, words = config.hidden_size, config.vocab_size
+    return 2 * width * words + 2 * width * (min(config.recurrence_options["top_k"], words) or words)
+
+
+def spread(before: Tensor | None, mass: Tensor, hidden: Tensor) -> Tensor:
+    """One more term of Σ_k q_k h_k."""
+    term = mass.unsqueeze(-1) * widen(hidden)
+    return (term if before is None else widen(before) + term).to(hidden.dtype)
+
+
+def entropy(gates: Tensor) -> Tensor:
+    """Of every gate, in nats."""
+    g = gates.float().clamp(1e-6, 1 - 1e-6)
+    return -(g * g.log() + (1 - g) * (1 - g).log())
+
+
+def trips_cost(
+    config: FathomConfig, visits: Sequence[Visit], scalar: int, flops_per_trip: float = 0.0, parameters: int = 0
+) -> Cost:
+    """Every extra trip pays the stack again, in arithmetic and in cache."""
+    again = len(visits) - config.num_hidden_layers
+    return Cost(
+        parameters=parameters,
+        flops=again * layer_flops(config) + visits[-1].trip * flops_per_trip,
+        cache_bytes=again * layer_cache_bytes(config, scalar),
+    )
 
 
 def per_item(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:

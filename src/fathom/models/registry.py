@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +23,10 @@ from .value_residual import VALUE_RESIDUAL
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
+    from .slots import Visit
 
 
-def free(config: FathomConfig, scalar: int) -> Cost:
+def free(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Nothing."""
     return Cost()
 
@@ -91,6 +93,19 @@ def resolve_options(config: FathomConfig, axis: str) -> dict[str, Any]:
         if not _fits(value, str(types[key])):
             raise ValueError(f"{axis}_options.{key} must be {types[key]}, got {value!r}")
     return asdict(chosen.options(**given).resolve(config))
+
+
+def check_trips(config: FathomConfig) -> None:
+    """Refuse a mixer whose sources cross trips where there is but one, or where trips are computed at once: under the
+    view ALL the sources of one would be an unknown of the solver."""
+    crosses = config.recurrence != DEFAULTS["recurrence"] and recurrence_class(config).sees(config).depth_parallel
+    allowed = ("none", "same_layer", "grid") if crosses else ("none",)
+    rule = mixer_class(config).across_trips(config)
+    if rule not in allowed:
+        raise ValueError(
+            f"mixer_options.across_trips must be one of {', '.join(allowed)} with recurrence={config.recurrence}, "
+            f"got {rule}"
+        )
 
 
 def _fits(value: Any, annotation: str) -> bool:

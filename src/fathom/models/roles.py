@@ -11,7 +11,7 @@ a layer breaks activation checkpointing and FSDP2 without an error.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
-    from .slots import Out
+    from .slots import Out, Visit
 
 State = tuple[Tensor, ...]
 
@@ -76,8 +76,8 @@ class Mechanism:
     paper: str
     build: Callable[..., Any]
     """Mixer: (config, layer_idx). Residual: (config, sublayer). Recurrence: (config)."""
-    cost: Callable[[FathomConfig, int], Cost]
-    """(config, bytes per scalar)."""
+    cost: Callable[[FathomConfig, Sequence[Visit], int], Cost]
+    """(config, the plan's visits, bytes per scalar)."""
     options: type = NoOptions
     identity_at_init: bool = False
     """Whether switching it on leaves a pretrained model's function as it is."""

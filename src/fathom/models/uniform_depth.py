@@ -5,15 +5,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .depth_attention import ScheduleOptions, grid_sources, trip_rule
 from .roles import Cost, Mechanism, State, ValueMixer
+from .schedule import ScheduleOptions, grid_sources, trip_rule
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
+    from .slots import Visit
 
 
 class UniformDepth(ValueMixer):
@@ -33,11 +35,8 @@ class UniformDepth(ValueMixer):
         return total / (len(sources) // 2 + 1)
 
 
-def cost(config: FathomConfig, scalar: int) -> Cost:
+def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """One addition per source and a division."""
-    from .slots import plan
-
-    visits = [visit for trip in plan(config) for visit in trip]
     width = config.num_key_value_heads * config.head_dim
     candidates = sum(len(v.sources) + 1 for v in visits if v.sources)
     return Cost(

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from .roles import Cost, Mechanism, State, ValueMixer
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
+    from .slots import Visit
 
 
 class ValueResidual(ValueMixer):
@@ -29,11 +31,8 @@ class ValueResidual(ValueMixer):
         return torch.lerp(value, sources[1], 0.5) if sources else value
 
 
-def cost(config: FathomConfig, scalar: int) -> Cost:
+def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Two products and a sum per layer and trip."""
-    from .slots import plan
-
-    visits = [visit for trip in plan(config) for visit in trip]
     width = config.num_key_value_heads * config.head_dim
     mixing = sum(bool(v.sources) for v in visits)
     return Cost(

@@ -1,0 +1,29 @@
+"""What one layer costs, by arithmetic: the formulas that mechanisms and the decoder's cost are made of."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+
+
+def layer_flops(config: FathomConfig) -> int:
+    """The matrix products of one layer, attention scores left out."""
+    attention = config.hidden_size * config.head_dim * 2 * (config.num_attention_heads + config.num_key_value_heads)
+    return 2 * (attention + 3 * config.hidden_size * config.intermediate_size)
+
+
+def head_flops(config: FathomConfig) -> int:
+    """Logits of one token."""
+    return 2 * config.hidden_size * config.vocab_size
+
+
+def layer_cache_bytes(config: FathomConfig, bytes_per_scalar: int = 2) -> int:
+    """One layer's key and value of one token."""
+    return 2 * config.num_key_value_heads * config.head_dim * bytes_per_scalar
+
+
+def attention_flops(config: FathomConfig, sequence_length: int) -> float:
+    """Scores and weighted sum of one layer, averaged over the positions of a causal sequence."""
+    return 4 * config.num_attention_heads * config.head_dim * (sequence_length + 1) / 2
