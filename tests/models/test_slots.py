@@ -6,6 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
+from fathom.models import modeling, slots
 from fathom.models.slots import Out, Rows, jacobi, joined, plan, sweep, with_banks
 
 from .cases import build, config_of, tokens
@@ -109,6 +110,23 @@ def test_other_recurrences_keep_trips_apart():
         config_of("depth_attention", mixer_options={"across_trips": "grid"})
 
 
+@pytest.mark.parametrize("max_trips", [None, 1])
+@pytest.mark.parametrize("case", ["vanilla", "depth_attention-dense", "loop+depth_attention-grid", "latent_cot"])
+def test_a_plan_is_made_once(case, max_trips, monkeypatch):
+    made = []
+    for module in (slots, modeling):
+        monkeypatch.setattr(module, "plan", lambda *of: (made.append(of), plan(*of))[1])
+    model, ids = build(config_of(case)), tokens(1, 31)
+    assert len(made) == 1
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids[:, :1], past_key_values=cache, max_trips=max_trips)
+        made.clear()
+        for token in ids[:, 1:].split(1, 1):
+            model(token, past_key_values=cache, max_trips=max_trips)
+    assert cache.get_seq_length() == 31 and not made
+
+
 # --- banks ------------------------------------------------------------------------------------------------------------
 
 
@@ -119,18 +137,20 @@ def test_every_trip_gets_a_bank_of_its_own_kind(kind, prelude, coda, total):
     cache = kind(config=config, **({"max_cache_len": 16} if kind is StaticCache else {}))
     kinds = [type(layer) for layer in cache.layers]
     assert len(set(kinds)) == 2, "full and sliding"
-    assert with_banks(cache, config) is cache
+    layers = [v.layer for v in visits_of(config)]
+    assert with_banks(cache, layers) is cache
     assert len(cache.layers) == total == len({id(layer) for layer in cache.layers})
     for v in visits_of(config):
         assert type(cache.layers[v.index]) is kinds[v.layer]
     before = list(cache.layers)
-    with_banks(cache, config)
+    with_banks(cache, layers)
     assert cache.layers == before, "idempotent"
 
 
 def test_no_bank_without_a_second_trip():
     for config in (config_of("vanilla"), looped(count=1)):
-        assert len(with_banks(DynamicCache(config=config), config).layers) == 4
+        layers = [v.layer for v in visits_of(config)]
+        assert len(with_banks(DynamicCache(config=config), layers).layers) == 4
 
 
 @pytest.mark.parametrize("lazy", [False, True])

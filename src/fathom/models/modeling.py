@@ -321,9 +321,9 @@ class FathomModel(FathomPreTrainedModel):
         given, given_positions = past_key_values, position_ids
         if use_cache and past_key_values is None and not (self.slotted and torch.is_grad_enabled()):
             past_key_values = DynamicCache(config=self.config)
-        store = self._prepare(past_key_values, depth)
         if depth not in self.plans:
             self.plans[depth] = plan(self.config, depth)
+        store = self._prepare(past_key_values, depth)
         if position_ids is None:
             seen = 0 if given is None else given.get_seq_length()
             position_ids = (torch.arange(x.shape[1], device=x.device) + seen).unsqueeze(0)
@@ -385,7 +385,7 @@ class FathomModel(FathomPreTrainedModel):
         if cache is None:
             return None
         if not self.slotted:
-            with_banks(cache, self.config, depth)
+            with_banks(cache, [visit.layer for trip in self.plans[depth] for visit in trip])
             return None
         return Store(cache, with_slots(cache, self.config.num_hidden_layers, depth + 1))
 

@@ -70,8 +70,8 @@ def _sources(config: FathomConfig, layer: int, trip: int, index: dict[tuple[int,
     rule = mixer.across_trips(config)
 
     def latest(source: int, until: int) -> int:
-        # A layer outside the looped span ran once; its one visit stands for it in every trip.
-        return max(i for (other, k), i in index.items() if other == source and k <= until)
+        # A layer before the looped span ran once; its one visit stands for it in every trip.
+        return index[(source, until) if (source, until) in index else (source, 0)]
 
     found = {latest(source, trip) for source in grid}
     if rule == "grid":
@@ -82,17 +82,20 @@ def _sources(config: FathomConfig, layer: int, trip: int, index: dict[tuple[int,
     return tuple(sorted(found - {index[layer, trip]}))
 
 
-def with_banks(cache: Cache, config: FathomConfig, depth: int | None = None) -> Cache:
-    """Give a cache that was made for one trip a layer for each visit, in the order of the plan. Idempotent.
+def with_banks(cache: Cache, layers: Sequence[int]) -> Cache:
+    """Give a cache that was made for one trip a layer for each visit. Idempotent.
 
     A bank holds the keys and values of one layer in one trip; to a Hugging Face cache it is one more layer, which is
     why dynamic, static, sliding and quantised caches need no code here. The copies are taken while the cache is
     empty, so they cost nothing until they are written.
+
+    Args:
+        cache: A cache of one trip, or one that has its banks.
+        layers: Every visit's layer, in the order of the plan.
     """
-    layers = [visit.layer for trip in plan(config, depth) for visit in trip]
     if len(cache.layers) in (0, len(layers)):  # a cache without layers makes them as they are asked for
         return cache
-    if len(cache.layers) != config.num_hidden_layers:
+    if len(cache.layers) != len(set(layers)):
         raise ValueError(
             f"this cache has {len(cache.layers)} layers, the model {len(layers)} in all its trips; "
             "start from an empty cache"
