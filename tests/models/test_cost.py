@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import DynamicCache
 
 from fathom.models import FathomConfig
 from fathom.models.arithmetic import attention_flops, head_flops, layer_flops
@@ -144,7 +145,7 @@ def test_pondering_parameters_and_cache(recurrence):
 def test_attention_reads_by_view(view, reads):
     config = llama("ponder", depth=3, feed="hidden", view=view)
     per_position = (flops_per_token(config, 2048) - flops_per_token(config, 0)) / 2048
-    assert per_position == pytest.approx(reads * 24 * attention_flops(config, 0))
+    assert per_position == pytest.approx(reads * 24 * attention_flops(config, 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -158,7 +159,7 @@ def test_attention_reads_by_view(view, reads):
 def test_training_passes_of_views_that_need_a_solver(recurrence, depth, rounds, passes, reads):
     config = llama(recurrence, depth=depth, jacobi_train=rounds)
     stack, length = 24 * layer_flops(config), 512
-    attention = 24 * attention_flops(config, length)
+    attention = 24 * attention_flops(config, 0, length)
     for found, linear, scores in zip(training_flops_range(config, length), passes, reads, strict=True):
         assert found - head_flops(config) == pytest.approx(linear * stack + scores * attention, rel=1e-4)
     assert training_visits(config) == (24 * passes[1], 24 * passes[2])
@@ -193,6 +194,31 @@ def test_flops_are_what_a_counter_counts(case):
     full = flops_per_token(config, 2 * length - 1)  # the counter sees every score, masked or not
     assert counter.get_total_flops() / length == pytest.approx(full, rel=1e-9)
     assert causal < full
+
+
+@pytest.mark.parametrize("case", ["vanilla", "loop-middle", "loop+depth_attention-grid"])
+@pytest.mark.parametrize("window", [None, 2, 4, 16, 40])
+def test_windowed_layers_read_as_far_as_they_see(case, window):
+    """Decoded token by token, as the only way in which a window's scores alone are made."""
+    shape = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1} if window else {}
+    config, length = config_of(case, mixer="none", mixer_options={}, **shape), 16
+    model, cache = build(config), DynamicCache(config=config)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for token in tokens(1, length).split(1, 1):
+            model(token, past_key_values=cache)
+    assert counter.get_total_flops() / length == pytest.approx(flops_per_token(config, length), rel=1e-9)
+
+
+def test_windows_count_in_training_and_in_every_view():
+    slide = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}
+    for case in ("vanilla", "ponder2", "latent_cot"):
+        narrow, wide = config_of(case, **slide), config_of(case)
+        near, far = attention_flops(narrow, 1, 64), attention_flops(narrow, 0, 64)
+        assert far == attention_flops(wide, 1, 64) and near / far == pytest.approx((4 - 4 * 3 / 128) / 32.5)
+        for count in (flops_per_token, training_flops_per_token):
+            scores = count(wide, 64) - count(wide, -1)
+            assert count(narrow, 64) - count(wide, -1) == pytest.approx(scores * (far + 3 * near) / (4 * far))
 
 
 def test_training_flops_are_what_a_counter_counts():

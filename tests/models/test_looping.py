@@ -180,12 +180,12 @@ def test_declared_flops_are_counted(count, prelude, coda):
             model(ids, use_cache=False)
         counted.append(counter.get_total_flops() / length)
     visits = len(layers_of(config))
-    full = attention_flops(config, 2 * length - 1)  # a counter does not know that half of the scores are masked
+    full = attention_flops(config, 0, 2 * length - 1)  # a counter does not know that half of the scores are masked
     assert full == 4 * 4 * 8 * length
     extra = mechanism_cost(config).flops
     assert counted[0] - counted[1] == extra + (visits - 4) * full
     head_less = flops_per_token(config, length) - flops_per_token(config_of("vanilla"), length)
-    assert head_less == extra + (visits - 4) * attention_flops(config, length)
+    assert head_less == extra + (visits - 4) * attention_flops(config, 0, length)
 
 
 @pytest.mark.parametrize(

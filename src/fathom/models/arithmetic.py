@@ -24,6 +24,10 @@ def layer_cache_bytes(config: FathomConfig, bytes_per_scalar: int = 2) -> int:
     return 2 * config.num_key_value_heads * config.head_dim * bytes_per_scalar
 
 
-def attention_flops(config: FathomConfig, sequence_length: int) -> float:
-    """Scores and weighted sum of one layer, averaged over the positions of a causal sequence."""
-    return 4 * config.num_attention_heads * config.head_dim * (sequence_length + 1) / 2
+def attention_flops(config: FathomConfig, layer: int, sequence_length: int) -> float:
+    """Scores and weighted sum of one layer, averaged over the positions of a causal sequence. A layer with a sliding
+    window reads no further back than that."""
+    keys, window = (sequence_length + 1) / 2, config.sliding_window
+    if config.layer_types[layer] == "sliding_attention" and window is not None and window < sequence_length:
+        keys = window - window * (window - 1) / (2 * sequence_length)
+    return 4 * config.num_attention_heads * config.head_dim * keys

@@ -1,13 +1,15 @@
 """What a forward pass costs, by arithmetic: parameters, FLOPs, cache.
 
-FLOPs are per token and count a multiply-add as two. Causal attention is counted once, (T + 1) / 2 positions; the
-head is counted, the embedding look-up is not. A training step is three forward passes of training, which are not
-those of decoding where Jacobi rounds stand for the order in time. Tokens that halt are counted as if they did not.
+FLOPs are per token and count a multiply-add as two. Causal attention is counted once, (T + 1) / 2 positions, or fewer
+in a sliding window; the head is counted, the embedding look-up is not. A training step is three forward passes of
+training, which are not those of decoding where Jacobi rounds stand for the order in time. Tokens that halt are counted
+as if they did not.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 
 import torch
 
@@ -34,23 +36,32 @@ def mechanism_cost(config: FathomConfig, bytes_per_scalar: int = 2) -> Cost:
     return total
 
 
-def attention_reads(config: FathomConfig) -> int:
-    """Keys that a token's trips read for each earlier token, summed over layers; vanilla reads one a layer."""
+def attention_reads(config: FathomConfig) -> list[int]:
+    """Keys that a token's trips read for each earlier token, layer by layer; in vanilla it is one."""
     trips, view = plan(config), recurrence_class(config).sees(config)
     banks = {View.SAME: [1] * len(trips), View.DUO: range(1, len(trips) + 1), View.ALL: [len(trips)] * len(trips)}
-    return sum(len(trip) * read for trip, read in zip(trips, banks[view], strict=True))
+    reads = [0] * config.num_hidden_layers
+    for trip, read in zip(trips, banks[view], strict=True):
+        for visit in trip:
+            reads[visit.layer] += read
+    return reads
+
+
+def _attention(config: FathomConfig, sequence_length: int, reads: Sequence[int]) -> float:
+    """Scores and weighted sums of a token, given how many keys each layer reads for each earlier token."""
+    return sum(read * attention_flops(config, i, sequence_length) for i, read in enumerate(reads))
 
 
 def vanilla_flops_per_token(config: FathomConfig, sequence_length: int) -> float:
     """One forward pass with every axis at its first value."""
-    layer = layer_flops(config) + attention_flops(config, sequence_length)
-    return config.num_hidden_layers * layer + head_flops(config)
+    layers = config.num_hidden_layers
+    return layers * layer_flops(config) + _attention(config, sequence_length, [1] * layers) + head_flops(config)
 
 
 def flops_per_token(config: FathomConfig, sequence_length: int) -> float:
     """One forward pass as decoding makes it, mechanisms included: K + 1 trips where nobody halts."""
-    reads = attention_reads(config) * attention_flops(config, sequence_length)
-    return head_flops(config) + _linear_flops(config) + reads
+    attention = _attention(config, sequence_length, attention_reads(config))
+    return head_flops(config) + _linear_flops(config) + attention
 
 
 def training_flops_per_token(config: FathomConfig, sequence_length: int) -> float:
@@ -103,8 +114,8 @@ def _training_flops(config: FathomConfig, sequence_length: int, rounds: int) -> 
     trip = _linear_flops(_of_depth(config, 0))
     between = (_linear_flops(config) - (depth + 1) * trip) / depth  # two trips: a gate, a mixture
     linear = sum(size * trip + min(size, depth) * between for size in sizes)
-    reads = config.num_hidden_layers * sum(size * size for size in sizes)
-    return head_flops(config) + linear + reads * attention_flops(config, sequence_length)
+    reads = [sum(size * size for size in sizes)] * config.num_hidden_layers
+    return head_flops(config) + linear + _attention(config, sequence_length, reads)
 
 
 def _linear_flops(config: FathomConfig) -> float:
