@@ -326,6 +326,29 @@ def test_jacobi_grows_turns_and_ends(rounds):
             assert state["value"][0, t, 0] == outputs[t, 2]
 
 
+@pytest.mark.parametrize("rounds", range(7))
+def test_jacobi_feeds_in_turn(rounds):
+    """Where a feed adds to its input: from one pass, S_{j+1} = S_j + H_j with the S_j just made, not the one before."""
+    policy, x, seen, depth = Chain(), torch.tensor([1.0, -2.0, 0.5, 3.0]), [], 2
+    policy.feed = lambda x, out, state: x + out.residual
+    jacobi(policy, x.view(1, 4, 1), pass_of([], seen), depth, rounds)
+
+    def by_rule(old_input):
+        stages = [x]
+        for turn in range(depth + rounds):
+            before = torch.stack(stages, 1)  # [T, m + 1]
+            made = torch.zeros_like(before)
+            for t in range(4):
+                made[t] = 0.5 * before[t] + (made[t - 1].sum() if t else 0)
+            stages = [x]
+            for j in range(min(turn + 1, depth)):
+                stages.append((before[:, j] if old_input else stages[j]) + made[:, j])
+        return torch.stack(stages, 1)
+
+    assert torch.equal(seen[-1], by_rule(False))
+    assert torch.equal(by_rule(True), by_rule(False)) == (rounds >= 6), "another rule, with the same end"
+
+
 def test_jacobi_stops_when_nothing_moves():
     lengths = []
     x = torch.tensor([1.0, -2.0, 0.5, 3.0]).view(1, 4, 1)

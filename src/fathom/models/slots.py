@@ -285,9 +285,11 @@ def jacobi(
 ) -> State:
     """Solve for all tokens at once where a trip reads other tokens' later trips.
 
-        grow    S = [x_0];  for m in 0..K-1:  H = pass(S_0..S_m);  S_{j+1} <- feed(S_j, H_j)  for all j <= m
-        rounds  n times:                      H = pass(S_0..S_K);  S_{j+1} <- feed(S_j, H_j)  for all j < K
+        grow    S_0 = x_0;  for m in 0..K-1:  H = pass(S_0..S_m);  S_{j+1} <- feed(S_j, H_j)  for j = 0..m in turn
+        rounds  n times:                      H = pass(S_0..S_K);  S_{j+1} <- feed(S_j, H_j)  for j = 0..K-1 in turn
         final                                 H = pass(S_0..S_K);  read out
+
+    All H_j are of one pass. S_j is the new one: a feed that adds to its input gives x_0 plus what that pass made.
 
     Args:
         recurrence: The policy.
