@@ -107,6 +107,30 @@ def test_expected_trips():
     assert found == pytest.approx(0.1 * total / 10, rel=1e-12)
 
 
+def lowest(values, count):
+    """Mean of the `count` lowest, the last of them in part; less than one is that part of the lowest."""
+    parts = [(min(1.0, count - rank), value) for rank, value in enumerate(sorted(values)) if rank < count]
+    return sum(part * value for part, value in parts) / max(count, 1.0)
+
+
+@pytest.mark.parametrize("over", ["row", "batch"])
+def test_a_readout_that_is_good_for_nothing_costs_nothing(over):
+    """A head that knows nothing guesses one word in 61: its quality is σ(-36), and the penalty as small."""
+    model, ids, before = penalty(penalty_steps=[0, 0], penalty_token_fraction=1.0, penalty_over=over)
+    assert before > 0
+    with torch.no_grad():
+        model.lm_head.weight.zero_()
+        assert 0 <= model(ids, labels=ids).aux_losses["penalty"] < 1e-12
+
+
+def test_the_penalty_does_not_train_the_head():
+    model, ids, _ = penalty(penalty_steps=[0, 0], penalty_token_fraction=1.0)
+    found = model(ids, labels=ids).aux_losses["penalty"]
+    weights = [model.lm_head.weight, model.model.recurrence.router.weight]
+    head, router = torch.autograd.grad(found, weights, allow_unused=True)
+    assert head is None and router.abs().max() > 0
+
+
 def test_prefix_quality():
     """λ Σ_k mean of the lowest ρ_k of w_k: restated row by row from decoding."""
     model, ids, found = penalty(penalty_steps=[0, 0], penalty_token_fraction=1.0)
@@ -124,8 +148,7 @@ def test_prefix_quality():
                 prefix = (share[:, :k, None] * h[:, :k]).sum(1)
                 ce = F.cross_entropy(prefix @ decoder.head.T, row[1:], reduction="none")
                 rho = 1 - (10 * (ce - 0.5)).sigmoid().mean().item()
-                lowest = tail[:, k].sort()[0][: math.ceil(5 * max(rho - before, 0))]
-                total += 5 * lowest.mean().item() if len(lowest) else 0
+                total += 5 * lowest(tail[:, k].tolist(), 5 * max(rho - before, 0))
                 before = rho
     assert found == pytest.approx(0.1 * total / 10, rel=1e-9, abs=1e-15) and found > 0
 

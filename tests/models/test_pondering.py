@@ -419,12 +419,18 @@ def test_what_is_no_target_never_counts(method, options):
 def test_lowest_fraction():
     values = torch.tensor([[3.0, 1.0, 2.0, 0.0], [5.0, 9.0, 7.0, 6.0]])
     valid = torch.tensor([[True, True, True, False], [True, True, True, True]])
-    assert lowest_mean(values, valid, 0.5).tolist() == [1.5, 5.5]
+    assert lowest_mean(values, valid, 0.5).tolist() == pytest.approx([(1 + 0.5 * 2) / 1.5, 5.5])
     assert lowest_mean(values, valid, 0.0).tolist() == [0, 0]
     assert lowest_mean(values, valid, torch.tensor([1.0, 0.25])).tolist() == [2, 5]
+    # At the edge a value counts in part; below one value the mean falls with the fraction.
+    assert lowest_mean(values, valid, torch.tensor([0.5, 0.375])).tolist() == pytest.approx([4 / 3, 16 / 3])
+    assert lowest_mean(values, valid, torch.tensor([0.25, 0.125])).tolist() == [0.75 * 1, 0.5 * 5]
+    assert lowest_mean(values, valid, 1e-6).tolist() == pytest.approx([3e-6, 2e-5])
     targets = torch.where(valid, 1, -100)
-    assert lowest_sum(values.unsqueeze(2), targets, 0.5, "row").item() == 1.5 * 3 + 5.5 * 4
-    assert lowest_sum(values.unsqueeze(2), targets, 0.5, "batch").item() == pytest.approx((1 + 2 + 3 + 5) / 4 * 7)
+    assert lowest_sum(values.unsqueeze(2), targets, 0.5, "row").item() == pytest.approx(2 / 1.5 * 3 + 5.5 * 4)
+    assert lowest_sum(values.unsqueeze(2), targets, 0.5, "batch").item() == pytest.approx(
+        (1 + 2 + 3 + 0.5 * 5) / 3.5 * 7
+    )
 
 
 def test_metrics_count_the_trips():

@@ -43,11 +43,15 @@ def head_pool(query: Tensor, num_key_value_heads: int) -> Tensor:
 
 
 def lowest_mean(values: Tensor, valid: Tensor, fraction: Tensor | float) -> Tensor:
-    """Mean of the lowest `fraction` of each row's valid values, `[R, N]` to `[R]`; 0 where that is none."""
+    """Mean of the lowest `fraction` of each row's valid values, `[R, N]` to `[R]`.
+
+    The value at the edge counts in part. A fraction of less than one value is that part of the lowest, so that the
+    mean falls to 0 with the fraction.
+    """
     order = values.masked_fill(~valid, torch.inf).argsort(dim=1)
     rank = torch.empty_like(order).scatter_(
         1, order, torch.arange(values.shape[1], device=values.device).expand_as(order)
     )
     count = valid.sum(1, keepdim=True) * (fraction if isinstance(fraction, float) else fraction.reshape(-1, 1))
-    lowest = valid & (rank < count)
-    return values.where(lowest, 0).sum(1) / lowest.sum(1).clamp(min=1)
+    share = (count - rank).clamp(0, 1).where(valid, 0)
+    return (values.where(valid, 0) * share).sum(1) / share.sum(1).clamp(min=1)

@@ -5,7 +5,8 @@
 Every query that reads slot (t, k) adds log w_{t,k} to its logit, so a thought fades before it is cut, and the router
 learns both from the mixture and from attention.
 
-The penalty is λ Σ_k (mean of the lowest ρ_k of w_k), where ρ_k is how good the readout is that stops before trip k.
+The penalty is λ Σ_k (mean of the lowest ρ_k of w_k), where ρ_k is how good the readout is that stops before trip k. The
+token at the edge of that part counts in part, so that a readout that is good for nothing costs nothing.
 """
 
 from __future__ import annotations
@@ -172,8 +173,9 @@ class Ponder3(Sampled):
         return {"penalty": self.weight.to(total.dtype) * per_item(total, targets, num_items_in_batch)}
 
     @torch.no_grad()
+    @torch.no_grad()
     def _quality(self, prefix: Tensor, targets: Tensor, head: nn.Module) -> Tensor:
-        """1 - mean σ(10 (CE - 0.5)) of every row, from a sample of its tokens."""
+        """1 - mean σ(10 (CE - 0.5)) of every row, from a sample of its tokens. The penalty does not train it."""
         columns = self.sample(targets.shape[1])
         target = targets[:, columns]
         ce = F.cross_entropy(
