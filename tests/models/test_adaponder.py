@@ -120,6 +120,22 @@ def test_a_penalty_pushes_gates_shut():
     assert all(gate.down.bias.grad.item() > 0 for gate in model.model.recurrence.gates)
 
 
+def test_the_penalty_rests_once_its_fraction_is_shut():
+    """The second gate shuts: with the third, which a halted token no longer asks, two gates of three are."""
+    found = {}
+    for q in (0.3, 0.6, 0.7, 0.9):
+        model, ids = thinker("adaponder", penalty_fraction=q).train(), tokens(2, 7)
+        with torch.no_grad():
+            model.model.recurrence.gates[0].down.bias.fill_(9.0)
+            model.model.recurrence.gates[1].down.bias.fill_(-50.0)
+        model.set_step(100, 100)
+        penalty = model(ids, labels=ids).aux_losses["penalty"]
+        (slope,) = torch.autograd.grad(penalty, model.model.recurrence.gates[0].down.bias)
+        found[q] = penalty.item(), slope.item()
+    assert all(abs(x) < 1e-12 for q in (0.3, 0.6) for x in found[q])
+    assert all(x > 1e-9 for q in (0.7, 0.9) for x in found[q])
+
+
 # --- faults that must be seen -----------------------------------------------------------------------------------------
 
 

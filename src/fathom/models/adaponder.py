@@ -5,8 +5,9 @@
 A halted token keeps the keys, values and output of its last trip; later trips of others read those. Since the gate
 multiplies the update, cutting it at τ removes next to nothing, which is why training needs no estimator.
 
-The penalty is the mean of the lowest q of all gates (a halted token's gates are 0): λ = `penalty_max`, with q growing
-from 0 to `penalty_fraction` over `penalty_window`.
+The penalty is λ times the mean of the lowest q of all gates: λ = `penalty_max`, with q growing from 0 to
+`penalty_fraction` over `penalty_window`. A halted token's gates count as 0, so once a part q of all gates is shut the
+penalty has no gradient left: q is the part of the further trips that it saves, not a pressure that goes on.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class AdaponderOptions(MixtureOptions):
     penalty_max: float = 0.1
     """λ."""
     penalty_fraction: float = 0.1
-    """q in the end."""
+    """q in the end: the part of all gates that the penalty shuts. Once so many are shut it rests."""
     penalty_window: list = field(default_factory=lambda: [0.1, 0.3])
     """Between which fractions of training q grows."""
     penalty_on: str = "sigmoid"
