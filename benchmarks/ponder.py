@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from fathom.checkpoints.runs import find_model
 from fathom.comparison.timing import interleaved
 from fathom.data.prepare import prepare
 from fathom.data.shards import TokenDataset
-from fathom.inference.generate import find_model
 from fathom.models import FathomForCausalLM
 from fathom.recipe import load_recipe
 from fathom.report.provenance import provenance

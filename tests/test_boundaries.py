@@ -1,8 +1,16 @@
-"""Who may import whom, and what nobody imports by accident."""
+"""Who may import whom: no room from below, no circle, nothing of ours inside functions, nothing heavy by accident.
+
+Every import counts: inside functions, relative, and by `importlib`; only those for type hints do not.
+"""
+
+from __future__ import annotations
 
 import ast
+import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -10,72 +18,207 @@ import pytest
 import fathom
 
 ROOT = Path(fathom.__file__).parent
-MAY_IMPORT = {
-    "models": set(),
-    "kernels": {"models"},
-    "kvcache": {"models"},
-    "lineage": {"models"},
-    "report": set(),
-    "data": {"report"},
-    "corpus": {"data"},
-    "training": {
-        "models",
-        "kernels",
-        "kvcache",
-        "lineage",
-        "report",
-        "data",
-        "corpus",
-        "recipe",
-        "export",
-        "evaluation",
-    },
-    "evaluation": {
-        "models",
-        "kernels",
-        "kvcache",
-        "lineage",
-        "report",
-        "data",
-        "corpus",
-        "recipe",
-        "export",
-        "training",
-    },
-    "inference": {
-        "models",
-        "kernels",
-        "kvcache",
-        "lineage",
-        "report",
-        "data",
-        "corpus",
-        "recipe",
-        "export",
-        "evaluation",
-    },
+ROOMS = (
+    *("_version", "errors", "models", "kernels", "kvcache", "report", "checkpoints", "data", "recipe", "corpus"),
+    *("training", "evaluation", "inference", "lens", "lineage", "comparison", "ladder", "cli", "__main__"),
+)
+"""Each may import those before it."""
+STRANGERS = {
+    "kvcache": {"kernels"},
+    "report": {"models", "kernels", "kvcache"},
+    "checkpoints": {"kernels", "kvcache"},
+    "data": {"models", "kernels", "kvcache"},
+    "corpus": {"models", "kernels", "kvcache"},
+    "lineage": {"kernels", "kvcache", "data", "recipe", "corpus", "training", "evaluation", "inference", "lens"},
 }
-FILES = sorted(ROOT.rglob("*.py"))
+"""Rooms above that a room must not know all the same."""
+INSIDE_FUNCTIONS = {
+    ("recipe", "fathom.models.configuration"): "a recipe is read without torch, a configuration is not",
+    ("recipe", "fathom.kvcache"): "as above: the methods that `kvcache.method` may name",
+}
+"""Imports of our own inside functions, and why; at the top of a command's `run` they need no reason."""
 
 
-def imported(path: Path) -> set[str]:
-    """Names of our own packages that a file imports, absolute and relative."""
-    package = ["fathom", *path.relative_to(ROOT).parent.parts]
-    found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            base = package[: len(package) - node.level + 1] if node.level else []
-            found.add(".".join([*base, *([node.module] if node.module else [])]))
-    return {name.split(".")[1] for name in found if name.startswith("fathom.") and not name.startswith("fathom._")}
+@dataclass(frozen=True)
+class Import:
+    """One module that a file imports."""
+
+    file: str
+    """The importing module, as `fathom.room.name`."""
+    target: str
+    name: str
+    """What is taken from it, or nothing."""
+    function: str
+    """The function that it stands in, or nothing."""
+    first: bool
+    """Whether only imports, and the docstring, stand before it in that function."""
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_boundaries(path):
-    part = path.relative_to(ROOT).parts[0]
-    if part in MAY_IMPORT:
-        assert imported(path) - {part} <= MAY_IMPORT[part]
+def room_of(module: str) -> str:
+    """`fathom.models.roles` to `models`; the package's own face is called `fathom`."""
+    return [*module.split("."), "fathom"][1]
+
+
+def imports(root: Path) -> list[Import]:
+    """All imports of our own in a source tree."""
+    return [found for path in sorted(root.rglob("*.py")) for found in of_file(root, path)]
+
+
+def of_file(root: Path, path: Path) -> Iterator[Import]:
+    parts = [root.name, *path.relative_to(root).with_suffix("").parts]
+    package = parts[:-1]
+    module = ".".join(parts if parts[-1] != "__init__" else package)
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    for node, function, first in statements(tree):
+        for target, name in targets(node, package):
+            if target.split(".")[0] != root.name:
+                continue
+            inner = f"{target}.{name}" if name else target
+            place = root.joinpath(*inner.split(".")[1:])
+            is_module = place.with_suffix(".py").exists() or (place / "__init__.py").exists()
+            yield Import(module, inner if is_module else target, "" if is_module else name, function, first)
+
+
+def statements(tree: ast.Module) -> Iterator[tuple[ast.AST, str, bool]]:
+    """Every node that is not for type hints alone, with the function around it."""
+
+    def walk(node: ast.AST, function: str, first: bool) -> Iterator[tuple[ast.AST, str, bool]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+                yield from walk_all(child.orelse, function, first)
+            elif isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                leading = True
+                for statement in child.body:
+                    leading = leading and isinstance(statement, (ast.Import, ast.ImportFrom, ast.Expr, ast.Try))
+                    yield statement, child.name, leading
+                    yield from walk(statement, child.name, leading)
+            else:
+                yield child, function, first
+                yield from walk(child, function, first)
+
+    def walk_all(nodes: list[ast.stmt], function: str, first: bool) -> Iterator[tuple[ast.AST, str, bool]]:
+        for node in nodes:
+            yield node, function, first
+            yield from walk(node, function, first)
+
+    return walk(tree, "", True)
+
+
+def targets(node: ast.AST, package: list[str]) -> Iterator[tuple[str, str]]:
+    """(module, name) of an import statement or of a call of `import_module`."""
+    if isinstance(node, ast.Import):
+        yield from ((alias.name, "") for alias in node.names)
+    elif isinstance(node, ast.ImportFrom):
+        base = package[: len(package) - node.level + 1] if node.level else []
+        module = ".".join([*base, *([node.module] if node.module else [])])
+        yield from ((module, alias.name) for alias in node.names)
+    elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in ("import_module", "__import__"):
+        given = node.args[0] if node.args else None
+        text = given.values[0] if isinstance(given, ast.JoinedStr) else given
+        if isinstance(text, ast.Constant):
+            yield str(text.value).rstrip("."), ""
+
+
+def climbs(found: list[Import]) -> list[str]:
+    """Imports that go up, or to a stranger."""
+    wrong = []
+    for one in found:
+        here, there = room_of(one.file), room_of(one.target)
+        if here in (there, "fathom"):
+            continue
+        up = there not in ROOMS or here not in ROOMS or ROOMS.index(there) > ROOMS.index(here)
+        if up or there in STRANGERS.get(here, ()):
+            wrong.append(f"{one.file} imports {one.target}")
+    return wrong
+
+
+def circles(found: list[Import]) -> list[list[str]]:
+    """Groups of modules that reach one another."""
+    edges: dict[str, set[str]] = {}
+    for one in found:
+        edges.setdefault(one.file, set()).add(one.target)
+
+    def reached(start: str) -> set[str]:
+        seen, todo = set(), [start]
+        while todo:
+            for target in edges.get(todo.pop(), ()):
+                if target not in seen:
+                    seen.add(target)
+                    todo.append(target)
+        return seen
+
+    reach = {module: reached(module) for module in edges}
+    return sorted({tuple(sorted(m for m in reach if n in reach[m] and m in reach[n])) for n in reach if n in reach[n]})
+
+
+def hidden(found: list[Import]) -> list[str]:
+    """Imports inside functions that need a reason."""
+    wrong = []
+    for one in found:
+        command = room_of(one.file) == "cli" and one.function == "run" and one.first
+        dispatch = (one.file, one.function) == ("fathom.cli.main", "_dispatch")
+        if one.function in ("", "__getattr__", "register") or command or dispatch:
+            continue
+        if (room_of(one.file), one.target) not in INSIDE_FUNCTIONS:
+            wrong.append(f"{one.file}.{one.function} imports {one.target}")
+    return wrong
+
+
+def private(found: list[Import]) -> list[str]:
+    """Names with an underscore that are taken from another room."""
+    return [
+        f"{one.file} takes {one.target}.{one.name}"
+        for one in found
+        if one.name.startswith("_") and not one.name.startswith("__") and room_of(one.file) != room_of(one.target)
+    ]
+
+
+CHECKS = {"climbs": climbs, "circles": circles, "hidden": hidden, "private": private}
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_boundaries(check):
+    assert not CHECKS[check](imports(ROOT))
+
+
+def test_reasons_are_few_and_used():
+    assert len(INSIDE_FUNCTIONS) <= 5
+    used = {(room_of(one.file), one.target) for one in imports(ROOT) if one.function}
+    assert set(INSIDE_FUNCTIONS) <= used
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "check"),
+    [
+        ("data/planted.py", "from fathom.training import loop", "climbs"),
+        ("data/planted.py", "def f():\n    from fathom.training import loop", "climbs"),
+        ("data/planted.py", "import importlib\nimportlib.import_module('fathom.training.loop')", "climbs"),
+        ("models/planted.py", "from ..report import plots", "climbs"),
+        ("lineage/planted.py", "import fathom.training.loop", "climbs"),
+        ("training/planted.py", "from fathom.cli.parser import Parser", "climbs"),
+        ("training/planted.py", "import fathom", "climbs"),
+        ("errors.py", "def f():\n    from fathom.report.files import lock", "circles"),
+        ("report/planted.py", "def f():\n    from .planted2 import g", "circles"),
+        ("training/planted.py", "def f():\n    from fathom.data.shards import DataError", "hidden"),
+        ("cli/planted.py", "def run(options):\n    x = 1\n    from fathom.recipe import Recipe", "hidden"),
+        ("training/planted.py", "from fathom.data.shards import _shard", "private"),
+    ],
+)
+def test_the_checks_can_see(tmp_path, file, text, check):
+    """A planted file goes through the real check, beside the real tree."""
+    tree = tmp_path / "fathom"
+    shutil.copytree(ROOT, tree, ignore=lambda _, names: [n for n in names if "." in n and not n.endswith(".py")])
+    (tree / "report" / "planted2.py").write_text("from .planted import f\n\ndef g(): ...\n")
+    before = CHECKS[check](imports(tree))
+    (tree / file).write_text(text)
+    assert set(map(str, CHECKS[check](imports(tree)))) - set(map(str, before))
+
+
+def test_hints_do_not_count(tmp_path):
+    tree = tmp_path / "fathom"
+    (tree / "data").mkdir(parents=True)
+    (tree / "data" / "x.py").write_text("if TYPE_CHECKING:\n    from fathom.training import loop\n")
+    assert not imports(tree)
 
 
 def test_models_travel_alone():
@@ -87,23 +230,18 @@ def test_models_travel_alone():
                 assert node.level == 0 or node.module, f"{path}: name the sibling, `from .sibling import …`"
 
 
-def test_jsonargparse_is_met_in_two_places():
-    users = {str(p.relative_to(ROOT)) for p in FILES if "jsonargparse" in p.read_text()}
-    assert users <= {"recipe.py", "cli.py"}
-
-
-def test_the_check_can_see(tmp_path):
-    planted = ROOT / "models" / "roles.py"
-    tree = planted.read_text() + "\nfrom fathom.training import loop\n"
-    assert "training" in {
-        node.module.split(".")[1]
-        for node in ast.walk(ast.parse(tree))
-        if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").startswith("fathom.")
-    }
-
-
 def test_import_is_light():
-    heavy = ["datasets", "lm_eval", "triton", "vllm", "wandb", "trackio", "matplotlib"]
+    """What a module of ours would bring, optional or slow."""
+    heavy = ["torch", "transformers", "scipy", "numpy", "datasets", "lm_eval", "vllm", "wandb", "trackio", "matplotlib"]
     code = f"import sys, fathom; print([m for m in {heavy} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr
+
+
+def test_optional_packages_stay_out():
+    """Training and inference run without any of them; torch itself may bring triton."""
+    optional = ["datasets", "lm_eval", "vllm", "wandb", "trackio", "matplotlib", "peft", "fastapi", "liger_kernel"]
+    modules = "fathom.training, fathom.inference.generate, fathom.comparison.work, fathom.lens.look, fathom.lineage"
+    code = f"import sys, {modules}; print([m for m in {optional} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

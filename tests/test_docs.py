@@ -30,6 +30,8 @@ import pytest
 import torch
 
 from fathom.cli import main as cli
+from fathom.cli.lineage import ACTIONS
+from fathom.cli.parser import Parser
 from fathom.data.prepare import prepare
 from fathom.data.tokenizer import train_bpe
 from fathom.evaluation.caches import evaluate as kvcache_command
@@ -144,20 +146,20 @@ def name_of(page: Path) -> str:
 
 
 @pytest.fixture(scope="module")
-def parsers() -> dict[str, cli.Parser]:
+def parsers() -> dict[str, Parser]:
     """The parser of every command, after its `--help` was shown and ended well."""
-    seen: dict[str, cli.Parser] = {}
+    seen: dict[str, Parser] = {}
     with pytest.MonkeyPatch.context() as patch:
         for method in ("parse_args", "parse_intermixed_args"):
-            plain = getattr(cli.Parser, method)
+            plain = getattr(Parser, method)
 
             def parse(self, words, plain=plain):
                 seen[self.prog.removeprefix("fathom").strip()] = self
                 return plain(self, words)
 
-            patch.setattr(cli.Parser, method, parse)
+            patch.setattr(Parser, method, parse)
         patch.setattr(sys, "stdout", io.StringIO())
-        for name in ["", *cli.COMMANDS, *(f"lineage {name}" for name in cli.LINEAGE)]:
+        for name in ["", *cli.COMMANDS, *(f"lineage {name}" for name in ACTIONS)]:
             with pytest.raises(SystemExit) as ended:
                 cli.main([*name.split(), "--help"])
             assert ended.value.code == 0, name
@@ -176,15 +178,15 @@ def check_arguments(words: list[str]) -> None:
     """Parse and stop."""
     with pytest.MonkeyPatch.context() as patch:
         for method in ("parse_args", "parse_intermixed_args"):
-            plain = getattr(cli.Parser, method)
+            plain = getattr(Parser, method)
 
             def parse(self, given, plain=plain):
                 options = plain(self, given)
-                if self.prog not in ("fathom", "fathom lineage"):
+                if self.prog != "fathom":
                     raise Parsed
                 return options
 
-            patch.setattr(cli.Parser, method, parse)
+            patch.setattr(Parser, method, parse)
         with pytest.raises(Parsed):
             assert cli.main(words) == 0
 
@@ -433,7 +435,7 @@ def benchmark_flags(script: str) -> set[str]:
     return seen
 
 
-def unknown_flags(page: Path, parsers: dict[str, cli.Parser]) -> list[str]:
+def unknown_flags(page: Path, parsers: dict[str, Parser]) -> list[str]:
     """Flags that the page gives to a command that does not know them."""
     found = []
     subject = SUBJECT.get(name_of(page))
@@ -462,11 +464,11 @@ def unknown_flags(page: Path, parsers: dict[str, cli.Parser]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
-def test_flags_are_known_to_their_commands(page: Path, parsers: dict[str, cli.Parser]) -> None:
+def test_flags_are_known_to_their_commands(page: Path, parsers: dict[str, Parser]) -> None:
     assert unknown_flags(page, parsers) == []
 
 
-def test_an_unknown_flag_is_caught(tmp_path: Path, parsers: dict[str, cli.Parser]) -> None:
+def test_an_unknown_flag_is_caught(tmp_path: Path, parsers: dict[str, Parser]) -> None:
     page = tmp_path / "generate.md"
     page.write_text(
         "`--seed`, `--sead`; `fathom lens --top`, `fathom lens --chat`, `fathom peek`\n"
@@ -476,7 +478,7 @@ def test_an_unknown_flag_is_caught(tmp_path: Path, parsers: dict[str, cli.Parser
     assert caught == {"--sead", "--chat", "--fast", "--run", "--step", "no such command"}
 
 
-def test_every_command_is_documented(parsers: dict[str, cli.Parser]) -> None:
+def test_every_command_is_documented(parsers: dict[str, Parser]) -> None:
     said = {command_of(words_of(item)[1:]) for page in PAGES for item in items(page) if item.text.startswith("fathom ")}
     said |= {command_of(span.split()[1:]) for page in PAGES for span in spans(page) if span.startswith("fathom ")}
     assert set(parsers) - {"", "lineage"} <= said

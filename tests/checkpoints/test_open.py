@@ -13,7 +13,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from fathom.checkpoints.open import check_checkpoint, open_checkpoint
+from fathom.checkpoints.check import check_checkpoint
+from fathom.checkpoints.open import open_checkpoint
 from fathom.checkpoints.origin import Refused
 from fathom.cli.main import main
 from fathom.models import FathomForCausalLM
@@ -263,7 +264,7 @@ def test_checking_imports_no_torch_model(whole):
     """The check reads names and headers; it is done before transformers is even imported."""
     code = (
         "import sys; sys.argv[0] = 'fathom'\n"
-        "from fathom.checkpoints.open import check_checkpoint\n"
+        "from fathom.checkpoints.check import check_checkpoint\n"
         f"check_checkpoint({str(whole)!r}); print('transformers' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from fathom.checkpoints.runs import best_arm
 from fathom.cli.main import main
 from fathom.comparison.arms import arm_recipes, parse_arms, tokens, training_flops
-from fathom.comparison.findings import best_arm, summarize, verdict
+from fathom.comparison.findings import summarize, verdict
 from fathom.comparison.page import page, quality_rows, tables
-from fathom.comparison.work import Plan, Task, compare, make_plan, read_measured, tasks
+from fathom.comparison.plan import Plan, make_plan, read_measured, tasks
+from fathom.comparison.work import compare
 from fathom.recipe import Recipe, RecipeError
 from fathom.report.provenance import provenance
 from fathom.training import read_metrics
@@ -83,7 +85,7 @@ def test_everything_is_reported(planted):
 def test_finished_work_is_kept_and_the_report_made_from_it(planted, monkeypatch):
     report, out = planted
     (out / "report.json").unlink()
-    monkeypatch.setattr(Task, "run", None)  # nothing may run
+    monkeypatch.setattr("fathom.comparison.work.run_task", None)  # nothing may run
     again = compare(Plan.read(out), out, quiet=True)
     assert {**again, "date": None, "command": None} == {**report, "date": None, "command": None}
 
@@ -153,7 +155,7 @@ def test_a_seed_whose_control_failed_is_left_out(planted, tmp_path: Path, monkey
         (run / "result.json").unlink()
         (run / "failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
     shutil.rmtree(tmp_path / "part/arms/again/seed-1")
-    monkeypatch.setattr(Task, "run", None)  # it is not trained for nothing
+    monkeypatch.setattr("fathom.comparison.work.run_task", None)  # it is not trained for nothing
     report = compare(plan, tmp_path / "part", quiet=True)
     assert report["seeds"] == [0, 2] and [len(arm["runs"]) for arm in report["arms"]] == [2, 2, 1]
     assert "better ended" in report["verdict"] and "without an interval" in report["verdict"]

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fathom.checkpoints.export import export
+from fathom.checkpoints.runs import find_model
 from fathom.cli.main import main
 from fathom.data.tokenizer import train_bpe
 from fathom.inference.generate import (
@@ -21,7 +22,6 @@ from fathom.inference.generate import (
     Sampling,
     chat,
     encode,
-    find_model,
     generate,
     generate_batch,
     generate_file,
@@ -295,6 +295,6 @@ def test_the_command(exported: Path, capsys, monkeypatch) -> None:
     assert main([*words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["tokens"] <= 5
     monkeypatch.setattr(sys, "stdin", iter(["how deep\n"]))
-    monkeypatch.setattr("fathom.inference.generate._typed", lambda: sys.stdin)
+    monkeypatch.setattr("fathom.cli.generate.typed_lines", lambda: sys.stdin)
     assert main(["generate", str(exported), "--chat", "--max-new-tokens", "4", "--device", "cpu"]) == 0
     assert "tokens/s" in capsys.readouterr().err

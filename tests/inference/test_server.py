@@ -24,6 +24,7 @@ from transformers.cli.serving.model_manager import ModelManager
 from fathom.checkpoints.open import open_checkpoint
 from fathom.cli.main import main
 from fathom.inference import server
+from fathom.lens.live import add_lens
 from tests.inference.tiny import TEXT, export_tiny
 
 CONTEXT = 8192
@@ -385,7 +386,7 @@ def test_a_model_that_was_not_taught_to_converse(tmp_path):
 
 
 def test_the_lens_is_live(directory):
-    with in_thread(server.build_app(*open_checkpoint(directory, "cpu"), "tiny", lens=True)) as live:
+    with in_thread(server.build_app(*open_checkpoint(directory, "cpu"), "tiny", lens=add_lens)) as live:
         connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=60)
         connection.request("GET", "/lens")
         response = connection.getresponse()

@@ -14,8 +14,8 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fathom.cli.main import main
 from fathom.lens import look as lens
-from fathom.lens.look import LensError, lens_data, lens_page
-from fathom.lens.page import pack, quantise
+from fathom.lens.look import LensError, lens_data
+from fathom.lens.page import lens_page, pack, quantise
 from fathom.models import FathomForCausalLM
 from fathom.models.registry import parse_mechanism
 from tests.inference.tiny import export_tiny, tiny_config, tiny_tokenizer

@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 import torch
 
+from fathom.checkpoints.origin import Refused
 from fathom.cli import lineage as commands
+from fathom.cli.main import main
 from fathom.lineage import cards, commitments, huref
 from fathom.lineage.comparison import Options, _tampering, measure
 from fathom.lineage.evidence import INITIALISATION, NONE, PARTIAL, SHARED
@@ -203,17 +205,24 @@ def test_names_are_escaped(family, tmp_path):
     assert "<img src=x" not in (tmp_path / "out" / "report.html").read_text()
 
 
-def test_unusable_input_is_one_line_and_code_two(tmp_path, family):
-    for result in (
-        commands.compare(str(tmp_path / "none"), str(family / "base")),
-        commands.compare(str(family / "base"), str(family / "child"), mode="guess"),
-        commands.compare(str(family / "base"), str(family / "child"), null=tmp_path / "none.json"),
-        commands.attack(str(family / "base"), tmp_path, ["rotate"]),
-        commands.verify(tmp_path / "none.json"),
-        commands.search(tmp_path / "none.card", tmp_path / "nowhere"),
-        commands.calibrate([str(family / "base")], tmp_path / "n.json"),
-    ):
-        assert result.exit_code == 2 and result.text.startswith("refused: ") and "\n" not in result.text
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["compare", "none", "base"],
+        ["compare", "base", "child", "--mode", "guess"],
+        ["compare", "base", "child", "--null", "none.json"],
+        ["attack", "base", "--out", "x", "--kind", "rotate"],
+        ["verify", "none.json"],
+        ["search", "none.card", "nowhere", "--library", "nowhere"],
+        ["calibrate", "base", "--out", "n.json"],
+    ],
+    ids=" ".join,
+)
+def test_unusable_input_is_one_line_and_code_two(family, words, capsys, monkeypatch):
+    monkeypatch.chdir(family)
+    assert main(["lineage", *words]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("fathom: ") and printed.err.count("\n") == 1
 
 
 def test_calibrated_null_replaces_controls(family, tmp_path):
@@ -268,8 +277,10 @@ def test_commitments_open_to_the_same_weights_only(family, tmp_path):
     blinded = commands.commit(str(family / "base"), tmp_path / "b.json", blind=True, key_out=tmp_path / "key")
     assert "leaves" not in blinded.data and "sketch" not in blinded.data
     assert commands.verify(tmp_path / "b.json", str(family / "base"), tmp_path / "key").exit_code == 0
-    assert commands.verify(tmp_path / "b.json", str(family / "base")).exit_code == 2
-    assert commands.commit(str(family / "base"), tmp_path / "c.json", blind=True).exit_code == 2
+    with pytest.raises(Refused, match="key"):
+        commands.verify(tmp_path / "b.json", str(family / "base"))
+    with pytest.raises(Refused, match="key"):
+        commands.commit(str(family / "base"), tmp_path / "c.json", blind=True)
     again = commands.commit(str(family / "base"), tmp_path / "d.json", blind=True, key_out=tmp_path / "key2")
     assert again.data["root"] != blinded.data["root"]
 

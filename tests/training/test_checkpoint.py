@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystem
 
+from fathom.checkpoints.runs import CheckpointError, damage
 from fathom.recipe import Recipe
 from fathom.training import TrainingError, train
-from fathom.training.checkpoint import Checkpointer, CheckpointError, damage
+from fathom.training.checkpoint import Checkpointer
 from fathom.training.parallel import Ranks
 from tests.tiny import tiny_recipe
 

@@ -18,6 +18,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, 
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from fathom._version import __version__
+from fathom.checkpoints.layout import CARD, CONFIG
+from fathom.checkpoints.runs import open_source
 from fathom.errors import FathomError
 from fathom.models import FathomConfig, modeling
 from fathom.models.cost import cache_bytes_per_token
@@ -31,7 +33,6 @@ AUTO_MAP = {
     "AutoModelForCausalLM": "modeling.FathomForCausalLM",
 }
 FORMS = ("fathom", "qwen3", "unrolled")
-CARD = "README.md"
 MARK = "Exported by Fathom"
 
 
@@ -64,7 +65,8 @@ def export(
     if directory.exists() and any(directory.iterdir()) and not _is_export(directory):
         raise ExportError(f"{directory} exists and is not an earlier export; choose another place")
     if isinstance(model, str | Path):
-        model, tokenizer, facts = open_source(Path(model), tokenizer, facts)
+        opened = open_source(Path(model), tokenizer)
+        model, tokenizer, facts = opened.model, opened.tokenizer, {**opened.facts, **(facts or {})}
     shaped = {"fathom": lambda m: m, "qwen3": as_qwen3, "unrolled": as_unrolled}[form](model)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
@@ -120,51 +122,6 @@ def _stock(config: FathomConfig, layers: Any, model: FathomForCausalLM) -> PreTr
     stock.load_state_dict(weights)
     stock.generation_config = model.generation_config
     return stock
-
-
-def open_source(
-    source: Path, tokenizer: PreTrainedTokenizerBase | None, facts: Mapping[str, Any] | None
-) -> tuple[FathomForCausalLM, PreTrainedTokenizerBase | None, dict[str, Any]]:
-    """Model, tokenizer and facts of a run (finished, or at its newest checkpoint) or of a model directory."""
-    from transformers import AutoTokenizer
-
-    found: dict[str, Any] = {}
-    directory = source
-    if (source / "recipe.yaml").exists():
-        found["recipe"] = (source / "recipe.yaml").read_text(encoding="utf-8")
-        if (source / "result.json").exists():
-            found |= json.loads((source / "result.json").read_text(encoding="utf-8"))
-        if not (source / "model").exists():
-            model, step, home = _newest_checkpoint(source)
-            tokenizer = tokenizer or (AutoTokenizer.from_pretrained(home) if home.exists() else None)
-            return model, tokenizer, {**found, "step": step, **(facts or {})}
-        directory = source / "model"
-    if not (directory / "config.json").exists():
-        raise ExportError(f"{source} is neither a run (recipe.yaml) nor a model directory (config.json)")
-    if tokenizer is None and (directory / "tokenizer_config.json").exists():
-        tokenizer = AutoTokenizer.from_pretrained(directory)
-    return FathomForCausalLM.from_pretrained(directory), tokenizer, {**found, **(facts or {})}
-
-
-def _newest_checkpoint(run: Path) -> tuple[FathomForCausalLM, int, Path]:
-    from fathom.recipe import load_recipe
-    from fathom.training.checkpoint import Checkpointer
-    from fathom.training.parallel import Ranks
-
-    recipe = load_recipe(run / "recipe.yaml")
-    if recipe.kvcache.lora_rank is not None:
-        raise ExportError(f"{run} trains adapters (kvcache.lora_rank), which are merged when it is finished")
-    checkpoints = Checkpointer(run, Ranks(), recipe.train.keep_last)
-    try:
-        saved = checkpoints.intact()
-        if saved is None:
-            raise ExportError(f"{run} has neither a finished model nor a checkpoint yet")
-        model = FathomForCausalLM(recipe.config())
-        checkpoints.load(saved, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
-    finally:
-        checkpoints.close()
-    model.set_step(saved.step)
-    return model, saved.step, Path(recipe.data.directory) / "tokenizer"
 
 
 def model_card(model: FathomForCausalLM, form: str, facts: Mapping[str, Any]) -> str:
@@ -255,7 +212,7 @@ def _is_export(directory: Path) -> bool:
 def _add_code(directory: Path) -> None:
     for source in {modeling.__file__, *get_relative_import_files(modeling.__file__)}:
         shutil.copyfile(source, directory / Path(source).name)
-    path = directory / "config.json"
+    path = directory / CONFIG
     config = json.loads(path.read_text())
     config["auto_map"] = AUTO_MAP
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")

@@ -1,20 +1,54 @@
-"""What `fathom compare` does with its words."""
+"""`fathom compare RECIPE --arms vanilla,depth_attention [key=value ...]`, or `fathom compare DIRECTORY`."""
 
 from __future__ import annotations
 
-import json
 from argparse import Namespace
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fathom.comparison.work import PLAN, Plan, check, compare, make_plan, refuse_torchrun
+from rich.console import Console
+from rich.table import Table
+
+from fathom.checkpoints.layout import PAGE, REPORT
+from fathom.cli.parser import Parser, add_recipe
 from fathom.recipe import RecipeError, load_recipe
 
 
-def run_compare(options: Namespace) -> int:
+def add(parser: Parser) -> None:
+    """Arguments."""
+    add_recipe(parser)
+    parser.add_argument(
+        "--arms", help="MECHANISM or NAME=MECHANISM[;key=value...], comma between; the first is the control"
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="runs of each arm (default: 3)")
+    parser.add_argument(
+        "--equal",
+        choices=("tokens", "flops", "trips"),
+        default="tokens",
+        help="the budget arms share, in training: tokens, FLOPs, or tokens times their trips through the stack",
+    )
+    parser.add_argument(
+        "--pairs", type=int, default=12, help="A B B A rounds when timing an arm; 0 for none (default: 12)"
+    )
+    parser.add_argument("--out", type=Path, help="directory (default: runs/ and the recipe's name, -compare)")
+    parser.add_argument("--workers", type=int, default=1, help="processes on this machine; more may join from others")
+    parser.add_argument("--threads", type=int, help="CPU threads of a worker (default: 1 if there are several)")
+    parser.add_argument("--report", action="store_true", help="only write the report anew from what is finished")
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="go on with runs that diverged; without it they stay left out"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report for a program")
+
+
+def run(options: Namespace) -> int:
     """Plan, run what is missing, and print; an existing comparison's directory in place of a recipe goes on with it."""
+    from fathom.comparison.page import tables
+    from fathom.comparison.plan import Plan, check, make_plan
+    from fathom.comparison.work import compare, refuse_torchrun, rewrite_report
+
     refuse_torchrun()
-    retry = getattr(options, "retry_failed", False)
+    retry = options.retry_failed
     if retry and options.report:
         raise RecipeError("--retry-failed trains, --report does not: give one of them")
     source = Path(options.recipe)
@@ -30,41 +64,20 @@ def run_compare(options: Namespace) -> int:
         recipe = load_recipe(source, options.overrides)
         plan = make_plan(recipe, options.arms, options.seeds, options.equal, options.pairs, out)
     if options.report:
-        report = _rewrite(plan, out)
+        report = rewrite_report(plan, out)
     else:
         report = compare(plan, out, options.workers, options.threads, options.json, retry)
     if options.json:
-        print((out / "report.json").read_text(encoding="utf-8"), end="")
+        print((out / REPORT).read_text(encoding="utf-8"), end="")
     else:
-        show(report, out)
+        _show(report, out, tables(report))
     return 0
 
 
-def show(report: dict[str, Any], out: Path) -> None:
+def _show(report: dict[str, Any], out: Path, found: Iterable[Table]) -> None:
     """The tables, the sentence, and where the rest is."""
-    from rich.console import Console
-
-    from fathom.comparison.page import tables
-
     console = Console(highlight=False)
-    for table in tables(report):
+    for table in found:
         console.print(table, "")
     console.print(report["verdict"], markup=False)
-    console.print(f"\nreport: {(out / 'report.html').resolve()}", markup=False, soft_wrap=True)
-
-
-def _rewrite(plan: Plan, out: Path) -> dict[str, Any]:
-    """The report from what is finished, its provenance that of the last whole report where there is one."""
-    from fathom.comparison.findings import summarize
-    from fathom.comparison.page import write_report
-    from fathom.report.provenance import provenance
-
-    if not (out / PLAN).exists():
-        raise RecipeError(f"{out}: holds no comparison ({PLAN} is missing)")
-    source = provenance()
-    if (out / "report.json").exists():
-        before = json.loads((out / "report.json").read_text(encoding="utf-8"))
-        source = {key: before[key] for key in source}
-    report = summarize(plan, out, source)
-    write_report(report, out)
-    return report
+    console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)

@@ -1,9 +1,10 @@
-"""The commands of `fathom lineage`: each a typed function that does one thing and says how it ended."""
+"""`fathom lineage COMMAND ...`: each command a typed function that does one thing and says how it ended."""
 
 from __future__ import annotations
 
 import json
 import time
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -14,13 +15,40 @@ import numpy as np
 from rich.console import Console
 
 from fathom.checkpoints.origin import Refused, parse_json
+from fathom.cli.parser import Parser, add_parameters, call
 from fathom.lineage import attacks, cards, commitments, comparison, huref, page, report
 from fathom.lineage.comparison import Options, measure, structure_class, write_null
 from fathom.lineage.evidence import probability
 from fathom.lineage.portrait import CAPTION, pixel_hash, pixels, png, sketch_hash, words
 from fathom.lineage.weights import open_model
 
-UNUSABLE = 2
+ACTIONS = {
+    "compare": ("a", "b"),
+    "portrait": ("a",),
+    "card": ("a",),
+    "search": ("a",),
+    "attack": ("a",),
+    "commit": ("a",),
+    "verify": ("statement", "a"),
+    "calibrate": ("models",),
+}
+"""Functions of this file, and which of their parameters are words without a flag."""
+
+
+def add(parser: Parser) -> None:
+    """A parser for each action, made from its signature."""
+    actions = parser.add_subparsers(dest="action", metavar="COMMAND", required=True)
+    for name, positional in ACTIONS.items():
+        summary = (globals()[name].__doc__ or "").partition("\n")[0]
+        action = actions.add_parser(name, help=summary[0].lower() + summary[1:].rstrip("."))
+        action.add_argument("--json", action="store_true", help="print the result for a program")
+        add_parameters(action, globals()[name], *positional)
+
+
+def run(options: Namespace) -> int:
+    """Do it and print how it ended."""
+    result: Result = call(globals()[options.action], options)
+    return result.show(options.json)
 
 
 @dataclass
@@ -55,14 +83,6 @@ def _status(quiet: bool) -> Iterator[Callable[[str], None]]:
     started = time.monotonic()
     with console.status("opening") as status:
         yield lambda what: status.update(f"{what} ({time.monotonic() - started:.0f} s)")
-
-
-def _guarded(run: Callable[[], Result]) -> Result:
-    """Unusable input ends with code 2 and one line, not with a traceback."""
-    try:
-        return run()
-    except (Refused, FileNotFoundError) as error:
-        return Result(UNUSABLE, f"refused: {error}", {"refused": str(error)})
 
 
 def compare(
@@ -100,19 +120,16 @@ def compare(
         quiet: No progress line.
     """
 
-    def run() -> Result:
-        options = Options(mode=mode, layers=layers, align=tuple(align), reorder=reorder, seed=seed)
-        with _status(quiet) as say:
-            models = [open_model(where, adapter_base, max_bytes) for where in (a, b)]
-            found = comparison.compare(models[0], models[1], control, null, options, say)
-            drawn = report.portraits_of(found) if comparison.has_extras(found.pair, options) else None
-        body = report.as_json(found, drawn, page.command(found))
-        if out is not None:
-            _write_report(out, found, body, drawn)
-        code = found.verdict.exit_code if exit_code else 0
-        return Result(code, _summary(found), body)
-
-    return _guarded(run)
+    options = Options(mode=mode, layers=layers, align=tuple(align), reorder=reorder, seed=seed)
+    with _status(quiet) as say:
+        models = [open_model(where, adapter_base, max_bytes) for where in (a, b)]
+        found = comparison.compare(models[0], models[1], control, null, options, say)
+        drawn = report.portraits_of(found) if comparison.has_extras(found.pair, options) else None
+    body = report.as_json(found, drawn, page.command(found))
+    if out is not None:
+        _write_report(out, found, body, drawn)
+    code = found.verdict.exit_code if exit_code else 0
+    return Result(code, _summary(found), body)
 
 
 def _write_report(out: Path, found: comparison.Comparison, body: dict[str, Any], drawn: dict[str, Any] | None) -> None:
@@ -152,21 +169,18 @@ def portrait(a: str, out: Path | None = None) -> Result:
         out: The PNG to write; by default the name of the model with .png, in the current directory.
     """
 
-    def run() -> Result:
-        z, name = _sketch(a)
-        image = pixels(z)
-        path = out or Path(f"{Path(name).name or 'portrait'}.png")
-        path.write_bytes(png(image))
-        said = words(z)
-        data = {
-            "file": str(path),
-            "words": said,
-            "pixels_sha256": pixel_hash(image),
-            "sketch_sha256": sketch_hash(z),
-        }
-        return Result(0, f"{path}\n{' '.join(said)}\n{CAPTION}", data)
-
-    return _guarded(run)
+    z, name = _sketch(a)
+    image = pixels(z)
+    path = out or Path(f"{Path(name).name or 'portrait'}.png")
+    path.write_bytes(png(image))
+    said = words(z)
+    data = {
+        "file": str(path),
+        "words": said,
+        "pixels_sha256": pixel_hash(image),
+        "sketch_sha256": sketch_hash(z),
+    }
+    return Result(0, f"{path}\n{' '.join(said)}\n{CAPTION}", data)
 
 
 def _sketch(where: str) -> tuple[Any, str]:
@@ -187,13 +201,10 @@ def card(a: str, out: Path, all_layers: bool = False) -> Result:
         all_layers: Add the sketch over all layers, which reads most of the model and searches better.
     """
 
-    def run() -> Result:
-        body = cards.card(open_model(a), all_layers)
-        cards.write_json(out, body)
-        note = "\nfew anchor strings: compare with care" if body["low_coverage"] else ""
-        return Result(0, f"{out}\n{' '.join(body['words'])}{note}", body)
-
-    return _guarded(run)
+    body = cards.card(open_model(a), all_layers)
+    cards.write_json(out, body)
+    note = "\nfew anchor strings: compare with care" if body["low_coverage"] else ""
+    return Result(0, f"{out}\n{' '.join(body['words'])}{note}", body)
 
 
 def search(a: Path, library: Path, top: int = 10) -> Result:
@@ -205,18 +216,13 @@ def search(a: Path, library: Path, top: int = 10) -> Result:
         top: How many to list.
     """
 
-    def run() -> Result:
-        if not library.is_dir():
-            raise Refused(f"{library}: not a directory of cards")
-        query = cards.read_card(a)
-        found = cards.search(
-            query, sorted(p for p in library.iterdir() if p.is_file() and p.suffix in {".json", ".card"})
-        )
-        rows = [f"{cosine:7.3f}  {name}  ({file})" for cosine, name, file in found[:top]]
-        data = [{"cosine": cosine, "name": name, "file": file} for cosine, name, file in found[:top]]
-        return Result(0, "\n".join(rows) or "no cards there", {"found": data})
-
-    return _guarded(run)
+    if not library.is_dir():
+        raise Refused(f"{library}: not a directory of cards")
+    query = cards.read_card(a)
+    found = cards.search(query, sorted(p for p in library.iterdir() if p.is_file() and p.suffix in {".json", ".card"}))
+    rows = [f"{cosine:7.3f}  {name}  ({file})" for cosine, name, file in found[:top]]
+    data = [{"cosine": cosine, "name": name, "file": file} for cosine, name, file in found[:top]]
+    return Result(0, "\n".join(rows) or "no cards there", {"found": data})
 
 
 def attack(a: str, out: Path, kind: Sequence[str], seed: int = 0, dtype: str = "float32") -> Result:
@@ -230,13 +236,10 @@ def attack(a: str, out: Path, kind: Sequence[str], seed: int = 0, dtype: str = "
         dtype: float32 or float64.
     """
 
-    def run() -> Result:
-        if out.exists():
-            raise Refused(f"{out} exists already")
-        attacks.attack(open_model(a), list(kind), out, seed, dtype)
-        return Result(0, f"{out}: {', '.join(kind)}", {"out": str(out), "kinds": list(kind), "seed": seed})
-
-    return _guarded(run)
+    if out.exists():
+        raise Refused(f"{out} exists already")
+    attacks.attack(open_model(a), list(kind), out, seed, dtype)
+    return Result(0, f"{out}: {', '.join(kind)}", {"out": str(out), "kinds": list(kind), "seed": seed})
 
 
 def commit(a: str, out: Path, blind: bool = False, key_out: Path | None = None) -> Result:
@@ -249,17 +252,14 @@ def commit(a: str, out: Path, blind: bool = False, key_out: Path | None = None) 
         key_out: Where the key of a blinded commitment goes; keep it.
     """
 
-    def run() -> Result:
-        if blind and key_out is None:
-            raise Refused("a blinded commitment needs --key-out: without its key it can never be opened")
-        body, key = commitments.commit(open_model(a), blind)
-        cards.write_json(out, body)
-        if key is not None and key_out is not None:
-            key_out.touch(mode=0o600)
-            key_out.write_text(key + "\n")
-        return Result(0, f"{out}\nroot {body['root']}", body)
-
-    return _guarded(run)
+    if blind and key_out is None:
+        raise Refused("a blinded commitment needs --key-out: without its key it can never be opened")
+    body, key = commitments.commit(open_model(a), blind)
+    cards.write_json(out, body)
+    if key is not None and key_out is not None:
+        key_out.touch(mode=0o600)
+        key_out.write_text(key + "\n")
+    return Result(0, f"{out}\nroot {body['root']}", body)
 
 
 def verify(statement: Path, a: str | None = None, key: Path | None = None) -> Result:
@@ -271,20 +271,17 @@ def verify(statement: Path, a: str | None = None, key: Path | None = None) -> Re
         key: Key of a blinded commitment.
     """
 
-    def run() -> Result:
-        if not statement.is_file():
-            raise Refused(f"{statement}: no such file")
-        body = parse_json(statement.read_bytes(), str(statement))
-        if "fathom_lineage_report" in body:
-            done = _verify_report(body)
-        elif a is None:
-            raise Refused("a commitment is checked against a model: name it")
-        else:
-            done = commitments.verify(open_model(a), body, key.read_text().strip() if key else None)
-        text = "holds" if done.holds else "does not hold\n" + "\n".join(f"- {line}" for line in done.findings)
-        return Result(0 if done.holds else 1, text, {"holds": done.holds, "findings": done.findings})
-
-    return _guarded(run)
+    if not statement.is_file():
+        raise Refused(f"{statement}: no such file")
+    body = parse_json(statement.read_bytes(), str(statement))
+    if "fathom_lineage_report" in body:
+        done = _verify_report(body)
+    elif a is None:
+        raise Refused("a commitment is checked against a model: name it")
+    else:
+        done = commitments.verify(open_model(a), body, key.read_text().strip() if key else None)
+    text = "holds" if done.holds else "does not hold\n" + "\n".join(f"- {line}" for line in done.findings)
+    return Result(0 if done.holds else 1, text, {"holds": done.holds, "findings": done.findings})
 
 
 def _verify_report(body: dict[str, Any]) -> commitments.Verification:
@@ -326,19 +323,16 @@ def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 
         quiet: No progress line.
     """
 
-    def run() -> Result:
-        if len(models) < 2:
-            raise Refused("a null needs at least two unrelated models")
-        opened = [open_model(where) for where in models]
-        groups: dict[str, list[comparison.Pair]] = {}
-        with _status(quiet) as say:
-            for i, first in enumerate(opened):
-                for second in opened[i + 1 :]:
-                    say(f"{first.name} against {second.name}")
-                    pair = measure(first, second, Options(mode=mode, seed=seed))
-                    groups.setdefault(structure_class(first, second), []).append(pair)
-        body = write_null(out, groups)
-        rows = [f"{kind}: {len(pairs)} pairs" for kind, pairs in groups.items()]
-        return Result(0, "\n".join([str(out), *rows]), body)
-
-    return _guarded(run)
+    if len(models) < 2:
+        raise Refused("a null needs at least two unrelated models")
+    opened = [open_model(where) for where in models]
+    groups: dict[str, list[comparison.Pair]] = {}
+    with _status(quiet) as say:
+        for i, first in enumerate(opened):
+            for second in opened[i + 1 :]:
+                say(f"{first.name} against {second.name}")
+                pair = measure(first, second, Options(mode=mode, seed=seed))
+                groups.setdefault(structure_class(first, second), []).append(pair)
+    body = write_null(out, groups)
+    rows = [f"{kind}: {len(pairs)} pairs" for kind, pairs in groups.items()]
+    return Result(0, "\n".join([str(out), *rows]), body)

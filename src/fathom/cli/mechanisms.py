@@ -1,99 +1,56 @@
-"""The table of everything registered: what each mechanism would add to a given model."""
+"""`fathom mechanisms [--config DIR|RECIPE]`."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import asdict
-from typing import Any
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.table import Table
+from fathom.cli.parser import Parser, UsageError
+from fathom.recipe import load_recipe
 
-from fathom.models import FathomConfig
-from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token, mechanism_cost
-from fathom.models.registry import ALL, AXES, DEFAULTS
-
-SEQUENCE = 2048
-
-
-def with_mechanism(config: FathomConfig, axis: str, name: str) -> FathomConfig:
-    """The same model with one axis set and the others at their first value; its own options where it has them."""
-    keys = config.to_dict()
-    options = dict(keys[f"{axis}_options"]) if keys[axis] == name else {}
-    if axis != "recurrence" and keys["recurrence"] != DEFAULTS["recurrence"]:
-        options.pop("across_trips", None)  # it says how trips share, and here there is one
-    for other in AXES:
-        keys |= {other: DEFAULTS[other], f"{other}_options": {}}
-    return FathomConfig(**{**keys, axis: name, f"{axis}_options": options})
+if TYPE_CHECKING:
+    from fathom.models import FathomConfig
 
 
-def mechanism_rows(config: FathomConfig, bytes_per_scalar: int = 2) -> Iterator[dict[str, Any]]:
-    """One row per mechanism: what it is, what it adds, and the model it is added to."""
-    vanilla = with_mechanism(config, "mixer", "none")
-    # 2N, the usual count of a forward pass, so that a share means what the papers mean by it
-    forward = 2 * count_parameters(vanilla)
-    for mechanism in ALL:
-        chosen = with_mechanism(config, mechanism.axis, mechanism.name)
-        cost = mechanism_cost(chosen, bytes_per_scalar)
-        yield {
-            "name": mechanism.name,
-            "axis": mechanism.axis,
-            "summary": mechanism.summary,
-            "paper": mechanism.paper,
-            "identity_at_init": mechanism.identity_at_init,
-            "options": getattr(chosen, f"{mechanism.axis}_options"),
-            **asdict(cost),
-            "flops_share": cost.flops / forward,
-        }
-
-
-def vanilla_row(config: FathomConfig, bytes_per_scalar: int = 2) -> dict[str, Any]:
-    """What the decoder costs with every axis at its first value."""
-    vanilla = with_mechanism(config, "mixer", "none")
-    return {
-        "parameters": count_parameters(vanilla),
-        "flops": flops_per_token(vanilla, SEQUENCE),
-        "sequence_length": SEQUENCE,
-        "cache_bytes": cache_bytes_per_token(vanilla, bytes_per_scalar),
-    }
-
-
-def mechanism_table(config: FathomConfig, bytes_per_scalar: int = 2) -> Table:
-    """`mechanism_rows` for a terminal, narrow enough for 80 columns."""
-    vanilla = vanilla_row(config, bytes_per_scalar)
-    caption = (
-        f"vanilla: {vanilla['parameters']:,} parameters, {_short(vanilla['flops'])} FLOPs at {SEQUENCE} tokens, "
-        f"{vanilla['cache_bytes']:,} cache bytes. Shares are of 2N FLOPs; state lives no longer than its token."
+def add(parser: Parser) -> None:
+    """Arguments."""
+    parser.add_argument(
+        "--config",
+        metavar="MODEL",
+        help="a checkpoint directory, a recipe file, or the name of one in recipes/ (default: Qwen3's default shape)",
     )
-    table = Table(
-        title="What each mechanism adds to the decoder, per token of a forward pass",
-        caption=caption,
-        box=None,
-        padding=(0, 1, 0, 0),
-        title_justify="left",
-        caption_justify="left",
-        header_style="bold",
-    )
-    table.add_column("mechanism", no_wrap=True)
-    table.add_column("paper", style="dim", no_wrap=True)
-    for name in ("parameters", "FLOPs", "share", "cache B", "state B"):
-        table.add_column(name, justify="right", no_wrap=True)
-    axis = ""
-    for row in mechanism_rows(config, bytes_per_scalar):
-        if row["axis"] != axis:
-            axis = row["axis"]
-            table.add_row(f"[bold cyan]{axis}[/]")
-        numbers = (f"{row['parameters']:,}", _short(row["flops"]), _share(row["flops_share"]))
-        state = (_short(row["cache_bytes"]), _short(row["transient_bytes"]))
-        table.add_row(f" {row['name']}", row["paper"].removeprefix("arXiv ").split(",")[0], *numbers, *state)
-    return table
+    parser.add_argument("--bytes-per-scalar", type=int, default=2, help="of cache and activations (default: 2, bf16)")
+    parser.add_argument("--json", action="store_true", help="print the rows for a program")
 
 
-def _short(number: float) -> str:
-    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if number >= size:
-            return f"{number / (1e3 if suffix == 'k' else size):.3g}{suffix}"
-    return f"{number:.0f}"
+def run(options: Namespace) -> int:
+    """Print the table."""
+    from rich.console import Console
+
+    from fathom.comparison.costs import mechanism_rows, mechanism_table, vanilla_row
+    from fathom.models import FathomConfig
+
+    config = _model_config(options.config, FathomConfig)
+    if options.json:
+        rows = list(mechanism_rows(config, options.bytes_per_scalar))
+        print(json.dumps({"vanilla": vanilla_row(config, options.bytes_per_scalar), "mechanisms": rows}))
+    else:
+        Console().print(mechanism_table(config, options.bytes_per_scalar))
+    return 0
 
 
-def _share(share: float) -> str:
-    return "0" if share == 0 else f"{100 * share:.2g}%" if share < 0.1 else f"{100 * share:.0f}%"
+def _model_config(name: str | None, default: type[FathomConfig]) -> FathomConfig:
+    """The configuration that a directory, a recipe file or the name of a recipe describes."""
+    try:
+        if name is None:
+            return default()
+        if Path(name).is_dir():
+            return default.from_pretrained(name)
+        recipe = Path(name) if Path(name).is_file() else Path("recipes") / f"{name}.yaml"
+        if not recipe.is_file():
+            raise UsageError(f"--config {name}: no such directory, recipe file or recipe in recipes/")
+        return load_recipe(recipe).config()
+    except (ValueError, OSError) as error:
+        raise UsageError(f"--config {name}: {error}") from error

@@ -11,8 +11,9 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from fathom.checkpoints.layout import MACHINE, RESULT
 from fathom.comparison.arms import Arm, tokens, training_flops
-from fathom.comparison.work import MACHINE, RESULT, Plan, Task, read_measured
+from fathom.comparison.plan import Plan, Task, read_measured
 from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
 from fathom.models.registry import recurrence_class
 from fathom.recipe import Recipe
@@ -79,15 +80,6 @@ def verdict(report: Values) -> str:
         *_rivals(report),
     ]
     return f"With {count} seeds, {scope}, {'; '.join(parts)}{left_out}."
-
-
-def best_arm(report: Values) -> Values:
-    """The arm of the lowest mean validation loss."""
-    control = report["arms"][0]
-    scored = [arm for arm in report["arms"] if arm["runs"]]
-    # By the paired difference: the mean of an arm that failed with a seed is not over the control's seeds.
-    best: Values = min(scored, key=lambda arm: control["loss"] + _mean(arm) if "difference" in arm else arm["loss"])
-    return best
 
 
 def _failed(plan: Plan, out: Path) -> list[Values]:

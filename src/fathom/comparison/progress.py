@@ -7,12 +7,12 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from fathom.checkpoints.layout import RESULT
+from fathom.comparison.arms import training_flops
+from fathom.comparison.plan import Plan, tasks
 from fathom.training.tracking import METRICS, duration
-
-if TYPE_CHECKING:
-    from fathom.comparison.work import Plan
 
 REFRESH_SECONDS = 1.0
 TAIL_BYTES = 4096
@@ -22,8 +22,6 @@ class Progress:
     """A live table on a terminal, a line per finished run elsewhere; shown on standard error."""
 
     def __init__(self, plan: Plan, out: Path, quiet: bool = False) -> None:
-        from fathom.comparison.arms import training_flops
-        from fathom.comparison.work import tasks
 
         self.plan, self.quiet = plan, quiet
         self.tasks = tasks(plan, out)
@@ -77,7 +75,7 @@ class Progress:
             if task.done:
                 self.shares[i] = 1.0
                 if task.seed is not None:
-                    self.losses[i] = json.loads((task.run_dir / "result.json").read_text())["evaluation"]["loss"]
+                    self.losses[i] = json.loads((task.run_dir / RESULT).read_text())["evaluation"]["loss"]
             elif task.settled:
                 failure = task.failure
                 self.shares[i] = 1.0

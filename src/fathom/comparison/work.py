@@ -22,147 +22,58 @@ import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fathom.comparison.arms import Arm, Equal, arm_recipes, parse_arms
+from fathom.checkpoints.layout import CLAIMS, FAILED, MACHINE, MEASURED, PLAN, REPORT
+from fathom.comparison.findings import summarize
 from fathom.comparison.leases import Claim, Claims
+from fathom.comparison.page import write_report
+from fathom.comparison.plan import Plan, Task, tasks
+from fathom.comparison.progress import Progress
 from fathom.comparison.timing import measure
 from fathom.errors import FathomError
-from fathom.recipe import Recipe, RecipeError, differences, load_recipe, parse_recipe
+from fathom.recipe import RecipeError
+from fathom.report.files import write_atomically
 from fathom.report.provenance import hardware, provenance
+from fathom.training import TrainingError, read_metrics, train
 
-PLAN, ARMS, MEASURED, CLAIMS = "plan.json", "arms", "measured", "claims"
-RESULT, MACHINE, FAILED = "result.json", "machine.json", "failed.json"
-NOT_TIMED = (
-    *("track", "data.directory"),
-    *(f"train.{key}" for key in ("checkpoint_every", "keep_last", "async_save", "export", "log_every")),
-)
-"""Keys that a measurement does not depend on."""
 POLL_SECONDS = 1.0
 STOPPED = 3
 """Exit code of a worker that a signal ended in good order."""
 
 
-class CompareError(FathomError):
+class CompareError(FathomError, RuntimeError):
     """A comparison that could not be finished; the message is one line."""
 
 
-@dataclass(frozen=True)
-class Plan:
-    """Everything that defines a comparison."""
-
-    recipe: Recipe
-    arms: tuple[Arm, ...]
-    seeds: tuple[int, ...]
-    equal: Equal = "tokens"
-    pairs: int = 12
-    """A B B A rounds per arm when timing; 0 times nothing."""
-
-    @property
-    def control(self) -> Arm:
-        """What the others are measured against."""
-        return self.arms[0]
-
-    @cached_property
-    def recipes(self) -> dict[str, Recipe]:
-        """Each arm's recipe, steps scaled to the equal budget."""
-        return arm_recipes(self.recipe, self.arms, self.equal)
-
-    def run_recipe(self, arm: str, seed: int) -> Recipe:
-        """The recipe of one run."""
-        return self.recipes[arm].override(f"train.seed={seed}", "track.display=none")
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain values."""
-        values = {"arms": [asdict(arm) for arm in self.arms], "seeds": list(self.seeds)}
-        return {**values, "equal": self.equal, "pairs": self.pairs, "recipe": self.recipe.to_dict()}
-
-    @classmethod
-    def read(cls, out: Path) -> Plan:
-        """The plan of an existing comparison."""
-        path = out / PLAN
-        if not path.exists():
-            raise RecipeError(f"{out}: holds no comparison ({PLAN} is missing)")
-        values = json.loads(path.read_text(encoding="utf-8"))
-        arms = tuple(Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"])
-        recipe = parse_recipe(values["recipe"])
-        return cls(recipe, arms, tuple(values["seeds"]), values["equal"], values["pairs"])
-
-
-@dataclass(frozen=True)
-class Task:
-    """One piece of work that one process does: a training run, or a measurement (without a seed)."""
-
-    plan: Plan
-    out: Path
-    arm: str
-    seed: int | None
-
-    @property
-    def name(self) -> str:
-        """Names the claim."""
-        return f"{self.arm}-measured" if self.seed is None else f"{self.arm}-seed-{self.seed}"
-
-    @property
-    def run_dir(self) -> Path:
-        """Where a training run lives."""
-        return self.out / ARMS / self.arm / f"seed-{self.seed}"
-
-    @property
-    def failure(self) -> dict[str, Any] | None:
-        """Why training cannot go on (`error`, `step`), if it cannot."""
-        path = self.run_dir / FAILED
-        if self.seed is None or self.done or not path.exists():
-            return None
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return found
-
-    @property
-    def settled(self) -> bool:
-        """Whether nothing is left to do: it is done, it failed, or the control that it is held against did."""
-        control = Task(self.plan, self.out, self.plan.control.name, self.seed)
-        return self.done or self.failure is not None or control.failure is not None
-
-    @property
-    def done(self) -> bool:
-        """Whether its result is there."""
-        if self.seed is not None:
-            return (self.run_dir / RESULT).exists()
-        return read_measured(self.plan, self.out, self.arm) is not None
-
-    def run(self, claim: Claim) -> bool:
-        """Do it, or go on with it; False if a signal ended it early."""
-        from fathom.training import TrainingError, read_metrics, train
-        from fathom.training.checkpoint import write_atomically
-
-        if self.seed is not None:
-            self.run_dir.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.run_dir / MACHINE, json.dumps(hardware()))
-            recipe = self.plan.run_recipe(self.arm, self.seed)
-            try:
-                return train(recipe, self.run_dir, callbacks=[Watch(claim)]).finished
-            except TrainingError as error:
-                last = next((line for line in reversed(read_metrics(self.run_dir)) if "skipped" in line), None)
-                if last is None or not last["skipped"]:
-                    raise  # not the arm's fault, as a full disk is not
-                claim.require()
-                failure = {"error": " ".join(str(error).split()), "step": last["step"]}
-                write_atomically(self.run_dir / FAILED, json.dumps(failure))
-                return True
-        arm, control = (self.plan.run_recipe(name, self.plan.seeds[0]) for name in (self.arm, self.plan.control.name))
-        with one_thread():
-            measured = measure(arm, control, self.plan.pairs)
-        claim.require()
-        path = self.out / MEASURED / f"{self.arm}.json"
-        path.parent.mkdir(exist_ok=True)
-        recipes = [recipe.to_dict() for recipe in (arm, control)]
-        write_atomically(path, json.dumps({**measured.to_dict(), "recipes": recipes, "hardware": hardware()}))
-        return True
+def run_task(task: Task, claim: Claim) -> bool:
+    """Do a task, or go on with it; False if a signal ended it early."""
+    if task.seed is not None:
+        task.run_dir.mkdir(parents=True, exist_ok=True)
+        write_atomically(task.run_dir / MACHINE, json.dumps(hardware()))
+        recipe = task.plan.run_recipe(task.arm, task.seed)
+        try:
+            return train(recipe, task.run_dir, callbacks=[Watch(claim)]).finished
+        except TrainingError as error:
+            last = next((line for line in reversed(read_metrics(task.run_dir)) if "skipped" in line), None)
+            if last is None or not last["skipped"]:
+                raise  # not the arm's fault, as a full disk is not
+            claim.require()
+            failure = {"error": " ".join(str(error).split()), "step": last["step"]}
+            write_atomically(task.run_dir / FAILED, json.dumps(failure))
+            return True
+    arm, control = (task.plan.run_recipe(name, task.plan.seeds[0]) for name in (task.arm, task.plan.control.name))
+    with one_thread():
+        measured = measure(arm, control, task.plan.pairs)
+    claim.require()
+    path = task.out / MEASURED / f"{task.arm}.json"
+    path.parent.mkdir(exist_ok=True)
+    recipes = [recipe.to_dict() for recipe in (arm, control)]
+    write_atomically(path, json.dumps({**measured.to_dict(), "recipes": recipes, "hardware": hardware()}))
+    return True
 
 
 class Watch:
@@ -177,50 +88,6 @@ class Watch:
 
     def close(self) -> None:
         """Nothing is held open."""
-
-
-def make_plan(
-    recipe: Recipe, arms: str, seeds: int = 3, equal: Equal = "tokens", pairs: int = 12, out: Path | None = None
-) -> Plan:
-    """A checked plan: whatever is wrong with it, its data, or the directory it would go on with, is said here."""
-    if seeds < 1:
-        raise RecipeError(f"--seeds {seeds}: allowed: 1 or more")
-    if pairs < 0:
-        raise RecipeError(f"--pairs {pairs}: allowed: 0 or more")
-    first = recipe.train.seed
-    plan = Plan(recipe, tuple(parse_arms(arms)), tuple(range(first, first + seeds)), equal, pairs)
-    check(plan, out)
-    return plan
-
-
-def check(plan: Plan, out: Path | None = None) -> None:
-    """Open the data as every arm will, and hold existing runs against the plan."""
-    from fathom.data.batches import BatchPlan
-    from fathom.data.shards import TokenDataset
-    from fathom.training.parallel import device_of
-
-    for name, recipe in plan.recipes.items():
-        device_of(recipe.train.device)
-        data = TokenDataset.open(recipe.data.directory, verify=False)
-        TokenDataset.open(recipe.data.directory, split="val", verify=False)
-        data.require_vocabulary(recipe.config().vocab_size)
-        BatchPlan(data, recipe.data.sequence_length, recipe.rows_per_step, recipe.data_seed, recipe.data.packing)
-        rows = recipe.rows_per_step
-        if rows % min(recipe.train.micro_batch, rows):
-            raise RecipeError(f"arm {name}: train.micro_batch={recipe.train.micro_batch}: allowed: a divisor of {rows}")
-    for task in tasks(plan, out) if out is not None else ():
-        path = task.run_dir / "recipe.yaml"
-        if task.seed is not None and path.exists():
-            differing = differences(load_recipe(path), plan.run_recipe(task.arm, task.seed))
-            if differing:
-                raise RecipeError(f"{task.run_dir} holds a run of another recipe; different: {', '.join(differing)}")
-
-
-def tasks(plan: Plan, out: Path) -> list[Task]:
-    """All work, in the order in which a lone process does it: whole seeds first, so that a partial report is paired."""
-    runs = [Task(plan, out, arm.name, seed) for seed in plan.seeds for arm in plan.arms]
-    timed = [Task(plan, out, arm.name, None) for arm in plan.arms[1:]] if plan.pairs else []
-    return [*runs, *timed]
 
 
 def compare(
@@ -243,10 +110,6 @@ def compare(
         quiet: Show nothing.
         retry_failed: Go on with runs that diverged; without it they stay left out.
     """
-    from fathom.comparison.findings import summarize
-    from fathom.comparison.page import write_report
-    from fathom.comparison.progress import Progress
-    from fathom.training.checkpoint import write_atomically
 
     out = Path(out)
     refuse_torchrun()
@@ -262,6 +125,19 @@ def compare(
     if not finished:
         raise CompareError("stopped; the same command continues")
     report = summarize(plan, out, provenance())
+    write_report(report, out)
+    return report
+
+
+def rewrite_report(plan: Plan, out: Path) -> dict[str, Any]:
+    """The report from what is finished, its provenance that of the last whole report where there is one."""
+    if not (out / PLAN).exists():
+        raise RecipeError(f"{out}: holds no comparison ({PLAN} is missing)")
+    source = provenance()
+    if (out / REPORT).exists():
+        before = json.loads((out / REPORT).read_text(encoding="utf-8"))
+        source = {key: before[key] for key in source}
+    report = summarize(plan, out, source)
     write_report(report, out)
     return report
 
@@ -284,7 +160,7 @@ def work(plan: Plan, out: Path, threads: int | None = None) -> bool:
             continue
         task, claim = claimed
         with claim:
-            if not task.settled and not task.run(claim):
+            if not task.settled and not run_task(task, claim):
                 return False
         _tidy()
     return True
@@ -338,20 +214,6 @@ def _follow(parent: int) -> None:
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
     os.kill(os.getpid(), signal.SIGTERM)
-
-
-def read_measured(plan: Plan, out: Path, arm: str) -> dict[str, Any] | None:
-    """A measurement, if it was made for this plan's recipes."""
-    path = out / MEASURED / f"{arm}.json"
-    if not path.exists():
-        return None
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    names = (arm, plan.control.name)
-    expected = [plan.run_recipe(name, plan.seeds[0]) for name in names]
-    same = all(
-        not differences(parse_recipe(r), e, ignore=NOT_TIMED) for r, e in zip(values["recipes"], expected, strict=True)
-    )
-    return values if same and values["time"]["pairs"] >= plan.pairs else None
 
 
 def _tidy() -> None:

@@ -1,27 +1,30 @@
-"""What `fathom evaluate` does: every checkpoint on every task and text, kept as it goes, and one table at the end."""
+"""Every checkpoint on every task and text, kept as it goes, and one table at the end."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import sys
-from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from urllib.parse import quote
 
-from fathom.data.shards import write_json
+from fathom._version import __version__
+from fathom.checkpoints.layout import CONFIG, REPORT
+from fathom.checkpoints.open import open_checkpoint
+from fathom.checkpoints.runs import find_model
 from fathom.data.sources import Reading
 from fathom.errors import FathomError
 from fathom.evaluation.budgets import limited
+from fathom.evaluation.harness import TaskResult, TaskSettings, items_of, open_lm, run_task, tables
 from fathom.evaluation.paired import rows, table
-
-if TYPE_CHECKING:
-    from fathom.evaluation.harness import TaskResult
-    from fathom.evaluation.perplexity import Domain, DomainScore
+from fathom.evaluation.perplexity import LONGEST_DEFAULT_CONTEXT, Domain, DomainScore, read_domains
+from fathom.evaluation.perplexity import score as score_domain
+from fathom.evaluation.tasks import task_names
+from fathom.report.files import write_json
 
 Opener = Callable[[Path], tuple[Any, Any]]
 WHOLE = "all text"
@@ -29,6 +32,55 @@ WHOLE = "all text"
 
 class EvaluateError(FathomError, ValueError):
     """Something that cannot be evaluated as asked; the message is one line."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What checkpoints are scored on, and how they are opened."""
+
+    tasks: str | None = None
+    """lm-eval's tasks, groups and tags, comma between; * allowed."""
+    task_data: Path | None = None
+    """A folder with the tasks' documents, for work without a network."""
+    num_fewshot: int | None = None
+    """Examples in the prompt; by default as the task says."""
+    apply_chat_template: bool = False
+    """Put task prompts as messages."""
+    perplexity: Sequence[str] = ()
+    """`[NAME=]INPUT`: text, JSONL or Parquet files, directories, globs, hf:..., or prepared corpora."""
+    split: str = "val"
+    """Of prepared corpora."""
+    text_field: str = "text"
+    """Of JSONL and Parquet."""
+    domain_field: str | None = None
+    """The field that names the domain."""
+    context: int | None = None
+    """Tokens a prediction may see; by default the model's own, for text at most 2,048."""
+    stride: int | None = None
+    """Tokens from window to window of text; by default the context."""
+    max_trips: str | None = None
+    """Budgets of trips per token, comma between: each checkpoint is scored under each."""
+    limit: int | None = None
+    """Documents of each task and domain."""
+    batch_size: int | None = None
+    """Rows at once; by default as many as fit."""
+    dtype: str = "auto"
+    """As `open_checkpoint` takes it."""
+    device: str | None = None
+    """As `open_checkpoint` takes it."""
+    trust_remote_code: bool = False
+    """As `open_checkpoint` takes it."""
+    out: Path | None = None
+    """Keeps results, so that a second call goes on."""
+
+    @property
+    def reading(self) -> Reading:
+        """How documents are read."""
+        return Reading(text_field=self.text_field, domain_field=self.domain_field)
+
+    def open(self, directory: Path) -> tuple[Any, Any]:
+        """Model and tokenizer."""
+        return open_checkpoint(directory, self.device, self.dtype, self.trust_remote_code)
 
 
 @dataclass
@@ -59,64 +111,54 @@ class Checkpoint:
 
     def fingerprint(self) -> str:
         """Changes whenever the directory's weights, configuration or tokenizer do."""
-        names = ("*.safetensors", "config.json", "tokenizer*", "vocab*", "merges.txt")
+        names = ("*.safetensors", CONFIG, "tokenizer*", "vocab*", "merges.txt")
         return _digest([_stamp(path) for pattern in names for path in sorted(self.directory.glob(pattern))])
 
 
-def run_evaluate(options: Namespace, find: Callable[[str], Path], opener: Callable[..., tuple[Any, Any]]) -> int:
-    """`fathom evaluate`: score, keep, print.
+def evaluate(checkpoints: Sequence[str | Path], settings: Settings) -> dict[str, Any]:
+    """Score checkpoints on tasks and texts, with paired differences; returns what `report.json` holds.
 
     Args:
-        options: The command's words.
-        find: From a path of the command line to a model directory.
-        opener: Opens one: `open_checkpoint`.
+        checkpoints: Model directories, runs or comparisons, or `NAME=PATH`; the first is what the others are held
+            against.
+        settings: What to score them on, and how. With `out`, results are kept and a second call goes on.
     """
-    if options.kvcache:
-        if options.max_trips is not None:
-            raise EvaluateError("--max-trips and --kvcache: ask one question at a time")
-        from fathom.evaluation.caches.evaluate import run_kvcache
+    return run(checkpoints, settings)[1]
 
-        return run_kvcache(options, find, opener)
-    for name in ("window", "sinks", "ratio"):
-        if (value := getattr(options, f"kvcache_{name}")) is not None:
-            raise EvaluateError(f"--kvcache-{name} {value}: give --kvcache METHODS with it")
-    if not options.tasks and not options.perplexity:
+
+def run(checkpoints: Sequence[str | Path], settings: Settings) -> tuple[list[Checkpoint], dict[str, Any]]:
+    """As `evaluate`, with the checkpoints and their scores."""
+    if not settings.tasks and not settings.perplexity:
         raise EvaluateError("nothing to do: give --tasks, --perplexity or --kvcache")
-    open_one = partial(opener, device=options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
-    checkpoints = under_budgets(name_checkpoints(options.checkpoints, find, open_one), options.max_trips)
-    names = _task_names(options.tasks) if options.tasks else []
-    reading = Reading(text_field=options.text_field, domain_field=options.domain_field)
-    domains = _read(options, reading) if options.perplexity else []
-    context = options.context or _common_context(checkpoints)
-    for checkpoint in checkpoints:
+    found = under_budgets(name_checkpoints(checkpoints, settings), settings.max_trips)
+    names = _task_names(settings.tasks) if settings.tasks else []
+    domains = read_domains(settings.perplexity, settings.reading, settings.split, settings.limit)
+    context = settings.context or _common_context(found)
+    for checkpoint in found:
         for name in names:
-            checkpoint.tasks[name] = _task(checkpoint, name, options)
+            checkpoint.tasks[name] = _task(checkpoint, name, settings)
         for domain in domains:
-            checkpoint.domains[domain.name] = _domain(checkpoint, domain, context, options)
+            checkpoint.domains[domain.name] = _domain(checkpoint, domain, context, settings)
         checkpoint.close()
-    report = summarize(checkpoints, context if domains else None, options.stride)
-    if options.out is not None:
-        write_json(options.out / "report.json", report)
-    if options.json:
-        print(json.dumps(report, ensure_ascii=False))
-    else:
-        show(checkpoints, report)
-    return 0
+    report = summarize(found, context if domains else None, settings.stride)
+    if settings.out is not None:
+        write_json(settings.out / REPORT, report)
+    return found, report
 
 
-def name_checkpoints(entries: Sequence[str], find: Callable[[str], Path], opener: Opener) -> list[Checkpoint]:
+def name_checkpoints(entries: Sequence[str | Path], settings: Settings) -> list[Checkpoint]:
     """`[NAME=]PATH` as checkpoints; a nameless one is called after its directory."""
     made: list[Checkpoint] = []
-    for entry in entries:
+    for entry in map(str, entries):
         name, equals, path = entry.partition("=")
         if not equals or "/" in name or Path(entry).exists():
             name, path = "", entry
-        directory = find(path)
+        directory = find_model(path)
         place = directory.resolve()
         name = name or (place.parent.name if place.name == "model" else place.name)
         if any(other.name == name for other in made):
             raise EvaluateError(f"two checkpoints are called {name!r}; name them: NAME=PATH")
-        made.append(Checkpoint(name, directory, opener))
+        made.append(Checkpoint(name, directory, settings.open))
     return made
 
 
@@ -136,19 +178,15 @@ def under_budgets(checkpoints: Sequence[Checkpoint], words: str | None) -> list[
 
 def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: int | None) -> dict[str, Any]:
     """Everything for a program: lm-eval's JSON as it is, the text scores, and the table's rows."""
-    import fathom
-
     scores: dict[str, dict[tuple[str, str], Any]] = {}
     for checkpoint in checkpoints:
         mine = scores[checkpoint.name] = {}
         if checkpoint.tasks:
-            from fathom.evaluation.harness import items_of
-
             mine.update(items_of(list(checkpoint.tasks.values())))
         for name, score in _with_whole(checkpoint.domains).items():
             mine.update({(name, metric): items for metric, items in score.items().items()})
     return {
-        "fathom": fathom.__version__,
+        "fathom": __version__,
         "checkpoints": {
             checkpoint.name: {
                 "directory": str(checkpoint.directory),
@@ -173,8 +211,6 @@ def show(checkpoints: Sequence[Checkpoint], report: Mapping[str, Any]) -> None:
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
     for checkpoint in checkpoints:
         if checkpoint.tasks:
-            from fathom.evaluation.harness import tables
-
             print(f"{checkpoint.name} ({checkpoint.directory})\n\n{tables(list(checkpoint.tasks.values()))}")
         for note in report["checkpoints"][checkpoint.name]["notes"]:
             print(note)
@@ -193,20 +229,16 @@ def show(checkpoints: Sequence[Checkpoint], report: Mapping[str, Any]) -> None:
         )
 
 
-def _task(checkpoint: Checkpoint, name: str, options: Namespace) -> TaskResult:
-    from importlib.metadata import version
-
-    from fathom.evaluation.harness import TaskResult, TaskSettings, open_lm, run_task
-
-    settings = TaskSettings(options.num_fewshot, options.limit, options.context, options.apply_chat_template)
-    data = options.task_data
+def _task(checkpoint: Checkpoint, name: str, settings: Settings) -> TaskResult:
+    asked = TaskSettings(settings.num_fewshot, settings.limit, settings.context, settings.apply_chat_template)
+    data = settings.task_data
     # lm-eval's own data sets are versioned by its tasks; a folder's are what lies in it.
     stamps = [_stamp(path) for path in sorted(data.rglob("*")) if path.is_file()] if data else []
     key = {
         "checkpoint": checkpoint.fingerprint(),
         **({} if checkpoint.max_trips is None else {"max_trips": checkpoint.max_trips}),
-        "settings": asdict(settings),
-        "dtype": options.dtype,
+        "settings": asdict(asked),
+        "dtype": settings.dtype,
         "data": _digest(stamps),
         "lm_eval": version("lm_eval"),
     }
@@ -214,18 +246,16 @@ def _task(checkpoint: Checkpoint, name: str, options: Namespace) -> TaskResult:
     def make() -> dict[str, Any]:
         model, tokenizer = checkpoint.open()
         if checkpoint.lm is None:
-            checkpoint.lm = open_lm(model, tokenizer, options.batch_size, options.context)
-        return asdict(run_task(checkpoint.lm, name, settings, data))
+            checkpoint.lm = open_lm(model, tokenizer, settings.batch_size, settings.context)
+        return asdict(run_task(checkpoint.lm, name, asked, data))
 
-    found = TaskResult(**kept(checkpoint, options.out, "tasks", name, key, make))
-    if options.out is not None:
-        write_json(options.out / quote(checkpoint.name, safe=" ") / f"{quote(name, safe=' ')}.json", found.results)
+    found = TaskResult(**kept(checkpoint, settings.out, "tasks", name, key, make))
+    if settings.out is not None:
+        write_json(settings.out / quote(checkpoint.name, safe=" ") / f"{quote(name, safe=' ')}.json", found.results)
     return found
 
 
-def _domain(checkpoint: Checkpoint, domain: Domain, context: int, options: Namespace) -> DomainScore:
-    from fathom.evaluation.perplexity import DomainScore, score
-
+def _domain(checkpoint: Checkpoint, domain: Domain, context: int, settings: Settings) -> DomainScore:
     text = hashlib.sha256()
     for document in domain.documents:
         text.update(document.text.encode() if document.text is not None else document.ids.tobytes())  # type: ignore[union-attr]
@@ -234,15 +264,15 @@ def _domain(checkpoint: Checkpoint, domain: Domain, context: int, options: Names
         "checkpoint": checkpoint.fingerprint(),
         **({} if checkpoint.max_trips is None else {"max_trips": checkpoint.max_trips}),
         "context": context,
-        "stride": options.stride or context,
-        "dtype": options.dtype,
+        "stride": settings.stride or context,
+        "dtype": settings.dtype,
         "data": text.hexdigest(),
     }
 
     def make() -> dict[str, Any]:
-        return score(*checkpoint.open(), domain, context, options.stride, options.batch_size).to_dict()
+        return score_domain(*checkpoint.open(), domain, context, settings.stride, settings.batch_size).to_dict()
 
-    return DomainScore(**kept(checkpoint, options.out, "perplexity", domain.name, key, make))
+    return DomainScore(**kept(checkpoint, settings.out, "perplexity", domain.name, key, make))
 
 
 def kept(
@@ -269,28 +299,16 @@ def _task_names(words: str) -> list[str]:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError:
         raise EvaluateError("--tasks needs lm-eval: pip install 'fathom-lm[evaluate]'") from None
-    from fathom.evaluation.tasks import task_names
-
     return task_names(word.strip() for word in words.split(",") if word.strip())
-
-
-def _read(options: Namespace, reading: Reading) -> list[Domain]:
-    from fathom.evaluation.perplexity import read_domains
-
-    return read_domains(options.perplexity, reading, options.split, options.limit)
 
 
 def _common_context(checkpoints: Sequence[Checkpoint]) -> int:
     """The largest context that all have, so that all predict the same tokens from the same ones."""
-    from fathom.evaluation.perplexity import LONGEST_DEFAULT_CONTEXT
-
-    own = [json.loads((c.directory / "config.json").read_text()).get("max_position_embeddings") for c in checkpoints]
+    own = [json.loads((c.directory / CONFIG).read_text()).get("max_position_embeddings") for c in checkpoints]
     return min([LONGEST_DEFAULT_CONTEXT, *(size for size in own if isinstance(size, int))])
 
 
 def _with_whole(domains: Mapping[str, DomainScore]) -> dict[str, DomainScore]:
-    from fathom.evaluation.perplexity import DomainScore
-
     return {**domains, **({WHOLE: DomainScore.joined(list(domains.values()))} if len(domains) > 1 else {})}
 
 

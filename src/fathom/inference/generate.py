@@ -7,7 +7,6 @@ import json
 import os
 import sys
 import time
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -15,9 +14,10 @@ from typing import IO, Any
 
 import torch
 
+from fathom.checkpoints.open import open_checkpoint
 from fathom.errors import FathomError
-from fathom.evaluation.budgets import check_chunks, check_trips, stored_trips
-from fathom.inference.cache import Policy, choose
+from fathom.evaluation.budgets import stored_trips
+from fathom.inference.cache import Policy
 from fathom.report.files import HeldError, lock
 from fathom.report.progress import ProgressBar
 
@@ -120,26 +120,8 @@ class Generated:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-def find_model(path: str | Path) -> Path:
-    """The exported model behind a path: a model directory, a run, or a comparison, whose best arm is taken."""
-    path = Path(path)
-    if not path.exists():
-        raise GenerateError(f"{path}: no such directory")
-    if (path / "config.json").exists():
-        return path
-    if (path / "model" / "config.json").exists():
-        return path / "model"
-    if (path / "report.json").exists():
-        return _best(path)
-    if (path / "recipe.yaml").exists():
-        raise GenerateError(f"{path}: this run wrote no model; it is unfinished, or train.export was false")
-    raise GenerateError(f"{path}: neither a model directory (config.json) nor a run nor a comparison")
-
-
 def load(path: str | Path, device: str | None = None, **options: Any) -> tuple[Any, Any]:
     """Model and tokenizer of a checked directory, ready to generate; options are those of `open_checkpoint`."""
-    from fathom.checkpoints.open import open_checkpoint
-
     return open_checkpoint(path, device, **options)
 
 
@@ -222,7 +204,7 @@ def chat(
         made = _stream(model, tokenizer, ids, sampling, write)
         messages.append({"role": "assistant", "content": made.text})
         write("\n")
-        _report_speed(made.tokens, made.seconds, made.trips)
+        report_speed(made.tokens, made.seconds, made.trips)
 
 
 def generate_file(
@@ -259,48 +241,6 @@ def generate_file(
             bar.update(done)
     seconds = time.perf_counter() - began
     return {"prompts": len(records), "done_before": began_with, "tokens": tokens, "seconds": seconds}
-
-
-def run_generate(options: Namespace) -> int:
-    """`fathom generate`: a prompt, a conversation or a file, with the speed on standard error."""
-    if sum((options.prompt is not None, options.chat, options.prompts is not None)) > 1:
-        raise GenerateError("give a prompt, --chat or --prompts FILE, one of them")
-    if (options.prompts is None) != (options.out is None):
-        raise GenerateError("--prompts and --out belong together: one file in, one file out")
-    sampling = Sampling(
-        options.max_new_tokens,
-        options.temperature,
-        options.top_k,
-        options.top_p,
-        options.seed,
-        _parse(options.set),
-        options.static_cache,
-        options.compile,
-    )
-    model, tokenizer = load(
-        options.model, options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code
-    )
-    kvcache = (options.kvcache, options.kvcache_window, options.kvcache_sinks, options.kvcache_ratio)
-    check_trips(model, options.max_trips)
-    check_chunks(model, sampling.options.get("prefill_chunk_size", model.generation_config.prefill_chunk_size))
-    sampling = replace(sampling, memory=choose(model, *kvcache), max_trips=options.max_trips)
-    if options.chat:
-        chat(model, tokenizer, sampling, _typed(), to_terminal, options.system)
-    elif options.prompts is not None:
-        summary = generate_file(model, tokenizer, options.prompts, options.out, sampling, options.batch_size)
-        _report_speed(summary["tokens"], summary["seconds"])
-        print(json.dumps(summary) if options.json else f"{options.out}: {summary['prompts']} completions")
-    else:
-        prompt = options.prompt or ""
-        if not options.json:
-            to_terminal(prompt)
-        made = generate(model, tokenizer, prompt, sampling, None if options.json else to_terminal)
-        if options.json:
-            print(json.dumps({"prompt": prompt, **vars(made), "tokens_per_second": made.tokens_per_second}))
-        else:
-            print(flush=True)
-        _report_speed(made.tokens, made.seconds, made.trips)
-    return 0
 
 
 def to_terminal(text: str) -> None:
@@ -468,20 +408,6 @@ def _resume(file: IO[bytes], records: Sequence[dict[str, Any]], prompts: Path, o
     return done
 
 
-def _parse(words: Sequence[str]) -> dict[str, Any]:
-    """`key=value` words; values are JSON, or text where they are not."""
-    made = {}
-    for word in words:
-        key, equals, value = word.partition("=")
-        if not equals:
-            raise GenerateError(f"--set {word}: expected key=value")
-        try:
-            made[key] = json.loads(value)
-        except ValueError:
-            made[key] = {"True": True, "False": False, "None": None}.get(value, value)
-    return made
-
-
 def _generation_options() -> set[str]:
     from transformers import GenerationConfig
 
@@ -489,28 +415,13 @@ def _generation_options() -> set[str]:
     return known - RESERVED - {"max_new_tokens", "transformers_version"}
 
 
-def _typed() -> Iterator[str]:
-    """Lines from the terminal, with a prompt, or from a pipe, without."""
-    if not sys.stdin.isatty():
-        yield from sys.stdin
-        return
-    with contextlib.suppress(ImportError):
-        import readline  # noqa: F401  (arrow keys and history)
-    print("Type; /new starts over, Ctrl-D ends.", file=sys.stderr)
-    while True:
-        try:
-            yield input("\n> ")
-        except EOFError:
-            print()
-            return
-
-
 def _seed(seed: int | None) -> None:
     if seed is not None:
         torch.manual_seed(seed)
 
 
-def _report_speed(tokens: int, seconds: float, trips: float | None = None) -> None:
+def report_speed(tokens: int, seconds: float, trips: float | None = None) -> None:
+    """Tokens, seconds and their ratio, on standard error."""
     speed = tokens / seconds if seconds else 0.0
     depth = "" if trips is None else f", {trips:.2f} trips per token"
     print(f"{tokens} tokens, {seconds:.1f} s, {speed:.1f} tokens/s{depth}", file=sys.stderr, flush=True)
@@ -524,14 +435,3 @@ def _streamer(tokenizer: Any, write: Write) -> Any:
             write(text)
 
     return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
-
-
-def _best(path: Path) -> Path:
-    """The model of the best run of a comparison's best arm."""
-    from fathom.comparison.findings import best_arm
-
-    report = json.loads((path / "report.json").read_text(encoding="utf-8"))
-    if not any(arm["runs"] for arm in report["arms"]):
-        raise GenerateError(f"{path}: no arm of this comparison is finished")
-    run = min(best_arm(report)["runs"], key=lambda run: run["loss"])
-    return find_model(path / run["directory"])

@@ -31,7 +31,7 @@ import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, StreamingResponse
 from jinja2 import TemplateError
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
@@ -54,7 +54,8 @@ NEW_TOKENS = 1024  # where a request names no number, as in transformers
 ENDLESS = 1 << 20  # tokens of context that are offered where a cache of constant size sets no limit
 WAITING = 256  # requests at a time; each holds its tokens and a socket
 BODIES = 1 << 28  # bytes of all requests at a time
-LENS_TEXT = "To fathom: to measure a depth; to understand after much thought."
+AddPages = Callable[[FastAPI, Any, Any, str, GenerateManager], None]
+"""Adds routes to the server: from the application, model, tokenizer, name and the thread that runs models."""
 
 
 class ServeError(FathomError, ValueError):
@@ -527,7 +528,7 @@ def build_app(
     tokenizer: Any,
     name: str,
     api_key: str | None = None,
-    lens: bool = False,
+    lens: AddPages | None = None,
     memory: Policy | None = None,
     max_trips: int | None = None,
 ) -> FastAPI:
@@ -538,7 +539,7 @@ def build_app(
         tokenizer: Its tokenizer.
         name: What clients call it.
         api_key: What clients must send as `Authorization: Bearer KEY`.
-        lens: Offer the lens at /lens.
+        lens: Adds pages of its own; `fathom.lens.live.add_lens` offers the lens at /lens.
         memory: A cache of constant size for every request, in place of one that holds all of its text.
         max_trips: Trips per token at most, where a request does not say.
     """
@@ -567,8 +568,8 @@ def build_app(
             raise ApiError(404, f"no model {model!r:.120}; this server has {name!r}", "model_not_found", "model")
         return manager.card
 
-    if lens:
-        _add_lens(app, model, tokenizer, name, worker)
+    if lens is not None:
+        lens(app, model, tokenizer, name, worker)
 
     @app.exception_handler(HTTPException)
     async def say_why(request: Request, error: HTTPException) -> JSONResponse:
@@ -589,33 +590,6 @@ def build_app(
     # Every character may be escaped into six bytes, and few tokens have more than ten characters.
     app.add_middleware(_Gate, api_key=api_key, body_limit=max(1 << 20, 64 * context))
     return app
-
-
-def _add_lens(app: FastAPI, model: Any, tokenizer: Any, name: str, worker: _Worker) -> None:
-    from fathom.lens.look import LensError, lens_data
-    from fathom.lens.page import lens_page, pack
-    from fathom.models import FathomForCausalLM
-
-    if not isinstance(model, FathomForCausalLM):
-        raise ServeError(f"--lens looks into Fathom's decoder; this is a {type(model).__name__}")
-
-    async def look(text: str) -> Any:
-        # Shielded: the thread cannot be stopped, and would find nobody to give its result to.
-        return await asyncio.shield(worker.async_submit(lens_data, model, tokenizer, text, name=name))
-
-    @app.get("/lens")
-    async def page() -> HTMLResponse:
-        return HTMLResponse(lens_page(await look(LENS_TEXT), live_endpoint="/lens/data"))
-
-    @app.post("/lens/data")
-    async def data(body: dict) -> JSONResponse:
-        text = body.get("text")
-        if not isinstance(text, str):
-            raise ApiError(400, "text: must be a string", param="text")
-        try:
-            return JSONResponse(pack(await look(text)))
-        except (LensError, UnicodeError) as error:
-            raise ApiError(400, " ".join(str(error).split()), param="text") from error
 
 
 class _Server(uvicorn.Server):
@@ -664,7 +638,7 @@ def serve(
     api_key: str | None = None,
     dtype: str = "auto",
     device: str | None = None,
-    lens: bool = False,
+    lens: AddPages | None = None,
     grace: float = 20.0,
     trust_remote_code: bool = False,
     kvcache: str | None = None,
@@ -683,7 +657,7 @@ def serve(
         api_key: What clients must send as `Authorization: Bearer KEY`.
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
         device: `cpu`, `cuda`, ...; by default cuda where there is one.
-        lens: Offer the lens at /lens.
+        lens: Adds pages of its own; `fathom.lens.live.add_lens` offers the lens at /lens.
         grace: Seconds that requests under way may take to finish once the server was told to stop.
         trust_remote_code: Run Python files of the directory, for architectures that nobody here knows.
         kvcache: How a request's cache is compressed; by default it holds everything.
@@ -705,7 +679,7 @@ def serve(
     # uvicorn puts this back and repeats the signal once it has stopped, so that it ends this process with 0.
     before = signal.signal(signal.SIGTERM, _stop)
     try:
-        model, tokenizer = open_checkpoint(path, device, dtype, trust_remote_code, into_fathom=lens)
+        model, tokenizer = open_checkpoint(path, device, dtype, trust_remote_code, into_fathom=lens is not None)
         name = name or Path(path).resolve().name
         check_trips(model, max_trips)
         memory = choose(model, kvcache, kvcache_window, kvcache_sinks, kvcache_ratio)

@@ -7,16 +7,13 @@ through the model's own last norm and head (the logit lens).
 
 from __future__ import annotations
 
-import json
 import math
 import threading
-from argparse import Namespace
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import singledispatch
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,9 +21,7 @@ import torch
 from torch import Tensor
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from fathom.checkpoints.open import open_checkpoint
 from fathom.errors import FathomError
-from fathom.lens.page import lens_page
 from fathom.models import FathomForCausalLM
 from fathom.models.denseformer import DenseFormer
 from fathom.models.depth_attention import DepthAttention, depth_weights
@@ -36,7 +31,6 @@ from fathom.models.roles import State, ValueMixer
 from fathom.models.slots import Visit
 from fathom.models.uniform_depth import UniformDepth
 from fathom.models.value_residual import ValueResidual
-from fathom.report.progress import ProgressBar
 
 Array = np.ndarray
 BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
@@ -290,40 +284,6 @@ def lens_data(
     )
 
 
-def run_lens(options: Namespace) -> int:
-    """`fathom lens`: look, write the page, say where it is."""
-    if (options.text is None) == (options.file is None):
-        raise LensError("give a text or --file FILE, one of them")
-    out = options.out or (None if options.json else Path("lens.html"))
-    if out is not None and not out.parent.is_dir():
-        raise LensError(f"{out.parent}: no such directory")
-    text = options.text if options.file is None else _read(options.file)
-    looked: list[LensData] = []
-    first: Any = None
-    for path in filter(None, (options.model, options.compare)):
-        model, tokenizer = open_checkpoint(path, options.device, into_fathom=True)
-        if first is not None and not same_tokenizer(first, tokenizer, text):
-            raise LensError(f"{options.compare}: another tokenizer than {options.model}'s; --compare needs the same")
-        first = first or tokenizer
-        visits = sum(map(len, model.model.plan))
-        with ProgressBar(f"looking through {_name(path)}", visits) as bar:
-            looked.append(lens_data(model, tokenizer, text, options.top, options.max_tokens, _name(path), bar.update))
-    if len({len(data.tokens) for data in looked}) > 1:  # the contexts differ
-        shortest = min(len(data.tokens) for data in looked)
-        raise LensError(f"one of the models holds {shortest} tokens only; give --max-tokens {shortest}")
-    if out is not None:
-        out.write_text(lens_page(looked[0], compare=looked[1] if looked[1:] else None), encoding="utf-8")
-    if options.json:
-        print(json.dumps({"models": [data.to_dict() for data in looked]}))
-        return 0
-    for data in looked:
-        depth = f", {np.mean(data.trips):.2f} trips per token" if data.halts else ""
-        print(f"{data.model}: {len(data.tokens)} tokens, {data.bits_per_token:.2f} bits per token{depth}")
-    if out is not None:
-        print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
-    return 0
-
-
 class _Says:
     """The logit lens: what the last norm and the head make of the residual stream, visit by visit."""
 
@@ -407,21 +367,6 @@ def _hooks(model: FathomForCausalLM, mixed: Any, after: Any) -> Iterator[None]:
     finally:
         for handle in handles:
             handle.remove()
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise LensError(f"{file}: not UTF-8 text") from error
-    except OSError as error:
-        raise LensError(f"{file}: {error.strerror}") from error
-
-
-def _name(path: str) -> str:
-    """A run's name rather than that of the directory inside it."""
-    directory = Path(path).resolve()
-    return directory.parent.name if directory.name == "model" else directory.name
 
 
 def _tokenise(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:

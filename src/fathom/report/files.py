@@ -14,14 +14,14 @@ from typing import Any
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
+from fathom.errors import FathomError
+
 # What a file system says that has no locks, or none at the moment: a network drive without its lock service, FUSE.
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 
-class HeldError(Exception):
+class HeldError(FathomError):
     """Another process holds a lock."""
-
-    exit_code = 2
 
     def __init__(self, marker: Path | None = None) -> None:
         self.advice = "" if marker is None else f"; if that process is gone, delete {marker}"

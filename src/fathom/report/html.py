@@ -12,6 +12,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from fathom.report.files import write_atomically
 from fathom.report.plots import DASHES, SERIES
 
 STYLE = """
@@ -138,8 +139,6 @@ def facts(values: Mapping[str, str]) -> str:
 
 def write(directory: Path, values: Mapping[str, Any], html: str) -> tuple[Path, Path]:
     """Put `report.json` and `report.html` in place, each whole or not at all."""
-    from fathom.training.checkpoint import write_atomically
-
     paths = directory / "report.json", directory / "report.html"
     write_atomically(paths[0], json.dumps(_finite(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_atomically(paths[1], html)

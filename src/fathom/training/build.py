@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from fathom.data.batches import Batch, BatchPlan
+from fathom.data.shards import TokenDataset
+from fathom.models.configuration import FathomConfig
+from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe, RecipeError
 from fathom.training.guard import Guard
 from fathom.training.kvcache import adapt, compress
@@ -19,11 +23,6 @@ from fathom.training.parallel import Ranks, device_of, parallelize, release_gath
 
 if TYPE_CHECKING:
     from peft import PeftModel
-
-    from fathom.data.batches import Batch, BatchPlan
-    from fathom.data.shards import TokenDataset
-    from fathom.models.configuration import FathomConfig
-    from fathom.models.modeling import FathomForCausalLM
 
 
 @dataclass(frozen=True)
@@ -116,9 +115,6 @@ def build_training(recipe: Recipe, ranks: Ranks | None = None, data: TokenDatase
         ranks: This process among others; alone if not given.
         data: The training split, if it is open already.
     """
-    from fathom.data.batches import BatchPlan
-    from fathom.data.shards import TokenDataset
-
     ranks = ranks or Ranks(device=device_of(recipe.train.device))
     config = recipe.config()
     if recipe.data.sequence_length > config.max_position_embeddings:
@@ -146,8 +142,6 @@ def build_training(recipe: Recipe, ranks: Ranks | None = None, data: TokenDatase
 
 def build_model(recipe: Recipe, config: FathomConfig, device: torch.device) -> FathomForCausalLM:
     """The recipe's model with its initial weights in fp32, or those of the checkpoint it continues."""
-    from fathom.models.modeling import FathomForCausalLM
-
     source = recipe.model.get("from_pretrained")
     if source is not None:
         torch.manual_seed(_seed(recipe.train.seed, "init"))  # of a mechanism that the checkpoint does not have

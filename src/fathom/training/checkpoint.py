@@ -14,7 +14,6 @@ import shutil
 import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,35 +22,24 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from fathom.errors import FathomError
+from fathom.checkpoints.layout import LATEST, MANIFEST, RECIPE, TRAINER, step_name
+from fathom.checkpoints.runs import (
+    CheckpointError,
+    Saved,
+    checkpoint_steps,
+    load_tensors,
+    newest_checkpoint,
+    reason,
+)
 from fathom.report.files import digest, sync_directory, write_atomically, write_durably
 from fathom.training.parallel import Ranks, host_group
 
 # Saving in a lone process is what we want, not what torch must guess.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
-LATEST = "latest"
-MANIFEST = "manifest.json"
-RECIPE = "recipe.yaml"
-TRAINER = "trainer.json"
 UNFINISHED = ".unfinished-"
 REPLACED = ".replaced-"
 FILE_BYTES = 2 << 30  # a file is serialised in memory before it is written
-
-
-class CheckpointError(FathomError):
-    """A checkpoint that could not be written or read; the message is one line."""
-
-    exit_code = 1
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint on disk."""
-
-    directory: Path
-    step: int
-    """Optimizer steps taken, skipped ones included."""
 
 
 class Checkpointer:
@@ -82,7 +70,7 @@ class Checkpointer:
         A failure costs this checkpoint alone: it is reported, its files are removed, and earlier ones stay.
         """
         self.wait()
-        temporary = self.run_dir / f"{UNFINISHED}{name(step)}"
+        temporary = self.run_dir / f"{UNFINISHED}{step_name(step)}"
         if self.ranks.first:
             shutil.rmtree(temporary, ignore_errors=True)
         self.ranks.barrier()
@@ -101,10 +89,10 @@ class Checkpointer:
             pending.result()
             problem = ""
         except (Exception, CheckpointException) as error:  # the latter is a BaseException
-            problem = _reason(error)
+            problem = reason(error)
         self._succeeded = not self.ranks.any(bool(problem))
         if not self._succeeded:
-            shutil.rmtree(self.run_dir / f"{UNFINISHED}{name(self._pending_step)}", ignore_errors=True)
+            shutil.rmtree(self.run_dir / f"{UNFINISHED}{step_name(self._pending_step)}", ignore_errors=True)
         if problem:
             kept = self.steps()
             previous = f"the checkpoint of step {kept[-1]} is kept" if kept else "there is no earlier one"
@@ -118,8 +106,7 @@ class Checkpointer:
 
     def steps(self) -> list[int]:
         """Steps with a checkpoint, ascending; whether it is intact is another question."""
-        found = (path.name.removeprefix("step-") for path in self.run_dir.glob("step-*") if path.is_dir())
-        return sorted(int(number) for number in found if number.isdigit())
+        return checkpoint_steps(self.run_dir)
 
     def newest(self) -> Saved | None:
         """The newest intact checkpoint. Broken ones are named and passed over."""
@@ -127,28 +114,14 @@ class Checkpointer:
         if self.ranks.first:
             for path in self.run_dir.glob(f"{UNFINISHED}*"):
                 shutil.rmtree(path, ignore_errors=True)
-            found = self.intact()
+            found = newest_checkpoint(self.run_dir, self.say)
         found = self.ranks.share(found)
         return found
 
     def load(self, saved: Saved, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
         """Read a checkpoint into tensors, however either side is sharded; returns what `trainer.json` says."""
-        reader = dcp.HuggingFaceStorageReader(str(saved.directory))
-        try:
-            dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
-        except (Exception, CheckpointException) as error:  # the latter is a BaseException
-            raise CheckpointError(f"{saved.directory} does not fit this model: {_reason(error)}") from error
+        load_tensors(saved.directory, tensors)
         return read_json(saved.directory / TRAINER)
-
-    def intact(self) -> Saved | None:
-        """As `newest`, on this rank alone and leaving a save under way in peace."""
-        for step in reversed(self.steps()):
-            directory = self.run_dir / name(step)
-            problem = damage(directory)
-            if problem is None:
-                return Saved(directory, step)
-            self.say(f"{directory} is damaged ({problem}); trying the one before")
-        return None
 
     def _write(self, directory: Path, tensors: dict[str, Tensor]) -> Future[Any]:
         """Start writing tensors; they may change once this returns."""
@@ -168,8 +141,8 @@ class Checkpointer:
                 write_durably(temporary / file, text)
                 sums[file] = digest(temporary / file)
             write_durably(temporary / MANIFEST, json.dumps({"files": sums}, indent=2))
-            _publish(temporary, self.run_dir / name(step))
-            write_atomically(self.run_dir / LATEST, name(step) + "\n")
+            _publish(temporary, self.run_dir / step_name(step))
+            write_atomically(self.run_dir / LATEST, step_name(step) + "\n")
             self._prune(step)
 
     def _checksums(self, directory: Path) -> dict[str, Any]:
@@ -179,7 +152,7 @@ class Checkpointer:
         try:
             mine = {path.name: digest(path) for path in files[self.ranks.rank :: self.ranks.world_size]}
         except OSError as error:
-            mine = _reason(error)
+            mine = reason(error)
         parts: list[Any] = [mine]
         if self.group is not None:
             parts = [None] * self.ranks.world_size
@@ -192,32 +165,9 @@ class Checkpointer:
         """Delete checkpoints beyond the last k up to this step; newer ones can only be damaged, and stay."""
         for old in [s for s in self.steps() if s <= step][: -self.keep_last]:
             # Renamed first: a half-deleted directory must not look like a checkpoint.
-            doomed = self.run_dir / f"{REPLACED}{name(old)}"
-            os.replace(self.run_dir / name(old), doomed)
+            doomed = self.run_dir / f"{REPLACED}{step_name(old)}"
+            os.replace(self.run_dir / step_name(old), doomed)
             shutil.rmtree(doomed, ignore_errors=True)
-
-
-def name(step: int) -> str:
-    """A checkpoint's directory name."""
-    return f"step-{step:06d}"
-
-
-def damage(directory: Path) -> str | None:
-    """What is wrong with a checkpoint's files, in words; None if nothing."""
-    try:
-        files = read_json(directory / MANIFEST)["files"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return f"{MANIFEST} cannot be read"
-    for file, expected in files.items():
-        path = directory / file
-        if not path.is_file():
-            return f"{file} is missing"
-        if path.stat().st_size != expected["bytes"]:
-            return f"{file} has {path.stat().st_size} bytes instead of {expected['bytes']}"
-    for file, expected in files.items():
-        if digest(directory / file)["sha256"] != expected["sha256"]:
-            return f"{file} has another checksum"
-    return None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -249,11 +199,3 @@ def _files(tensors: Mapping[str, Tensor]) -> dict[str, int]:
             index, size = index + 1, 0
         answer[key] = index
     return answer
-
-
-def _reason(error: BaseException) -> str:
-    """The innermost cause in one line: wrappers of torch.distributed.checkpoint fill screens."""
-    failures = getattr(error, "failures", None)
-    if failures:
-        error = next(iter(failures.values()))[0]
-    return " ".join(str(error).split()) or type(error).__name__

@@ -6,6 +6,15 @@ import os
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fathom.models.cost import (
+    cache_bytes_per_token,
+    count_parameters,
+    flops_per_token,
+    training_flops_range,
+    training_visits,
+    vanilla_flops_per_token,
+)
+from fathom.models.registry import mechanism_name
 from fathom.recipe import Recipe
 from fathom.training.kvcache import compressions
 
@@ -42,15 +51,6 @@ class Estimate:
 
 def estimate(recipe: Recipe) -> Estimate:
     """Count; nothing is allocated and no data is opened."""
-    from fathom.models.cost import (
-        cache_bytes_per_token,
-        count_parameters,
-        flops_per_token,
-        training_flops_range,
-        vanilla_flops_per_token,
-    )
-    from fathom.models.registry import mechanism_name
-
     config = recipe.config()
     parameters = count_parameters(config)
     length = recipe.data.sequence_length
@@ -78,8 +78,6 @@ def estimate(recipe: Recipe) -> Estimate:
 
 def _activation_bytes(recipe: Recipe, config: Any) -> int:
     """Kept by a layer: four tensors of the residual's width, three of queries, keys and values, four of the MLP's."""
-    from fathom.models.cost import training_visits
-
     scalar = 2 if recipe.train.precision == "bf16" else 4
     queries, keys = (h * config.head_dim for h in (config.num_attention_heads, config.num_key_value_heads))
     layer = 4 * config.hidden_size + 3 * queries + 3 * keys + 4 * config.intermediate_size

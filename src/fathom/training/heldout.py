@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from fathom.data.batches import evaluation_batches, evaluation_windows
+from fathom.data.shards import TokenDataset
 from fathom.recipe import Recipe
+from fathom.report.statistics import rank_correlation
 from fathom.training.parallel import Ranks
-
-if TYPE_CHECKING:
-    from fathom.data.shards import TokenDataset
 
 
 @dataclass(frozen=True)
@@ -97,8 +97,6 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks)
         recipe: `evaluate`, and the context and packing that `data` names.
         ranks: Who shares the work.
     """
-    from fathom.data.batches import evaluation_batches, evaluation_windows
-
     was_training = model.training
     model.eval()
     length, buckets = recipe.data.sequence_length, recipe.evaluate.position_buckets
@@ -156,8 +154,6 @@ class Tally:
 
     def trips(self, ranks: Ranks, most: int) -> Trips | None:
         """What all ranks saw together, of at most so many trips; None where no model told them."""
-        from fathom.report.statistics import rank_correlation
-
         rows = list(zip(self.losses, self.made, strict=True))
         if ranks.control is not None:
             found: list[Any] = [None] * ranks.world_size

@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fathom.kvcache import METHODS, compress_in_training
+from fathom.kvcache.lora import with_lora
+from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe, RecipeError
 
 if TYPE_CHECKING:
     from peft import PeftModel
-
-    from fathom.models.modeling import FathomForCausalLM
 
 
 def compress(model: FathomForCausalLM, recipe: Recipe) -> None:
@@ -22,8 +23,6 @@ def compress(model: FathomForCausalLM, recipe: Recipe) -> None:
         if getattr(model.config, "kvcache", None):
             model.config.kvcache = None  # of the checkpoint that this run continues, and whose habit it breaks
         return
-    from fathom.kvcache import compress_in_training
-
     schedule = recipe.kvcache.schedule()
     try:
         compress_in_training(model, **schedule)
@@ -39,8 +38,6 @@ def adapt(model: FathomForCausalLM, recipe: Recipe, world_size: int) -> PeftMode
         return None
     if world_size > 1:
         raise RecipeError(f"kvcache.lora_rank={rank}: allowed in one process, here are {world_size}")
-    from fathom.kvcache.lora import with_lora
-
     torch.manual_seed(recipe.train.seed)  # adapters start at random: the same run starts at the same
     try:
         return with_lora(model, rank, alpha=2 * rank)
@@ -59,7 +56,5 @@ def compressions(recipe: Recipe) -> int:
     kvcache = recipe.kvcache
     if kvcache.method == "full" or kvcache.window is None:
         return 0
-    from fathom.kvcache import METHODS
-
     schedule = METHODS[kvcache.method].plan(kvcache.window, kvcache.sinks, kvcache.ratio, None)
     return schedule.rounds(recipe.data.sequence_length)

@@ -9,11 +9,14 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from fathom.checkpoints.export import export
+from fathom.data.shards import TokenDataset
 from fathom.errors import FathomError
+from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe
 from fathom.report.files import HeldError, lock, write_atomically
 from fathom.training.build import Training, build_training
@@ -23,9 +26,6 @@ from fathom.training.kvcache import merged
 from fathom.training.meter import Meter
 from fathom.training.parallel import Ranks, start, whole
 from fathom.training.tracking import Display, Tracker, open_trackers, require_backends
-
-if TYPE_CHECKING:
-    from fathom.data.shards import TokenDataset
 
 RESULT = "result.json"
 MODEL = "model"
@@ -110,8 +110,6 @@ class Run:
     def __init__(
         self, recipe: Recipe, run_dir: Path, ranks: Ranks, callbacks: Sequence[Tracker], stack: ExitStack
     ) -> None:
-        from fathom.data.shards import TokenDataset
-
         self.recipe, self.run_dir, self.ranks = recipe, run_dir, ranks
         self.display = Display(recipe.track.display if ranks.first else "none", run_dir.name, recipe.train.steps)
         stack.callback(self.display.close)
@@ -266,9 +264,6 @@ def export_model(training: Training, directory: Path, facts: dict[str, Any]) -> 
     """
     from transformers import AutoTokenizer
     from transformers.utils import logging
-
-    from fathom.checkpoints.export import export
-    from fathom.models.modeling import FathomForCausalLM
 
     logging.disable_progress_bar()
     found = training.weights() if training.adapters is None else merged(training.adapters)

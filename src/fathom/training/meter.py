@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from fathom.models.cost import training_flops_per_token
 from fathom.training.build import StepMetrics, Training
 
 
@@ -26,8 +27,6 @@ class Meter:
     _since: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        from fathom.models.cost import training_flops_per_token
-
         recipe = self.training.recipe
         self.refused_in_a_row = int(self.training.guard.refused_in_a_row.item())
         self._flops = 3 * training_flops_per_token(self.training.config, recipe.data.sequence_length)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fathom.recipe import Recipe, RecipeError
+from fathom.report.files import write_atomically
 
 METRICS = "metrics.jsonl"
 
@@ -147,8 +148,6 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 
 def _forget_after(path: Path, step: int) -> None:
     """Drop lines that a resumed run is going to write again, and what a crash broke."""
-    from fathom.report.files import write_atomically
-
     lines = _lines(path)
     kept = []
     for line in lines:

@@ -1,10 +1,10 @@
-"""What `fathom evaluate --kvcache` does: every checkpoint through every cache, kept as it goes, and a report."""
+"""Every checkpoint through every cache, kept as it goes, and a report."""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from argparse import Namespace
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -14,12 +14,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fathom.data.sources import Reading
+from fathom.checkpoints.layout import CONFIG
 from fathom.evaluation.caches.measure import CHUNK, loads, losses, scorer, stretches
 from fathom.evaluation.caches.needles import Needles, Rows, enough, plant, recall
+from fathom.evaluation.caches.page import summarize, write_report
 from fathom.evaluation.caches.spectrum import spectrum
 from fathom.evaluation.perplexity import Domain, encoder, read_domains
-from fathom.evaluation.scoring import Checkpoint, EvaluateError, kept, name_checkpoints
+from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings, kept, name_checkpoints
 from fathom.kvcache import METHODS, Schedule, build_cache
 from fathom.recipe import cache_policy
 from fathom.report.progress import ProgressBar
@@ -49,7 +50,7 @@ class Plan:
 
     def policy(self, checkpoint: Checkpoint, method: str) -> dict[str, Any]:
         """Method and schedule."""
-        config = json.loads((checkpoint.directory / "config.json").read_text(encoding="utf-8"))
+        config = json.loads((checkpoint.directory / CONFIG).read_text(encoding="utf-8"))
         return cache_policy(method, config.get("kvcache"), **self.given)
 
     def schedule(self, checkpoint: Checkpoint) -> Schedule:
@@ -61,49 +62,55 @@ class Plan:
             raise EvaluateError(f"--kvcache: {error}") from error
 
 
-def run_kvcache(options: Namespace, find: Callable[[str], Path], opener: Callable[..., tuple[Any, Any]]) -> int:
-    """`fathom evaluate CHECKPOINTS --kvcache METHODS --at LENGTHS [--perplexity FILES]`."""
-    from fathom.evaluation.caches.page import show, summarize, write_report
-
-    if options.tasks:
+def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, plan: Plan) -> dict[str, Any]:
+    """Every checkpoint through every cache; returns what `report.json` holds."""
+    if settings.tasks:
         raise EvaluateError("--tasks reads short prompts, in which no cache is ever full: leave out --kvcache")
-    plan = make_plan(options)
-    open_one = partial(opener, device=options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
-    checkpoints = name_checkpoints(options.checkpoints, find, open_one)
-    reading = Reading(text_field=options.text_field, domain_field=options.domain_field)
-    domains = read_domains(options.perplexity, reading, options.split, options.limit) if options.perplexity else []
-    schedules = [plan.schedule(checkpoint) for checkpoint in checkpoints]
+    if settings.max_trips is not None:
+        raise EvaluateError("--max-trips and --kvcache: ask one question at a time")
+    named = name_checkpoints(checkpoints, settings)
+    domains = read_domains(settings.perplexity, settings.reading, settings.split, settings.limit)
+    schedules = [plan.schedule(checkpoint) for checkpoint in named]
     found = {}
-    for checkpoint, schedule in zip(checkpoints, schedules, strict=True):
-        found[checkpoint.name] = _checkpoint(checkpoint, schedule, plan, domains, options)
+    for checkpoint, schedule in zip(named, schedules, strict=True):
+        found[checkpoint.name] = _checkpoint(checkpoint, schedule, plan, domains, settings)
         checkpoint.close()
     report = summarize(found, plan.methods, plan.at)
-    if options.out is not None:
-        write_report(report, options.out)
-    if options.json:
-        print(json.dumps(report, ensure_ascii=False))
-    else:
-        show(report, options.out)
-    return 0
+    if settings.out is not None:
+        write_report(report, settings.out)
+    return report
 
 
-def make_plan(options: Namespace) -> Plan:
-    """The command's words, checked before anything is opened."""
-    methods = tuple(dict.fromkeys(word.strip() for word in options.kvcache.split(",") if word.strip()))
+def make_plan(
+    kvcache: str,
+    at: str = "1x,2x,4x,8x",
+    window: int | None = None,
+    sinks: int | None = None,
+    ratio: float | None = None,
+) -> Plan:
+    """What is asked, checked before anything is opened.
+
+    Args:
+        kvcache: Methods, comma between.
+        at: Numbers of windows, comma between.
+        window: Entries that a cache may hold; this and the next two by default as the checkpoint was tuned.
+        sinks: First entries that are never compressed.
+        ratio: Share that a compression leaves.
+    """
+    methods = tuple(dict.fromkeys(word.strip() for word in kvcache.split(",") if word.strip()))
     for method in methods:
         if method != "full" and (method not in METHODS or method == "learned"):
             allowed = ", ".join(name for name in METHODS if name != "learned")
             raise EvaluateError(f"--kvcache {method}: allowed: full, {allowed}")
-    words = [word.strip() for word in options.at.split(",")]
-    at = [word.removesuffix("x") for word in words]
-    if not methods or not all(number.isdigit() and int(number) for number in at):
-        raise EvaluateError(f"--at {options.at}: expected numbers of windows, as in 1x,2x,4x")
-    given = {"window": options.kvcache_window, "sinks": options.kvcache_sinks, "ratio": options.kvcache_ratio}
-    return Plan(methods, tuple(sorted({int(number) for number in at})), given)
+    numbers = [word.strip().removesuffix("x") for word in at.split(",")]
+    if not methods or not all(number.isdigit() and int(number) for number in numbers):
+        raise EvaluateError(f"--at {at}: expected numbers of windows, as in 1x,2x,4x")
+    given = {"window": window, "sinks": sinks, "ratio": ratio}
+    return Plan(methods, tuple(sorted({int(number) for number in numbers})), given)
 
 
 def _checkpoint(
-    checkpoint: Checkpoint, schedule: Schedule, plan: Plan, domains: Sequence[Domain], options: Namespace
+    checkpoint: Checkpoint, schedule: Schedule, plan: Plan, domains: Sequence[Domain], settings: Settings
 ) -> dict[str, Any]:
     """Everything about one checkpoint."""
     length = max(plan.at) * schedule.window
@@ -112,7 +119,7 @@ def _checkpoint(
     texts = _texts(checkpoint, domains, length + 1, max(length + 1, size)) if domains else []
     key = {
         "checkpoint": checkpoint.fingerprint(),
-        "dtype": options.dtype,
+        "dtype": settings.dtype,
         "schedule": asdict(schedule),
         "at": list(plan.at),
         "questions": QUESTIONS,
@@ -121,7 +128,7 @@ def _checkpoint(
     }
     values: dict[str, Any] = {
         "directory": str(checkpoint.directory),
-        "tuned": json.loads((checkpoint.directory / "config.json").read_text(encoding="utf-8")).get("kvcache"),
+        "tuned": json.loads((checkpoint.directory / CONFIG).read_text(encoding="utf-8")).get("kvcache"),
         "schedule": {**asdict(schedule), "freed": schedule.freed, "chunk": schedule.chunk},
         "documents": len(texts),
         "haystack": "documents" if any(text.shape[1] >= size for text in texts) else "random tokens",
@@ -130,9 +137,9 @@ def _checkpoint(
     for method in plan.methods:
         policy = plan.policy(checkpoint, method)
         work = partial(_cache, checkpoint, policy, schedule, plan.at, texts)
-        values["caches"][method] = kept(checkpoint, options.out, "kvcache", method, {**key, "policy": policy}, work)
+        values["caches"][method] = kept(checkpoint, settings.out, "kvcache", method, {**key, "policy": policy}, work)
     work = partial(_spectrum, checkpoint, schedule, texts)
-    values["spectrum"] = kept(checkpoint, options.out, "kvcache", "spectrum", key, work)
+    values["spectrum"] = kept(checkpoint, settings.out, "kvcache", "spectrum", key, work)
     return values
 
 
@@ -260,6 +267,4 @@ def _usable(tokenizer: Any) -> Tensor:
 
 def hash_of(text: Tensor) -> str:
     """Changes with the text."""
-    import hashlib
-
     return hashlib.sha256(text.numpy().tobytes()).hexdigest()

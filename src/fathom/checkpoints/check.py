@@ -1,0 +1,81 @@
+"""Check a checkpoint directory without trusting it, and without loading anything that computes.
+
+Names, links, the configuration and every safetensors header are checked before a weight is loaded. A pickle is never
+opened, nothing is fetched, and no code of the directory runs.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from fathom.checkpoints.layout import CONFIG, INDEX_SUFFIX
+from fathom.checkpoints.origin import LocalOrigin, Refused, read_json
+from fathom.checkpoints.tensors import SafetensorsStore, read_header, read_index
+
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
+
+
+def check_checkpoint(directory: str | Path) -> dict[str, Any]:
+    """Refuse a model directory that could harm whoever opens it; otherwise its configuration.
+
+    Refused are pickles, links and shard names that leave the directory, weights that are missing, truncated,
+    oversized or overlapping, adapters, and a configuration that names code to fetch.
+    """
+    directory = Path(directory)
+    files = _files(directory)
+    for name in sorted(files):
+        if name.endswith(PICKLES) or name.endswith(".bin.index.json"):
+            raise Refused(
+                f"{directory}: {name} is a pickle, which may run code when it is opened; "
+                "convert it where you trust it (save_pretrained writes safetensors) and remove it here"
+            )
+    if "adapter_config.json" in files:
+        raise Refused(f"{directory}: adapter_config.json: an adapter is not a model; merge it into its base first")
+    if CONFIG not in files:
+        raise Refused(f"{directory}: no {CONFIG}")
+    origin = LocalOrigin(directory)
+    try:
+        config = read_json(origin, CONFIG)
+        for key in ("attn_implementation", "_attn_implementation"):
+            if "/" in str(config.get(key, "")):
+                raise Refused(f"config.json: {key} names code to download ({config[key]!r:.80})")
+        _check_weights(origin, files)
+    except Refused as error:
+        raise Refused(f"{directory}: {error}") from None
+    return config
+
+
+def _files(directory: Path) -> set[str]:
+    """Every file below, as `/`-separated relative names; links may stay inside or lead to the hub cache's blobs."""
+    home = directory.resolve()
+    allowed = [home]
+    if home.parent.name == "snapshots":  # the layout of the hub cache: a snapshot is links to its repository's blobs
+        allowed.append(home.parent.parent / "blobs")
+    found = set()
+    for place, folders, names in os.walk(home):
+        for path in (Path(place) / name for name in (*folders, *names)):
+            name = path.relative_to(home).as_posix()
+            if path.is_symlink() and not any(path.resolve().is_relative_to(root) for root in allowed):
+                raise Refused(f"{directory}: {name!r:.120} is a link that leaves the directory")
+            if path.is_file():
+                found.add(name)
+            elif not path.is_dir():
+                raise Refused(f"{directory}: {name!r:.120} is neither a file nor a directory")
+    return found
+
+
+def _check_weights(origin: LocalOrigin, files: set[str]) -> None:
+    single = {name for name in files if name.endswith(".safetensors")}
+    if not single and not any(name.endswith(INDEX_SUFFIX) for name in files):
+        raise Refused("no safetensors weights")
+    for index in sorted(name for name in files if name.endswith(INDEX_SUFFIX)):
+        weight_map = read_index(origin, index)
+        shards = set(weight_map.values())
+        if absent := sorted(shards - files):
+            raise Refused(f"{index}: shard {absent[0]!r:.80} is missing")
+        SafetensorsStore(origin, sorted(shards), weight_map)
+        single -= shards
+    for name in sorted(single):
+        read_header(origin, name)

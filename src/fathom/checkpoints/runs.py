@@ -1,0 +1,206 @@
+"""Runs and comparisons on disk: which model they hold, and how to read it without anything that trained it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import yaml
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from fathom.checkpoints.layout import (
+    CONFIG,
+    MANIFEST,
+    MODEL,
+    RECIPE,
+    REPORT,
+    RESULT,
+    TOKENIZER,
+    TOKENIZER_CONFIG,
+    step_name,
+    step_number,
+)
+from fathom.errors import FathomError
+from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.report.files import digest
+
+
+class RunError(FathomError, ValueError):
+    """A directory that holds no model, or none that can be read; the message is one line."""
+
+
+class CheckpointError(FathomError, RuntimeError):
+    """A checkpoint that could not be written or read; the message is one line."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint on disk."""
+
+    directory: Path
+    step: int
+    """Optimizer steps taken, skipped ones included."""
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A model with what is known of how it came about."""
+
+    model: FathomForCausalLM
+    tokenizer: PreTrainedTokenizerBase | None
+    facts: dict[str, Any]
+    """`recipe` (YAML), `step`, `tokens`, `evaluation`, as far as they are known."""
+
+
+def find_model(path: str | Path) -> Path:
+    """The exported model behind a path: a model directory, a run, or a comparison, whose best arm is taken."""
+    path = Path(path)
+    if not path.exists():
+        raise RunError(f"{path}: no such directory")
+    if (path / CONFIG).exists():
+        return path
+    if (path / MODEL / CONFIG).exists():
+        return path / MODEL
+    if (path / REPORT).exists():
+        return _best_model(path)
+    if (path / RECIPE).exists():
+        raise RunError(f"{path}: this run wrote no model; it is unfinished, or train.export was false")
+    raise RunError(f"{path}: neither a model directory ({CONFIG}) nor a run nor a comparison")
+
+
+def best_arm(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The arm of a comparison's report with the lowest mean validation loss."""
+    control = report["arms"][0]
+    scored: list[dict[str, Any]] = [arm for arm in report["arms"] if arm["runs"]]
+
+    def loss(arm: Mapping[str, Any]) -> float:
+        # By the paired difference: the mean of an arm that failed with a seed is not over the control's seeds.
+        return control["loss"] + arm["difference"]["mean"] if "difference" in arm else arm["loss"]
+
+    return min(scored, key=loss)
+
+
+def _best_model(path: Path) -> Path:
+    """The model of the best run of a comparison's best arm."""
+    try:
+        report = json.loads((path / REPORT).read_text(encoding="utf-8"))
+        finished = any(arm["runs"] for arm in report["arms"])
+    except (ValueError, KeyError, TypeError):
+        raise RunError(f"{path}: its {REPORT} is not a comparison's, and there is no model beside it") from None
+    if not finished:
+        raise RunError(f"{path}: no arm of this comparison is finished")
+    run = min(best_arm(report)["runs"], key=lambda run: run["loss"])
+    return find_model(path / run["directory"])
+
+
+def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Opened:
+    """The model of a run (finished, or at its newest checkpoint) or of a model directory.
+
+    Args:
+        source: Either.
+        tokenizer: Taken in place of the directory's own.
+    """
+    facts: dict[str, Any] = {}
+    directory = source
+    if (source / RECIPE).exists():
+        facts["recipe"] = (source / RECIPE).read_text(encoding="utf-8")
+        if (source / RESULT).exists():
+            facts |= json.loads((source / RESULT).read_text(encoding="utf-8"))
+        if not (source / MODEL).exists():
+            return _open_unfinished(source, tokenizer, facts)
+        directory = source / MODEL
+    if not (directory / CONFIG).exists():
+        raise RunError(f"{source} is neither a run ({RECIPE}) nor a model directory ({CONFIG})")
+    if tokenizer is None and (directory / TOKENIZER_CONFIG).exists():
+        tokenizer = AutoTokenizer.from_pretrained(directory)
+    return Opened(FathomForCausalLM.from_pretrained(directory), tokenizer, facts)
+
+
+def _open_unfinished(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts: dict[str, Any]) -> Opened:
+    recipe = yaml.safe_load(facts["recipe"])
+    if recipe.get("kvcache", {}).get("lora_rank") is not None:
+        raise RunError(f"{run} trains adapters (kvcache.lora_rank), which are merged when it is finished")
+    saved = newest_checkpoint(run)
+    if saved is None:
+        raise RunError(f"{run} has neither a finished model nor a checkpoint yet")
+    model = FathomForCausalLM(config_of(recipe["model"]))
+    load_tensors(saved.directory, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
+    model.set_step(saved.step)
+    home = Path(recipe["data"]["directory"]) / TOKENIZER
+    if tokenizer is None and home.exists():
+        tokenizer = AutoTokenizer.from_pretrained(home)
+    return Opened(model, tokenizer, {**facts, "step": saved.step})
+
+
+def config_of(block: Mapping[str, Any]) -> FathomConfig:
+    """A recipe's model block as a configuration; with `from_pretrained`, that checkpoint's under the block's keys."""
+    keys = dict(block)
+    source = keys.pop("from_pretrained", None)
+    return FathomConfig(**keys) if source is None else FathomConfig.from_pretrained(source, **keys)
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    """Steps with a checkpoint, ascending; whether it is intact is another question."""
+    found = (step_number(path.name) for path in run.glob("step-*") if path.is_dir())
+    return sorted(step for step in found if step is not None)
+
+
+def newest_checkpoint(run: Path, say: Callable[[str], None] | None = None) -> Saved | None:
+    """The newest intact checkpoint of a run; damaged ones are passed over.
+
+    Args:
+        run: A run's directory.
+        say: Called with a line about each damaged one.
+    """
+    for step in reversed(checkpoint_steps(run)):
+        directory = run / step_name(step)
+        problem = damage(directory)
+        if problem is None:
+            return Saved(directory, step)
+        if say is not None:
+            say(f"{directory} is damaged ({problem}); trying the one before")
+    return None
+
+
+def load_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Read a checkpoint into tensors, however either side is sharded."""
+    reader = dcp.HuggingFaceStorageReader(str(directory))
+    try:
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+    except (Exception, CheckpointException) as error:  # the latter is a BaseException
+        raise CheckpointError(f"{directory} does not fit this model: {reason(error)}") from error
+
+
+def damage(directory: Path) -> str | None:
+    """What is wrong with a checkpoint's files, in words; None if nothing."""
+    try:
+        files = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["files"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return f"{MANIFEST} cannot be read"
+    for file, expected in files.items():
+        path = directory / file
+        if not path.is_file():
+            return f"{file} is missing"
+        if path.stat().st_size != expected["bytes"]:
+            return f"{file} has {path.stat().st_size} bytes instead of {expected['bytes']}"
+    for file, expected in files.items():
+        if digest(directory / file)["sha256"] != expected["sha256"]:
+            return f"{file} has another checksum"
+    return None
+
+
+def reason(error: BaseException) -> str:
+    """The innermost cause in one line: wrappers of torch.distributed.checkpoint fill screens."""
+    failures = getattr(error, "failures", None)
+    if failures:
+        error = next(iter(failures.values()))[0]
+    return " ".join(str(error).split()) or type(error).__name__

@@ -1,0 +1,74 @@
+"""`fathom evaluate MODEL [MODEL ...] --tasks NAMES --perplexity FILES --kvcache METHODS`."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+from fathom.cli.parser import Parser, UsageError, add_kvcache, add_opening
+
+
+def add(parser: Parser) -> None:
+    """Arguments."""
+    parser.add_argument(
+        "checkpoints",
+        nargs="+",
+        metavar="[NAME=]MODEL",
+        help="model directories, runs or comparisons; the first is what the others are held against",
+    )
+    parser.add_argument("--tasks", metavar="NAMES", help="lm-eval's tasks, groups and tags, comma between; * allowed")
+    parser.add_argument("--task-data", type=Path, metavar="DIR", help="their documents, for work without a network")
+    parser.add_argument("--num-fewshot", type=int, help="examples in the prompt (default: as the task says)")
+    parser.add_argument("--apply-chat-template", action="store_true", help="put task prompts as messages")
+    parser.add_argument(
+        "--perplexity",
+        nargs="+",
+        metavar="[NAME=]INPUT",
+        help="text, JSONL or Parquet files, directories, globs, hf:..., or prepared corpora; a name is a domain's",
+    )
+    parser.add_argument("--split", default="val", help="of corpora (default: val)")
+    parser.add_argument("--text-field", default="text", help="of JSONL and Parquet (default: text)")
+    parser.add_argument("--domain-field", help="the field that names the domain")
+    parser.add_argument(
+        "--context", type=int, help="tokens a prediction may see (default: the model's own; for text 2048 at most)"
+    )
+    parser.add_argument("--stride", type=int, help="tokens from window to window of text (default: the context)")
+    parser.add_argument(
+        "--max-trips", metavar="N[,N...]", help="score a model of several trips under each of these budgets"
+    )
+    add_kvcache(parser, several=True)
+    parser.add_argument(
+        "--at", default="1x,2x,4x,8x", metavar="LENGTHS", help="windows read, for --kvcache (default: 1x,2x,4x,8x)"
+    )
+    parser.add_argument("--limit", type=int, help="documents of each task and domain; for trying out")
+    parser.add_argument("--batch-size", type=int, help="rows at once (default: as many as fit; some on a CPU)")
+    add_opening(parser)
+    parser.add_argument("--out", type=Path, metavar="DIR", help="keep results here; run again, it goes on")
+    parser.add_argument("--json", action="store_true", help="print the report for a program")
+
+
+def run(options: Namespace) -> int:
+    """Score, keep, print."""
+    from fathom.evaluation.caches.evaluate import evaluate_caches, make_plan
+    from fathom.evaluation.caches.page import show as show_caches
+    from fathom.evaluation.scoring import Settings, show
+    from fathom.evaluation.scoring import run as score
+
+    settings = Settings(**{name: value for name, value in vars(options).items() if name in Settings.__annotations__})
+    given = {name: getattr(options, f"kvcache_{name}") for name in ("window", "sinks", "ratio")}
+    if options.kvcache:
+        plan = make_plan(options.kvcache, options.at, **given)
+        report = evaluate_caches(options.checkpoints, settings, plan)
+        if not options.json:
+            show_caches(report, options.out)
+    else:
+        for name, value in given.items():
+            if value is not None:
+                raise UsageError(f"--kvcache-{name} {value}: give --kvcache METHODS with it")
+        checkpoints, report = score(options.checkpoints, settings)
+        if not options.json:
+            show(checkpoints, report)
+    if options.json:
+        print(json.dumps(report, ensure_ascii=False))
+    return 0

@@ -1,0 +1,36 @@
+"""`fathom export RUN --to DIR`."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+from fathom.cli.parser import Parser
+
+
+def add(parser: Parser) -> None:
+    """Arguments."""
+    parser.add_argument("source", type=Path, help="a run, finished or not, or a model directory")
+    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write; an earlier export goes")
+    parser.add_argument(
+        "--as",
+        dest="form",
+        default="fathom",
+        choices=("fathom", "qwen3", "unrolled"),
+        help="fathom: any mechanism, with its code; qwen3: a stock Qwen3, if every axis is at its first value; "
+        "unrolled: a loop as the deeper stock Qwen3 that it equals (default: fathom)",
+    )
+    parser.add_argument("--json", action="store_true", help="print the result for a program")
+
+
+def run(options: Namespace) -> int:
+    """Write the directory."""
+    from transformers.utils import logging
+
+    from fathom.checkpoints.export import export
+
+    logging.disable_progress_bar()
+    directory = export(options.source, options.to, form=options.form)
+    print(json.dumps({"directory": str(directory), "form": options.form}) if options.json else directory)
+    return 0

@@ -1,0 +1,121 @@
+"""`fathom generate MODEL PROMPT`, `--chat`, or `--prompts FILE --out FILE`."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+from argparse import Namespace
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fathom.cli.parser import Parser, UsageError, add_kvcache, add_opening
+
+
+def add(parser: Parser) -> None:
+    """Arguments."""
+    parser.add_argument("model", help="a model directory, a run, or a comparison (its best arm)")
+    parser.add_argument("prompt", nargs="?", help="what to continue; without one a new document begins")
+    parser.add_argument("--chat", action="store_true", help="a conversation on the terminal")
+    parser.add_argument("--system", metavar="TEXT", help="how to answer, for --chat")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL: {"prompt": "..."} or {"messages": [...]}')
+    parser.add_argument("--out", type=Path, metavar="FILE", help="JSONL for --prompts; run again, it goes on")
+    parser.add_argument("--batch-size", type=int, help="prompts of a file at once (default: 8 on a CPU, else 32)")
+    parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens at most (default: 128)")
+    own = "default: as the checkpoint says"
+    parser.add_argument("--temperature", type=float, help=f"0 takes the likeliest token ({own}, or 0.8)")
+    parser.add_argument("--top-k", type=int, help=f"draw from the k likeliest tokens; 0 for all ({own}, or 0)")
+    parser.add_argument("--top-p", type=float, help=f"draw from so much probability ({own}, or 0.95)")
+    parser.add_argument(
+        "--set",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="KEY=VALUE",
+        help="any other option of transformers' GenerationConfig: min_p=0.05 num_beams=4 repetition_penalty=1.1 ...",
+    )
+    parser.add_argument("--seed", type=int, help="draw the same text every time")
+    parser.add_argument("--max-trips", type=int, metavar="N", help="trips per token at most (default: all it may make)")
+    parser.add_argument("--static-cache", action="store_true", help="reserve the cache for the whole text at once")
+    parser.add_argument("--compile", action="store_true", help="compile decoding, with a static cache")
+    add_kvcache(parser)
+    add_opening(parser)
+    parser.add_argument("--json", action="store_true", help="print text and speed for a program")
+
+
+def run(options: Namespace) -> int:
+    """A prompt, a conversation or a file, with the speed on standard error."""
+    from fathom.evaluation.budgets import check_chunks, check_trips
+    from fathom.inference.cache import choose
+    from fathom.inference.generate import Sampling, chat, generate, generate_file, load, report_speed, to_terminal
+
+    if sum((options.prompt is not None, options.chat, options.prompts is not None)) > 1:
+        raise UsageError("give a prompt, --chat or --prompts FILE, one of them")
+    if (options.prompts is None) != (options.out is None):
+        raise UsageError("--prompts and --out belong together: one file in, one file out")
+    sampling = Sampling(
+        options.max_new_tokens,
+        options.temperature,
+        options.top_k,
+        options.top_p,
+        options.seed,
+        options_of(options.set),
+        options.static_cache,
+        options.compile,
+    )
+    model, tokenizer = load(
+        options.model, options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code
+    )
+    kvcache = (options.kvcache, options.kvcache_window, options.kvcache_sinks, options.kvcache_ratio)
+    check_trips(model, options.max_trips)
+    check_chunks(model, sampling.options.get("prefill_chunk_size", model.generation_config.prefill_chunk_size))
+    sampling = replace(sampling, memory=choose(model, *kvcache), max_trips=options.max_trips)
+    if options.chat:
+        chat(model, tokenizer, sampling, typed_lines(), to_terminal, options.system)
+    elif options.prompts is not None:
+        summary = generate_file(model, tokenizer, options.prompts, options.out, sampling, options.batch_size)
+        report_speed(summary["tokens"], summary["seconds"])
+        print(json.dumps(summary) if options.json else f"{options.out}: {summary['prompts']} completions")
+    else:
+        prompt = options.prompt or ""
+        if not options.json:
+            to_terminal(prompt)
+        made = generate(model, tokenizer, prompt, sampling, None if options.json else to_terminal)
+        if options.json:
+            print(json.dumps({"prompt": prompt, **vars(made), "tokens_per_second": made.tokens_per_second}))
+        else:
+            print(flush=True)
+        report_speed(made.tokens, made.seconds, made.trips)
+    return 0
+
+
+def options_of(words: Sequence[str]) -> dict[str, Any]:
+    """`key=value` words; values are JSON, or text where they are not."""
+    made = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals:
+            raise UsageError(f"--set {word}: expected key=value")
+        try:
+            made[key] = json.loads(value)
+        except ValueError:
+            made[key] = {"True": True, "False": False, "None": None}.get(value, value)
+    return made
+
+
+def typed_lines() -> Iterator[str]:
+    """Lines from the terminal, with a prompt, or from a pipe, without."""
+    if not sys.stdin.isatty():
+        yield from sys.stdin
+        return
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (arrow keys and history)
+    print("Type; /new starts over, Ctrl-D ends.", file=sys.stderr)
+    while True:
+        try:
+            yield input("\n> ")
+        except EOFError:
+            print()
+            return

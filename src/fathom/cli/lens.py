@@ -1,0 +1,77 @@
+"""`fathom lens MODEL TEXT -o lens.html`."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+from fathom.cli.parser import Parser, UsageError
+from fathom.report.progress import ProgressBar
+
+
+def add(parser: Parser) -> None:
+    """Arguments."""
+    parser.add_argument("model", help="an exported directory, a run, or any Qwen3")
+    parser.add_argument("text", nargs="?", help="what to look at")
+    parser.add_argument("--file", type=Path, metavar="FILE", help="look at a file's text instead")
+    parser.add_argument("-o", "--out", type=Path, help="the page to write (default: lens.html, or none with --json)")
+    parser.add_argument("--compare", metavar="MODEL", help="a second model of the same tokenizer, side by side")
+    parser.add_argument("--max-tokens", type=int, default=2000, help="look at so many at most (default: 2000)")
+    parser.add_argument("--top", type=int, default=5, help="predictions to keep after every layer (default: 5)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    parser.add_argument("--json", action="store_true", help="print the numbers for a program")
+
+
+def run(options: Namespace) -> int:
+    """Look, write the page, say where it is."""
+    from fathom.checkpoints.open import open_checkpoint
+    from fathom.lens.look import LensData, lens_data, same_tokenizer
+    from fathom.lens.page import lens_page
+
+    if (options.text is None) == (options.file is None):
+        raise UsageError("give a text or --file FILE, one of them")
+    out = options.out or (None if options.json else Path("lens.html"))
+    if out is not None and not out.parent.is_dir():
+        raise UsageError(f"{out.parent}: no such directory")
+    text = options.text if options.file is None else _read(options.file)
+    looked: list[LensData] = []
+    first: Any = None
+    for path in filter(None, (options.model, options.compare)):
+        model, tokenizer = open_checkpoint(path, options.device, into_fathom=True)
+        if first is not None and not same_tokenizer(first, tokenizer, text):
+            raise UsageError(f"{options.compare}: another tokenizer than {options.model}'s; --compare needs the same")
+        first = first or tokenizer
+        visits = sum(map(len, model.model.plan))
+        with ProgressBar(f"looking through {_name(path)}", visits) as bar:
+            looked.append(lens_data(model, tokenizer, text, options.top, options.max_tokens, _name(path), bar.update))
+    if len({len(data.tokens) for data in looked}) > 1:  # the contexts differ
+        shortest = min(len(data.tokens) for data in looked)
+        raise UsageError(f"one of the models holds {shortest} tokens only; give --max-tokens {shortest}")
+    if out is not None:
+        out.write_text(lens_page(looked[0], compare=looked[1] if looked[1:] else None), encoding="utf-8")
+    if options.json:
+        print(json.dumps({"models": [data.to_dict() for data in looked]}))
+        return 0
+    for data in looked:
+        depth = f", {sum(data.trips) / len(data.trips):.2f} trips per token" if data.halts else ""
+        print(f"{data.model}: {len(data.tokens)} tokens, {data.bits_per_token:.2f} bits per token{depth}")
+    if out is not None:
+        print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
+    return 0
+
+
+def _name(path: str) -> str:
+    """A run's name rather than that of the directory inside it."""
+    directory = Path(path).resolve()
+    return directory.parent.name if directory.name == "model" else directory.name
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{file}: not UTF-8 text") from error
+    except OSError as error:
+        raise UsageError(f"{file}: {error.strerror}") from error

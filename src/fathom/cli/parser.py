@@ -1,0 +1,114 @@
+"""What commands share: a parser whose errors are one line, and the arguments that several commands take."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import typing
+from argparse import Namespace
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from fathom.errors import FathomError
+from fathom.recipe import RecipeError, describe
+
+
+class UsageError(FathomError):
+    """A command line that means nothing."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line, like all others here."""
+
+    def __init__(self, **settings: Any) -> None:
+        # Raw: tables stay tables. No abbreviations: a new option must not change what an old script means.
+        super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **settings})
+
+    def parse(self, words: Sequence[str]) -> Namespace:
+        """Words, in any order of flags and the rest, as options."""
+        return self.parse_args(words) if self._subparsers else self.parse_intermixed_args(words)
+
+    def error(self, message: str) -> NoReturn:
+        """Complain without the usage, which `--help` prints."""
+        raise UsageError(f"{message} ({self.prog} --help shows what there is)")
+
+
+def add_kvcache(parser: Parser, several: bool = False) -> None:
+    """Which cache a model gets, and when it is compressed."""
+    words = "METHOD[,METHOD...]" if several else "METHOD"
+    parser.add_argument(
+        "--kvcache",
+        metavar=words,
+        help="freqkv, average, drop, sinks, snapkv, key_norm: hold no more than a window; full: everything"
+        + ("; compare these caches" if several else " (default)"),
+    )
+    tuned = "default: what the checkpoint was tuned for"
+    parser.add_argument("--kvcache-window", type=int, metavar="N", help=f"entries that a cache may hold ({tuned})")
+    parser.add_argument("--kvcache-sinks", type=int, metavar="S", help=f"never compressed ({tuned}, or 4)")
+    parser.add_argument(
+        "--kvcache-ratio", type=float, metavar="R", help=f"share that a compression leaves ({tuned}, or 0.5)"
+    )
+
+
+def add_opening(parser: Parser) -> None:
+    """How a model is opened."""
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: auto, as stored)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python files of the directory, for unknown architectures"
+    )
+
+
+def add_recipe(parser: Parser) -> None:
+    """The arguments of a command that takes a recipe, and every key of one under `--help`."""
+    parser.add_argument("recipe", help="a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
+    if parser.epilog is None:
+        lines = [f"  {k} = {default}  ({allowed})\n      {text}" for k, allowed, default, text in describe()]
+        parser.epilog = "recipe keys:\n" + "\n".join(lines)
+
+
+def add_parameters(parser: Parser, function: Callable[..., Any], *positional: str) -> None:
+    """Make a typed, documented function's parameters a command's options; some are words without a flag.
+
+    Args:
+        parser: Gets an argument for each parameter.
+        function: What `call` will call.
+        positional: Parameters given without a flag, in this order; a sequence takes one word or more.
+    """
+    from docstring_parser import parse
+
+    documented = parse(function.__doc__ or "")
+    parser.description = documented.description
+    help_ = {p.arg_name: (p.description or "").replace("\n", " ") for p in documented.params}
+    hints = typing.get_type_hints(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        text = help_.get(name, "").replace("%", "%%")
+        several = getattr(typing.get_origin(hints[name]), "__name__", "") in ("Sequence", "list")
+        needed = parameter.default is inspect.Parameter.empty
+        settings: dict[str, Any] = {"help": text, "default": None if needed else parameter.default}
+        flag = "--" + name.replace("_", "-")
+        if name in positional:
+            many = "+" if several else None if needed else "?"
+            metavar = name.upper().removesuffix("S") if several else name.upper()
+            parser.add_argument(name, nargs=many, metavar=metavar, **settings)
+        elif hints[name] is bool:
+            parser.add_argument(flag, action="store_true", help=text)
+        else:
+            parser.add_argument(flag, required=needed, nargs="+" if several else None, **settings)
+
+
+def call(function: Callable[..., Any], options: Namespace) -> Any:
+    """Call a function with what `add_parameters` made of the words."""
+    import jsonargparse
+
+    hints = typing.get_type_hints(function)
+    types = jsonargparse.ArgumentParser(exit_on_error=False)
+    given = {name: getattr(options, name) for name in inspect.signature(function).parameters}
+    for name, value in given.items():
+        types.add_argument("--" + name, type=hints[name])
+        try:
+            given[name] = getattr(types.parse_object({name: value}), name) if isinstance(value, str) else value
+        except (jsonargparse.ArgumentError, TypeError, ValueError):
+            raise RecipeError(f"--{name.replace('_', '-')} {value}: not a value of type {hints[name]}") from None
+    return function(**given)

@@ -1,0 +1,43 @@
+"""`fathom serve MODEL --port 8000`."""
+
+from __future__ import annotations
+
+import os
+from argparse import Namespace
+
+from fathom.cli.parser import Parser, UsageError, add_kvcache
+
+
+def add(parser: Parser) -> None:
+    """Arguments."""
+    parser.add_argument("model", help="a model directory, a run, or a comparison (its best arm)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
+    parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")
+    parser.add_argument("--name", help="what clients call the model (default: the directory's name)")
+    parser.add_argument(
+        "--api-key", default=os.environ.get("FATHOM_API_KEY"), help="clients must send it (default: $FATHOM_API_KEY)"
+    )
+    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: auto, as stored)")
+    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    add_kvcache(parser)
+    parser.add_argument("--max-trips", type=int, metavar="N", help="trips per token at most, unless a request says so")
+    parser.add_argument("--lens", action="store_true", help="offer the lens at /lens")
+    parser.add_argument(
+        "--grace", type=float, default=20.0, help="seconds to finish requests when told to stop (default: 20)"
+    )
+    parser.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python files of the directory, for unknown architectures"
+    )
+
+
+def run(options: Namespace) -> int:
+    """Serve until told to stop."""
+    try:
+        from fathom.inference.server import serve
+        from fathom.lens.live import add_lens
+    except ModuleNotFoundError as error:
+        raise UsageError(f"{error.name} is not installed: pip install 'fathom-lm[serve]'") from error
+
+    given = vars(options)
+    serve(given.pop("model"), lens=add_lens if given.pop("lens") else None, **given)
+    return 0

@@ -1,0 +1,84 @@
+"""`fathom train RECIPE [key=value ...]`."""
+
+from __future__ import annotations
+
+import json
+import os
+from argparse import Namespace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fathom.cli.parser import Parser, add_recipe
+from fathom.recipe import Recipe, load_recipe
+
+if TYPE_CHECKING:
+    from fathom.training.estimate import Estimate
+
+
+def add(parser: Parser) -> None:
+    """Arguments."""
+    add_recipe(parser)
+    parser.add_argument(
+        "--run",
+        "--out",  # torchrun takes --run for an option of its own
+        type=Path,
+        help="run directory (default: runs/ and the recipe's name); under torchrun write --out",
+    )
+    parser.add_argument("--new", action="store_true", help="refuse to continue a run that exists")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and what it costs, and stop")
+    parser.add_argument("--json", action="store_true", help="print the result for a program")
+
+
+def run(options: Namespace) -> int:
+    """Train, or print what it would cost."""
+    from fathom.training import train
+    from fathom.training.estimate import estimate
+
+    recipe = load_recipe(options.recipe, options.overrides)
+    if options.dry_run:
+        return _show_cost(recipe, estimate(recipe), options.json)
+
+    result = train(recipe, options.run or Path("runs") / Path(options.recipe).stem, resume=not options.new)
+    evaluation = result.evaluation
+    if os.environ.get("RANK", "0") != "0":
+        return 0  # the first rank speaks for all
+    if options.json:
+        summary = {key: str(value) if isinstance(value, Path) else value for key, value in vars(result).items()}
+        print(json.dumps({**summary, "evaluation": evaluation and evaluation.to_dict()}))
+    elif evaluation is not None:
+        print(
+            f"{result.run_dir}: {result.step} steps, held-out loss {evaluation.loss:.4f}, "
+            f"perplexity {evaluation.perplexity:.2f}, {evaluation.bits_per_byte:.4f} bits per byte"
+        )
+    return 0
+
+
+def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool) -> int:
+    """The resolved recipe and what it would cost."""
+    if as_json:
+        print(json.dumps({"recipe": recipe.to_dict(), **cost.to_dict()}))
+        return 0
+    gib = 2**30
+    print(recipe.to_yaml())
+    rows = {
+        "mechanism": cost.mechanism,
+        "parameters": f"{cost.parameters:,}",
+        "FLOPs per token": f"{cost.flops_per_token:,.0f} forward, {_training_multiple(cost.training_multiple)}",
+        "cache per token": f"{cost.cache_bytes_per_token:,} bytes (bf16)",
+        "tokens": f"{cost.tokens:,}",
+        "FLOPs": f"{cost.training_flops:.3g}",
+        "ranks": f"{cost.ranks}",
+        "memory per rank": f"{cost.state_bytes / gib:.2f} GiB of weights, gradients and optimizer state, "
+        f"and about {cost.activation_bytes / gib:.2f} GiB of activations",
+    }
+    if cost.compressions:
+        rows["compressions"] = f"{cost.compressions} of each row's memory, {recipe.kvcache.method}"
+    for name, value in rows.items():
+        print(f"{name:<16} {value}")
+    return 0
+
+
+def _training_multiple(multiple: tuple[float, float, float]) -> str:
+    least, mean, most = (f"{value:.3g}" for value in multiple)
+    drawn = "" if least == most else f" ({least} to {most}, as rounds and trips are drawn)"
+    return f"three times {mean} x vanilla{drawn} in training"

@@ -1,0 +1,99 @@
+"""The table of everything registered: what each mechanism would add to a given model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+
+from fathom.models import FathomConfig
+from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token, mechanism_cost
+from fathom.models.registry import ALL, AXES, DEFAULTS
+
+SEQUENCE = 2048
+
+
+def with_mechanism(config: FathomConfig, axis: str, name: str) -> FathomConfig:
+    """The same model with one axis set and the others at their first value; its own options where it has them."""
+    keys = config.to_dict()
+    options = dict(keys[f"{axis}_options"]) if keys[axis] == name else {}
+    if axis != "recurrence" and keys["recurrence"] != DEFAULTS["recurrence"]:
+        options.pop("across_trips", None)  # it says how trips share, and here there is one
+    for other in AXES:
+        keys |= {other: DEFAULTS[other], f"{other}_options": {}}
+    return FathomConfig(**{**keys, axis: name, f"{axis}_options": options})
+
+
+def mechanism_rows(config: FathomConfig, bytes_per_scalar: int = 2) -> Iterator[dict[str, Any]]:
+    """One row per mechanism: what it is, what it adds, and the model it is added to."""
+    vanilla = with_mechanism(config, "mixer", "none")
+    # 2N, the usual count of a forward pass, so that a share means what the papers mean by it
+    forward = 2 * count_parameters(vanilla)
+    for mechanism in ALL:
+        chosen = with_mechanism(config, mechanism.axis, mechanism.name)
+        cost = mechanism_cost(chosen, bytes_per_scalar)
+        yield {
+            "name": mechanism.name,
+            "axis": mechanism.axis,
+            "summary": mechanism.summary,
+            "paper": mechanism.paper,
+            "identity_at_init": mechanism.identity_at_init,
+            "options": getattr(chosen, f"{mechanism.axis}_options"),
+            **asdict(cost),
+            "flops_share": cost.flops / forward,
+        }
+
+
+def vanilla_row(config: FathomConfig, bytes_per_scalar: int = 2) -> dict[str, Any]:
+    """What the decoder costs with every axis at its first value."""
+    vanilla = with_mechanism(config, "mixer", "none")
+    return {
+        "parameters": count_parameters(vanilla),
+        "flops": flops_per_token(vanilla, SEQUENCE),
+        "sequence_length": SEQUENCE,
+        "cache_bytes": cache_bytes_per_token(vanilla, bytes_per_scalar),
+    }
+
+
+def mechanism_table(config: FathomConfig, bytes_per_scalar: int = 2) -> Table:
+    """`mechanism_rows` for a terminal, narrow enough for 80 columns."""
+    vanilla = vanilla_row(config, bytes_per_scalar)
+    caption = (
+        f"vanilla: {vanilla['parameters']:,} parameters, {_short(vanilla['flops'])} FLOPs at {SEQUENCE} tokens, "
+        f"{vanilla['cache_bytes']:,} cache bytes. Shares are of 2N FLOPs; state lives no longer than its token."
+    )
+    table = Table(
+        title="What each mechanism adds to the decoder, per token of a forward pass",
+        caption=caption,
+        box=None,
+        padding=(0, 1, 0, 0),
+        title_justify="left",
+        caption_justify="left",
+        header_style="bold",
+    )
+    table.add_column("mechanism", no_wrap=True)
+    table.add_column("paper", style="dim", no_wrap=True)
+    for name in ("parameters", "FLOPs", "share", "cache B", "state B"):
+        table.add_column(name, justify="right", no_wrap=True)
+    axis = ""
+    for row in mechanism_rows(config, bytes_per_scalar):
+        if row["axis"] != axis:
+            axis = row["axis"]
+            table.add_row(f"[bold cyan]{axis}[/]")
+        numbers = (f"{row['parameters']:,}", _short(row["flops"]), _share(row["flops_share"]))
+        state = (_short(row["cache_bytes"]), _short(row["transient_bytes"]))
+        table.add_row(f" {row['name']}", row["paper"].removeprefix("arXiv ").split(",")[0], *numbers, *state)
+    return table
+
+
+def _short(number: float) -> str:
+    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+        if number >= size:
+            return f"{number / (1e3 if suffix == 'k' else size):.3g}{suffix}"
+    return f"{number:.0f}"
+
+
+def _share(share: float) -> str:
+    return "0" if share == 0 else f"{100 * share:.2g}%" if share < 0.1 else f"{100 * share:.0f}%"

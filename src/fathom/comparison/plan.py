@@ -1,0 +1,160 @@
+"""What is compared, as data: the plan, its tasks, and which of them are done. Nothing here trains."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fathom.checkpoints.layout import ARMS, FAILED, MEASURED, PLAN, RECIPE, RESULT
+from fathom.comparison.arms import Arm, Equal, arm_recipes, parse_arms
+from fathom.data.batches import BatchPlan
+from fathom.data.shards import TokenDataset
+from fathom.recipe import Recipe, RecipeError, differences, load_recipe, parse_recipe
+from fathom.training.parallel import device_of
+
+NOT_TIMED = (
+    *("track", "data.directory"),
+    *(f"train.{key}" for key in ("checkpoint_every", "keep_last", "async_save", "export", "log_every")),
+)
+"""Keys that a measurement does not depend on."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that defines a comparison."""
+
+    recipe: Recipe
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    equal: Equal = "tokens"
+    pairs: int = 12
+    """A B B A rounds per arm when timing; 0 times nothing."""
+
+    @property
+    def control(self) -> Arm:
+        """What the others are measured against."""
+        return self.arms[0]
+
+    @cached_property
+    def recipes(self) -> dict[str, Recipe]:
+        """Each arm's recipe, steps scaled to the equal budget."""
+        return arm_recipes(self.recipe, self.arms, self.equal)
+
+    def run_recipe(self, arm: str, seed: int) -> Recipe:
+        """The recipe of one run."""
+        return self.recipes[arm].override(f"train.seed={seed}", "track.display=none")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        values = {"arms": [asdict(arm) for arm in self.arms], "seeds": list(self.seeds)}
+        return {**values, "equal": self.equal, "pairs": self.pairs, "recipe": self.recipe.to_dict()}
+
+    @classmethod
+    def read(cls, out: Path) -> Plan:
+        """The plan of an existing comparison."""
+        path = out / PLAN
+        if not path.exists():
+            raise RecipeError(f"{out}: holds no comparison ({PLAN} is missing)")
+        values = json.loads(path.read_text(encoding="utf-8"))
+        arms = tuple(Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"])
+        recipe = parse_recipe(values["recipe"])
+        return cls(recipe, arms, tuple(values["seeds"]), values["equal"], values["pairs"])
+
+
+@dataclass(frozen=True)
+class Task:
+    """One piece of work that one process does: a training run, or a measurement (without a seed)."""
+
+    plan: Plan
+    out: Path
+    arm: str
+    seed: int | None
+
+    @property
+    def name(self) -> str:
+        """Names the claim."""
+        return f"{self.arm}-measured" if self.seed is None else f"{self.arm}-seed-{self.seed}"
+
+    @property
+    def run_dir(self) -> Path:
+        """Where a training run lives."""
+        return self.out / ARMS / self.arm / f"seed-{self.seed}"
+
+    @property
+    def failure(self) -> dict[str, Any] | None:
+        """Why training cannot go on (`error`, `step`), if it cannot."""
+        path = self.run_dir / FAILED
+        if self.seed is None or self.done or not path.exists():
+            return None
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return found
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to do: it is done, it failed, or the control that it is held against did."""
+        control = Task(self.plan, self.out, self.plan.control.name, self.seed)
+        return self.done or self.failure is not None or control.failure is not None
+
+    @property
+    def done(self) -> bool:
+        """Whether its result is there."""
+        if self.seed is not None:
+            return (self.run_dir / RESULT).exists()
+        return read_measured(self.plan, self.out, self.arm) is not None
+
+
+def make_plan(
+    recipe: Recipe, arms: str, seeds: int = 3, equal: Equal = "tokens", pairs: int = 12, out: Path | None = None
+) -> Plan:
+    """A checked plan: whatever is wrong with it, its data, or the directory it would go on with, is said here."""
+    if seeds < 1:
+        raise RecipeError(f"--seeds {seeds}: allowed: 1 or more")
+    if pairs < 0:
+        raise RecipeError(f"--pairs {pairs}: allowed: 0 or more")
+    first = recipe.train.seed
+    plan = Plan(recipe, tuple(parse_arms(arms)), tuple(range(first, first + seeds)), equal, pairs)
+    check(plan, out)
+    return plan
+
+
+def check(plan: Plan, out: Path | None = None) -> None:
+    """Open the data as every arm will, and hold existing runs against the plan."""
+    for name, recipe in plan.recipes.items():
+        device_of(recipe.train.device)
+        data = TokenDataset.open(recipe.data.directory, verify=False)
+        TokenDataset.open(recipe.data.directory, split="val", verify=False)
+        data.require_vocabulary(recipe.config().vocab_size)
+        BatchPlan(data, recipe.data.sequence_length, recipe.rows_per_step, recipe.data_seed, recipe.data.packing)
+        rows = recipe.rows_per_step
+        if rows % min(recipe.train.micro_batch, rows):
+            raise RecipeError(f"arm {name}: train.micro_batch={recipe.train.micro_batch}: allowed: a divisor of {rows}")
+    for task in tasks(plan, out) if out is not None else ():
+        path = task.run_dir / RECIPE
+        if task.seed is not None and path.exists():
+            differing = differences(load_recipe(path), plan.run_recipe(task.arm, task.seed))
+            if differing:
+                raise RecipeError(f"{task.run_dir} holds a run of another recipe; different: {', '.join(differing)}")
+
+
+def tasks(plan: Plan, out: Path) -> list[Task]:
+    """All work, in the order in which a lone process does it: whole seeds first, so that a partial report is paired."""
+    runs = [Task(plan, out, arm.name, seed) for seed in plan.seeds for arm in plan.arms]
+    timed = [Task(plan, out, arm.name, None) for arm in plan.arms[1:]] if plan.pairs else []
+    return [*runs, *timed]
+
+
+def read_measured(plan: Plan, out: Path, arm: str) -> dict[str, Any] | None:
+    """A measurement, if it was made for this plan's recipes."""
+    path = out / MEASURED / f"{arm}.json"
+    if not path.exists():
+        return None
+    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    names = (arm, plan.control.name)
+    expected = [plan.run_recipe(name, plan.seeds[0]) for name in names]
+    same = all(
+        not differences(parse_recipe(r), e, ignore=NOT_TIMED) for r, e in zip(values["recipes"], expected, strict=True)
+    )
+    return values if same and values["time"]["pairs"] >= plan.pairs else None

@@ -1,0 +1,42 @@
+"""The lens inside a running server: `/lens`, and the numbers that its page asks for."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import HTMLResponse, JSONResponse
+from transformers.cli.serving.utils import GenerateManager
+
+from fathom.inference.server import ApiError, ServeError
+from fathom.lens.look import LensError, lens_data
+from fathom.lens.page import lens_page, pack
+from fathom.models import FathomForCausalLM
+
+TEXT = "To fathom: to measure a depth; to understand after much thought."
+"""What the page shows before anything was asked."""
+
+
+def add_lens(app: FastAPI, model: Any, tokenizer: Any, name: str, worker: GenerateManager) -> None:
+    """Offer the lens at /lens."""
+    if not isinstance(model, FathomForCausalLM):
+        raise ServeError(f"--lens looks into Fathom's decoder; this is a {type(model).__name__}")
+
+    async def look(text: str) -> Any:
+        # Shielded: the thread cannot be stopped, and would find nobody to give its result to.
+        return await asyncio.shield(worker.async_submit(lens_data, model, tokenizer, text, name=name))
+
+    @app.get("/lens")
+    async def page() -> HTMLResponse:
+        return HTMLResponse(lens_page(await look(TEXT), live_endpoint="/lens/data"))
+
+    @app.post("/lens/data")
+    async def data(body: dict) -> JSONResponse:
+        text = body.get("text")
+        if not isinstance(text, str):
+            raise ApiError(400, "text: must be a string", param="text")
+        try:
+            return JSONResponse(pack(await look(text)))
+        except (LensError, UnicodeError) as error:
+            raise ApiError(400, " ".join(str(error).split()), param="text") from error
