@@ -195,7 +195,8 @@ def fathom_words(words: list[str]) -> list[str] | None:
     """What `fathom` is given, whoever starts it; None if it is not `fathom` that is started."""
     if words[0] == "fathom":
         return words[1:]
-    return words[words.index("fathom.cli.main") + 1 :] if "fathom.cli.main" in words else None
+    module = next((i for i in range(1, len(words)) if words[i - 1 : i + 1] == ["-m", "fathom"]), None)
+    return None if module is None else words[module + 1 :]
 
 
 def command_of(words: list[str]) -> str:
@@ -318,7 +319,7 @@ class Reader:
             from torch.distributed.run import get_args_parser
 
             parsed = get_args_parser().parse_args(words[1:])
-            assert parsed.module and parsed.training_script == "fathom.cli.main"
+            assert parsed.module and parsed.training_script == "fathom"
             given.append("--dry-run")
         given = [word for pattern in given for word in self._expand(pattern)]
         network = any(word.startswith("hf:") for word in given) or "--tasks" in given
@@ -344,7 +345,7 @@ class Reader:
         given[given.index("--port") + 1] = "0"
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self.server = subprocess.Popen(
-            [sys.executable, "-m", "fathom.cli.main", *given], stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, "-m", "fathom", *given], stdout=subprocess.PIPE, text=True, env=environment
         )
         assert self.server.stdout is not None
         line = self.server.stdout.readline()
@@ -389,7 +390,7 @@ def test_a_page_that_promises_too_much_is_caught(world: Path) -> None:
         "```\nfathom evaluate runs/tiny \\\n  --perplexity nowhere/\n```\n",
         "```python\nfrom fathom.models import Nothing\n```\n",
         "```\nmake haste\n```\n",
-        "```\ntorchrun --ranks 8 -m fathom.cli.main train recipes/3b.yaml\n```\n",
+        "```\ntorchrun --ranks 8 -m fathom train recipes/3b.yaml\n```\n",
     ):
         Path("page.md").write_text(f"# A page\n\n{fault}")
         assert items(Path("page.md"))
@@ -639,4 +640,4 @@ def test_contributing_step_by_step(tmp_path: Path) -> None:
     suite = ("-m", "pytest", "tests/models/test_mechanisms.py", "-p", "no:cacheprovider", "-p", "no:xdist")
     passed = re.search(r"(\d+) passed", run(*suite, "-k", "neighbour_mean or covered"))
     assert passed and int(passed[1]) > 10
-    assert '"neighbour_mean"' in run("-m", "fathom.cli.main", "mechanisms", "--json")
+    assert '"neighbour_mean"' in run("-m", "fathom", "mechanisms", "--json")

@@ -113,7 +113,6 @@ class RangeServer(BaseHTTPRequestHandler):
 
 def child(a: str, b: str, mode: str) -> None:
     """One comparison; prints its own measurements as JSON."""
-    sys.argv[0] = "fathom"  # as under the command line, model classes are not loaded
     from fathom.lineage import Options, compare, open_model
 
     started, marks = time.monotonic(), []

@@ -1,21 +1,82 @@
 """Fathom: decoder language models whose depth does more work.
 
-Importing it registers `FathomConfig` and the models with transformers' Auto classes. The command line imports them when
-a command needs a model, so that `fathom --help` does not wait for torch.
+    import fathom
+
+    fathom.prepare(["books/"], "data/books", train_tokenizer=4096)
+    recipe = fathom.load_recipe("tiny", ["data.directory=data/books"])
+    fathom.train(recipe, "runs/books")
+    model, tokenizer = fathom.load("runs/books")
+    print(fathom.generate(model, tokenizer, "It was").text)
+
+Importing the package loads none of this, and no torch: a name brings its module when it is first touched. A model's
+name, `register()` and `import fathom.models` make our classes known to transformers' Auto classes.
 """
 
-import sys
-from pathlib import Path
+import importlib
+from typing import TYPE_CHECKING
 
 from fathom._version import __version__
 
-__all__ = ["__version__", "register"]
+if TYPE_CHECKING:
+    from fathom.checkpoints.export import export
+    from fathom.checkpoints.open import open_checkpoint as load
+    from fathom.comparison.work import compare
+    from fathom.data.prepare import prepare
+    from fathom.inference.generate import generate
+    from fathom.lens.look import lens_data as look
+    from fathom.lineage.weights import open_model as open_weights
+    from fathom.models import FathomConfig, FathomForCausalLM
+    from fathom.recipe import load_recipe
+    from fathom.training.loop import train
+
+__all__ = [
+    "FathomConfig",
+    "FathomForCausalLM",
+    "__version__",
+    "compare",
+    "export",
+    "generate",
+    "load",
+    "load_recipe",
+    "look",
+    "open_weights",
+    "prepare",
+    "register",
+    "train",
+]
+
+# Where each name lives, and what it is called there.
+_HOMES = {
+    "FathomConfig": ("fathom.models", "FathomConfig"),
+    "FathomForCausalLM": ("fathom.models", "FathomForCausalLM"),
+    "compare": ("fathom.comparison.work", "compare"),
+    "export": ("fathom.checkpoints.export", "export"),
+    "generate": ("fathom.inference.generate", "generate"),
+    "load": ("fathom.checkpoints.open", "open_checkpoint"),
+    "load_recipe": ("fathom.recipe", "load_recipe"),
+    "look": ("fathom.lens.look", "lens_data"),
+    "open_weights": ("fathom.lineage.weights", "open_model"),
+    "prepare": ("fathom.data.prepare", "prepare"),
+    "train": ("fathom.training.loop", "train"),
+}
 
 
 def register() -> None:
-    """Tell transformers' Auto classes what a `fathom` model is: what importing `fathom.models` does."""
-    import fathom.models  # noqa: F401
+    """Make Fathom's models known to transformers' Auto classes, as importing `fathom.models` does."""
+    importlib.import_module("fathom.models")
 
 
-if Path((getattr(sys, "argv", None) or [""])[0]).name not in ("fathom", "fathom.exe"):
-    register()
+if not TYPE_CHECKING:  # or a type checker would take every misspelt name for one of ours
+
+    def __getattr__(name: str) -> object:
+        """A public name, from its module (PEP 562)."""
+        if name not in _HOMES:
+            raise AttributeError(f"module 'fathom' has no attribute {name!r}")
+        module, attribute = _HOMES[name]
+        value = globals()[name] = getattr(importlib.import_module(module), attribute)
+        return value
+
+
+def __dir__() -> list[str]:
+    """The public names, and whatever is already loaded."""
+    return sorted({*globals(), *__all__})

@@ -238,7 +238,12 @@ FREE_ON_RESUME = (
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file and whatever it is based on, apply overrides, check everything."""
+    """Read a recipe file and whatever it is based on, apply overrides, check everything.
+
+    Args:
+        path: A YAML file.
+        overrides: `key=value` words, which win over the file's values.
+    """
     return parse_recipe(_read(Path(path), ()), overrides)
 
 

@@ -94,7 +94,7 @@ def test_train_and_stop(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(
         tiny_recipe(corpus, "train.steps=120", "train.checkpoint_every=10", "evaluate.every=0").to_yaml()
     )
-    command = [sys.executable, "-m", "fathom.cli.main", "train", "recipe.yaml"]
+    command = [sys.executable, "-m", "fathom", "train", "recipe.yaml"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as process:
         while not (tmp_path / "runs/recipe/latest").exists():

@@ -173,7 +173,7 @@ def test_a_file_goes_on_wherever_it_was_cut(opened, tmp_path: Path, sampling: Sa
 
 def test_a_kill_loses_and_doubles_nothing(exported: Path, tmp_path: Path) -> None:
     prompts = write(tmp_path / "in.jsonl", [{"prompt": f"{PROMPTS[i % 8]} {i}"} for i in range(60)])
-    command = [sys.executable, "-m", "fathom.cli.main", "generate", str(exported), "--prompts", str(prompts)]
+    command = [sys.executable, "-m", "fathom", "generate", str(exported), "--prompts", str(prompts)]
     command += [
         "--out",
         str(tmp_path / "out.jsonl"),

@@ -82,7 +82,7 @@ class Served:
 
 @pytest.fixture(scope="module")
 def process(directory):
-    command = [sys.executable, "-m", "fathom.cli.main", "serve", str(directory), "--port", "0", "--grace", str(GRACE)]
+    command = [sys.executable, "-m", "fathom", "serve", str(directory), "--port", "0", "--grace", str(GRACE)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     environment.pop("FATHOM_API_KEY", None)
     with subprocess.Popen(

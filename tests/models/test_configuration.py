@@ -142,8 +142,6 @@ def test_another_architecture_is_refused(tmp_path):
 
 
 def test_registered_with_the_auto_classes(tmp_path):
-    import fathom  # noqa: F401
-
     build(config_of("depth_attention")).save_pretrained(tmp_path)
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "fathom"
     assert type(AutoModelForCausalLM.from_pretrained(tmp_path)) is FathomForCausalLM

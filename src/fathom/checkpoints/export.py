@@ -49,8 +49,8 @@ def export(
 ) -> Path:
     """Write weights, configuration, tokenizer, model card and code to `directory`, whole or not at all.
 
-    `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` then opens it anywhere; where Fathom is
-    imported, no code of the directory is run. An earlier export in the same place is replaced.
+    `AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)` then opens it anywhere; after
+    `import fathom.models` no code of the directory is run. An earlier export in the same place is replaced.
 
     Args:
         model: A model, or the directory of a run or of an earlier export.
@@ -137,7 +137,7 @@ def model_card(model: FathomForCausalLM, form: str, facts: Mapping[str, Any]) ->
         mark=f"{MARK} {__version__} in the form `{form}`.",
         mechanisms="\n".join(used) or "A plain Qwen3 decoder.",
         remote=", trust_remote_code=True" if remote else "",
-        note="\nWhere Fathom is imported, `trust_remote_code` is not needed.\n" if remote else "",
+        note="\nAfter `import fathom.models`, `trust_remote_code` is not needed.\n" if remote else "",
         shape="\n".join(f"| {key} | {value} |" for key, value in _shape(config).items()),
         training="".join(f"\n{paragraph}\n" for paragraph in _trained(facts)),
     )

@@ -27,14 +27,11 @@ from fathom.data.shards import DataError, token_dtype
 from fathom.data.sources import Document, Kind, Reading, parse
 from fathom.data.tokenizer import plain_encoder
 
-# `import fathom` brings in torch, which a worker does without: seconds and hundreds of megabytes for each of them.
-# So the package is entered by its path. Ctrl-C reaches the whole process group, but the parent decides what it means;
-# and replies have standard output to themselves: whatever else prints goes to standard error.
+# Ctrl-C reaches the whole process group, but the parent decides what it means; and replies have standard output to
+# themselves: whatever else prints goes to standard error.
 WORKER = """
-import os, signal, sys, types
+import os, signal, sys
 signal.signal(signal.SIGINT, signal.SIG_IGN)
-fathom = sys.modules["fathom"] = types.ModuleType("fathom")
-fathom.__path__ = [sys.argv[1]]
 from fathom.data.encode import serve
 replies = os.fdopen(os.dup(1), "wb")
 os.dup2(2, 1)
@@ -169,7 +166,7 @@ class _Worker:
             "TOKENIZERS_PARALLELISM": "false",
         }
         self.process = subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(Path(__file__).parent.parent)],
+            [sys.executable, "-c", WORKER],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,

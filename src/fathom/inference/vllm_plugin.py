@@ -10,13 +10,11 @@ from __future__ import annotations
 
 import sys
 
-import fathom
-from fathom.models import FathomForCausalLM
+from fathom.models import FathomForCausalLM  # which makes them known to transformers
 
 
 def register() -> None:
     """Make Fathom's models known to transformers and so to vLLM. The entry point of `vllm.general_plugins`."""
-    fathom.register()
     # transformers replaces its own module while it is imported, and vLLM's registry may hold the one from before.
     registry = sys.modules.get("vllm.model_executor.models.registry")
     for module in (sys.modules["transformers"], getattr(registry, "transformers", None)):

@@ -1,0 +1,9 @@
+"""`python -m fathom`: the command line."""
+
+import sys
+
+from fathom.cli.main import main
+
+if __name__ == "__main__":
+    sys.argv[0] = "fathom"  # what reports quote as the command
+    sys.exit(main())
