@@ -5,10 +5,20 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fathom.recipe import Recipe, RecipeError, describe, differences, load_recipe, parse_recipe
+from fathom.recipe import (
+    Recipe,
+    RecipeError,
+    describe,
+    differences,
+    load_recipe,
+    packaged_recipes,
+    parse_recipe,
+    summary_of,
+)
 from fathom.training.estimate import estimate
 
 RECIPES = Path(__file__).parent.parent / "recipes"
@@ -94,6 +104,49 @@ def test_base(tmp_path: Path) -> None:
         load_recipe(tmp_path / "above.yaml")
     with pytest.raises(RecipeError, match="no such recipe"):
         load_recipe(tmp_path / "missing.yaml")
+    (tmp_path / "above.yaml").write_text("base: missing.yaml\n")
+    with pytest.raises(RecipeError, match=r"above\.yaml: base: .*missing\.yaml: no such recipe"):
+        load_recipe(tmp_path / "above.yaml")
+
+
+def test_recipes_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert {name: path.resolve() for name, path in packaged_recipes().items()} == {
+        path.stem: path for path in RECIPES.glob("*.yaml")
+    }
+    assert load_recipe("1.5b") == load_recipe(RECIPES / "1.5b.yaml")
+    (tmp_path / "tiny").write_text("train: {steps: 3}\n")
+    assert load_recipe("tiny").train.steps == 3, "a file goes first"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("6om", "6om: no such recipe; did you mean 60m?"),
+        ("recipes/60m.yml", "recipes/60m.yml: no such recipe; did you mean 60m?"),
+        ("colossal", "colossal: no such recipe; `fathom recipes` lists them"),
+    ],
+)
+def test_a_misspelt_recipe(name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(name)
+    assert str(caught.value) == words
+
+
+@pytest.mark.parametrize("name", ["60m_pondering", "tiny_grid"])
+def test_a_copy_stands_on_the_same_base(name: str, tmp_path: Path) -> None:
+    """Wherever it lies; a base beside it goes first."""
+    copy = tmp_path / "copy.yaml"
+    copy.write_text(packaged_recipes()[name].read_text(encoding="utf-8"), encoding="utf-8")
+    assert load_recipe(copy) == load_recipe(name)
+    (tmp_path / f"{yaml.safe_load(copy.read_text(encoding='utf-8'))['base']}").write_text("train: {seed: 7}\n")
+    assert load_recipe(copy).train.seed == 7
+
+
+def test_every_recipe_says_what_it_is() -> None:
+    said = [summary_of(path) for path in packaged_recipes().values()]
+    assert all(20 < len(text) <= 120 for text in said) and len(set(said)) == len(said)
 
 
 @settings(max_examples=50, deadline=None)

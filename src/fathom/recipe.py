@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import re
 import types
 import typing
@@ -238,13 +239,40 @@ FREE_ON_RESUME = (
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe file and whatever it is based on, apply overrides, check everything.
+    """Read a recipe and whatever it is based on, apply overrides, check everything.
 
     Args:
-        path: A YAML file.
+        path: A YAML file, or the name of a recipe that comes with Fathom.
         overrides: `key=value` words, which win over the file's values.
     """
-    return parse_recipe(_read(Path(path), ()), overrides)
+    return parse_recipe(_read(find_recipe(path), ()), overrides)
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """The recipes that come with Fathom, by name: inside an installed package, or the source tree's `recipes/`."""
+    package = Path(__file__).parent
+    inside = package / "recipes"
+    folder = inside if inside.is_dir() else package.parents[1] / "recipes"
+    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+
+
+def find_recipe(name: str | Path) -> Path:
+    """The file of a recipe, given as a file or by the name of one that comes with Fathom; a file goes first."""
+    path, packaged = Path(name), packaged_recipes()
+    if path.is_file():
+        return path
+    if str(name) in packaged:
+        return packaged[str(name)]
+    wanted = path.stem if path.suffix in (".yaml", ".yml") else path.name
+    close = difflib.get_close_matches(wanted, packaged, n=1)
+    hint = f"did you mean {close[0]}?" if close else "`fathom recipes` lists them"
+    raise RecipeError(f"{name}: no such recipe; {hint}")
+
+
+def summary_of(recipe: Path) -> str:
+    """The first sentence of the comment at the head of a recipe file."""
+    lines = itertools.takewhile(lambda line: line.startswith("#"), recipe.read_text(encoding="utf-8").splitlines())
+    return re.split(r"(?<=\.) ", " ".join(line.lstrip("# ") for line in lines), maxsplit=1)[0].rstrip(".")
 
 
 def parse_recipe(values: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:
@@ -471,8 +499,6 @@ def _yaml(text: str, source: str) -> Any:
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     """A file's values on top of its base's."""
-    if not path.is_file():
-        raise RecipeError(f"{path}: no such recipe")
     if path.resolve() in seen:
         raise RecipeError(f"{path}: base refers back to itself")
     try:
@@ -483,7 +509,14 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if not isinstance(values, dict):
         raise RecipeError(f"{path}: a recipe is a mapping of sections")
     base = values.pop("base", None)
-    return values if base is None else _merge(_read(path.parent / str(base), (*seen, path.resolve())), values)
+    if base is None:
+        return values
+    beside = path.parent / str(base)
+    # A copy of one of our recipes, wherever it lies, stands on the same base as the original.
+    below = beside if beside.is_file() else packaged_recipes().get(str(base).removesuffix(".yaml"))
+    if below is None:
+        raise RecipeError(f"{path}: base: {beside}: no such recipe")
+    return _merge(_read(below, (*seen, path.resolve())), values)
 
 
 def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
