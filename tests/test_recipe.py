@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 import yaml
@@ -12,6 +14,8 @@ from hypothesis import strategies as st
 from fathom.recipe import (
     Recipe,
     RecipeError,
+    allowed,
+    convert,
     describe,
     differences,
     load_recipe,
@@ -87,6 +91,58 @@ def test_values_of_yaml() -> None:
     recipe = parse_recipe({"optim": {"lr": "3e-4"}}, ["optim.eps=1e-9", "optim.clip=null", "model.rms_norm_eps=1e-5"])
     assert (recipe.optim.lr, recipe.optim.eps, recipe.optim.clip) == (3e-4, 1e-9, None)
     assert recipe.model == {"rms_norm_eps": 1e-5}
+
+
+GOOD = [
+    (int, 3, 3),
+    (int, "3", 3),
+    (int, "1_000", 1000),
+    (float, 3, 3.0),
+    (float, "3e-4", 3e-4),
+    (bool, "true", True),
+    (bool, False, False),
+    (str, "true", "true"),
+    (str | None, "null", "null"),
+    (int | None, "null", None),
+    (int | None, None, None),
+    (float | str, "3", 3.0),
+    (Literal["3", "x"], "3", "3"),
+    (Path | None, "a/b", Path("a/b")),
+    (tuple[float, float], [1, "2"], (1.0, 2.0)),
+    (tuple[float, float], "[1, 2]", (1.0, 2.0)),
+    (tuple[str, ...], [], ()),
+    (Sequence[str], ("a", "b"), ["a", "b"]),
+]
+BAD = [
+    (int, 3.0, "an integer"),
+    (int, True, "an integer"),
+    (int, "3.5", "an integer"),
+    (int, "", "an integer"),
+    (float, "wide", "a number"),
+    (float, False, "a number"),
+    (bool, 1, "true or false"),
+    (str, 5, "text"),
+    (int | None, [], "an integer or null"),
+    (Literal["x", "y"], "z", "one of x, y"),
+    (tuple[float, float], [1], "a list of 2 numbers"),
+    (tuple[float, float], [1, None], "a list of 2 numbers"),
+    (tuple[str, ...], "wandb", "a list of names"),
+    (tuple[str, ...], [3], "a list of names"),
+    (Path, 3, "a path"),
+]
+
+
+@pytest.mark.parametrize(("hint", "value", "expected"), GOOD, ids=str)
+def test_values_become_what_the_hint_says(hint: Any, value: Any, expected: Any) -> None:
+    made = convert(hint, value)
+    assert made == expected and type(made) is type(expected)
+
+
+@pytest.mark.parametrize(("hint", "value", "words"), BAD, ids=str)
+def test_other_values_are_refused(hint: Any, value: Any, words: str) -> None:
+    with pytest.raises(ValueError):
+        convert(hint, value)
+    assert allowed(hint) == words
 
 
 def test_overrides_reach_into_options() -> None:

@@ -6,15 +6,16 @@ Whatever is wrong is found here, before anything is loaded, and said in one line
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import difflib
+import inspect
 import itertools
 import re
 import types
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union
 
@@ -334,7 +335,7 @@ def describe() -> list[tuple[str, str, str, str]]:
     for name, section in SECTIONS.items():
         defaults, hints, help_ = section(), typing.get_type_hints(section), _help(section)
         for key in hints:
-            rows.append((f"{name}.{key}", _allowed(hints[key]), _show(getattr(defaults, key)), help_[key]))
+            rows.append((f"{name}.{key}", allowed(hints[key]), _show(getattr(defaults, key)), help_[key]))
     return rows
 
 
@@ -436,43 +437,81 @@ def _section(name: str, values: Any) -> Any:
 
 def _convert(key: str, hint: Any, value: Any) -> Any:
     """The value as the field's type, or one line that says what is allowed."""
-    from jsonargparse import ArgumentError
-
-    if value is None and type(None) not in typing.get_args(hint):
-        raise RecipeError(f"{key}=null: allowed: {_allowed(hint)}")
     try:
-        return _parser(hint).parse_object({"value": value}).value
-    except (ArgumentError, TypeError, ValueError) as error:
-        raise RecipeError(f"{key}={_show(value)}: allowed: {_allowed(hint)}") from error
+        return convert(hint, value)
+    except ValueError as error:
+        raise RecipeError(f"{key}={_show(value)}: allowed: {allowed(hint)}") from error
 
 
-@cache
-def _parser(hint: Any) -> Any:
-    from jsonargparse import ArgumentParser
+def convert(hint: Any, value: Any) -> Any:
+    """A value of YAML, or a word of the command line, as a type hint says; a ValueError where it is no such thing.
 
-    parser = ArgumentParser(exit_on_error=False)
-    parser.add_argument("--value", type=hint)
-    return parser
+    Args:
+        hint: int, float, bool, str, Path, a Literal of texts, a tuple, list or Sequence of these, or a union.
+        value: A scalar or a list; where the hint is not text, a text is read as YAML.
+    """
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (Union, types.UnionType):
+        return _first(arguments, value)
+    if hint is types.NoneType and value in (None, "null"):
+        return None
+    if origin is Literal and isinstance(value, str) and value in arguments:
+        return value
+    if hint in (str, Path) and isinstance(value, (str, hint)):
+        return hint(value)
+    if isinstance(value, str) and (hint in (int, float, bool) or origin in (tuple, list, Sequence)):
+        value = _yaml(value, value)
+    # In Python a bool is an int; in a recipe it is not.
+    if (hint in (int, bool) and type(value) is hint) or (hint is float and type(value) in (int, float)):
+        return hint(value)
+    if origin in (tuple, list, Sequence) and isinstance(value, (tuple, list)):
+        return _items(origin, arguments, value)
+    raise ValueError(f"{value!r} is not {allowed(hint)}")
 
 
-def _allowed(hint: Any) -> str:
+def _first(hints: Sequence[Any], value: Any) -> Any:
+    """The value as the first of several types that takes it."""
+    for hint in hints:
+        try:
+            return convert(hint, value)
+        except ValueError:
+            continue
+    raise ValueError(f"{value!r} is none of {hints}")
+
+
+def _items(origin: Any, hints: tuple[Any, ...], values: Sequence[Any]) -> Any:
+    """The items of a list, each as its own type."""
+    if origin is tuple and hints[-1] is not Ellipsis:
+        if len(values) != len(hints):
+            raise ValueError(f"{len(hints)} values are wanted, not {len(values)}")
+        return tuple(map(convert, hints, values))
+    made = (convert(hints[0], value) for value in values)
+    return tuple(made) if origin is tuple else list(made)
+
+
+def allowed(hint: Any) -> str:
     """A type in words."""
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", type(None): "null"}
-    arguments = typing.get_args(hint)
-    if typing.get_origin(hint) is Literal:
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "text", Path: "a path"}
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
         return f"one of {', '.join(arguments)}"
-    if typing.get_origin(hint) in (Union, types.UnionType):
-        return " or ".join(_allowed(argument) for argument in arguments)
-    if typing.get_origin(hint) is tuple:
-        return "a list of names" if arguments[-1] is Ellipsis else f"a list of {len(arguments)} numbers"
-    return names.get(hint, str(hint))
+    if origin in (Union, types.UnionType):
+        return " or ".join(allowed(argument) for argument in arguments)
+    if origin is tuple and arguments[-1] is not Ellipsis:
+        return f"a list of {len(arguments)} numbers"
+    if origin in (tuple, list, Sequence):
+        return "a list of names"
+    return "null" if hint is types.NoneType else names.get(hint, str(hint))
 
 
 def _help(section: type) -> dict[str, str]:
-    """The docstring under each field."""
-    from docstring_parser import parse_from_object
-
-    return {p.arg_name: (p.description or "").replace("\n", " ") for p in parse_from_object(section).params}
+    """The text under each field."""
+    (definition,) = ast.parse(inspect.cleandoc(inspect.getsource(section))).body
+    found = {}
+    for field_, text in itertools.pairwise(typing.cast("ast.ClassDef", definition).body):
+        if isinstance(field_, ast.AnnAssign) and isinstance(text, ast.Expr):
+            found[ast.unparse(field_.target)] = " ".join(ast.literal_eval(text.value).split())
+    return found
 
 
 def _unknown(key: str, known: Sequence[str]) -> RecipeError:

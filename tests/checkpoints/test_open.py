@@ -263,7 +263,7 @@ def test_stock_qwen3_opens_as_itself(tmp_path):
 def test_checking_imports_no_torch_model(whole):
     """The check reads names and headers; it is done before transformers is even imported."""
     code = (
-        "import sys; sys.argv[0] = 'fathom'\n"
+        "import sys\n"
         "from fathom.checkpoints.check import check_checkpoint\n"
         f"check_checkpoint({str(whole)!r}); print('transformers' in sys.modules)"
     )

@@ -79,8 +79,7 @@ def test_traits_are_uniform():
 
 
 def test_the_png_is_one_that_others_read():
-    from matplotlib.image import imread
-
+    imread = pytest.importorskip("matplotlib.image").imread
     image = portrait.pixels(fixed_sketch())
     back = imread(io.BytesIO(portrait.png(image)), format="png")
     assert np.array_equal(np.rint(back[..., :3] * 255).astype(np.uint8), image)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 import typing
 from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from fathom.errors import FathomError
-from fathom.recipe import RecipeError, describe
+from fathom.recipe import RecipeError, allowed, convert, describe
 
 
 class UsageError(FathomError):
@@ -61,10 +62,10 @@ def add_opening(parser: Parser) -> None:
 
 def add_recipe(parser: Parser) -> None:
     """The arguments of a command that takes a recipe, and every key of one under `--help`."""
-    parser.add_argument("recipe", help="a YAML file")
+    parser.add_argument("recipe", help="a YAML file, or a name that `fathom recipes` lists")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
     if parser.epilog is None:
-        lines = [f"  {k} = {default}  ({allowed})\n      {text}" for k, allowed, default, text in describe()]
+        lines = [f"  {key} = {default}  ({words})\n      {text}" for key, words, default, text in describe()]
         parser.epilog = "recipe keys:\n" + "\n".join(lines)
 
 
@@ -76,11 +77,7 @@ def add_parameters(parser: Parser, function: Callable[..., Any], *positional: st
         function: What `call` will call.
         positional: Parameters given without a flag, in this order; a sequence takes one word or more.
     """
-    from docstring_parser import parse
-
-    documented = parse(function.__doc__ or "")
-    parser.description = documented.description
-    help_ = {p.arg_name: (p.description or "").replace("\n", " ") for p in documented.params}
+    parser.description, help_ = _documented(function)
     hints = typing.get_type_hints(function)
     for name, parameter in inspect.signature(function).parameters.items():
         text = help_.get(name, "").replace("%", "%%")
@@ -100,15 +97,19 @@ def add_parameters(parser: Parser, function: Callable[..., Any], *positional: st
 
 def call(function: Callable[..., Any], options: Namespace) -> Any:
     """Call a function with what `add_parameters` made of the words."""
-    import jsonargparse
-
     hints = typing.get_type_hints(function)
-    types = jsonargparse.ArgumentParser(exit_on_error=False)
     given = {name: getattr(options, name) for name in inspect.signature(function).parameters}
     for name, value in given.items():
-        types.add_argument("--" + name, type=hints[name])
         try:
-            given[name] = getattr(types.parse_object({name: value}), name) if isinstance(value, str) else value
-        except (jsonargparse.ArgumentError, TypeError, ValueError):
-            raise RecipeError(f"--{name.replace('_', '-')} {value}: not a value of type {hints[name]}") from None
+            given[name] = convert(hints[name], value) if isinstance(value, str) else value
+        except ValueError:
+            raise RecipeError(f"--{name.replace('_', '-')} {value}: allowed: {allowed(hints[name])}") from None
     return function(**given)
+
+
+def _documented(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+    """What a docstring says of a function, and under `Args:` of each parameter."""
+    description, _, arguments = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")
+    entries = re.split(r"^    (\w+): ", arguments.partition("\n\n")[0], flags=re.MULTILINE)[1:]
+    texts = (" ".join(text.split()) for text in entries[1::2])
+    return description.strip(), dict(zip(entries[::2], texts, strict=True))

@@ -1,0 +1,76 @@
+"""What is declared is used, and what is imported is declared."""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+from fathom.cli.parser import Parser, add_parameters
+from fathom.data.prepare import prepare
+
+ROOT = Path(__file__).parent.parent
+# Imported beside the package that brings it.
+BROUGHT = {"starlette": "fastapi", "pydantic": "fastapi"}
+
+
+def normal(name: str) -> str:
+    """A distribution's name as the index compares it."""
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def declared() -> tuple[set[str], set[str]]:
+    """What every installation has, and what the extras add."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    core, _, rest = text.partition("dependencies = [")[2].partition("\n]")
+    extras = rest.partition("[project.optional-dependencies]")[2].partition("\n[")[0]
+    return tuple({normal(name) for name in re.findall(r'"([\w.-]+)', part)} for part in (core, extras))  # type: ignore[return-value]
+
+
+def imported(source: str) -> set[str]:
+    """The top packages of a file's absolute imports, those inside functions too."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            names.add(node.module or "")
+    return {name.partition(".")[0] for name in names} - {*sys.stdlib_module_names, "fathom"}
+
+
+def used() -> set[str]:
+    """Distributions that the package imports."""
+    owners = packages_distributions()
+    packages = set().union(*(imported(path.read_text(encoding="utf-8")) for path in ROOT.glob("src/**/*.py")))
+    return {normal(BROUGHT.get(name) or owners.get(name, [name])[0]) for name in packages}
+
+
+def test_every_import_is_declared_and_every_core_dependency_is_imported() -> None:
+    core, extras = declared()
+    assert {"torch", "pyyaml"} <= core and "matplotlib" in extras - core
+    assert used() <= core | extras
+    assert core <= used()
+
+
+def test_the_check_sees_an_import_inside_a_function() -> None:
+    """Undeclared, it would be reported."""
+    core, extras = declared()
+    assert imported("def f():\n    from docstring_parser import parse\n") == {"docstring_parser"}
+    assert normal("docstring_parser") not in core | extras
+
+
+def test_constraints_name_every_dependency() -> None:
+    """Where a release for this Python exists, CI installs exactly that one."""
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {normal(line.partition("==")[0]) for line in lines if "==" in line}
+    assert declared()[0] <= pinned
+
+
+def test_help_of_a_reflected_command_comes_from_the_docstring() -> None:
+    parser = Parser(prog="fathom prepare")
+    add_parameters(parser, prepare, "inputs")
+    options = {action.dest: action.help for action in parser._actions}
+    assert options["eos_token"] == "The token that ends every document, if not the one that the tokenizer names."
+    assert all(options.values()) and parser.description.startswith("Turn documents into token shards.")
