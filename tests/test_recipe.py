@@ -230,6 +230,15 @@ def test_what_is_written_is_read_back(
     assert load_recipe(path) == recipe
 
 
+@pytest.mark.parametrize("project", ["\x85", "a\u2028b", "é\u2029", "café", "null", "5"])
+def test_text_is_read_back_as_it_was(project: str, tmp_path: Path) -> None:
+    """Unicode's own line breaks too."""
+    recipe = parse_recipe({"track": {"project": project}})
+    (tmp_path / "recipe.yaml").write_text(recipe.to_yaml(), encoding="utf-8")
+    assert load_recipe(tmp_path / "recipe.yaml") == recipe
+    assert project != "café" or "café" in recipe.to_yaml()
+
+
 def test_differences() -> None:
     a = parse_recipe({"model": {"mixer": "none"}})
     b = a.override("optim.lr=1", "model.mixer_options.stride=2", "train.micro_batch=1", "parallel.name=fsdp")

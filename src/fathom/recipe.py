@@ -218,7 +218,10 @@ class Recipe:
 
     def to_yaml(self) -> str:
         """The resolved recipe; `load_recipe` reads it back to an equal one."""
-        return yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(self.to_dict(), sort_keys=False, allow_unicode=True)
+        # PyYAML folds these line breaks into spaces when it reads them, unless they are escaped.
+        escaped = any(character in text for character in "\x85\u2028\u2029")
+        return yaml.safe_dump(self.to_dict(), sort_keys=False) if escaped else text
 
 
 SECTIONS: dict[str, type] = {
