@@ -6,6 +6,7 @@ import torch
 from fathom.models import FathomForCausalLM
 from fathom.models.cost import count_parameters
 from fathom.models.hyper_connections import HyperConnections, sinkhorn
+from fathom.models.registry import MECHANISMS
 
 from .cases import build, config_of, tokens
 from .oracle import Oracle, agree
@@ -143,6 +144,14 @@ def test_without_the_dynamic_part_it_is_plain():
 @pytest.mark.parametrize("streams", [1, 2, 4])
 def test_unconstrained_without_the_dynamic_part_is_plain(streams):
     assert as_plain(0.0, streams=streams, iterations=0) < 1e-12
+
+
+def test_without_sinkhorn_it_is_mhc_without_its_constraint():
+    """And cited as such: a joint norm and projection over all streams, which the earlier paper does not have."""
+    module, other = (HyperConnections(case(3, iterations), 0) for iterations in (0, 20))
+    assert {n: p.shape for n, p in module.named_parameters()} == {n: p.shape for n, p in other.named_parameters()}
+    assert module.norm.weight.shape == (3 * 32,) and module.projection.weight.shape == (15, 3 * 32)
+    assert "2409.19606" not in MECHANISMS["hyper_connections"].paper
 
 
 def test_columns_are_exact_and_rows_converge():

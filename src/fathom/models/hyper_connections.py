@@ -1,4 +1,4 @@
-"""`hyper_connections`: n residual streams, mixed per token by small matrices (mHC; plain hyper-connections as a case).
+"""`hyper_connections`: n residual streams, mixed per token by small matrices (mHC).
 
 For one sub-layer F, with S_1 … S_n the streams and z their joint norm:
 
@@ -8,7 +8,9 @@ For one sub-layer F, with S_1 … S_n the streams and z their joint norm:
     H_pre = σ(α_pre W_pre z + b_pre)    H_post = 2σ(α_post W_post z + b_post)    H_res = Sinkhorn(α_res W_res z + b_res)
 
 Sinkhorn keeps H_res close to doubly stochastic, so that the streams' sum neither grows nor fades. With
-`sinkhorn_iterations: 0` nothing is constrained: H = α tanh(W z) + b, the earlier hyper-connections.
+`sinkhorn_iterations: 0` nothing is constrained: H = α tanh(W z) + b. That is an ablation of mHC and not the model of
+arXiv 2409.19606, which norms every stream by itself, makes a stream's maps from that stream alone by one projection for
+all, starts that projection at zero, and sums the streams in the end.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class HyperConnectionsOptions:
     streams: int = 4
     """Parallel residual streams."""
     sinkhorn_iterations: int = 20
-    """Row and column normalisations of the stream-mixing matrix; 0 leaves all mixing unconstrained."""
+    """Row and column normalisations of the stream-mixing matrix; 0 leaves all mixing unconstrained (mHC's ablation)."""
     alpha: float = 0.01
     """Initial weight of what depends on the token."""
 
@@ -158,7 +160,7 @@ HYPER_CONNECTIONS = Mechanism(
     name="hyper_connections",
     axis="residual",
     summary="several residual streams, mixed per token (mHC)",
-    paper="arXiv 2512.24880, 2409.19606",
+    paper="arXiv 2512.24880",
     build=HyperConnections,
     cost=cost,
     options=HyperConnectionsOptions,
