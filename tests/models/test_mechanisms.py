@@ -11,6 +11,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
+from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
 
 from fathom.checkpoints.export import export
 from fathom.models import FathomForCausalLM
@@ -249,9 +250,9 @@ class _KeysOnly:
             for visit in model.plan[0]:
                 sources = tuple(t for i in visit.sources for t in kept[i])
                 layer = model.layers[visit.layer]
-                state, key, value = layer(
-                    state,
-                    sources,
+                *state, key, value = layer(
+                    *state,
+                    sources=sources,
                     attention_mask=None,
                     position_embeddings=rotary,
                     past_key_values=self,
@@ -295,9 +296,27 @@ def test_checkpointing_changes_nothing(case):
     assert max(worst(plain[name], again[name]) for name in plain) < 1e-12
 
 
-def test_reentrant_checkpointing_is_refused():
-    with pytest.raises(ValueError, match="use_reentrant"):
-        build(config_of("depth_attention")).gradient_checkpointing_enable({"use_reentrant": True})
+@every_case
+def test_reentrant_checkpointing_changes_nothing_or_is_refused(case):
+    model, ids = build(config_of(case), dtype=torch.float64), tokens(2, 16)
+    plain = gradients(model, ids)
+    more = any(visit.sources for trip in model.model.plan for visit in trip)
+    more |= model.config.recurrence in ("ponder2", "ponder3", "adaponder", "latent_cot")
+    if more or model.config.recurrence_options.get("view", "same") != "same":
+        with pytest.raises(ValueError, match="use_reentrant=True cannot follow the gradients"):
+            model.gradient_checkpointing_enable({"use_reentrant": True})
+        return
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+    again = gradients(model, ids)
+    assert max(worst(plain[name], again[name]) for name in plain) < 1e-12
+
+
+@pytest.mark.parametrize("case", ["depth_attention", "ponder3", "adaponder", "latent_cot"])
+def test_what_is_refused_could_not_be_followed(case):
+    model = build(config_of(case))
+    Qwen3PreTrainedModel.gradient_checkpointing_enable(model, {"use_reentrant": True})
+    with pytest.raises(RuntimeError, match="second time"):
+        gradients(model, tokens(2, 16))
 
 
 SEVERAL_PASSES = [case for case in CASES if config_of(case).recurrence not in ("once", "loop")]

@@ -79,7 +79,7 @@ def test_chunked_prefill(depth, size):
 def test_exact_prefill_costs_no_rounds_it_does_not_need():
     """Evaluation stops once a round changes nothing."""
     model, ids, seen = thinker("ponder2", depth=1), tokens(1, 4), []
-    model.model.layers[0].register_forward_pre_hook(lambda m, args: seen.append(args[0][0].shape[1]))
+    model.model.layers[0].register_forward_pre_hook(lambda m, args: seen.append(args[0].shape[1]))
     logits(model, ids)
     assert seen == [4, 8, 8, 8, 8]  # grow, three rounds, final
 

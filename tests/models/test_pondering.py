@@ -268,7 +268,7 @@ def test_rows_of_a_batch_are_single_rows(method, mixer, beams):
 def passes(model, call):
     """Tokens that go through the first layer."""
     seen = []
-    hook = model.model.layers[0].register_forward_pre_hook(lambda m, args: seen.append(args[0][0].shape[:2].numel()))
+    hook = model.model.layers[0].register_forward_pre_hook(lambda m, args: seen.append(args[0].shape[:2].numel()))
     try:
         call()
     finally:

@@ -148,14 +148,17 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.attn_residual: Residual = residual(config, 2 * layer_idx)
         self.mlp_residual: Residual = residual(config, 2 * layer_idx + 1)
 
-    def forward(self, state: State, sources: State = (), **kwargs: Any) -> tuple[State, Tensor, Tensor]:
-        """The new residual state, and this layer's key and mixed value for the layers that read them."""
+    def forward(self, *state: Tensor, sources: State = (), **kwargs: Any) -> State:
+        """The new residual state and, last, this layer's key and mixed value for the layers that read them.
+
+        In and out go tensors, not tuples of tensors: reentrant checkpointing sees gradients of nothing else.
+        """
         x, context = self.attn_residual(state)
         update, _, key, value = self.self_attn(self.input_layernorm(x), sources=sources, **kwargs)
         state = self.attn_residual(state, update, context)
         x, context = self.mlp_residual(state)
         state = self.mlp_residual(state, self.mlp(self.post_attention_layernorm(x)), context)
-        return state, key, value
+        return *state, key, value
 
 
 class FathomPreTrainedModel(Qwen3PreTrainedModel):
@@ -216,10 +219,14 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
     ) -> None:
-        """Recompute each layer in the backward pass; non-reentrant, or gradients to depth sources would vanish."""
+        """Recompute each layer in backward; reentrant if asked, where a layer reads the one below and no more."""
         chosen = dict(gradient_checkpointing_kwargs or {})
+        model = self.base_model
         if chosen.setdefault("use_reentrant", False):
-            raise ValueError("use_reentrant=True loses the gradients of depth sources; leave it False")
+            sources = any(visit.sources for trip in model.plan for visit in trip)
+            if sources or model.slotted:
+                further = "depth sources" if sources else "other trips"
+                raise ValueError(f"use_reentrant=True cannot follow the gradients to {further}; leave it False")
         super().gradient_checkpointing_enable(chosen, **kwargs)
 
     def settled_config(self) -> FathomConfig:
@@ -427,9 +434,9 @@ class FathomModel(FathomPreTrainedModel):
                 passed.hidden.append(self.final_residual(state)[0] if passed.hidden else x)
             found = (passed.pairs[i] if i in passed.pairs else reading.sources[i] for i in visit.sources)
             earlier = reading.earlier.get(visit.layer, ())
-            state, key, value = self.layers[visit.layer](
-                state,
-                tuple(tensor for pair in found for tensor in pair),
+            *after, key, value = self.layers[visit.layer](
+                *state,
+                sources=tuple(tensor for pair in found for tensor in pair),
                 attention_mask=reading.masks[self.config.layer_types[visit.layer]],
                 position_embeddings=reading.position_embeddings,
                 position_ids=reading.position_ids,
@@ -439,6 +446,7 @@ class FathomModel(FathomPreTrainedModel):
                 **({} if reading.alive is None else {"alive": reading.alive}),
                 **kwargs,
             )
+            state = tuple(after)
             if visit.kept or reading.keep:
                 passed.pairs[visit.index] = (key, value)
         passed.residual = self.final_residual(state)[0]
