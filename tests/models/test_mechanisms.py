@@ -267,6 +267,23 @@ def test_the_published_faults_are_seen():
     assert _step_errors("top_left_mask") > 0.5
 
 
+@every_case
+@pytest.mark.parametrize("shape", [(0, 4), (2, 0)])
+def test_an_empty_input_is_an_error_in_one_line(case, shape):
+    """And leaves a cache as it was."""
+    model, ids = build(config_of(case)), torch.zeros(shape, dtype=torch.long)
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(tokens(2, 3), past_key_values=cache)
+        for kwargs in ({}, {"use_cache": False}, {"labels": ids}, {"past_key_values": cache}):
+            with pytest.raises(ValueError, match=f"^the input is empty: {shape[0]} rows of {shape[1]} tokens$"):
+                model(ids, **kwargs)
+        assert cache.get_seq_length() == 3
+        model(tokens(2, 1), past_key_values=cache)
+    with pytest.raises(ValueError, match="the input is empty"):
+        model.train()(inputs_embeds=torch.zeros(*shape, 32), labels=ids)
+
+
 # --- training ---------------------------------------------------------------------------------------------------------
 
 

@@ -314,6 +314,9 @@ class FathomModel(FathomPreTrainedModel):
         `max_trips` is a budget at run time."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
+        shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
+        if 0 in shape:
+            raise ValueError(f"the input is empty: {shape[0]} rows of {shape[-1]} tokens")
         check_engine(self.config, self.recurrence.depth + 1, kwargs)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
