@@ -482,7 +482,10 @@ class FathomModelOutput(BaseModelOutputWithPast):
 
 @dataclass
 class FathomCausalLMOutput(CausalLMOutputWithPast):
-    """`CausalLMOutputWithPast`, the named terms that `loss` already includes, and what training should log."""
+    """`CausalLMOutputWithPast`, the named terms that `loss` already includes, and what training should log.
+
+    `logits` is None for labels in training, unless the call says `return_logits=True`.
+    """
 
     aux_losses: dict[str, Tensor] | None = None
     metrics: dict[str, Tensor] | None = None
@@ -549,7 +552,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         max_trips: int | None = None,
         **kwargs: Any,
     ) -> FathomCausalLMOutput:
-        """As `Qwen3ForCausalLM.forward`, but that training does not make logits.
+        """As `Qwen3ForCausalLM.forward`; labels in training give a loss and no logits, with `return_logits=True` both.
 
         Args:
             input_ids: `[B, T]`.
