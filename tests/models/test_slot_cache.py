@@ -68,6 +68,20 @@ def test_crop_forgets_tokens(method, forgotten):
 
 
 @every_method
+def test_crop_back_to_padding(method):
+    """No slot is left, and yet columns are: what comes next reads itself alone, beside the padding."""
+    model, ids = oracle(method)[0], tokens(2, 6)
+    mask, cache = torch.tensor([[0, 0, 0, 1], [0, 0, 1, 1]]), DynamicCache(config=model.config)
+    goes_on(model, cache, tokens(2, 4, seed=8), attention_mask=mask)
+    cache.crop(-2)
+    for t in range(0, 6, 2):  # twice more beside what has come since
+        mask = torch.tensor([[0, 0] + [1] * (t + 2)] * 2)
+        where = torch.arange(t, t + 2).unsqueeze(0)
+        found = goes_on(model, cache, ids[:, t : t + 2], attention_mask=mask, position_ids=where)
+        assert error(found, logits(model, ids)[:, t : t + 2]) < EXACT
+
+
+@every_method
 def test_guesses_are_taken_back(method):
     """Prompt look-up guesses ahead and crops what was wrong."""
     model, ids = oracle(method)[0], tokens(1, 7)

@@ -190,7 +190,8 @@ class SlotTable:
         self.token = self.token.masked_fill(~keep.gather(1, order), EMPTY)
         self.count = keep.sum(1)
         self.halt = self.halt[:, :columns]
-        self.columns, self.end, self.order = columns, int(self.count.max()), order
+        # A place is in use as long as there are columns, if only padding: "nothing was seen" is said by `end` 0.
+        self.columns, self.end, self.order = columns, max(int(self.count.max()), min(columns, 1)), order
 
 
 def grown(buffer: Tensor, capacity: int, used: int, fill: int = 0) -> Tensor:
