@@ -1,0 +1,486 @@
+"""Every recurrence, residual and mixer together, one slot after another, in numpy's float64.
+
+Written from the equations of `docs/`. A model is a dictionary (its configuration) and arrays by the names of its
+checkpoint; nothing of Fathom, torch or transformers is imported. One row of a batch is read at a time, and padding
+never enters, so what a batch, a cache or a mask does can only agree by being right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = np.ndarray
+erf = np.vectorize(math.erf, otypes=[np.float64])
+
+
+class Token(NamedTuple):
+    """One token to be read."""
+
+    column: int
+    """Its place in the batch's table of ids; sliding windows are measured in columns."""
+    position: int
+    """Its rotary index."""
+    x: Array
+    """Its embedding before `embedding_scale`, `[d]`."""
+
+
+class Slot(NamedTuple):
+    """What one layer keeps of one trip of one token."""
+
+    column: int
+    trip: int
+    key: Array  # [H_kv, D]
+    value: Array  # [H_kv, D]
+    bias: float
+    """Added to the logit of every query that reads it."""
+
+
+class Step(NamedTuple):
+    """A trip that is planned: its input and key bias, and whether the token makes it."""
+
+    x: Array
+    bias: float = 0.0
+    alive: bool = True
+
+
+class Row:
+    """What one row of a batch has read so far: its slots by layer, and the last trip of every token."""
+
+    def __init__(self, layers: int) -> None:
+        self.slots: list[list[Slot]] = [[] for _ in range(layers)]
+        self.halt: dict[int, int] = {}
+
+    def copy(self) -> Row:
+        """A row that goes its own way."""
+        other = Row(0)
+        other.slots, other.halt = [list(slots) for slots in self.slots], dict(self.halt)
+        return other
+
+    def crop(self, columns: int) -> None:
+        """Forget the tokens from a column on."""
+        self.slots = [[slot for slot in slots if slot.column < columns] for slots in self.slots]
+        self.halt = {column: trip for column, trip in self.halt.items() if column < columns}
+
+
+@dataclass
+class Walk:
+    """The trips of one token: what was planned, and what the head reads in the end."""
+
+    steps: list[Step]
+    readout: Array | float = 0.0
+    share: Array | None = None
+    """`ponder3`: the router's output."""
+    reach: float = 1.0
+    """`latent_cot`: what is left for later trips."""
+
+    @property
+    def trips(self) -> int:
+        """How many the token makes."""
+        return sum(step.alive for step in self.steps)
+
+
+def softmax(x: Array, axis: int = -1) -> Array:
+    """Over one axis."""
+    e = np.exp(x - x.max(axis, keepdims=True))
+    return e / e.sum(axis, keepdims=True)
+
+
+def sigmoid(x: Array) -> Array:
+    """Of numbers of any sign."""
+    return 0.5 * (1.0 + np.tanh(0.5 * x))
+
+
+# --- residuals: the stream of one trip --------------------------------------------------------------------------------
+
+
+class Plain:
+    """One sum."""
+
+    def __init__(self, oracle: Oracle, x: Array) -> None:
+        self.o, self.x = oracle, x
+
+    def weight(self, sublayer: int, name: str) -> Array:
+        """A parameter of a sub-layer's residual; the read before the final norm counts as one more sub-layer."""
+        layer, half = divmod(sublayer, 2)
+        last = layer == self.o.layers
+        place = "model.final_residual" if last else f"model.layers.{layer}.{('attn', 'mlp')[half]}_residual"
+        return self.o.w[f"{place}.{name}"]
+
+    def read(self, sublayer: int) -> Array:
+        """What the sub-layer's norm gets."""
+        return self.x
+
+    def write(self, sublayer: int, update: Array) -> None:
+        """Take in what the sub-layer made."""
+        self.x = self.x + update
+
+
+class DenseFormer(Plain):
+    """x = sum_j alpha_j X_j over raw block outputs, counted back from the newest."""
+
+    def __init__(self, oracle: Oracle, x: Array) -> None:
+        super().__init__(oracle, x)
+        self.history = [x]
+
+    def write(self, sublayer: int, update: Array) -> None:
+        """After the MLP a block ends."""
+        super().write(sublayer, update)
+        if sublayer % 2 == 0:
+            return
+        self.history.append(self.x)
+        if (sublayer // 2 + 1) % self.o.residual["period"] == 0:
+            newest_first = self.history[::-1][:: self.o.residual["dilation"]]
+            alpha = self.weight(sublayer, "alpha")[::-1]
+            self.x = sum(a * x for a, x in zip(alpha, newest_first, strict=False))  # a later trip's history is shorter
+
+
+class AttentionResiduals(Plain):
+    """A learned query attends over the embeddings and sums, or snapshots, of blocks."""
+
+    def __init__(self, oracle: Oracle, x: Array) -> None:
+        super().__init__(oracle, x)
+        self.snapshots = oracle.residual["variant"] == "snapshot"
+        self.earlier = [x]
+        self.current: Array | None = x if self.snapshots else None
+
+    def read(self, sublayer: int) -> Array:
+        """A weighted sum of un-normed sources."""
+        sources = np.stack(self.earlier + ([] if self.current is None else [self.current]))
+        query = self.weight(sublayer, "norm.weight") * self.weight(sublayer, "pseudo_query")
+        scores = self.o.unit(sources) @ query
+        if self.snapshots:
+            scores[-1] += self.weight(sublayer, "recency_bias")[0]
+        return softmax(scores) @ sources
+
+    def write(self, sublayer: int, update: Array) -> None:
+        """Into the current sum; sums start anew with a block, the running stream never does."""
+        size = self.o.residual["block_size"]
+        if not self.snapshots and sublayer % size == 0 and self.current is not None:
+            self.earlier.append(self.current)
+            self.current = None
+        self.current = update if self.current is None else self.current + update
+        if self.snapshots and (sublayer + 1) % size == 0:
+            self.earlier.append(self.current)
+
+
+class HyperConnections(Plain):
+    """Several streams, mixed around every sub-layer by maps that depend on the token."""
+
+    def __init__(self, oracle: Oracle, x: Array) -> None:
+        super().__init__(oracle, np.tile(x, (oracle.residual["streams"], 1)))
+
+    def read(self, sublayer: int) -> Array:
+        """Sum_i H_pre[i] S_i; in the end the learned mean."""
+        if sublayer == 2 * self.o.layers:
+            return softmax(self.weight(sublayer, "reduce_logits")) @ self.x
+        n, rounds = len(self.x), self.o.residual["sinkhorn_iterations"]
+        z = self.o.unit(self.x.reshape(-1)) * self.weight(sublayer, "norm.weight")
+        dynamic = self.weight(sublayer, "projection.weight") @ z
+        if not rounds:
+            dynamic = np.tanh(dynamic)
+        parts = {"pre": dynamic[:n], "post": dynamic[n : 2 * n], "res": dynamic[2 * n :].reshape(n, n)}
+        static = {"pre": "pre_logits", "post": "post_logits", "res": "residual_logits"}
+        pre, post, res = (
+            self.weight(sublayer, f"alpha_{name}") * part + self.weight(sublayer, static[name])
+            for name, part in parts.items()
+        )
+        if rounds:
+            pre, post, res = sigmoid(pre), 2 * sigmoid(post), balanced(res, rounds)
+        self.post, self.mixing = post, res
+        return pre @ self.x
+
+    def write(self, sublayer: int, update: Array) -> None:
+        """S_i = sum_j H_res[i, j] S_j + H_post[i] F."""
+        self.x = self.mixing @ self.x + np.outer(self.post, update)
+
+
+def balanced(logits: Array, rounds: int) -> Array:
+    """Sinkhorn: rows, then columns."""
+    m = np.maximum(np.exp(logits - logits.max()), 1e-12)
+    for _ in range(rounds):
+        m = m / np.maximum(m.sum(1, keepdims=True), 1e-12)
+        m = m / np.maximum(m.sum(0, keepdims=True), 1e-12)
+    return m
+
+
+STREAMS = {
+    "plain": Plain,
+    "denseformer": DenseFormer,
+    "attention_residuals": AttentionResiduals,
+    "hyper_connections": HyperConnections,
+}
+
+
+# --- the model --------------------------------------------------------------------------------------------------------
+
+
+def rotations(theta: float, width: int, length: int) -> tuple[Array, Array]:
+    """Cosines and sines of every position, `[length, width / 2]`."""
+    angles = np.arange(length)[:, None] * theta ** (-np.arange(0, width, 2) / width)
+    return np.cos(angles), np.sin(angles)
+
+
+@dataclass
+class Oracle:
+    """A model."""
+
+    config: dict[str, Any]
+    w: dict[str, Array]
+    """Its weights, float64, by name."""
+    cos: Array
+    sin: Array
+    """By position, `[positions, D / 2]`, as the family has them: rounded to float32. Compare `rotations`."""
+    margin: float = field(default=math.inf)
+    """How near any yes or no (a threshold, the last of the top k) came to the other answer."""
+
+    def __post_init__(self) -> None:
+        self.layers, self.eps = self.config["num_hidden_layers"], self.config["rms_norm_eps"]
+        self.mixer, self.residual, self.options = (
+            self.config[f"{axis}_options"] for axis in ("mixer", "residual", "recurrence")
+        )
+        self.recurrence: str = self.config["recurrence"]
+        default = {"loop": "same", "once": "same", "adaponder": "same", "latent_cot": "duo"}
+        self.view = self.options.get("view") or default.get(self.recurrence, "all")
+        self.prelude, self.coda = self.options.get("prelude", 0), self.options.get("coda", 0)
+        self.table = self.config["embedding_scale"] * self.w["model.embed_tokens.weight"]
+        tied = self.config["tie_word_embeddings"]
+        self.head = self.w["model.embed_tokens.weight" if tied else "lm_head.weight"]
+
+    @property
+    def depth(self) -> int:
+        """Trips beyond the first, without a budget."""
+        return self.options["count"] - 1 if self.recurrence == "loop" else self.options.get("depth", 0)
+
+    # --- sub-layers ---
+
+    def unit(self, x: Array) -> Array:
+        """x / rms(x)."""
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.eps)
+
+    def normed(self, x: Array, name: str) -> Array:
+        """RMS norm by the weight of that name."""
+        return self.unit(x) * self.w[f"{name}.weight"]
+
+    def linear(self, x: Array, name: str) -> Array:
+        """With a bias if the model has one."""
+        y = self.w[f"{name}.weight"] @ x
+        return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
+
+    def rotate(self, x: Array, position: int) -> Array:
+        """`[heads, D]`: pairs are (i, i + D/2)."""
+        a, b = np.split(x, 2, -1)
+        cos, sin = self.cos[position], self.sin[position]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+
+    def mlp(self, x: Array, name: str) -> Array:
+        """SwiGLU."""
+        gate = self.linear(x, f"{name}.gate_proj")
+        return self.linear(gate * sigmoid(gate) * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj")
+
+    def project(self, x: Array, layer: int, position: int) -> tuple[Array, Array, Array]:
+        """Query `[H, D]`, key and raw value `[H_kv, D]`."""
+        name, width = f"model.layers.{layer}.self_attn", self.config["head_dim"]
+        query, key, value = (self.linear(x, f"{name}.{part}_proj").reshape(-1, width) for part in "qkv")
+        query = self.rotate(self.normed(query, f"{name}.q_norm"), position)
+        if self.config["k_norm_position"] == "after_rope":
+            return query, self.normed(self.rotate(key, position), f"{name}.k_norm"), value
+        return query, self.rotate(self.normed(key, f"{name}.k_norm"), position), value
+
+    def attend(self, query: Array, slots: Sequence[Slot], layer: int) -> Array:
+        """Attention of one query over slots."""
+        group = len(query) // self.config["num_key_value_heads"]
+        keys = np.repeat(np.array([slot.key for slot in slots]), group, 1)  # [N, H, D]
+        values = np.repeat(np.array([slot.value for slot in slots]), group, 1)
+        logits = np.einsum("hd,nhd->hn", query, keys) / math.sqrt(query.shape[1])
+        weights = softmax(logits + np.array([slot.bias for slot in slots]))
+        heads = np.einsum("hn,nhd->hd", weights, values)
+        return self.linear(heads.reshape(-1), f"model.layers.{layer}.self_attn.o_proj")
+
+    # --- mixers ---
+
+    def sources(self, layer: int, trip: int, own: dict[tuple[int, int], tuple[Array, Array]]) -> set[tuple[int, int]]:
+        """The (layer, trip) of this token that a mixer reads beside its own value."""
+
+        def ran(other: int, k: int) -> tuple[int, int]:
+            return (other, 0) if other < self.prelude else (other, k)  # the prelude stands for itself in every trip
+
+        if self.config["mixer"] == "value_residual":
+            return {ran(0, trip)} if layer else set()
+        stride, window = self.mixer["stride"], self.mixer["recent_window"]
+
+        def grid(top: int) -> list[int]:
+            return [i for i in range(top) if i % stride == 0 or i >= top - window]
+
+        rule = self.mixer["across_trips"] or ("same_layer" if self.recurrence == "loop" else "none")
+        found = {ran(i, trip) for i in grid(layer)}
+        if rule == "same_layer":
+            found |= {(layer, k) for k in range(trip)}
+        if rule == "grid":
+            found |= {ran(i, k) for k in range(trip) for i in grid(self.layers)}
+        return {place for place in found if place in own and place != (layer, trip)}
+
+    def mixed(self, query: Array, key: Array, value: Array, sources: Sequence[tuple[Array, Array]]) -> Array:
+        """The value that attention stores and reads."""
+        kind = self.config["mixer"]
+        if kind == "none" or not sources:
+            return value
+        values = np.stack([v for _, v in sources] + [value])  # [M, H_kv, D]
+        if kind != "depth_attention":
+            return values.mean(0)
+        pooled = query.reshape(len(key), -1, key.shape[1]).mean(1)
+        scores = np.stack([(pooled * k).sum(-1) for k, _ in sources] + [(pooled * key).sum(-1)])
+        scores = scores / math.sqrt(key.shape[1])
+        scores[-1] += self.mixer["self_bias"]
+        return (softmax(scores, 0)[..., None] * values).sum(0)
+
+    # --- one slot ---
+
+    def visible(self, row: Row, token: Token, trip: int, slot: Slot, layer: int) -> bool:
+        """Whether the slot (token, trip) reads another one."""
+        sliding = self.config["layer_types"][layer] == "sliding_attention"
+        if sliding and token.column - slot.column >= self.config["sliding_window"]:
+            return False
+        if self.view == "all":
+            return slot.column < token.column or slot.trip <= trip
+        if self.view == "duo":
+            return slot.trip <= trip
+        return slot.trip == min(trip, row.halt[slot.column])
+
+    def stack(self, row: Row, token: Token, trip: int, depth: int, step: Step, own: dict) -> Array:
+        """Once through the layers: the stream after them, un-normed. `own` holds this token's keys and mixed values."""
+        stream = STREAMS[self.config["residual"]](self, step.x)
+        if step.alive:
+            row.halt[token.column] = trip
+        first, last = self.prelude if trip else 0, self.layers - (0 if trip == depth else self.coda)
+        for layer in range(first, last):
+            name = f"model.layers.{layer}"
+            x = self.normed(stream.read(2 * layer), f"{name}.input_layernorm")
+            query, key, value = self.project(x, layer, token.position)
+            if self.config["mixer"] != "none":
+                found = [own[place] for place in sorted(self.sources(layer, trip, own))]
+                value = self.mixed(query, key, value, found)
+            own[layer, trip] = key, value
+            if step.alive:
+                row.slots[layer].append(Slot(token.column, trip, key, value, step.bias))
+            seen = [slot for slot in row.slots[layer] if self.visible(row, token, trip, slot, layer)]
+            stream.write(2 * layer, self.attend(query, seen, layer))
+            x = self.normed(stream.read(2 * layer + 1), f"{name}.post_attention_layernorm")
+            stream.write(2 * layer + 1, self.mlp(x, f"{name}.mlp"))
+        return stream.read(2 * self.layers)
+
+    # --- recurrences ---
+
+    def above(self, value: float, threshold: float) -> bool:
+        """A decision, whose margin is noted."""
+        self.margin = min(self.margin, abs(value - threshold))
+        return bool(value > threshold)
+
+    def mixture(self, h: Array) -> Array:
+        """The mean word, weighted by what would be said."""
+        logits = self.head @ h / self.options["temperature"]
+        count = self.options["top_k"] or len(logits)
+        if count < len(logits):
+            order = np.argsort(-logits)
+            self.margin = min(self.margin, logits[order[count - 1]] - logits[order[count]])
+            logits[order[count:]] = -np.inf
+        return self.options["mixture_gain"] * softmax(logits) @ self.table
+
+    def onward(self, walk: Walk, k: int, r: Array, depth: int) -> Step | None:
+        """What trip k, which ended in the stream r, means for the readout and for the next trip."""
+        h, x, last = self.normed(r, "model.norm"), walk.steps[k].x, k == depth
+        if self.recurrence == "ponder3":
+            return self._by_shares(walk, k, h, last)
+        if self.recurrence == "latent_cot":
+            return self._by_reach(walk, h, last)
+        walk.readout = h
+        if last:
+            return None
+        if self.recurrence == "adaponder":
+            gate = f"model.recurrence.gates.{k}"
+            up = self.linear(h, f"{gate}.up")
+            sigma = sigmoid(self.linear(up * 0.5 * (1 + erf(up / math.sqrt(2))), f"{gate}.down"))[0]
+            return Step(x + sigma * self.mixture(h)) if self.above(sigma, self.options["tau"]) else None
+        if self.recurrence == "ponder" and self.options["feed"] == "mixture":
+            return Step(x + self.mixture(h))
+        return Step(r if self.recurrence == "loop" else h)
+
+    def _by_shares(self, walk: Walk, k: int, h: Array, last: bool) -> Step | None:
+        if k == 0:
+            share = softmax(self.linear(h, "model.recurrence.router"))
+            damping = self.options["router_damping"]
+            walk.share = share if walk.share is None else (1 - damping) * walk.share + damping * share
+        assert walk.share is not None
+        tail = walk.share[k:].sum()
+        walk.readout = walk.readout + (tail if last else walk.share[k]) * h
+        left = tail - walk.share[k]
+        if last or not self.above(left, self.options["tau"]):
+            return None
+        return Step(h, math.log(left))
+
+    def _by_reach(self, walk: Walk, h: Array, last: bool) -> Step | None:
+        gate = 0.0 if last else float(sigmoid(self.linear(h, "model.recurrence.router"))[0])
+        onward = walk.reach * gate
+        goes_on = not last and self.above(onward, self.options["tau"])
+        walk.readout = walk.readout + (walk.reach - onward if goes_on else walk.reach) * h
+        walk.reach = onward
+        return Step(h) if goes_on else None
+
+    def walk(self, start: Walk, trips: int, depth: int, after: Callable[[int, Step], Array]) -> Walk:
+        """Make trips; `after(k, step)` is the stream that trip k ends in. Who has halted keeps the last input."""
+        for k in range(trips):
+            step = start.steps[k]
+            following = self.onward(start, k, after(k, step), depth) if step.alive else None
+            if k < depth:
+                start.steps.append(following or Step(step.x, 0.0, False))
+        return start
+
+    # --- a prompt, or what follows it ---
+
+    def read(self, row: Row, tokens: Sequence[Token], depth: int, rounds: int | None = None) -> tuple[Array, list[int]]:
+        """Logits `[T, V]` of tokens that follow a row, and their numbers of trips; the row has read them afterwards.
+
+        Without `rounds` one token after another, which is what every model means; with them all at once, by a
+        Jacobi solver of so many.
+        """
+        if rounds is None or not depth or len(tokens) == 1:
+            walks = [self._decode(row, token, depth) for token in tokens]
+        else:
+            walks = self._solve(row, tokens, depth, rounds)
+        logits = np.stack([walk.readout for walk in walks]) @ self.head.T
+        return logits, [walk.trips for walk in walks]
+
+    def _start(self, token: Token) -> Walk:
+        return Walk([Step(self.config["embedding_scale"] * token.x)])
+
+    def _decode(self, row: Row, token: Token, depth: int) -> Walk:
+        own: dict = {}
+        return self.walk(
+            self._start(token), depth + 1, depth, lambda k, step: self.stack(row, token, k, depth, step, own)
+        )
+
+    def _solve(self, row: Row, tokens: Sequence[Token], depth: int, rounds: int) -> list[Walk]:
+        """Grow the trips one by one, refine all their inputs `rounds` times, read out."""
+
+        def together(walks: list[Walk], trips: int, damped: bool = False) -> tuple[list[Walk], Row]:
+            seen, following = row.copy(), []
+            for token, walk in zip(tokens, walks, strict=True):
+                own: dict = {}
+                streams = [self.stack(seen, token, k, depth, step, own) for k, step in enumerate(walk.steps)]
+                start = self._start(token)
+                start.share = walk.share if damped else None
+                following.append(self.walk(start, trips, depth, lambda k, step, of=streams: of[k]))
+            return following, seen
+
+        walks = [self._start(token) for token in tokens]
+        for m in range(depth):
+            walks, _ = together(walks, m + 1)
+        for n in range(rounds):
+            walks, _ = together(walks, depth + 1, damped=n + 1 < rounds)
+        walks, seen = together(walks, depth + 1)
+        row.slots, row.halt = seen.slots, seen.halt
+        return walks

@@ -1,0 +1,588 @@
+"""Random models in random use against `oracle_numpy.py`, batch of one included.
+
+A case is a pure function of its seed: a composition, its options and weights, and what is done with the model (chunks,
+padding, packing, mutations of the cache and reading on). `python -m tests.models.test_oracle 17` runs one again, and
+with a second number as many from there on.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
+
+from fathom.models import FathomConfig, FathomForCausalLM, modeling, reading
+from fathom.models.depth_attention import DepthAttention
+from fathom.models.pondering import Pondering
+from fathom.models.registry import ALL as MECHANISMS
+from fathom.models.slot_cache import SlotTable
+
+from .oracle_numpy import Oracle, Row, Token, rotations
+
+TOLERANCE = {"sdpa": 1e-9, "eager": 1e-4}
+"""Eager attention has its softmax in float32."""
+UNDECIDED = {"sdpa": 1e-11, "eager": 1e-3}
+"""A threshold missed by less may be missed on either side: such a case is not judged."""
+NAMES = {axis: [m.name for m in MECHANISMS if m.axis == axis] for axis in ("recurrence", "residual", "mixer")}
+COMPOSITIONS = list(itertools.product(*NAMES.values()))
+KINDS = (
+    *("full", "default", "chunks", "tokens", "static", "left", "holes", "packed"),
+    *("crop", "reorder", "repeat", "select", "budget", "embeds"),
+)
+MUTATIONS = ("crop", "reorder", "repeat", "select")
+SEVERAL = ("loop", "ponder", "ponder2", "ponder3", "adaponder", "latent_cot")
+
+
+# --- drawing ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Case:
+    """A model, and what is done with it."""
+
+    seed: int
+    config: dict[str, Any]
+    backend: str
+    kind: str
+    batch: int
+    cache: str
+    """`none`, `default` (whatever the first call returns), `dynamic`, `configured` or `static`."""
+    steps: list[tuple[str, int]]
+    """(`read`, tokens) or (a mutation, how much)."""
+    padding: str = ""
+    """`left`, `holes`, or a mask of `ones`."""
+    positions: bool = False
+    """Whether rotary positions are handed over."""
+    embeds: bool = False
+    budget: int | None = None
+    grad: bool = False
+
+    def __str__(self) -> str:
+        name = "+".join(self.config[axis] for axis in NAMES)
+        said = [f"{self.kind}, {self.backend}, batch {self.batch}, cache {self.cache}", str(self.steps)]
+        extra = {k: getattr(self, k) for k in ("padding", "positions", "embeds", "budget", "grad") if getattr(self, k)}
+        replay = f"python -m tests.models.test_oracle {self.seed}"
+        return "\n".join([f"seed {self.seed}: {name}", *said, str(extra), str(self.config), replay])
+
+
+def draw_options(rng: random.Random, config: dict[str, Any]) -> None:
+    """Options of the three axes."""
+    layers, recurrence = config["num_hidden_layers"], config["recurrence"]
+    depth = {"depth": rng.choice((0, 1, 2, 2, 3))}
+    words = {
+        "top_k": rng.choice((0, 3, 7, 100)),
+        "temperature": rng.uniform(0.6, 1.5),
+        "mixture_gain": rng.uniform(0.3, 1),
+    }
+    rounds = {
+        "jacobi_eval": rng.randrange(4),
+        "jacobi_prefill": rng.randrange(4),
+        "prefill": rng.choice(("jacobi", "jacobi", "exact")),
+    }
+    prelude = rng.randrange(layers)
+    tau = {"tau": rng.choice((1e-4, rng.uniform(0.1, 0.6), rng.uniform(0.3, 0.8)))}
+    feeds = {"feed": rng.choice(("mixture", "hidden")), "view": rng.choice(("same", "duo", "all"))}
+    config["recurrence_options"] = {
+        "once": {},
+        "loop": {"count": rng.randint(1, 3), "prelude": prelude, "coda": rng.randrange(layers - prelude)},
+        "ponder": depth | words | rounds | feeds,
+        "ponder2": depth | rounds,
+        "ponder3": depth | rounds | tau | {"router_damping": rng.choice((1.0, 1.0, 0.3))},
+        "adaponder": depth | words | tau,
+        "latent_cot": depth | tau,
+    }[recurrence]
+    if recurrence == "ponder3" and rounds["prefill"] == "exact":
+        config["recurrence_options"]["router_damping"] = 1.0  # damping and exactness exclude each other
+    config["residual_options"] = {
+        "plain": {},
+        "denseformer": {"dilation": rng.randint(1, layers), "period": rng.randint(1, layers)},
+        "attention_residuals": {
+            "block_size": rng.choice((1, 2, 3, 5, 12)),
+            "variant": rng.choice(("block_sum", "snapshot")),
+        },
+        "hyper_connections": {"streams": rng.randint(1, 4), "sinkhorn_iterations": rng.choice((0, 1, 5, 20))},
+    }[config["residual"]]
+    crosses = recurrence != "once" and view_of(config) != "all"
+    grid = {"stride": rng.randint(1, layers), "recent_window": rng.choice((0, 0, 1, layers))}
+    grid["across_trips"] = rng.choice((None, "none", "same_layer", "grid") if crosses else (None, "none"))
+    config["mixer_options"] = {
+        "none": {},
+        "value_residual": {},
+        "uniform_depth": grid,
+        "depth_attention": grid | {"self_bias": rng.choice((0.0, 0.75))},
+    }[config["mixer"]]
+
+
+def draw_config(rng: random.Random, seed: int) -> dict[str, Any]:
+    """A small model; neighbouring seeds have different compositions, 112 of them all there are."""
+    heads, kv_heads = rng.choice(((4, 1), (4, 2), (4, 4), (2, 1), (2, 2)))
+    layers = rng.choice((2, 2, 3))
+    config: dict[str, Any] = {
+        **dict(zip(NAMES, COMPOSITIONS[seed * 31 % len(COMPOSITIONS)], strict=True)),
+        **{"vocab_size": rng.randint(11, 31), "hidden_size": rng.choice((8, 12, 20)), "intermediate_size": 12},
+        **{"num_hidden_layers": layers, "num_attention_heads": heads, "num_key_value_heads": kv_heads},
+        **{"head_dim": rng.choice((4, 6)), "max_position_embeddings": 128, "pad_token_id": 0},
+        "rms_norm_eps": rng.choice((1e-6, 1e-2)),
+        "rope_parameters": {"rope_type": "default", "rope_theta": rng.choice((1e4, 20.0))},
+        "attention_bias": rng.random() < 0.3,
+        "tie_word_embeddings": rng.random() < 0.3,
+        "k_norm_position": rng.choice(("before_rope", "before_rope", "after_rope")),
+        "embedding_scale": rng.choice((1.0, 0.5, 1.7)),
+    }
+    if rng.random() < 0.25:
+        kinds = [rng.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
+        config |= {"use_sliding_window": True, "sliding_window": rng.randint(2, 5), "layer_types": kinds}
+    draw_options(rng, config)
+    return config
+
+
+def draw(seed: int) -> Case:
+    """The case of a seed."""
+    rng = random.Random(seed)
+    config = draw_config(rng, seed)
+    kind = KINDS[(seed + seed // len(COMPOSITIONS)) % len(KINDS)]
+    length, batch = rng.choice((rng.randint(3, 5), rng.randint(5, 14))), rng.choice((1, 1, 2, 3))
+    caches = ("dynamic", "configured", "default", "static")
+    case = Case(seed, config, "eager" if rng.random() < 0.25 else "sdpa", kind, batch, rng.choice(caches), [])
+    case.embeds = kind == "embeds" or rng.random() < 0.1
+    several = trips_of(config) > 1
+    if several and (kind == "budget" or rng.random() < 0.15):
+        case.budget = rng.randint(1, trips_of(config))
+    if kind in ("left", "holes"):
+        case.padding = kind
+    elif kind != "packed" and rng.random() < 0.15:
+        case.padding = "left"
+    if kind == "full" or (kind in ("left", "holes", "budget", "embeds") and rng.random() < 0.4) or kind == "packed":
+        case.cache = "default" if kind == "packed" and rng.random() < 0.5 else "none"
+        case.steps, case.grad = [("read", length)], case.cache == "none" and rng.random() < 0.5
+    elif kind in MUTATIONS:
+        case.steps = [("read", length), (kind, rng.randrange(100)), ("read", rng.randint(1, 3))]
+        case.steps += [(rng.choice(MUTATIONS), rng.randrange(100)), ("read", 1), ("read", rng.randint(1, 4))]
+    else:
+        case.steps = draw_chunks(rng, kind, length)
+    if kind in ("default", "static"):
+        case.cache = kind
+    if kind != "packed" and not case.padding and rng.random() < 0.15:
+        case.padding = "ones"
+    case.positions = rng.random() < 0.3
+    restrict(case)
+    return case
+
+
+def draw_chunks(rng: random.Random, kind: str, length: int) -> list[tuple[str, int]]:
+    """A prompt in parts."""
+    if kind == "tokens":
+        return [("read", 1)] * length
+    steps = []
+    while length > 0:
+        steps.append(("read", min(length, rng.choice((1, 1, 2, 3, 5, 8)) if steps or kind == "chunks" else length)))
+        length -= steps[-1][1]
+    return steps + [("read", 1)] * rng.randint(1, 3)
+
+
+def view_of(config: dict[str, Any]) -> str:
+    """What a trip reads of others, by the names of docs/recurrence.md."""
+    default = {"ponder2": "all", "ponder3": "all", "latent_cot": "duo"}.get(config["recurrence"], "same")
+    return config["recurrence_options"].get("view", default)
+
+
+def trips_of(config: dict[str, Any]) -> int:
+    """Trips that the model makes at most."""
+    options = config["recurrence_options"]
+    return options.get("count", options.get("depth", 0) + 1)
+
+
+def restrict(case: Case) -> None:
+    """Leave out what transformers cannot do: a static cache is only reordered, a sliding one not cropped, and in
+    float64 padding under eager attention is NaN, for Qwen3 too (its lowest number is no float32)."""
+    if case.padding not in ("", "ones"):
+        case.backend = "sdpa"
+    if case.padding == "holes" and case.cache in ("none", "default"):
+        case.positions = False  # positions that stand still in a hole are taken for documents
+    if case.kind in MUTATIONS and case.cache == "static":
+        case.cache = "dynamic"
+    if "crop" in dict(case.steps) and case.config.get("use_sliding_window"):
+        case.cache = "dynamic"
+
+
+# --- running ----------------------------------------------------------------------------------------------------------
+
+
+def build(case: Case) -> tuple[FathomForCausalLM, Oracle, np.random.Generator]:
+    """The model in float64, every parameter away from its initial value, and its oracle."""
+    numbers = np.random.default_rng(case.seed)
+    # Trips that feed on all trips before them amplify an error from token to token; rounding is not to grow so far.
+    gain = 0.8 if case.backend == "eager" or view_of(case.config) == "all" else 1.3
+    torch.manual_seed(case.seed)
+    config = FathomConfig(**case.config, attn_implementation=case.backend)
+    model = FathomForCausalLM(config).eval().double()
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            noise = torch.from_numpy(numbers.standard_normal(tuple(p.shape)))
+            if p.ndim < 2 or "residual_logits" in name:
+                p.add_(0.4 * noise)
+            else:
+                p.copy_(noise if "embed_tokens" in name else noise * gain / math.sqrt(p.shape[1]))
+    model.generation_config.eos_token_id = None
+    tables = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.arange(64).unsqueeze(0))
+    cos, sin = (table[0, :, : config.head_dim // 2].numpy() for table in tables)
+    own = rotations(config.rope_parameters["rope_theta"], config.head_dim, 64)
+    assert max(np.abs(cos - own[0]).max(), np.abs(sin - own[1]).max()) < 1e-5
+    weights = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
+    return model, Oracle(config.to_dict(), weights, cos, sin), numbers
+
+
+@dataclass
+class Session:
+    """A model and its oracle in lockstep."""
+
+    case: Case
+    model: FathomForCausalLM
+    oracle: Oracle
+    numbers: np.random.Generator
+    rows: list[Row] = field(default_factory=list)
+    mask: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), bool))
+    """`[B, columns]`, False for padding."""
+    cache: Cache | None = None
+    worst: float = 0.0
+
+    @classmethod
+    def of(cls, case: Case) -> Session:
+        """Nothing read yet."""
+        session = cls(case, *build(case))
+        session.rows = [Row(session.oracle.layers) for _ in range(case.batch)]
+        session.mask = np.zeros((case.batch, 0), bool)
+        room = sum(n for name, n in case.steps if name == "read")
+        config = session.model.config
+        if case.cache == "static":
+            session.cache = StaticCache(config=config, max_cache_len=room)
+        elif case.cache in ("dynamic", "configured"):
+            session.cache = DynamicCache(config=config) if case.cache == "configured" else DynamicCache()
+        return session
+
+    def run(self) -> float:
+        """All steps; the worst difference of a logit, infinite where the numbers of trips disagree."""
+        for name, amount in self.case.steps:
+            if name == "read":
+                self.read(amount)
+            else:
+                self.mutate(name, amount)
+        return self.worst
+
+    def mutate(self, name: str, amount: int) -> None:
+        """Change the cache, and with it the rows."""
+        batch, columns = self.mask.shape
+        cache = self.cache
+        assert cache is not None
+        if name == "crop":
+            remove = 1 + amount % (columns - 1)
+            cache.crop(-remove)
+            self.mask = self.mask[:, : columns - remove]
+            for row in self.rows:
+                row.crop(columns - remove)
+            return
+        if name == "repeat":
+            times = 2 + amount % 2
+            chosen = np.repeat(np.arange(batch), times)
+            cache.batch_repeat_interleave(times)
+        elif name == "select":
+            chosen = np.flatnonzero(self.numbers.random(batch) < 0.6)
+            chosen = chosen if len(chosen) else np.array([amount % batch])
+            cache.batch_select_indices(torch.from_numpy(chosen))
+        else:
+            chosen = self.numbers.integers(0, batch, batch)
+            cache.reorder_cache(torch.from_numpy(chosen))
+        self.rows, self.mask = [self.rows[i].copy() for i in chosen], self.mask[chosen]
+
+    def draw_padding(self, length: int) -> np.ndarray:
+        """Which of the new columns are tokens."""
+        batch, columns = self.mask.shape
+        live = np.ones((batch, length), bool)
+        if self.case.padding == "left" and not columns:
+            live = np.arange(length) >= self.numbers.integers(0, length, (batch, 1))
+        if self.case.padding == "holes":
+            live = self.numbers.random((batch, length)) < 0.7
+            live &= self.numbers.random((batch, 1)) < 0.9  # now and then nothing of a row
+            live[0, -1] |= ~live.any()
+        return live
+
+    def draw_positions(self, length: int) -> np.ndarray:
+        """Rotary indices `[B, length]`: columns, tokens from the row's first, or documents that begin anew."""
+        batch, columns = self.mask.shape[0], self.mask.shape[1] - length
+        if self.case.kind == "packed":
+            cuts = np.sort(
+                self.numbers.choice(np.arange(1, length), self.numbers.integers(1, min(4, length)), replace=False)
+            )
+            row = np.concatenate([np.arange(n) for n in np.diff([0, *cuts, length])])
+            return np.tile(row, (batch, 1))
+        if self.case.positions and self.case.padding in ("left", "holes"):
+            return np.maximum(self.mask.cumsum(1) - 1, 0)[:, columns:]
+        return np.tile(np.arange(columns, columns + length) + (3 if self.case.positions else 0), (batch, 1))
+
+    def arguments(self, ids: np.ndarray, x: np.ndarray, positions: np.ndarray) -> dict[str, Any]:
+        """Of a forward call, as the case wants it made."""
+        case = self.case
+        call: dict[str, Any] = {"input_ids": torch.from_numpy(ids)}
+        if case.embeds:
+            call = {"inputs_embeds": torch.from_numpy(x)}
+        if case.padding:
+            call["attention_mask"] = torch.from_numpy(self.mask).long()
+        if case.positions or case.kind == "packed":
+            call["position_ids"] = torch.from_numpy(positions)
+        if case.budget is not None:
+            call["max_trips"] = case.budget
+        if case.cache == "none":
+            call["use_cache"] = False
+        elif self.cache is not None:
+            call["past_key_values"] = self.cache
+        elif len(case.steps) > 1:
+            call["use_cache"] = True
+        return call
+
+    def read(self, length: int) -> None:
+        """The model reads new tokens, and so does the oracle."""
+        case, (batch, columns) = self.case, self.mask.shape
+        live = self.draw_padding(length)
+        self.mask = np.concatenate([self.mask, live], 1)
+        positions = self.draw_positions(length)
+        table = self.oracle.w["model.embed_tokens.weight"]
+        ids = self.numbers.integers(1, len(table), (batch, length))
+        x = self.numbers.standard_normal((batch, length, table.shape[1])) if case.embeds else table[ids]
+        with nullcontext() if case.grad else torch.no_grad():
+            out = self.model(**self.arguments(ids, x, positions))
+        self.cache = out.past_key_values
+        rounds = self.rounds()
+        for i in np.flatnonzero(live.any(1)):
+            tokens = [Token(columns + t, int(positions[i, t]), x[i, t]) for t in np.flatnonzero(live[i])]
+            expected, trips = self.expect(i, tokens, rounds)
+            self.worst = max(self.worst, deviation(out.logits[i].detach().numpy()[live[i]], expected))
+            if out.trips is not None and out.trips[i].numpy()[live[i]].tolist() != trips:
+                self.worst = math.inf
+
+    def rounds(self) -> int | None:
+        """Of the solver in this call; None where a call is exact."""
+        options = self.oracle.options
+        if self.oracle.view != "all" or options["prefill"] == "exact":
+            return None
+        return options["jacobi_eval" if self.cache is None else "jacobi_prefill"]
+
+    def expect(self, i: int, tokens: list[Token], rounds: int | None) -> tuple[np.ndarray, list[int]]:
+        """Logits and trips by the oracle; packed documents are rows of their own."""
+        depth = self.oracle.depth if self.case.budget is None else self.case.budget - 1
+        if self.case.kind != "packed":
+            return self.oracle.read(self.rows[i], tokens, depth, rounds)
+        cuts = [t for t, token in enumerate(tokens) if token.position == 0]
+        parts = [
+            self.oracle.read(Row(self.oracle.layers), tokens[a:b], depth, rounds)
+            for a, b in itertools.pairwise([*cuts, len(tokens)])
+        ]
+        return np.concatenate([logits for logits, _ in parts]), [k for _, trips in parts for k in trips]
+
+
+def deviation(found: np.ndarray, expected: np.ndarray) -> float:
+    """Of the worst logit; infinite where one is no number."""
+    error = np.abs(found - expected).max()
+    return float(error) if np.isfinite(error) else math.inf
+
+
+def judge(case: Case) -> tuple[float, float]:
+    """Worst deviation, and the margin of the nearest decision."""
+    session = Session.of(case)
+    return session.run(), session.oracle.margin
+
+
+def undecided(case: Case, margin: float) -> bool:
+    """Whether rounding could have decided otherwise somewhere."""
+    return margin < UNDECIDED[case.backend]
+
+
+def check(seeds: Iterable[int]) -> Counter[str]:
+    """Run cases; the first that deviates is an error that says how to run it again."""
+    seen: Counter[str] = Counter()
+    for seed in seeds:
+        case = draw(seed)
+        try:
+            worst, margin = judge(case)
+        except Exception as error:
+            raise AssertionError(f"{case}\nraised {error!r}") from error
+        open_question = undecided(case, margin)
+        assert open_question or worst <= TOLERANCE[case.backend], f"{case}\ndeviates by {worst:.3g}"
+        seen.update({"cases": 1, "undecided": open_question, "alone": case.batch == 1})
+    return seen
+
+
+# --- tests ------------------------------------------------------------------------------------------------------------
+
+FIXED = range(40)
+
+
+@pytest.mark.parametrize("seed", FIXED)
+def test_a_random_use_of_a_random_model(seed: int):
+    check([seed])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(10))
+def test_random_uses_that_were_never_seen(part: int, capfd: pytest.CaptureFixture[str]):
+    start = random.SystemRandom().randrange(10**9)
+    with capfd.disabled():
+        print(f"\noracle: seeds {start} to {start + 99}", file=sys.stderr, flush=True)
+    assert check(range(start, start + 100))["undecided"] <= 5
+
+
+def test_draws_reach_everything():
+    """The fixed cases every name on every axis and every kind of call; a thousand, whatever can be chosen."""
+    fixed, many = [draw(seed) for seed in FIXED], [draw(seed) for seed in range(1000)]
+    for axis, names in NAMES.items():
+        assert {case.config[axis] for case in fixed} == set(names)
+    assert {case.kind for case in fixed} == set(KINDS) and {case.backend for case in fixed} == set(TOLERANCE)
+    assert sum(case.batch == 1 for case in fixed) >= 10
+    assert len({tuple(case.config[axis] for axis in NAMES) for case in many}) == len(COMPOSITIONS) == 112
+
+    def drawn(place: str, key: str, **only: Any) -> set[Any]:
+        configs = [case.config for case in many if only.items() <= case.config.items()]
+        found = configs if place == "config" else [config[f"{place}_options"] for config in configs]
+        return {options[key] for options in found if key in options}
+
+    assert drawn("residual", "sinkhorn_iterations") == {0, 1, 5, 20}
+    assert drawn("residual", "variant") == {"block_sum", "snapshot"}
+    assert drawn("mixer", "across_trips") == {None, "none", "same_layer", "grid"}
+    assert drawn("recurrence", "view") == {"same", "duo", "all"} and drawn("recurrence", "feed") == {
+        "mixture",
+        "hidden",
+    }
+    assert drawn("recurrence", "prefill", recurrence="ponder2") == {"jacobi", "exact"}
+    assert drawn("recurrence", "prelude") == drawn("recurrence", "coda") == {0, 1, 2}
+    assert drawn("residual", "dilation") == drawn("residual", "period") == {1, 2, 3}
+    for key in ("attention_bias", "tie_word_embeddings", "k_norm_position"):
+        assert len(drawn("config", key)) == 2
+    groups = {case.config["num_attention_heads"] // case.config["num_key_value_heads"] for case in many}
+    assert groups == {1, 2, 4} and len(drawn("config", "sliding_window")) == 4
+    assert {case.cache for case in many} == {"none", "default", "dynamic", "configured", "static"}
+    assert {case.padding for case in many} == {"", "ones", "left", "holes"} and {case.grad for case in many} == {
+        True,
+        False,
+    }
+
+
+# --- planted faults: an oracle that cannot see them is worthless ------------------------------------------------------
+
+
+def lone_survivor_sees_all(patch: pytest.MonkeyPatch) -> None:
+    """One token that goes on is taken for one token that is decoded."""
+    masks = reading.Stored._masks
+
+    def faulty(self: reading.Stored, query: Any, placement: Any, trip: int) -> dict[str, Any]:
+        alone = query.token.shape[1] == 1 and placement.slot is None and trip >= self.store.table.deepest
+        return dict.fromkeys(self.call.windows) if alone else masks(self, query, placement, trip)
+
+    patch.setattr(reading.Stored, "_masks", faulty)
+
+
+def raw_values_cached(patch: pytest.MonkeyPatch) -> None:
+    """As in the published code: later calls read the past as it was before mixing."""
+    mix, update, raw = DepthAttention.forward, DynamicLayer.update, []
+
+    def forward(self: DepthAttention, query: Any, key: Any, value: Any, sources: Any) -> Any:
+        raw[:] = [value]
+        return mix(self, query, key, value, sources)
+
+    def store(self: DynamicLayer, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+        keys, values = update(self, key, raw[0], *args, **kwargs)
+        return keys, torch.cat([values[:, :, : -value.shape[2]], value], 2)
+
+    patch.setattr(DepthAttention, "forward", forward)
+    patch.setattr(DynamicLayer, "update", store)
+
+
+def trips_take_positions(patch: pytest.MonkeyPatch) -> None:
+    """A later trip is rotated as if it were a later token."""
+    through = modeling.FathomModel._pass
+
+    def faulty(self: modeling.FathomModel, x: Any, found: reading.Reading, *args: Any) -> reading.Passed:
+        found.position_embeddings = self.rotary_emb(x, found.position_ids + found.visits[0].trip)
+        return through(self, x, found, *args)
+
+    patch.setattr(modeling.FathomModel, "_pass", faulty)
+
+
+def halts_of_the_next_column(patch: pytest.MonkeyPatch) -> None:
+    """The last trip of a token is looked up one column too far."""
+    tags = SlotTable.tags
+
+    def faulty(self: SlotTable, placement: Any) -> Any:
+        found = tags(self, placement)
+        halt = self.halt if placement.batch is None else self.halt[placement.batch]
+        found.halt = halt.gather(1, (found.token + 1).clamp(0, halt.shape[1] - 1))
+        return found
+
+    patch.setattr(SlotTable, "tags", faulty)
+
+
+def one_round_more(patch: pytest.MonkeyPatch) -> None:
+    """The solver makes another round than was asked for."""
+    rounds = Pondering.rounds
+    patch.setattr(Pondering, "rounds", lambda *args: rounds(*args) + 1)
+
+
+def windows_one_wider(patch: pytest.MonkeyPatch) -> None:
+    """A sliding window of slots reaches one token too far back."""
+    mask = reading.read_mask
+
+    def faulty(view: Any, query: Any, key: Any, window: int | None, dtype: Any) -> Any:
+        return mask(view, query, key, None if window is None else window + 1, dtype)
+
+    patch.setattr(reading, "read_mask", faulty)
+
+
+FAULTS: dict[Callable[[pytest.MonkeyPatch], None], list[int]] = {
+    lone_survivor_sees_all: [25, 997, 1911],
+    raw_values_cached: [51, 87, 163, 355],
+    trips_take_positions: [3, 7, 10, 14],
+    halts_of_the_next_column: [50, 57, 115],
+    one_round_more: [2, 13, 16, 53],
+    windows_one_wider: [2, 7, 67, 71],
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+def test_planted_faults_are_seen(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch):
+    check(FAULTS[fault])
+    fault(monkeypatch)
+    for seed in FAULTS[fault]:
+        with pytest.raises(AssertionError, match=rf"seed {seed}:[\s\S]*deviates by"):
+            check([seed])
+
+
+def main() -> None:
+    """Replay a seed, or as many as a second number says from there on."""
+    first, count = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 1
+    worst: Counter[str] = Counter()
+    failed, doubtful = [], 0
+    for seed in range(first, first + count):
+        case = draw(seed)
+        found, margin = judge(case)
+        if undecided(case, margin):
+            doubtful += 1
+        elif found > TOLERANCE[case.backend]:
+            failed.append(seed)
+        else:
+            worst[case.backend] = max(worst[case.backend], found)
+        if count == 1:
+            print(f"{case}\ndeviates by {found:.3g}; nearest decision {margin:.3g}")
+    print(f"{count} cases: {len(failed)} deviate {failed}, {doubtful} undecided, worst of the others {dict(worst)}")
+
+
+if __name__ == "__main__":
+    main()
