@@ -177,6 +177,9 @@ def draw(seed: int) -> Case:
         case.padding = "ones"
     case.positions = rng.random() < 0.3
     restrict(case)
+    if config["recurrence"] == "ponder" and rng.random() < 0.3:  # more trips than it makes by itself
+        most = config["recurrence_options"]["depth"] + 1
+        config["recurrence_options"]["depth_range"], case.budget = [0, most], rng.randint(1, most + 1)
     return case
 
 
@@ -467,6 +470,7 @@ def test_draws_reach_everything():
     assert drawn("residual", "dilation") == drawn("residual", "period") == {1, 2, 3}
     for key in ("attention_bias", "tie_word_embeddings", "k_norm_position"):
         assert len(drawn("config", key)) == 2
+    assert any(case.budget and case.budget > trips_of(case.config) for case in many)
     groups = {case.config["num_attention_heads"] // case.config["num_key_value_heads"] for case in many}
     assert groups == {1, 2, 4} and len(drawn("config", "sliding_window")) == 4
     assert {case.cache for case in many} == {"none", "default", "dynamic", "configured", "static"}
