@@ -427,7 +427,9 @@ def check(seeds: Iterable[int]) -> Counter[str]:
 
 # --- tests ------------------------------------------------------------------------------------------------------------
 
-FIXED = range(40)
+FIXED = (*range(35), 50, 64, 100, 131, 143)
+"""The last five are the only ones that notice a gate that never shuts, halts that outlive a crop, a router that is not
+damped, a loop whose mixers do not read earlier trips, and a budget whose last trip does not get what is left."""
 
 
 @pytest.mark.parametrize("seed", FIXED)
