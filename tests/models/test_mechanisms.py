@@ -161,6 +161,23 @@ def test_packed_documents_are_single_rows(case, use_cache):
 
 
 @every_case
+@pytest.mark.parametrize("use_cache", [False, True])
+def test_with_a_mask_nothing_is_packed(case, use_cache):
+    """Positions that stand still in a hole, and such that begin anew: one row either way, as in transformers."""
+    model, ids = _cached_model(case), tokens(1, 9)
+    mask = torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 1]])
+    here = mask.bool()[0]
+    with torch.no_grad():
+        holed = model(ids, attention_mask=mask, position_ids=mask.cumsum(1) - 1, use_cache=use_cache).logits
+        assert worst(holed[:, here], logits(model, ids[:, here])) < EXACT
+        anew = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+        first = model(ids, attention_mask=torch.ones_like(ids), position_ids=anew, use_cache=use_cache).logits
+        other = torch.cat([tokens(1, 4, seed=5), ids[:, 4:]], 1)
+        second = model(other, attention_mask=torch.ones_like(ids), position_ids=anew, use_cache=use_cache).logits
+    assert worst(first[:, 4:], second[:, 4:]) > 1e-3, "the tokens before the new beginning are read"
+
+
+@every_case
 def test_prefix_invariance(case):
     model, ids = _cached_model(case), tokens(1, 14)
     changed = ids.clone()

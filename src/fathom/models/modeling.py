@@ -326,8 +326,8 @@ class FathomModel(FathomPreTrainedModel):
         if self.config.embedding_scale != 1.0:
             x = x * self.config.embedding_scale
 
-        # Masks look at what the caller gave: without a cache of theirs, and with positions that restart, documents are
-        # packed; positions that are made here never are.
+        # Masks look at what the caller gave: without a cache or a mask of theirs, and with positions that restart,
+        # documents are packed; positions that are made here never are.
         given, given_positions = past_key_values, position_ids
         if use_cache and past_key_values is None and not (self.slotted and torch.is_grad_enabled()):
             past_key_values = DynamicCache(config=self.config)
@@ -356,7 +356,7 @@ class FathomModel(FathomPreTrainedModel):
             rotary=lambda positions: self.rotary_emb(x, positions),
             plain_masks=plain_masks,
             positions=position_ids,
-            packed=given_positions if given is None else None,
+            packed=given_positions if given is None and attention_mask is None else None,
             padding=attention_mask,
             windows={
                 kind: self.config.sliding_window if kind == "sliding_attention" else None
@@ -557,7 +557,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         Args:
             input_ids: `[B, T]`.
             attention_mask: `[B, past + T]`; zeros are padding.
-            position_ids: `[B, T]`; positions that restart within a row mark packed documents.
+            position_ids: `[B, T]`; positions that restart within a row mark packed documents, unless there is a mask.
             past_key_values: A cache from an earlier call, or an empty one.
             inputs_embeds: `[B, T, hidden_size]` in place of `input_ids`.
             labels: `[B, T]`, shifted inside; -100 is ignored. Asks for the loss.
