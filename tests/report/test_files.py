@@ -6,13 +6,16 @@ import errno
 import hashlib
 import multiprocessing
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import filelock._unix
 import pytest
 
+from fathom.lineage import cards
+from fathom.lineage.comparison import write_null
 from fathom.report import files
-from fathom.report.files import HeldError, digest, lock, write_json
+from fathom.report.files import HeldError, digest, finite, lock, read_json, write_json
 
 
 def hold_and_die(path: Path) -> None:
@@ -73,3 +76,23 @@ def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch) -> None:
         write_json(tmp_path / "a.json", {"x": 2})
     assert (tmp_path / "a.json").read_bytes() == before
     assert digest(tmp_path / "a.json") == {"bytes": len(before), "sha256": hashlib.sha256(before).hexdigest()}
+
+
+@pytest.mark.parametrize("write", [write_json, cards.write_json, write_null], ids=["json", "card", "null"])
+def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch, write: Callable[[Path, dict], object]) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old")
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+        patch.setattr(files.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("full")))
+        write(path, {})
+    assert path.read_text() == "old"
+
+
+def test_only_an_object_is_read(tmp_path: Path) -> None:
+    write_json(tmp_path / "a.json", [1])
+    with pytest.raises(ValueError, match=r"a.json is not a JSON object"):
+        read_json(tmp_path / "a.json")
+
+
+def test_what_is_not_a_number_becomes_null() -> None:
+    assert finite({"a": (1.0, float("inf")), "b": [float("nan"), "x"]}) == {"a": [1.0, None], "b": [None, "x"]}

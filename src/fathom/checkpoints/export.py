@@ -26,6 +26,7 @@ from fathom.models.cost import cache_bytes_per_token
 from fathom.models.modeling import FathomForCausalLM
 from fathom.models.registry import AXES, DEFAULTS, mechanism, mechanism_name
 from fathom.models.slots import plan
+from fathom.report.files import read_json
 
 AUTO_MAP = {
     "AutoConfig": "configuration.FathomConfig",
@@ -213,6 +214,6 @@ def _add_code(directory: Path) -> None:
     for source in {modeling.__file__, *get_relative_import_files(modeling.__file__)}:
         shutil.copyfile(source, directory / Path(source).name)
     path = directory / CONFIG
-    config = json.loads(path.read_text())
+    config = read_json(path)
     config["auto_map"] = AUTO_MAP
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,7 +28,7 @@ from fathom.checkpoints.layout import (
 )
 from fathom.errors import FathomError
 from fathom.models import FathomConfig, FathomForCausalLM
-from fathom.report.files import digest
+from fathom.report.files import digest, read_json
 
 
 class RunError(FathomError, ValueError):
@@ -92,7 +91,7 @@ def best_arm(report: Mapping[str, Any]) -> dict[str, Any]:
 def _best_model(path: Path) -> Path:
     """The model of the best run of a comparison's best arm."""
     try:
-        report = json.loads((path / REPORT).read_text(encoding="utf-8"))
+        report = read_json(path / REPORT)
         finished = any(arm["runs"] for arm in report["arms"])
     except (ValueError, KeyError, TypeError):
         raise RunError(f"{path}: its {REPORT} is not a comparison's, and there is no model beside it") from None
@@ -114,7 +113,7 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
     if (source / RECIPE).exists():
         facts["recipe"] = (source / RECIPE).read_text(encoding="utf-8")
         if (source / RESULT).exists():
-            facts |= json.loads((source / RESULT).read_text(encoding="utf-8"))
+            facts |= read_json(source / RESULT)
         if not (source / MODEL).exists():
             return _open_unfinished(source, tokenizer, facts)
         directory = source / MODEL
@@ -183,7 +182,7 @@ def load_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
 def damage(directory: Path) -> str | None:
     """What is wrong with a checkpoint's files, in words; None if nothing."""
     try:
-        files = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))["files"]
+        files = read_json(directory / MANIFEST)["files"]
     except (OSError, ValueError, KeyError, TypeError):
         return f"{MANIFEST} cannot be read"
     for file, expected in files.items():

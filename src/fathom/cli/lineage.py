@@ -21,6 +21,7 @@ from fathom.lineage.comparison import Options, measure, structure_class, write_n
 from fathom.lineage.evidence import probability
 from fathom.lineage.portrait import CAPTION, pixel_hash, pixels, png, sketch_hash, words
 from fathom.lineage.weights import open_model
+from fathom.report.files import write_atomically
 
 ACTIONS = {
     "compare": ("a", "b"),
@@ -134,8 +135,8 @@ def compare(
 
 def _write_report(out: Path, found: comparison.Comparison, body: dict[str, Any], drawn: dict[str, Any] | None) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    (out / "report.json").write_text(json.dumps(body, indent=1, default=_plain) + "\n", encoding="utf-8")
-    (out / "report.html").write_text(page.render(found, body, drawn), encoding="utf-8")
+    write_atomically(out / "report.json", json.dumps(body, indent=1, default=_plain) + "\n")
+    write_atomically(out / "report.html", page.render(found, body, drawn))
     for side, z in zip("ab", (drawn or {}).values(), strict=False):
         (out / f"portrait-{side}.png").write_bytes(png(pixels(z)))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
@@ -17,6 +16,7 @@ from fathom.comparison.plan import Plan, Task, read_measured
 from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
 from fathom.models.registry import recurrence_class
 from fathom.recipe import Recipe
+from fathom.report.files import read_json
 from fathom.report.statistics import Difference, holm, paired_difference
 from fathom.training import read_metrics
 
@@ -152,7 +152,7 @@ def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> Values | None:
     run_dir = Task(plan, out, arm.name, seed).run_dir
     if not (run_dir / RESULT).exists():
         return None
-    values = json.loads((run_dir / RESULT).read_text(encoding="utf-8"))
+    values = read_json(run_dir / RESULT)
     lines = read_metrics(run_dir)
     looks, losses = _by_step(lines, "val/loss"), _by_step(lines, "loss")
     machine = run_dir / MACHINE
@@ -162,7 +162,7 @@ def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> Values | None:
         **{key: value for key, value in values["evaluation"].items() if key != "tokens"},
         "evaluated_tokens": values["evaluation"]["tokens"],
         "seconds": values["seconds"],
-        "machine": json.loads(machine.read_text()) if machine.exists() else None,
+        "machine": read_json(machine) if machine.exists() else None,
         "validation": {key: [look[name] for look in looks] for key, name in CURVE.items()},
         "training_loss": {"step": [line["step"] for line in losses], "loss": [line["loss"] for line in losses]},
     }

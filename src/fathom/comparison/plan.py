@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,6 +12,7 @@ from fathom.comparison.arms import Arm, Equal, arm_recipes, parse_arms
 from fathom.data.batches import BatchPlan
 from fathom.data.shards import TokenDataset
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe, parse_recipe
+from fathom.report.files import read_json
 from fathom.training.parallel import device_of
 
 NOT_TIMED = (
@@ -58,7 +58,7 @@ class Plan:
         path = out / PLAN
         if not path.exists():
             raise RecipeError(f"{out}: holds no comparison ({PLAN} is missing)")
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = read_json(path)
         arms = tuple(Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"])
         recipe = parse_recipe(values["recipe"])
         return cls(recipe, arms, tuple(values["seeds"]), values["equal"], values["pairs"])
@@ -89,7 +89,7 @@ class Task:
         path = self.run_dir / FAILED
         if self.seed is None or self.done or not path.exists():
             return None
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = read_json(path)
         return found
 
     @property
@@ -151,7 +151,7 @@ def read_measured(plan: Plan, out: Path, arm: str) -> dict[str, Any] | None:
     path = out / MEASURED / f"{arm}.json"
     if not path.exists():
         return None
-    values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    values: dict[str, Any] = read_json(path)
     names = (arm, plan.control.name)
     expected = [plan.run_recipe(name, plan.seeds[0]) for name in names]
     same = all(

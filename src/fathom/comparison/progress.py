@@ -12,6 +12,7 @@ from typing import Any
 from fathom.checkpoints.layout import RESULT
 from fathom.comparison.arms import training_flops
 from fathom.comparison.plan import Plan, tasks
+from fathom.report.files import read_json
 from fathom.training.tracking import METRICS, duration
 
 REFRESH_SECONDS = 1.0
@@ -75,7 +76,7 @@ class Progress:
             if task.done:
                 self.shares[i] = 1.0
                 if task.seed is not None:
-                    self.losses[i] = json.loads((task.run_dir / RESULT).read_text())["evaluation"]["loss"]
+                    self.losses[i] = read_json(task.run_dir / RESULT)["evaluation"]["loss"]
             elif task.settled:
                 failure = task.failure
                 self.shares[i] = 1.0

@@ -13,7 +13,6 @@ Initial values are shared because each module draws from a generator seeded with
 from __future__ import annotations
 
 import gc
-import json
 import multiprocessing
 import os
 import signal
@@ -36,7 +35,7 @@ from fathom.comparison.progress import Progress
 from fathom.comparison.timing import measure
 from fathom.errors import FathomError
 from fathom.recipe import RecipeError
-from fathom.report.files import write_atomically
+from fathom.report.files import read_json, write_json
 from fathom.report.provenance import hardware, provenance
 from fathom.training import TrainingError, read_metrics, train
 
@@ -53,7 +52,7 @@ def run_task(task: Task, claim: Claim) -> bool:
     """Do a task, or go on with it; False if a signal ended it early."""
     if task.seed is not None:
         task.run_dir.mkdir(parents=True, exist_ok=True)
-        write_atomically(task.run_dir / MACHINE, json.dumps(hardware()))
+        write_json(task.run_dir / MACHINE, hardware())
         recipe = task.plan.run_recipe(task.arm, task.seed)
         try:
             return train(recipe, task.run_dir, callbacks=[Watch(claim)]).finished
@@ -63,7 +62,7 @@ def run_task(task: Task, claim: Claim) -> bool:
                 raise  # not the arm's fault, as a full disk is not
             claim.require()
             failure = {"error": " ".join(str(error).split()), "step": last["step"]}
-            write_atomically(task.run_dir / FAILED, json.dumps(failure))
+            write_json(task.run_dir / FAILED, failure)
             return True
     arm, control = (task.plan.run_recipe(name, task.plan.seeds[0]) for name in (task.arm, task.plan.control.name))
     with one_thread():
@@ -72,7 +71,7 @@ def run_task(task: Task, claim: Claim) -> bool:
     path = task.out / MEASURED / f"{task.arm}.json"
     path.parent.mkdir(exist_ok=True)
     recipes = [recipe.to_dict() for recipe in (arm, control)]
-    write_atomically(path, json.dumps({**measured.to_dict(), "recipes": recipes, "hardware": hardware()}))
+    write_json(path, {**measured.to_dict(), "recipes": recipes, "hardware": hardware()})
     return True
 
 
@@ -116,7 +115,7 @@ def compare(
     if workers < 1:
         raise RecipeError(f"--workers {workers}: allowed: 1 or more")
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / PLAN, json.dumps(plan.to_dict(), indent=2))
+    write_json(out / PLAN, plan.to_dict())
     for task in tasks(plan, out) if retry_failed else ():
         if task.failure is not None:
             (task.run_dir / FAILED).unlink(missing_ok=True)
@@ -135,7 +134,7 @@ def rewrite_report(plan: Plan, out: Path) -> dict[str, Any]:
         raise RecipeError(f"{out}: holds no comparison ({PLAN} is missing)")
     source = provenance()
     if (out / REPORT).exists():
-        before = json.loads((out / REPORT).read_text(encoding="utf-8"))
+        before = read_json(out / REPORT)
         source = {key: before[key] for key in source}
     report = summarize(plan, out, source)
     write_report(report, out)

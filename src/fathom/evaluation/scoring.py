@@ -24,7 +24,7 @@ from fathom.evaluation.paired import rows, table
 from fathom.evaluation.perplexity import LONGEST_DEFAULT_CONTEXT, Domain, DomainScore, read_domains
 from fathom.evaluation.perplexity import score as score_domain
 from fathom.evaluation.tasks import task_names
-from fathom.report.files import write_json
+from fathom.report.files import read_json, write_json
 
 Opener = Callable[[Path], tuple[Any, Any]]
 WHOLE = "all text"
@@ -281,7 +281,7 @@ def kept(
     """What was computed before under the same conditions; else computed now, and kept where there is a place."""
     path = out and out / quote(checkpoint.name, safe=" ") / ".done" / f"{kind}-{quote(name, safe=' ')}.json"
     if path and path.is_file():
-        kept = json.loads(path.read_text(encoding="utf-8"))
+        kept = read_json(path)
         if kept["key"] == key:
             print(f"{checkpoint.name}: {name}: done before", file=sys.stderr)
             return kept["value"]
@@ -304,7 +304,7 @@ def _task_names(words: str) -> list[str]:
 
 def _common_context(checkpoints: Sequence[Checkpoint]) -> int:
     """The largest context that all have, so that all predict the same tokens from the same ones."""
-    own = [json.loads((c.directory / CONFIG).read_text()).get("max_position_embeddings") for c in checkpoints]
+    own = [read_json(c.directory / CONFIG).get("max_position_embeddings") for c in checkpoints]
     return min([LONGEST_DEFAULT_CONTEXT, *(size for size in own if isinstance(size, int))])
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from fathom.checkpoints.origin import Refused, parse_json
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import huref, portrait, vocabulary
 from fathom.lineage.weights import Weights
+from fathom.report import files
 
 VERSION = 1
 ANCHORS = 1024
@@ -89,6 +89,6 @@ def search(query: dict[str, Any], library: Iterable[Path]) -> list[tuple[float, 
 
 
 def write_json(path: Path, body: dict[str, Any] | Sequence[Any]) -> None:
-    """Indented JSON with a final newline; folders on the way are made."""
+    """Replace a JSON file; folders on the way are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(body, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    files.write_json(path, body)

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from fathom.checkpoints.tensors import Array
 from fathom.lineage import awm, canonical, evidence, huref, vocabulary
 from fathom.lineage.evidence import Findings, Test, Verdict
 from fathom.lineage.weights import Weights, open_model
+from fathom.report.files import write_json
 
 Progress = Callable[[str], None]
 
@@ -341,7 +341,7 @@ def write_null(path: Path, groups: dict[str, list[Pair]]) -> dict[str, Any]:
         null = null_of(pairs, "", len({w.name for pair in pairs for w in (pair.a, pair.b)}))
         classes[kind] = {key: value for key, value in vars(null).items() if key != "origin"}
     body = {"fathom_null": NULL_VERSION, "classes": classes}
-    path.write_text(json.dumps(body, indent=1))
+    write_json(path, body)
     return body
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,23 @@ def write_atomically(path: Path, text: str) -> None:
 def write_json(path: Path, value: Any) -> None:
     """Replace a JSON file as `write_atomically` does."""
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; a `ValueError` where it holds anything else."""
+    value = json.loads(path.read_bytes())
+    if not isinstance(value, dict):
+        raise ValueError(f"{path} is not a JSON object")
+    return value
+
+
+def finite(value: Any) -> Any:
+    """Plain data for JSON, which has no infinity: null stands for what is not a number."""
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def sync_directory(path: Path) -> None:

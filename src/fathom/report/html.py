@@ -6,13 +6,12 @@ Blocks are strings of HTML; text given to them is escaped, so that a name from t
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from fathom.report.files import write_atomically
+from fathom.report.files import finite, write_atomically
 from fathom.report.plots import DASHES, SERIES
 
 STYLE = """
@@ -140,7 +139,7 @@ def facts(values: Mapping[str, str]) -> str:
 def write(directory: Path, values: Mapping[str, Any], html: str) -> tuple[Path, Path]:
     """Put `report.json` and `report.html` in place, each whole or not at all."""
     paths = directory / "report.json", directory / "report.html"
-    write_atomically(paths[0], json.dumps(_finite(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_atomically(paths[0], json.dumps(finite(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_atomically(paths[1], html)
     return paths
 
@@ -156,12 +155,3 @@ def _scrolling(label: str, inside: str, visible: bool = False) -> str:
 def _row(cells: Sequence[str]) -> str:
     rest = "".join(f"<td>{escape(cell)}</td>" for cell in cells[1:])
     return f'<tr><th scope="row">{escape(cells[0])}</th>{rest}</tr>'
-
-
-def _finite(value: Any) -> Any:
-    """JSON has no infinity: null stands for what is not a number."""
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_finite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

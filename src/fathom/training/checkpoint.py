@@ -23,15 +23,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fathom.checkpoints.layout import LATEST, MANIFEST, RECIPE, TRAINER, step_name
-from fathom.checkpoints.runs import (
-    CheckpointError,
-    Saved,
-    checkpoint_steps,
-    load_tensors,
-    newest_checkpoint,
-    reason,
-)
-from fathom.report.files import digest, sync_directory, write_atomically, write_durably
+from fathom.checkpoints.runs import CheckpointError, Saved, checkpoint_steps, load_tensors, newest_checkpoint, reason
+from fathom.report.files import digest, read_json, sync_directory, write_atomically, write_durably
 from fathom.training.parallel import Ranks, host_group
 
 # Saving in a lone process is what we want, not what torch must guess.
@@ -168,14 +161,6 @@ class Checkpointer:
             doomed = self.run_dir / f"{REPLACED}{step_name(old)}"
             os.replace(self.run_dir / step_name(old), doomed)
             shutil.rmtree(doomed, ignore_errors=True)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file."""
-    value = json.loads(path.read_text(encoding="utf-8"))
-    if not isinstance(value, dict):
-        raise ValueError(f"{path} is not a JSON object")
-    return value
 
 
 def _publish(temporary: Path, final: Path) -> None:

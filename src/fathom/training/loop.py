@@ -18,9 +18,9 @@ from fathom.data.shards import TokenDataset
 from fathom.errors import FathomError
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe
-from fathom.report.files import HeldError, lock, write_atomically
+from fathom.report.files import HeldError, lock, read_json, write_atomically
 from fathom.training.build import Training, build_training
-from fathom.training.checkpoint import RECIPE, Checkpointer, read_json
+from fathom.training.checkpoint import RECIPE, Checkpointer
 from fathom.training.heldout import Evaluation, evaluate
 from fathom.training.kvcache import merged
 from fathom.training.meter import Meter

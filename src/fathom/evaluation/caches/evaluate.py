@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -23,6 +22,7 @@ from fathom.evaluation.perplexity import Domain, encoder, read_domains
 from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings, kept, name_checkpoints
 from fathom.kvcache import METHODS, Schedule, build_cache
 from fathom.recipe import cache_policy
+from fathom.report.files import read_json
 from fathom.report.progress import ProgressBar
 
 TASKS = {"1 needle": (1, True), "4 needles": (4, True), "4 needles, anywhere": (4, False)}
@@ -50,7 +50,7 @@ class Plan:
 
     def policy(self, checkpoint: Checkpoint, method: str) -> dict[str, Any]:
         """Method and schedule."""
-        config = json.loads((checkpoint.directory / CONFIG).read_text(encoding="utf-8"))
+        config = read_json(checkpoint.directory / CONFIG)
         return cache_policy(method, config.get("kvcache"), **self.given)
 
     def schedule(self, checkpoint: Checkpoint) -> Schedule:
@@ -128,7 +128,7 @@ def _checkpoint(
     }
     values: dict[str, Any] = {
         "directory": str(checkpoint.directory),
-        "tuned": json.loads((checkpoint.directory / CONFIG).read_text(encoding="utf-8")).get("kvcache"),
+        "tuned": read_json(checkpoint.directory / CONFIG).get("kvcache"),
         "schedule": {**asdict(schedule), "freed": schedule.freed, "chunk": schedule.chunk},
         "documents": len(texts),
         "haystack": "documents" if any(text.shape[1] >= size for text in texts) else "random tokens",
