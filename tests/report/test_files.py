@@ -90,7 +90,7 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch, write: Cal
 
 def test_only_an_object_is_read(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", [1])
-    with pytest.raises(ValueError, match=r"a.json is not a JSON object"):
+    with pytest.raises(ValueError, match=r"a\.json is not a JSON object"):
         read_json(tmp_path / "a.json")
 
 

@@ -17,6 +17,7 @@ from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_pe
 from fathom.models.registry import recurrence_class
 from fathom.recipe import Recipe
 from fathom.report.files import read_json
+from fathom.report.numbers import in_words, signed
 from fathom.report.statistics import Difference, holm, paired_difference
 from fathom.training import read_metrics
 
@@ -66,7 +67,7 @@ def verdict(report: Values) -> str:
     left_out = _left_out(report)
     if not count:
         return f"No seed has been finished by every arm yet, so there is nothing to say{left_out}."
-    scope = f"at {_millions(control['parameters'])} parameters and {_millions(control['tokens'])} tokens"
+    scope = f"at {in_words(control['parameters'])} parameters and {in_words(control['tokens'])} tokens"
     if count == 1:
         parts = [f"{arm['name']} ended {_direction(arm)} {control['name']}" for arm in arms]
         words = f"{scope}, {_join(parts)}, and another seed might say otherwise"
@@ -384,15 +385,8 @@ def _direction(arm: Values) -> str:
 
 
 def _signed(arm: Values) -> str:
-    return f"{_mean(arm):+.4f} ± {arm['difference']['half_width']:.4f}".replace("-", "−")
+    return signed(_mean(arm), arm["difference"]["half_width"])
 
 
 def _join(parts: Sequence[str]) -> str:
     return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"
-
-
-def _millions(number: float) -> str:
-    for size, suffix in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
-        if number >= size:
-            return f"{number / size:.3g} {suffix}"
-    return f"{number:.0f}"

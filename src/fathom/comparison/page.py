@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import yaml
+from markupsafe import Markup
 
 from fathom.comparison.arms import Arm
 from fathom.comparison.findings import Values
 from fathom.report import html
-from fathom.report.plots import Interval, Line, interval_plot, line_plot, short
+from fathom.report.numbers import DASH, short, signed
+from fathom.report.plots import Interval, Line, interval_plot, line_plot
+from fathom.report.tables import terminal_table
 
-DASH = "–"
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 def write_report(report: Values, out: Path) -> tuple[Path, Path]:
@@ -21,9 +24,9 @@ def write_report(report: Values, out: Path) -> tuple[Path, Path]:
     return html.write(out, report, page(report))
 
 
-def tables(report: Values) -> list[Any]:
+def tables(report: Values) -> list[Table]:
     """Two tables for a terminal of 80 columns: what each arm reached, and what it cost."""
-    return [_rich(*quality_rows(report)), _rich(*cost_rows(report, narrow=True))]
+    return [terminal_table(*quality_rows(report)), terminal_table(*cost_rows(report, narrow=True))]
 
 
 def quality_rows(report: Values) -> tuple[str, list[str], list[list[str]]]:
@@ -38,7 +41,7 @@ def quality_rows(report: Values) -> tuple[str, list[str], list[list[str]]]:
         gap = arm.get("difference")
         holm = DASH if gap is None or gap["p_holm"] is None else f"{gap['p_holm']:.3f}"
         numbers = [f"{arm['perplexity']:.2f}", f"{arm['bits_per_byte']:.4f}"]
-        rows.append([arm["name"], f"{arm['loss']:.4f}", "control" if gap is None else signed(gap), holm, *numbers])
+        rows.append([arm["name"], f"{arm['loss']:.4f}", "control" if gap is None else _gap(gap), holm, *numbers])
     many = len(report["seeds"])
     failed = "".join(f"; without {row['arm']}, seed {row['seed']}, which failed" for row in _failures(report))
     if not many:
@@ -108,15 +111,17 @@ def _compared(report: Values) -> list[tuple[int, Values]]:
     return [(i, arm) for i, arm in enumerate(report["arms"]) if "difference" in arm]
 
 
-def _failed(report: Values) -> str:
+def _failed(report: Values) -> Markup:
     rows = [[f"{row['arm']}, seed {row['seed']}", str(row["step"]), row["error"]] for row in _failures(report)]
-    return html.table("Left out: runs that could not go on", ["run", "step", "why"], rows) if rows else ""
+    return (
+        html.table("Left out: runs that could not go on", ["run", "step", "why"], rows, prose=["why"])
+        if rows
+        else Markup()
+    )
 
 
-def signed(gap: Values) -> str:
-    """A difference and its interval."""
-    width = "" if gap["half_width"] is None else f" ± {gap['half_width']:.4f}"
-    return f"{gap['mean']:+.4f}{width}".replace("-", "−")
+def _gap(gap: Values) -> str:
+    return signed(gap["mean"], gap["half_width"])
 
 
 def ratio(value: float) -> str:
@@ -129,20 +134,20 @@ def seeds(count: int) -> str:
     return "one seed" if count == 1 else f"mean of {count} seeds"
 
 
-def _differences(report: Values) -> str:
+def _differences(report: Values) -> Markup:
     arms = _compared(report)
     items = [
         Interval(arm["name"], arm["difference"]["mean"], arm["difference"]["low"], arm["difference"]["high"], i)
         for i, arm in arms
     ]
-    words = "; ".join(f"{arm['name']} {signed(arm['difference'])}" for _, arm in arms)
+    words = "; ".join(f"{arm['name']} {_gap(arm['difference'])}" for _, arm in arms)
     control = report["control"]
     svg = interval_plot(items, "nats per token", f"Validation loss minus {control}'s: {words}")
     caption = "Left of the dashed line is better. " + ("Bars are 95 % intervals." if len(report["seeds"]) > 1 else "")
     return html.figure(f"Validation loss minus {control}'s", svg, caption)
 
 
-def _while_training(report: Values) -> str:
+def _while_training(report: Values) -> Markup:
     lines = []
     for i, arm in _compared(report):
         curve = arm["difference_while_training"]
@@ -159,7 +164,7 @@ def _while_training(report: Values) -> str:
     )
 
 
-def _curves(report: Values) -> str:
+def _curves(report: Values) -> Markup:
     budget = f"the comparison is at equal {'FLOPs' if report['equal'] == 'flops' else report['equal']}"
     machines = {str(run["machine"]) for arm in report["arms"] for run in arm["runs"]}
     where = "on machines that differ" if len(machines) > 1 else "of wall clock, whatever else the machine did"
@@ -170,7 +175,7 @@ def _curves(report: Values) -> str:
     )
 
 
-def _curve(report: Values, key: str, x_label: str, title: str, caption: str = "Bands span the seeds.") -> str:
+def _curve(report: Values, key: str, x_label: str, title: str, caption: str = "Bands span the seeds.") -> Markup:
     lines = [
         Line(arm["name"], arm["curve"][key], arm["curve"]["loss"], i, arm["curve"]["low"], arm["curve"]["high"])
         for i, arm in enumerate(report["arms"])
@@ -182,13 +187,13 @@ def _curve(report: Values, key: str, x_label: str, title: str, caption: str = "B
     )
 
 
-def _positions(report: Values) -> str:
+def _positions(report: Values) -> Markup:
     """Loss, and its difference to the control, over equal stretches of the context."""
     control = report["arms"][0]
     length = report["recipe"]["data"]["sequence_length"]
     count = len(control["position_loss"])
     if count < 2:
-        return ""
+        return Markup()
     places = [(i + 0.5) * length / count for i in range(count)]
     arms = [(i, arm) for i, arm in enumerate(report["arms"]) if len(arm.get("position_loss", ())) == count]
     lines = [Line(arm["name"], places, arm["position_loss"], i) for i, arm in arms]
@@ -207,12 +212,12 @@ def _positions(report: Values) -> str:
     )
 
 
-def _trips(report: Values) -> str:
+def _trips(report: Values) -> Markup:
     """How many trips tokens make, whether they go where the loss is, and what they buy; nothing if nobody halts."""
     arms = [(i, arm) for i, arm in enumerate(report["arms"]) if arm["runs"] and "trips" in arm]
     halting = [(i, arm) for i, arm in arms if arm["trips"]["shares"]]
     if not halting:
-        return ""
+        return Markup()
     rows = [[arm["name"], f"{arm['trips']['mean']:.2f}", *_trips_cells(arm["trips"])] for _, arm in arms]
     caption = "Trips per token on held-out text; the loss of a token against its trips"
     columns = ["arm", "mean", "at most", "rank correlation", "95 % interval, seed by seed"]
@@ -228,7 +233,7 @@ def _trips(report: Values) -> str:
         "A correlation above zero says that tokens which are harder to predict make more trips. It is Spearman's; its "
         "interval is a bootstrap over rows of text and does not cover the seed."
     )
-    return "".join(
+    return Markup().join(
         [
             html.table(caption, columns, rows),
             html.paragraph(note, quiet=True),
@@ -254,10 +259,10 @@ def _trips_cells(trips: Values) -> list[str]:
     return [str(trips["most"]), f"{mean:+.3f}", ends]
 
 
-def _domains(report: Values) -> str:
+def _domains(report: Values) -> Markup:
     names = list(report["arms"][0]["domains"])
     if len(names) < 2:
-        return ""
+        return Markup()
     rows = []
     for arm in (arm for arm in report["arms"] if arm["runs"]):
         found = [arm["domains"].get(name) for name in names]
@@ -266,25 +271,25 @@ def _domains(report: Values) -> str:
 
 
 def _domain_cell(score: Values) -> str:
-    gap = f" ({signed(score['difference'])})" if "difference" in score else ""
+    gap = f" ({_gap(score['difference'])})" if "difference" in score else ""
     return f"{score['bits_per_byte']:.4f}{gap}"
 
 
-def _between(report: Values) -> str:
+def _between(report: Values) -> Markup:
     rows = [
-        [f"{row['a']} − {row['b']}", signed(row), DASH if row["p_holm"] is None else f"{row['p_holm']:.3f}"]
+        [f"{row['a']} − {row['b']}", _gap(row), DASH if row["p_holm"] is None else f"{row['p_holm']:.3f}"]
         for row in report["between"]
     ]
     caption = "Paired differences of validation loss among the arms other than the control"
-    return html.table(caption, ["pair", "difference", "Holm p"], rows) if rows else ""
+    return html.table(caption, ["pair", "difference", "Holm p"], rows) if rows else Markup()
 
 
-def _share_sentence(report: Values) -> str:
+def _share_sentence(report: Values) -> Markup:
     share = report["share_of_uniform_depth"]
     if share is None:
-        return ""
+        return Markup()
     gap = share["difference"]
-    pair = f"{gap['a']} minus {gap['b']} is {signed(gap)}."
+    pair = f"{gap['a']} minus {gap['b']} is {_gap(gap)}."
     if not share["defined"]:
         return html.paragraph(
             "A share of the gain that uniform_depth already has is not given: over these seeds depth_attention has no "
@@ -294,7 +299,7 @@ def _share_sentence(report: Values) -> str:
     return html.paragraph(f"{text} {pair}")
 
 
-def _cost_notes(report: Values) -> list[str]:
+def _cost_notes(report: Values) -> list[Markup]:
     found = [arm["measured"] for arm in report["arms"] if arm["measured"]]
     if not found:
         return [html.paragraph("Step time, memory and cache were not measured.", quiet=True)]
@@ -308,7 +313,7 @@ def _cost_notes(report: Values) -> list[str]:
     return [html.paragraph(text, quiet=True)]
 
 
-def _budget(report: Values) -> str:
+def _budget(report: Values) -> Markup:
     rows = [
         [arm["name"], f"{arm['steps']:,}", f"{arm['tokens']:,}", f"{arm['training_flops']:.4g}"]
         for arm in report["arms"]
@@ -316,7 +321,7 @@ def _budget(report: Values) -> str:
     return html.table("What each run of an arm was given", ["arm", "steps", "tokens", "training FLOPs"], rows)
 
 
-def _runs(report: Values) -> str:
+def _runs(report: Values) -> Markup:
     columns = ["run", "loss", "perplexity", "bits/byte", "seconds"]
     rows = [
         [
@@ -399,27 +404,7 @@ def _unfinished(report: Values) -> str:
     return f"Not finished: {done} of {len(planned)} planned seeds are done by every arm and shown."
 
 
-def _provenance(report: Values) -> str:
-    hardware = report["hardware"]
-    machine = ", ".join(str(hardware[key]) for key in ("gpu", "cpu") if key in hardware)
-    values = {
-        "command": report["command"],
-        "date": report["date"],
-        "commit": report["commit"] or "not in a checkout",
-        "hardware": f"{machine}, {hardware['cores']} cores, {hardware['system']}",
-        "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
-    }
+def _provenance(report: Values) -> Markup:
     arms = [{key: arm[key] for key in ("name", "mechanism", "overrides")} for arm in report["arms"]]
     text = yaml.safe_dump({"arms": arms, "recipe": report["recipe"]}, sort_keys=False, allow_unicode=True)
-    return html.facts(values) + html.details("The recipe", text)
-
-
-def _rich(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Any:
-    from rich.table import Table
-
-    table = Table(title=caption, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i == 0 else "right", header_style="dim", overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    return table
+    return html.source(report) + html.details("The recipe", text)

@@ -7,13 +7,18 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fathom.checkpoints.layout import RESULT
 from fathom.comparison.arms import training_flops
 from fathom.comparison.plan import Plan, tasks
 from fathom.report.files import read_json
+from fathom.report.tables import terminal_table
 from fathom.training.tracking import METRICS, duration
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from rich.text import Text
 
 REFRESH_SECONDS = 1.0
 TAIL_BYTES = 4096
@@ -104,25 +109,26 @@ class Progress:
             return ""
         return f", {duration((time.monotonic() - self._began) * (total - self._work_done()) / done)} left"
 
-    def _table(self) -> Any:
-        from rich.table import Table
-
+    def _table(self) -> Table:
         plan = self.plan
-        table = Table(title=f"held-out loss{self._time_left()}", title_justify="left", box=None, padding=(0, 2, 0, 0))
-        for heading in ("arm", *(f"seed {seed}" for seed in plan.seeds), *(["timing"] if plan.pairs else [])):
-            table.add_column(heading)
+        columns = ["arm", *(f"seed {seed}" for seed in plan.seeds), *(["timing"] if plan.pairs else [])]
+        rows: list[list[str | Text]] = []
         for arm in plan.arms:
             mine = [i for i, task in enumerate(self.tasks) if task.arm == arm.name]
-            table.add_row(arm.name, *(self._cell(i) for i in mine))
-        return table
+            rows.append([arm.name, *(self._cell(i) for i in mine)])
+        return terminal_table(f"held-out loss{self._time_left()}", columns, rows, left=len(columns))
 
-    def _cell(self, i: int) -> str:
+    def _cell(self, i: int) -> Text:
+        from rich.text import Text
+
         loss, share = self.losses[i], self.shares[i]
         if loss is not None:
-            return f"[bold]{loss:.4f}[/]"
+            return Text(f"{loss:.4f}", "bold")
         if self.left_out[i]:
-            return f"[red]{self.left_out[i]}[/]"
-        return "done" if share == 1 else f"[cyan]{100 * share:.0f} %[/]" if share else "[dim]waiting[/]"
+            return Text(self.left_out[i], "red")
+        if share == 1:
+            return Text("done")
+        return Text(f"{100 * share:.0f} %", "cyan") if share else Text("waiting", "dim")
 
 
 def _last_step(run_dir: Path) -> int:

@@ -11,11 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from fathom.report.statistics import CONFIDENCE, Difference, holm
+from fathom.report.tables import terminal_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -90,22 +94,15 @@ def rows(scores: Mapping[str, Mapping[tuple[str, str], Any]]) -> list[dict[str, 
     return made
 
 
-def table(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Any:
+def table(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
     """Rows for a terminal; an asterisk marks what is left of significance after Holm's adjustment over the table."""
-    from rich.table import Table
-
-    shown = Table(box=None, padding=(0, 2, 0, 0))
-    shown.add_column("task")
-    shown.add_column("metric")
-    for name in names:
-        shown.add_column(name, justify="right")
-    for name in names[1:]:
-        shown.add_column(f"{name} against {names[0]}", justify="right")
+    cells = []
     for row in found:
         values = [_number(row["scores"].get(name)) for name in names]
         gaps = [_gap(row["differences"].get(name)) for name in names[1:]]
-        shown.add_row(row["task"], row["metric"], *values, *gaps)
-    return shown
+        cells.append([row["task"], row["metric"], *values, *gaps])
+    columns = ["task", "metric", *names, *(f"{name} against {names[0]}" for name in names[1:])]
+    return terminal_table("", columns, cells, left=2)
 
 
 def _compare(items: Any, control: Any) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 from fathom._version import __version__
@@ -25,6 +25,10 @@ from fathom.evaluation.perplexity import LONGEST_DEFAULT_CONTEXT, Domain, Domain
 from fathom.evaluation.perplexity import score as score_domain
 from fathom.evaluation.tasks import task_names
 from fathom.report.files import read_json, write_json
+from fathom.report.tables import terminal_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 Opener = Callable[[Path], tuple[Any, Any]]
 WHOLE = "all text"
@@ -316,35 +320,26 @@ def _texts(report: Mapping[str, Any]) -> set[str]:
     return {name for entry in report["checkpoints"].values() for name in entry["perplexity"]}
 
 
-def _by_context(report: Mapping[str, Any]) -> Any:
-    from rich.table import Table
-
-    shown = Table(box=None, padding=(0, 2, 0, 0))
-    shown.add_column("tokens of context")
-    columns = {}
+def _by_context(report: Mapping[str, Any]) -> Table:
+    columns, lines = {}, []
     for name, entry in report["checkpoints"].items():
-        shown.add_column(f"loss of {name}", justify="right")
         texts = entry["perplexity"]
         columns[name] = {p["from"]: p for p in texts[WHOLE if WHOLE in texts else next(iter(texts))]["by_context"]}
     for start in sorted({start for places in columns.values() for start in places}):
         stop = min(2 * start - 1, report["context"])
         cells = [f"{places[start]['loss']:.4f}" if start in places else "" for places in columns.values()]
-        shown.add_row(f"{start}-{stop}" if stop > start else str(start), *cells)
-    return shown
+        lines.append([f"{start}-{stop}" if stop > start else str(start), *cells])
+    return terminal_table("", ["tokens of context", *(f"loss of {name}" for name in columns)], lines)
 
 
-def _by_trips(report: Mapping[str, Any]) -> Any:
-    from rich.table import Table
-
-    shown = Table(box=None, padding=(0, 2, 0, 0))
-    for title in ("under a budget", "trips at most", "trips per token", "loss"):
-        shown.add_column(title, justify="left" if title == "under a budget" else "right")
+def _by_trips(report: Mapping[str, Any]) -> Table:
+    lines = []
     for name, entry in report["checkpoints"].items():
         for text, score in entry["perplexity"].items():
             made = score.get("trips_per_token")
             cells = [str(entry["max_trips"]), "" if made is None else f"{made:.3f}", f"{score['loss']:.4f}"]
-            shown.add_row(f"{name.rpartition('@')[0]}, {text}", *cells)
-    return shown
+            lines.append([f"{name.rpartition('@')[0]}, {text}", *cells])
+    return terminal_table("", ["under a budget", "trips at most", "trips per token", "loss"], lines)
 
 
 def _stamp(path: Path) -> tuple[str, int, int]:

@@ -1,4 +1,4 @@
-"""The lens as one HTML file that loads nothing: `lens.html` with its style, its script and the numbers put in.
+"""The lens as one HTML file that loads nothing: `lens.html.j2` with its style, its script and the numbers put in.
 
 Per-token numbers travel as base64 of little-endian integers, a fifth of their size as JSON, and are only turned into
 markup for the token that is looked at; so two thousand tokens weigh a megabyte or two and nothing lags.
@@ -7,14 +7,12 @@ markup for the token that is looked at; so two thousand tokens weigh a megabyte 
 from __future__ import annotations
 
 import base64
-import json
 import math
-import re
-from html import escape
-from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+from fathom.report.templates import render
 
 if TYPE_CHECKING:
     from fathom.lens.look import LensData
@@ -39,15 +37,11 @@ def lens_page(data: LensData, live_endpoint: str | None = None, compare: LensDat
     """
     payload = pack(data, *([compare] if compare else ()))
     names = " and ".join(item.model for item in (data, compare) if item)
-    parts = {
-        "title": escape(f"{names} · Fathom lens"),
-        "connect": "'self'" if live_endpoint else "'none'",
-        "style": _read("lens.css"),
-        "script": _read("lens.js"),
-        # A "<" in a token must not end the script element that holds it.
-        "data": json.dumps({**payload, "live": live_endpoint}, allow_nan=False).replace("<", "\\u003c"),
-    }
-    return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], _read("lens.html"))
+    return render(
+        "lens/lens.html.j2",
+        title=f"{names} · Fathom lens",
+        data={**payload, "live": live_endpoint},
+    )
 
 
 def pack(*data: LensData) -> dict[str, Any]:
@@ -107,7 +101,3 @@ def _bits(values: Array) -> Array:
 
 def _rounded(rows: list[list[Any]]) -> list[list[float | None]]:
     return [[None if x is None or not math.isfinite(x) else round(x, 5) for x in row] for row in rows]
-
-
-def _read(name: str) -> str:
-    return files("fathom.lens").joinpath(name).read_text(encoding="utf-8")

@@ -7,15 +7,26 @@ desk a page puts several side by side.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from html import escape
+
+from markupsafe import Markup
+
+from fathom.report.numbers import short
+from fathom.report.templates import macro
 
 WIDTH, HEIGHT = 360, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 44
+ROW = 34
+"""Height of an interval."""
+CELLS_LEFT, CELLS_TOP = 40, 24
+FAINTEST = 0.004
+"""Of a cell that is drawn."""
+TEMPLATE = "report/plots.html.j2"
 DASHES = ("none", "6 3", "2 3", "8 3 2 3", "4 2", "1 2")
 SERIES = 8
 """Colours the page defines, `--series-0` (the control) to `--series-7`."""
+Pairs = Collection[tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -41,6 +52,21 @@ class Interval:
     high: float | None
     series: int
 
+    @property
+    def words(self) -> str:
+        """The numbers."""
+        if self.low is None or self.high is None:
+            return f"{self.value:+.4f}, no interval"
+        return f"{self.value:+.4f}, 95 % interval {self.low:+.4f} to {self.high:+.4f}"
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What a side of a matrix counts, and the number of each row or column."""
+
+    name: str
+    numbers: Sequence[int]
+
 
 def ticks(low: float, high: float, count: int = 5) -> list[float]:
     """About `count` round numbers between two others."""
@@ -54,129 +80,154 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 
-def short(number: float) -> str:
-    """A tick's label: 1.5 M rather than 1500000."""
-    if number == 0:
-        return "0"
-    for size, suffix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
-        if abs(number) >= size:
-            return f"{number / size:.4g} {suffix}"
-    return f"{number:.6g}".replace("-", "−")
-
-
 def line_plot(
     lines: Sequence[Line], x_label: str, y_label: str, description: str, zero: bool = False, x_from_zero: bool = True
-) -> str:
+) -> Markup:
     """Curves over one axis; `zero` draws the line at y = 0."""
     xs = [x for line in lines for x in line.x if math.isfinite(x)]
     ys = [y for line in lines for part in (line.y, line.low or (), line.high or ()) for y in part if math.isfinite(y)]
     if not xs or not ys:
-        return ""
+        return Markup()
     x_range = _range([*xs, 0.0] if x_from_zero else xs, margin=0.0)
     y_range = _range([*ys, 0.0] if zero else ys)
     frame = _Frame(x_range, y_range)
-    body = [frame.axes(x_label, y_label)]
-    if zero:
-        body.append(frame.rule(0.0))
-    bands = [_band(frame, line) for line in lines if line.low is not None and line.high is not None]
-    return _svg([*body, *bands, *(_curve(frame, line) for line in lines)], description)
+    bands = [
+        {"series": line.series % SERIES, "points": _outline(frame, line.x, line.low, line.high)}
+        for line in lines
+        if line.low is not None and line.high is not None
+    ]
+    curves = [
+        {
+            "name": line.name,
+            "series": line.series % SERIES,
+            "dash": DASHES[line.series % len(DASHES)],
+            "points": [frame.place(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(y)],
+            "marks": line.marks,
+        }
+        for line in lines
+    ]
+    at_zero = frame.y(0.0) if zero else None
+    return macro("lines", TEMPLATE, frame, x_label, y_label, description, at_zero, bands, curves)
 
 
-def interval_plot(intervals: Sequence[Interval], x_label: str, description: str) -> str:
+def interval_plot(intervals: Sequence[Interval], x_label: str, description: str) -> Markup:
     """One row per interval, and the line of no difference."""
-    height = 34 * len(intervals) + BOTTOM + TOP
     values = [v for i in intervals for v in (i.value, i.low, i.high) if v is not None and math.isfinite(v)]
     low, high = _range([*values, 0.0])
-    frame = _Frame((low, high), (0.0, 1.0), height=height, left=RIGHT + 4)
-    body = [frame.axes(x_label, None)]
-    body.append(f'<line class="zero" x1="{frame.x(0):.1f}" x2="{frame.x(0):.1f}" y1="{TOP}" y2="{height - BOTTOM}"/>')
-    for row, item in enumerate(intervals):
-        y = TOP + 34 * row + 24
-        style = f"--c:var(--series-{item.series % SERIES})"
-        anchor, at = ("start", frame.left) if item.value > (low + high) / 2 else ("end", WIDTH - RIGHT)
-        label = f'<text class="name" x="{at}" y="{y - 9}" text-anchor="{anchor}">{escape(item.name)}</text>'
-        bar = ""
-        if item.low is not None and item.high is not None:
-            bar = f'<line class="bar" x1="{frame.x(item.low):.1f}" x2="{frame.x(item.high):.1f}" y1="{y}" y2="{y}"/>'
-        title = f"<title>{escape(item.name)}: {_interval_text(item)}</title>"
-        mark = f'<circle class="mark" cx="{frame.x(item.value):.1f}" cy="{y}" r="4.5"/>'
-        body.append(f'<g style="{style}">{title}{label}{bar}{mark}</g>')
-    return _svg(body, description, height)
+    frame = _Frame((low, high), (0.0, 1.0), height=ROW * len(intervals) + BOTTOM + TOP, left=RIGHT + 4)
+    rows = []
+    for number, item in enumerate(intervals):
+        right = item.value <= (low + high) / 2
+        rows.append(
+            {
+                "name": item.name,
+                "words": item.words,
+                "series": item.series % SERIES,
+                "anchor": "end" if right else "start",
+                "label_x": frame.right if right else frame.left,
+                "x": frame.x(item.value),
+                "y": TOP + ROW * number + 24,
+                "ends": None if item.low is None or item.high is None else (frame.x(item.low), frame.x(item.high)),
+            }
+        )
+    return macro("intervals", TEMPLATE, frame, x_label, description, frame.x(0.0), rows)
+
+
+def cell_plot(values: Sequence[Sequence[float]], down: Axis, across: Axis, outlined: Pairs, description: str) -> Markup:
+    """A matrix of shares as cells: full colour is 1, none is 0.
+
+    Args:
+        values: `[rows, columns]`; below 0 counts as 0.
+        down: What rows are, and the number of each.
+        across: The same of columns.
+        outlined: Cells (row, column) to draw an edge around.
+        description: The picture in words.
+    """
+    rows, columns = len(down.numbers), len(across.numbers)
+    side = (WIDTH - CELLS_LEFT - RIGHT) / max(rows, columns)
+    squares = [
+        {
+            "x": round(CELLS_LEFT + column * side, 1),
+            "y": round(CELLS_TOP + row * side, 1),
+            "side": round(side * 0.94, 1),
+            "opacity": f"{min(max(value, 0.0), 1.0):.3f}",
+            "outlined": (row, column) in outlined,
+            "title": f"{down.name} {down.numbers[row]}, {across.name} {across.numbers[column]}: {value:.3f}",
+        }
+        for row, line in enumerate(values)
+        for column, value in enumerate(line)
+        if value >= FAINTEST or (row, column) in outlined
+    ]
+    top = [(round(CELLS_LEFT + (i + 0.5) * side, 1), 16, across.numbers[i], "middle") for i in every(columns)]
+    left = [(CELLS_LEFT - 6, round(CELLS_TOP + (i + 0.5) * side + 4, 1), down.numbers[i], "end") for i in every(rows)]
+    edge = {"x": CELLS_LEFT, "y": CELLS_TOP, "width": round(columns * side, 1), "height": round(rows * side, 1)}
+    height = round(CELLS_TOP + rows * side + 6)
+    return macro("cells", TEMPLATE, height, description, edge, squares, [*top, *left])
+
+
+def every(count: int, most: int = 8) -> list[int]:
+    """Places to label: at most `most` of `count`, equally far apart."""
+    return list(range(0, count, max(1, math.ceil(count / most))))
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """Data coordinates to picture coordinates."""
+    """Data coordinates to picture coordinates, to a tenth."""
 
     x_range: tuple[float, float]
     y_range: tuple[float, float]
     height: int = HEIGHT
     left: int = LEFT
+    right: int = WIDTH - RIGHT
+    top: int = TOP
+
+    @property
+    def bottom(self) -> int:
+        """Of the axes."""
+        return self.height - BOTTOM
+
+    @property
+    def middle(self) -> float:
+        """Between left and right."""
+        return (self.left + self.right) / 2
+
+    @property
+    def centre(self) -> float:
+        """Between top and bottom."""
+        return (self.top + self.bottom) / 2
 
     def x(self, value: float) -> float:
+        """From left to right."""
         low, high = self.x_range
-        return self.left + (value - low) / (high - low) * (WIDTH - RIGHT - self.left)
+        return round(self.left + (value - low) / (high - low) * (self.right - self.left), 1)
 
     def y(self, value: float) -> float:
+        """From bottom to top."""
         low, high = self.y_range
-        return self.height - BOTTOM - (value - low) / (high - low) * (self.height - TOP - BOTTOM)
+        return round(self.bottom - (value - low) / (high - low) * (self.bottom - self.top), 1)
 
-    def rule(self, value: float) -> str:
-        y = self.y(value)
-        return f'<line class="zero" x1="{self.left}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+    def place(self, x: float, y: float) -> tuple[float, float]:
+        """Of a point."""
+        return self.x(x), self.y(y)
 
-    def axes(self, x_label: str, y_label: str | None) -> str:
-        bottom = self.height - BOTTOM
-        parts = []
-        for tick in ticks(*self.x_range, count=4):
-            x = self.x(tick)
-            grid = f'<line class="grid" x1="{x:.1f}" x2="{x:.1f}" y1="{TOP}" y2="{bottom}"/>'
-            parts.append(f'{grid}<text x="{x:.1f}" y="{bottom + 16}" text-anchor="middle">{short(tick)}</text>')
-        middle = (self.left + WIDTH - RIGHT) / 2
-        parts.append(f'<text x="{middle}" y="{self.height - 8}" text-anchor="middle">{escape(x_label)}</text>')
-        if y_label is None:
-            return "".join(parts)
-        for tick in ticks(*self.y_range, count=4):
-            y = self.y(tick)
-            grid = f'<line class="grid" x1="{self.left}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
-            parts.append(f'{grid}<text x="{self.left - 6}" y="{y + 4:.1f}" text-anchor="end">{short(tick)}</text>')
-        center = (TOP + bottom) / 2
-        turned = f'transform="rotate(-90 11 {center})"'
-        parts.append(f'<text x="11" y="{center}" text-anchor="middle" {turned}>{escape(y_label)}</text>')
-        return "".join(parts)
+    def x_ticks(self) -> list[tuple[float, str]]:
+        """Places and labels."""
+        return [(self.x(tick), short(tick)) for tick in ticks(*self.x_range, count=4)]
+
+    def y_ticks(self) -> list[tuple[float, str]]:
+        """Places and labels."""
+        return [(self.y(tick), short(tick)) for tick in ticks(*self.y_range, count=4)]
 
 
-def _curve(frame: _Frame, line: Line) -> str:
-    points = [(frame.x(x), frame.y(y)) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(y)]
-    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    dash = f'stroke-dasharray="{DASHES[line.series % len(DASHES)]}"'
-    marks = [f'<circle class="mark" cx="{x:.1f}" cy="{y:.1f}" r="2.6"/>' for x, y in points] if line.marks else []
-    style = f"--c:var(--series-{line.series % SERIES})"
-    title = f"<title>{escape(line.name)}</title>"
-    return f'<g style="{style}">{title}<polyline class="curve" points="{path}" {dash}/>{"".join(marks)}</g>'
-
-
-def _band(frame: _Frame, line: Line) -> str:
-    assert line.low is not None and line.high is not None
-    rows = [row for row in zip(line.x, line.low, line.high, strict=True) if all(map(math.isfinite, row))]
-    there = [f"{frame.x(x):.1f},{frame.y(high):.1f}" for x, _, high in rows]
-    back = [f"{frame.x(x):.1f},{frame.y(low):.1f}" for x, low, _ in reversed(rows)]
-    style = f"--c:var(--series-{line.series % SERIES})"
-    return f'<polygon class="band" style="{style}" points="{" ".join([*there, *back])}"/>'
-
-
-def _svg(body: Sequence[str], description: str, height: int = HEIGHT) -> str:
-    label = escape(description, quote=True)
-    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{label}">{"".join(body)}</svg>'
+def _outline(
+    frame: _Frame, x: Sequence[float], low: Sequence[float], high: Sequence[float]
+) -> list[tuple[float, float]]:
+    """Around a band: there along its upper edge, back along its lower one."""
+    rows = [row for row in zip(x, low, high, strict=True) if all(map(math.isfinite, row))]
+    return [frame.place(at, top) for at, _, top in rows] + [frame.place(at, bottom) for at, bottom, _ in reversed(rows)]
 
 
 def _range(values: Sequence[float], margin: float = 0.06) -> tuple[float, float]:
     low, high = min(values), max(values)
     span = high - low or abs(high) or 1.0
     return low - margin * span, high + margin * span if high > low or margin else high + span
-
-
-def _interval_text(item: Interval) -> str:
-    if item.low is None or item.high is None:
-        return f"{item.value:+.4f}, no interval"
-    return f"{item.value:+.4f}, 95 % interval {item.low:+.4f} to {item.high:+.4f}"

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import platform
+import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from fathom._version import __version__
 
@@ -21,11 +21,24 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "scip
 def provenance() -> dict[str, Any]:
     """What a report must say about itself."""
     return {
-        "command": " ".join([Path(sys.argv[0]).name, *map(_quoted, sys.argv[1:])]),
+        "command": " ".join([Path(sys.argv[0]).name, *map(shlex.quote, sys.argv[1:])]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "commit": commit(),
         "hardware": hardware(),
         "versions": versions(),
+    }
+
+
+def facts_of(report: Mapping[str, Any]) -> dict[str, str]:
+    """The provenance in a report, each fact in words."""
+    hardware = report["hardware"]
+    machine = ", ".join(str(hardware[key]) for key in ("gpu", "cpu") if key in hardware)
+    return {
+        "command": report["command"],
+        "date": report["date"],
+        "commit": report["commit"] or "not in a checkout",
+        "hardware": f"{machine}, {hardware['cores']} cores, {hardware['system']}",
+        "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
     }
 
 
@@ -49,6 +62,8 @@ def commit() -> str | None:
 def hardware() -> dict[str, Any]:
     """The processor, and the accelerator if there is one."""
     found: dict[str, Any] = {"cpu": _cpu(), "cores": _cores(), "system": f"{platform.system()} {platform.machine()}"}
+    import torch  # slow, and a page that is only written again does without
+
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
@@ -76,9 +91,3 @@ def _cpu() -> str:
 
 def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _quoted(word: str) -> str:
-    import shlex
-
-    return shlex.quote(word)

@@ -9,16 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from markupsafe import Markup
 
 from fathom.evaluation.caches.measure import stretches
 from fathom.evaluation.caches.needles import Recall
 from fathom.report import html
-from fathom.report.plots import Line, line_plot, short
+from fathom.report.numbers import DASH, signed, size
+from fathom.report.plots import Line, line_plot
 from fathom.report.provenance import provenance
 from fathom.report.statistics import Difference, paired_difference
+from fathom.report.tables import terminal_table
 
 Values = dict[str, Any]
-DASH = "–"
 
 
 def summarize(found: Mapping[str, Values], methods: Sequence[str], at: Sequence[int]) -> Values:
@@ -57,7 +59,7 @@ def _sentence(name: str, values: Values, report: Values) -> str:
             parts.append(f"{words} {others}")
     loss = f"{first}'s loss beyond {window:,} tokens is {'; '.join(parts)}. It " if parts else f"{first} "
     load = mine["loads"][-1]
-    held = f"holds {short(load['cache_bytes'])}B after {load['tokens']:,} tokens"
+    held = f"holds {size(load['cache_bytes'])} after {load['tokens']:,} tokens"
     tuned = "" if values["tuned"] else ", not tuned under compression"
     return f"{name}{tuned}: {loss}{_found(Recall(**mine['recall']['4 needles']))}, and {held}."
 
@@ -109,8 +111,7 @@ def _differences(values: Values, methods: Sequence[str]) -> Iterator[Values]:
 
 
 def _signed(gap: Values) -> str:
-    width = "" if gap["half_width"] is None else f" ± {gap['half_width']:.4f}"
-    return f"{gap['mean']:+.4f}{width}".replace("-", "−")
+    return signed(gap["mean"], gap["half_width"])
 
 
 def write_report(report: Values, out: Path) -> tuple[Path, Path]:
@@ -158,8 +159,8 @@ def _cost_table(values: Values, report: Values) -> Table:
     for method in report["methods"]:
         for load in values["caches"][method]["loads"]:
             ms, peak = load["decode_ms"], load["peak_bytes"]
-            cells = [f"{load['tokens']:,}", f"{load['entries']:,}", f"{short(load['cache_bytes'])}B"]
-            cells += [DASH if peak is None else f"{short(peak)}B", f"{load['prefill_tokens_per_second']:,.0f}"]
+            cells = [f"{load['tokens']:,}", f"{load['entries']:,}", size(load["cache_bytes"])]
+            cells += [DASH if peak is None else size(peak), f"{load['prefill_tokens_per_second']:,.0f}"]
             rows.append([method, *cells, *(f"{ms[key]:.2f}" for key in ("p50", "p90", "max"))])
     columns = ["cache", "tokens", "entries", "bytes", "peak", "prefill tokens/s", "decode ms, p50", "p90", "max"]
     return "what it costs", columns, rows
@@ -168,17 +169,11 @@ def _cost_table(values: Values, report: Values) -> Table:
 def show(report: Values, out: Path | None) -> None:
     """The tables, the sentence, and where the page is."""
     from rich.console import Console
-    from rich.table import Table as RichTable
 
     console = Console(highlight=False)
     for name, values in report["checkpoints"].items():
         for caption, columns, rows in tables(name, values, report):
-            table = RichTable(title=caption, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-            for i, column in enumerate(columns):
-                table.add_column(column, justify="right" if i else "left", header_style="dim", overflow="fold")
-            for row in rows:
-                table.add_row(*row)
-            console.print(table, "")
+            console.print(terminal_table(caption, columns, rows), "")
     console.print(report["verdict"], markup=False)
     if out is not None:
         console.print(f"\nreport: {(out / 'report.html').resolve()}", markup=False, soft_wrap=True)
@@ -212,11 +207,11 @@ def page(report: Values) -> str:
     return html.page(title, first, html.bullets(others) if others else "", *blocks, spectra, reading, _source(report))
 
 
-def _html(shown: Sequence[Table], word: str) -> list[str]:
+def _html(shown: Sequence[Table], word: str) -> list[Markup]:
     return [html.table(*table) for table in shown if word in table[0]]
 
 
-def _loss_figures(values: Values, report: Values) -> str:
+def _loss_figures(values: Values, report: Values) -> Markup:
     freed, lines, gaps = values["schedule"]["freed"], [], []
     curves = {m: values["caches"][m]["loss"] for m in report["methods"] if "loss" in values["caches"][m]}
     control = next((m for m in ("full", *reversed(report["methods"])) if m in curves), None)
@@ -237,13 +232,13 @@ def _loss_figures(values: Values, report: Values) -> str:
     )
 
 
-def _gaps(values: Values) -> str:
+def _gaps(values: Values) -> Markup:
     rows = [[f"{gap['method']} − {gap['other']}", _signed(gap), str(gap["pairs"])] for gap in values["differences"]]
     caption = "Loss beyond the window, paired over documents, with 95 % intervals"
-    return html.table(caption, ["pair", "nats per token", "documents"], rows) if rows else ""
+    return html.table(caption, ["pair", "nats per token", "documents"], rows) if rows else Markup()
 
 
-def _needle_figures(values: Values, report: Values) -> str:
+def _needle_figures(values: Values, report: Values) -> Markup:
     shown = []
     for task in values["caches"][report["methods"][0]]["recall"]:
         lines = []
@@ -257,7 +252,7 @@ def _needle_figures(values: Values, report: Values) -> str:
     return html.figures(*shown)
 
 
-def _cost_figures(values: Values, report: Values) -> str:
+def _cost_figures(values: Values, report: Values) -> Markup:
     kinds = (
         ("Cache bytes", "bytes", lambda load: load["cache_bytes"]),
         ("Peak memory, weights left out", "bytes", lambda load: load["peak_bytes"] or float("nan")),
@@ -275,7 +270,7 @@ def _cost_figures(values: Values, report: Values) -> str:
     return html.figures(*shown)
 
 
-def _spectrum_figures(report: Values) -> str:
+def _spectrum_figures(report: Values) -> Markup:
     shown = []
     kinds = ("keys", "Keys, before rotation"), ("values", "Values, as cached"), ("unmixed_values", "Values, unmixed")
     parts = ("kept", "of what varies, kept"), ("mean", "in the mean")
@@ -316,16 +311,7 @@ def _method(report: Values) -> list[str]:
     ]
 
 
-def _source(report: Values) -> str:
-    hardware = report["hardware"]
-    machine = ", ".join(str(hardware[key]) for key in ("gpu", "cpu") if key in hardware)
-    facts = {
-        "command": report["command"],
-        "date": report["date"],
-        "commit": report["commit"] or "not in a checkout",
-        "hardware": f"{machine}, {hardware['cores']} cores, {hardware['system']}",
-        "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
-    }
+def _source(report: Values) -> Markup:
     schedules = {name: values["schedule"] for name, values in report["checkpoints"].items()}
     words = "\n".join(f"{name}: {schedule}" for name, schedule in schedules.items())
-    return html.section("Where it comes from", html.facts(facts), html.details("Schedules", words))
+    return html.section("Where it comes from", html.source(report), html.details("Schedules", words))

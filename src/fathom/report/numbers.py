@@ -1,0 +1,42 @@
+"""Numbers as people read them."""
+
+from __future__ import annotations
+
+DASH = "–"
+"""Stands where there is no number."""
+
+
+def signed(value: float, half_width: float | None = None) -> str:
+    """A difference, and its interval where there is one: `−0.0210 ± 0.0300`."""
+    width = "" if half_width is None else f" ± {half_width:.4f}"
+    return f"{value:+.4f}{width}".replace("-", "−")
+
+
+def short(number: float, digits: int = 4, space: str = " ", whole: float = 1e3) -> str:
+    """1.5 M rather than 1500000.
+
+    Args:
+        number: Any.
+        digits: Significant ones.
+        space: Between number and prefix.
+        whole: Smaller numbers are written out.
+    """
+    if number == 0:
+        return "0"
+    for size, prefix in ((1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if abs(number) >= max(size, whole):
+            return f"{number / size:.{digits}g}{space}{prefix}"
+    return f"{number:.6g}".replace("-", "−")
+
+
+def size(count: int) -> str:
+    """Bytes: 1.5 MB."""
+    return f"{short(count)}B" if count >= 1000 else f"{count} B"
+
+
+def in_words(number: float) -> str:
+    """1.5 million."""
+    for size, name in ((1e9, "billion"), (1e6, "million"), (1e3, "thousand")):
+        if number >= size:
+            return f"{number / size:.3g} {name}"
+    return f"{number:.0f}"

@@ -1,0 +1,37 @@
+"""Markup comes from files: templates that escape whatever is put into them, and style and script as they are."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
+
+
+def source(name: str) -> Markup:
+    """A style sheet or a script of the package, to stand in a page as it is."""
+    return Markup(files("fathom").joinpath(name).read_text(encoding="utf-8"))
+
+
+ENVIRONMENT = Environment(
+    loader=PackageLoader("fathom", "."),
+    autoescape=True,
+    undefined=StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+"""Templates are named by their place in the package: `report/page.html.j2`."""
+ENVIRONMENT.globals["source"] = source
+ENVIRONMENT.policies["json.dumps_kwargs"] = {"allow_nan": False}
+
+
+def render(name: str, **values: Any) -> str:
+    """A whole document."""
+    return ENVIRONMENT.get_template(name).render(values)
+
+
+def macro(name: str, template: str, *values: Any) -> Markup:
+    """A piece of a document, by one macro of a template."""
+    made: Markup = getattr(ENVIRONMENT.get_template(template).module, name)(*values)
+    return made
