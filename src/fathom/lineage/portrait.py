@@ -328,21 +328,26 @@ def _whiskers(canvas: Canvas, middle: int, wide: int, length: int, strength: int
             canvas.paint((line * ends >> 16) * strength >> 16, (250, 248, 244))
 
 
-def png(image: Array) -> bytes:
-    """A PNG with stored (uncompressed) blocks: the bytes depend on the pixels alone, not on a zlib version."""
+def png(image: Array, stored: bool = True) -> bytes:
+    """A PNG; of `stored` (uncompressed) blocks its bytes depend on the pixels alone, not on a zlib version."""
     height, width, _ = image.shape
     lines = b"".join(b"\0" + line.tobytes() for line in np.ascontiguousarray(image))
-    blocks = [lines[start : start + 65535] for start in range(0, len(lines), 65535)]
-    body = b"\x78\x01"
-    for number, block in enumerate(blocks):
-        last = number == len(blocks) - 1
-        body += struct.pack("<BHH", last, len(block), len(block) ^ 0xFFFF) + block
-    body += struct.pack(">I", zlib.adler32(lines))
+    body = _stored(lines) if stored else zlib.compress(lines, 9)
     header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + b"".join(
         struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
         for kind, data in ((b"IHDR", header), (b"IDAT", body), (b"IEND", b""))
     )
+
+
+def _stored(lines: bytes) -> bytes:
+    """A zlib stream without compression."""
+    blocks = [lines[start : start + 65535] for start in range(0, len(lines), 65535)]
+    body = b"\x78\x01"
+    for number, block in enumerate(blocks):
+        last = number == len(blocks) - 1
+        body += struct.pack("<BHH", last, len(block), len(block) ^ 0xFFFF) + block
+    return body + struct.pack(">I", zlib.adler32(lines))
 
 
 def pixel_hash(image: Array) -> str:

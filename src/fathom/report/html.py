@@ -40,7 +40,7 @@ def paragraph(text: str, quiet: bool = False) -> Markup:
 
 def bullets(items: Sequence[str]) -> Markup:
     """A list of sentences."""
-    return macro("bullets", BLOCKS, items)
+    return macro("bullets", BLOCKS, items, False)
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], prose: Collection[str] = ()) -> Markup:

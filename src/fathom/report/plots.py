@@ -81,15 +81,21 @@ def ticks(low: float, high: float, count: int = 5) -> list[float]:
 
 
 def line_plot(
-    lines: Sequence[Line], x_label: str, y_label: str, description: str, zero: bool = False, x_from_zero: bool = True
+    lines: Sequence[Line],
+    x_label: str,
+    y_label: str,
+    description: str,
+    zero: bool = False,
+    x_from_zero: bool = True,
+    top: float | None = None,
 ) -> Markup:
-    """Curves over one axis; `zero` draws the line at y = 0."""
+    """Curves over one axis; `zero` draws the line at y = 0, and the axis reaches `top` at least."""
     xs = [x for line in lines for x in line.x if math.isfinite(x)]
     ys = [y for line in lines for part in (line.y, line.low or (), line.high or ()) for y in part if math.isfinite(y)]
     if not xs or not ys:
         return Markup()
     x_range = _range([*xs, 0.0] if x_from_zero else xs, margin=0.0)
-    y_range = _range([*ys, 0.0] if zero else ys)
+    y_range = _range([*ys, *([0.0] if zero else []), *([] if top is None else [top])])
     frame = _Frame(x_range, y_range)
     bands = [
         {"series": line.series % SERIES, "points": _outline(frame, line.x, line.low, line.high)}
