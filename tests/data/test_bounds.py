@@ -175,7 +175,7 @@ def test_what_an_error_let_pass_may_be_continued(tmp_path: Path, tokenizer: str)
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, **options)
     made = prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, oversize="skip", **options)
     assert made.left_out == 1
-    with pytest.raises(DataError, match="was prepared with oversize 'skip', not 'split'"):
+    with pytest.raises(DataError, match="was prepared with --oversize 'skip', not 'split'"):
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, oversize="split", **options)
 
 

@@ -242,7 +242,7 @@ def test_finished_work_is_not_done_again(tmp_path: Path, tokenizer: str, monkeyp
     monkeypatch.setattr(prepare_module, "_Run", None)
     second = prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer)
     assert second.splits == first.splits and second.resumed_documents == 50
-    with pytest.raises(DataError, match=r"was prepared with held_out 0\.01, not 0\.5: choose another directory"):
+    with pytest.raises(DataError, match=r"was prepared with --held-out 0\.01, not 0\.5: choose another directory"):
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, held_out=0.5)
 
 

@@ -23,7 +23,7 @@ from typing import IO, Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.data.shards import DataError, token_dtype
+from fathom.data.shards import DataError, first_line, token_dtype
 from fathom.data.sources import Document, Kind, Reading, parse
 from fathom.data.tokenizer import plain_encoder
 
@@ -108,7 +108,7 @@ class Encoder:
         result = EncodedChunk()
         groups: dict[tuple[str, str], list[Encoded]] = {}
         for documents in self._batches(chunk, result):
-            for group in self._encode(documents):
+            for group in self._encode(documents, chunk.name):
                 groups.setdefault((group.split, group.domain), []).append(group)
         result.groups = [
             Encoded(
@@ -137,10 +137,16 @@ class Encoder:
         if batch:
             yield batch
 
-    def _encode(self, documents: list[Document]) -> list[Encoded]:
-        encodings = self._tokenizer.encode_batch_fast(
-            [document.text for document in documents], add_special_tokens=False
-        )
+    def _encode(self, documents: list[Document], name: str) -> list[Encoded]:
+        try:
+            encodings = self._tokenizer.encode_batch_fast(
+                [document.text for document in documents], add_special_tokens=False
+            )
+        except Exception as error:
+            raise DataError(
+                f"{name}: {self._encoding.tokenizer_file} cannot encode a document ({first_line(error)}): it needs a "
+                "token for unknown text"
+            ) from None
         groups: dict[tuple[str, str], tuple[list[int], list[int], list[int]]] = {}
         for document, encoding in zip(documents, encodings, strict=True):
             key = choose_split(document.lead, self._encoding.held_out), document.domain

@@ -32,6 +32,7 @@ from fathom.data.shards import (
     DataError,
     Shard,
     ShardWriter,
+    file_crc32,
     first_line,
     read_index,
     require_vocabulary,
@@ -64,6 +65,7 @@ MAX_RECORD_BYTES = 3 << 20
 FORMER_READING = Reading(max_record_bytes=MAX_RECORD_BYTES)
 MOST_DOMAINS = 1000
 SMALLEST_RECORD = 64
+JOURNAL_KEYS = {"settings", "position", "documents", "vocab_size", "eos_token_id", "shards"}
 LOCK = ".lock"
 DRAFTS = ".*.new"  # what a crash leaves of a file that was being replaced
 
@@ -86,6 +88,26 @@ class Summary:
     """Time this run took, after any tokenizer training."""
     documents_per_second: float
     """How many documents a second this run tokenised."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "directory": str(self.directory)}
+
+    def __str__(self) -> str:
+        """One line for a person."""
+        parts = [f"vocabulary of {self.vocab_size:,}"]
+        for split, domains in self.splits.items():
+            tokens, documents = (sum(counts[key] for counts in domains.values()) for key in ("tokens", "documents"))
+            several = f" in {len(domains)} domains" if len(domains) > 1 else ""
+            parts.append(f"{split} {tokens:,} tokens of {documents:,} documents{several}")
+        if self.left_out:
+            parts.append(f"{self.left_out:,} records left out, being too long")
+        if not self.seconds:
+            parts.append("finished earlier")
+        else:
+            resumed = f", {self.resumed_documents:,} documents from before" if self.resumed_documents else ""
+            parts.append(f"{self.seconds:.1f} s, {self.documents_per_second:,.0f} documents/s{resumed}")
+        return f"{self.directory}: {'; '.join(parts)}"
 
 
 def prepare(
@@ -149,7 +171,7 @@ def prepare(
     }
     _probe(sources, reading)
     with _locked(out):
-        if difference := _difference(out, settings, sources):
+        if difference := _difference(out, settings, sources) or _damage(out):
             if not overwrite:
                 raise DataError(f"{out}: {difference}: choose another directory, or --overwrite")
             _clear(out)
@@ -190,7 +212,7 @@ class _Run:
         self.inputs_stamp = _stamp(self.sources)
         self.journal: dict[str, Any] | None = None
         if (self.out / JOURNAL).exists():
-            self.journal = json.loads((self.out / JOURNAL).read_bytes())
+            self.journal = _read_journal(self.out)
             self.position = (self.journal["position"][0], self.journal["position"][1])
             self.documents = self.journal["documents"]
             self.left_out = self.journal.get("left_out", 0)
@@ -335,15 +357,13 @@ class _Run:
         """Go back to the journal: what was written after it is cut off."""
         for split, domain, entries in self.journal["shards"] if self.journal else []:
             self.writers[split, domain] = self._writer(split, domain, [Shard(**entry) for entry in entries])
-        wanted: dict[Path, int] = {}
+        wanted: dict[Path, tuple[int, int]] = {}
         for writer in self.writers.values():
-            wanted.update(writer.file_sizes())
+            wanted.update(writer.files())
         for path in [*self.out.glob("train/*/*"), *self.out.glob("val/*/*")]:
             if path not in wanted:
                 path.unlink()
-        for path, size in wanted.items():
-            if not path.exists() or path.stat().st_size < size:
-                raise DataError(f"{path} is shorter than the journal says: delete {self.out} and start anew")
+        for path, (size, _) in wanted.items():
             os.truncate(path, size)
 
 
@@ -406,10 +426,10 @@ def _difference(out: Path, settings: dict[str, Any], sources: list[Source]) -> s
         if (out / INDEX).exists():
             old = read_index(out)
         elif (out / JOURNAL).exists():
-            old = json.loads((out / JOURNAL).read_bytes())
+            old = _read_journal(out)
         else:
             return None
-    except (DataError, ValueError) as error:
+    except DataError as error:
         return first_line(error)
     for key, value in json.loads(json.dumps(settings)).items():
         found = old["settings"].get(key)
@@ -417,7 +437,7 @@ def _difference(out: Path, settings: dict[str, Any], sources: list[Source]) -> s
             if difference := _reading_difference(found, value, finished="crc32" in old):
                 return difference
         elif found != value:
-            return f"was prepared with {key} {found!r}, not {value!r}"
+            return f"was prepared with {_option(key)} {found!r}, not {value!r}"
     if old.get("inputs_stamp", _stamp(sources)) != _stamp(sources):
         return "the inputs changed since the interrupted run began"
     return None
@@ -428,7 +448,51 @@ def _reading_difference(old: dict[str, Any], new: dict[str, Any], finished: bool
         found = old.get(key, getattr(FORMER_READING, key))
         # What `error` let pass so far, every other choice would have let pass too.
         if found != value and not (found == "error" and not finished):
-            return f"was prepared with {key} {found!r}, not {value!r}"
+            return f"was prepared with {_option(key)} {found!r}, not {value!r}"
+    return None
+
+
+def _option(key: str) -> str:
+    """A setting as the command line spells it."""
+    return {"inputs": "inputs", "input_bytes": "input bytes"}.get(key, "--" + key.replace("_", "-"))
+
+
+def _read_journal(out: Path) -> dict[str, Any]:
+    """How far an interrupted run came."""
+    path = out / JOURNAL
+    try:
+        journal = json.loads(path.read_bytes())
+        complete = journal.keys() >= JOURNAL_KEYS
+    except (ValueError, AttributeError):
+        complete = False
+    if not complete:
+        raise DataError(f"{path} is damaged")
+    found: dict[str, Any] = journal
+    return found
+
+
+def _damage(out: Path) -> str | None:
+    """What is missing or altered of an interrupted run's work, before more is added to it; None if nothing."""
+    if (out / INDEX).exists() or not (out / JOURNAL).exists():
+        return None
+    journal = _read_journal(out)
+    if not journal["vocab_size"]:
+        return None
+    if not (out / TOKENIZER / "tokenizer.json").is_file():
+        return f"{out / TOKENIZER} is gone"
+    dtype = token_dtype(journal["vocab_size"])
+    files: dict[Path, tuple[int, int]] = {}
+    for split, domain, entries in journal["shards"]:
+        files |= ShardWriter(out, split, domain, dtype, 1, [Shard(**entry) for entry in entries]).files()
+    done = 0
+    with ProgressBar("verifying", sum(size for size, _ in files.values())) as bar:
+        for path, (size, crc32) in files.items():
+            if not path.is_file() or path.stat().st_size < size:
+                return f"{path} is shorter than the journal says"
+            if file_crc32(path, size) != crc32:
+                return f"{path} is corrupt: its checksum is not the journal's"
+            done += size
+            bar.update(done)
     return None
 
 

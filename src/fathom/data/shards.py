@@ -40,6 +40,8 @@ JOURNAL = ".prepare.json"
 VERIFIED = ".verified.json"
 TOKENIZER = "tokenizer"
 READ_BYTES = 1 << 23
+# What of the index says which tokens there are, and not how they were made.
+CONTENT = ("vocab_size", "eos_token_id", "dtype", "tokenizer_crc32", "splits")
 
 
 class DataError(FathomError):
@@ -106,12 +108,13 @@ def read_index(directory: Path) -> dict[str, Any]:
     return index
 
 
-def file_crc32(path: Path) -> int:
-    """The CRC-32 of a file, read in pieces."""
-    value = 0
+def file_crc32(path: Path, size: int | None = None) -> int:
+    """The CRC-32 of a file, or of its first `size` bytes, read in pieces."""
+    value, left = 0, path.stat().st_size if size is None else size
     with path.open("rb") as file:
-        while piece := file.read(READ_BYTES):
+        while piece := file.read(min(READ_BYTES, left)):
             value = zlib.crc32(piece, value)
+            left -= len(piece)
     return value
 
 
@@ -165,13 +168,14 @@ class ShardWriter:
         shard.tokens_crc32 = zlib.crc32(token_bytes, shard.tokens_crc32)
         shard.index_crc32 = zlib.crc32(index_bytes, shard.index_crc32)
 
-    def file_sizes(self) -> dict[Path, int]:
-        """How long each of the shards' files is."""
-        sizes = {}
+    def files(self) -> dict[Path, tuple[int, int]]:
+        """How long each of the shards' files is, and its checksum."""
+        files = {}
         for number, shard in enumerate(self.shards):
             token_file, index_file = shard_files(self.directory, self.split, self.domain, number)
-            sizes[token_file], sizes[index_file] = shard.tokens * self.dtype.itemsize, shard.documents * 16
-        return sizes
+            files[token_file] = (shard.tokens * self.dtype.itemsize, shard.tokens_crc32)
+            files[index_file] = (shard.documents * 16, shard.index_crc32)
+        return files
 
     def sync(self) -> None:
         """Force what was appended to the disk, so that a journal may speak of it."""
@@ -198,8 +202,9 @@ class TokenDataset:
         self.eos_token_id: int = index["eos_token_id"]
         self.dtype = np.dtype(index["dtype"])
         self._index = index
-        self.fingerprint: int = index["crc32"]
-        """Of the index, and so of every checksum in it: equal for a copy, other for other tokens."""
+        content = {key: index[key] for key in CONTENT}
+        self.fingerprint: int = zlib.crc32(json.dumps(content, sort_keys=True).encode())
+        """Of every checksum in the index: equal for equal tokens wherever they came from, other for other tokens."""
         self._tokens: list[NDArray[Any]] = []
         self._documents: list[NDArray[np.int64]] = []
         shards = []
@@ -256,6 +261,10 @@ class TokenDataset:
     def tokenizer_directory(self) -> Path:
         """The Hugging Face tokenizer that made these tokens."""
         return self.directory / TOKENIZER
+
+    def has_fingerprint(self, fingerprint: int) -> bool:
+        """Whether a recorded fingerprint is of these tokens; earlier versions recorded the index's own checksum."""
+        return fingerprint in (self.fingerprint, self._index["crc32"])
 
     def select(self, domain: str) -> TokenDataset:
         """The part of this dataset that belongs to one domain, without another verification."""

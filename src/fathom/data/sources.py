@@ -10,8 +10,9 @@ import glob
 import importlib
 import io
 import json
+import os
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,7 @@ DEFAULT_DOMAIN = "default"
 HUB = "hf:"
 COMPRESSIONS = {".gz": "gzip", ".xz": "lzma", ".bz2": "bz2", ".zst": "zstandard"}
 JSONL = (".jsonl", ".ndjson")
+JSON = ".json"  # JSON lines under another name, as C4 has them
 PARQUET = (".parquet",)
 TEXT = (
     *(".txt", ".text", ".md", ".rst", ".tex", ".py", ".pyi", ".c", ".h", ".cc", ".cpp", ".hpp", ".cs", ".css", ".go"),
@@ -165,16 +167,15 @@ def parse(kind: Kind, name: str, domain: str, number: int, payload: Any, reading
         return None
     try:
         if kind == "jsonl":
-            fields = _json_fields(payload, reading, where)
+            fields = _json_fields(payload, domain, reading, where)
             if fields is None:
                 return []
-            text, domain = fields[0], domain if reading.domain_field is None else fields[1]
+            text, domain = fields
         elif kind in ("parquet", "hub"):
-            text, domain = payload[0], domain if reading.domain_field is None else str(payload[1])
-            text = _require_text(text, reading, where)
+            text, domain = _require_text(payload[0], reading, where), _domain(payload[1:], domain, reading)
         else:
             text = payload.decode("utf-8")
-        data = text.encode("utf-8")
+        data, _ = text.encode("utf-8"), domain.encode("utf-8")
     except UnicodeError as error:
         if reading.undecodable == "skip":
             return []
@@ -227,15 +228,19 @@ def _cut(data: bytes | bytearray, limit: int) -> int:
 
 def _repair(kind: Kind, domain: str, payload: Any, reading: Reading, where: str) -> tuple[str, str]:
     if kind == "jsonl":
-        fields = _json_fields(payload.decode("utf-8", "replace").encode(), reading, where) or ("", domain)
-        text, domain = fields[0], domain if reading.domain_field is None else fields[1]
+        text, domain = _json_fields(payload.decode("utf-8", "replace").encode(), domain, reading, where) or ("", domain)
     else:
         text = payload[0] if isinstance(payload, tuple) else payload.decode("utf-8", "replace")
     # JSON may spell a lone surrogate, which no UTF-8 can hold.
-    return text.encode("utf-8", "replace").decode("utf-8"), domain
+    return text.encode("utf-8", "replace").decode("utf-8"), domain.encode("utf-8", "replace").decode("utf-8")
 
 
-def _json_fields(line: bytes, reading: Reading, where: str) -> tuple[str, str] | None:
+def _domain(found: Sequence[Any], domain: str, reading: Reading) -> str:
+    """What a record names as its domain; the input's where it names none."""
+    return domain if reading.domain_field is None or found[0] is None else str(found[0])
+
+
+def _json_fields(line: bytes, domain: str, reading: Reading, where: str) -> tuple[str, str] | None:
     if not line.strip():
         return None
     text = line.decode("utf-8-sig")
@@ -250,7 +255,7 @@ def _json_fields(line: bytes, reading: Reading, where: str) -> tuple[str, str] |
     for field in (reading.text_field, reading.domain_field):
         if field is not None and field not in value:
             raise DataError(f"{where}: no field {field!r}: it has {', '.join(value) or 'none'}")
-    domain = "" if reading.domain_field is None else str(value[reading.domain_field])
+    domain = _domain([value.get(reading.domain_field)], domain, reading)
     return _require_text(value[reading.text_field], reading, where), domain
 
 
@@ -274,9 +279,10 @@ def _expand(name: str, file_format: FileFormat) -> list[Path]:
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = [file for file in sorted(path.rglob("*")) if file.is_file() and not _hidden(file.relative_to(path))]
-        known = [file for file in files if file_format != "auto" or _suffix(file) in (*JSONL, *PARQUET, *TEXT)]
-        if not known:
+        files = [file for file in _walk(path) if not _hidden(file.relative_to(path))]
+        known = [file for file in files if file_format != "auto" or _is_known(file)]
+        # Beside other files a plain .json is some program's settings; alone it is what was meant.
+        if not (known := known or [file for file in files if _suffix(file) == JSON]):
             raise DataError(f"{name}: a directory without any readable file ({_known_suffixes()})")
         return known
     if glob.has_magic(name):
@@ -285,6 +291,30 @@ def _expand(name: str, file_format: FileFormat) -> list[Path]:
             return files
         raise DataError(f"{name}: no file matches")
     raise DataError(f"{name}: no such file or directory")
+
+
+def _is_known(file: Path) -> bool:
+    suffix = _suffix(file)
+    return suffix in (*JSONL, *PARQUET, *TEXT) or (suffix == JSON and file.suffix.lower() in COMPRESSIONS)
+
+
+def _walk(folder: Path) -> list[Path]:
+    """All files below a folder, sorted; a folder that is reached in several ways counts once, by its own path first."""
+    found: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    linked = [folder]
+    while linked:
+        here, linked = sorted(linked), []
+        for start in here:
+            for root, folders, names in os.walk(start):
+                status = os.stat(root)
+                if (status.st_dev, status.st_ino) in seen:
+                    folders.clear()
+                    continue
+                seen.add((status.st_dev, status.st_ino))
+                linked += [Path(root, name) for name in folders if Path(root, name).is_symlink()]
+                found += [Path(root, name) for name in names if Path(root, name).is_file()]
+    return sorted(found)
 
 
 def _hidden(path: Path) -> bool:
@@ -309,11 +339,11 @@ def _kind(path: Path, reading: Reading, file_format: FileFormat) -> Kind:
     if file_format == "parquet" or (file_format == "auto" and suffix in PARQUET):
         _require("pyarrow", str(path))
         return "parquet"
-    if file_format == "jsonl" or (file_format == "auto" and suffix in JSONL):
+    if file_format == "jsonl" or (file_format == "auto" and suffix in (*JSONL, JSON)):
         return "jsonl"
     if file_format == "text" or suffix in TEXT:
         return "files" if reading.separator is None else "text"
-    raise DataError(f"{path}: unknown extension {suffix!r}: {_known_suffixes()}; or say --file-format text")
+    raise DataError(f"{path}: unknown extension {suffix!r}: {_known_suffixes()}; or say --file-format text or jsonl")
 
 
 def _require(module: str, name: str) -> Any:

@@ -226,7 +226,7 @@ class Run:
         tensors = self.training.state()
         trainer = self.checkpoints.load(saved, tensors)
         self.training.guard.load({k.removeprefix("guard."): v for k, v in tensors.items() if k.startswith("guard.")})
-        if trainer["corpus"] != self.training.data.fingerprint:
+        if not self.training.data.has_fingerprint(trainer["corpus"]):
             raise RecipeError(f"data.directory={self.recipe.data.directory}: not the tokens that this run began with")
         self.display.say(f"continuing after step {saved.step} from {saved.directory}")
         return saved.step, float(trainer["seconds"])

@@ -1,0 +1,167 @@
+"""Inputs as they are found in the world, and work that was damaged since: one line each, nothing lost."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fathom.cli import main
+from fathom.data import prepare as prepare_module
+from fathom.data.prepare import prepare
+from fathom.data.shards import DataError, TokenDataset
+from tests.data.corpora import tree, write_documents
+from tests.data.test_prepare import documents
+
+
+def test_linked_folders_are_read_once(tmp_path: Path, tokenizer: str) -> None:
+    for name in ("in/a.txt", "real/b.txt", "real/deep/c.txt", "in/z/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "in" / "linked").symlink_to(tmp_path / "real")
+    (tmp_path / "in" / "again").symlink_to(tmp_path / "real")
+    (tmp_path / "in" / "a_z").symlink_to(tmp_path / "in" / "z")
+    (tmp_path / "real" / "cycle").symlink_to(tmp_path / "in")
+    prepare([str(tmp_path / "in")], tmp_path / "out", tokenizer, held_out=0)
+    assert sorted(documents(tmp_path / "out", "train")) == ["in/a.txt", "in/z/d.txt", "real/b.txt", "real/deep/c.txt"]
+
+
+def test_json_that_is_lines(tmp_path: Path, tokenizer: str) -> None:
+    """C4's files are called .json.gz."""
+    lines = b'{"text": "one"}\n{"text": "two"}\n'
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "c4-train.00000-of-01024.json.gz").write_bytes(gzip.compress(lines))
+    (tmp_path / "plain.json").write_bytes(lines)
+    for number, name in enumerate(("in", "in/c4-train.00000-of-01024.json.gz", "plain.json", "*.json")):
+        prepare([str(tmp_path / name)], tmp_path / f"out{number}", tokenizer, held_out=0)
+        assert list(documents(tmp_path / f"out{number}", "train")) == ["one", "two"]
+    (tmp_path / "in" / "settings.json").write_text("[]")
+    prepare([str(tmp_path / "in")], tmp_path / "beside", tokenizer, held_out=0)
+    assert list(documents(tmp_path / "beside", "train")) == ["one", "two"]
+
+
+def test_a_record_without_a_domain_is_in_the_input_s(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x", "topic": null}\n{"text": "y", "topic": "sea"}\n')
+    made = prepare([f"web={tmp_path / 'a.jsonl'}"], tmp_path / "out", tokenizer, domain_field="topic", held_out=0)
+    assert set(made.splits["train"]) == {"web", "sea"}
+
+
+def test_a_domain_that_is_no_text(tmp_path: Path, tokenizer: str) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "x", "topic": "\\ud800"}\n')
+    inputs, options = [str(tmp_path / "a.jsonl")], {"domain_field": "topic", "held_out": 0}
+    with pytest.raises(DataError, match=r"a\.jsonl:1 is not UTF-8"):
+        prepare(inputs, tmp_path / "out", tokenizer, **options)
+    made = prepare(inputs, tmp_path / "replaced", tokenizer, undecodable="replace", **options)
+    assert set(made.splits["train"]) == {"?"}
+
+
+def test_a_tokenizer_without_unknown(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.WordLevel({"x": 0, "<|endoftext|>": 1})).save(str(tmp_path / "words.json"))
+    (tmp_path / "a.jsonl").write_text('{"text": "y"}\n')
+    for workers in (1, 2):
+        with pytest.raises(DataError, match=r"a\.jsonl: .*tokenizer\.json cannot encode .* token for unknown text"):
+            prepare(
+                [str(tmp_path / "a.jsonl")], tmp_path / f"out{workers}", str(tmp_path / "words.json"), workers=workers
+            )
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path, tokenizer: str, monkeypatch) -> Path:
+    """Half of a corpus."""
+    monkeypatch.setattr(prepare_module, "CHUNK_BYTES", 2048)
+    monkeypatch.setattr(prepare_module, "CHECKPOINT_SECONDS", 0.0)
+    write_documents(tmp_path / "a.jsonl", 200)
+    real, calls = prepare_module._Run._append, iter(range(10**6))
+
+    def append(self, group):
+        real(self, group)
+        if next(calls) == 12:
+            raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(prepare_module._Run, "_append", append)
+        prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, held_out=0.2, workers=1)
+    return tmp_path / "out"
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 4] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (
+            lambda out: flip(next(out.glob("train/*/00000.bin"))),
+            r"00000\.bin is corrupt: its checksum is not the journal",
+        ),
+        (lambda out: flip(next(out.glob("val/*/00000.idx"))), r"00000\.idx is corrupt"),
+        (lambda out: next(out.glob("train/*/00000.bin")).write_bytes(b""), "is shorter than the journal says"),
+        (lambda out: (out / ".prepare.json").write_text("{"), r"\.prepare\.json is damaged"),
+        (lambda out: (out / ".prepare.json").write_text("{}"), r"\.prepare\.json is damaged"),
+        (lambda out: (out / ".prepare.json").write_text("[]"), r"\.prepare\.json is damaged"),
+        (lambda out: shutil.rmtree(out / "tokenizer"), "tokenizer is gone"),
+    ],
+)
+def test_damage_is_found_before_more_is_added(interrupted: Path, tokenizer: str, damage, message: str) -> None:
+    damage(interrupted)
+    before = tree(interrupted)
+    arguments = ([str(interrupted.parent / "a.jsonl")], interrupted, tokenizer)
+    with pytest.raises(DataError, match=f"{message}.*or --overwrite") as caught:
+        prepare(*arguments, held_out=0.2, workers=1)
+    assert "\n" not in str(caught.value) and tree(interrupted) == before
+    prepare(*arguments, held_out=0.2, workers=1, overwrite=True)
+    assert TokenDataset.open(interrupted).num_documents
+
+
+def test_undamaged_work_goes_on(interrupted: Path, tokenizer: str) -> None:
+    made = prepare([str(interrupted.parent / "a.jsonl")], interrupted, tokenizer, held_out=0.2, workers=1)
+    assert made.resumed_documents > 50
+
+
+def test_a_fingerprint_is_of_the_tokens(tmp_path: Path, tokenizer: str) -> None:
+    write_documents(tmp_path / "a.jsonl", 50)
+    shutil.copy(tmp_path / "a.jsonl", tmp_path / "moved.jsonl")
+    write_documents(tmp_path / "other.jsonl", 50, seed=1)
+    found = []
+    for name in ("a", "moved", "other"):
+        prepare([str(tmp_path / f"{name}.jsonl")], tmp_path / name, tokenizer, held_out=0.2, workers=1)
+        found.append(TokenDataset.open(tmp_path / name))
+    assert found[0].fingerprint == found[1].fingerprint != found[2].fingerprint
+    former = json.loads((tmp_path / "a" / "index.json").read_bytes())["crc32"]
+    assert found[0].has_fingerprint(former) and not found[2].has_fingerprint(former)
+    assert not found[2].has_fingerprint(found[0].fingerprint)
+
+
+def test_the_command_says_what_it_made(tmp_path: Path, tokenizer: str, capsys) -> None:
+    write_documents(tmp_path / "a.jsonl", 200)
+    words = ["prepare", str(tmp_path / "a.jsonl"), "--tokenizer", tokenizer, "--out", str(tmp_path / "out")]
+    words += ["--held-out", "0.2"]
+    assert main(words) == 0
+    line = capsys.readouterr().out
+    assert line.startswith(f"{tmp_path / 'out'}: vocabulary of 320; train ") and line.count("\n") == 1
+    assert "documents; val" in line and "Summary(" not in line
+    assert main([*words, "--json"]) == 0
+    values = json.loads(capsys.readouterr().out)
+    assert values["directory"] == str(tmp_path / "out")
+    assert sum(split["default"]["documents"] for split in values["splits"].values()) == 200
+
+
+def test_messages_name_options(tmp_path: Path, tokenizer: str, capsys) -> None:
+    write_documents(tmp_path / "a.jsonl", 20)
+    words = ["prepare", str(tmp_path / "a.jsonl"), "--out", str(tmp_path / "out")]
+    for more, message in (
+        ([], "give either --tokenizer or --train-tokenizer"),
+        (["--tokenizer", tokenizer, "--held-out", "2"], "--held-out must be at least 0"),
+        (["--tokenizer", tokenizer, "--max-record-bytes", "1"], "--max-record-bytes must be at least 64"),
+        (["--tokenizer", tokenizer, "--oversize", "keep"], "--oversize keep"),
+    ):
+        assert main([*words, *more]) == 2
+        assert message in capsys.readouterr().err
