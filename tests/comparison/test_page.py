@@ -86,6 +86,14 @@ def test_the_report_says_which_text_was_read(coverage: float | None, words: str)
     assert "32,767 predicted tokens" in text and words in text
 
 
+def test_the_report_says_how_often_the_corpus_was_read() -> None:
+    report = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, gap(-0.1, 0.01, 0.01)))
+    assert "epochs of the corpus" not in page(report), "the control"
+    for found, epochs in zip(report["arms"], (2.5, 1.25), strict=True):
+        found["runs"] = [{**run, "epochs": epochs} for run in found["runs"]]
+    assert "That is 1.25 to 2.5 epochs of the corpus." in page(report)
+
+
 @pytest.fixture(scope="module")
 def full() -> dict:
     uniform, depth = gap(-0.02, 0.008, 0.01), gap(-0.021, 0.03, 0.2)

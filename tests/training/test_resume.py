@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from fathom.data.shards import DataError, read_index, write_index
+from fathom.data.shards import DataError, file_crc32, read_index, write_index
 from fathom.recipe import Recipe, RecipeError
 from fathom.training import checkpoint, train
 from fathom.training.loop import claimed
@@ -175,9 +175,19 @@ def test_another_corpus_is_refused(corpus: Path, tmp_path: Path) -> None:
     other = tmp_path / "other"
     shutil.copytree(corpus, other)
     index = read_index(other)
-    write_index(other, {**index, "settings": "others"})
+    shard = next((other / "train").rglob("*.bin"))
+    shard.write_bytes(shard.read_bytes()[:-2] + b"\x07\x00")
+    index["splits"]["train"][shard.parent.name][int(shard.stem)]["tokens_crc32"] = file_crc32(shard)
+    write_index(other, index)
     with pytest.raises(RecipeError, match="not the tokens that this run began with"):
         train(tiny_recipe(other), tmp_path / "run")
+
+
+def test_the_same_tokens_made_elsewhere_are_the_same_corpus(corpus: Path, tmp_path: Path) -> None:
+    processes.run(train_until_death, tiny_recipe(corpus), tmp_path / "run", "step 5")
+    shutil.copytree(corpus, tmp_path / "other")
+    write_index(tmp_path / "other", {**read_index(corpus), "settings": "others"})
+    assert train(tiny_recipe(tmp_path / "other"), tmp_path / "run").finished
 
 
 def test_a_flipped_byte_in_the_held_out_split_is_found_before_training(corpus: Path, tmp_path: Path) -> None:

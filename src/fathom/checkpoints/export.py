@@ -196,7 +196,11 @@ def _trained(facts: Mapping[str, Any]) -> list[str]:
         tokens = f", {facts['tokens']:,} tokens" if "tokens" in facts else ""
         found += ["## Training", f"{facts['step']:,} steps{tokens}."]
     if evaluation := facts.get("evaluation"):
-        scores = [f"{name.replace('_', ' ')} {v:.4f}" for name, v in evaluation.items() if isinstance(v, float)]
+        scores = [
+            f"{name.replace('_', ' ')} {v:.4f}"
+            for name, v in evaluation.items()
+            if isinstance(v, float) and name != "coverage"
+        ]
         found.append(f"Held out: {', '.join(scores)}.")
     if "recipe" in facts:
         found.append(f"<details><summary>Recipe</summary>\n\n```yaml\n{facts['recipe'].rstrip()}\n```\n\n</details>")

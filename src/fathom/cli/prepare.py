@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from argparse import Namespace
 
 from fathom.cli.parser import Parser, add_parameters, call
-from fathom.data.prepare import prepare
+from fathom.data.prepare import Summary, prepare
 
 
 def add(parser: Parser) -> None:
     """Arguments."""
+    parser.add_argument("--json", action="store_true", help="print the result for a program")
     add_parameters(parser, prepare, "inputs")
 
 
 def run(options: Namespace) -> int:
     """Prepare, and print what was written."""
-    print(call(prepare, options))
+    made: Summary = call(prepare, options)
+    print(json.dumps(made.to_dict()) if options.json else made)
     return 0

@@ -50,6 +50,8 @@ def run(options: Namespace) -> int:
             f"{result.run_dir}: {result.step} steps, held-out loss {evaluation.loss:.4f}, "
             f"perplexity {evaluation.perplexity:.2f}, {evaluation.bits_per_byte:.4f} bits per byte"
         )
+    elif result.finished:
+        print(f"{result.run_dir}: {result.step} steps; the corpus has no validation split to score")
     return 0
 
 
@@ -65,7 +67,7 @@ def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool) -> int:
         "parameters": f"{cost.parameters:,}",
         "FLOPs per token": f"{cost.flops_per_token:,.0f} forward, {_training_multiple(cost.training_multiple)}",
         "cache per token": f"{cost.cache_bytes_per_token:,} bytes (bf16)",
-        "tokens": f"{cost.tokens:,}",
+        "tokens": f"{cost.tokens:,}" + ("" if cost.epochs is None else f", {cost.epochs:.3g} epochs of the corpus"),
         "FLOPs": f"{cost.training_flops:.3g}",
         "ranks": f"{cost.ranks}",
         "memory per rank": f"{cost.state_bytes / gib:.2f} GiB of weights, gradients and optimizer state, "

@@ -163,6 +163,7 @@ def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> Values | None:
         **{key: value for key, value in values["evaluation"].items() if key != "tokens"},
         "evaluated_tokens": values["evaluation"]["tokens"],
         "seconds": values["seconds"],
+        "epochs": values.get("epochs"),
         "machine": read_json(machine) if machine.exists() else None,
         "validation": {key: [look[name] for look in looks] for key, name in CURVE.items()},
         "training_loss": {"step": [line["step"] for line in losses], "loss": [line["loss"] for line in losses]},

@@ -347,7 +347,7 @@ def _method(report: Values) -> list[str]:
     several = len(report["arms"]) > 2
     lines = [
         f"Paired: for each seed all arms read the same tokens in the same order. {_shared(report)}",
-        budget,
+        budget + _epochs(report),
         *_held_out(report),
         "Intervals are Student's t over the seeds' paired differences. They cover the choice of seed (initial weights "
         "and data order), and neither the choice of corpus nor of learning rate, which was not tuned for any arm.",
@@ -361,6 +361,15 @@ def _method(report: Values) -> list[str]:
         lines.append("With so few seeds intervals are wide: a difference within the noise may still be real.")
     lines.append("Perplexity is exp of the mean loss. FLOPs are by arithmetic: training costs three forward passes.")
     return lines
+
+
+def _epochs(report: Values) -> str:
+    """How many times the arms read the corpus, where that is known."""
+    counts = sorted(run["epochs"] for arm in report["arms"] for run in arm["runs"] if run.get("epochs") is not None)
+    if not counts:
+        return ""
+    words = f"{counts[0]:.3g}" if counts[0] == counts[-1] else f"{counts[0]:.3g} to {counts[-1]:.3g}"
+    return f" That is {words} epochs of the corpus."
 
 
 def _held_out(report: Values) -> list[str]:

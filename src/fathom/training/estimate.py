@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from fathom.models.cost import (
@@ -34,6 +35,8 @@ class Estimate:
     """Keys and values at two bytes a number."""
     tokens: int
     """Seen by the run."""
+    epochs: float | None
+    """How many times the run reads the corpus; None where that is not prepared yet."""
     training_flops: float
     """Three forward passes of training for each token."""
     ranks: int
@@ -50,7 +53,7 @@ class Estimate:
 
 
 def estimate(recipe: Recipe) -> Estimate:
-    """Count; nothing is allocated and no data is opened."""
+    """Count; nothing is allocated, and of the data only the index is read."""
     config = recipe.config()
     parameters = count_parameters(config)
     length = recipe.data.sequence_length
@@ -68,12 +71,25 @@ def estimate(recipe: Recipe) -> Estimate:
         training_multiple=(least / vanilla, mean / vanilla, most / vanilla),
         cache_bytes_per_token=cache_bytes_per_token(config),
         tokens=tokens,
+        epochs=_epochs(recipe),
         training_flops=3 * mean * tokens,
         ranks=ranks,
         state_bytes=state,
         activation_bytes=_activation_bytes(recipe, config),
         compressions=compressions(recipe),
     )
+
+
+def _epochs(recipe: Recipe) -> float | None:
+    from fathom.data.shards import DataError, read_index
+
+    try:
+        domains = read_index(Path(recipe.data.directory))["splits"]["train"]
+    except DataError:
+        return None
+    tokens = sum(shard["tokens"] for shards in domains.values() for shard in shards)
+    windows = tokens // recipe.data.sequence_length
+    return recipe.train.steps * recipe.rows_per_step / windows if windows else None
 
 
 def _activation_bytes(recipe: Recipe, config: Any) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fathom.checkpoints.export import export
-from fathom.data.shards import TokenDataset
+from fathom.data.shards import TokenDataset, read_index
 from fathom.errors import FathomError
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe
@@ -114,7 +114,9 @@ class Run:
         self.display = Display(recipe.track.display if ranks.first else "none", run_dir.name, recipe.train.steps)
         stack.callback(self.display.close)
         verify = recipe.data.verify and ranks.local_rank == 0
-        self.held_out: TokenDataset = TokenDataset.open(recipe.data.directory, split="val", verify=verify)
+        self.held_out: TokenDataset | None = None
+        if recipe.evaluate.every or "val" in read_index(Path(recipe.data.directory))["splits"]:
+            self.held_out = TokenDataset.open(recipe.data.directory, split="val", verify=verify)
         self.training = build_training(recipe, ranks)
         if ranks.first:  # from here on, the directory is this recipe's
             run_dir.mkdir(parents=True, exist_ok=True)
@@ -131,6 +133,15 @@ class Run:
             stack.callback(tracker.close)
         self.meter = Meter(self.training, seconds)
         self.evaluation: Evaluation | None = None
+        self._look_at = self._next_look()
+        if self.epochs > 1:
+            data = self.training.data
+            self.display.say(f"{self.epochs:.3g} epochs: every one of {data.num_tokens:,} tokens is read so many times")
+
+    @property
+    def epochs(self) -> float:
+        """How many times the run reads the corpus."""
+        return self.recipe.train.steps * self.recipe.rows_per_step / self.training.plan.num_windows
 
     def train(self) -> TrainResult:
         """The loop."""
@@ -140,7 +151,7 @@ class Run:
                 self.meter.add(training.step(step, batches))
                 self.step = step + 1
                 stopping = self.ranks.any(bool(stopped))
-                if stopping or self._due(settings.log_every):
+                if stopping or self._due(settings.log_every) or self._refused_too_often():
                     self._log()
                 if self._due(self.recipe.evaluate.every):
                     self.evaluation = self._evaluate()
@@ -152,6 +163,17 @@ class Run:
 
     def _due(self, every: int) -> bool:
         return bool(every) and (self.step % every == 0 or self.step == self.recipe.train.steps)
+
+    def _refused_too_often(self) -> bool:
+        """Whether the run must stop; the device is asked no sooner than that could have come about."""
+        if self.step < self._look_at:
+            return False
+        self._look_at = self._next_look()
+        return self._look_at <= self.step
+
+    def _next_look(self) -> int:
+        refused = int(self.training.guard.refused_in_a_row.item())
+        return self.step + self.recipe.train.max_skipped - refused
 
     def _log(self) -> None:
         """Read the steps since the last look, and stop if too many in a row were refused."""
@@ -170,7 +192,10 @@ class Run:
                 f"gradient spike and were skipped; {where}; a lower optim.lr or more optim.warmup may help"
             )
 
-    def _evaluate(self) -> Evaluation:
+    def _evaluate(self) -> Evaluation | None:
+        """Score the held-out split, if the corpus has one."""
+        if self.held_out is None:
+            return None
         self._log()
         with self.meter.paused():
             evaluation = evaluate(self.training.model, self.held_out, self.recipe, self.ranks)
@@ -204,7 +229,8 @@ class Run:
             self.display.say(f"stopped after step {self.step}; the same command continues")
             return TrainResult(self.run_dir, self.step, False, tokens, self.meter.seconds)
         evaluation = self.evaluation or self._evaluate()
-        facts = {"step": self.step, "tokens": tokens, "evaluation": evaluation.to_dict()}
+        scores = evaluation and evaluation.to_dict()
+        facts = {"step": self.step, "tokens": tokens, "evaluation": scores}
         model = export_model(self.training, self.run_dir / MODEL, facts) if self.recipe.train.export else None
         result = TrainResult(self.run_dir, self.step, True, tokens, self.meter.seconds, evaluation, model)
         if self.ranks.first:
@@ -212,7 +238,8 @@ class Run:
                 "step": self.step,
                 "tokens": tokens,
                 "seconds": result.seconds,
-                "evaluation": evaluation.to_dict(),
+                "epochs": self.epochs,
+                "evaluation": scores,
             }
             write_atomically(self.run_dir / RESULT, json.dumps(values, indent=2))
         return result
@@ -297,7 +324,10 @@ def _result(run_dir: Path) -> TrainResult | None:
     path = run_dir / RESULT
     if not path.exists():
         return None
-    values = read_json(path)
-    evaluation = Evaluation.from_dict(values["evaluation"])
-    model = run_dir / MODEL if (run_dir / MODEL).exists() else None
-    return TrainResult(run_dir, values["step"], True, values["tokens"], values["seconds"], evaluation, model)
+    try:
+        values = read_json(path)
+        evaluation = values["evaluation"] and Evaluation.from_dict(values["evaluation"])
+        model = run_dir / MODEL if (run_dir / MODEL).exists() else None
+        return TrainResult(run_dir, values["step"], True, values["tokens"], values["seconds"], evaluation, model)
+    except (ValueError, KeyError, TypeError):
+        raise RecipeError(f"{path} is damaged: delete it, and the same command writes it again") from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -33,11 +34,14 @@ class JsonLines:
         self.path, self.say = path, say
         self._waiting: list[str] = []
         self._complained = False
-        _forget_after(path, step)
+        if damaged := _forget_after(path, step):
+            say(f"{path}: {damaged} damaged lines are left out")
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append a line."""
-        self._waiting.append(json.dumps({"step": step, **values}) + "\n")
+        # JSON has no NaN: null stands for any number that is not finite, and `read_metrics` gives NaN back.
+        finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        self._waiting.append(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         # Whole lines in one write: a killed process leaves at most one broken line, and the last.
         text = "".join(self._waiting).encode()
         try:
@@ -136,32 +140,33 @@ def open_trackers(recipe: Recipe, run_dir: Path, step: int, say: Callable[[str],
 
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of a run's metrics.jsonl; a last line that a crash broke is left out."""
-    lines = []
-    for line in _lines(run_dir / METRICS):
-        try:
-            lines.append(json.loads(line))
-        except ValueError:
-            continue
-    return lines
+    """The lines of a run's metrics.jsonl; lines that were damaged are left out."""
+    found = (_parsed(line) for line in _lines(run_dir / METRICS))
+    return [{name: math.nan if v is None else v for name, v in line.items()} for line in found if line is not None]
 
 
-def _forget_after(path: Path, step: int) -> None:
-    """Drop lines that a resumed run is going to write again, and what a crash broke."""
+def _parsed(line: bytes) -> dict[str, Any] | None:
+    """A line's numbers; None if it is damaged."""
+    try:
+        values = json.loads(line.decode("utf-8"))
+    except (ValueError, RecursionError):
+        return None
+    return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
+
+
+def _forget_after(path: Path, step: int) -> int:
+    """Drop lines that a resumed run is going to write again, and damaged ones; how many those were."""
     lines = _lines(path)
-    kept = []
-    for line in lines:
-        try:
-            if json.loads(line)["step"] <= step:
-                kept.append(line)
-        except (ValueError, KeyError, TypeError):
-            continue
+    parsed = [(line, _parsed(line)) for line in lines]
+    kept = [line for line, values in parsed if values is not None and values["step"] <= step]
     if kept != lines:
-        write_atomically(path, "".join(line + "\n" for line in kept))
+        write_atomically(path, "".join(line.decode("utf-8") + "\n" for line in kept))
+    # A crash leaves one broken line, the last; that is nothing to speak of.
+    return sum(values is None for _, values in parsed[:-1])
 
 
-def _lines(path: Path) -> Sequence[str]:
-    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+def _lines(path: Path) -> Sequence[bytes]:
+    return path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() and path.stat().st_size else []
 
 
 class Display:
