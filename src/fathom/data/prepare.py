@@ -137,7 +137,7 @@ def prepare(
     Args:
         inputs: Files, directories, globs or `hf:ORG/NAME?name=CONFIG&split=SPLIT`; `NAME=` before one names its domain.
         out: The directory to make.
-        tokenizer: A tokenizer directory, a tokenizer.json, or a name on the Hugging Face Hub.
+        tokenizer: A tokenizer directory, a tokenizer.json, a SentencePiece .model, or a name on the Hugging Face Hub.
         train_tokenizer: Train a byte-level BPE of this many tokens on the training documents instead.
         eos_token: The token that ends every document, if not the one that the tokenizer names.
         text_field: The JSON field or Parquet column that holds the text.

@@ -8,12 +8,14 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathom.data.sentencepiece import load_sentencepiece
 from fathom.data.shards import TOKENIZER, DataError, file_crc32, first_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
+SENTENCEPIECE = ("tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model")
 SMALLEST_VOCABULARY = 258  # every byte, EOS and padding
 # Qwen's: words with their leading space, single digits, punctuation, runs of white space.
 PATTERN = (
@@ -59,7 +61,9 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
 
 
 def load_tokenizer(name: str, eos_token: str | None = None) -> Any:
-    """Load a tokenizer from a directory, a `tokenizer.json` or the Hub; refuse one that cannot mark document ends.
+    """Load a tokenizer from a directory, a `tokenizer.json`, a SentencePiece `.model` or the Hub.
+
+    One that cannot mark document ends is refused.
 
     Args:
         name: Where it is.
@@ -70,10 +74,20 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> Any:
 
     path = Path(name)
     try:
-        if path.is_file():
+        if model := _sentencepiece_file(path):
+            converted, special = load_sentencepiece(model)
+            tokenizer = PreTrainedTokenizerFast(
+                tokenizer_object=converted,
+                clean_up_tokenization_spaces=False,
+                **special,
+                **_named(model.parent, special),
+            )
+        elif path.is_file():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
         else:
             tokenizer = AutoTokenizer.from_pretrained(name)
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(f"{name}: cannot load the tokenizer: {first_line(error)}") from None
     if getattr(tokenizer, "backend_tokenizer", None) is None:
@@ -88,6 +102,24 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> Any:
             raise DataError(f"{name}: the tokenizer has no token {eos_token!r}")
         tokenizer.eos_token = eos_token
     return tokenizer
+
+
+def _sentencepiece_file(path: Path) -> Path | None:
+    """The SentencePiece model that a path names, itself or as a folder that has no `tokenizer.json` of it."""
+    if path.is_file():
+        return path if path.suffix == ".model" else None
+    if not path.is_dir() or (path / "tokenizer.json").exists():
+        return None
+    return next((path / name for name in SENTENCEPIECE if (path / name).is_file()), None)
+
+
+def _named(folder: Path, special: dict[str, str]) -> dict[str, str]:
+    """Special tokens that the folder's `tokenizer_config.json` names and the model has no name for."""
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_bytes()) if path.is_file() else {}
+    found = {key: settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
+    texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
+    return {key: value for key, value in texts.items() if isinstance(value, str) and key not in special}
 
 
 def save_tokenizer(tokenizer: Any, directory: Path) -> None:
