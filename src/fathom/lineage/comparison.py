@@ -183,7 +183,9 @@ def _alignments(
 
 def _head_matching(pair: Pair, rows_a: Array, rows_b: Array, progress: Progress) -> Array | None:
     """The second witness: channels matched by the output heads, if both models have one of their own."""
-    if not (pair.a.has("head") and pair.b.has("head")):
+    if any(w.geometry.tied for w in (pair.a, pair.b)):
+        if pair.a.has("head") or pair.b.has("head"):
+            pair.skipped.append("T2 embedding and output head: a head tied to its embedding is no second witness")
         return None
     kept_a, kept_b = evidence.middle(rows_a, rows_b, HEAD_ROWS)
     rows = [w.store.tensors[w.views["head", None].tensor].shape[0] for w in (pair.a, pair.b)]
@@ -191,6 +193,14 @@ def _head_matching(pair: Pair, rows_a: Array, rows_b: Array, progress: Progress)
     if usable.sum() < 2 * pair.b.geometry.width:
         return None
     progress("output heads")
+    for w, kept in ((pair.a, kept_a[usable]), (pair.b, kept_b[usable])):
+        likeness = evidence.head_likeness(w, evidence.middle(kept, kept, evidence.PROBES)[0])
+        if likeness >= evidence.TWINS:
+            pair.skipped.append(
+                f"T2 embedding and output head: the head of {w.name} is all but its embedding (cosine {likeness:.2f}), "
+                "so it is no second witness"
+            )
+            return None
     cross = awm.cross_products(pair.a, pair.b, kept_a[usable], kept_b[usable], canonical.head)
     return awm.lap(cross.cosines()).columns
 
@@ -235,7 +245,14 @@ def _witness_neurons(pair: Pair, rows_a: Array, rows_b: Array, options: Options,
         progress(f"neurons of layers {i + 1} and {j + 1}")
         answers = evidence.neuron_responses(pair.a, i, seen[0]), evidence.neuron_responses(pair.b, j, seen[1])
         found = evidence.match_neurons(*answers, options.seed)
-        pair.neurons.append(((i, j), found.fixed, found.z if gated else float("nan")))
+        likeness = max(answer.likeness for answer in answers)
+        if likeness >= evidence.TWINS:
+            pair.skipped.append(
+                f"T4 gate/up agreement, layers {i + 1} and {j + 1}: gate and up of one model answer alike "
+                f"(correlation {likeness:.2f}), so up is no second witness"
+            )
+        usable = gated and likeness < evidence.TWINS
+        pair.neurons.append(((i, j), found.fixed, found.z if usable else float("nan")))
         if pair.fixed is not None:
             neurons = found.neurons()
             sides = [

@@ -30,6 +30,9 @@ COVERAGE = 0.7
 PROBES = 1024
 NEURONS = 2048
 SPREAD_FLOOR = 0.02
+TWINS = (
+    0.3  # two matrices of one model that are this alike (rms cosine) are one witness: below, matchings agree by chance
+)
 
 SHARED, INITIALISATION = "shared lineage", "shared initialisation or lineage"
 PARTIAL, INCONCLUSIVE, NONE = "partial", "inconclusive", "no evidence found"
@@ -146,6 +149,13 @@ class Responses:
     up: Array
     up_norms: Array
 
+    @property
+    def likeness(self) -> float:
+        """How much gate and up of one neuron answer alike: rms correlation over the neurons, 0 without a gate."""
+        if self.gate is None:
+            return 0.0
+        return float(np.sqrt(np.mean(np.square(np.einsum("np,np->n", self.gate, self.up)))))
+
 
 def neuron_responses(weights: Weights, index: int, probes: Array) -> Responses:
     """Responses of gate and up, gains folded, to RMS-normalised probe embeddings [n, d]; matrices are streamed."""
@@ -247,6 +257,14 @@ def middle(rows_a: Array, rows_b: Array, count: int) -> tuple[Array, Array]:
 def probes(weights: Weights, rows: Array) -> Array:
     """Canonical embeddings of the probe strings."""
     return gathered(weights, rows, canonical.embedding)
+
+
+def head_likeness(weights: Weights, rows: Array) -> float:
+    """How much a model's output head is its embedding: rms cosine of the channels' columns at some rows."""
+    tables = [unit_rows(gathered(weights, rows, table)) for table in (canonical.embedding, canonical.head)]
+    sizes = [np.maximum(np.linalg.norm(table, axis=0), canonical.TINY) for table in tables]
+    cosines = np.einsum("nd,nd->d", *tables) / (sizes[0] * sizes[1])
+    return float(np.sqrt(np.mean(np.square(cosines))))
 
 
 def combined(z_values: Sequence[float]) -> float:

@@ -246,7 +246,8 @@ def _decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
         if isinstance(config.get(key), Mapping):
             inner = config[key]
-            return _decoder_config({**inner, "model_type": inner.get("model_type", config.get("model_type"))})
+            above = {name: config[name] for name in ("model_type", "tie_word_embeddings") if name in config}
+            return _decoder_config({**above, **inner})
     return config
 
 
@@ -447,7 +448,7 @@ def _geometry(
         qk_norm=("q_norm", 0) in views,
         post_norm=("post_attn_norm", 0) in views,
         gated=("gate", count - 1) in views,
-        tied=("head", None) not in views,
+        tied=("head", None) not in views or config.get("tie_word_embeddings") is True,
         unit_offset=model_type in layouts.UNIT_OFFSET_GAINS,
         model_type=model_type,
         latent=sizes.latent if packing == "latent" else None,
