@@ -56,7 +56,7 @@ def polar(a: Weights, b: Weights) -> float:
     product = awm.cross_products(a, b, rows_a, rows_b).product
     u, _, vt = svd(product, full_matrices=False)
     rotation = u @ vt  # [d_A, d_B]
-    return float(np.abs(rotation[awm.match(rotation), np.arange(rotation.shape[1])]).mean())
+    return float(np.abs(rotation[awm.match(rotation).columns, np.arange(rotation.shape[1])]).mean())
 
 
 @dataclass

@@ -84,7 +84,8 @@ def test_rectangular_matching_and_signs():
     order, sign = draw.permutation(12)[:7], draw.choice([-1.0, 1.0], 7)
     b = a[:, order] * sign + 0.1 * draw.normal(size=(200, 7))
     cosines = (a / np.linalg.norm(a, axis=0)).T @ (b / np.linalg.norm(b, axis=0))
-    found = awm.lap(cosines)
+    found, matching = awm.lap(cosines)
+    assert matching.counted.all()
     assert np.array_equal(found.columns, order) and np.array_equal(found.signs, sign)
 
 

@@ -66,7 +66,7 @@ def negatives(models):
 
 def test_t1_is_a_rencontres_number_on_unrelated_models(negatives):
     """Fixed points against the exact law, and the p-value not anti-conservative (Kolmogorov–Smirnov, one-sided)."""
-    counts = [evidence.fixed_points(pair.fixed) for pair in negatives]
+    counts = [pair.fixed.fixed for pair in negatives]
     draw = np.random.default_rng(0)
     # discrete p-values are spread over their step so that uniformity can be tested exactly
     spread = [stats.poisson.sf(k, 1) + draw.random() * stats.poisson.pmf(k, 1) for k in counts]
@@ -76,7 +76,7 @@ def test_t1_is_a_rencontres_number_on_unrelated_models(negatives):
 
 
 def test_t2_stays_under_its_assumed_rate(negatives):
-    counts = [n for pair in negatives for _, n in pair.witnesses] + [int((p.head == p.fixed).sum()) for p in negatives]
+    counts = [n for pair in negatives for _, n in pair.witnesses] + [p.head.agreement(p.fixed) for p in negatives]
     assert np.mean(counts) < evidence.POISSON_RATE and max(counts) < 15
     p = [evidence.poisson_tail(n, evidence.POISSON_RATE) for n in counts]
     assert stats.kstest(p, "uniform", alternative="greater").pvalue > 0.01
@@ -105,7 +105,7 @@ def test_token_halves_are_not_two_witnesses():
     a, b = (meaning[order] + draw.normal(size=(64, 400)) for order in (first, second))
 
     def matching(part):
-        return evidence.match(evidence.unit_rows(a[:, part]) @ evidence.unit_rows(b[:, part]).T)
+        return evidence.match(evidence.unit_rows(a[:, part]) @ evidence.unit_rows(b[:, part]).T).columns
 
     agreement = int((matching(slice(0, 200)) == matching(slice(200, 400))).sum())
     assert agreement > 15  # a Poisson(3) test would call these unrelated models kin

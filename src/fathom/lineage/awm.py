@@ -9,6 +9,7 @@ the rows drops out. Published: raw weights. Repaired: canonical ones.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from fathom.lineage.weights import Weights
 MAP_CHANNELS = 256
 FAST_CHANNELS = 1024
 CHUNK_ROWS = 2048
+TIE = 1e-5  # similarities of two rows that differ by less than this share of the largest are equal
 
 
 def triangle(features: Array) -> Array:
@@ -142,9 +144,10 @@ def cross_products(
     rows_b: Array,
     table: Callable[[Weights, Array], Array] = canonical.embedding,
 ) -> Cross:
-    """Stream paired embedding rows; rows that are all but zero in either model (padding) are left out."""
+    """Stream paired embedding rows; those that are all but zero in either model, or copies, are left out."""
     d_a, d_b = weights_a.geometry.width, weights_b.geometry.width
     total: Cross | None = None
+    seen: tuple[set[bytes], set[bytes]] = (set(), set())
     for start in range(0, len(rows_a), CHUNK_ROWS):
         part_a = gathered(weights_a, rows_a[start : start + CHUNK_ROWS], table)
         part_b = gathered(weights_b, rows_b[start : start + CHUNK_ROWS], table)
@@ -153,9 +156,7 @@ def cross_products(
             total = Cross(
                 np.zeros((d_a, d_b), kind), np.zeros(d_a), np.zeros(d_b), np.zeros(d_a), np.zeros(d_b), rows=0
             )
-        alive = (np.abs(part_a).max(1) > 1e-6 * np.abs(part_a).max()) & (
-            np.abs(part_b).max(1) > 1e-6 * np.abs(part_b).max()
-        )
+        alive = _telling(part_a, seen[0]) & _telling(part_b, seen[1])
         part_a, part_b = part_a[alive], part_b[alive]
         total.product += part_a.T @ part_b
         for part, sums, squares in ((part_a, total.sum_a, total.square_a), (part_b, total.sum_b, total.square_b)):
@@ -164,6 +165,17 @@ def cross_products(
         total.rows += len(part_a)
     assert total is not None
     return total
+
+
+def _telling(rows: Array, seen: set[bytes]) -> Array:
+    """Rows that are not all but zero and were not seen before; what is seen is remembered."""
+    sizes = np.abs(rows).max(1)
+    out = np.zeros(len(rows), bool)
+    for at in np.flatnonzero(sizes > max(1e-6 * float(np.median(sizes)), canonical.TINY)):
+        digest = hashlib.blake2b(rows[at].tobytes(), digest_size=16).digest()
+        out[at] = digest not in seen
+        seen.add(digest)
+    return out
 
 
 def gathered(weights: Weights, rows: Array, table: Callable[[Weights, Array], Array]) -> Array:
@@ -175,19 +187,64 @@ def gathered(weights: Weights, rows: Array, table: Callable[[Weights, Array], Ar
     return out
 
 
-def match(similarity: Array) -> Array:
-    """Assignment that maximises |similarity| [rows, columns]: for each column its row (columns ≤ rows)."""
-    rows, columns = linear_sum_assignment(np.abs(similarity.T), maximize=True)
+@dataclass(frozen=True)
+class Matching:
+    """A one-to-one assignment, and which of its pairs are evidence: those that no tie decided."""
+
+    columns: Array  # for each item of the narrower side its partner
+    counted: Array  # neither it nor its partner is zero or a copy of another
+
+    @property
+    def fixed(self) -> int:
+        """Counted items whose partner has their own number."""
+        return int(np.sum(self.counted & (self.columns == np.arange(len(self.columns)))))
+
+    @property
+    def size(self) -> int:
+        """How many items count."""
+        return int(self.counted.sum())
+
+    def agreement(self, other: Matching) -> int:
+        """Items that count in both and have the same partner."""
+        return int(np.sum(self.counted & other.counted & (self.columns == other.columns)))
+
+
+def match(similarity: Array, seed: int = 0) -> Matching:
+    """Assignment that maximises |similarity| [rows, columns]: for each column its row (columns ≤ rows).
+
+    Equal costs are settled by lot: a solver that takes them in the order they are listed would find an order in
+    whatever carries nothing.
+    """
+    sizes = np.abs(similarity)
+    draw = np.random.default_rng(seed)
+    rows, columns = (draw.permutation(count) for count in sizes.shape)
+    picked, partners = linear_sum_assignment(sizes.T[np.ix_(columns, rows)], maximize=True)
     out = np.empty(similarity.shape[1], np.int64)
-    out[rows] = columns
+    out[columns[picked]] = rows[partners]
+    return Matching(out, ~(tied(sizes.T) | tied(sizes)[out]))
+
+
+def tied(similarity: Array) -> Array:
+    """Rows that an assignment cannot tell apart: all but zero, or equal to another row up to sign."""
+    sizes = np.abs(similarity)
+    highest = sizes.max(1)
+    slack = TIE * float(highest.max())
+    out: Array = highest <= slack
+    keys = sizes @ np.random.default_rng(0).random(sizes.shape[1]).astype(sizes.dtype)
+    order = np.argsort(keys)
+    near = np.flatnonzero(np.diff(keys[order]) <= slack * sizes.shape[1])
+    for block in chunks(len(near), 256):
+        one, other = order[near[block]], order[near[block] + 1]
+        equal = np.abs(sizes[one] - sizes[other]).max(1) <= slack
+        out[one[equal]] = out[other[equal]] = True
     return out
 
 
-def lap(cosines: Array) -> Alignment:
+def lap(cosines: Array, seed: int = 0) -> tuple[Alignment, Matching]:
     """The published alignment: for each channel of B the channel of A with the largest |cosine|, one to one."""
-    columns = match(cosines)
-    picked = cosines[columns, np.arange(len(columns))]
-    return Alignment("lap", columns, np.where(picked < 0, -1.0, 1.0))
+    found = match(cosines, seed)
+    picked = cosines[found.columns, np.arange(len(found.columns))]
+    return Alignment("lap", found.columns, np.where(picked < 0, -1.0, 1.0)), found
 
 
 def procrustes(cross: Cross) -> Alignment:

@@ -81,8 +81,8 @@ class Pair:
     layers: tuple[list[int], list[int]] = field(default_factory=lambda: ([], []))
     scores: dict[str, awm.Scores] = field(default_factory=dict)
     other: dict[str, float] = field(default_factory=dict)
-    fixed: Array | None = None  # LAP matching
-    head: Array | None = None
+    fixed: awm.Matching | None = None  # by the embedding
+    head: awm.Matching | None = None
     witnesses: list[tuple[tuple[int, int], int]] = field(default_factory=list)  # layer pair -> agreements
     neurons: list[tuple[tuple[int, int], int, float]] = field(default_factory=list)  # layer pair -> fixed, z
     skipped: list[str] = field(default_factory=list)
@@ -168,9 +168,18 @@ def _alignments(
         return {k: v for k, v in out.items() if k in options.align}
     progress("embeddings")
     cross = awm.cross_products(pair.a, pair.b, rows_a, rows_b)
+    if cross.rows < 2 * d_b:
+        pair.skipped.append(
+            f"alignment by the embedding: {cross.rows} of {len(rows_a):,} shared rows are neither zero nor copies of "
+            f"others, {2 * d_b} would be needed for width {d_b}"
+        )
+        return {k: v for k, v in out.items() if k in options.align}
     progress("channel matching")
-    out["lap"] = awm.lap(cross.cosines())
-    pair.fixed = out["lap"].columns
+    out["lap"], pair.fixed = awm.lap(cross.cosines(), evidence.EMBEDDING)
+    if pair.fixed.size < d_b:
+        pair.skipped.append(
+            f"T1 and T2 leave out {d_b - pair.fixed.size} of {d_b:,} channels, which are zero or copies of others"
+        )
     if options.mode == "exact" or _small(pair):
         progress("rotation")
         out["procrustes"] = awm.procrustes(cross)
@@ -181,7 +190,7 @@ def _alignments(
     return {k: v for k, v in out.items() if k in options.align}
 
 
-def _head_matching(pair: Pair, rows_a: Array, rows_b: Array, progress: Progress) -> Array | None:
+def _head_matching(pair: Pair, rows_a: Array, rows_b: Array, progress: Progress) -> awm.Matching | None:
     """The second witness: channels matched by the output heads, if both models have one of their own."""
     if any(w.geometry.tied for w in (pair.a, pair.b)):
         if pair.a.has("head") or pair.b.has("head"):
@@ -202,7 +211,7 @@ def _head_matching(pair: Pair, rows_a: Array, rows_b: Array, progress: Progress)
             )
             return None
     cross = awm.cross_products(pair.a, pair.b, kept_a[usable], kept_b[usable], canonical.head)
-    return awm.lap(cross.cosines()).columns
+    return awm.match(cross.cosines(), evidence.HEAD)
 
 
 def _methods(alignments: dict[str, awm.Alignment], options: Options) -> list[awm.Method]:
@@ -251,6 +260,11 @@ def _witness_neurons(pair: Pair, rows_a: Array, rows_b: Array, options: Options,
                 f"T4 gate/up agreement, layers {i + 1} and {j + 1}: gate and up of one model answer alike "
                 f"(correlation {likeness:.2f}), so up is no second witness"
             )
+        if found.tied:
+            left = f"{found.tied} of {found.tied + len(found.sample):,} neurons of layers {i + 1} and {j + 1}"
+            pair.skipped.append(f"T1, T2 and T4 leave out {left}, which are zero or copies of others")
+        if len(found.sample) < evidence.FEWEST:
+            continue
         usable = gated and likeness < evidence.TWINS
         pair.neurons.append(((i, j), found.fixed, found.z if usable else float("nan")))
         if pair.fixed is not None:
@@ -260,7 +274,7 @@ def _witness_neurons(pair: Pair, rows_a: Array, rows_b: Array, options: Options,
                 for w, layer, picked, answer in zip((pair.a, pair.b), (i, j), neurons, answers, strict=True)
             ]
             second = evidence.writer_matching(sides[0], sides[1], found.up_sign)
-            pair.witnesses.append(((i, j), int(np.sum(second == pair.fixed))))
+            pair.witnesses.append(((i, j), second.agreement(pair.fixed)))
 
 
 def shared_anchors(pair: Pair, rows_a: Array, rows_b: Array) -> tuple[Array, Array]:
@@ -320,7 +334,7 @@ def null_of(pairs: Sequence[Pair], origin: str, models: int) -> Null:
         for name, found in pair.scores.items():
             per_layer.setdefault(name, []).append(found.per_layer)
     counts = [count for pair in pairs for _, count in pair.witnesses]
-    counts += [int(np.sum(pair.head == pair.fixed)) for pair in pairs if pair.head is not None]
+    counts += [pair.head.agreement(pair.fixed) for pair in pairs if pair.head is not None and pair.fixed is not None]
     z = [pair.z_values for pair in pairs if pair.z_values]
     return Null(origin, scores, counts, z, per_layer, len(pairs), models)
 
@@ -453,11 +467,11 @@ def run_tests(pair: Pair, null: Null | None) -> list[Test]:
     tests: list[Test] = []
     rate = null.rate() if null else evidence.POISSON_RATE
     calibrated = bool(null and null.witnesses)
-    if pair.fixed is not None:
-        width = len(pair.fixed)
+    if pair.fixed is not None and pair.fixed.size >= evidence.FEWEST:
+        width = pair.fixed.size
         tests.append(evidence.test_order(pair.fixed))
         if pair.head is not None:
-            count = int(np.sum(pair.head == pair.fixed))
+            count = pair.head.agreement(pair.fixed)
             tests.append(evidence.test_witnesses(count, width, rate, calibrated, "embedding"))
         if pair.witnesses:
             count, trials = max(n for _, n in pair.witnesses), len(pair.witnesses)

@@ -20,7 +20,7 @@ from scipy import stats
 
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import canonical
-from fathom.lineage.awm import CHUNK_ROWS, chunks, gathered, match
+from fathom.lineage.awm import CHUNK_ROWS, Matching, chunks, gathered, match
 from fathom.lineage.weights import Weights
 
 ALPHA = 1e-6
@@ -30,9 +30,9 @@ COVERAGE = 0.7
 PROBES = 1024
 NEURONS = 2048
 SPREAD_FLOOR = 0.02
-TWINS = (
-    0.3  # two matrices of one model that are this alike (rms cosine) are one witness: below, matchings agree by chance
-)
+FEWEST = 8  # neurons or channels below which a matching says nothing
+EMBEDDING, HEAD, GATE, UP, WRITERS = range(5)  # each matching settles its ties by a lot of its own
+TWINS = 0.3  # rms cosine from which two matrices of one model are one witness; below, matchings agree by chance
 
 SHARED, INITIALISATION = "shared lineage", "shared initialisation or lineage"
 PARTIAL, INCONCLUSIVE, NONE = "partial", "inconclusive", "no evidence found"
@@ -103,14 +103,9 @@ def detectable_drift(threshold: float) -> float:
     return math.inf if threshold <= 0 else math.sqrt(max(1 / threshold - 1, 0.0))
 
 
-def fixed_points(columns: Array) -> int:
-    """Channels that a matching leaves where they are."""
-    return int(np.sum(columns == np.arange(len(columns))))
-
-
-def test_order(columns: Array) -> Test:
+def test_order(found: Matching) -> Test:
     """T1 on residual channels."""
-    count = fixed_points(columns)
+    count = found.fixed
     return Test(
         "T1 fixed points (embedding)",
         count,
@@ -119,7 +114,7 @@ def test_order(columns: Array) -> Test:
         "exact",
         "channels exchangeable in the training of either model (i.i.d. initialisation, SGD/Adam/Muon)",
         "embedding",
-        {"channels": len(columns)},
+        {"channels": found.size},
     )
 
 
@@ -200,11 +195,12 @@ def standardised_rows(rows: Array) -> Array:
 class NeuronMatch:
     """One layer pair: for some neurons of the narrower side, their partners on the other by gate and by up."""
 
-    sample: Array  # neurons of the side with fewer
+    sample: Array  # neurons of the side with fewer that count: no tie decided their partners
     by_gate: Array
     by_up: Array
     up_sign: Array
     swapped: bool  # the sample is from A
+    tied: int  # neurons that were left out
 
     def neurons(self) -> tuple[Array, Array]:
         """Matched neurons of A and of B, by gate."""
@@ -212,7 +208,9 @@ class NeuronMatch:
 
     @property
     def z(self) -> float:
-        """√(m−1) times Spearman's ρ of the two matchings."""
+        """√(m−1) times Spearman's ρ of the two matchings; not a number where too few neurons are left."""
+        if len(self.sample) < FEWEST:
+            return math.nan
         rho = stats.spearmanr(self.by_gate, self.by_up).statistic
         return 0.0 if not math.isfinite(rho) else float(rho) * math.sqrt(len(self.sample) - 1)
 
@@ -229,18 +227,19 @@ def match_neurons(a: Responses, b: Responses, seed: int) -> NeuronMatch:
     m = min(len(small.up), NEURONS)
     sample = np.sort(np.random.default_rng(seed).choice(len(small.up), m, replace=False))
     up = large.up @ small.up[sample].T  # [large, m]
-    by_up = match(up)
     if small.gate is None or large.gate is None:  # ungated: one in-projection, whose sign is not free
-        by_gate = by_up = match(np.maximum(up, 0))
+        by_gate = by_up = match(np.maximum(up, 0), seed=GATE)
     else:
-        by_gate = match(np.maximum(large.gate @ small.gate[sample].T, 0))
-    sign = np.where(up[by_gate, np.arange(m)] < 0, -1.0, 1.0)
-    return NeuronMatch(sample, by_gate, by_up, sign, swapped)
+        by_up = match(up, seed=UP)
+        by_gate = match(np.maximum(large.gate @ small.gate[sample].T, 0), seed=GATE)
+    kept = np.flatnonzero(by_gate.counted & by_up.counted)
+    sign = np.where(up[by_gate.columns[kept], kept] < 0, -1.0, 1.0)
+    return NeuronMatch(sample[kept], by_gate.columns[kept], by_up.columns[kept], sign, swapped, m - len(kept))
 
 
-def writer_matching(writers_a: Array, writers_b: Array, sign: Array) -> Array:
+def writer_matching(writers_a: Array, writers_b: Array, sign: Array) -> Matching:
     """Second witness: channels of A for those of B, by the writers of matched neurons, signs transferred."""
-    return match(unit_rows(writers_a * sign.astype(writers_a.dtype)) @ unit_rows(writers_b).T)
+    return match(unit_rows(writers_a * sign.astype(writers_a.dtype)) @ unit_rows(writers_b).T, seed=WRITERS)
 
 
 def unit_rows(rows: Array) -> Array:
