@@ -53,7 +53,9 @@ def polar(a: Weights, b: Weights) -> float:
     if a.geometry.width < b.geometry.width:
         a, b = b, a
     rows_a, rows_b, _ = paired_rows(a, b)
-    product = awm.cross_products(a, b, rows_a, rows_b).product
+    cross = awm.cross_products(a, b, rows_a, rows_b, published=True).published
+    assert cross is not None
+    product = cross.product
     u, _, vt = svd(product, full_matrices=False)
     rotation = u @ vt  # [d_A, d_B]
     return float(np.abs(rotation[awm.match(rotation).columns, np.arange(rotation.shape[1])]).mean())

@@ -171,3 +171,48 @@ def test_copies_are_known_from_neighbours():
     similarity[7], similarity[:, 3], similarity[:, 9] = -similarity[21], 0, similarity[:, 11]
     assert np.flatnonzero(awm.tied(similarity)).tolist() == [7, 21]
     assert np.flatnonzero(awm.tied(similarity.T)).tolist() == [3, 9, 11]
+
+
+@pytest.fixture(scope="module")
+def disguised(models, tmp_path_factory):
+    from fathom.lineage.attacks import attack
+
+    out = tmp_path_factory.mktemp("disguised") / "model"
+    attack(open_model(models(seed=40)), ("permute", "gain", "plane", "head", "neuron"), out, seed=1, dtype="float64")
+    shards = {name: value for path in sorted(out.glob("*.safetensors")) for name, value in load_file(path).items()}
+    single = out.parent / "single"
+    single.mkdir()
+    for name in ("config.json", "tokenizer.json"):
+        (single / name).write_bytes((out / name).read_bytes())
+    save_file(shards, single / "model.safetensors")
+    return single
+
+
+def loud(tensors: dict[str, Array], factor: float = 1e5, seed: int = 3) -> None:
+    """Rows of tokens that no text uses are free: one becomes noise as loud as you like."""
+    row = np.random.default_rng(seed).normal(size=tensors[EMBED].shape[1])
+    tensors[EMBED][300] = factor * tensors[EMBED].std() * row
+
+
+@pytest.mark.parametrize("factor", [1e5, 1e12])
+def test_one_loud_row_does_not_hide_a_lineage(models, disguised, tmp_path, factor):
+    copy = changed(disguised, tmp_path / "copy", lambda tensors: loud(tensors, factor))
+    found = said(models(seed=40), copy, models(seed=41), models(seed=42))
+    assert found.verdict.label == evidence.SHARED
+    assert found.pair.fixed.size == 64 and all(count == 64 for _, count in found.pair.witnesses)
+    assert found.pair.value("awm_canonical") == pytest.approx(1, abs=1e-6)
+    assert found.pair.value("procrustes") > 0.98
+    assert found.pair.value("awm") < 0.2  # as published: cosines of columns are those of the loud row
+    assert any("out of proportion" in sign for sign in found.tampering)
+    assert said(models(seed=40), copy).verdict.label == evidence.INITIALISATION
+
+
+def test_one_loud_row_does_not_make_a_lineage(models, tmp_path):
+    pair = [changed(models(seed=seed), tmp_path / str(seed), loud) for seed in (43, 44)]
+    found = said(*pair, models(seed=41), models(seed=42))
+    assert found.verdict.label == evidence.NONE and min(test.p for test in found.tests) > 1e-3
+
+
+def test_rows_of_unit_length_are_of_unit_length():
+    rows = np.array([[3, 4], [0, 0], [1e30, 0], [3e-30, 4e-30]], np.float32)
+    assert np.allclose(awm.unit_rows(rows), [[0.6, 0.8], [0, 0], [1, 0], [0.6, 0.8]])

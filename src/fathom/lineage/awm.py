@@ -128,6 +128,20 @@ class Cross:
     square_a: Array
     square_b: Array
     rows: int
+    published: Cross | None = None  # the same of rows as they are, where it was asked for
+
+    @classmethod
+    def empty(cls, d_a: int, d_b: int, kind: np.dtype[np.floating]) -> Cross:
+        """Nothing summed yet."""
+        return cls(np.zeros((d_a, d_b), kind), np.zeros(d_a), np.zeros(d_b), np.zeros(d_a), np.zeros(d_b), rows=0)
+
+    def add(self, part_a: Array, part_b: Array) -> None:
+        """Sum some paired rows."""
+        self.product += part_a.T @ part_b
+        for part, sums, squares in ((part_a, self.sum_a, self.square_a), (part_b, self.sum_b, self.square_b)):
+            sums += part.sum(0, dtype=np.float64)
+            squares += np.einsum("ij,ij->j", part, part, dtype=np.float64)
+        self.rows += len(part_a)
 
     def cosines(self) -> Array:
         """Cosines of A's channels with B's, not centred."""
@@ -143,8 +157,18 @@ def cross_products(
     rows_a: Array,
     rows_b: Array,
     table: Callable[[Weights, Array], Array] = canonical.embedding,
+    published: bool = False,
 ) -> Cross:
-    """Stream paired embedding rows; those that are all but zero in either model, or copies, are left out."""
+    """Stream paired embedding rows at unit length, so that none outshouts the others; zeros and copies are left out.
+
+    Args:
+        weights_a: One model.
+        weights_b: The other.
+        rows_a: Rows of A.
+        rows_b: Rows of B that stand for the same strings.
+        table: Embedding or head.
+        published: Also sum all rows as they are, as AWM does.
+    """
     d_a, d_b = weights_a.geometry.width, weights_b.geometry.width
     total: Cross | None = None
     seen: tuple[set[bytes], set[bytes]] = (set(), set())
@@ -153,18 +177,21 @@ def cross_products(
         part_b = gathered(weights_b, rows_b[start : start + CHUNK_ROWS], table)
         kind = np.result_type(part_a, part_b)
         if total is None:
-            total = Cross(
-                np.zeros((d_a, d_b), kind), np.zeros(d_a), np.zeros(d_b), np.zeros(d_a), np.zeros(d_b), rows=0
-            )
+            total = Cross.empty(d_a, d_b, kind)
+            total.published = Cross.empty(d_a, d_b, kind) if published else None
+        if total.published is not None:
+            total.published.add(part_a, part_b)
         alive = _telling(part_a, seen[0]) & _telling(part_b, seen[1])
-        part_a, part_b = part_a[alive], part_b[alive]
-        total.product += part_a.T @ part_b
-        for part, sums, squares in ((part_a, total.sum_a, total.square_a), (part_b, total.sum_b, total.square_b)):
-            sums += part.sum(0, dtype=np.float64)
-            squares += np.einsum("ij,ij->j", part, part)
-        total.rows += len(part_a)
+        total.add(unit_rows(part_a[alive]), unit_rows(part_b[alive]))
     assert total is not None
     return total
+
+
+def unit_rows(rows: Array) -> Array:
+    """Rows of length one; zero stays zero, and large numbers do not overflow."""
+    rows = rows / np.maximum(np.abs(rows).max(1, keepdims=True, initial=0), canonical.TINY)
+    out: Array = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), canonical.TINY)
+    return out
 
 
 def _telling(rows: Array, seen: set[bytes]) -> Array:
@@ -230,7 +257,8 @@ def tied(similarity: Array) -> Array:
     highest = sizes.max(1)
     slack = TIE * float(highest.max())
     out: Array = highest <= slack
-    keys = sizes @ np.random.default_rng(0).random(sizes.shape[1]).astype(sizes.dtype)
+    weights: Array = np.random.default_rng(0).random((sizes.shape[1],))
+    keys = sizes @ weights.astype(sizes.dtype)
     order = np.argsort(keys)
     near = np.flatnonzero(np.diff(keys[order]) <= slack * sizes.shape[1])
     for block in chunks(len(near), 256):

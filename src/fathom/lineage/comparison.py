@@ -39,7 +39,7 @@ SCORE_LABELS = {
     "ics_all_layers": "HuRef ICS repaired, all layers",
     "pcs_2d": "parameter cosine of matrices",
 }
-CLEAR, ROTATED = 0.2, 0.3
+CLEAR, ROTATED, ALIKE = 0.2, 0.3, 0.9
 
 
 @dataclass(frozen=True)
@@ -82,6 +82,7 @@ class Pair:
     scores: dict[str, awm.Scores] = field(default_factory=dict)
     other: dict[str, float] = field(default_factory=dict)
     fixed: awm.Matching | None = None  # by the embedding
+    alike: float = 1.0  # share of channels that AWM as published matches the same way
     head: awm.Matching | None = None
     witnesses: list[tuple[tuple[int, int], int]] = field(default_factory=list)  # layer pair -> agreements
     neurons: list[tuple[tuple[int, int], int, float]] = field(default_factory=list)  # layer pair -> fixed, z
@@ -167,7 +168,7 @@ def _alignments(
         )
         return {k: v for k, v in out.items() if k in options.align}
     progress("embeddings")
-    cross = awm.cross_products(pair.a, pair.b, rows_a, rows_b)
+    cross = awm.cross_products(pair.a, pair.b, rows_a, rows_b, published=True)
     if cross.rows < 2 * d_b:
         pair.skipped.append(
             f"alignment by the embedding: {cross.rows} of {len(rows_a):,} shared rows are neither zero nor copies of "
@@ -176,6 +177,9 @@ def _alignments(
         return {k: v for k, v in out.items() if k in options.align}
     progress("channel matching")
     out["lap"], pair.fixed = awm.lap(cross.cosines(), evidence.EMBEDDING)
+    assert cross.published is not None
+    out["published"], published = awm.lap(cross.published.cosines(), evidence.EMBEDDING)
+    pair.alike = float(np.mean(published.columns == pair.fixed.columns))
     if pair.fixed.size < d_b:
         pair.skipped.append(
             f"T1 and T2 leave out {d_b - pair.fixed.size} of {d_b:,} channels, which are zero or copies of others"
@@ -187,7 +191,9 @@ def _alignments(
         pair.skipped.append("Procrustes alignment: slow at this width in fast mode; use exact mode")
     del cross
     pair.head = _head_matching(pair, rows_a, rows_b, progress)
-    return {k: v for k, v in out.items() if k in options.align}
+    if "lap" not in options.align:
+        del out["published"]
+    return {k: v for k, v in out.items() if k in (*options.align, "published")}
 
 
 def _head_matching(pair: Pair, rows_a: Array, rows_b: Array, progress: Progress) -> awm.Matching | None:
@@ -217,10 +223,12 @@ def _head_matching(pair: Pair, rows_a: Array, rows_b: Array, progress: Progress)
 def _methods(alignments: dict[str, awm.Alignment], options: Options) -> list[awm.Method]:
     methods = []
     for kind, how in alignments.items():
+        if kind == "published":
+            continue
         full = options.mode == "exact" and kind == "lap"
         methods.append(awm.Method(NAMES[kind], how, channels=None if full else awm.FAST_CHANNELS))
-    if "lap" in alignments:
-        methods.append(awm.Method("awm", alignments["lap"], published=True))
+    if "published" in alignments:
+        methods.append(awm.Method("awm", alignments["published"], published=True))
     return methods
 
 
@@ -513,7 +521,11 @@ def _tampering(pair: Pair, thresholds: dict[str, float]) -> list[str]:
     if lap is not None and rotated is not None and rotated - lap > ROTATED:
         out.append("rotation tampering suspected: only a rotation of the residual stream aligns the models")
     if lap is not None and lap > clear["awm_canonical"] and lap - score.get("awm", lap) > 0.02:
-        out.append("re-gauging suspected: the score rises once gains and head scales are brought to canonical form")
+        out.append(
+            "re-gauging suspected: the score rises once gains and head scales are brought to canonical form"
+            if pair.alike >= ALIKE
+            else "embedding rows out of proportion: channels match only after every row is brought to the same length"
+        )
     if lap is not None and order is not None and lap - order > ROTATED:
         out.append("permutation suspected: channels match only after reordering")
     if order is not None and lap is not None and rotated is not None and order - max(lap, rotated) > ROTATED:

@@ -20,7 +20,7 @@ from scipy import stats
 
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import canonical
-from fathom.lineage.awm import CHUNK_ROWS, Matching, chunks, gathered, match
+from fathom.lineage.awm import CHUNK_ROWS, Matching, chunks, gathered, match, unit_rows
 from fathom.lineage.weights import Weights
 
 ALPHA = 1e-6
@@ -154,7 +154,7 @@ class Responses:
 
 def neuron_responses(weights: Weights, index: int, probes: Array) -> Responses:
     """Responses of gate and up, gains folded, to RMS-normalised probe embeddings [n, d]; matrices are streamed."""
-    scaled = probes / np.maximum(np.sqrt(np.square(probes).mean(1, keepdims=True)), canonical.TINY)
+    scaled = unit_rows(probes) * math.sqrt(probes.shape[1])
     norms = weights.layer(index, ("ffn_norm",))
     out: dict[str, Array] = {}
     up_norms = np.zeros(0)
@@ -240,11 +240,6 @@ def match_neurons(a: Responses, b: Responses, seed: int) -> NeuronMatch:
 def writer_matching(writers_a: Array, writers_b: Array, sign: Array) -> Matching:
     """Second witness: channels of A for those of B, by the writers of matched neurons, signs transferred."""
     return match(unit_rows(writers_a * sign.astype(writers_a.dtype)) @ unit_rows(writers_b).T, seed=WRITERS)
-
-
-def unit_rows(rows: Array) -> Array:
-    """Rows of length one."""
-    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), canonical.TINY)
 
 
 def middle(rows_a: Array, rows_b: Array, count: int) -> tuple[Array, Array]:
