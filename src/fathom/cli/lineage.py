@@ -62,7 +62,7 @@ class Result:
 
     def show(self, as_json: bool) -> int:
         """Print it and return the exit code."""
-        print(json.dumps(self.data, indent=1, default=_plain) if as_json else self.text)
+        print(json.dumps(self.data, indent=1, default=_plain, allow_nan=False) if as_json else self.text)
         return self.exit_code
 
 
@@ -135,7 +135,7 @@ def compare(
 
 def _write_report(out: Path, found: comparison.Comparison, body: dict[str, Any], drawn: dict[str, Any] | None) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "report.json", json.dumps(body, indent=1, default=_plain) + "\n")
+    write_atomically(out / "report.json", json.dumps(body, indent=1, allow_nan=False) + "\n")
     write_atomically(out / "report.html", page.render(found, body, drawn))
     for side, z in zip("ab", (drawn or {}).values(), strict=False):
         (out / f"portrait-{side}.png").write_bytes(png(pixels(z)))

@@ -23,6 +23,7 @@ from fathom.lineage import canonical
 from fathom.lineage.weights import Weights
 
 MAP_CHANNELS = 256
+LARGEST = 1e4
 FAST_CHANNELS = 1024
 CHUNK_ROWS = 2048
 TIE = 1e-5  # similarities of two rows that differ by less than this share of the largest are equal
@@ -189,8 +190,9 @@ def cross_products(
 
 def unit_rows(rows: Array) -> Array:
     """Rows of length one; zero stays zero, and large numbers do not overflow."""
-    rows = rows / np.maximum(np.abs(rows).max(1, keepdims=True, initial=0), canonical.TINY)
-    out: Array = rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), canonical.TINY)
+    largest = np.maximum(rows.max(1, keepdims=True, initial=0), -rows.min(1, keepdims=True, initial=0))
+    out: Array = rows / np.maximum(largest, canonical.TINY)
+    out /= np.maximum(np.sqrt(np.einsum("ij,ij->i", out, out)), canonical.TINY)[:, None]
     return out
 
 
@@ -242,13 +244,15 @@ def match(similarity: Array, seed: int = 0) -> Matching:
     Equal costs are settled by lot: a solver that takes them in the order they are listed would find an order in
     whatever carries nothing.
     """
-    sizes = np.abs(similarity)
     draw = np.random.default_rng(seed)
-    rows, columns = (draw.permutation(count) for count in sizes.shape)
-    picked, partners = linear_sum_assignment(sizes.T[np.ix_(columns, rows)], maximize=True)
+    rows, columns = (draw.permutation(count) for count in similarity.shape)
+    shuffled = similarity.T[np.ix_(columns, rows)]
+    np.abs(shuffled, out=shuffled)
+    picked, partners = linear_sum_assignment(shuffled, maximize=True)
+    del shuffled
     out = np.empty(similarity.shape[1], np.int64)
     out[columns[picked]] = rows[partners]
-    return Matching(out, ~(tied(sizes.T) | tied(sizes)[out]))
+    return Matching(out, ~(tied(similarity.T) | tied(similarity)[out]))
 
 
 def tied(similarity: Array) -> Array:
@@ -335,8 +339,15 @@ Matrices = tuple[Array, Array]
 def read_qk(weights: Weights, index: int) -> dict[bool, Matrices]:
     """W_Q and W_K of one layer, read once: {published: raw, not published: canonical}."""
     layer = weights.layer(index, canonical.QK_ROLES)
-    form = canonical.balance_qk(canonical.fold(layer, weights.geometry), weights.geometry)
-    return {True: (layer["q"], layer["k"]), False: (form["q"], form["k"])}
+    folded = canonical.fold(layer, weights.geometry)
+    form = canonical.balance_qk(folded | {role: bounded(folded[role]) for role in "qk"}, weights.geometry)
+    return {True: (bounded(layer["q"]), bounded(layer["k"])), False: (form["q"], form["k"])}
+
+
+def bounded(matrix: Array) -> Array:
+    """The matrix, divided by its largest number if that is so large that Gram matrices could overflow."""
+    largest = max(float(matrix.max(initial=0)), -float(matrix.min(initial=0)))
+    return matrix / np.float32(largest) if largest > LARGEST else matrix
 
 
 @dataclass

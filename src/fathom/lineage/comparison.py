@@ -140,6 +140,11 @@ def measure(first: Weights, second: Weights, options: Options, progress: Progres
         _witness_neurons(pair, rows_a, rows_b, options, progress)
     if has_extras(pair, options) and len(rows_a) >= 64:
         _other_scores(pair, rows_a, rows_b, progress)
+    pair.skipped += [
+        f"{w.name}: {tensor}: {count} value{'s' if count > 1 else ''} not finite or beyond 1e15, taken as 0"
+        for w in (pair.a, pair.b)
+        for tensor, count in w.unusable.items()
+    ]
     pair.bytes_read = {w.name: w.origin.bytes_read - before[w.name] for w in (first, second)}
     pair.seconds = time.monotonic() - started
     return pair
@@ -302,13 +307,20 @@ def shared_anchors(pair: Pair, rows_a: Array, rows_b: Array) -> tuple[Array, Arr
 def _other_scores(pair: Pair, rows_a: Array, rows_b: Array, progress: Progress) -> None:
     progress("invariant terms")
     at_a, at_b = shared_anchors(pair, rows_a, rows_b)
-    pair.other["ics"] = huref.ics(pair.a, pair.b, at_a, at_b, published=True)
-    pair.other["ics_canonical"] = huref.ics(pair.a, pair.b, at_a, at_b)
-    if _small(pair):
-        pair.other["ics_all_layers"] = huref.ics_all_layers(pair.a, pair.b, at_a, at_b)
-        pair.other["pcs_2d"], count = huref.pcs(huref.matched_matrices(pair.a, pair.b))
-        if not count:
-            del pair.other["pcs_2d"]
+    with np.errstate(over="ignore", invalid="ignore"):  # three matrices are multiplied: their scale is not bounded
+        found = {
+            "ics": huref.ics(pair.a, pair.b, at_a, at_b, published=True),
+            "ics_canonical": huref.ics(pair.a, pair.b, at_a, at_b),
+        }
+        if _small(pair):
+            found["ics_all_layers"] = huref.ics_all_layers(pair.a, pair.b, at_a, at_b)
+            value, count = huref.pcs(huref.matched_matrices(pair.a, pair.b))
+            found |= {"pcs_2d": value} if count else {}
+    for name, value in found.items():
+        if np.isfinite(value):
+            pair.other[name] = value
+        else:
+            pair.skipped.append(f"{SCORE_LABELS[name]}: the numbers are too large to multiply")
 
 
 @dataclass
@@ -367,10 +379,31 @@ def read_null(path: Path, kind: str) -> Null:
         raise Refused(f"{path}: not a null file of version {NULL_VERSION} (fathom lineage calibrate writes one)")
     if kind not in classes:
         raise Refused(f"{path}: no null for {kind}; it has {'; '.join(classes)}")
-    try:
-        return Null(f"{path.name} ({kind})", **classes[kind])
-    except TypeError:
-        raise Refused(f"{path}: class {kind} is malformed") from None
+    if not _is_null(classes[kind]):
+        raise Refused(f"{path}: class {kind} is malformed")
+    return Null(f"{path.name} ({kind})", **classes[kind])
+
+
+def _is_null(body: object) -> bool:
+    """Whether a class of a null file has the fields of one, each of its type."""
+
+    def numbers(value: object, depth: int = 1) -> bool:
+        if depth:
+            return isinstance(value, list) and all(numbers(item, depth - 1) for item in value)
+        return type(value) in (int, float) and bool(np.isfinite(value))  # type: ignore[call-overload]
+
+    def named(value: object, depth: int) -> bool:
+        return isinstance(value, dict) and all(numbers(item, depth) for item in value.values())
+
+    def count(value: object) -> bool:
+        return type(value) is int and value >= 0
+
+    if not isinstance(body, dict) or set(body) != {"scores", "witnesses", "z", "per_layer", "pairs", "models"}:
+        return False
+    counts = isinstance(body["witnesses"], list) and all(
+        map(count, [*body["witnesses"], body["pairs"], body["models"]])
+    )
+    return counts and named(body["scores"], 1) and named(body["per_layer"], 2) and numbers(body["z"], 2)
 
 
 def write_null(path: Path, groups: dict[str, list[Pair]]) -> dict[str, Any]:

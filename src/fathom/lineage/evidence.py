@@ -163,7 +163,7 @@ def neuron_responses(weights: Weights, index: int, probes: Array) -> Responses:
         for rows in chunks(weights.neurons(index), CHUNK_ROWS):
             piece = canonical.fold({role: weights.tensor(role, index, rows), **norms}, weights.geometry)[role]
             answers.append(piece @ scaled.T)
-            sizes.append(np.linalg.norm(piece, axis=1))
+            sizes.append(np.sqrt(np.einsum("ij,ij->i", piece, piece, dtype=np.float64)))
         out[role] = standardised_rows(np.concatenate(answers))
         up_norms = np.concatenate(sizes)
     return Responses(out.get("gate"), out["up"], up_norms)
@@ -180,15 +180,16 @@ def writers(weights: Weights, index: int, neurons: Array, up_norms: Array) -> Ar
     if weights.geometry.norm == "layer":
         out -= out.mean(0, keepdims=True)
     if weights.geometry.gated:
-        balance = np.sqrt(up_norms[neurons] / np.maximum(np.linalg.norm(out, axis=0), canonical.TINY))
+        sizes = np.sqrt(np.einsum("ij,ij->j", out, out, dtype=np.float64))
+        balance = np.sqrt(up_norms[neurons] / np.maximum(sizes, canonical.TINY))
         out *= balance.astype(out.dtype)
     return out
 
 
 def standardised_rows(rows: Array) -> Array:
     """Rows centred and of unit length, so that products are Pearson correlations."""
-    rows = rows - rows.mean(1, keepdims=True)
-    return rows / np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), canonical.TINY)
+    rows = rows - rows.mean(1, keepdims=True)  # the caller's are freed, where it holds none
+    return unit_rows(rows)
 
 
 @dataclass

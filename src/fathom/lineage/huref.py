@@ -16,7 +16,7 @@ import numpy as np
 
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import canonical
-from fathom.lineage.awm import CHUNK_ROWS, chunks, gathered
+from fathom.lineage.awm import CHUNK_ROWS, bounded, chunks, gathered
 from fathom.lineage.vocabulary import string_hash
 from fathom.lineage.weights import Layer, Weights
 
@@ -88,6 +88,7 @@ def standardised(term: Array) -> Array:
 
 def double_centred(term: Array) -> Array:
     """Rows and columns lose their means; Frobenius norm 1."""
+    term = bounded(term)
     term = term - term.mean(0, keepdims=True)
     term = term - term.mean(1, keepdims=True)
     return term / max(float(np.linalg.norm(term)), canonical.TINY)

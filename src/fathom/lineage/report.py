@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from typing import Any
 
@@ -28,7 +29,7 @@ def as_json(found: Comparison, portraits: dict[str, Array] | None = None, comman
     pair, verdict, null = found.pair, found.verdict, found.null
     models = (pair.b, pair.a) if pair.swapped else (pair.a, pair.b)
     covered, depth_a, depth_b = found.coverage
-    return {
+    body = {
         "fathom_lineage_report": SCHEMA,
         "tool": {"version": __version__, "numpy": np.__version__, "platform": platform.platform(), "command": command},
         "inputs": [_input(model, pair) for model in models],
@@ -64,6 +65,19 @@ def as_json(found: Comparison, portraits: dict[str, Array] | None = None, comman
         "portraits": {name: _portrait(z) for name, z in (portraits or {}).items()},
         "seconds": round(pair.seconds, 2),
     }
+    plain: dict[str, Any] = finite(body)
+    return plain
+
+
+def finite(value: Any) -> Any:
+    """Plain data without NaN and infinity, which JSON does not have: null stands for them."""
+    if isinstance(value, dict):
+        return {key: finite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _input(weights: Weights, pair: Pair) -> dict[str, Any]:

@@ -32,6 +32,7 @@ from fathom.lineage.layouts import Scheme, matching, parameter
 Layer = dict[str, Array]
 """The tensors of one layer by role; matrices are (out, in)."""
 
+LARGEST = 1e15  # beyond it products of weights overflow, in this program and in the model
 LATENT_ROLES = {"q": ("q", "q_a", "q_a_norm", "q_b"), "k": ("kv_a", "kv_a_norm", "kv_b")}
 
 
@@ -118,12 +119,29 @@ class Weights:
             rows: A slice or sorted row numbers; all rows by default.
         """
         if self.geometry.latent and role in {"q", "k", "v"}:
-            return self._latent(role, layer)
+            return self._usable(f"{role} of layer {layer}", self._latent(role, layer))
         view = self.views[role, layer]
         values = self._read(view, rows)
         return values + 1 if role.endswith("norm") and self.geometry.unit_offset else values
 
+    @property
+    def unusable(self) -> dict[str, int]:
+        """Tensors in which numbers were found that are none (not finite, or beyond 1e15), and how many in one read."""
+        found: dict[str, int] = self._known.setdefault("unusable", {})
+        return found
+
+    def _usable(self, name: str, values: Array) -> Array:
+        """The values with 0 in place of numbers that are none, which are remembered."""
+        if not values.size or max(float(values.max()), -float(values.min())) <= LARGEST:  # NaN compares false
+            return values
+        good = np.abs(values) <= LARGEST
+        self.unusable[name] = max(self.unusable.get(name, 0), int(values.size - good.sum()))
+        return np.where(good, values, values.dtype.type(0))
+
     def _read(self, view: View, rows: slice | Array | None) -> Array:
+        return self._usable(view.tensor, self._stored(view, rows))
+
+    def _stored(self, view: View, rows: slice | Array | None) -> Array:
         if view.item is not None:
             stored = self.store.read(view.tensor, [(view.item, view.item + 1)])[0]
             values = stored.T if view.transposed else stored
@@ -242,7 +260,9 @@ def resolve(
 
 
 def _decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The decoder's own block of a multimodal config."""
+    """The decoder's own block of a multimodal config, with what is used of it checked."""
+    if not isinstance(config.get("model_type", ""), str):
+        raise Refused(f"config.json: model_type {config['model_type']!r:.40}: wanted a name")
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
         if isinstance(config.get(key), Mapping):
             inner = config[key]
@@ -421,9 +441,7 @@ def _geometry(
     packing: str,
 ) -> Geometry:
     model_type = str(config.get("model_type", ""))
-    rope = config.get("rope_parameters")
-    partial = (rope.get("partial_rotary_factor") if isinstance(rope, Mapping) else None) or config.get("rotary_pct")
-    partial = partial or config.get("partial_rotary_factor") or 1.0
+    partial = _rotary_share(config)
     rotary = "none" if model_type in layouts.UNROTATED or config.get("alibi") is True else "half"
     if model_type in layouts.INTERLEAVED_ROTARY:
         rotary = "interleaved"
@@ -433,7 +451,7 @@ def _geometry(
     if down is not None:
         shape = names[down.tensor].shape[-2:]
         ffn = shape[0] if down.transposed else shape[1]
-    dim = sizes.latent[1] if sizes.latent else int(sizes.head_dim * float(partial)) // 2 * 2
+    dim = sizes.latent[1] if sizes.latent else int(sizes.head_dim * partial) // 2 * 2
     return Geometry(
         layers=count,
         width=sizes.width,
@@ -453,6 +471,20 @@ def _geometry(
         model_type=model_type,
         latent=sizes.latent if packing == "latent" else None,
     )
+
+
+def _rotary_share(config: Mapping[str, Any]) -> float:
+    """The share of a head's coordinates that rotate; all of them where nothing is said."""
+    rope = config.get("rope_parameters")
+    places = [(rope, "partial_rotary_factor")] if isinstance(rope, Mapping) else []
+    for place, key in [*places, (config, "rotary_pct"), (config, "partial_rotary_factor")]:
+        value = place.get(key)
+        if value is None or value == 0:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+            raise Refused(f"config.json: {key} {value!r:.40}: wanted a share between 0 and 1")
+        return float(value)
+    return 1.0
 
 
 def _check_shapes(weights: Weights) -> None:

@@ -1,0 +1,164 @@
+"""Weights that are not numbers and configs that are no configs: one line, no crash, and no hiding place."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from fathom.lineage import commands, evidence
+from fathom.lineage.weights import open_model
+from tests.lineage.zoo import build, save, tiny_config
+
+LAYER = "model.layers.1."
+TENSORS = (
+    "model.embed_tokens.weight",
+    "lm_head.weight",
+    "model.norm.weight",
+    LAYER + "input_layernorm.weight",
+    LAYER + "post_attention_layernorm.weight",
+    LAYER + "self_attn.q_proj.weight",
+    LAYER + "self_attn.k_proj.weight",
+    LAYER + "self_attn.v_proj.weight",
+    LAYER + "self_attn.o_proj.weight",
+    LAYER + "self_attn.q_norm.weight",
+    LAYER + "mlp.gate_proj.weight",
+    LAYER + "mlp.up_proj.weight",
+    LAYER + "mlp.down_proj.weight",
+)
+VALUES = (float("nan"), float("inf"), float("-inf"), 3e38, 1e14)
+
+
+def strict(text: str) -> Any:
+    def refuse(name: str) -> None:
+        raise ValueError(f"{name} is not JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("whole")
+    for name, seed in (("base", 0), ("control", 1), ("control2", 2)):
+        save(build(tiny_config("qwen3"), seed, torch.float32), root / name, 512)
+    return root
+
+
+def damaged(base: Path, out: Path, name: str, value: float, whole: bool = False) -> Path:
+    out.mkdir()
+    for file in ("config.json", "tokenizer.json"):
+        (out / file).write_bytes((base / "base" / file).read_bytes())
+    tensors = load_file(base / "base" / "model.safetensors")
+    tensors[name] = tensors[name].copy()
+    tensors[name][... if whole else (3,) * tensors[name].ndim] = value
+    save_file(tensors, out / "model.safetensors")
+    return out
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", VALUES)
+@pytest.mark.parametrize("name", TENSORS)
+def test_one_bad_number_neither_stops_nor_hides(base, tmp_path, name, value):
+    copy = damaged(base, tmp_path / "copy", name, value)
+    controls = [str(base / "control"), str(base / "control2")]
+    result = commands.compare(str(base / "base"), str(copy), control=controls, out=tmp_path / "out")
+    body = strict((tmp_path / "out" / "report.json").read_text())
+    assert result.exit_code == 0 and strict(json.dumps(body)) == body
+    said = [line for line in body["structure"]["skipped"] if name in line]
+    if value == 1e14:  # a number, if a silly one: used as it is, where one entry of a matrix may well drown the others
+        assert not said
+        return
+    assert body["verdict"]["label"] == evidence.SHARED
+    assert said and "1 value" in said[0] and said[0] in result.text
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", TENSORS)
+def test_a_tensor_without_numbers_is_named(base, tmp_path, name):
+    copy = damaged(base, tmp_path / "copy", name, float("nan"), whole=True)
+    result = commands.compare(str(base / "base"), str(copy), out=tmp_path / "out")
+    body = strict((tmp_path / "out" / "report.json").read_text())
+    assert any(name in line for line in body["structure"]["skipped"]) and result.exit_code == 0
+
+
+def test_huge_weights_are_weights(base, tmp_path):
+    """The residual stream a million million times as large is the same function, and the same lineage."""
+    out = tmp_path / "huge"
+    assert commands.attack(str(base / "base"), out, ["permute"]).exit_code == 0
+    for path in sorted(out.glob("*.safetensors")):
+        tensors = load_file(path)
+        for name in tensors:
+            if name.endswith(("embed_tokens.weight", "o_proj.weight", "down_proj.weight")):
+                tensors[name] = tensors[name] * np.float32(1e12)
+        save_file(tensors, path)
+    controls = [str(base / "control"), str(base / "control2")]
+    result = commands.compare(str(base / "base"), str(out), control=controls)
+    assert result.data["verdict"]["label"] == evidence.SHARED and not result.data["structure"]["skipped"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model_type": ["llama"]},
+        {"model_type": {"a": 1}},
+        {"model_type": 7},
+        {"partial_rotary_factor": "half"},
+        {"partial_rotary_factor": -1.0},
+        {"partial_rotary_factor": True},
+        {"rotary_pct": "0.25"},
+        {"rotary_pct": [1]},
+        {"rope_parameters": {"partial_rotary_factor": "x"}},
+        {"rope_parameters": {"partial_rotary_factor": float("nan")}},
+        {"text_config": {"model_type": []}},
+    ],
+    ids=str,
+)
+def test_an_odd_config_is_one_line(base, tmp_path, change):
+    copy = damaged(base, tmp_path / "copy", TENSORS[0], 0.0)
+    config = json.loads((copy / "config.json").read_text())
+    for key in change:
+        config.pop("rope_parameters" if "rotary" in key else key, None)
+    (copy / "config.json").write_text(json.dumps(config | change))
+    result = commands.compare(str(base / "base"), str(copy))
+    assert result.exit_code == 2 and "\n" not in result.text
+    assert result.text.startswith("refused: config.json: ")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scores": []},
+        {"scores": {"order": 1}},
+        {"scores": {"order": ["x"]}},
+        {"scores": {"order": [float("nan")]}},
+        {"witnesses": 3},
+        {"witnesses": ["3"]},
+        {"z": [1.0]},
+        {"per_layer": {"order": [1.0]}},
+        {"pairs": "many"},
+        {"models": -1},
+        {"extra": 1},
+    ],
+    ids=str,
+)
+def test_an_odd_null_file_is_one_line(base, tmp_path, change):
+    null = {"scores": {"order": [0.0, 0.1]}, "witnesses": [1], "z": [[0.1]], "per_layer": {}, "pairs": 2, "models": 3}
+    path = tmp_path / "null.json"
+    path.write_text(json.dumps({"fathom_null": 1, "classes": {"width 64/64, equal depth": null}}))
+    good = commands.compare(str(base / "base"), str(base / "control"), null=path)
+    assert good.exit_code == 0 and good.data["null"]["pairs"] == 2
+    path.write_text(json.dumps({"fathom_null": 1, "classes": {"width 64/64, equal depth": null | change}}))
+    result = commands.compare(str(base / "base"), str(base / "control"), null=path)
+    assert result.exit_code == 2 and "\n" not in result.text and "malformed" in result.text
+
+
+def test_reading_a_number_does_not_change_the_file(base, tmp_path):
+    copy = damaged(base, tmp_path / "copy", TENSORS[5], float("nan"))
+    weights = open_model(copy)
+    assert weights.unusable == {} and np.isfinite(weights.tensor("q", 1)).all()
+    assert weights.unusable == {TENSORS[5]: 1}
