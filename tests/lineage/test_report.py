@@ -299,7 +299,6 @@ def test_freivalds_accepts_the_truth_and_catches_one_changed_entry():
     draw = np.random.default_rng(0)
     factors = [draw.integers(-(1 << 16), 1 << 16, (20, 20)) for _ in range(3)]
     claim = factors[0].astype(object) @ factors[1].astype(object) @ factors[2].astype(object)
-    claim = np.array(claim % commitments.MODULUS, np.int64)
     assert commitments.freivalds(claim, factors, draw)
     claim[3, 4] += 1
     assert not commitments.freivalds(claim, factors, draw)

@@ -1,8 +1,9 @@
 """Commitments: a hash that fixes a model's weights today, so that a later claim can be checked by recomputation.
 
-A Merkle root over one leaf per tensor (SHA-256, names sorted). With a blinding key the leaves say nothing about the
-weights until the key is shown. Nothing here is zero-knowledge: whoever verifies must see the weights, or trust
-somebody who did. A commitment shows that *these* weights were held, not that they are the deployed or the first ones.
+A Merkle root over SHA-256 leaves: one per tensor, one for config.json and one for the tokenizer (of a GGUF file: what
+comes before its first tensor). With a blinding key the leaves say nothing about the weights until the key is shown.
+Nothing here is zero-knowledge: whoever verifies must see the weights, or trust somebody who did. A commitment shows
+that *these* weights were held, not that they are the deployed or the first ones.
 """
 
 from __future__ import annotations
@@ -10,24 +11,25 @@ from __future__ import annotations
 import hashlib
 import hmac
 import json
+import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from fathom._version import __version__
-from fathom.checkpoints.origin import Refused
-from fathom.checkpoints.tensors import AdapterStore, Array, TensorInfo
+from fathom.checkpoints.origin import LocalOrigin, Origin, Refused, safe_name
+from fathom.checkpoints.tensors import AdapterStore, Array, TensorInfo, TensorStore
 from fathom.lineage import huref
 from fathom.lineage.cards import sketches
 from fathom.lineage.weights import Weights
 
-VERSION = 1
+VERSION = 2
 CHUNK = 64 << 20
 SAME_SKETCH = 0.9999
-MODULUS = (1 << 31) - 1
+DRAWN = 1 << 31
 
 
 def leaf(weights: Weights, name: str, key: bytes = b"") -> bytes:
@@ -52,9 +54,72 @@ def merkle_root(leaves: Sequence[bytes]) -> bytes:
 
 
 def header_digest(tensors: Mapping[str, TensorInfo]) -> str:
-    """Hash of all names, types and shapes: cheap, and enough to tell two checkpoints apart by structure."""
+    """Hash of all names, types and shapes: it tells structures apart, not two models of one structure."""
     listed = [[name, tensors[name].dtype, list(tensors[name].shape)] for name in sorted(tensors)]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
+
+
+TOKENIZERS = ("tokenizer.json", "tokenizer.model", "qwen.tiktoken", "vocab.json")
+
+
+def files_of(weights: Weights) -> dict[str, tuple[Origin, str]]:
+    """The files a model is read from: weights, config, tokenizer; those below an adapter are marked so."""
+    store = weights.store
+    if isinstance(store, AdapterStore):
+        above = {name: (store.adapter.origin, name) for name in ("adapter_config.json", "adapter_model.safetensors")}
+        return above | {f"base: {name}": place for name, place in _files(store.base).items()}
+    return _files(store)
+
+
+def _files(store: TensorStore) -> dict[str, tuple[Origin, str]]:
+    origin = store.origin
+    names = {info.file for info in store.tensors.values()} | set(side_files(store))
+    return {name: (origin, name) for name in sorted(names)}
+
+
+def side_files(store: TensorStore) -> list[str]:
+    """The config and the tokenizer that are read beside the weights; a GGUF file holds its own."""
+    if all(info.file.endswith(".gguf") for info in store.tensors.values()):
+        return []
+    tokenizer = [name for name in TOKENIZERS if store.origin.exists(name)][:1]
+    return ["config.json", *tokenizer]
+
+
+def content(weights: Weights) -> dict[str, Any]:
+    """SHA-256 of every local file of a model, and a root over them; a repository's files are named by their commit."""
+    digests = {name: _digest(origin, file) for name, (origin, file) in files_of(weights).items()}
+    leaves = [hashlib.sha256(f"{name}\0{digest}".encode()).digest() for name, digest in digests.items() if digest]
+    whole = len(leaves) == len(digests)
+    return {"files": digests, "root": merkle_root(leaves).hex() if whole else None}
+
+
+def _digest(origin: Origin, file: str) -> str | None:
+    if not isinstance(origin, LocalOrigin):
+        return None
+    found = hashlib.sha256()
+    with open(origin.directory / safe_name(file), "rb") as stream:  # not in the ledger: nothing here is compared
+        while block := stream.read(CHUNK):
+            found.update(block)
+    return found.hexdigest()
+
+
+def file_leaf(store: TensorStore, name: str, key: bytes = b"") -> bytes:
+    """Hash of one side file, or of a GGUF file up to its first tensor; keyed if there is a key."""
+    stop = store.origin.size(name)
+    if name.endswith(".gguf"):
+        stop = min(info.start for info in store.tensors.values() if info.file == name)
+    head = name.encode()
+    digest = hashlib.sha256(b"\2" + len(head).to_bytes(8, "little") + head)
+    digest.update(store.origin.read(name, 0, stop))
+    return hmac.digest(key, digest.digest(), "sha256") if key else digest.digest()
+
+
+def leaves_of(weights: Weights, key: bytes = b"") -> dict[str, bytes]:
+    """One leaf per tensor, and one per file that says what the tensors mean."""
+    store = weights.store
+    files = side_files(store) or sorted({info.file for info in store.tensors.values()})
+    tensors = {name: leaf(weights, name, key) for name in sorted(store.tensors)}
+    return tensors | {f"file: {name}": file_leaf(store, name, key) for name in files}
 
 
 def commit(weights: Weights, blind: bool = False) -> tuple[dict[str, Any], str | None]:
@@ -67,12 +132,12 @@ def commit(weights: Weights, blind: bool = False) -> tuple[dict[str, Any], str |
     if isinstance(weights.store, AdapterStore):
         raise Refused("commit to the base and to the merged model; an adapter alone is not a model")
     key = secrets.token_bytes(32) if blind else b""
-    leaves = {name: leaf(weights, name, key) for name in sorted(weights.store.tensors)}
+    leaves = leaves_of(weights, key)
     body: dict[str, Any] = {
         "fathom_commitment": VERSION,
         "tool": __version__,
         "root": merkle_root(list(leaves.values())).hex(),
-        "tensors": len(leaves),
+        "tensors": len(weights.store.tensors),
         "blinded": blind,
     }
     if not blind:
@@ -87,6 +152,7 @@ class Verification:
 
     holds: bool
     findings: list[str]
+    not_recomputed: list[str] = field(default_factory=list)
 
 
 def verify(weights: Weights, body: Mapping[str, Any], key: str | None = None) -> Verification:
@@ -95,21 +161,26 @@ def verify(weights: Weights, body: Mapping[str, Any], key: str | None = None) ->
         raise Refused(f"not a commitment of version {VERSION}")
     if bool(body.get("blinded")) != bool(key):
         raise Refused("a blinded commitment needs its key, and only that")
-    secret = bytes.fromhex(key) if key else b""
-    leaves = {name: leaf(weights, name, secret) for name in sorted(weights.store.tensors)}
-    findings = []
+    if key and not re.fullmatch(r"[0-9a-f]{64}", key):
+        raise Refused("the key is not 32 bytes in hexadecimal")
+    leaves = leaves_of(weights, bytes.fromhex(key) if key else b"")
+    findings = _unfounded(body, len(weights.store.tensors))
     if merkle_root(list(leaves.values())).hex() != body["root"]:
-        findings.append("the root differs: these are not the committed weights")
-        said = body.get("leaves") if isinstance(body.get("leaves"), dict) else {}
-        changed = [name for name in leaves if said and said.get(name) != leaves[name].hex()]
-        missing = [name for name in said or {} if name not in leaves]
+        findings.append("the root differs: these are not the committed weights, config and tokenizer")
+        listed = body.get("leaves")
+        listed = listed if isinstance(listed, dict) else {}
+        changed = [name for name in leaves if listed and listed.get(name) != leaves[name].hex()]
+        missing = [name for name in listed if name not in leaves]
         findings += [
             f"{what}: {', '.join(map(str, some[:8]))}"
             for what, some in (("changed", changed), ("missing", missing))
             if some
         ]
-    if isinstance(body.get("sketch"), str):
-        published = np.frombuffer(bytes.fromhex(body["sketch"]), np.int8)
+    said = body.get("sketch")
+    if isinstance(said, str):
+        if not re.fullmatch(r"([0-9a-f]{2})*", said):
+            return Verification(False, [*findings, "the sketch is not hexadecimal"])
+        published = np.frombuffer(bytes.fromhex(said), np.int8)
         again = huref.quantised(sketches(weights)["z_last"])
         likeness = huref.sketch_cosine(published, again) if published.shape == again.shape else 0.0
         if likeness < SAME_SKETCH:
@@ -117,21 +188,43 @@ def verify(weights: Weights, body: Mapping[str, Any], key: str | None = None) ->
     return Verification(not findings, findings)
 
 
-def freivalds(claim: Array, factors: Sequence[Array], draw: np.random.Generator, rounds: int = 2) -> bool:
-    """Check an integer matrix product without multiplying: claim·r ≡ F₁(F₂(…r)) modulo 2³¹ − 1.
+def _unfounded(body: Mapping[str, Any], tensors: int) -> list[str]:
+    """What a commitment publishes beside its root and the root does not bear out."""
+    findings = (
+        [] if body.get("tensors") == tensors else [f"it speaks of {body.get('tensors')!r:.20} tensors, not {tensors}"]
+    )
+    if body.get("blinded"):
+        return findings
+    said = body.get("leaves")
+    if not isinstance(said, dict) or not said:
+        return [*findings, "it publishes no leaves"]
+    if not all(isinstance(value, str) and re.fullmatch(r"[0-9a-f]{64}", value) for value in said.values()):
+        return [*findings, "its leaves are not hashes"]
+    if merkle_root([bytes.fromhex(value) for value in said.values()]).hex() != body["root"]:
+        findings.append("its leaves do not give its root")
+    return findings
 
-    The verifier draws r after the claim is fixed; a wrong claim passes with probability (2³¹ − 1)^−rounds.
+
+def freivalds(claim: Array, factors: Sequence[Array], draw: np.random.Generator, rounds: int = 2) -> bool:
+    """Check an integer matrix product without multiplying: claim·r = F₁(F₂(…r)), over the integers.
+
+    The verifier draws r from [0, 2³¹) after the claim is fixed. A wrong claim differs from the product in a row
+    that is not zero, and such a row is orthogonal to r with probability at most 2⁻³¹ in each round.
     """
+    exact, chain = _integers(claim), [_integers(factor) for factor in factors]
     for _ in range(rounds):
-        vector: Array = np.asarray(draw.integers(0, MODULUS, claim.shape[1]))
+        vector: Array = draw.integers(0, DRAWN, exact.shape[1]).astype(object)
         right: Array = vector
-        for factor in reversed(factors):
-            right = _times(factor, right)
-        if not np.array_equal(_times(claim, vector), right):
+        for factor in reversed(chain):
+            right = factor @ right
+        if not np.array_equal(exact @ vector, right):
             return False
     return True
 
 
-def _times(matrix: Array, vector: Array) -> Array:
-    # residues are below 2³¹: products fit 64 bits if they are reduced before they are summed
-    return (matrix.astype(np.int64) % MODULUS * vector % MODULUS).sum(1) % MODULUS
+def _integers(matrix: Array) -> Array:
+    """The matrix in Python's integers, which do not overflow; anything else has no exact product."""
+    found: Array = np.asarray(matrix).astype(object)
+    if found.ndim != 2 or not all(type(value) is int for value in found.flat):
+        raise Refused("only products of integer matrices can be checked")
+    return found
