@@ -16,7 +16,7 @@ from rich.console import Console
 
 from fathom.checkpoints.origin import Refused, parse_json
 from fathom.cli.parser import Parser, add_parameters, call
-from fathom.lineage import attacks, cards, commitments, comparison, huref, page, report
+from fathom.lineage import attacks, cards, commitments, comparison, huref, page, report, verification
 from fathom.lineage.comparison import Options, measure, structure_class, write_null
 from fathom.lineage.evidence import probability
 from fathom.lineage.portrait import CAPTION, pixel_hash, pixels, png, sketch_hash, words
@@ -125,19 +125,24 @@ def compare(
     with _status(quiet) as say:
         models = [open_model(where, adapter_base, max_bytes) for where in (a, b)]
         found = comparison.compare(models[0], models[1], control, null, options, say)
-        drawn = report.portraits_of(found) if comparison.has_extras(found.pair, options) else None
-    body = report.as_json(found, drawn, page.command(found))
+        found.given = comparison.Given(null, adapter_base, max_bytes)
+        if out is not None:
+            say("hashes of the files")
+        body = report.made(found, page.command(found), hashed=out is not None)
     if out is not None:
-        _write_report(out, found, body, drawn)
+        _write_report(out, found, body)
     code = found.verdict.exit_code if exit_code else 0
     return Result(code, _summary(found), body)
 
 
-def _write_report(out: Path, found: comparison.Comparison, body: dict[str, Any], drawn: dict[str, Any] | None) -> None:
+def _write_report(out: Path, found: comparison.Comparison, body: dict[str, Any]) -> None:
+    drawn = {
+        name: cards.sketch_of({"sketches": {"z_last": item["sketch"]}}) for name, item in body["portraits"].items()
+    }
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / "report.json", json.dumps(body, indent=1, allow_nan=False) + "\n")
     write_atomically(out / "report.html", page.render(found, body, drawn))
-    for side, z in zip("ab", (drawn or {}).values(), strict=False):
+    for side, z in zip("ab", drawn.values(), strict=False):
         (out / f"portrait-{side}.png").write_bytes(png(pixels(z)))
 
 
@@ -276,41 +281,14 @@ def verify(statement: Path, a: str | None = None, key: Path | None = None) -> Re
         raise Refused(f"{statement}: no such file")
     body = parse_json(statement.read_bytes(), str(statement))
     if "fathom_lineage_report" in body:
-        done = _verify_report(body)
+        done = verification.verify(body)
     elif a is None:
         raise Refused("a commitment is checked against a model: name it")
     else:
         done = commitments.verify(open_model(a), body, key.read_text().strip() if key else None)
-    text = "holds" if done.holds else "does not hold\n" + "\n".join(f"- {line}" for line in done.findings)
-    return Result(0 if done.holds else 1, text, {"holds": done.holds, "findings": done.findings})
-
-
-def _verify_report(body: dict[str, Any]) -> commitments.Verification:
-    """Run the comparison of a report again and compare what it found."""
-    try:
-        origins = [(item["origin"], item["headers_sha256"]) for item in body["inputs"]]
-        options = Options(**{**body["options"], "align": tuple(body["options"]["align"])})
-        controls = [item["model"] for item in body["controls"]]
-        scores = {name: float(item["value"]) for name, item in body["scores"].items()}
-        label = body["verdict"]["label"]
-    except (KeyError, TypeError, ValueError) as error:
-        raise Refused(f"not a complete report: {error!r}") from None
-    models = [open_model(origin) for origin, _ in origins]
-    findings = [
-        f"{name}: its headers are not those of the report"
-        for (name, digest), model in zip(origins, models, strict=True)
-        if commitments.header_digest(model.store.tensors) != digest
-    ]
-    found = comparison.compare(models[0], models[1], controls, None, options)
-    for name, value in scores.items():
-        again = found.pair.value(name)
-        if again is None or abs(again - value) > 1e-3:
-            findings.append(
-                f"{name}: the report says {value:.4f}, recomputed {again if again is None else round(again, 4)}"
-            )
-    if found.verdict.label != label:
-        findings.append(f"verdict: the report says {label!r}, recomputed {found.verdict.label!r}")
-    return commitments.Verification(not findings, findings)
+    lines = ["holds" if done.holds else "does not hold", *(f"- {line}" for line in done.findings)]
+    lines += [f"not recomputed: {what}" for what in done.not_recomputed]
+    return Result(0 if done.holds else 1, "\n".join(lines), vars(done))
 
 
 def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 0, quiet: bool = False) -> Result:

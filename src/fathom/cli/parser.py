@@ -92,13 +92,19 @@ def add_parameters(parser: Parser, function: Callable[..., Any], *positional: st
         elif hints[name] is bool:
             parser.add_argument(flag, action="store_true", help=text)
         else:
-            parser.add_argument(flag, required=needed, nargs="+" if several else None, **settings)
+            # A list may be given in one go or one by one; its default is no part of what is given.
+            listed = {"nargs": "+", "action": "extend", "default": None} if several else {}
+            parser.add_argument(flag, required=needed, **(settings | listed))
 
 
 def call(function: Callable[..., Any], options: Namespace) -> Any:
     """Call a function with what `add_parameters` made of the words."""
     hints = typing.get_type_hints(function)
-    given = {name: getattr(options, name) for name in inspect.signature(function).parameters}
+    words = vars(options)
+    given = {
+        name: parameter.default if words[name] is None else words[name]
+        for name, parameter in inspect.signature(function).parameters.items()
+    }
     for name, value in given.items():
         try:
             given[name] = convert(hints[name], value) if isinstance(value, str) else value

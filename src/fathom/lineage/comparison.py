@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import copy
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -334,6 +336,7 @@ class Null:
     per_layer: dict[str, list[list[float]]]
     pairs: int
     models: int
+    file: dict[str, Any] | None = None  # path, sha256 and the part that was used
 
     def rate(self) -> float:
         """Poisson rate for T2: max(3, upper 95 % limit of the controls' mean)."""
@@ -373,7 +376,8 @@ def read_null(path: Path, kind: str) -> Null:
     """The part of a calibration file that matches a structure class."""
     if not path.is_file():
         raise Refused(f"{path}: no such null file")
-    body = parse_json(path.read_bytes(), str(path))
+    raw = path.read_bytes()
+    body = parse_json(raw, str(path))
     classes = body.get("classes")
     if body.get("fathom_null") != NULL_VERSION or not isinstance(classes, dict):
         raise Refused(f"{path}: not a null file of version {NULL_VERSION} (fathom lineage calibrate writes one)")
@@ -381,7 +385,8 @@ def read_null(path: Path, kind: str) -> Null:
         raise Refused(f"{path}: no null for {kind}; it has {'; '.join(classes)}")
     if not _is_null(classes[kind]):
         raise Refused(f"{path}: class {kind} is malformed")
-    return Null(f"{path.name} ({kind})", **classes[kind])
+    file = {"path": str(path), "sha256": hashlib.sha256(raw).hexdigest(), "class": classes[kind]}
+    return Null(f"{path.name} ({kind})", **copy.deepcopy(classes[kind]), file=file)
 
 
 def _is_null(body: object) -> bool:
@@ -411,10 +416,25 @@ def write_null(path: Path, groups: dict[str, list[Pair]]) -> dict[str, Any]:
     classes = {}
     for kind, pairs in groups.items():
         null = null_of(pairs, "", len({w.name for pair in pairs for w in (pair.a, pair.b)}))
-        classes[kind] = {key: value for key, value in vars(null).items() if key != "origin"}
+        classes[kind] = {key: value for key, value in vars(null).items() if key not in {"origin", "file"}}
     body = {"fathom_null": NULL_VERSION, "classes": classes}
     write_json(path, body)
     return body
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a comparison was given besides models and options; a report repeats it.
+
+    Attributes:
+        null: A calibration file.
+        adapter_base: Base model of adapters that name none.
+        max_bytes: Limit on what is read from either model.
+    """
+
+    null: Path | None = None
+    adapter_base: str | None = None
+    max_bytes: int | None = None
 
 
 @dataclass
@@ -430,12 +450,13 @@ class Comparison:
     coverage: tuple[int, int, int]  # layers with evidence, layers of A, layers of B (as scored)
     options: Options
     blocks: list[str]
+    given: Given = Given()
 
 
 def compare(
     a: Weights,
     b: Weights,
-    controls: Sequence[str | Path] = (),
+    controls: Sequence[str | Path | Weights] = (),
     null_file: Path | None = None,
     options: Options | None = None,
     progress: Progress = lambda _: None,
@@ -454,8 +475,8 @@ def compare(
     pair = measure(a, b, options, progress)
     measured: list[tuple[str, list[Pair]]] = []
     for where in controls:
-        other = open_model(where)
-        name = str(where)
+        other = where if isinstance(where, Weights) else open_model(where)
+        name = other.name
         measured.append(
             (name, [measure(w, other, options, lambda at, n=name: progress(f"control {n}: {at}")) for w in (a, b)])  # type: ignore[misc]
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import shlex
 from typing import Any
 
 import numpy as np
@@ -57,11 +58,12 @@ def _model(item: dict[str, Any]) -> dict[str, str]:
     shape = item["structure"]
     revision = f" at {item['revision']}" if item["revision"] else ""
     outline = f"{shape['model_type']}: {shape['layers']} layers, width {shape['width']}, "
+    root = (item["content"] or {}).get("root")
     return {
         "name": item["origin"] + revision,
         "outline": outline + f"{shape['heads']} heads on {shape['kv_heads']} keys",
         "read": f"{size(item['bytes_read'])} read, {size(item['file_bytes'])} in all",
-        "digest": item["headers_sha256"][:16],
+        "digest": root[:16] if root else "",
     }
 
 
@@ -207,12 +209,29 @@ def _facts(found: Comparison, body: dict[str, Any]) -> list[str]:
 
 def command(found: Comparison) -> str:
     """The command line that makes this report again."""
-    pair, options = found.pair, found.options
+    pair, options, given = found.pair, found.options, found.given
     first, second = (pair.b, pair.a) if pair.swapped else (pair.a, pair.b)
-    words = ["fathom lineage compare", first.name, second.name, f"--mode {options.mode}", f"--seed {options.seed}"]
-    words += [f"--control {name}" for name, _ in found.controls]
+    words = [
+        "fathom",
+        "lineage",
+        "compare",
+        first.name,
+        second.name,
+        "--mode",
+        options.mode,
+        "--seed",
+        str(options.seed),
+    ]
+    if found.controls:
+        words += ["--control", *(name for name, _ in found.controls)]
     if options.align != ALIGNMENTS:
-        words.append(f"--align {','.join(options.align)}")
-    if options.layers is not None:
-        words.append(f"--layers {options.layers}")
-    return " ".join(words + (["--reorder"] if options.reorder else []))
+        words += ["--align", *options.align]
+    for flag, value in (
+        ("--layers", options.layers),
+        ("--null", given.null),
+        ("--adapter-base", given.adapter_base),
+        ("--max-bytes", given.max_bytes),
+    ):
+        if value is not None:
+            words += [flag, str(value)]
+    return shlex.join(words + (["--reorder"] if options.reorder else []))

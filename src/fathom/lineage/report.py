@@ -11,11 +11,11 @@ import numpy as np
 from fathom._version import __version__
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import cards, evidence, huref, portrait
-from fathom.lineage.commitments import header_digest
-from fathom.lineage.comparison import SCORE_LABELS, Comparison, Pair
+from fathom.lineage.commitments import content, header_digest
+from fathom.lineage.comparison import SCORE_LABELS, Comparison, Pair, has_extras
 from fathom.lineage.weights import Weights
 
-SCHEMA = 1
+SCHEMA = 2
 CANONICAL_STEPS = (
     "norm gains folded into the readers that follow them",
     "query/key scale balanced per rotary plane (q/k-norm: per head and plane; no rotary: per head)",
@@ -24,7 +24,21 @@ CANONICAL_STEPS = (
 )
 
 
-def as_json(found: Comparison, portraits: dict[str, Array] | None = None, command: str = "") -> dict[str, Any]:
+def made(found: Comparison, command: str, hashed: bool) -> dict[str, Any]:
+    """The report with its portraits, where the comparison has any.
+
+    Args:
+        found: A comparison.
+        command: The command line that makes it again.
+        hashed: Hash the files of all models, so that `verify` can tell them from others.
+    """
+    drawn = portraits_of(found) if has_extras(found.pair, found.options) else None
+    return as_json(found, drawn, command, hashed)
+
+
+def as_json(
+    found: Comparison, portraits: dict[str, Array] | None = None, command: str = "", hashed: bool = False
+) -> dict[str, Any]:
     """The whole report as plain data."""
     pair, verdict, null = found.pair, found.verdict, found.null
     models = (pair.b, pair.a) if pair.swapped else (pair.a, pair.b)
@@ -32,7 +46,8 @@ def as_json(found: Comparison, portraits: dict[str, Array] | None = None, comman
     body = {
         "fathom_lineage_report": SCHEMA,
         "tool": {"version": __version__, "numpy": np.__version__, "platform": platform.platform(), "command": command},
-        "inputs": [_input(model, pair) for model in models],
+        "inputs": [_input(model, pair, hashed) for model in models],
+        "given": {**vars(found.given), "null": str(found.given.null) if found.given.null else None},
         "base": pair.a.name,
         "structure": {
             "paired_by": pair.pairing,
@@ -48,10 +63,8 @@ def as_json(found: Comparison, portraits: dict[str, Array] | None = None, comman
         "options": vars(found.options),
         "scores": {name: _score(pair, name) for name in SCORE_LABELS if pair.value(name) is not None},
         "tests": [vars(test) for test in found.tests],
-        "controls": [{"model": name, "scores": [_values(p) for p in pairs]} for name, pairs in found.controls],
-        "null": None
-        if null is None
-        else {"origin": null.origin, "pairs": null.pairs, "models": null.models, "scores": null.scores},
+        "controls": [_control(name, pairs, hashed) for name, pairs in found.controls],
+        "null": null and vars(null),
         "bounds": bounds(found),
         "tampering": found.tampering,
         "verdict": {
@@ -62,7 +75,7 @@ def as_json(found: Comparison, portraits: dict[str, Array] | None = None, comman
             "minimum_detectable_drift": verdict.drift,
             "not_claimed": list(verdict.not_claimed),
         },
-        "portraits": {name: _portrait(z) for name, z in (portraits or {}).items()},
+        "portraits": {name: portrait_of(z) for name, z in (portraits or {}).items()},
         "seconds": round(pair.seconds, 2),
     }
     plain: dict[str, Any] = finite(body)
@@ -80,11 +93,21 @@ def finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _input(weights: Weights, pair: Pair) -> dict[str, Any]:
+def _identity(weights: Weights, hashed: bool) -> dict[str, Any]:
+    """What fixes a model: a commit, or the hashes of its files."""
+    return {"revision": weights.origin.revision, "content": content(weights) if hashed else None}
+
+
+def _control(name: str, pairs: list[Pair], hashed: bool) -> dict[str, Any]:
+    control = pairs[0].a if pairs[0].a.name == name else pairs[0].b
+    return {"model": name, **_identity(control, hashed), "scores": [_values(p) for p in pairs]}
+
+
+def _input(weights: Weights, pair: Pair, hashed: bool) -> dict[str, Any]:
     g = weights.geometry
     return {
         "origin": weights.name,
-        "revision": weights.origin.revision,
+        **_identity(weights, hashed),
         "headers_sha256": header_digest(weights.store.tensors),
         "file_bytes": weights.file_bytes,
         "bytes_read": pair.bytes_read.get(weights.name, 0),
@@ -111,7 +134,8 @@ def _values(pair: Pair) -> dict[str, float]:
     return {name: value for name in SCORE_LABELS if (value := pair.value(name)) is not None}
 
 
-def _portrait(z: Array) -> dict[str, Any]:
+def portrait_of(z: Array) -> dict[str, Any]:
+    """A sketch, and what is made of it alone."""
     image = portrait.pixels(z)
     return {
         "pixels_sha256": portrait.pixel_hash(image),

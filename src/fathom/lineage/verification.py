@@ -1,0 +1,172 @@
+"""Check a report by making it again: the files by their hashes, every number and sentence by recomputation."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fathom.checkpoints.origin import Refused
+from fathom.lineage import comparison, huref, page, report
+from fathom.lineage.cards import sketch_of
+from fathom.lineage.commitments import SAME_SKETCH, Verification
+from fathom.lineage.comparison import Given, Options
+from fathom.lineage.weights import Weights, open_model
+
+SCORE, DRIFT = 1e-3, 0.05  # how far scores and statistics, and the drift, may be apart
+P, PRINTED_P = 0.01, 0.1  # and logarithms of p: as a number, and as printed in a sentence with two digits
+COSTS = {"bytes_read", "seconds"}
+MADE = {"version", "numpy", "platform"}
+SENTENCES = {"sentence", "reasons", "skipped", "tampering", "null", "note", "per_layer"}
+_NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+def verify(body: dict[str, Any]) -> Verification:
+    """Make a report again from the models it names, and list what differs and what was not recomputed."""
+    if body.get("fathom_lineage_report") != report.SCHEMA:
+        raise Refused(f"not a report of version {report.SCHEMA}: earlier ones hold no hashes of the files")
+    try:
+        given = Given(**{**body["given"], "null": body["given"]["null"] and Path(body["given"]["null"])})
+        options = Options(**{**body["options"], "align": tuple(body["options"]["align"])})
+        first, second = (_opened(item, given) for item in body["inputs"])
+        controls = [_opened(item, Given()) for item in body["controls"]]
+    except Refused:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise Refused(f"not a complete report: {error!r}") from None
+    found = comparison.compare(first, second, controls, given.null, options)
+    found.given = given
+    again = report.made(found, page.command(found), hashed=True)
+    findings = [*unidentified(body), *differences(body, again)]
+    return Verification(not findings, findings, not_recomputed(body))
+
+
+def _opened(item: dict[str, Any], given: Given) -> Weights:
+    """A model under the name that the report gives it, a repository's at the commit that the report gives it."""
+    name, revision = str(item.get("origin", item.get("model"))), item["revision"]
+    where = name if revision is None else f"{name.partition('@')[0]}@{revision}"
+    return replace(open_model(where, given.adapter_base, given.max_bytes), name=name)
+
+
+def _models(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+    for item in [*body["inputs"], *body["controls"]]:
+        yield str(item.get("origin", item.get("model"))), item
+
+
+def _is_commit(revision: object) -> bool:
+    return isinstance(revision, str) and bool(re.fullmatch(r"[0-9a-f]{40}", revision))
+
+
+def unidentified(body: dict[str, Any]) -> list[str]:
+    """Models that nothing in the report fixes: neither hashes of their files nor a commit."""
+    return [
+        f"{name}: the report holds neither hashes of its files nor a commit"
+        for name, item in _models(body)
+        if not (isinstance(item.get("content"), dict) and item["content"].get("root"))
+        and not _is_commit(item["revision"])
+    ]
+
+
+def not_recomputed(body: dict[str, Any]) -> list[str]:
+    """What a report says that making it again cannot check."""
+    out = [
+        "versions and platform, seconds, bytes read: of the run that made the report",
+        "report.html and the pictures",
+    ]
+    if body["given"]["null"]:
+        out.append("what the null file says of its models: the file itself is checked by its SHA-256")
+    out += [
+        f"{name}: the files behind commit {item['revision']}, for which the endpoint answers"
+        for name, item in _models(body)
+        if _is_commit(item["revision"])
+    ]
+    return out
+
+
+def differences(said: dict[str, Any], again: dict[str, Any]) -> list[str]:
+    """Every entry of a report that does not come out again, by its path."""
+    known = {key: value for key, value in said.items() if key != "portraits"}
+    found = list(_differences(known, {key: value for key, value in again.items() if key != "portraits"}, ()))
+    return [*found, *_portraits(said.get("portraits"), again["portraits"])]
+
+
+def _differences(said: Any, again: Any, path: tuple[str, ...]) -> Iterator[str]:
+    if path and (path[-1] in COSTS or (path[0] == "tool" and path[-1] in MADE)):
+        return
+    where = ".".join(path)
+    if isinstance(said, dict) and isinstance(again, dict):
+        for key in [*again, *(key for key in said if key not in again)]:
+            if key not in said or key not in again:
+                yield f"{'.'.join((*path, key))}: {'not in the report' if key not in said else 'not found again'}"
+            else:
+                yield from _differences(said[key], again[key], (*path, key))
+    elif isinstance(said, list) and isinstance(again, list) and len(said) == len(again):
+        for place, (one, other) in enumerate(zip(said, again, strict=True)):
+            yield from _differences(one, other, (*path, str(place)))
+    elif not _same(said, again, path):
+        yield f"{where}: the report says {_short(said)}, recomputed {_short(again)}"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else f"{value!r:.100}"
+
+
+def _same(said: Any, again: Any, path: tuple[str, ...]) -> bool:
+    numbers = [isinstance(value, int | float) and not isinstance(value, bool) for value in (said, again)]
+    if all(numbers):
+        return _close(float(said), float(again), path) if float in (type(said), type(again)) else bool(said == again)
+    if isinstance(said, str) and isinstance(again, str) and SENTENCES & set(path):
+        return _same_sentence(said, again)
+    return type(said) is type(again) and bool(said == again)
+
+
+def _close(said: float, again: float, path: tuple[str, ...]) -> bool:
+    if path[-1] in {"p", "corrected", "false_positive_rate_below"}:
+        return _close_p(said, again)
+    if path[-1] == "minimum_detectable_drift":
+        return abs(said - again) <= DRIFT * abs(again)
+    return abs(said - again) <= SCORE * max(1.0, abs(again))
+
+
+def _close_p(said: float, again: float, slack: float = P) -> bool:
+    if min(said, again) <= 0:
+        return said == again
+    apart = abs(math.log(said) - math.log(again))
+    return apart <= slack + 0.005 * abs(math.log(again))
+
+
+def _same_sentence(said: str, again: str) -> bool:
+    """The same words around numbers that are close: the last printed digit may differ between machines."""
+    if _NUMBER.sub("#", said) != _NUMBER.sub("#", again):
+        return False
+    for one, other in zip(_NUMBER.findall(said), _NUMBER.findall(again), strict=True):
+        x, y = (float(text.replace(",", "")) for text in (one, other))
+        if "e" in one + other:
+            close = _close_p(abs(x), abs(y), PRINTED_P)
+        else:
+            close = x == y if "." not in one + other else abs(x - y) <= 2 * SCORE * max(1.0, abs(y))
+        if not close:
+            return False
+    return True
+
+
+def _portraits(said: Any, again: dict[str, Any]) -> Iterator[str]:
+    """Sketches by cosine, since rounding differs between machines; words and hashes as made of the stated sketch."""
+    if not isinstance(said, dict) or list(said) != list(again):
+        yield "portraits: not of the two models"
+        return
+    for name, item in said.items():
+        try:
+            sketch = sketch_of({"sketches": {"z_last": item["sketch"]}})
+            stated = report.portrait_of(sketch)
+        except (KeyError, TypeError, ValueError, IndexError):
+            yield f"portraits.{name}: no sketch"
+            continue
+        likeness = huref.sketch_cosine(sketch, sketch_of({"sketches": {"z_last": again[name]["sketch"]}}))
+        if len(sketch) != huref.SKETCH or likeness < SAME_SKETCH:
+            yield f"portraits.{name}: the sketch differs, cosine {likeness:.4f}"
+        if stated != item:
+            yield f"portraits.{name}: words or hashes are not those of its sketch"

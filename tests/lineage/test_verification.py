@@ -1,0 +1,222 @@
+"""`verify` holds for the truth and for nothing else: other files, other numbers, other words."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import json
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+
+from fathom.cli import main
+from fathom.lineage import commands, verification
+from tests.lineage.zoo import build, save, tiny_config
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base, a fine-tuned copy, three strangers, an adapter that names no base, a null file."""
+    root = tmp_path_factory.mktemp("family")
+    for seed, name in enumerate(("base", "copy", "control", "control two", "stranger")):
+        save(build(tiny_config("qwen3"), max(seed - 1, 0), torch.float32), root / name, 512)
+    tensors = load_file(root / "copy" / "model.safetensors")
+    draw = np.random.default_rng(0)
+    for name in tensors:
+        noise = draw.normal(size=tensors[name].shape).astype(np.float32)
+        tensors[name] = tensors[name] + 0.1 * tensors[name].std() * noise
+    save_file(tensors, root / "copy" / "model.safetensors")
+    (root / "adapter").mkdir()
+    part = "base_model.model.model.layers.1.self_attn.q_proj"
+    low = {f"{part}.lora_A.weight": (4, 64), f"{part}.lora_B.weight": (64, 4)}
+    save_file(
+        {name: draw.normal(size=shape).astype(np.float32) for name, shape in low.items()},
+        root / "adapter" / "adapter_model.safetensors",
+    )
+    (root / "adapter" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 4, "lora_alpha": 8}))
+    commands.calibrate([str(root / name) for name in ("control", "control two", "stranger")], root / "null.json")
+    return root
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "controls": {"a": "copy", "b": "base", "control": ["control", "control two"]},
+    "null": {"a": "copy", "b": "base", "null": "null.json", "align": ["lap"], "layers": 2, "max_bytes": 10**9},
+    "adapter": {"a": "adapter", "b": "stranger", "adapter_base": "base", "mode": "exact", "seed": 3, "reorder": True},
+}
+
+
+def given(family: Path, case: str) -> dict[str, Any]:
+    places = {"a", "b", "control", "null", "adapter_base"}
+    out: dict[str, Any] = {}
+    for key, value in CASES[case].items():
+        out[key] = value
+        if key in places:
+            out[key] = [str(family / v) for v in value] if isinstance(value, list) else str(family / value)
+    return out | ({"null": Path(out["null"])} if "null" in out else {})
+
+
+@pytest.fixture(scope="module")
+def reports(family: Path) -> dict[str, Path]:
+    out = {}
+    for case in CASES:
+        assert commands.compare(**given(family, case), out=family / f"report-{case}").exit_code == 0
+        out[case] = family / f"report-{case}" / "report.json"
+    return out
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_report_holds(reports, case):
+    result = commands.verify(reports[case])
+    assert result.exit_code == 0, result.text
+    assert result.text.splitlines()[0] == "holds" and "not recomputed: versions and platform" in result.text
+    assert ("null file" in result.text) == (case == "null")
+
+
+def leaves(value: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[tuple[str | int, ...], Any]]:
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else None
+    if items is None:
+        yield path, value
+    else:
+        for key, item in items:
+            yield from leaves(item, (*path, key))
+
+
+def forged(value: Any, name: str | int) -> Any:
+    if isinstance(value, bool) or value is None:
+        return not value
+    if isinstance(value, int):
+        return value + 1
+    if isinstance(value, float):
+        is_p = name in {"p", "corrected", "false_positive_rate_below"}
+        return 0.98 * value**1.03 + 1e-300 if is_p else value + 0.07 * max(1, abs(value))
+    digits = [i for i, c in enumerate(value) if c.isdigit()]
+    return value + " These weights were stolen." if not digits else value[: digits[0]] + "9999" + value[digits[0] :]
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_entry_is_checked_or_named_as_not(reports, case):
+    """Each number, word and flag of a report changed in turn: all are noticed but those that are said not to be."""
+    body = json.loads(reports[case].read_text()) | {"portraits": {}}
+    assert verification.differences(body, body) == []
+    free = set()
+    for path, value in leaves(body):
+        changed = copy.deepcopy(body)
+        place: Any = changed
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = forged(value, path[-1])
+        if not verification.differences(changed, body):
+            free.add(path[-1])
+        del place[path[-1]]
+        if path[-1] in free:
+            continue
+        assert verification.differences(changed, body), path
+    assert free == {"version", "numpy", "platform", "bytes_read", "seconds"}
+
+
+@pytest.mark.parametrize("entry", ["pixels_sha256", "sketch_sha256", "words", "sketch"])
+def test_portraits_are_checked(reports, entry):
+    body = json.loads(reports["controls"].read_text())
+    first, second = body["portraits"].values()
+    changed = copy.deepcopy(body)
+    next(iter(changed["portraits"].values()))[entry] = second[entry]
+    assert first[entry] != second[entry] and verification.differences(changed, body)
+    assert verification.differences(body | {"portraits": {}}, body)
+
+
+FORGERIES = {
+    "p-values": lambda body: [test.update(p=1e-300, corrected=1e-300, statistic=4096) for test in body["tests"]],
+    "sentence": lambda body: body["verdict"].update(sentence="These weights were stolen."),
+    "tampering": lambda body: body["tampering"].append("made up"),
+    "revision": lambda body: body["inputs"][0].update(revision="deadbeef"),
+    "hash": lambda body: body["inputs"][0]["content"]["files"].update({"model.safetensors": "0" * 64}),
+    "no hash": lambda body: body["inputs"][0].update(content=None),
+    "command": lambda body: body["tool"].update(command="rm -r /"),
+    "nan": lambda body: body["scores"]["awm"].update(value=float("nan")),
+    "control": lambda body: body["controls"].pop(),
+}
+
+
+@pytest.mark.parametrize("name", FORGERIES)
+def test_a_forged_report_does_not_hold(reports, tmp_path, name):
+    body = json.loads(reports["controls"].read_text())
+    FORGERIES[name](body)
+    (tmp_path / "forged.json").write_text(json.dumps(body))
+    result = commands.verify(tmp_path / "forged.json")
+    assert result.exit_code in {1, 2}, result.text
+    assert "holds" not in result.text.splitlines()[0]
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+@pytest.mark.parametrize("model", ["base", "control"])
+def test_other_files_under_the_same_name_fail(family, reports, model, file):
+    path = family / model / file
+    kept = path.read_bytes()
+    try:
+        if file == "model.safetensors":
+            tensors = load_file(path)
+            # a stranger's numbers, and one number alone in a tensor that no score looks at
+            path.write_bytes((family / "stranger" / file).read_bytes())
+            assert commands.verify(reports["controls"]).exit_code == 1
+            tensors["model.norm.weight"][0] *= 1.001
+            save_file(tensors, path)
+        else:
+            path.write_bytes(kept + b"\n")
+        result = commands.verify(reports["controls"])
+        assert result.exit_code == 1 and file in result.text
+    finally:
+        path.write_bytes(kept)
+    assert commands.verify(reports["controls"]).exit_code == 0
+
+
+def test_another_null_file_or_none_fails(family, reports):
+    path = family / "null.json"
+    kept = path.read_text()
+    try:
+        path.write_text(kept + " ")
+        result = commands.verify(reports["null"])
+        assert result.exit_code == 1 and "null.file.sha256" in result.text
+        path.unlink()
+        assert commands.verify(reports["null"]).exit_code == 2
+    finally:
+        path.write_text(kept)
+
+
+def test_reports_without_hashes_or_of_old_are_no_proof(family, tmp_path):
+    body = commands.compare(str(family / "copy"), str(family / "base")).data
+    (tmp_path / "bare.json").write_text(json.dumps(body))
+    result = commands.verify(tmp_path / "bare.json")
+    assert result.exit_code == 1 and "neither hashes of its files nor a commit" in result.text
+    (tmp_path / "old.json").write_text(json.dumps(body | {"fathom_lineage_report": 1}))
+    assert "not a report of version" in commands.verify(tmp_path / "old.json").text
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_the_printed_command_is_what_was_given(family, reports, case, monkeypatch):
+    """The command in a report, parsed by the command line itself, asks for the same comparison."""
+    words = shlex.split(json.loads(reports[case].read_text())["tool"]["command"])
+    asked: dict[str, Any] = {}
+
+    @functools.wraps(commands.compare)
+    def record(**arguments: Any) -> commands.Result:
+        asked.update(arguments)
+        return commands.Result(0, "")
+
+    monkeypatch.setattr(commands, "compare", record)
+    assert words[0] == "fathom" and main(words[1:]) == 0
+    defaults = {n: p.default for n, p in inspect.signature(record).parameters.items()}
+    want = defaults | given(family, case)
+    assert {n: list(v) if isinstance(v, tuple) else v for n, v in asked.items()} == {
+        n: list(v) if isinstance(v, tuple) else v for n, v in want.items()
+    }
+    if case == "controls":  # given one by one, no control is lost
+        at = words.index("--control")
+        assert main([*words[1 : at + 2], "--control", *words[at + 2 :]]) == 0
+        assert list(asked["control"]) == want["control"]
