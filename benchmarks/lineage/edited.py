@@ -109,6 +109,28 @@ def kept_neurons(model: Checkpoint, share: float) -> Checkpoint:
     return out
 
 
+def padded_neurons(model: Checkpoint, share: float) -> Checkpoint:
+    """Zero neurons behind the others, as where a quantiser wants widths that are multiples of its group."""
+    more = int(share * model.config["intermediate_size"])
+
+    def wider(name: str, tensor: Tensor) -> Tensor:
+        if name.endswith(("gate_proj.weight", "up_proj.weight")):
+            return torch.cat([tensor, tensor.new_zeros(more, tensor.shape[1])])
+        return (
+            torch.cat([tensor, tensor.new_zeros(len(tensor), more)], 1) if name.endswith("down_proj.weight") else tensor
+        )
+
+    out = model.map(wider)
+    out.config["intermediate_size"] += more
+    return out
+
+
+def stored_head(model: Checkpoint) -> Checkpoint:
+    """A tied model that stores its embedding a second time, as the head."""
+    tensors = model.tensors | {"lm_head.weight": model.tensors["model.embed_tokens.weight"].clone()}
+    return Checkpoint(dict(model.config), tensors, model.tokenizer)
+
+
 def kept_heads(model: Checkpoint, kv_heads: int) -> Checkpoint:
     """Head pruning: the first `kv_heads` key heads and the query heads that meet them."""
     dim, group = model.config["head_dim"], model.config["num_attention_heads"] // model.config["num_key_value_heads"]

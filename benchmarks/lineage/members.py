@@ -62,6 +62,7 @@ def bases() -> Iterator[Member]:
     yield Member("mha", "base", BASE, ("mha",), lambda shop: every_head(shop, "mha", 9), "library", "mha")
     yield one("tied", 10, shape="tied", tie_word_embeddings=True)
     yield one("retokenized", 11, "library-cut-otherwise")
+    yield one("tied-2", 14, shape="tied", tie_word_embeddings=True)
     yield distillate("a-student", 12, "library")
     yield distillate("a-student-other", 13, "headers")
 
@@ -162,6 +163,24 @@ def cut(root: str, size: Size) -> Iterator[Member]:
     )  # fmt: skip
 
 
+STORED, PADDED = "tied, head stored", "zero-padded"
+ALIKE = (STORED, PADDED)  # strangers that were treated alike: every two of a kind are compared
+
+
+def treated_alike() -> Iterator[Member]:
+    """Bases that nothing relates, changed in the same way: what is alike in them is no lineage."""
+    for root in ("tied", "tied-2"):
+        yield written(f"{root}-stored", STORED, DERIVED, (root,), lambda s, root=root: edited.stored_head(s.read(root)))  # type: ignore[misc]
+    for root in ("a", "b"):
+        yield written(
+            f"{root}-padded",
+            PADDED,
+            DERIVED,
+            (root,),
+            lambda s, root=root: edited.padded_neurons(s.read(root), 0.25),  # type: ignore[misc]
+        )
+
+
 def mixed(size: Size) -> Iterator[Member]:
     """Merges, models with parts of others, pruned models that recovered, and the same seed on other data."""
 
@@ -230,4 +249,4 @@ def members(size: Size) -> list[Member]:
     """All of them; nobody comes before what it is made from."""
     out = [*bases(), *learned("a", "headers"), *learned("e", "library"), *cut("a", size)]
     out += [m for root in ("e", "tied", "muon", "wide") for m in cut(root, size)]
-    return [*out, *mixed(size), *disguised()]
+    return [*out, *treated_alike(), *mixed(size), *disguised()]

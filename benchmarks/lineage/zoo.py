@@ -25,7 +25,7 @@ import baselines
 import figures
 import numpy as np
 import torch
-from members import BASE, DERIVED, DISTILLED, PART, SEED, SIZES, STRESS, Member, members
+from members import ALIKE, BASE, DERIVED, DISTILLED, PART, SEED, SIZES, STRESS, Member, members
 from trained import Workshop
 
 from fathom.lineage import Weights, comparison, evidence, open_model
@@ -65,6 +65,7 @@ class Zoo:
     shop: Workshop
     members: list[Member]
     texts: list[str] = field(default_factory=list)
+    built: int = 0  # how many models this run made
     _opened: dict[str, Weights] = field(default_factory=dict)
     _pairs: dict[tuple[str, str], comparison.Pair] = field(default_factory=dict)
 
@@ -75,6 +76,7 @@ class Zoo:
             if not self.shop.model(member.name).exists():
                 started = time.process_time()
                 member.make(self.shop)
+                self.built += 1
                 print(f"{member.name}: {time.process_time() - started:.0f} CPU s", file=sys.stderr)
 
     def weights(self, name: str) -> Weights:
@@ -152,13 +154,18 @@ class Zoo:
         for member in (m for m in self.members if m.claim not in (BASE, DISTILLED)):
             out += [(base, member) for base in roots if base.name in member.roots]
             out += [(base, member) for base in self.bases if base.name in self.controls(member, member)]
+        for kind in ALIKE:
+            some = [m for m in self.members if m.kind == kind]
+            out += [(x, y) for i, x in enumerate(some) for y in some[i + 1 :]]
         return out
 
 
 def relation(a: Member, b: Member) -> tuple[str, str]:
-    """(claim, kind) of a pair; the first is a root."""
+    """(claim, kind) of a pair; the first is a root, or both were treated alike."""
     if set(a.roots) & set(b.roots):
         return b.claim, b.kind
+    if a.kind == b.kind and a.kind in ALIKE:
+        return UNRELATED, f"both {a.kind}"
     if b.claim not in (BASE, DISTILLED):
         return UNRELATED, "derived against a stranger"
     if DISTILLED in (a.claim, b.claim):
@@ -290,6 +297,7 @@ def about(options: argparse.Namespace, zoo: Zoo, seconds: float) -> dict[str, An
         "versions": {"python": platform.python_version(), "torch": torch.__version__, "numpy": np.__version__},
         "size": {"name": options.size, **vars(zoo.shop.size)},
         "models": len(zoo.members),
+        "uninterrupted": zoo.built == len(zoo.members),  # every model and every pair in this one run
         "held_out_loss": {name: float(loss) for name, loss in losses.items()},
         "seconds": round(seconds, 1),
     }

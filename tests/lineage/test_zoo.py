@@ -52,6 +52,25 @@ def test_two_models_and_what_was_made_of_one(tmp_path: Path, capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)["unrelated"] == 3
 
 
+def test_strangers_treated_alike_are_strangers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Tied models that store their head, and models padded with zeros: pairs in which only the treatment is shared."""
+    import zoo
+
+    where = text(tmp_path)
+    only = ["a", "b", "c", "tied", "tied-2", "tied-stored", "tied-2-stored", "a-padded", "b-padded"]
+    words = ["--size", "micro", "--directory", str(tmp_path / "zoo"), "--text", str(where), "--other-text", str(where)]
+    assert zoo.main([*words, "--only", *only, "--json"]) == 0
+    body = json.loads(capsys.readouterr().out)
+    assert body["uninterrupted"] and not body["missed"] and not body["falsely_shared"]
+    alike = {row["kind"]: row for row in body["rows"] if row["kind"].startswith("both ")}
+    assert set(alike) == {"both tied, head stored", "both zero-padded"}
+    assert {row["claim"] for row in alike.values()} == {"unrelated"}
+    assert "T2 embedding and output head" not in alike["both tied, head stored"]["tests"]
+    assert {row["b"] for row in body["rows"] if row["claim"] == "derived"} == set(only[5:])
+    assert zoo.main([*words, "--only", "a", "b", "c", "--json"]) == 0
+    assert not json.loads(capsys.readouterr().out)["uninterrupted"]  # they were there
+
+
 @pytest.mark.slow
 def test_every_member_can_be_made(tmp_path: Path) -> None:
     import members
