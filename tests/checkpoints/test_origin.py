@@ -14,6 +14,7 @@ import torch
 
 from fathom.checkpoints import origin as origins
 from fathom.checkpoints.origin import Refused, RemoteOrigin
+from fathom.cli import lineage as commands
 from fathom.lineage.comparison import Options, measure
 from fathom.lineage.weights import open_model
 from tests.lineage.zoo import build, save, tiny_config
@@ -168,3 +169,13 @@ def test_local_directories_win_and_endpoints_must_be_http(tmp_path, monkeypatch)
     (tmp_path / "org" / "base").mkdir(parents=True)
     with pytest.raises(Refused, match="no safetensors weights"):
         open_model("org/base")
+
+
+def test_a_report_on_a_repository_is_verified_at_its_commit(hub, repositories, tmp_path):
+    result = commands.compare("org/base@main", "org/other", layers=2, out=tmp_path / "out")
+    assert result.data["inputs"][0]["revision"] == COMMIT and result.data["inputs"][0]["content"]["root"] is None
+    hub.log.clear()
+    again = commands.verify(tmp_path / "out" / "report.json")
+    assert again.exit_code == 0, again.text
+    assert f"not recomputed: org/base@main: the files behind commit {COMMIT}" in again.text
+    assert hub.log and all(f"/resolve/{COMMIT}/" in path for path, _ in hub.log)
