@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from fathom.data.shards import DataError, read_index
 from fathom.models.cost import (
     cache_bytes_per_token,
     count_parameters,
@@ -81,8 +82,6 @@ def estimate(recipe: Recipe) -> Estimate:
 
 
 def _epochs(recipe: Recipe) -> float | None:
-    from fathom.data.shards import DataError, read_index
-
     try:
         domains = read_index(Path(recipe.data.directory))["splits"]["train"]
     except DataError:
