@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 
 import yaml
 
+from fathom.checkpoints.layout import CONFIG
 from fathom.errors import FathomError
 
 if TYPE_CHECKING:
@@ -414,7 +415,7 @@ def _config(model: dict[str, Any]) -> FathomConfig:
     for key in keys:
         if key not in known:
             raise _unknown(f"model.{key}", [f"model.{name}" for name in sorted(known)])
-    if source is not None and not (Path(source) / "config.json").is_file():
+    if source is not None and not (Path(source) / CONFIG).is_file():
         raise RecipeError(f"model.from_pretrained={source}: no config.json there")
     try:
         if source is None:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from fathom.report.files import PAGE as PAGE
+from fathom.report.files import REPORT as REPORT
+
 # A model directory, in Hugging Face's format.
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 CARD = "README.md"
 WEIGHTS = "model.safetensors"
+INDEX = WEIGHTS + ".index.json"
 INDEX_SUFFIX = ".safetensors.index.json"
 
 # A run: `runs/NAME/`.
@@ -14,6 +18,7 @@ RECIPE = "recipe.yaml"
 RESULT = "result.json"
 METRICS = "metrics.jsonl"
 MODEL = "model"
+LOCK = ".lock"
 LATEST = "latest"
 
 # A checkpoint of a run: `step-000200/`.
@@ -27,10 +32,6 @@ MEASURED = "measured"
 CLAIMS = "claims"
 MACHINE = "machine.json"
 FAILED = "failed.json"
-
-# What a comparison, an evaluation and a lineage report end in.
-REPORT = "report.json"
-PAGE = "report.html"
 
 # A prepared corpus.
 TOKENIZER = "tokenizer"

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from fathom.checkpoints.layout import INDEX, WEIGHTS
 from fathom.checkpoints.origin import Origin, Refused, parse_json, read_json, safe_name
 
 Array = npt.NDArray[Any]
@@ -295,12 +296,12 @@ def open_safetensors(origin: Origin, file: str | None = None) -> SafetensorsStor
             return _usable(SafetensorsStore(origin, [file]))
         if not file.endswith(".safetensors.index.json"):
             raise Refused(f"{file}: wanted .safetensors, its index or .gguf{_pickle_hint([file])}")
-    index = file or "model.safetensors.index.json"
+    index = file or INDEX
     if origin.exists(index):
         weight_map = read_index(origin, index)
         return _usable(SafetensorsStore(origin, sorted(set(weight_map.values())), weight_map))
-    if origin.exists("model.safetensors"):
-        return _usable(SafetensorsStore(origin, ["model.safetensors"]))
+    if origin.exists(WEIGHTS):
+        return _usable(SafetensorsStore(origin, [WEIGHTS]))
     names = origin.names()
     files = [name for name in names if name.endswith(".safetensors") and not _SKIPPED.match(name)]
     if not files:

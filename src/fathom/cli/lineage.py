@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from fathom.checkpoints.layout import PAGE, REPORT
 from fathom.checkpoints.origin import Refused, parse_json
 from fathom.cli.parser import Parser, add_parameters, call
 from fathom.lineage import attacks, cards, commitments, comparison, huref, page, report, verification
@@ -140,8 +141,8 @@ def _write_report(out: Path, found: comparison.Comparison, body: dict[str, Any])
         name: cards.sketch_of({"sketches": {"z_last": item["sketch"]}}) for name, item in body["portraits"].items()
     }
     out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / "report.json", json.dumps(body, indent=1, allow_nan=False) + "\n")
-    write_atomically(out / "report.html", page.render(found, body, drawn))
+    write_atomically(out / REPORT, json.dumps(body, indent=1, allow_nan=False) + "\n")
+    write_atomically(out / PAGE, page.render(found, body, drawn))
     for side, z in zip("ab", drawn.values(), strict=False):
         (out / f"portrait-{side}.png").write_bytes(png(pixels(z)))
 

@@ -21,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from fathom.checkpoints.layout import LOCK
 from fathom.data.encode import Chunk, Encoded, Encoding, choose_split, encode_chunks
 from fathom.data.shards import (
     FORMAT,
@@ -66,7 +67,6 @@ FORMER_READING = Reading(max_record_bytes=MAX_RECORD_BYTES)
 MOST_DOMAINS = 1000
 SMALLEST_RECORD = 64
 JOURNAL_KEYS = {"settings", "position", "documents", "vocab_size", "eos_token_id", "shards"}
-LOCK = ".lock"
 DRAFTS = ".*.new"  # what a crash leaves of a file that was being replaced
 
 

@@ -29,6 +29,7 @@ from urllib.parse import quote
 import numpy as np
 from numpy.typing import NDArray
 
+from fathom.checkpoints.layout import TOKENIZER
 from fathom.errors import FathomError
 from fathom.report.files import write_json
 from fathom.report.progress import ProgressBar
@@ -38,7 +39,6 @@ VERSION = 1
 INDEX = "index.json"
 JOURNAL = ".prepare.json"
 VERIFIED = ".verified.json"
-TOKENIZER = "tokenizer"
 READ_BYTES = 1 << 23
 # What of the index says which tokens there are, and not how they were made.
 CONTENT = ("vocab_size", "eos_token_id", "dtype", "tokenizer_crc32", "splits")

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathom.checkpoints.layout import TOKENIZER_CONFIG
 from fathom.data.sentencepiece import load_sentencepiece
 from fathom.data.shards import TOKENIZER, DataError, file_crc32, first_line
 
@@ -115,7 +116,7 @@ def _sentencepiece_file(path: Path) -> Path | None:
 
 def _named(folder: Path, special: dict[str, str]) -> dict[str, str]:
     """Special tokens that the folder's `tokenizer_config.json` names and the model has no name for."""
-    path = folder / "tokenizer_config.json"
+    path = folder / TOKENIZER_CONFIG
     settings = json.loads(path.read_bytes()) if path.is_file() else {}
     found = {key: settings.get(key) for key in ("bos_token", "eos_token", "pad_token", "unk_token")}
     texts = {key: value.get("content") if isinstance(value, dict) else value for key, value in found.items()}
@@ -127,7 +128,7 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
     temporary = directory / f".{TOKENIZER}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
     tokenizer.save_pretrained(temporary)
-    config = temporary / "tokenizer_config.json"
+    config = temporary / TOKENIZER_CONFIG
     settings = json.loads(config.read_bytes())
     # Where the tokenizer was loaded from says nothing about it, and would make equal corpora differ.
     settings.pop("name_or_path", None)

@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 
 from fathom._version import __version__
+from fathom.checkpoints.layout import CONFIG
 from fathom.checkpoints.origin import LocalOrigin, Origin, Refused, safe_name
 from fathom.checkpoints.tensors import AdapterStore, Array, TensorInfo, TensorStore
 from fathom.lineage import huref
@@ -82,7 +83,7 @@ def side_files(store: TensorStore) -> list[str]:
     if all(info.file.endswith(".gguf") for info in store.tensors.values()):
         return []
     tokenizer = [name for name in TOKENIZERS if store.origin.exists(name)][:1]
-    return ["config.json", *tokenizer]
+    return [CONFIG, *tokenizer]
 
 
 def content(weights: Weights) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from fathom.checkpoints.gguf import GgufStore
+from fathom.checkpoints.layout import CONFIG
 from fathom.checkpoints.origin import Origin, Refused, open_origin, parse_json, read_whole
 from fathom.checkpoints.tensors import (
     AdapterStore,
@@ -215,9 +216,9 @@ def open_model(where: str | Path, base: str | Path | None = None, max_bytes: int
     if file is None and origin.exists("adapter_config.json"):
         return _open_adapter(str(where), origin, base, max_bytes)
     store = open_safetensors(origin, file)
-    if not origin.exists("config.json"):
+    if not origin.exists(CONFIG):
         raise Refused(f"{where}: no config.json beside the weights; it says how many heads there are")
-    config = parse_json(read_whole(origin, "config.json"), "config.json")
+    config = parse_json(read_whole(origin, CONFIG), CONFIG)
     return resolve(str(where), store, config, lambda: vocabulary.read_vocabulary(origin))
 
 

@@ -17,6 +17,9 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from fathom.errors import FathomError
 
+REPORT, PAGE = "report.json", "report.html"
+"""What a comparison, an evaluation and a lineage report end in."""
+
 # What a file system says that has no locks, or none at the moment: a network drive without its lock service, FUSE.
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 

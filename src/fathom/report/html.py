@@ -13,7 +13,7 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fathom.report.files import finite, write_atomically
+from fathom.report.files import PAGE, REPORT, finite, write_atomically
 from fathom.report.plots import DASHES, SERIES
 from fathom.report.provenance import facts_of
 from fathom.report.templates import macro, render
@@ -76,7 +76,7 @@ def source(report: Mapping[str, Any]) -> Markup:
 
 def write(directory: Path, values: Mapping[str, Any], html: str) -> tuple[Path, Path]:
     """Put `report.json` and `report.html` in place, each whole or not at all."""
-    paths = directory / "report.json", directory / "report.html"
+    paths = directory / REPORT, directory / PAGE
     write_atomically(paths[0], json.dumps(finite(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
     write_atomically(paths[1], html)
     return paths

@@ -14,22 +14,19 @@ from typing import Any
 import torch
 
 from fathom.checkpoints.export import export
+from fathom.checkpoints.layout import LOCK, MODEL, RECIPE, RESULT
 from fathom.data.shards import TokenDataset, read_index
 from fathom.errors import FathomError
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe
 from fathom.report.files import HeldError, lock, read_json, write_atomically
 from fathom.training.build import Training, build_training
-from fathom.training.checkpoint import RECIPE, Checkpointer
+from fathom.training.checkpoint import Checkpointer
 from fathom.training.heldout import Evaluation, evaluate
 from fathom.training.kvcache import merged
 from fathom.training.meter import Meter
 from fathom.training.parallel import Ranks, start, whole
 from fathom.training.tracking import Display, Tracker, open_trackers, require_backends
-
-RESULT = "result.json"
-MODEL = "model"
-LOCK = ".lock"
 
 
 class TrainingError(FathomError):

@@ -11,10 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
+from fathom.checkpoints.layout import METRICS
 from fathom.recipe import Recipe, RecipeError
 from fathom.report.files import write_atomically
-
-METRICS = "metrics.jsonl"
 
 
 class Tracker(Protocol):

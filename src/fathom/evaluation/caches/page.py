@@ -14,6 +14,7 @@ from markupsafe import Markup
 from fathom.evaluation.caches.measure import stretches
 from fathom.evaluation.caches.needles import Recall
 from fathom.report import html
+from fathom.report.files import PAGE
 from fathom.report.numbers import DASH, signed, size
 from fathom.report.plots import Line, line_plot
 from fathom.report.provenance import provenance
@@ -176,7 +177,7 @@ def show(report: Values, out: Path | None) -> None:
             console.print(terminal_table(caption, columns, rows), "")
     console.print(report["verdict"], markup=False)
     if out is not None:
-        console.print(f"\nreport: {(out / 'report.html').resolve()}", markup=False, soft_wrap=True)
+        console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)
 
 
 # The page.
