@@ -1,1 +1,1 @@
-"""What a model is worth and what it costs: comparisons, scores, reports."""
+"""What a model is worth: perplexity, lm-eval's tasks, paired differences, caches."""

@@ -1,4 +1,4 @@
-"""Training: `train` for a whole run, `build_training` for whoever wants to take the steps himself."""
+"""Training: `train` for a whole run, `build_training` to drive the steps yourself."""
 
 from fathom.training.build import StepMetrics, Training, build_training
 from fathom.training.checkpoint import CheckpointError
