@@ -356,12 +356,10 @@ def test_what_is_refused_could_not_be_followed(case):
 SEVERAL_PASSES = [case for case in CASES if config_of(case).recurrence not in ("once", "loop")]
 
 
-FAST = ("ponder", "ponder2", "adaponder", "latent_cot")  # one of each view and halting; tracing many passes takes long
+COMPILED = ("vanilla", "depth_attention", "loop", "latent_cot")  # tracing takes long: the others are slow
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, marks=pytest.mark.slow) if c in SEVERAL_PASSES and c not in FAST else c for c in CASES]
-)
+@pytest.mark.parametrize("case", [c if c in COMPILED else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_compiled_in_one_graph(case):
     torch._dynamo.reset()
     layers = {"num_hidden_layers": 2} if case in SEVERAL_PASSES else {}  # a graph holds every pass

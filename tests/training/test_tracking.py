@@ -10,7 +10,7 @@ import pytest
 
 from fathom.recipe import Recipe
 from fathom.training import read_metrics, train
-from fathom.training.tracking import METRICS, Display, JsonLines, duration, readable
+from fathom.training.tracking import METRICS, Display, JsonLines, duration, open_trackers, readable
 
 STUB = """
 calls = []
@@ -34,6 +34,28 @@ def test_named_trackers(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.Monk
     (settings, *logged, last) = sys.modules[backend].calls
     assert settings["project"] == "fathom" and settings["config"]["train"]["steps"] == 4 and last == "finish"
     assert [{"step": step, **values} for step, values in logged] == read_metrics(tmp_path / "run")
+    del sys.modules[backend]
+
+
+@pytest.mark.parametrize(("backend", "key"), [("wandb", "id"), ("trackio", "name")])
+def test_every_run_is_one_of_its_own(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, backend: str, key: str
+) -> None:
+    """Two arms of one seed are two runs to a tracking service, and a resumed run is the one that it was."""
+    (tmp_path / f"{backend}.py").write_text(STUB)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, backend, raising=False)
+    runs = [tmp_path / "deep" / "arms" / arm / "seed-0" for arm in ("vanilla", "depth_attention")]
+    runs += [tmp_path / "here" / "run", tmp_path / "there" / "run"]
+    for run in [*runs, runs[0]]:
+        run.mkdir(parents=True, exist_ok=True)
+        for tracker in open_trackers(recipe.override(f"track.backends=[{backend}]"), run, 0, print):
+            tracker.close()
+    begun = [call for call in sys.modules[backend].calls if isinstance(call, dict)]
+    keys = [settings[key] for settings in begun]
+    assert len(set(keys[:4])) == 4 and keys[4] == keys[0]
+    assert [settings.get("group") for settings in begun] == ["deep", "deep", None, None, "deep"]
+    assert "depth_attention seed-0" in begun[1]["name"]
     del sys.modules[backend]
 
 

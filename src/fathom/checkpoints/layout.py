@@ -19,6 +19,7 @@ RESULT = "result.json"
 METRICS = "metrics.jsonl"
 MODEL = "model"
 LOCK = ".lock"
+IDENTITY = "track.json"
 LATEST = "latest"
 
 # A checkpoint of a run: `step-000200/`.

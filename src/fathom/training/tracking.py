@@ -7,13 +7,15 @@ import json
 import math
 import os
 import sys
+import uuid
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from fathom.checkpoints.layout import METRICS
+from fathom.checkpoints.layout import ARMS, IDENTITY, METRICS
 from fathom.recipe import Recipe, RecipeError
-from fathom.report.files import write_atomically
+from fathom.report.files import read_json, write_atomically, write_json
 
 
 class Tracker(Protocol):
@@ -61,14 +63,39 @@ class JsonLines:
         """Nothing is held open."""
 
 
+@dataclass(frozen=True)
+class Identity:
+    """What a tracking service knows a run by."""
+
+    id: str
+    """The run directory's own, made once and kept in it: a resumed run goes on under it, and no other run has it."""
+    name: str
+    """For people: the directory's, in a comparison with its arm."""
+    group: str | None
+    """The comparison that a run is part of."""
+
+    @classmethod
+    def of(cls, run_dir: Path) -> Identity:
+        """A run directory's."""
+        path = run_dir / IDENTITY
+        if not path.exists():
+            write_json(path, {"id": uuid.uuid4().hex[:16]})
+        place = run_dir.resolve()
+        if place.parent.parent.name != ARMS:
+            return cls(read_json(path)["id"], place.name, None)
+        return cls(read_json(path)["id"], f"{place.parent.name} {place.name}", place.parents[2].name)
+
+
 class Wandb:
     """Weights & Biases."""
 
     def __init__(self, run_dir: Path, recipe: Recipe) -> None:
         import wandb
 
+        run = Identity.of(run_dir)
+        project, config = recipe.track.project, recipe.to_dict()
         self._run = wandb.init(
-            project=recipe.track.project, name=run_dir.name, id=run_dir.name, resume="allow", config=recipe.to_dict()
+            project=project, id=run.id, name=run.name, group=run.group, resume="allow", config=config
         )
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -87,7 +114,10 @@ class Trackio:
         import trackio
 
         self._trackio = trackio
-        trackio.init(project=recipe.track.project, name=run_dir.name, config=recipe.to_dict(), resume="allow")
+        run = Identity.of(run_dir)
+        # Here a run is its name.
+        name, group = f"{run.name} {run.id[:6]}", {} if run.group is None else {"group": run.group}
+        trackio.init(project=recipe.track.project, name=name, config=recipe.to_dict(), resume="allow", **group)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send."""
