@@ -175,11 +175,11 @@ def _controls(found: Comparison, body: dict[str, Any]) -> dict[str, Any] | None:
     for control, pairs in found.controls:
         for pair in pairs:
             other = pair.a.name if pair.b.name == control else pair.b.name
-            values = [pair.value(name) for name in names]
-            rows.append([control, other, *("" if value is None else number(value) for value in values)])
+            values = ["" if (value := pair.value(name)) is None else number(value) for name in names]
+            rows.append({"control": control, "other": other, "values": values})
     bound = body["bounds"]
     return {
-        "columns": ["Control", "against", *names],
+        "names": names,
         "rows": rows,
         "note": f"Null: {found.null.origin}. {bound['unrelated_pairs']} unrelated pairs of {bound['models']} models "
         f"bound the false-positive rate below {bound['false_positive_rate_below']:.0%}: a {bound['note']}.",
