@@ -36,12 +36,6 @@ def test_poisson_numbers_of_the_card():
     assert evidence.poisson_tail(17, 3.0, 32) < 1e-6
 
 
-def test_holm_by_hand():
-    assert evidence.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert evidence.holm([0.5, 0.9]) == pytest.approx([1.0, 1.0])
-    assert evidence.holm([]) == []
-
-
 def test_empirical_p_is_never_below_its_resolution():
     assert evidence.empirical(0.9, [0.1] * 19) == pytest.approx(1 / 20)
     assert evidence.empirical(0.0, [0.1] * 19) == 1.0

@@ -1,12 +1,13 @@
 """Intervals and corrections against numbers worked out elsewhere."""
 
+import math
 import random
 
 import numpy as np
 import pytest
 from scipy import stats
 
-from fathom.report.statistics import holm, paired_difference, quartiles, rank_correlation
+from fathom.report.statistics import holm, paired_difference, quartiles, rank_correlation, student, wilson
 
 
 def test_interval_is_students():
@@ -70,3 +71,26 @@ def test_rank_correlation_widens_where_clusters_agree_among_themselves():
 def test_rank_correlation_of_a_constant_is_none():
     assert rank_correlation([np.arange(5)], [np.ones(5)]) is None
     assert rank_correlation([np.arange(0)], [np.arange(0)]) is None
+
+
+def test_wilsons_interval():
+    low, high = wilson(81, 263)  # Newcombe 1998, table I
+    assert (low, high) == pytest.approx((0.2553, 0.3662), abs=1e-4)
+    assert wilson(0, 5) == pytest.approx((0, 0.4345), abs=1e-4) and wilson(5, 5)[1] == 1
+
+
+@pytest.mark.parametrize("right, asked", [(0, 1), (1, 3), (12, 20), (81, 263), (263, 263)])
+def test_wilsons_interval_is_what_it_was(right: int, asked: int):
+    """The formula that reports were made with so far."""
+    z, share = 1.959964, right / asked
+    middle = share + z * z / (2 * asked)
+    half = z * math.sqrt(share * (1 - share) / asked + (z / (2 * asked)) ** 2)
+    ends = [(middle + sign * half) / (1 + z * z / asked) for sign in (-1, 1)]
+    assert wilson(right, asked) == pytest.approx(ends, abs=1e-7)
+
+
+def test_students_interval_is_scipys():
+    low, high = stats.t.interval(0.95, 4.7, loc=0.3, scale=0.2)
+    found = student(0.3, 0.2, 4.7, 6)
+    assert (found.low, found.high, found.pairs) == pytest.approx((low, high, 6))
+    assert not student(0.3, 0.2, 4.7, 6).excludes_zero and student(0.9, 0.2, 4.7, 6).excludes_zero

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fathom.report.statistics import CONFIDENCE, Difference, holm
+from fathom.report.statistics import CONFIDENCE, Difference, holm, quantile, student
 from fathom.report.tables import terminal_table
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def difference(items: Items, control: Items) -> Difference:
         return Difference(mean, count, None, None)
     residuals = gaps - mean * weights
     error = math.sqrt(count / (count - 1) * float(residuals @ residuals)) / total
-    return _interval(mean, error, count - 1, count)
+    return student(mean, error, count - 1, count)
 
 
 def group_difference(parts: Sequence[tuple[Items, Items]]) -> Difference:
@@ -65,7 +65,7 @@ def group_difference(parts: Sequence[tuple[Items, Items]]) -> Difference:
     variances = [(_error(d) / len(found)) ** 2 for d in found]
     total = sum(variances)
     spread = sum(v**2 / (d.pairs - 1) for v, d in zip(variances, found, strict=True))
-    return _interval(mean, math.sqrt(total), total**2 / spread if spread else 1, count)
+    return student(mean, math.sqrt(total), total**2 / spread if spread else 1, count)
 
 
 def rows(scores: Mapping[str, Mapping[tuple[str, str], Any]]) -> list[dict[str, Any]]:
@@ -132,19 +132,8 @@ def _weights(items: Items) -> np.ndarray:
     return np.ones(len(items.values)) if items.weights is None else np.asarray(items.weights, float)
 
 
-def _interval(mean: float, error: float, freedom: float, count: int) -> Difference:
-    if error == 0:
-        return Difference(mean, count, 0.0, 1.0 if mean == 0 else 0.0)
-    from scipy import stats
-
-    half_width = float(stats.t.ppf((1 + CONFIDENCE) / 2, freedom)) * error
-    return Difference(mean, count, half_width, float(2 * stats.t.sf(abs(mean) / error, freedom)))
-
-
 def _error(found: Difference) -> float:
-    from scipy import stats
-
-    return (found.half_width or 0.0) / float(stats.t.ppf((1 + CONFIDENCE) / 2, found.pairs - 1))
+    return (found.half_width or 0.0) / quantile(found.pairs - 1)
 
 
 def _number(value: float | None) -> str:

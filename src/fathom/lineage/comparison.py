@@ -22,6 +22,7 @@ from fathom.lineage import awm, canonical, evidence, huref, vocabulary
 from fathom.lineage.evidence import Findings, Test, Verdict
 from fathom.lineage.weights import Weights, open_model
 from fathom.report.files import write_json
+from fathom.report.statistics import holm
 
 Progress = Callable[[str], None]
 
@@ -639,4 +640,4 @@ def _findings(
 def _convicts(control: Pair) -> bool:
     """Whether the tests that need no controls would call a control pair related."""
     own = [test.p for test in run_tests(control, None) if test.kind in {"exact", "model"}]
-    return bool(own) and min(evidence.holm(own)) <= evidence.ALPHA
+    return bool(own) and min(holm(own)) <= evidence.ALPHA

@@ -22,6 +22,7 @@ from fathom.checkpoints.tensors import Array
 from fathom.lineage import canonical
 from fathom.lineage.awm import CHUNK_ROWS, Matching, chunks, gathered, match, unit_rows
 from fathom.lineage.weights import Weights
+from fathom.report.statistics import holm
 
 ALPHA = 1e-6
 WEAK = 1e-2
@@ -81,16 +82,6 @@ def poisson_tail(count: int, rate: float, trials: int = 1) -> float:
 def empirical(score: float, null: Sequence[float]) -> float:
     """(1 + #{null ≥ score}) / (N + 1); never below 1/(N+1)."""
     return (1 + sum(value >= score for value in null)) / (len(null) + 1)
-
-
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction, in the order given."""
-    order = sorted(range(len(p_values)), key=p_values.__getitem__)
-    out, worst = [0.0] * len(p_values), 0.0
-    for rank, index in enumerate(order):
-        worst = max(worst, min(1.0, (len(p_values) - rank) * p_values[index]))
-        out[index] = worst
-    return out
 
 
 def false_positive_bound(negatives: int, confidence: float = 0.95) -> float:

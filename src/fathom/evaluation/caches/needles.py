@@ -6,7 +6,6 @@ carried as a constant over the whole memory; several at once cannot, and are the
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
@@ -15,6 +14,8 @@ from torch import Tensor
 
 from fathom.errors import FathomError
 from fathom.kvcache.schedule import Schedule
+from fathom.models.loss import IGNORE
+from fathom.report.statistics import wilson
 
 Scorer = Callable[[Tensor, Tensor], Tensor]
 """Ids `[B, T]`, and n tokens of interest, to the logits of these, `[B, T, n]`."""
@@ -100,8 +101,8 @@ class Rows:
         return replace(self, ids=self.ids[:, : int(self.asked.max()) + 1])
 
     def labels(self, needles: Needles) -> Tensor:
-        """`[B, T]`: the answer where one is predicted, -100 elsewhere."""
-        empty = torch.full_like(self.ids, -100)
+        """`[B, T]`: the answer where one is predicted, IGNORE elsewhere."""
+        empty = torch.full_like(self.ids, IGNORE)
         return empty.scatter(1, self.asked, needles.answers[self.value])
 
 
@@ -201,15 +202,6 @@ class Recall:
             here = rounds == r
             self.right[r] += int((right & here).sum())
             self.asked[r] += int(here.sum())
-
-
-def wilson(right: int, asked: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share, which is sound for few questions too."""
-    z, share = 1.959964, right / asked
-    middle = share + z * z / (2 * asked)
-    half = z * math.sqrt(share * (1 - share) / asked + (z / (2 * asked)) ** 2)
-    scale = 1 + z * z / asked
-    return max(0.0, (middle - half) / scale), min(1.0, (middle + half) / scale)
 
 
 def recall(score: Scorer, batches: Iterable[Rows], needles: Needles, schedule: Schedule, rounds: int) -> Recall:
