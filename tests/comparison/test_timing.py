@@ -9,6 +9,7 @@ import torch
 
 from fathom.comparison.arms import Arm
 from fathom.comparison.timing import cache_growth, interleaved, measure, saved_bytes
+from fathom.evaluation.clock import Clock
 from fathom.models.cost import cache_bytes_per_token
 from fathom.recipe import Recipe
 from fathom.training import build_training
@@ -32,7 +33,9 @@ def test_drift_cancels():
         state["slow"] *= 1.01
         state["time"] += cost * state["slow"]
 
-    ratio = interleaved(lambda: step(1.2), lambda: step(1.0), 9, clock=lambda: state["time"])
+    clock = Clock(torch.device("cpu"))
+    clock.now = lambda: state["time"]
+    ratio = interleaved(lambda: step(1.2), lambda: step(1.0), 9, clock=clock)
     assert ratio.median == pytest.approx(1.2, rel=1e-3)
     assert ratio.low <= ratio.median <= ratio.high and ratio.pairs == 9
 

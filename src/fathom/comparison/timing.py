@@ -7,7 +7,6 @@ round: whatever slows the machine for a while slows both. On a CPU with one thre
 from __future__ import annotations
 
 import gc
-import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from fathom.evaluation.clock import Clock
 from fathom.kvcache import cache_bytes
 from fathom.recipe import Recipe
 from fathom.report.statistics import quartiles
@@ -93,7 +93,7 @@ def interleaved(
     b: Callable[[], object],
     pairs: int,
     device: torch.device | None = None,
-    clock: Callable[[], float] | None = None,
+    clock: Clock | None = None,
 ) -> Ratio:
     """Time two functions A B B A, after one warm round.
 
@@ -102,31 +102,20 @@ def interleaved(
         b: One step of the second.
         pairs: Rounds; each gives one ratio.
         device: Waited for around every step.
-        clock: Seconds; chosen by device and threads if not given.
+        clock: Of the device if not given.
     """
-    cuda = device is not None and device.type == "cuda"
-    alone = not cuda and torch.get_num_threads() == 1
-    words = "thread CPU time" if alone and clock is None else "wall time"
-    clock = clock or (time.thread_time if alone else time.perf_counter)
-
-    def seconds(step: Callable[[], object]) -> float:
-        _wait(cuda)
-        began = clock()
-        step()
-        _wait(cuda)
-        return clock() - began
-
+    clock = clock or Clock(device or torch.device("cpu"))
     for step in (a, b, b, a):
         step()
     ratios, times = [], ([], [])  # type: ignore[var-annotated]
     with _no_collection():
         for _ in range(pairs):
-            a1, b1, b2, a2 = (seconds(step) for step in (a, b, b, a))
+            a1, b1, b2, a2 = (clock.seconds(step) for step in (a, b, b, a))
             ratios.append((a1 + a2) / (b1 + b2))
             times[0].extend((a1, a2))
             times[1].extend((b1, b2))
     low, median, high = quartiles(ratios)
-    return Ratio(median, low, high, pairs, (quartiles(times[0])[1], quartiles(times[1])[1]), words)
+    return Ratio(median, low, high, pairs, (quartiles(times[0])[1], quartiles(times[1])[1]), clock.words)
 
 
 def step_memory(training: Training) -> int:
@@ -197,11 +186,6 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 
 def _allocated(device: torch.device) -> int:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-
-
-def _wait(cuda: bool) -> None:
-    if cuda:
-        torch.cuda.synchronize()
 
 
 @contextmanager

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from fathom.evaluation.caches import measure as kvcache
-from fathom.evaluation.caches.measure import Clock, Peak, loads, losses, read, scorer, stretches
+from fathom.evaluation.caches.measure import Peak, loads, losses, read, scorer, stretches
+from fathom.evaluation.clock import Clock
 from fathom.kvcache import build_cache, compress_in_training
 from fathom.models import FathomForCausalLM
 from tests.inference.tiny import tiny_config
@@ -80,7 +81,7 @@ def test_bytes_grow_only_without_compression(model: FathomForCausalLM, ids: torc
 class Ticks(Clock):
     """A thousand tokens a second, one by one or not."""
 
-    def __init__(self, model: FathomForCausalLM) -> None:
+    def __init__(self) -> None:
         self.words, self.read = "ticks", 0.0
 
     def seconds(self, work: Callable[[], None]) -> float:
@@ -92,13 +93,13 @@ class Ticks(Clock):
 def test_tokens_that_were_decoded_are_not_counted_as_prefilled(
     model: FathomForCausalLM, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ticks, plain = Ticks(model), kvcache._consume
+    ticks, plain = Ticks(), kvcache._consume
 
     def counted(model: FathomForCausalLM, ids: torch.Tensor, cache: Cache, width: int) -> None:
         ticks.read += ids.numel()
         plain(model, ids, cache, width)
 
-    monkeypatch.setattr(kvcache, "Clock", lambda model: ticks)
+    monkeypatch.setattr(kvcache, "Clock", lambda device: ticks)
     monkeypatch.setattr(kvcache, "_consume", counted)
     for rows in (ids, ids.view(2, 350)):
         found = loads(model, rows, build_cache(model, "freqkv", window=64), [64, 128, 256], 32)
@@ -111,7 +112,7 @@ def test_memory_and_time_are_those_of_the_models_device(monkeypatch: pytest.Monk
         monkeypatch.setattr(torch.cuda, name, lambda *given: asked.append(given) or 5)
     model = SimpleNamespace(device=device)
     assert Peak(model).bytes() == 0
-    Clock(model).seconds(lambda: None)
+    Clock(device).seconds(lambda: None)
     assert asked == [(device,)] * 5
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import gc
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from fathom.evaluation.clock import Clock
 from fathom.kvcache import cache_bytes, chunks
 
 CHUNK = 512
@@ -98,7 +98,7 @@ def loads(
     model: Any, ids: Tensor, cache: Cache, lengths: Sequence[int], decode: int, width: int = CHUNK
 ) -> Iterator[Load]:
     """Read texts `[B, T]` and stop at some lengths, to look at the cache and to read `decode` tokens one by one."""
-    seen, prefilled, seconds, clock = 0, 0, 0.0, Clock(model)
+    seen, prefilled, seconds, clock = 0, 0, 0.0, Clock(model.device)
     peak = Peak(model)
     for length in sorted(lengths):
         seconds += clock.seconds(partial(_consume, model, ids[:, seen:length], cache, width))
@@ -115,29 +115,6 @@ def loads(
 def _consume(model: Any, ids: Tensor, cache: Cache, width: int) -> None:
     for _ in read(model, ids, cache, keep=1, width=width):
         pass
-
-
-class Clock:
-    """Time of the thread where it does all the work, so that a busy machine does not count; else of the wall."""
-
-    def __init__(self, model: Any) -> None:
-        self.device: torch.device = model.device
-        self.cuda = self.device.type == "cuda"
-        alone = not self.cuda and torch.get_num_threads() == 1
-        self.words = "thread CPU time" if alone else "wall time"
-        self._now = time.thread_time if alone else time.perf_counter
-
-    def seconds(self, work: Callable[[], None]) -> float:
-        """How long it takes."""
-        self._wait()
-        began = self._now()
-        work()
-        self._wait()
-        return self._now() - began
-
-    def _wait(self) -> None:
-        if self.cuda:
-            torch.cuda.synchronize(self.device)
 
 
 class Peak:
