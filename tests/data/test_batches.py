@@ -16,6 +16,7 @@ from fathom.data.batches import IGNORED, Batch, BatchPlan, evaluation_batches, e
 from fathom.data.permutation import Permutation
 from fathom.data.prepare import prepare
 from fathom.data.shards import DataError, TokenDataset
+from fathom.models import loss
 
 LAYOUTS = [(1, None), (1, 4), (1, 1), (2, None), (2, 3), (3, 2), (4, 1), (6, None), (12, 1)]
 
@@ -310,3 +311,7 @@ def test_impossible_plans_are_refused(dataset: TokenDataset) -> None:
             plan.batch(0, *layout)
         with pytest.raises(DataError, match=message):
             plan.prefetch(0, 1, *layout)
+
+
+def test_the_ignored_label_is_the_models():
+    assert IGNORED == loss.IGNORE

@@ -12,9 +12,7 @@ from typing import Any
 
 from fathom.checkpoints.layout import CONFIG, INDEX_SUFFIX
 from fathom.checkpoints.origin import LocalOrigin, Refused, read_json
-from fathom.checkpoints.tensors import SafetensorsStore, read_header, read_index
-
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
+from fathom.checkpoints.tensors import PICKLES, SafetensorsStore, read_header, read_index
 
 
 def check_checkpoint(directory: str | Path) -> dict[str, Any]:

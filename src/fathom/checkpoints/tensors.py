@@ -28,6 +28,8 @@ ITEM_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
+PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
+"""Endings of files that may run code when they are opened."""
 FLOATS = {"F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"}
 _PACKED = re.compile(
     r"\.(qweight|qzeros|weight_packed|absmax|quant_map|weight\.(absmax|quant_\w+|nested_\w+)|SCB)(\.|$)"
@@ -310,7 +312,7 @@ def open_safetensors(origin: Origin, file: str | None = None) -> SafetensorsStor
 
 
 def _pickle_hint(names: Iterable[str]) -> str:
-    if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in names):
+    if any(name.endswith(PICKLES) for name in names):
         return "; pickled weights are never opened: load them once where you trust them and save_pretrained() again"
     return ""
 

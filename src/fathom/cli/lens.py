@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fathom.cli.parser import Parser, UsageError
+from fathom.report.files import write_atomically
 from fathom.report.progress import ProgressBar
 
 
@@ -50,7 +51,7 @@ def run(options: Namespace) -> int:
         shortest = min(len(data.tokens) for data in looked)
         raise UsageError(f"one of the models holds {shortest} tokens only; give --max-tokens {shortest}")
     if out is not None:
-        out.write_text(lens_page(looked[0], compare=looked[1] if looked[1:] else None), encoding="utf-8")
+        write_atomically(out, lens_page(looked[0], compare=looked[1] if looked[1:] else None))
     if options.json:
         print(json.dumps({"models": [data.to_dict() for data in looked]}))
         return 0

@@ -11,6 +11,7 @@ from rich.table import Table
 from fathom.models import FathomConfig
 from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token, mechanism_cost
 from fathom.models.registry import ALL, AXES, DEFAULTS
+from fathom.report.numbers import short
 
 SEQUENCE = 2048
 
@@ -89,10 +90,7 @@ def mechanism_table(config: FathomConfig, bytes_per_scalar: int = 2) -> Table:
 
 
 def _short(number: float) -> str:
-    for size, suffix in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if number >= size:
-            return f"{number / (1e3 if suffix == 'k' else size):.3g}{suffix}"
-    return f"{number:.0f}"
+    return short(number, digits=3, space="", whole=1e4)
 
 
 def _share(share: float) -> str:

@@ -7,6 +7,8 @@ import hashlib
 import numpy as np
 from numpy.typing import NDArray
 
+from fathom.report.mixing import mixed
+
 ROUNDS = 8
 
 
@@ -31,18 +33,11 @@ class Permutation:
     def _scramble(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
         left, right = values >> self._half, values & self._mask
         for key in self._keys:
-            left, right = right, left ^ (_mix(right ^ key) & self._mask)
+            left, right = right, left ^ (mixed(right ^ key) & self._mask)
         return (left << self._half) | right
 
 
 def scatter(indices: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
     """For each index a place in `range(size)`, by a hash of the index alone; sizes below 2 ** 32."""
-    high = _mix(indices.astype(np.uint64) + np.uint64(1)) >> np.uint64(32)
+    high = mixed(indices.astype(np.uint64) + np.uint64(1)) >> np.uint64(32)
     return ((high * sizes.astype(np.uint64)) >> np.uint64(32)).astype(np.int64)
-
-
-def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser: every bit of the input reaches every bit of the output."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))

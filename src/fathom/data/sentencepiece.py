@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from fathom.checkpoints.tokenizers import message_fields
 from fathom.data.shards import DataError
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def read_model(path: Path) -> Model:
         raise DataError(f"{path}: over {MAX_BYTES >> 20} MiB, no SentencePiece model")
     model = Model()
     try:
-        for number, value in _fields(path.read_bytes()):
+        for number, value in message_fields(path.read_bytes()):
             if number == 1:
                 model.pieces.append(_piece(value))
             elif number == 2:
@@ -81,13 +81,13 @@ def read_model(path: Path) -> Model:
 
 
 def _piece(data: bytes) -> tuple[str, float, int]:
-    values = dict(_fields(data))
+    values = dict(message_fields(data))
     (score,) = struct.unpack("<f", values.get(2, b"\0\0\0\0"))
     return values[1].decode("utf-8") if 1 in values else "", score, values.get(3, NORMAL)
 
 
 def _read_trainer(model: Model, data: bytes) -> None:
-    values = dict(_fields(data))
+    values = dict(message_fields(data))
     model.model_type = values.get(3, UNIGRAM)
     model.suffixed, model.byte_fallback = bool(values.get(24)), bool(values.get(35))
     for number, name in ((40, "unk"), (41, "bos"), (42, "eos"), (43, "pad")):
@@ -96,7 +96,7 @@ def _read_trainer(model: Model, data: bytes) -> None:
 
 
 def _read_normalizer(model: Model, data: bytes) -> None:
-    values = dict(_fields(data))
+    values = dict(message_fields(data))
     model.charsmap = values.get(2, b"")
     model.add_dummy_prefix = bool(values.get(3, 1))
     model.remove_extra_whitespaces = bool(values.get(4, 1))
@@ -105,38 +105,6 @@ def _read_normalizer(model: Model, data: bytes) -> None:
 
 def _signed(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
-
-
-def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
-    """Field numbers and values of a message: integers, or the bytes of anything else."""
-    at = 0
-    while at < len(data):
-        key, at = _varint(data, at)
-        kind = key & 7
-        if kind == 0:
-            value, at = _varint(data, at)
-            yield key >> 3, value
-            continue
-        if kind == 2:
-            length, at = _varint(data, at)
-        elif kind in (1, 5):
-            length = 8 if kind == 1 else 4
-        else:
-            raise ValueError("a wire type that does not exist")
-        if at + length > len(data):
-            raise ValueError("cut off")
-        yield key >> 3, data[at : at + length]
-        at += length
-
-
-def _varint(data: bytes, at: int) -> tuple[int, int]:
-    value = 0
-    for shift in range(0, 70, 7):
-        value |= (data[at] & 0x7F) << shift
-        at += 1
-        if data[at - 1] < 0x80:
-            return value, at
-    raise ValueError("a number without an end")
 
 
 def _assemble(model: Model) -> Tokenizer:

@@ -150,10 +150,14 @@ def tokenizer_checksums(directory: Path) -> dict[str, int]:
 
 
 def plain_encoder(tokenizer_file: Path) -> Tokenizer:
-    """A tokenizer that encodes text as text: nothing added, nothing cut, and no special token read from a document."""
+    """A tokenizer that encodes text as text."""
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(tokenizer_file))
+    return plain(Tokenizer.from_file(str(tokenizer_file)))
+
+
+def plain(tokenizer: Tokenizer) -> Tokenizer:
+    """Make a tokenizer encode text as text: nothing added, nothing cut, and no special token read from a document."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True

@@ -24,6 +24,7 @@ from torch.nn import functional as F
 
 from fathom.data.shards import INDEX, TokenDataset
 from fathom.data.sources import HUB, Reading, find_sources, parse
+from fathom.data.tokenizer import plain
 from fathom.errors import FathomError
 from fathom.evaluation.budgets import counting
 from fathom.evaluation.paired import Items
@@ -328,17 +329,14 @@ def encoder(tokenizer: Any, domain: Domain) -> Any:
     """Text to ids as `fathom prepare` makes them: nothing added, and no special token read from a document."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        plain = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
+        encode = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
     else:
         from tokenizers import Tokenizer
 
-        copy = Tokenizer.from_str(backend.to_str())
-        copy.no_padding()
-        copy.no_truncation()
-        copy.encode_special_tokens = True
-        plain = lambda text: copy.encode(text, add_special_tokens=False).ids  # noqa: E731
+        copy = plain(Tokenizer.from_str(backend.to_str()))
+        encode = lambda text: copy.encode(text, add_special_tokens=False).ids  # noqa: E731
     if domain.tokenizer_file is None:
-        return lambda document: plain(document.text)
+        return lambda document: encode(document.text)
     from tokenizers import Tokenizer
 
     theirs = Tokenizer.from_file(str(domain.tokenizer_file))
@@ -351,7 +349,7 @@ def encoder(tokenizer: Any, domain: Domain) -> Any:
             raise PerplexityError(
                 f"{domain.name}: the shards' tokens do not decode to the text they were made of; give the text"
             )
-        return plain(text)
+        return encode(text)
 
     return translate
 

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from fathom.checkpoints.tokenizers import byte_letters
 from fathom.errors import FathomError
 from fathom.models import FathomForCausalLM
 from fathom.models.denseformer import DenseFormer
@@ -33,7 +33,7 @@ from fathom.models.uniform_depth import UniformDepth
 from fathom.models.value_residual import ValueResidual
 
 Array = np.ndarray
-BYTES = {letter: byte for byte, letter in bytes_to_unicode().items()}
+BYTES = byte_letters()
 """The alphabet in which byte-level vocabularies are written."""
 LOGITS_AT_ONCE = 1 << 25
 """Numbers in a block of logits: all tokens at once would take gigabytes with a large vocabulary."""

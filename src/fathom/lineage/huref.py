@@ -19,6 +19,7 @@ from fathom.lineage import canonical
 from fathom.lineage.awm import CHUNK_ROWS, bounded, chunks, gathered
 from fathom.lineage.vocabulary import string_hash
 from fathom.lineage.weights import Layer, Weights
+from fathom.report.mixing import mixed
 
 SKETCH = 512
 TERMS = ("attention", "values", "feed_forward")
@@ -141,13 +142,6 @@ def last_terms(weights: Weights, x: Array) -> list[Array]:
     """The terms of the last two layers, double-centred."""
     count = weights.geometry.layers
     return [double_centred(t) for index in range(max(count - 2, 0), count) for t in terms(weights, x, index)]
-
-
-def mixed(values: Array) -> Array:
-    """The splitmix64 finaliser: a 64-bit integer in, a well-mixed one out."""
-    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return values ^ (values >> np.uint64(31))
 
 
 def sketch(matrices: Sequence[Array], strings: Sequence[bytes]) -> Array:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import platform
 from typing import Any
 
@@ -14,6 +13,7 @@ from fathom.lineage import cards, evidence, huref, portrait
 from fathom.lineage.commitments import content, header_digest
 from fathom.lineage.comparison import SCORE_LABELS, Comparison, Pair, has_extras
 from fathom.lineage.weights import Weights
+from fathom.report.files import finite
 
 SCHEMA = 2
 CANONICAL_STEPS = (
@@ -80,17 +80,6 @@ def as_json(
     }
     plain: dict[str, Any] = finite(body)
     return plain
-
-
-def finite(value: Any) -> Any:
-    """Plain data without NaN and infinity, which JSON does not have: null stands for them."""
-    if isinstance(value, dict):
-        return {key: finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(item) for item in value]
-    if isinstance(value, np.generic):
-        value = value.item()
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _identity(weights: Weights, hashed: bool) -> dict[str, Any]:

@@ -11,28 +11,21 @@ import binascii
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
 
 from fathom.checkpoints.origin import Origin, Refused, parse_json, read_json, read_whole
 from fathom.checkpoints.tensors import Array
+from fathom.checkpoints.tokenizers import byte_letters, message_fields
 
 Vocabulary = Mapping[bytes, int]
 
 SHARED_LIMIT = 32_768
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD = re.compile(rb" [A-Za-z]{3,}")
-
-
-def _byte_level_alphabet() -> dict[str, int]:
-    """The printable stand-ins of byte-level BPE: visible Latin-1 stands for itself, the rest from U+0100 on."""
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {chr(byte): byte for byte in visible} | {chr(256 + rank): byte for rank, byte in enumerate(hidden)}
-
-
-_ALPHABET = _byte_level_alphabet()
+_ALPHABET = byte_letters()
 
 
 def piece_bytes(piece: str, byte_level: bool) -> bytes:
@@ -99,42 +92,17 @@ def _from_model_file(raw: bytes, name: str) -> dict[bytes, int]:
     return _collect(((piece, index) for index, (piece, kind) in enumerate(pieces) if kind in (1, 6)), byte_level=False)
 
 
-def _fields(raw: bytes) -> Iterator[tuple[int, bytes | int]]:
-    """The fields of a protocol-buffer message; stops at the first byte that does not parse."""
-    position = 0
-
-    def varint() -> int:
-        nonlocal position
-        value = shift = 0
-        while position < len(raw) and shift < 64:
-            byte = raw[position]
-            position += 1
-            value |= (byte & 127) << shift
-            shift += 7
-            if byte < 128:
-                return value
-        raise EOFError
-
-    try:
-        while position < len(raw):
-            key = varint()
-            if key & 7 == 0:
-                yield key >> 3, varint()
-                continue
-            width = {1: 8, 5: 4}.get(key & 7) or (varint() if key & 7 == 2 else None)
-            if width is None or position + width > len(raw):
-                return
-            yield key >> 3, raw[position : position + width]
-            position += width
-    except EOFError:
-        return
+def _readable(raw: bytes) -> Iterator[tuple[int, Any]]:
+    """The fields of a message up to the first byte that does not parse."""
+    with suppress(ValueError):
+        yield from message_fields(raw)
 
 
 def _sentencepieces(raw: bytes) -> Iterator[tuple[str, int]]:
     """Pieces with their kinds (1 normal, 6 byte; the others are control entries)."""
-    for number, message in _fields(raw):
+    for number, message in _readable(raw):
         if number == 1 and isinstance(message, bytes):
-            entry = dict(_fields(message))
+            entry = dict(_readable(message))
             piece, kind = entry.get(1), entry.get(3, 1)
             if isinstance(piece, bytes) and isinstance(kind, int):
                 yield piece.decode("utf-8", "replace"), kind

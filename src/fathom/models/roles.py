@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
+from .loss import IGNORE
+
 if TYPE_CHECKING:
     from .configuration import FathomConfig
     from .slots import Out, Visit
@@ -258,5 +260,5 @@ class Recurrence(MechanismModule):
 
 def valid_mean(values: Tensor, targets: Tensor) -> Tensor:
     """Mean over the tokens that have a target, `[B, T, ...]` and `[B, T]`; 0 without any."""
-    valid = (targets != -100).view(*targets.shape, *[1] * (values.ndim - 2)).expand_as(values)
+    valid = (targets != IGNORE).view(*targets.shape, *[1] * (values.ndim - 2)).expand_as(values)
     return values.float().where(valid, 0).sum() / valid.sum().clamp(min=1)

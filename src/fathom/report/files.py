@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from fathom.errors import FathomError
@@ -109,11 +110,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Plain data for JSON, which has no infinity: null stands for what is not a number."""
+    """Plain data for JSON, which has no infinity and no scalars of numpy: null stands for what is not a number."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
+    if isinstance(value, np.generic):
+        value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

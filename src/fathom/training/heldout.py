@@ -14,6 +14,7 @@ from torch.nn import functional as F
 
 from fathom.data.batches import evaluation_batches, evaluation_windows
 from fathom.data.shards import TokenDataset
+from fathom.models.loss import IGNORE
 from fathom.recipe import Recipe
 from fathom.report.statistics import rank_correlation
 from fathom.training.parallel import Ranks
@@ -172,7 +173,7 @@ class Tally:
 
 
 def token_losses(model: nn.Module, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None) -> Tensor:
-    """Cross-entropy of every predicted token in fp32, `[rows, T - 1]`; zero where the label is -100."""
+    """Cross-entropy of every predicted token in fp32, `[rows, T - 1]`; zero where the label is IGNORE."""
     return token_losses_and_trips(model, input_ids, labels, position_ids)[0]
 
 
@@ -185,7 +186,7 @@ def token_losses_and_trips(
     logits = out.logits
     # Row by row: the fp32 copy of all logits would be the largest tensor of the run.
     rows = [
-        F.cross_entropy(row[:-1].float(), label[1:], ignore_index=-100, reduction="none")
+        F.cross_entropy(row[:-1].float(), label[1:], ignore_index=IGNORE, reduction="none")
         for row, label in zip(logits, labels, strict=True)
     ]
     return torch.stack(rows), getattr(out, "trips", None)

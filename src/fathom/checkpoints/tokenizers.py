@@ -1,0 +1,47 @@
+"""How files of tokenizers spell bytes and numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+
+def byte_letters() -> dict[str, int]:
+    """Letters of byte-level vocabularies and their bytes: visible Latin-1 is itself, the rest stands from U+0100 on."""
+    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    hidden = [byte for byte in range(256) if byte not in visible]
+    return {chr(byte): byte for byte in visible} | {chr(256 + rank): byte for rank, byte in enumerate(hidden)}
+
+
+def message_fields(data: bytes) -> Iterator[tuple[int, Any]]:
+    """Field numbers and values of a protocol-buffer message: integers, or the bytes of anything else.
+
+    What does not parse is a `ValueError`, after the fields before it.
+    """
+    at = 0
+    while at < len(data):
+        key, at = _varint(data, at)
+        kind = key & 7
+        if kind == 0:
+            value, at = _varint(data, at)
+            yield key >> 3, value
+            continue
+        if kind == 2:
+            length, at = _varint(data, at)
+        elif kind in (1, 5):
+            length = 8 if kind == 1 else 4
+        else:
+            raise ValueError("a wire type that does not exist")
+        if at + length > len(data):
+            raise ValueError("cut off")
+        yield key >> 3, data[at : at + length]
+        at += length
+
+
+def _varint(data: bytes, at: int) -> tuple[int, int]:
+    value = 0
+    for shift, byte in zip(range(0, 70, 7), data[at : at + 10], strict=False):
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at + shift // 7 + 1
+    raise ValueError("a number without an end")
