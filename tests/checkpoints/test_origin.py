@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import subprocess
+import sys
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -27,7 +30,7 @@ class Hub(ThreadingHTTPServer):
 
     def __init__(self, root: Path):
         self.root, self.sent, self.log = root, 0, []
-        self.fail, self.ranges, self.redirect = 0, True, False
+        self.fail, self.ranges, self.redirect, self.gate = 0, True, False, ""
         super().__init__(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server_address[1]}"
 
@@ -42,6 +45,8 @@ class Handler(BaseHTTPRequestHandler):
         if hub.fail:
             hub.fail -= 1
             return self.send_error(503)
+        if hub.gate and not self.path.startswith("/blobs") and self.headers.get("Authorization") != hub.gate:
+            return self.send_error(401)
         if hub.redirect and not self.path.startswith("/blobs"):
             self.send_response(302)
             self.send_header("Location", "/blobs" + self.path)
@@ -132,6 +137,25 @@ def test_a_token_goes_to_the_endpoint_only(hub, monkeypatch):
     open_model("org/base")
     carried = {("blobs" in path, "Authorization" in headers) for path, headers in hub.log}
     assert carried == {(False, True), (True, False)}
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["logged in", "not logged in"])
+def test_a_gated_repository_opens_with_the_token_of_a_login(hub, tmp_path, known):
+    """The file that `hf auth login` writes; where the endpoint sends us on, nothing of it is said."""
+    hub.gate, hub.redirect = "Bearer not-a-real-token", True
+    if known:
+        (tmp_path / "token").write_text("not-a-real-token\n")
+    hidden = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_OIDC_RESOURCE")
+    environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"HF_HOME": str(tmp_path)}
+    code = "from fathom.lineage.weights import open_model; print(open_model('org/base').origin.revision)"
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    if not known:
+        assert done.returncode and "the endpoint answers 401" in done.stderr and "`hf auth login`" in done.stderr
+        assert "HF_TOKEN" in done.stderr
+        return
+    assert done.stdout.strip() == COMMIT, done.stderr
+    carried = {("blobs" in path, headers.get("Authorization")) for path, headers in hub.log}
+    assert carried == {(False, "Bearer not-a-real-token"), (True, None)}
 
 
 def test_a_hiccup_is_retried_and_an_outage_is_told(hub):

@@ -16,6 +16,8 @@ import urllib.request
 from pathlib import Path, PurePosixPath
 from typing import Any, Protocol
 
+from huggingface_hub import get_token
+
 from fathom.errors import FathomError
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
@@ -128,6 +130,7 @@ class RemoteOrigin:
         self.requests = 0
         self.max_bytes = max_bytes
         self._sizes: dict[str, int | None] = {}
+        self._token = get_token()  # HF_TOKEN, or what `hf auth login` keeps
 
     def exists(self, path: str) -> bool:
         """Whether the file is there (one one-byte request the first time)."""
@@ -166,7 +169,10 @@ class RemoteOrigin:
                 if error.code == 404:
                     raise FileNotFoundError(f"{self.name}: no file {path}") from None
                 if error.code < 500 or attempt == 3:
-                    raise Refused(f"{self.name}/{path}: the endpoint answers {error.code} {error.reason}") from None
+                    hint = "; is it gated? `hf auth login`, or HF_TOKEN" if error.code in (401, 403) else ""
+                    raise Refused(
+                        f"{self.name}/{path}: the endpoint answers {error.code} {error.reason}{hint}"
+                    ) from None
             except (TimeoutError, ConnectionError, urllib.error.URLError) as error:
                 if attempt == 3:
                     raise Refused(f"{self.name}/{path}: {error}") from None
@@ -175,9 +181,9 @@ class RemoteOrigin:
 
     def _request(self, url: str, path: str, start: int, stop: int) -> bytearray:
         request = urllib.request.Request(url, headers={"Range": f"bytes={start}-{stop - 1}"})
-        if token := os.environ.get("HF_TOKEN"):
+        if self._token:
             # not repeated to the storage host that the endpoint redirects to
-            request.add_unredirected_header("Authorization", f"Bearer {token}")
+            request.add_unredirected_header("Authorization", f"Bearer {self._token}")
         self.requests += 1
         with urllib.request.urlopen(request, timeout=60) as response:
             found = re.fullmatch(r"bytes (\d+)-(\d+)/(\d+)", response.headers.get("Content-Range") or "")
