@@ -4,17 +4,31 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
+import os
+import shutil
 import subprocess
 import sys
 import typing
 from pathlib import Path
 
 import pytest
+import torch
 
 import fathom
+from fathom.evaluation.scoring import Settings
+from fathom.inference.generate import Sampling
+from fathom.models.registry import mechanism_name
+from fathom.recipe import Recipe
 from tests.inference.tiny import export_tiny
 
 ROOT = Path(fathom.__file__).parent
+COMMIT = "0123456789abcdef0123456789abcdef01234567"
+ARMS = "vanilla,depth_attention"
+SHORT = (
+    *("model.vocab_size=304", "train.steps=2", "train.tokens_per_step=512", "train.micro_batch=2", "train.device=cpu"),
+    *("train.compile=false", "evaluate.tokens=512", "track.display=none"),
+)
 HEAVY = {"torch", "transformers", "numpy", "scipy", "yaml", "rich", "huggingface_hub"}
 
 
@@ -80,6 +94,66 @@ def test_every_name_is_there_typed_and_documented() -> None:
             assert all(f"\n    {argument}: " in value.__doc__.replace("\n        ", "\n    ") for argument in arguments)
     with pytest.raises(AttributeError, match="module 'fathom' has no attribute 'trian'"):
         fathom.trian  # noqa: B018
+
+
+def test_from_a_corpus_to_a_score(corpus: Path, tmp_path: Path) -> None:
+    """The names as a script uses them, one after the other."""
+    recipe = fathom.load_recipe("tiny", [*SHORT, f"data.directory={corpus}"])
+    assert fathom.train(recipe, tmp_path / "run").finished
+    model, tokenizer = fathom.load(tmp_path / "run", "cpu")
+    assert isinstance(model, fathom.FathomForCausalLM) and not model.training
+    assert fathom.generate(model, tokenizer, "the depth", Sampling(4, temperature=0)).tokens <= 4
+    report = fathom.evaluate([tmp_path / "run"], Settings(device="cpu", limit=2), perplexity=[str(corpus)])
+    assert report["checkpoints"]["run"]["perplexity"]
+    assert fathom.look(model, tokenizer, "the depth of").tokens
+    assert fathom.open_weights(tmp_path / "run" / "model").has("q", 0)
+    written = fathom.export(model, tmp_path / "export", tokenizer)
+    assert torch.equal(fathom.load(written, "cpu")[0].lm_head.weight, model.lm_head.weight)
+
+
+def test_comparing_from_a_script(small: Recipe, tmp_path: Path) -> None:
+    """And the best arm of what it made."""
+    report = fathom.compare(small.override("train.export=true", "train.steps=2"), ARMS, tmp_path, seeds=1, pairs=0)
+    assert [arm["name"] for arm in report["arms"]] == ARMS.split(",")
+    assert json.loads(json.dumps(report)) == json.loads((tmp_path / "report.json").read_text(encoding="utf-8"))
+    model, _ = fathom.load(tmp_path, "cpu")
+    best = min(report["arms"], key=lambda arm: arm["loss"])["name"]
+    assert mechanism_name(model.config) == best
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> dict[str, str]:
+    """The environment of a process without a network, whose Hub cache holds `org/tiny` as the Hub lays it out."""
+    home = tmp_path / "hub" / "models--org--tiny"
+    snapshot = home / "snapshots" / COMMIT
+    for folder in (home / "blobs", home / "refs", snapshot):
+        folder.mkdir(parents=True)
+    (home / "refs" / "main").write_text(COMMIT)
+    for number, path in enumerate(sorted(export_tiny(tmp_path / "export").iterdir())):
+        shutil.copy(path, home / "blobs" / str(number))
+        (snapshot / path.name).symlink_to(home / "blobs" / str(number))
+    return {**os.environ, "HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+
+
+def test_loading_from_the_hub(cached: dict[str, str], tmp_path: Path) -> None:
+    """By id, with or without a revision; one that is not to be had is one line, and a directory goes first."""
+    (tmp_path / "org").mkdir()
+    code = (
+        "import fathom, os; from fathom.errors import FathomError\n"
+        f"for name in ('org/tiny', 'org/tiny@{COMMIT}'):\n"
+        "    model, tokenizer = fathom.load(name, 'cpu'); print(type(model).__name__, len(tokenizer) > 1)\n"
+        "for name in ('org/absent', 'org/tiny@other'):\n"
+        "    try: fathom.load(name)\n"
+        "    except FathomError as error: print(error)\n"
+        "os.mkdir('org/tiny')\n"
+        "try: fathom.load('org/tiny')\n"
+        "except FathomError as error: print(error)\n"
+    )
+    first, second, absent, other, directory = run("-c", code, env=cached, cwd=tmp_path).splitlines()
+    assert first == second == "FathomForCausalLM True"
+    assert absent.startswith("org/absent@main: no such directory, and the Hub does not give it: ")
+    assert other.startswith("org/tiny@other: ")
+    assert directory.startswith("org/tiny: neither a model directory")
 
 
 def test_type_checkers_see_the_same_names() -> None:

@@ -19,9 +19,10 @@ from fathom._version import __version__
 
 if TYPE_CHECKING:
     from fathom.checkpoints.export import export
-    from fathom.checkpoints.open import open_checkpoint as load
-    from fathom.comparison.work import compare
+    from fathom.checkpoints.open import load
+    from fathom.comparison.work import compare_arms as compare
     from fathom.data.prepare import prepare
+    from fathom.evaluation.scoring import evaluate
     from fathom.inference.generate import generate
     from fathom.lens.look import lens_data as look
     from fathom.lineage.weights import open_model as open_weights
@@ -34,6 +35,7 @@ __all__ = [
     "FathomForCausalLM",
     "__version__",
     "compare",
+    "evaluate",
     "export",
     "generate",
     "load",
@@ -49,10 +51,11 @@ __all__ = [
 _HOMES = {
     "FathomConfig": ("fathom.models", "FathomConfig"),
     "FathomForCausalLM": ("fathom.models", "FathomForCausalLM"),
-    "compare": ("fathom.comparison.work", "compare"),
+    "compare": ("fathom.comparison.work", "compare_arms"),
+    "evaluate": ("fathom.evaluation.scoring", "evaluate"),
     "export": ("fathom.checkpoints.export", "export"),
     "generate": ("fathom.inference.generate", "generate"),
-    "load": ("fathom.checkpoints.open", "open_checkpoint"),
+    "load": ("fathom.checkpoints.open", "load"),
     "load_recipe": ("fathom.recipe", "load_recipe"),
     "look": ("fathom.lens.look", "lens_data"),
     "open_weights": ("fathom.lineage.weights", "open_model"),

@@ -9,9 +9,10 @@ import pytest
 import torch
 from fastapi.testclient import TestClient
 
+from fathom.checkpoints.open import load
 from fathom.cli.main import main
 from fathom.evaluation.budgets import counting, most_trips, stored_trips
-from fathom.inference.generate import Sampling, generate, load
+from fathom.inference.generate import Sampling, generate
 from fathom.inference.server import build_app
 from tests.inference.tiny import export_tiny
 

@@ -6,16 +6,49 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from fathom.checkpoints.check import check_checkpoint
-from fathom.checkpoints.origin import Refused
+from fathom.checkpoints.origin import Refused, repository_of
 from fathom.checkpoints.runs import find_model
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.published import is_published
 
+# What opening a model needs of a repository: no pickles, and code only for those who let it run.
+WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def load(
+    where: str | Path, device: str | None = None, dtype: str = "auto", trust_remote_code: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Model, ready for inference, and tokenizer, of a directory or a repository on the Hugging Face Hub.
+
+    Args:
+        where: A model directory, a run, a comparison (its best arm), or `org/name` or `org/name@revision` on the Hub,
+            from whose cache it is taken and to which it is downloaded; a directory goes first.
+        device: `cpu`, `cuda`, ...; by default cuda where there is one.
+        dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
+        trust_remote_code: Let transformers run Python files that come with the model, for architectures that neither
+            it nor Fathom knows.
+    """
+    path = Path(where)
+    if not path.exists() and (repository := repository_of(str(where))) is not None:
+        path = _fetched(*repository, trust_remote_code)
+    return open_checkpoint(path, device, dtype, trust_remote_code)
+
+
+def _fetched(repo: str, revision: str, code: bool) -> Path:
+    """A repository's snapshot in the Hub's cache, downloaded where it is not there yet."""
+    patterns = [*WANTED, *(("*.py",) if code else ())]
+    try:
+        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    except (HfHubHTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise Refused(f"{repo}@{revision}: no such directory, and the Hub does not give it: {reason}") from error
 
 
 def open_checkpoint(

@@ -215,6 +215,13 @@ def _within_budget(spent: int, wanted: int, limit: int | None) -> None:
         raise Refused(f"reading {wanted:,} more bytes would pass the limit of {limit:,} (raise --max-bytes)")
 
 
+def repository_of(where: str) -> tuple[str, str] | None:
+    """`org/name` or `org/name@revision` as repository and revision; None for anything else."""
+    repo, _, revision = where.partition("@")
+    named = _REPO.fullmatch(repo) and _REVISION.fullmatch(revision or "main") and ".." not in revision
+    return (repo, revision or "main") if named else None
+
+
 def open_origin(where: str, max_bytes: int | None = None) -> tuple[Origin, str | None]:
     """An origin for a directory, a file or `org/name@revision`, and the one file that was named, if one was."""
     path = Path(where)

@@ -12,7 +12,7 @@ from rich.table import Table
 
 from fathom.checkpoints.layout import PAGE, REPORT
 from fathom.cli.parser import Parser, add_recipe
-from fathom.recipe import RecipeError, load_recipe
+from fathom.recipe import RecipeError, find_recipe, load_recipe
 
 
 def add(parser: Parser) -> None:
@@ -60,6 +60,7 @@ def run(options: Namespace) -> int:
     else:
         if not options.arms:
             raise RecipeError("--arms is missing; for example --arms vanilla,uniform_depth,depth_attention")
+        source = find_recipe(source)
         out = options.out or Path("runs") / f"{source.stem}-compare"
         recipe = load_recipe(source, options.overrides)
         plan = make_plan(recipe, options.arms, options.seeds, options.equal, options.pairs, out)

@@ -47,9 +47,10 @@ def add(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """A prompt, a conversation or a file, with the speed on standard error."""
+    from fathom.checkpoints.open import open_checkpoint
     from fathom.evaluation.budgets import check_chunks, check_trips
     from fathom.inference.cache import choose
-    from fathom.inference.generate import Sampling, chat, generate, generate_file, load, report_speed, to_terminal
+    from fathom.inference.generate import Sampling, chat, generate, generate_file, report_speed, to_terminal
 
     if sum((options.prompt is not None, options.chat, options.prompts is not None)) > 1:
         raise UsageError("give a prompt, --chat or --prompts FILE, one of them")
@@ -65,7 +66,7 @@ def run(options: Namespace) -> int:
         options.static_cache,
         options.compile,
     )
-    model, tokenizer = load(
+    model, tokenizer = open_checkpoint(
         options.model, options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code
     )
     kvcache = (options.kvcache, options.kvcache_window, options.kvcache_sinks, options.kvcache_ratio)

@@ -19,7 +19,7 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--config",
         metavar="MODEL",
-        help="a checkpoint directory, a recipe file, or the name of one in recipes/ (default: Qwen3's default shape)",
+        help="a checkpoint directory, a recipe file, or a name that `fathom recipes` lists (default: Qwen3's shape)",
     )
     parser.add_argument("--bytes-per-scalar", type=int, default=2, help="of cache and activations (default: 2, bf16)")
     parser.add_argument("--json", action="store_true", help="print the rows for a program")
@@ -48,9 +48,6 @@ def _model_config(name: str | None, default: type[FathomConfig]) -> FathomConfig
             return default()
         if Path(name).is_dir():
             return default.from_pretrained(name)
-        recipe = Path(name) if Path(name).is_file() else Path("recipes") / f"{name}.yaml"
-        if not recipe.is_file():
-            raise UsageError(f"--config {name}: no such directory, recipe file or recipe in recipes/")
-        return load_recipe(recipe).config()
+        return load_recipe(name).config()
     except (ValueError, OSError) as error:
         raise UsageError(f"--config {name}: {error}") from error

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fathom.cli.parser import Parser, add_recipe
-from fathom.recipe import Recipe, load_recipe
+from fathom.recipe import Recipe, find_recipe, load_recipe
 
 if TYPE_CHECKING:
     from fathom.training.estimate import Estimate
@@ -38,7 +38,7 @@ def run(options: Namespace) -> int:
     if options.dry_run:
         return _show_cost(recipe, estimate(recipe), options.json)
 
-    result = train(recipe, options.run or Path("runs") / Path(options.recipe).stem, resume=not options.new)
+    result = train(recipe, options.run or Path("runs") / find_recipe(options.recipe).stem, resume=not options.new)
     evaluation = result.evaluation
     if os.environ.get("RANK", "0") != "0":
         return 0  # the first rank speaks for all

@@ -27,14 +27,15 @@ from typing import Any
 import torch
 
 from fathom.checkpoints.layout import CLAIMS, FAILED, MACHINE, MEASURED, PLAN, REPORT
+from fathom.comparison.arms import Equal
 from fathom.comparison.findings import summarize
 from fathom.comparison.leases import Claim, Claims
 from fathom.comparison.page import write_report
-from fathom.comparison.plan import Plan, Task, tasks
+from fathom.comparison.plan import Plan, Task, make_plan, tasks
 from fathom.comparison.progress import Progress
 from fathom.comparison.timing import measure
 from fathom.errors import FathomError
-from fathom.recipe import RecipeError
+from fathom.recipe import Recipe, RecipeError
 from fathom.report.files import read_json, write_json
 from fathom.report.provenance import hardware, provenance
 from fathom.training import TrainingError, read_metrics, train
@@ -87,6 +88,33 @@ class Watch:
 
     def close(self) -> None:
         """Nothing is held open."""
+
+
+def compare_arms(
+    recipe: Recipe,
+    arms: str,
+    out: str | Path,
+    *,
+    seeds: int = 3,
+    equal: Equal = "tokens",
+    pairs: int = 12,
+    workers: int = 1,
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """Compare mechanisms fairly, or go on with the comparison in `out`; returns what its `report.json` holds.
+
+    Args:
+        recipe: What all arms share.
+        arms: `MECHANISM` or `NAME=MECHANISM[;key=value...]`, comma between; the first is the control.
+        out: The directory; further calls, on other machines too, may work on it at the same time.
+        seeds: Runs of each arm, which begin at `train.seed`.
+        equal: The budget that arms share: tokens, FLOPs, or tokens times their trips through the stack.
+        pairs: A B B A rounds when timing an arm; 0 times nothing.
+        workers: Processes on this machine. With more than one, a script needs `if __name__ == "__main__":`.
+        threads: CPU threads of each; one if there are several workers, else torch's choice.
+    """
+    out = Path(out)
+    return compare(make_plan(recipe, arms, seeds, equal, pairs, out), out, workers, threads)
 
 
 def compare(

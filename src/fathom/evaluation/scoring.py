@@ -6,7 +6,7 @@ import hashlib
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,15 +119,26 @@ class Checkpoint:
         return _digest([_stamp(path) for pattern in names for path in sorted(self.directory.glob(pattern))])
 
 
-def evaluate(checkpoints: Sequence[str | Path], settings: Settings) -> dict[str, Any]:
+def evaluate(
+    checkpoints: Sequence[str | Path],
+    settings: Settings | None = None,
+    *,
+    perplexity: Sequence[str] = (),
+    tasks: str | None = None,
+) -> dict[str, Any]:
     """Score checkpoints on tasks and texts, with paired differences; returns what `report.json` holds.
 
     Args:
         checkpoints: Model directories, runs or comparisons, or `NAME=PATH`; the first is what the others are held
             against.
-        settings: What to score them on, and how. With `out`, results are kept and a second call goes on.
+        settings: Everything else that can be chosen. With `out`, results are kept and a second call goes on.
+        perplexity: Texts: files, directories, globs, `hf:...` or prepared corpora, `NAME=` before one; in place of
+            the settings' own.
+        tasks: lm-eval's tasks, groups and tags, comma between; in place of the settings' own.
     """
-    return run(checkpoints, settings)[1]
+    chosen = settings or Settings()
+    chosen = replace(chosen, perplexity=perplexity or chosen.perplexity, tasks=tasks or chosen.tasks)
+    return run(checkpoints, chosen)[1]
 
 
 def run(checkpoints: Sequence[str | Path], settings: Settings) -> tuple[list[Checkpoint], dict[str, Any]]:

@@ -14,7 +14,6 @@ from typing import IO, Any
 
 import torch
 
-from fathom.checkpoints.open import open_checkpoint
 from fathom.errors import FathomError
 from fathom.evaluation.budgets import stored_trips
 from fathom.inference.cache import Policy
@@ -118,11 +117,6 @@ class Generated:
     def tokens_per_second(self) -> float:
         """Reading the prompt included."""
         return self.tokens / self.seconds if self.seconds else 0.0
-
-
-def load(path: str | Path, device: str | None = None, **options: Any) -> tuple[Any, Any]:
-    """Model and tokenizer of a checked directory, ready to generate; options are those of `open_checkpoint`."""
-    return open_checkpoint(path, device, **options)
 
 
 def generate(

@@ -1,0 +1,47 @@
+"""`fathom recipes`, and `fathom recipes copy NAME [--to FILE]`."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+from fathom.cli.parser import Parser, UsageError
+from fathom.recipe import find_recipe, packaged_recipes, summary_of
+
+
+def add(parser: Parser) -> None:
+    """Arguments."""
+    parser.add_argument("action", nargs="?", choices=("list", "copy"), default="list", help="default: list")
+    parser.add_argument("name", nargs="?", help="of the recipe to copy")
+    parser.add_argument("--to", type=Path, metavar="FILE", help="where to (default: NAME.yaml, here)")
+    parser.add_argument("--json", action="store_true", help="print the result for a program")
+
+
+def run(options: Namespace) -> int:
+    """List them, or copy one to be edited."""
+    if options.action == "copy":
+        return _copy(options)
+    if options.name or options.to:
+        raise UsageError("to copy a recipe: fathom recipes copy NAME [--to FILE]")
+    found = {name: {"summary": summary_of(path), "path": str(path)} for name, path in packaged_recipes().items()}
+    if options.json:
+        print(json.dumps(found))
+        return 0
+    width = max(map(len, found))
+    for name, recipe in found.items():
+        print(f"{name:<{width}}  {recipe['summary']}")
+    return 0
+
+
+def _copy(options: Namespace) -> int:
+    """Write one recipe's file, comments and all; nothing is overwritten."""
+    if options.name is None:
+        raise UsageError("which recipe? fathom recipes copy NAME [--to FILE]")
+    source = find_recipe(options.name)
+    target = options.to or Path(source.name)
+    if target.exists():
+        raise UsageError(f"{target} exists; give --to another file")
+    target.write_bytes(source.read_bytes())
+    print(json.dumps({"path": str(target)}) if options.json else target)
+    return 0
