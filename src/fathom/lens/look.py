@@ -353,9 +353,9 @@ def _hooks(model: FathomForCausalLM, mixed: Any, after: Any) -> Iterator[None]:
         if threading.get_ident() == caller:
             mixed(mixer, *arguments)
 
-    def on_layer(_: torch.nn.Module, __: tuple[Any, ...], output: tuple[State, Tensor, Tensor]) -> None:
+    def on_layer(_: torch.nn.Module, __: tuple[Any, ...], output: State) -> None:
         if threading.get_ident() == caller:
-            after(output[0])
+            after(output[:-2])  # a key and a value come last
 
     handles = []
     layers: Any = model.model.layers
