@@ -349,6 +349,15 @@ def test_jacobi_feeds_in_turn(rounds):
     assert torch.equal(by_rule(True), by_rule(False)) == (rounds >= 6), "another rule, with the same end"
 
 
+@pytest.mark.parametrize("rounds", [0, 1, 3])
+def test_the_last_pass_feeds_nothing(rounds):
+    """Nobody would read it, and a feed may be as dear as a mixture of the vocabulary."""
+    policy, fed = Chain(), []
+    policy.feed = lambda x, out, state: (fed.append(out.trip), out.residual)[1]
+    jacobi(policy, torch.ones(1, 4, 1), pass_of([], []), 2, rounds)
+    assert fed == [0, 0, 1, *[0, 1] * rounds]
+
+
 def test_jacobi_stops_when_nothing_moves():
     lengths = []
     x = torch.tensor([1.0, -2.0, 0.5, 3.0]).view(1, 4, 1)

@@ -83,4 +83,4 @@ def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool) -> int:
 def _training_multiple(multiple: tuple[float, float, float]) -> str:
     least, mean, most = (f"{value:.3g}" for value in multiple)
     drawn = "" if least == most else f" ({least} to {most}, as rounds and trips are drawn)"
-    return f"three times {mean} x vanilla{drawn} in training"
+    return f"in training {mean} x vanilla's{drawn}"

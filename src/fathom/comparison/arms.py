@@ -85,7 +85,7 @@ def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal) -> dict[str, Re
 
 def training_flops(recipe: Recipe) -> float:
     """Of a whole run: three forward passes of training for each token."""
-    return 3 * training_flops_per_token(recipe.config(), recipe.data.sequence_length) * tokens(recipe)
+    return training_flops_per_token(recipe.config(), recipe.data.sequence_length) * tokens(recipe)
 
 
 def tokens(recipe: Recipe) -> int:

@@ -30,7 +30,7 @@ from .pondering import (
     entropy,
     lowest_sum,
     mixed,
-    mixture_flops,
+    mixture_cost,
     per_item,
     ramp,
     trips_cost,
@@ -175,7 +175,7 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     width, depth = config.hidden_size, config.recurrence_options["depth"]
     gate = 8 * width * width + 8 * width
     parameters = depth * (4 * width * width + 8 * width + 1)
-    return trips_cost(config, visits, scalar, mixture_flops(config) + gate, parameters)
+    return trips_cost(config, visits, scalar, gate, parameters) + mixture_cost(config, visits)
 
 
 ADAPONDER = Mechanism(

@@ -2,8 +2,8 @@
 
 FLOPs are per token and count a multiply-add as two. Causal attention is counted once, (T + 1) / 2 positions, or fewer
 in a sliding window; the head is counted, the embedding look-up is not. A training step is three forward passes of
-training, which are not those of decoding where Jacobi rounds stand for the order in time. Tokens that halt are counted
-as if they did not.
+training, which are not those of decoding where Jacobi rounds stand for the order in time, and what a mechanism declares
+beyond that. Tokens that halt are counted as if they did not.
 """
 
 from __future__ import annotations
@@ -65,12 +65,12 @@ def flops_per_token(config: FathomConfig, sequence_length: int) -> float:
 
 
 def training_flops_per_token(config: FathomConfig, sequence_length: int) -> float:
-    """One forward pass of training, on average over whatever is drawn for a step."""
+    """A training step, forward and backward, on average over whatever is drawn for it."""
     return training_flops_range(config, sequence_length)[1]
 
 
 def training_flops_range(config: FathomConfig, sequence_length: int) -> tuple[float, float, float]:
-    """The least, the mean and the most that one forward pass of training costs a token."""
+    """The least, the mean and the most that a training step costs a token, forward and backward."""
     costs = [_training_flops(deep, sequence_length, rounds) for deep, rounds in _draws(config)]
     return min(costs), sum(costs) / len(costs), max(costs)
 
@@ -108,14 +108,17 @@ def _stages(config: FathomConfig, rounds: int) -> list[int]:
 def _training_flops(config: FathomConfig, sequence_length: int, rounds: int) -> float:
     """With so many Jacobi rounds: Σ m + (n + 1)(K + 1) passes of a row, whose attention is Σ m² + (n + 1)(K + 1)²."""
     sizes = _stages(config, rounds)
+    penalty = recurrence_class(config).penalty_flops(config, sequence_length)
+    beyond = mechanism_cost(config).training_flops
     if not sizes:
-        return flops_per_token(config, sequence_length)
+        return 3 * flops_per_token(config, sequence_length) + beyond + penalty
     depth = sizes[-1] - 1
     trip = _linear_flops(_of_depth(config, 0))
-    between = (_linear_flops(config) - (depth + 1) * trip) / depth  # two trips: a gate, a mixture
-    linear = sum(size * trip + min(size, depth) * between for size in sizes)
+    fed = sum(min(size, depth) for size in sizes[:-1]) / depth  # the last pass feeds nothing
+    between = _linear_flops(config) - (depth + 1) * trip  # of all trips: gates, mixtures
     reads = [sum(size * size for size in sizes)] * config.num_hidden_layers
-    return head_flops(config) + linear + _attention(config, sequence_length, reads)
+    attention = _attention(config, sequence_length, reads)
+    return 3 * (head_flops(config) + sum(sizes) * trip + fed * between + attention) + fed * beyond + penalty
 
 
 def _linear_flops(config: FathomConfig) -> float:

@@ -82,6 +82,11 @@ class LatentCot(Sampled):
         """Trips up to its own."""
         return View.DUO
 
+    @classmethod
+    def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
+        """None where there is no penalty."""
+        return super().penalty_flops(config, sequence_length) if config.recurrence_options["penalty"] else 0.0
+
     def init_weights(self, std: float) -> None:
         """Going on."""
         super().init_weights(std)

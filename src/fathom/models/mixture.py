@@ -23,6 +23,22 @@ SPARSE = 16
 """From so many times `top_k` words on, gathering the words in use is cheaper than whole products."""
 
 
+def is_sparse(words: int, top_k: int) -> bool:
+    """Whether the words in use are gathered, given how many there are."""
+    return 0 < top_k < words and words >= SPARSE * top_k
+
+
+def mixture_flops(width: int, words: int, top_k: int) -> tuple[int, int]:
+    """Of one token's mixture: a forward pass, and a training step, forward and backward.
+
+    Sparse: the head once, without a gradient; then per word a probability and a share of the sum, and backward the
+    probability again, what it gains, and a share of the gradients of the row and of both tables. Dense: two whole
+    products, and five backward.
+    """
+    product, word = 2 * width * words, 2 * width * top_k
+    return (product + 2 * word, product + 7 * word) if is_sparse(words, top_k) else (2 * product, 7 * product)
+
+
 def mixture(hidden: Tensor, head: nn.Module, table: Tensor, top_k: int = 0, temperature: float = 1.0) -> Tensor:
     """μ for every token, `[B, T, hidden_size]`.
 
@@ -61,7 +77,7 @@ def _bare(rows: Tensor, weight: Tensor, table: Tensor, top_k: int, temperature: 
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight, table = rows.to(dtype), weight.to(dtype), table.to(dtype)
     with torch.autocast(rows.device.type, enabled=False):
-        if top_k and len(table) >= SPARSE * top_k:
+        if is_sparse(len(table), top_k):
             with torch.no_grad():
                 size = chunk_rows(len(rows), len(table), rows.device.type)
                 words = torch.cat([(x @ weight.T).topk(top_k)[1] for x in rows.split(size)])

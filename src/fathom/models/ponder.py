@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .draws import between
-from .pondering import MixtureOptions, Pondering, SolverOptions, check_range, mixed, mixture_flops, trips_cost
+from .pondering import MixtureOptions, Pondering, SolverOptions, check_range, mixed, mixture_cost, trips_cost
 from .roles import Cost, Mechanism, View
 
 if TYPE_CHECKING:
@@ -87,8 +87,8 @@ class Ponder(Pondering):
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """The stack again, and a mixture where that is what is fed back."""
-    mixture = mixture_flops(config) if config.recurrence_options["feed"] == "mixture" else 0
-    return trips_cost(config, visits, scalar, mixture)
+    mixtures = mixture_cost(config, visits) if config.recurrence_options["feed"] == "mixture" else Cost()
+    return trips_cost(config, visits, scalar) + mixtures
 
 
 PONDER = Mechanism(

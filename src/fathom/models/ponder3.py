@@ -105,6 +105,13 @@ class Ponder3(Sampled):
         """Everything before."""
         return View.ALL
 
+    @classmethod
+    def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
+        """Of `prefix_quality`; the others look at no words."""
+        options = config.recurrence_options
+        asks = options["penalty"] == "prefix_quality" and options["penalty_max"] > 0
+        return super().penalty_flops(config, sequence_length) if asks else 0.0
+
     def init_weights(self, std: float) -> None:
         """Every trip alive."""
         super().init_weights(std)

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .arithmetic import layer_cache_bytes, layer_flops
+from .arithmetic import head_flops, layer_cache_bytes, layer_flops
 from .draws import between, draw
 from .loss import IGNORE
-from .mixture import mixture
+from .mixture import mixture, mixture_flops
 from .numerics import lowest_mean, widen
 from .roles import Cost, Recurrence
 
@@ -103,13 +103,9 @@ class Sampled(Pondering):
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
+        self.every = sample_every(self.options["penalty_token_fraction"])
         # A tensor, since a Python number that changes every step would recompile every step.
         self.first = nn.Buffer(torch.zeros((), dtype=torch.long), persistent=False)
-
-    @property
-    def every(self) -> int:
-        """One token in so many."""
-        return max(1, round(1 / self.options["penalty_token_fraction"]))
 
     def init_weights(self, std: float) -> None:
         """The sample of step 0."""
@@ -120,10 +116,27 @@ class Sampled(Pondering):
         super().set_step(step, steps)
         self.first.fill_(draw(self.options["seed"], step, "tokens") % (1 << 32))
 
+    @classmethod
+    def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
+        """The head on the sample, after every trip but the last, without a gradient."""
+        every = sample_every(config.recurrence_options["penalty_token_fraction"])
+        share = sample_size(sequence_length, every) / sequence_length
+        return cls.extra_trips(config) * share * head_flops(config)
+
     def sample(self, length: int) -> Tensor:
         """Columns of the tokens that are looked at."""
-        count = max(1, length // self.every)
+        count = sample_size(length, self.every)
         return (torch.arange(count, device=self.first.device) * self.every + self.first) % length
+
+
+def sample_every(fraction: float) -> int:
+    """One token in so many is looked at."""
+    return max(1, round(1 / fraction))
+
+
+def sample_size(length: int, every: int) -> int:
+    """Tokens of a row that are looked at."""
+    return max(1, length // every)
 
 
 def mixed(out: Out, options: dict) -> Tensor:
@@ -134,10 +147,11 @@ def mixed(out: Out, options: dict) -> Tensor:
     )
 
 
-def mixture_flops(config: FathomConfig) -> int:
-    """The head and the mixture of one trip."""
-    width, words = config.hidden_size, config.vocab_size
-    return 2 * width * words + 2 * width * (min(config.recurrence_options["top_k"], words) or words)
+def mixture_cost(config: FathomConfig, visits: Sequence[Visit]) -> Cost:
+    """A mixture after every trip but the last."""
+    forward, step = mixture_flops(config.hidden_size, config.vocab_size, config.recurrence_options["top_k"])
+    made = visits[-1].trip
+    return Cost(flops=made * forward, training_flops=made * (step - 3 * forward))
 
 
 def spread(before: Tensor | None, mass: Tensor, hidden: Tensor) -> Tensor:

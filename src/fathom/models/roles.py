@@ -53,6 +53,8 @@ class Cost:
     """Alive during the forward pass beyond vanilla; nothing of it survives the token."""
     io_bytes: int = 0
     """Activation reads and writes of an unfused implementation."""
+    training_flops: float = 0.0
+    """What a training step takes beyond three times `flops`: below 0 where backward costs less than twice forward."""
 
     def __add__(self, other: Cost) -> Cost:
         return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Cost)))
@@ -202,6 +204,11 @@ class Recurrence(MechanismModule):
     def needs_head(config: FathomConfig) -> bool:
         """Whether `feed` asks for logits, so that the decoder cannot run without the language-modelling head."""
         return False
+
+    @classmethod
+    def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
+        """What `aux_losses` takes of a training step, for each token."""
+        return 0.0
 
     def feed(self, x: Tensor, out: Out, state: dict[str, Tensor]) -> Tensor:
         """The next trip's input from this trip's input and output, `[B, T, hidden_size]`."""

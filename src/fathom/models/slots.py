@@ -242,13 +242,13 @@ def sweep(
         depth: Trips beyond the first.
         live: `[B, T]`, False for padding, which makes one trip only when tokens may halt.
         pick: Leave halted tokens out.
-        trips: Stop after so many, having fed the next one.
+        trips: Stop after so many, having fed the next one; with 0 all are made and none is fed.
         state: What the policy carries in.
     """
     state = dict(state or {})
     turn = Turn(0, x, Rows())
     turns, residual, made = [turn], None, None
-    for k in range(depth + 1 if trips is None else trips):
+    for k in range(trips or depth + 1):
         rows = turn.rows
         out = make(turn)
         state = rows.put_all(state, recurrence.gate(out, rows.take_all(state)))
@@ -266,7 +266,8 @@ def sweep(
             else:
                 rows = Rows(alive)
             made = made + alive
-        x = rows.put(turn.x, recurrence.feed(rows.take(turn.x), out, rows.take_all(state)))
+        if trips != 0:
+            x = rows.put(turn.x, recurrence.feed(rows.take(turn.x), out, rows.take_all(state)))
         turn = Turn(k + 1, x, rows, recurrence.key_bias(state, k + 1))
         turns.append(turn)
     if made is not None:
@@ -316,7 +317,7 @@ def jacobi(
         moved = torch.stack([(a.x - b.x).detach().float().square().mean() for a, b in zip(turns, before, strict=True)])
         if until_still and not moved.any():
             break
-    state, _ = again(turns, depth + 1, final=True)
+    state, _ = again(turns, 0, final=True)
     if moved is not None:
         state["jacobi_residual"] = moved[1:].mean().sqrt()
         state["jacobi_rounds"] = moved.new_tensor(float(n + 1))

@@ -31,7 +31,7 @@ class Estimate:
     flops_per_token: float
     """One forward pass: causal attention counted once, embeddings not, head counted. As decoding makes it."""
     training_multiple: tuple[float, float, float]
-    """What a forward pass of training costs in vanilla ones: the least, mean and most of what is drawn for a step."""
+    """What a training step costs in vanilla ones: the least, mean and most of what is drawn for it."""
     cache_bytes_per_token: int
     """Keys and values at two bytes a number."""
     tokens: int
@@ -39,7 +39,7 @@ class Estimate:
     epochs: float | None
     """How many times the run reads the corpus; None where that is not prepared yet."""
     training_flops: float
-    """Three forward passes of training for each token."""
+    """Of the whole run, forward and backward."""
     ranks: int
     state_bytes: int
     """Per rank: fp32 weights, gradients and optimizer moments, and the bf16 weights in use."""
@@ -59,7 +59,7 @@ def estimate(recipe: Recipe) -> Estimate:
     parameters = count_parameters(config)
     length = recipe.data.sequence_length
     least, mean, most = training_flops_range(config, length)
-    vanilla = vanilla_flops_per_token(config, length)
+    vanilla = 3 * vanilla_flops_per_token(config, length)
     tokens = recipe.train.steps * recipe.train.tokens_per_step
     ranks = int(os.environ.get("WORLD_SIZE", "1"))
     sharers = {"single": 1, "ddp": 1, "hsdp": recipe.parallel.shard_size or ranks}.get(recipe.parallel.name, ranks)
@@ -73,7 +73,7 @@ def estimate(recipe: Recipe) -> Estimate:
         cache_bytes_per_token=cache_bytes_per_token(config),
         tokens=tokens,
         epochs=_epochs(recipe),
-        training_flops=3 * mean * tokens,
+        training_flops=mean * tokens,
         ranks=ranks,
         state_bytes=state,
         activation_bytes=_activation_bytes(recipe, config),

@@ -29,7 +29,7 @@ class Meter:
     def __post_init__(self) -> None:
         recipe = self.training.recipe
         self.refused_in_a_row = int(self.training.guard.refused_in_a_row.item())
-        self._flops = 3 * training_flops_per_token(self.training.config, recipe.data.sequence_length)
+        self._flops = training_flops_per_token(self.training.config, recipe.data.sequence_length)
         self._peak = recipe.track.peak_flops or peak_flops(self.training.ranks.device)
 
     def add(self, metrics: StepMetrics) -> None:
