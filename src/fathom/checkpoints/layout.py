@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from fathom.report.files import PAGE as PAGE
-from fathom.report.files import REPORT as REPORT
+from fathom.report import PAGE as PAGE
+from fathom.report import REPORT as REPORT
 
 # A model directory, in Hugging Face's format.
 CONFIG = "config.json"

@@ -13,13 +13,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from fathom.errors import FathomError
-
-REPORT, PAGE = "report.json", "report.html"
-"""What a comparison, an evaluation and a lineage report end in."""
 
 # What a file system says that has no locks, or none at the moment: a network drive without its lock service, FUSE.
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
@@ -115,7 +111,7 @@ def finite(value: Any) -> Any:
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [finite(item) for item in value]
-    if isinstance(value, np.generic):
+    if type(value).__module__ == "numpy":
         value = value.item()
     return None if isinstance(value, float) and not math.isfinite(value) else value
 

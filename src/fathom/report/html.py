@@ -13,7 +13,8 @@ from typing import Any
 
 from markupsafe import Markup
 
-from fathom.report.files import PAGE, REPORT, finite, write_atomically
+from fathom.report import PAGE, REPORT
+from fathom.report.files import finite, write_atomically
 from fathom.report.plots import DASHES, SERIES
 from fathom.report.provenance import facts_of
 from fathom.report.templates import macro, render

@@ -13,8 +13,7 @@ from markupsafe import Markup
 
 from fathom.evaluation.caches.measure import stretches
 from fathom.evaluation.caches.needles import Recall
-from fathom.report import html
-from fathom.report.files import PAGE
+from fathom.report import PAGE, html
 from fathom.report.numbers import DASH, signed, size
 from fathom.report.plots import Line, line_plot
 from fathom.report.provenance import provenance
