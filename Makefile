@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Tests at a time; each takes one thread.
 JOBS ?= 2
 STAMP := $(VENV)/.ready
+# The torch to install: pip's own choice, or a version, a wheel's path or its URL.
+TORCH ?= torch
 
 .PHONY: setup test test-all test-transformers lint demo clean
 
@@ -13,8 +15,10 @@ setup: $(STAMP)
 # Torch goes first and pinned: nothing that follows may choose another one.
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Fathom needs Python 3.10 or newer (set PYTHON=...)"; exit 2; }
+	@echo "Setting up $(VENV): first $(TORCH). On Linux pip's own choice is the CUDA build, over 5 GB installed;"
+	@echo "the CPU build takes 1 GB and is enough for everything here: make setup TORCH=<its wheel's path or URL>"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 

@@ -150,14 +150,13 @@ def parsers() -> dict[str, Parser]:
     """The parser of every command, after its `--help` was shown and ended well."""
     seen: dict[str, Parser] = {}
     with pytest.MonkeyPatch.context() as patch:
-        for method in ("parse_args", "parse_intermixed_args"):
-            plain = getattr(Parser, method)
+        plain = Parser.parse_known_args
 
-            def parse(self, words, plain=plain):
-                seen[self.prog.removeprefix("fathom").strip()] = self
-                return plain(self, words)
+        def parse(self, *given, **settings):  # which the parser of a command's command is sent to as well
+            seen[self.prog.removeprefix("fathom").strip()] = self
+            return plain(self, *given, **settings)
 
-            patch.setattr(Parser, method, parse)
+        patch.setattr(Parser, "parse_known_args", parse)
         patch.setattr(sys, "stdout", io.StringIO())
         for name in ["", *cli.COMMANDS, *(f"lineage {name}" for name in ACTIONS)]:
             with pytest.raises(SystemExit) as ended:

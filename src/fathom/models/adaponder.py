@@ -27,6 +27,7 @@ from .pondering import (
     Pondering,
     check_over,
     check_positive,
+    check_threshold,
     entropy,
     lowest_sum,
     mixed,
@@ -74,8 +75,7 @@ class AdaponderOptions(MixtureOptions):
             raise ValueError(f"recurrence_options.penalty_window must be two fractions of training, got {window!r}")
         if not 0 <= self.penalty_fraction <= 1:
             raise ValueError(f"recurrence_options.penalty_fraction must lie in 0..1, got {self.penalty_fraction}")
-        if not 0 < self.tau < 1:
-            raise ValueError(f"recurrence_options.tau must lie between 0 and 1, got {self.tau}")
+        check_threshold("tau", self.tau)
         return self
 
 

@@ -26,6 +26,7 @@ from .pondering import (
     check_depth,
     check_fraction,
     check_positive,
+    check_threshold,
     entropy,
     per_item,
     spread,
@@ -63,8 +64,7 @@ class LatentCotOptions:
         check_fraction("penalty_token_fraction", self.penalty_token_fraction)
         check_positive("penalty", self.penalty)
         check_positive("penalty_beta", self.penalty_beta)
-        if not 0 < self.tau < 1:
-            raise ValueError(f"recurrence_options.tau must lie between 0 and 1, got {self.tau}")
+        check_threshold("tau", self.tau)
         return self
 
 

@@ -31,6 +31,7 @@ from .pondering import (
     check_over,
     check_positive,
     check_range,
+    check_threshold,
     lowest_sum,
     per_item,
     ramp,
@@ -85,8 +86,7 @@ class Ponder3Options(SolverOptions):
             raise ValueError(f"recurrence_options.penalty must be one of {', '.join(PENALTIES)}, got {self.penalty!r}")
         if not 0 < self.router_damping <= 1:
             raise ValueError(f"recurrence_options.router_damping must lie in (0, 1], got {self.router_damping}")
-        if not 0 < self.tau < 1:
-            raise ValueError(f"recurrence_options.tau must lie between 0 and 1, got {self.tau}")
+        check_threshold("tau", self.tau)
         return self
 
 

@@ -218,9 +218,15 @@ def ramp(now: float, start: float, stop: float) -> float:
 
 
 def check_positive(name: str, value: float) -> None:
-    """A price, not a reward."""
+    """Refuse a negative number."""
     if value < 0:
         raise ValueError(f"recurrence_options.{name} must not be negative, got {value}")
+
+
+def check_threshold(name: str, value: float) -> None:
+    """Refuse a threshold on probabilities that is 0 or 1, or beyond."""
+    if not 0 < value < 1:
+        raise ValueError(f"recurrence_options.{name} must lie between 0 and 1, got {value}")
 
 
 def check_range(name: str, value: Any) -> list[int]:

@@ -201,6 +201,18 @@ def grown(buffer: Tensor, capacity: int, used: int, fill: int = 0) -> Tensor:
     return new
 
 
+def _stored(which: int, words: str) -> property:
+    """One of a layer's two buffers, as transformers reads and, empty, sets it."""
+
+    def read(layer: SlotLayer) -> Tensor | None:
+        return None if layer.stored is None else layer.stored[which][:, : layer.table.end].transpose(1, 2)
+
+    def write(layer: SlotLayer, value: Tensor | None) -> None:
+        assert value is None
+
+    return property(read, write, doc=words)
+
+
 class SlotLayer(CacheLayerMixin):
     """Keys and values of one physical layer, slot by slot. The last place of the buffers is for what is thrown away."""
 
@@ -240,23 +252,8 @@ class SlotLayer(CacheLayerMixin):
         placement.write(values, new[1].transpose(1, 2))
         return placement.read(keys).transpose(1, 2), placement.read(values).transpose(1, 2)
 
-    @property
-    def keys(self) -> Tensor | None:
-        """What is stored, `[B, H_kv, slots, D]`; spare room is left out."""
-        return None if self.stored is None else self.stored[0][:, : self.table.end].transpose(1, 2)
-
-    @keys.setter
-    def keys(self, value: Tensor | None) -> None:
-        assert value is None
-
-    @property
-    def values(self) -> Tensor | None:
-        """As `keys`."""
-        return None if self.stored is None else self.stored[1][:, : self.table.end].transpose(1, 2)
-
-    @values.setter
-    def values(self, value: Tensor | None) -> None:
-        assert value is None
+    keys = _stored(0, "What is stored, `[B, H_kv, slots, D]`; spare room is left out.")
+    values = _stored(1, "As `keys`.")
 
     def get_seq_length(self) -> int:
         """Tokens, not slots."""

@@ -86,7 +86,22 @@ class Identity:
         return cls(read_json(path)["id"], f"{place.parent.name} {place.name}", place.parents[2].name)
 
 
-class Wandb:
+class Service:
+    """A tracking service that is handed whole lines."""
+
+    _run: Any
+    """Whatever has its `log(values, step=)` and `finish()`."""
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Send."""
+        self._run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Finish the run."""
+        self._run.finish()
+
+
+class Wandb(Service):
     """Weights & Biases."""
 
     def __init__(self, run_dir: Path, recipe: Recipe) -> None:
@@ -98,34 +113,18 @@ class Wandb:
             project=project, id=run.id, name=run.name, group=run.group, resume="allow", config=config
         )
 
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send."""
-        self._run.log(dict(values), step=step)
 
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
-
-
-class Trackio:
+class Trackio(Service):
     """Hugging Face trackio."""
 
     def __init__(self, run_dir: Path, recipe: Recipe) -> None:
         import trackio
 
-        self._trackio = trackio
         run = Identity.of(run_dir)
         # Here a run is its name.
         name, group = f"{run.name} {run.id[:6]}", {} if run.group is None else {"group": run.group}
         trackio.init(project=recipe.track.project, name=name, config=recipe.to_dict(), resume="allow", **group)
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send."""
-        self._trackio.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Finish the run."""
-        self._trackio.finish()
+        self._run = trackio
 
 
 class TensorBoard:
