@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,9 @@ from fathom.checkpoints.layout import (
 from fathom.errors import FathomError
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.report.files import digest, read_json
+
+# Reading and writing in a lone process is what we want, not what torch must guess.
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 class RunError(FathomError, ValueError):

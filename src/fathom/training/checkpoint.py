@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import warnings
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -26,9 +25,6 @@ from fathom.checkpoints.layout import LATEST, MANIFEST, RECIPE, TRAINER, step_na
 from fathom.checkpoints.runs import CheckpointError, Saved, checkpoint_steps, load_tensors, newest_checkpoint, reason
 from fathom.report.files import digest, read_json, sync_directory, write_atomically, write_durably
 from fathom.training.parallel import Ranks, host_group
-
-# Saving in a lone process is what we want, not what torch must guess.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 UNFINISHED = ".unfinished-"
 REPLACED = ".replaced-"
