@@ -82,6 +82,10 @@ class Settings:
         """How documents are read."""
         return Reading(text_field=self.text_field, domain_field=self.domain_field)
 
+    def texts(self) -> list[Domain]:
+        """What `perplexity` names, by domain; nothing where it names nothing."""
+        return read_domains(self.perplexity, self.reading, self.split, self.limit) if self.perplexity else []
+
     def open(self, directory: Path) -> tuple[Any, Any]:
         """Model and tokenizer."""
         return open_checkpoint(directory, self.device, self.dtype, self.trust_remote_code)
@@ -147,7 +151,7 @@ def run(checkpoints: Sequence[str | Path], settings: Settings) -> tuple[list[Che
         raise EvaluateError("nothing to do: give --tasks, --perplexity or --kvcache")
     found = under_budgets(name_checkpoints(checkpoints, settings), settings.max_trips)
     names = _task_names(settings.tasks) if settings.tasks else []
-    domains = read_domains(settings.perplexity, settings.reading, settings.split, settings.limit)
+    domains = settings.texts()
     context = settings.context or _common_context(found)
     for checkpoint in found:
         for name in names:

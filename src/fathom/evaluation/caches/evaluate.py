@@ -18,7 +18,7 @@ from fathom.evaluation.caches.measure import CHUNK, loads, losses, scorer, stret
 from fathom.evaluation.caches.needles import Needles, Rows, enough, plant, recall
 from fathom.evaluation.caches.page import summarize, write_report
 from fathom.evaluation.caches.spectrum import spectrum
-from fathom.evaluation.perplexity import Domain, encoder, read_domains
+from fathom.evaluation.perplexity import Domain, encoder
 from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings, kept, name_checkpoints
 from fathom.kvcache import METHODS, Schedule, build_cache
 from fathom.recipe import cache_policy
@@ -69,7 +69,7 @@ def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, plan:
     if settings.max_trips is not None:
         raise EvaluateError("--max-trips and --kvcache: ask one question at a time")
     named = name_checkpoints(checkpoints, settings)
-    domains = read_domains(settings.perplexity, settings.reading, settings.split, settings.limit)
+    domains = settings.texts()
     schedules = [plan.schedule(checkpoint) for checkpoint in named]
     found = {}
     for checkpoint, schedule in zip(named, schedules, strict=True):
