@@ -168,7 +168,7 @@ class Loads(html.parser.HTMLParser):
 
     def handle_starttag(self, tag, attrs):
         self.fetched += [v for k, v in attrs if k in {"src", "href"} and not (v or "").startswith("data:")]
-        if tag not in {"meta", "link", "img", "!doctype"}:
+        if tag not in {"meta", "link", "img", "wbr", "!doctype"}:
             self.stack.append(tag)
 
     def handle_endtag(self, tag):
