@@ -211,7 +211,7 @@ def test_names_are_escaped(family, tmp_path):
         ["compare", "none", "base"],
         ["compare", "base", "child", "--mode", "guess"],
         ["compare", "base", "child", "--null", "none.json"],
-        ["attack", "base", "--out", "x", "--kind", "rotate"],
+        ["attack", "base", "--out", "child", "--kind", "rotate"],
         ["verify", "none.json"],
         ["search", "none.card", "nowhere", "--library", "nowhere"],
         ["calibrate", "base", "--out", "n.json"],
@@ -234,7 +234,8 @@ def test_calibrated_null_replaces_controls(family, tmp_path):
     body = json.loads((tmp_path / "null.json").read_text())
     body["classes"] = {"width 9/9, equal depth": next(iter(body["classes"].values()))}
     (tmp_path / "other.json").write_text(json.dumps(body))
-    assert "no null for" in ran(family, "child", controls=(), null=tmp_path / "other.json").text
+    with pytest.raises(Refused, match="no null for"):
+        ran(family, "child", controls=(), null=tmp_path / "other.json")
 
 
 def test_cards_are_found_and_survive_attacks(family, tmp_path):
