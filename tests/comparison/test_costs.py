@@ -54,4 +54,4 @@ def test_command(capsys, tmp_path):
     assert {row["name"] for row in found["mechanisms"]} == set(MECHANISMS)
     assert main(["mechanisms", "--config", str(tmp_path / "nothing")]) == 2
     complaint = capsys.readouterr().err
-    assert complaint.count("\n") == 1 and "no such directory" in complaint
+    assert complaint.count("\n") == 1 and "no such recipe" in complaint

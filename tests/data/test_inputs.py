@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fathom.cli import main
+from fathom.cli.main import main
 from fathom.data import prepare as prepare_module
 from fathom.data.prepare import prepare
 from fathom.data.shards import DataError, TokenDataset

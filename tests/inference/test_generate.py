@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from fathom.checkpoints.export import export
+from fathom.checkpoints.open import open_checkpoint
 from fathom.checkpoints.runs import find_model
 from fathom.cli.main import main
 from fathom.data.tokenizer import train_bpe
@@ -25,7 +26,6 @@ from fathom.inference.generate import (
     generate,
     generate_batch,
     generate_file,
-    load,
 )
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.report.files import lock
@@ -47,7 +47,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def opened(exported: Path):
-    return load(exported, "cpu")
+    return open_checkpoint(exported, "cpu")
 
 
 def test_what_is_streamed_is_the_text(opened) -> None:

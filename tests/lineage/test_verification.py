@@ -16,8 +16,10 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from fathom.checkpoints.origin import Refused
+from fathom.cli import lineage as commands
 from fathom.cli import main
-from fathom.lineage import commands, verification
+from fathom.lineage import verification
 from tests.lineage.zoo import build, save, tiny_config
 
 
@@ -184,7 +186,8 @@ def test_another_null_file_or_none_fails(family, reports):
         result = commands.verify(reports["null"])
         assert result.exit_code == 1 and "null.file.sha256" in result.text
         path.unlink()
-        assert commands.verify(reports["null"]).exit_code == 2
+        with pytest.raises(Refused):
+            commands.verify(reports["null"])
     finally:
         path.write_text(kept)
 
@@ -195,7 +198,8 @@ def test_reports_without_hashes_or_of_old_are_no_proof(family, tmp_path):
     result = commands.verify(tmp_path / "bare.json")
     assert result.exit_code == 1 and "neither hashes of its files nor a commit" in result.text
     (tmp_path / "old.json").write_text(json.dumps(body | {"fathom_lineage_report": 1}))
-    assert "not a report of version" in commands.verify(tmp_path / "old.json").text
+    with pytest.raises(Refused, match="not a report of version"):
+        commands.verify(tmp_path / "old.json")
 
 
 @pytest.mark.parametrize("case", CASES)

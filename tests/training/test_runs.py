@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from fathom.cli import main
+from fathom.cli.main import main
 from fathom.data.shards import read_index, write_index
 from fathom.recipe import Recipe, RecipeError
 from fathom.training import TrainingError, read_metrics, train
 from fathom.training.estimate import estimate
 from fathom.training.tracking import METRICS, JsonLines
+from tests.tiny import tiny_recipe
 
-from .conftest import tiny_recipe
 from .test_steps import poison
 
 

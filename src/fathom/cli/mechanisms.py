@@ -43,11 +43,11 @@ def run(options: Namespace) -> int:
 
 def _model_config(name: str | None, default: type[FathomConfig]) -> FathomConfig:
     """The configuration that a directory, a recipe file or the name of a recipe describes."""
-    try:
-        if name is None:
-            return default()
-        if Path(name).is_dir():
-            return default.from_pretrained(name)
+    if name is None:
+        return default()
+    if not Path(name).is_dir():
         return load_recipe(name).config()
+    try:
+        return default.from_pretrained(name)
     except (ValueError, OSError) as error:
         raise UsageError(f"--config {name}: {error}") from error
