@@ -41,9 +41,7 @@ def summarize(plan: Plan, out: Path, source: Mapping[str, Any]) -> Values:
     control = plan.control.name
     seeds = [seed for seed in whole if done[seed][control] and sum(run is not None for run in done[seed].values()) > 1]
     arms = [_arm(plan, out, arm, [run for seed in seeds if (run := done[seed][arm.name])]) for arm in plan.arms]
-    if seeds:
-        _add_differences(arms)
-    between = _between(arms[1:]) if seeds else []
+    between = compare_runs(arms) if seeds else []
     report = {
         **source,
         "equal": plan.equal,
@@ -206,11 +204,24 @@ def _common(runs: Sequence[Mapping[int, Any]]) -> list[int]:
     return sorted(set(runs[0]).intersection(*runs[1:]))
 
 
-def _add_differences(arms: Sequence[Values]) -> None:
-    """Give every arm but the control its paired differences: final loss, bits per byte, by position, while training."""
-    control = arms[0]
+def compare_runs(arms: Sequence[Values]) -> list[Values]:
+    """Give every arm but the control, which is the first, its paired differences; return those among the others."""
     found = [arm for arm in arms[1:] if arm["runs"]]
-    for arm in found:
+    _add_differences(found, arms[0])
+    between = _between(found)
+    _add_holm([arm["difference"] for arm in found])
+    _add_holm(between)
+    return between
+
+
+def is_sure(difference: Values) -> bool:
+    """Whether a report calls a difference sure."""
+    return bool(difference["excludes_zero"]) and difference["p_holm"] < SIGNIFICANT
+
+
+def _add_differences(arms: Sequence[Values], control: Values) -> None:
+    """Final loss, bits per byte, by position, by domain, while training."""
+    for arm in arms:
         pairs = _pairs(arm, control)
         arm["difference"] = _difference(pairs, "loss")
         arm["difference_bits_per_byte"] = _difference(pairs, "bits_per_byte")
@@ -221,7 +232,6 @@ def _add_differences(arms: Sequence[Values]) -> None:
             if name in control["domains"]:
                 domain["difference"] = _difference(pairs, "domains", name, "loss")
         arm["difference_while_training"] = _while_training(pairs, arm["tokens"] / arm["steps"])
-    _add_holm([arm["difference"] for arm in found])
 
 
 def _pairs(a: Values, b: Values) -> list[tuple[Values, Values]]:
@@ -273,13 +283,12 @@ def _while_training(pairs: Sequence[tuple[Values, Values]], step_tokens: float) 
 
 
 def _between(arms: Sequence[Values]) -> list[Values]:
-    """Every two arms other than the control, with Holm's adjustment over these pairs."""
+    """The paired difference of every two arms."""
     rows = []
     for a, b in combinations(arms, 2):
         pairs = _pairs(a, b)
         if pairs:
             rows.append({"a": a["name"], "b": b["name"], **_difference(pairs, "loss")})
-    _add_holm(rows)
     return rows
 
 
@@ -317,8 +326,7 @@ def _alone(arm: Values) -> bool:
 
 
 def _clear(arm: Values) -> bool:
-    found = arm["difference"]
-    return bool(found["excludes_zero"]) and found["p_holm"] < SIGNIFICANT
+    return is_sure(arm["difference"])
 
 
 def _claim(arms: Sequence[Values], chosen: Callable[[Values], bool], how: str, control: Values) -> list[str]:
@@ -376,7 +384,7 @@ def _rivals(report: Values) -> list[str]:
     else:
         return []
     low, high = (row["a"], row["b"]) if row["mean"] < 0 else (row["b"], row["a"])
-    if row["excludes_zero"] and row["p_holm"] < SIGNIFICANT:
+    if is_sure(row):
         return [f"{low} is also lower than {high}, by {abs(row['mean']):.4f} ± {row['half_width']:.4f}"]
     return [f"{row['a']} and {row['b']} cannot be told apart"]
 
