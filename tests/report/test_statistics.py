@@ -44,6 +44,16 @@ def test_holm():
     assert holm([]) == []
 
 
+def test_holm_of_differences_between_means_counts_what_can_still_be_equal():
+    """Three means have 0, 1 or 3 equal pairs; four have 0, 1, 2, 3 or 6 (Shaffer 1986)."""
+    assert holm([0.01, 0.02, 0.03], means=3) == pytest.approx([0.03, 0.03, 0.03])
+    assert holm([0.02, 0.001, 0.03], means=3) == pytest.approx([0.02, 0.003, 0.03])
+    p = [0.001, 0.002, 0.003, 0.004, 0.005, 0.006]
+    assert holm(p, means=4) == pytest.approx([0.006, 0.006, 0.009, 0.012, 0.012, 0.012])
+    assert holm(p[:2], means=4) == pytest.approx(holm(p[:2])), "two tests can fail at most twice"
+    assert holm([0.3], means=2) == [0.3]
+
+
 def test_quartiles():
     assert quartiles([1, 2, 3, 4, 5]) == (2, 3, 4)
     assert quartiles([7]) == (7, 7, 7)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from itertools import combinations
 from pathlib import Path
@@ -70,15 +70,23 @@ def verdict(report: Values) -> str:
         parts = [f"{arm['name']} ended {_direction(arm)} {control['name']}" for arm in arms]
         words = f"{scope}, {_join(parts)}, and another seed might say otherwise"
         return f"With one seed there is no interval: {words}{left_out}."
+    lower, higher = ([arm for arm in arms if _clear(arm) and sign * _mean(arm) > 0] for sign in (-1, 1))
+    family = family_size(report)
     parts = [
-        *_claim(arms, lambda arm: _clear(arm) and _mean(arm) < 0, "lower than", control),
-        *_claim(arms, lambda arm: _clear(arm) and _mean(arm) > 0, "higher than", control),
-        *_faint(arms, control),
+        *_claim(lower, "lower than", control, family),
+        *_claim(higher, "higher than", control, family),
+        *_faint(arms, control, family),
         *_noise([arm for arm in arms if arm["difference"]["half_width"] is not None], control),
         *(f"{a['name']} ended {_direction(a)} {control['name']}, without an interval" for a in arms if _alone(a)),
         *_rivals(report),
     ]
     return f"With {count} seeds, {scope}, {'; '.join(parts)}{left_out}."
+
+
+def family_size(report: Values) -> int:
+    """How many differences of the final loss were tested together: to the control, and among the other arms."""
+    rows = [*(arm["difference"] for arm in report["arms"] if "difference" in arm), *report["between"]]
+    return sum(row["p"] is not None for row in rows)
 
 
 def _failed(plan: Plan, out: Path) -> list[Values]:
@@ -205,12 +213,15 @@ def _common(runs: Sequence[Mapping[int, Any]]) -> list[int]:
 
 
 def compare_runs(arms: Sequence[Values]) -> list[Values]:
-    """Give every arm but the control, which is the first, its paired differences; return those among the others."""
+    """Give every arm but the control, which is the first, its paired differences; return those among the others.
+
+    Their p values are adjusted in one family: whatever the number of arms, the chance that any of the differences is
+    called sure and is none stays below 5 %.
+    """
     found = [arm for arm in arms[1:] if arm["runs"]]
     _add_differences(found, arms[0])
     between = _between(found)
-    _add_holm([arm["difference"] for arm in found])
-    _add_holm(between)
+    _add_holm([*(arm["difference"] for arm in found), *between], len(found) + 1)
     return between
 
 
@@ -240,12 +251,12 @@ def _pairs(a: Values, b: Values) -> list[tuple[Values, Values]]:
     return [(run, partners[run["seed"]]) for run in a["runs"] if run["seed"] in partners]
 
 
-def _add_holm(rows: Sequence[Values]) -> None:
-    """Adjust the p values of those that have one."""
+def _add_holm(rows: Sequence[Values], arms: int) -> None:
+    """Adjust the p values of those differences between so many arms that have one."""
     for row in rows:
         row["p_holm"] = None
     tested = [row for row in rows if row["p"] is not None]
-    for row, p in zip(tested, holm([row["p"] for row in tested]), strict=True):
+    for row, p in zip(tested, holm([row["p"] for row in tested], arms), strict=True):
         row["p_holm"] = p
 
 
@@ -329,9 +340,8 @@ def _clear(arm: Values) -> bool:
     return is_sure(arm["difference"])
 
 
-def _claim(arms: Sequence[Values], chosen: Callable[[Values], bool], how: str, control: Values) -> list[str]:
+def _claim(found: Sequence[Values], how: str, control: Values, family: int) -> list[str]:
     """What is sure, after as many comparisons as there were."""
-    found = [arm for arm in arms if chosen(arm)]
     if not found:
         return []
     amounts = [f"{abs(_mean(arm)):.4f} ± {arm['difference']['half_width']:.4f}" for arm in found]
@@ -339,20 +349,20 @@ def _claim(arms: Sequence[Values], chosen: Callable[[Values], bool], how: str, c
     alone = len(found) == 1
     each = "" if alone else ", in that order"
     holds = "the 95 % interval over seeds excludes zero" if alone else "95 % intervals over seeds exclude zero"
-    many = f", also by Holm's test for {len(arms)} comparisons" if len(arms) > 1 else ""
+    many = f", also by Holm's test for {family} comparisons" if family > 1 else ""
     loss = "validation loss is" if alone else "validation losses are"
     return [f"{names} {loss} {how} {control['name']}'s by {_join(amounts)} nats{each} ({holds}{many})"]
 
 
-def _faint(arms: Sequence[Values], control: Values) -> list[str]:
-    """Intervals that exclude zero, but would not if the other arms were taken into account."""
+def _faint(arms: Sequence[Values], control: Values, family: int) -> list[str]:
+    """Intervals that exclude zero, but would not if the other comparisons were taken into account."""
     found = [arm for arm in arms if arm["difference"]["excludes_zero"] and not _clear(arm)]
     if not found:
         return []
     shown = _join([f"{arm['name']} ({_signed(arm)})" for arm in found])
     exclude = "interval excludes zero" if len(found) == 1 else "intervals exclude zero"
     return [
-        f"for {shown} the {exclude} taken alone, but not by Holm's test for {len(arms)} comparisons: "
+        f"for {shown} the {exclude} taken alone, but not by Holm's test for {family} comparisons: "
         f"a hint of a difference to {control['name']}, no more"
     ]
 

@@ -9,7 +9,7 @@ import yaml
 from markupsafe import Markup
 
 from fathom.comparison.arms import Arm
-from fathom.comparison.findings import Values
+from fathom.comparison.findings import Values, family_size
 from fathom.report import html
 from fathom.report.numbers import DASH, short, signed
 from fathom.report.plots import Interval, Line, interval_plot, line_plot
@@ -344,7 +344,7 @@ def _method(report: Values) -> list[str]:
     }
     own = [arm["name"] for arm in report["arms"][1:] if _own_steps(arm)]
     budget = equal[report["equal"]] + (f" Except {', '.join(own)}, whose own train.steps were kept." if own else "")
-    several = len(report["arms"]) > 2
+    tests = family_size(report)
     lines = [
         f"Paired: for each seed all arms read the same tokens in the same order. {_shared(report)}",
         budget + _epochs(report),
@@ -352,10 +352,12 @@ def _method(report: Values) -> list[str]:
         "Intervals are Student's t over the seeds' paired differences. They cover the choice of seed (initial weights "
         "and data order), and neither the choice of corpus nor of learning rate, which was not tuned for any arm.",
     ]
-    if several:
+    if tests > 1:
         lines.append(
             "Several arms are several chances of a false alarm: the opening sentence calls a difference sure only if "
-            "Holm's test over all arms agrees (p below 0.05). Intervals are those of each comparison taken alone."
+            f"Holm's test over the family of all {tests} differences in this report, to the control and among the "
+            "other arms, agrees (p below 0.05, with Shaffer's counts of how many arms can still be equal). Intervals "
+            "are those of each comparison taken alone."
         )
     if len(report["seeds"]) in (2, 3):
         lines.append("With so few seeds intervals are wide: a difference within the noise may still be real.")

@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -132,14 +133,34 @@ def _pearson(sums: np.ndarray) -> float:
     return (xy - x * y / n) / math.sqrt(spread) if spread > 0 else math.nan
 
 
-def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's adjustment: below 0.05 means significant with a 5 % chance of any false alarm in the whole family."""
+def holm(p_values: Sequence[float], means: int | None = None) -> list[float]:
+    """Holm's adjustment: below 0.05 means significant with a 5 % chance of any false alarm in the whole family.
+
+    Args:
+        p_values: One for each test.
+        means: Where the tests are of differences between so many means: how many. Such differences depend on one
+            another (of three means, two pairs cannot be equal and the third not), so that once some are known to
+            differ, fewer can still be equal. Shaffer's counts make use of that.
+    """
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     adjusted, running = [0.0] * len(p_values), 0.0
+    possible = None if means is None else _equal_pairs(means)
     for rank, i in enumerate(order):
-        running = max(running, min(1.0, (len(p_values) - rank) * p_values[i]))
+        left = len(p_values) - rank
+        if possible is not None:
+            left = min(left, max(count for count in possible if count <= max(possible) - rank))
+        running = max(running, min(1.0, left * p_values[i]))
         adjusted[i] = running
     return adjusted
+
+
+@cache
+def _equal_pairs(means: int) -> frozenset[int]:
+    """How many pairs among so many means can be equal: each group of equal ones adds all of its pairs."""
+    if means < 2:
+        return frozenset({0})
+    sizes = range(1, means + 1)
+    return frozenset(size * (size - 1) // 2 + rest for size in sizes for rest in _equal_pairs(means - size))
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
