@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fathom.comparison.findings import compare_runs, is_sure
+from fathom.comparison.findings import compare_runs, is_sure, share_of_gain
 from fathom.report.provenance import provenance
 from fathom.report.statistics import holm
 
@@ -24,6 +24,7 @@ Values = dict[str, Any]
 SEEDS = (3, 5)
 FAR = -1000.0
 """A true difference that cannot be missed."""
+GAINS = (1.0, 3.0, 10.0)
 FAMILIES = {
     "1 arm, no difference": (0, 0),
     "2 arms, no difference": (0, 0, 0),
@@ -37,12 +38,13 @@ FAMILIES = {
 """True losses, the control's first."""
 
 
-def arms_of(losses: np.ndarray) -> list[Values]:
-    """Arms whose runs have these final losses and nothing else."""
+def arms_of(losses: np.ndarray, names: Sequence[str] = ()) -> list[Values]:
+    """Arms whose runs have these final losses and nothing else; `names` are of mechanisms."""
     nothing = {"position_loss": [], "domains": {}, "training_loss": {"step": [], "loss": []}}
     return [
         {
-            **{"name": f"arm{i}", "tokens": 1, "steps": 1, "parameters": 1, "position_loss": [], "domains": {}},
+            **{"name": f"arm{i}", "mechanism": names[i] if names else "vanilla", "overrides": []},
+            **{"tokens": 1, "steps": 1, "position_loss": [], "domains": {}},
             "runs": [{"seed": k, "loss": loss, "bits_per_byte": loss, **nothing} for k, loss in enumerate(row)],
         }
         for i, row in enumerate(losses.tolist())  # [arms, seeds]
@@ -88,13 +90,46 @@ def families(draws: int) -> list[Values]:
     return rows
 
 
+def share(gain: float, seeds: int, draws: int) -> Values:
+    """How often the interval of a true share of 50 % holds it, and how often there is one.
+
+    `gain` is depth_attention's, in standard deviations of the noise of one run. An interval without bounds holds
+    everything; `of_bounded` counts the others alone.
+    """
+    chance = np.random.default_rng([seeds, round(10 * gain)])
+    truth = np.array([0, -gain / 2, -gain])[None, :, None]
+    bounded = held = 0
+    naive = []
+    for losses in truth + chance.normal(size=(draws, 3, seeds)):
+        arms = arms_of(losses, ("vanilla", "uniform_depth", "depth_attention"))
+        found = share_of_gain(arms, compare_runs(arms))
+        assert found is not None
+        bounded += found["low"] is not None
+        held += found["low"] is not None and found["low"] <= 0.5 <= found["high"]
+        naive.append(found["share"] if found["defined"] else None)
+    return {
+        **{"gain": gain, "seeds": seeds, "bounded": bounded / draws},
+        **{"held": 1 - (bounded - held) / draws, "of_bounded": held / bounded if bounded else None},
+        "shares_said": [round(x, 3) for x in np.quantile([x for x in naive if x is not None], [0.05, 0.95])],
+    }
+
+
+def shares(draws: int) -> list[Values]:
+    """Intervals of a share, for gains of several sizes."""
+    rows = [share(gain, seeds, draws) for gain in GAINS for seeds in SEEDS]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--draws", type=int, default=20_000, help="simulated experiments for each number")
     parser.add_argument("--out", type=Path, help="write the results there too")
     options = parser.parse_args()
     start = time.perf_counter()
-    results = {**provenance(), "draws": options.draws, "families": families(options.draws)}
+    results = {**provenance(), "draws": options.draws}
+    results |= {"families": families(options.draws), "shares": shares(options.draws)}
     results["seconds"] = round(time.perf_counter() - start)
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

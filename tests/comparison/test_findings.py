@@ -6,7 +6,10 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+
+from fathom.comparison.findings import compare_runs, share_in_words, share_of_gain
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -31,3 +34,28 @@ def test_false_claims_are_rare(simulation: ModuleType, truth: tuple[float, ...])
     wrong, two_families = simulation.false_claims(truth, seeds=3, draws=6000)
     assert wrong <= 0.055
     assert two_families > 0.07
+
+
+def test_a_share_of_a_gain_holds_the_true_share(simulation: ModuleType) -> None:
+    """Fieller's interval, an unbounded one holding everything; a share without one is a lottery."""
+    found = simulation.share(gain=3, seeds=5, draws=2000)
+    assert 0.94 <= found["held"] <= 0.965
+    assert 0.9 < found["bounded"] < 1
+    low, high = found["shares_said"]
+    assert low < 0.3 and high > 0.65, "the control: what was said without an interval"
+
+
+def test_a_share_is_said_with_its_interval_or_not_at_all(simulation: ModuleType) -> None:
+    names = ("vanilla", "uniform_depth", "depth_attention")
+    vanilla, uniform, depth = [4.0, 4.2, 4.1], [3.79, 4.0, 3.9], [3.6, 3.79, 3.7]
+    arms = simulation.arms_of(np.array([vanilla, uniform, depth]), names)
+    found = share_of_gain(arms, compare_runs(arms))
+    assert found["defined"] and 0.4 < found["low"] < found["share"] < found["high"] < 0.6
+    low, high = (f"{100 * found[end]:.0f}" for end in ("low", "high"))
+    assert f"uniform_depth has 50 % of depth_attention's gain (95 % interval {low} to {high} %)" in share_in_words(
+        found
+    )
+    arms = simulation.arms_of(np.array([vanilla, uniform, [3.6, 4.3, 3.9]]), names)
+    found = share_of_gain(arms, compare_runs(arms))
+    assert (found["defined"], found["share"], found["low"], found["high"]) == (False, None, None, None)
+    assert "cannot be said" in share_in_words(found)

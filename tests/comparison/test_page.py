@@ -114,6 +114,16 @@ def test_the_sentence_follows_from_the_intervals(full: dict):
     assert said.endswith("uniform_depth and depth_attention cannot be told apart.") and said.count(". ") == 0
 
 
+def test_a_share_of_the_gain_has_an_interval_or_is_not_said(full: dict) -> None:
+    for text in (full["verdict"], html.unescape(page(full))):
+        assert "what share of depth_attention's gain uniform_depth has cannot be said" in text
+    pair = full["share_of_uniform_depth"]["difference"]
+    known = {"share": 0.5, "low": -0.06, "high": 0.93, "defined": True, "difference": pair}
+    said = report_of(*full["arms"], between=(pair,), share=known)
+    for text in (said["verdict"], html.unescape(page(said))):
+        assert "uniform_depth has 50 % of depth_attention's gain (95 % interval −6 to 93 %)" in text
+
+
 def test_a_worse_arm_and_a_hint_are_called_that():
     worse = arm("slow", 4.1, gap(0.1, 0.01, 0.001))
     hint = arm("maybe", 3.9, {**gap(-0.1, 0.09, 0.04), "p_holm": 0.08})

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fathom.report.statistics import holm, paired_difference, quartiles, rank_correlation, student, wilson
+from fathom.report.statistics import holm, paired_difference, paired_ratio, quartiles, rank_correlation, student, wilson
 
 
 def test_interval_is_students():
@@ -52,6 +52,25 @@ def test_holm_of_differences_between_means_counts_what_can_still_be_equal():
     assert holm(p, means=4) == pytest.approx([0.006, 0.006, 0.009, 0.012, 0.012, 0.012])
     assert holm(p[:2], means=4) == pytest.approx(holm(p[:2])), "two tests can fail at most twice"
     assert holm([0.3], means=2) == [0.3]
+
+
+def test_the_interval_of_a_ratio_holds_what_a_t_test_cannot_refuse():
+    """Fieller: at its ends the t test of a - r b gives p = 0.05 exactly; inside more, outside less."""
+    a, b = [0.9, 1.3, 0.8, 1.2], [2.1, 1.8, 2.2, 1.7]
+    found = paired_ratio(a, b)
+    assert found.value == pytest.approx(4.2 / 7.8)
+    for r, p in ((found.low, 0.05), (found.high, 0.05), (found.value, 1.0)):
+        assert stats.ttest_1samp(np.array(a) - r * np.array(b), 0).pvalue == pytest.approx(p)
+    assert found.low < found.value < found.high
+
+
+@pytest.mark.parametrize("b", [[2.1, -1.8, 2.2, -1.7], [0.0, 0.0, 0.0, 0.0], [1.0, -1.0, 1.0, -1.0]])
+def test_a_ratio_to_what_may_be_zero_has_no_bounds(b: list[float]):
+    assert paired_ratio([0.9, 1.3, 0.8, 1.2], b) is None
+
+
+def test_a_ratio_of_one_pair_has_no_bounds():
+    assert paired_ratio([1.0], [2.0]) is None
 
 
 def test_quartiles():

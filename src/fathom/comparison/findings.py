@@ -18,7 +18,7 @@ from fathom.models.registry import recurrence_class
 from fathom.recipe import Recipe
 from fathom.report.files import read_json
 from fathom.report.numbers import in_words, signed
-from fathom.report.statistics import Difference, holm, paired_difference
+from fathom.report.statistics import Difference, holm, paired_difference, paired_ratio
 from fathom.training import read_metrics
 
 SIGNIFICANT = 0.05
@@ -51,7 +51,7 @@ def summarize(plan: Plan, out: Path, source: Mapping[str, Any]) -> Values:
         "failed": failed,
         "arms": arms,
         "between": between,
-        "share_of_uniform_depth": _share(arms, between) if seeds else None,
+        "share_of_uniform_depth": share_of_gain(arms, between) if seeds else None,
         "recipe": plan.recipe.to_dict(),
     }
     return {"verdict": verdict(report), **report}
@@ -78,6 +78,7 @@ def verdict(report: Values) -> str:
         *_faint(arms, control, family),
         *_noise([arm for arm in arms if arm["difference"]["half_width"] is not None], control),
         *(f"{a['name']} ended {_direction(a)} {control['name']}, without an interval" for a in arms if _alone(a)),
+        *([share_in_words(share)] if (share := report["share_of_uniform_depth"]) is not None else []),
         *_rivals(report),
     ]
     return f"With {count} seeds, {scope}, {'; '.join(parts)}{left_out}."
@@ -303,18 +304,31 @@ def _between(arms: Sequence[Values]) -> list[Values]:
     return rows
 
 
-def _share(arms: Sequence[Values], between: Sequence[Values]) -> Values | None:
-    """How much of depth_attention's gain a plain average already has; a ratio of noise means nothing, so it says so."""
+def share_of_gain(arms: Sequence[Values], between: Sequence[Values]) -> Values | None:
+    """How much of depth_attention's gain a plain average already has, with its interval by Fieller's theorem.
+
+    A ratio to a gain that may be none says nothing: where the interval has no bounds there is no share either.
+    """
     found = {arm["mechanism"]: arm for arm in arms[1:] if not arm["overrides"]}
     depth, uniform = found.get("depth_attention"), found.get("uniform_depth")
     if depth is None or uniform is None or arms[0]["mechanism"] != "vanilla":
         return None
     if [run["seed"] for run in depth["runs"]] != [run["seed"] for run in uniform["runs"]] or not depth["runs"]:
         return None  # a share of gains over different seeds would mean nothing
-    gain = -depth["difference"]["mean"]
-    known = depth["difference"]["excludes_zero"] and gain > 0
+    gains = ([b["loss"] - a["loss"] for a, b in _pairs(arm, arms[0])] for arm in (uniform, depth))
+    ratio = paired_ratio(*gains)
+    known = ratio is not None and depth["difference"]["mean"] < 0
     pair = next(row for row in between if {row["a"], row["b"]} == {depth["name"], uniform["name"]})
-    return {"share": -uniform["difference"]["mean"] / gain if known else None, "defined": known, "difference": pair}
+    value, low, high = (ratio.value, ratio.low, ratio.high) if ratio is not None and known else (None, None, None)
+    return {"share": value, "low": low, "high": high, "defined": known, "difference": pair}
+
+
+def share_in_words(share: Values) -> str:
+    """The share and its interval, or that there is none."""
+    if not share["defined"]:
+        return "what share of depth_attention's gain uniform_depth has cannot be said"
+    value, low, high = (f"{100 * share[key]:.0f}".replace("-", "−") for key in ("share", "low", "high"))
+    return f"uniform_depth has {value} % of depth_attention's gain (95 % interval {low} to {high} %)"
 
 
 def _domain(runs: Sequence[Values], name: str) -> Values:

@@ -9,7 +9,7 @@ import yaml
 from markupsafe import Markup
 
 from fathom.comparison.arms import Arm
-from fathom.comparison.findings import Values, family_size
+from fathom.comparison.findings import Values, family_size, share_in_words
 from fathom.report import html
 from fathom.report.numbers import DASH, short, signed
 from fathom.report.plots import Interval, Line, interval_plot, line_plot
@@ -290,13 +290,13 @@ def _share_sentence(report: Values) -> Markup:
         return Markup()
     gap = share["difference"]
     pair = f"{gap['a']} minus {gap['b']} is {_gap(gap)}."
-    if not share["defined"]:
-        return html.paragraph(
-            "A share of the gain that uniform_depth already has is not given: over these seeds depth_attention has no "
-            f"gain that stands clear of the noise. {pair}"
-        )
-    text = f"uniform_depth, which averages where depth_attention attends, has {100 * share['share']:.0f} % of its gain."
-    return html.paragraph(f"{text} {pair}")
+    words = share_in_words(share)
+    why = (
+        "by Fieller's theorem, of this ratio taken alone; uniform_depth averages where depth_attention attends."
+        if share["defined"]
+        else "over these seeds depth_attention has no gain that stands clear of the noise."
+    )
+    return html.paragraph(f"Averaging beside attending: {words}; {why} {pair}")
 
 
 def _cost_notes(report: Values) -> list[Markup]:

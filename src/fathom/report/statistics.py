@@ -73,6 +73,35 @@ def quantile(freedom: float) -> float:
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
 
 
+@dataclass(frozen=True)
+class Ratio:
+    """A ratio of two means, and its interval."""
+
+    value: float
+    low: float
+    high: float
+    """Ends of the 95 % interval."""
+
+
+def paired_ratio(values: Sequence[float], others: Sequence[float]) -> Ratio | None:
+    """The mean of `values` over the mean of `others`, by Fieller's theorem; None where the interval has no bounds.
+
+    The interval holds every r for which the mean of value - r other is within Student's t of zero. It has bounds where
+    the mean of `others` is told apart from zero.
+    """
+    count = len(values)
+    if count < 2:
+        return None
+    x, y = statistics.fmean(values), statistics.fmean(others)
+    t2 = quantile(count - 1) ** 2 / count
+    square = y * y - t2 * statistics.variance(others)
+    if square <= 0:
+        return None
+    middle = x * y - t2 * statistics.covariance(values, others)
+    root = math.sqrt(max(0.0, middle * middle - square * (x * x - t2 * statistics.variance(values))))
+    return Ratio(x / y, (middle - root) / square, (middle + root) / square)
+
+
 def wilson(right: int, asked: int) -> tuple[float, float]:
     """Wilson's 95 % interval of a share, which is sound for few questions too."""
     from scipy import stats
