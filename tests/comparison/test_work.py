@@ -19,7 +19,7 @@ from fathom.comparison.arms import arm_recipes, parse_arms, tokens, training_flo
 from fathom.comparison.findings import summarize, verdict
 from fathom.comparison.page import page, quality_rows, tables
 from fathom.comparison.plan import Plan, make_plan, read_measured, tasks
-from fathom.comparison.work import compare
+from fathom.comparison.work import compare, rewrite_report
 from fathom.recipe import Recipe, RecipeError
 from fathom.report.provenance import provenance
 from fathom.training import read_metrics
@@ -316,3 +316,67 @@ def test_the_command_prints_tables(planted, capsys):
     assert all(len(line) <= 80 for line in tables.splitlines()) and "…" not in tables
     assert main(["compare", str(out), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["control"] == "vanilla"
+
+
+@pytest.fixture
+def finished(planted, tmp_path: Path, monkeypatch) -> tuple[Plan, Path]:
+    """A copy of finished runs that no report was written of; nothing may run."""
+    _, out = planted
+    shutil.copytree(out, tmp_path / "copy")
+    for name in ("report.json", "looks.json"):
+        (tmp_path / "copy" / name).unlink(missing_ok=True)
+    monkeypatch.setattr("fathom.comparison.work.run_task", None)
+    return Plan.read(out), tmp_path / "copy"
+
+
+def test_seeds_that_were_added_after_a_look_are_told(finished):
+    plan, out = finished
+    first = compare(replace(plan, seeds=(0, 1)), out, quiet=True)
+    assert "look" not in first["verdict"] and "fixed before the first look" in page(first)
+    for _ in range(2):  # the same report once more is no further look
+        report = compare(plan, out, quiet=True)
+        assert [look["seeds"] for look in report["looks"]] == [[0, 1], [0, 1, 2]]
+        told = "seeds were added after a report had been written (2 looks, at 2 and 3 seeds)"
+        assert f"{told}, so that the chance of a false claim is up to 10 %, not 5 %." in report["verdict"]
+        assert told in page(report) and "when a report was written: 2 of 2, then 3 of 3." in page(report)
+    (out / "looks.json").unlink()  # as a directory of an earlier version, which has its last report alone
+    report = compare(replace(plan, seeds=(0, 1)), out, quiet=True)
+    assert "planned seeds changed after a report had been written (2 looks, at 3 and 2 seeds)" in report["verdict"]
+
+
+def test_an_interrupted_comparison_that_ends_as_planned_is_not_blamed(finished):
+    plan, out = finished
+    run = out / "arms/better/seed-2/result.json"
+    run.rename(run.with_name("kept"))
+    early = rewrite_report(plan, out)
+    assert "2 of 3 planned seeds are done (1 look, at 2 seeds)" in early["verdict"]
+    assert "to stop here for what they say makes the chance of a false claim up to 10 %, not 5 %" in early["verdict"]
+    run.with_name("kept").rename(run)
+    report = compare(plan, out, quiet=True)
+    assert len(report["looks"]) == 2 and "look" not in report["verdict"]
+    run.rename(run.with_name("kept"))
+    cut = compare(replace(plan, seeds=(0, 1)), out, quiet=True)
+    assert "planned seeds changed" in cut["verdict"], "the control: planned again as what was seen"
+
+
+def test_one_seed_bears_no_claim_and_is_no_look(finished):
+    plan, out = finished
+    assert compare(replace(plan, seeds=(0,)), out, quiet=True)["looks"] == []
+    assert "look" not in compare(plan, out, quiet=True)["verdict"]
+
+
+def test_a_seed_that_failed_is_not_awaited(finished):
+    plan, out = finished
+    for arm in ("again", "better"):
+        (out / f"arms/{arm}/seed-2/result.json").unlink()
+        (out / f"arms/{arm}/seed-2/failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
+    report = compare(plan, out, quiet=True)
+    assert report["seeds"] == [0, 1] and "planned seeds are done" not in report["verdict"]
+    assert "Not finished" not in page(report)
+
+
+def test_damaged_looks_are_an_error_before_work(finished):
+    plan, out = finished
+    (out / "looks.json").write_text("{")
+    with pytest.raises(RecipeError, match=r"looks\.json is damaged: delete it, and the looks so far are forgotten"):
+        compare(plan, out, quiet=True)

@@ -33,6 +33,7 @@ MEASURED = "measured"
 CLAIMS = "claims"
 MACHINE = "machine.json"
 FAILED = "failed.json"
+LOOKS = "looks.json"
 
 # A prepared corpus.
 TOKENIZER = "tokenizer"

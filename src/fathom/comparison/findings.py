@@ -12,6 +12,7 @@ from typing import Any
 
 from fathom.checkpoints.layout import MACHINE, RESULT
 from fathom.comparison.arms import Arm, tokens, training_flops
+from fathom.comparison.looks import read_looks, warning, with_this
 from fathom.comparison.plan import Plan, Task, read_measured
 from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
 from fathom.models.registry import recurrence_class
@@ -54,6 +55,7 @@ def summarize(plan: Plan, out: Path, source: Mapping[str, Any]) -> Values:
         "share_of_uniform_depth": share_of_gain(arms, between) if seeds else None,
         "recipe": plan.recipe.to_dict(),
     }
+    report["looks"] = with_this(read_looks(out), report)
     return {"verdict": verdict(report), **report}
 
 
@@ -81,7 +83,7 @@ def verdict(report: Values) -> str:
         *([share_in_words(share)] if (share := report["share_of_uniform_depth"]) is not None else []),
         *_rivals(report),
     ]
-    return f"With {count} seeds, {scope}, {'; '.join(parts)}{left_out}."
+    return f"With {count} seeds, {scope}, {'; '.join(parts)}{left_out}{warning(report)}."
 
 
 def family_size(report: Values) -> int:

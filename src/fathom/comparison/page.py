@@ -10,6 +10,7 @@ from markupsafe import Markup
 
 from fathom.comparison.arms import Arm
 from fathom.comparison.findings import Values, family_size, share_in_words
+from fathom.comparison.looks import awaited, changed
 from fathom.report import html
 from fathom.report.numbers import DASH, short, signed
 from fathom.report.plots import Interval, Line, interval_plot, line_plot
@@ -361,8 +362,23 @@ def _method(report: Values) -> list[str]:
         )
     if len(report["seeds"]) in (2, 3):
         lines.append("With so few seeds intervals are wide: a difference within the noise may still be real.")
+    lines += _looks(report)
     lines.append("Perplexity is exp of the mean loss. FLOPs are by arithmetic: training costs three forward passes.")
     return lines
+
+
+def _looks(report: Values) -> list[str]:
+    """Whether the seeds were planned before anything was seen."""
+    looks = report.get("looks", [])
+    if not looks:
+        return []
+    if not changed(report):
+        return ["The seeds were fixed before the first look at results, as the 5 % of false claims need."]
+    shown = [f"{len(look['seeds'])} of {len(look['seeds']) + len(look['awaited'])}" for look in looks]
+    return [
+        f"Planned seeds that were finished when a report was written: {', then '.join(shown)}. A test made anew "
+        "with more seeds until it agrees claims too often: each look at which one might have stopped adds up to 5 %."
+    ]
 
 
 def _epochs(report: Values) -> str:
@@ -407,12 +423,10 @@ def _shared(report: Values) -> str:
 
 
 def _unfinished(report: Values) -> str:
-    control = {row["seed"] for row in _failures(report) if row["arm"] == report["control"]}
-    planned = [seed for seed in report["seeds_planned"] if seed not in control]
-    done = len(report["seeds"])
-    if done >= len(planned):
+    done, coming = len(report["seeds"]), len(awaited(report))
+    if not coming:
         return ""
-    return f"Not finished: {done} of {len(planned)} planned seeds are done by every arm and shown."
+    return f"Not finished: {done} of {done + coming} planned seeds are done by every arm and shown."
 
 
 def _provenance(report: Values) -> Markup:

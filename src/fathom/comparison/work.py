@@ -4,6 +4,7 @@
     out/arms/ARM/seed-0/        an ordinary training run; failed.json in it says why it cannot go on
     out/measured/ARM.json       step time, memory and cache beside the control's
     out/claims/                 who works on what, see claims.py
+    out/looks.json              with which seeds a report was written
     out/report.json, .html      written from the above alone
 
 Initial values are shared because each module draws from a generator seeded with its name (`training.build.initialize`);
@@ -30,6 +31,7 @@ from fathom.checkpoints.layout import CLAIMS, FAILED, MACHINE, MEASURED, PLAN, R
 from fathom.comparison.arms import Equal
 from fathom.comparison.findings import summarize
 from fathom.comparison.leases import Claim, Claims
+from fathom.comparison.looks import read_looks, record
 from fathom.comparison.page import write_report
 from fathom.comparison.plan import Plan, Task, make_plan, tasks
 from fathom.comparison.progress import Progress
@@ -142,6 +144,7 @@ def compare(
     refuse_torchrun()
     if workers < 1:
         raise RecipeError(f"--workers {workers}: allowed: 1 or more")
+    read_looks(out)  # damage is said before work
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / PLAN, plan.to_dict())
     for task in tasks(plan, out) if retry_failed else ():
@@ -152,6 +155,7 @@ def compare(
     if not finished:
         raise CompareError("stopped; the same command continues")
     report = summarize(plan, out, provenance())
+    record(out, report)
     write_report(report, out)
     return report
 
@@ -165,6 +169,7 @@ def rewrite_report(plan: Plan, out: Path) -> dict[str, Any]:
         before = read_json(out / REPORT)
         source = {key: before[key] for key in source}
     report = summarize(plan, out, source)
+    record(out, report)
     write_report(report, out)
     return report
 

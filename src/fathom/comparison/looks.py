@@ -1,0 +1,87 @@
+"""Looks at a comparison: with which seeds a report with results was written, so that added seeds can be told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from fathom.checkpoints.layout import LOOKS, REPORT
+from fathom.recipe import RecipeError
+from fathom.report.files import read_json, write_json
+
+Look = dict[str, Any]
+"""`seeds` that the report showed, those `awaited` by its plan, all that were `planned`, and the `date`."""
+
+
+def awaited(report: Mapping[str, Any]) -> list[int]:
+    """Planned seeds that are still to come: not finished, and not lost with their control or with all other arms."""
+    lost = {(row["arm"], row["seed"]) for row in report.get("failed", [])}
+    control, *others = (arm["name"] for arm in report["arms"])
+    gone = {
+        seed
+        for seed in report["seeds_planned"]
+        if (control, seed) in lost or all((name, seed) in lost for name in others)
+    }
+    return [seed for seed in report["seeds_planned"] if seed not in {*report["seeds"], *gone}]
+
+
+def read_looks(out: Path) -> list[Look]:
+    """The looks so far; a directory that keeps none has its last report."""
+    path = out / LOOKS
+    try:
+        if path.exists():
+            looks: list[Look] = read_json(path)["looks"]
+            return looks
+        path = out / REPORT
+        return _look(read_json(path)) if path.exists() else []
+    except (ValueError, KeyError):
+        raise RecipeError(f"{path} is damaged: delete it, and the looks so far are forgotten") from None
+
+
+def with_this(looks: Sequence[Look], report: Mapping[str, Any]) -> list[Look]:
+    """The looks, and that of this report if it is a new one."""
+    known = [(look["seeds"], look["planned"]) for look in looks]
+    return [*looks, *(look for look in _look(report) if (look["seeds"], look["planned"]) not in known)]
+
+
+def record(out: Path, report: Mapping[str, Any]) -> None:
+    """Keep the looks of a report that is about to be written."""
+    if report["looks"]:
+        write_json(out / LOOKS, {"looks": report["looks"]})
+
+
+def changed(report: Mapping[str, Any]) -> bool:
+    """Whether the planned seeds are others than when a look was taken."""
+    return any(set(look["planned"]) != set(report["seeds_planned"]) for look in report.get("looks", []))
+
+
+def warning(report: Mapping[str, Any]) -> str:
+    """The end of a sentence on seeds that were not planned before the first look; empty where all were.
+
+    A plan that is carried out has one chance to claim something, however often it was looked at on the way. One that is
+    changed after a look, or stopped before its end, had a chance at each look and another at the end of each plan.
+    """
+    coming, looks = awaited(report), report.get("looks", [])
+    if not looks or not (coming or changed(report)):
+        return ""
+    seen = list(dict.fromkeys(frozenset(look["seeds"]) for look in looks))
+    chances = {*seen, *(frozenset([*look["seeds"], *look["awaited"]]) for look in looks)}
+    many = "1 look" if len(seen) == 1 else f"{len(seen)} looks"
+    *before, last = (str(len(seeds)) for seeds in seen)
+    at = f"({many}, at {', '.join(before)}{' and ' if before else ''}{last} seeds)"
+    risk = f"up to {min(100, 5 * len(chances))} %, not 5 %"
+    if not changed(report):
+        done = f"{len(report['seeds'])} of {len(report['seeds']) + len(coming)} planned seeds are done"
+        return f"; {done} {at}, and to stop here for what they say makes the chance of a false claim {risk}"
+    added = all(set(look["planned"]) <= set(report["seeds_planned"]) for look in looks)
+    what = "seeds were added" if added else "the planned seeds changed"
+    return f"; {what} after a report had been written {at}, so that the chance of a false claim is {risk}"
+
+
+def _look(report: Mapping[str, Any]) -> list[Look]:
+    """The look that a report is; one seed bears no claim, so it is none."""
+    if len(report["seeds"]) < 2:
+        return []
+    found = {"seeds": report["seeds"], "awaited": awaited(report), "planned": report["seeds_planned"]}
+    return [{**found, "date": report["date"]}]
