@@ -18,12 +18,15 @@ import numpy as np
 
 from fathom.comparison.findings import compare_runs, is_sure, share_of_gain
 from fathom.report.provenance import provenance
-from fathom.report.statistics import holm
+from fathom.report.statistics import NOISE, holm, paired_difference
 
 Values = dict[str, Any]
 SEEDS = (3, 5)
 FAR = -1000.0
 """A true difference that cannot be missed."""
+COVERED_SEEDS = (3, 5, 10)
+LOOKS = ((3, 3), (3, 4), (3, 5), (3, 10), (3, 20))
+"""Seeds at the first look and at the last."""
 GAINS = (1.0, 3.0, 10.0)
 FAMILIES = {
     "1 arm, no difference": (0, 0),
@@ -122,14 +125,40 @@ def shares(draws: int) -> list[Values]:
     return rows
 
 
+def covered(draws: int) -> list[Values]:
+    """How often the interval holds the true mean, differences being normal, skewed or with outliers."""
+    rows = []
+    for name, noise in NOISE.items():
+        for seeds in COVERED_SEEDS:
+            gaps = noise.draw(np.random.default_rng([seeds, 1]), (draws, seeds)).tolist()
+            missed = sum(paired_difference(row, [noise.mean] * seeds).excludes_zero for row in gaps)
+            rows.append({"differences": name, "seeds": seeds, "coverage": 1 - missed / draws})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def stopping(draws: int) -> list[Values]:
+    """One arm that does nothing: how often its interval excludes zero at some look, from `first` seeds on."""
+    rows = []
+    for first, most in LOOKS:
+        wrong = 0
+        for gaps in np.random.default_rng([first, most]).normal(size=(draws, most)).tolist():
+            looks = range(first, most + 1)
+            wrong += any(paired_difference(gaps[:n], [0.0] * n).excludes_zero for n in looks)
+        rows.append({"first": first, "most": most, "looks": most - first + 1, "false_claims": wrong / draws})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--draws", type=int, default=20_000, help="simulated experiments for each number")
+    parser.add_argument("--draws", type=int, default=10_000, help="simulated experiments for each number")
     parser.add_argument("--out", type=Path, help="write the results there too")
     options = parser.parse_args()
     start = time.perf_counter()
     results = {**provenance(), "draws": options.draws}
     results |= {"families": families(options.draws), "shares": shares(options.draws)}
+    results |= {"coverage": covered(options.draws), "stopping": stopping(options.draws)}
     results["seconds"] = round(time.perf_counter() - start)
     if options.out:
         options.out.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")

@@ -124,6 +124,21 @@ def test_a_share_of_the_gain_has_an_interval_or_is_not_said(full: dict) -> None:
         assert "uniform_depth has 50 % of depth_attention's gain (95 % interval −6 to 93 %)" in text
 
 
+def test_the_page_says_what_its_intervals_are_worth(full: dict) -> None:
+    text = html.unescape(page(full))
+    found = re.search(
+        r"with 3 seeds, simulated .*: ([\d.]+) % where they are normal, ([\d.]+) % where they are skewed .*, "
+        r"([\d.]+) % where they are normal but for one in ten",
+        text,
+    )
+    assert found, "the note"
+    normal, skewed, outliers = map(float, found.groups())
+    assert 94 <= normal <= 96 and 85 < skewed < 91 and 83 < outliers < 91
+    assert "each taken alone: not corrected for the number of domains and arms" in text
+    single = report_of(*full["arms"][:1], arm("loop", 3.9, gap(-0.1, None, None)), seeds=1)
+    assert "simulated" not in page(single) and "not corrected" not in page(single)
+
+
 def test_a_worse_arm_and_a_hint_are_called_that():
     worse = arm("slow", 4.1, gap(0.1, 0.01, 0.001))
     hint = arm("maybe", 3.9, {**gap(-0.1, 0.09, 0.04), "p_holm": 0.08})

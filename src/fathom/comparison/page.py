@@ -14,6 +14,7 @@ from fathom.comparison.looks import awaited, changed
 from fathom.report import html
 from fathom.report.numbers import DASH, short, signed
 from fathom.report.plots import Interval, Line, interval_plot, line_plot
+from fathom.report.statistics import NOISE, coverage
 from fathom.report.tables import terminal_table
 
 if TYPE_CHECKING:
@@ -268,7 +269,13 @@ def _domains(report: Values) -> Markup:
     for arm in (arm for arm in report["arms"] if arm["runs"]):
         found = [arm["domains"].get(name) for name in names]
         rows.append([arm["name"], *(DASH if score is None else _domain_cell(score) for score in found)])
-    return html.table("Bits per byte of each domain, and the paired difference of the loss", ["arm", *names], rows)
+    caption = "Bits per byte of each domain, and the paired difference of the loss"
+    if len(report["seeds"]) > 1:
+        caption += (
+            " with its 95 % interval, each taken alone: not corrected for the number of domains and arms, outside the "
+            "family that Holm's p is of"
+        )
+    return html.table(caption, ["arm", *names], rows)
 
 
 def _domain_cell(score: Values) -> str:
@@ -282,6 +289,10 @@ def _between(report: Values) -> Markup:
         for row in report["between"]
     ]
     caption = "Paired differences of validation loss among the arms other than the control"
+    if len(report["seeds"]) > 1:
+        caption += (
+            "; intervals are those of each difference taken alone, Holm's p is of the one family with the control's"
+        )
     return html.table(caption, ["pair", "difference", "Holm p"], rows) if rows else Markup()
 
 
@@ -353,6 +364,7 @@ def _method(report: Values) -> list[str]:
         "Intervals are Student's t over the seeds' paired differences. They cover the choice of seed (initial weights "
         "and data order), and neither the choice of corpus nor of learning rate, which was not tuned for any arm.",
     ]
+    lines += _coverage(report)
     if tests > 1:
         lines.append(
             "Several arms are several chances of a false alarm: the opening sentence calls a difference sure only if "
@@ -365,6 +377,18 @@ def _method(report: Values) -> list[str]:
     lines += _looks(report)
     lines.append("Perplexity is exp of the mean loss. FLOPs are by arithmetic: training costs three forward passes.")
     return lines
+
+
+def _coverage(report: Values) -> list[str]:
+    """What the intervals are worth where the differences between seeds are not normal."""
+    count = len(report["seeds"])
+    if count < 2:
+        return []
+    found = [f"{100 * coverage(count, name):.1f} % where they are {noise.words}" for name, noise in NOISE.items()]
+    return [
+        f"How often such an interval holds the true difference with {count} seeds, simulated with differences of known "
+        f"distribution: {', '.join(found)}. Which of these the differences here are, so few seeds cannot tell."
+    ]
 
 
 def _looks(report: Values) -> list[str]:
