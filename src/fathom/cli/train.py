@@ -71,7 +71,8 @@ def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool) -> int:
         "FLOPs": f"{cost.training_flops:.3g}",
         "ranks": f"{cost.ranks}",
         "memory per rank": f"{cost.state_bytes / gib:.2f} GiB of weights, gradients and optimizer state, "
-        f"and about {cost.activation_bytes / gib:.2f} GiB of activations",
+        f"and about {cost.activation_bytes / gib:.2f} GiB of activations; about {cost.evaluation_bytes / gib:.2f} GiB "
+        "in place of these while held-out text is read",
     }
     if cost.compressions:
         rows["compressions"] = f"{cost.compressions} of each row's memory, {recipe.kvcache.method}"

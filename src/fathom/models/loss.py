@@ -52,6 +52,21 @@ def causal_lm_loss(
     return total / num_items_in_batch
 
 
+@torch.no_grad()
+def token_losses(hidden: Tensor, head: nn.Module, targets: Tensor) -> Tensor:
+    """Next-token cross-entropy of every position in float32, `[B, T]`; 0 where the target is -100.
+
+    The arguments are those of `causal_lm_loss`; here too the logits of a chunk are all that exists at once.
+    """
+    rows, flat = hidden.flatten(0, -2), targets.flatten().to(hidden.device)
+    size = chunk_rows(len(rows), getattr(head, "out_features", 50_000), rows.device.type)
+    found = rows.new_empty(len(rows), dtype=torch.promote_types(rows.dtype, torch.float32))
+    for start in range(0, len(rows), size):
+        part = slice(start, start + size)
+        found[part] = F.cross_entropy(widen(head(rows[part])), flat[part], ignore_index=IGNORE, reduction="none")
+    return found.view(targets.shape)
+
+
 def shifted(labels: Tensor) -> Tensor:
     """Labels `[B, T]` moved one to the left, so that each position holds its next token."""
     return F.pad(labels, (0, 1), value=IGNORE)[..., 1:]

@@ -40,7 +40,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration import FathomConfig
 from .engines import check_engine
-from .loss import causal_lm_loss, shifted
+from .loss import causal_lm_loss, shifted, token_losses
 from .published import HUB_KEYS, released
 from .reading import Banked, Call, Dense, Interleaved, Passed, Reading, Store, Stored
 from .registry import AXES, mechanism, recurrence_class
@@ -489,6 +489,8 @@ class FathomCausalLMOutput(CausalLMOutputWithPast):
 
     aux_losses: dict[str, Tensor] | None = None
     metrics: dict[str, Tensor] | None = None
+    token_losses: Tensor | None = None
+    """Of every position, `[B, T]`, where the call asked for them."""
     trips: Tensor | None = None
     """That every token made, `[B, T]`, where tokens may halt."""
 
@@ -550,6 +552,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         return_logits: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
         max_trips: int | None = None,
+        return_token_losses: bool = False,
         **kwargs: Any,
     ) -> FathomCausalLMOutput:
         """As `Qwen3ForCausalLM.forward`; labels in training give a loss and no logits, with `return_logits=True` both.
@@ -566,6 +569,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             return_logits: Whether to make logits beside a loss. By default only outside training.
             num_items_in_batch: Targets of the whole batch, when the loss of one call is a part of its mean.
             max_trips: At most so many trips per token, of those that the model was trained for.
+            return_token_losses: Give the loss of every position, without a gradient, in place of their mean.
             kwargs: `shift_labels` (labels that are already shifted), and what the attention backend takes.
         """
         # Not a parameter of its own: transformers' Trainer takes whatever is called a label for one it must pass.
@@ -593,15 +597,21 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden, state = outputs.last_hidden_state, outputs.recurrence_state
-        loss, aux, metrics, logits = None, {}, {}, None
-        if targets is not None:
+        loss, aux, metrics, logits, every = None, {}, {}, None, None
+        if return_token_losses:
+            if targets is None:
+                raise ValueError("return_token_losses needs labels")
+            every = token_losses(hidden, self.lm_head, targets)
+        elif targets is not None:
             policy = self.model.recurrence
             loss = causal_lm_loss(hidden, self.lm_head, targets, num_items_in_batch)
             if self.training:
                 aux = policy.aux_losses(state, targets, num_items_in_batch, self.lm_head)
                 loss = loss + sum(aux.values()) if aux else loss
             metrics = policy.metrics(state, targets)
-        if not with_loss or (not self.training if return_logits is None else return_logits):
+        if return_logits is None:
+            return_logits = not with_loss or not (self.training or return_token_losses)
+        if return_logits or not with_loss:
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden[:, keep])
         # Made at once: an output lists its fields in the order in which they were set.
@@ -613,5 +623,6 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             attentions=outputs.attentions,
             aux_losses=aux or None,
             metrics=metrics or None,
+            token_losses=every,
             trips=None if state is None else state.get("trips"),
         )

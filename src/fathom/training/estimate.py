@@ -7,7 +7,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fathom.data.shards import DataError, read_index
+from fathom.models.configuration import FathomConfig
 from fathom.models.cost import (
     cache_bytes_per_token,
     count_parameters,
@@ -16,7 +19,8 @@ from fathom.models.cost import (
     training_visits,
     vanilla_flops_per_token,
 )
-from fathom.models.registry import mechanism_name
+from fathom.models.loss import chunk_rows
+from fathom.models.registry import DEFAULTS, mechanism_name
 from fathom.recipe import Recipe
 from fathom.training.kvcache import compressions
 
@@ -45,6 +49,8 @@ class Estimate:
     """Per rank: fp32 weights, gradients and optimizer moments, and the bf16 weights in use."""
     activation_bytes: int
     """Per rank and micro-batch: what a fused implementation keeps for the backward pass; an estimate."""
+    evaluation_bytes: int
+    """Per rank: what a batch of held-out text takes at once, the logits of one chunk included; an estimate."""
     compressions: int
     """Of each row's memory; 0 without a cache policy."""
 
@@ -77,6 +83,7 @@ def estimate(recipe: Recipe) -> Estimate:
         ranks=ranks,
         state_bytes=state,
         activation_bytes=_activation_bytes(recipe, config),
+        evaluation_bytes=_evaluation_bytes(recipe, config),
         compressions=compressions(recipe),
     )
 
@@ -91,12 +98,30 @@ def _epochs(recipe: Recipe) -> float | None:
     return recipe.train.steps * recipe.rows_per_step / windows if windows else None
 
 
-def _activation_bytes(recipe: Recipe, config: Any) -> int:
-    """Kept by a layer: four tensors of the residual's width, three of queries, keys and values, four of the MLP's."""
-    scalar = 2 if recipe.train.precision == "bf16" else 4
-    queries, keys = (h * config.head_dim for h in (config.num_attention_heads, config.num_key_value_heads))
-    layer = 4 * config.hidden_size + 3 * queries + 3 * keys + 4 * config.intermediate_size
+def _activation_bytes(recipe: Recipe, config: FathomConfig) -> int:
     visits = training_visits(config)[1]
+    layer = _layer_numbers(config)
     per_token = visits * config.hidden_size + layer if recipe.train.activation_checkpointing else visits * layer
     rows = min(recipe.train.micro_batch, recipe.rows_per_step)
-    return rows * recipe.data.sequence_length * per_token * scalar
+    return rows * recipe.data.sequence_length * per_token * _scalar(recipe)
+
+
+def _evaluation_bytes(recipe: Recipe, config: FathomConfig) -> int:
+    """One layer at a time, what later layers read of earlier ones, and the logits of a chunk, thrice in fp32."""
+    kept = 2 * config.num_key_value_heads * config.head_dim if config.mixer != DEFAULTS["mixer"] else 0
+    kept += config.hidden_size if config.residual != DEFAULTS["residual"] else 0
+    tokens = (recipe.evaluate.micro_batch or recipe.train.micro_batch) * recipe.data.sequence_length
+    cuda = recipe.train.device == "cuda" or (recipe.train.device == "auto" and torch.cuda.is_available())
+    chunk = chunk_rows(tokens, config.vocab_size, "cuda" if cuda else "cpu") * config.vocab_size
+    per_token = _layer_numbers(config) + config.num_hidden_layers * kept
+    return tokens * per_token * _scalar(recipe) + chunk * (_scalar(recipe) + 8)
+
+
+def _layer_numbers(config: FathomConfig) -> int:
+    """Made by a layer: four tensors of the residual's width, three of queries, keys and values, four of the MLP's."""
+    queries, keys = (h * config.head_dim for h in (config.num_attention_heads, config.num_key_value_heads))
+    return 4 * config.hidden_size + 3 * queries + 3 * keys + 4 * config.intermediate_size
+
+
+def _scalar(recipe: Recipe) -> int:
+    return 2 if recipe.train.precision == "bf16" else 4

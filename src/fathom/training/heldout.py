@@ -10,11 +10,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from fathom.data.batches import evaluation_batches, evaluation_windows
 from fathom.data.shards import TokenDataset
-from fathom.models.loss import IGNORE
 from fathom.recipe import Recipe
 from fathom.report.statistics import rank_correlation
 from fathom.training.parallel import Ranks
@@ -181,15 +179,14 @@ def token_losses(model: nn.Module, input_ids: Tensor, labels: Tensor, position_i
 def token_losses_and_trips(
     model: nn.Module, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """`token_losses`, and the trips of every token, `[rows, T]`, where tokens may halt."""
-    out = model(input_ids=input_ids, position_ids=position_ids, use_cache=False)
-    logits = out.logits
-    # Row by row: the fp32 copy of all logits would be the largest tensor of the run.
-    rows = [
-        F.cross_entropy(row[:-1].float(), label[1:], ignore_index=IGNORE, reduction="none")
-        for row, label in zip(logits, labels, strict=True)
-    ]
-    return torch.stack(rows), getattr(out, "trips", None)
+    """`token_losses`, and the trips of every token, `[rows, T]`, where tokens may halt.
+
+    The logits of the rows never exist at once: the model makes its losses in chunks, as it does in training.
+    """
+    out = model(
+        input_ids=input_ids, labels=labels, position_ids=position_ids, use_cache=False, return_token_losses=True
+    )
+    return out.token_losses[:, :-1], getattr(out, "trips", None)
 
 
 def _most_trips(model: nn.Module) -> int:

@@ -1,0 +1,93 @@
+"""Held-out losses without the logits of a batch: the values, and the largest tensor that is made for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models.loss import CHUNK_ROWS, IGNORE
+from fathom.recipe import Recipe
+from fathom.training.estimate import estimate
+from fathom.training.heldout import token_losses_and_trips
+from tests.tiny import shape, tiny_recipe
+
+WORDS, ROWS, LENGTH = 20_000, 16, 32
+KINDS: list[dict[str, Any]] = [
+    {},
+    {"mixer": "depth_attention"},
+    {"residual": "attention_residuals"},
+    *({"recurrence": name} for name in ("loop", "ponder", "ponder2", "ponder3", "adaponder", "latent_cot")),
+]
+
+
+class Largest(TorchDispatchMode):
+    """Notes the largest tensor that any operation returns."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        sizes = (leaf.numel() for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+        self.numbers = max(self.numbers, *sizes, 0)
+        return out
+
+
+def made(kind: dict[str, Any]) -> tuple[FathomForCausalLM, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    model = FathomForCausalLM(FathomConfig(**shape(vocab_size=WORDS, **kind))).eval()
+    ids = torch.randint(WORDS, (ROWS, LENGTH))
+    labels = ids.clone()
+    labels[3, 5:9] = IGNORE
+    return model, ids, labels
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: next(iter(kind.values()), "vanilla"))
+def test_no_logits_of_a_batch(kind: dict[str, Any]) -> None:
+    model, ids, labels = made(kind)
+    with Largest() as seen:
+        losses, _ = token_losses_and_trips(model, ids, labels)
+    assert seen.numbers <= CHUNK_ROWS * WORDS < ROWS * LENGTH * WORDS
+    with torch.no_grad(), Largest() as plain:
+        logits = model(ids, use_cache=False).logits
+    assert plain.numbers == ROWS * LENGTH * WORDS, "the count sees logits where they are made"
+    rows = [F.cross_entropy(x[:-1], y[1:], reduction="none") for x, y in zip(logits, labels, strict=True)]
+    torch.testing.assert_close(losses, torch.stack(rows), rtol=1e-6, atol=1e-6)
+    assert (losses[3, 4:8] == 0).all() and (losses[3, 8:] > 0).all()
+
+
+def test_an_adapted_head_is_called(kind: dict[str, Any] = KINDS[0]) -> None:
+    model, ids, labels = made(kind)
+    plain, _ = token_losses_and_trips(model, ids, labels)
+    model.lm_head.register_forward_hook(lambda head, inputs, logits: 2 * logits)
+    hooked, _ = token_losses_and_trips(model, ids, labels)
+    assert not torch.allclose(plain, hooked)
+
+
+def test_token_losses_are_the_mean_loss_in_parts() -> None:
+    model, ids, labels = made({})
+    with torch.no_grad():
+        parts = model(ids, labels=labels, return_token_losses=True)
+        whole = model(ids, labels=labels)
+    assert parts.logits is None and parts.loss is None and parts.token_losses.shape == ids.shape
+    count = (labels[:, 1:] != IGNORE).sum()
+    torch.testing.assert_close(parts.token_losses.sum() / count, whole.loss)
+    with pytest.raises(ValueError, match="return_token_losses needs labels"):
+        model(ids, return_token_losses=True)
+
+
+def test_a_dry_run_tells_what_evaluation_takes(corpus: Path) -> None:
+    def taken(*overrides: str) -> int:
+        recipe: Recipe = tiny_recipe(corpus, f"model.vocab_size={WORDS}", "evaluate.micro_batch=16", *overrides)
+        return estimate(recipe).evaluation_bytes
+
+    logits = 4 * ROWS * LENGTH * WORDS
+    assert 4 * CHUNK_ROWS * WORDS < taken() < 3 * 4 * CHUNK_ROWS * WORDS + logits // 10
+    assert taken("evaluate.micro_batch=64") < 1.2 * taken(), "the logits of a batch do not count"
+    assert taken("train.micro_batch=4") == taken() < taken("model.vocab_size=40000")
