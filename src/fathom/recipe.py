@@ -70,12 +70,24 @@ class Optim:
     """shape after warm-up: cosine or linear down to the floor, or warm-up, stable, decay"""
     warmup: float = 0.02
     """share of the steps over which the learning rate rises linearly from zero"""
+    warmup_steps: int | None = None
+    """steps of warm-up, whatever train.steps; null takes the share"""
     decay: float = 0.2
     """share of the steps over which wsd decays at the end"""
+    decay_steps: int | None = None
+    """steps over which wsd decays at the end; null takes the share"""
     floor: float = 0.1
     """final learning rate as a share of the peak"""
     only: tuple[str, ...] = ()
     """parameters that train, by name, beginning of a name, or pattern (model.recurrence, *.mlp.*); empty trains all"""
+
+    def rising(self, steps: int) -> int:
+        """Steps of warm-up of a run of so many."""
+        return round(self.warmup * steps) if self.warmup_steps is None else self.warmup_steps
+
+    def falling(self, steps: int) -> int:
+        """Steps of wsd's decay of a run of so many."""
+        return round(self.decay * steps) if self.decay_steps is None else self.decay_steps
 
 
 @dataclass(frozen=True)
@@ -358,8 +370,7 @@ def _rules(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     yield optim.clip is None or optim.clip > 0, "optim.clip", "allowed: a positive number, or null"
     for key in ("warmup", "decay", "floor"):
         yield 0 <= getattr(optim, key) <= 1, f"optim.{key}", "allowed: a share between 0 and 1"
-    whole = optim.schedule != "wsd" or optim.warmup + optim.decay <= 1
-    yield whole, "optim.decay", f"allowed: at most 1 - optim.warmup={_show(optim.warmup)}"
+    yield from _schedule_rules(optim, train)
     for key in ("steps", "micro_batch", "max_skipped", "log_every", "checkpoint_every", "keep_last"):
         yield getattr(train, key) >= 1, f"train.{key}", "allowed: 1 or more"
     yield train.seed >= 0, "train.seed", "allowed: 0 or more"
@@ -380,6 +391,21 @@ def _rules(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
     known = set(recipe.track.backends) <= {"wandb", "trackio", "tensorboard"}
     yield known, "track.backends", "allowed: any of wandb, trackio, tensorboard"
     yield from _kvcache_rules(recipe)
+
+
+def _schedule_rules(optim: Optim, train: Train) -> Iterator[tuple[bool, str, str]]:
+    for key in ("warmup_steps", "decay_steps"):
+        value = getattr(optim, key)
+        yield value is None or value >= 0, f"optim.{key}", "allowed: 0 or more, or null"
+    if optim.schedule != "wsd":
+        return
+    if optim.warmup_steps is None and optim.decay_steps is None:
+        shares = optim.warmup + optim.decay <= 1
+        yield shares, "optim.decay", f"allowed: at most 1 - optim.warmup={_show(optim.warmup)}"
+        return
+    key, warmup = "decay" if optim.decay_steps is None else "decay_steps", optim.rising(train.steps)
+    fits = warmup + optim.falling(train.steps) <= train.steps
+    yield fits, f"optim.{key}", f"allowed: what {warmup} steps of warm-up leave of train.steps={train.steps}"
 
 
 def _kvcache_rules(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:

@@ -16,7 +16,7 @@ from fathom.recipe import Optim, Recipe, RecipeError
 from fathom.training import TrainingError, build_training, train
 from fathom.training.build import build_model
 from fathom.training.guard import SETTLED, Guard
-from fathom.training.optimizer import Optimizer, decays, learning_rate
+from fathom.training.optimizer import Optimizer, decays, learning_rate, leaves_peak
 from tests.tiny import tiny_recipe
 
 from . import processes
@@ -106,6 +106,15 @@ def test_schedules(schedule: Any) -> None:
     assert rates[54] == pytest.approx(middle, abs=0.03)
     if schedule == "wsd":
         assert rates[79] == 2.0 > rates[80]
+
+
+def test_warm_up_and_decay_in_steps() -> None:
+    """As the shares that they are of 100 steps; and of any number of steps they stay what they are."""
+    shares, steps = Optim(schedule="wsd", warmup=0.1, decay=0.2), Optim(schedule="wsd", warmup_steps=10, decay_steps=20)
+    assert [learning_rate(shares, s, 100) for s in range(100)] == [learning_rate(steps, s, 100) for s in range(100)]
+    longer = [learning_rate(steps, s, 300) for s in range(300)]
+    assert longer[:80] == [learning_rate(steps, s, 100) for s in range(80)] and longer[279] == 1e-3 > longer[280]
+    assert [leaves_peak(steps, s, 300) for s in (5, 150, 279, 280)] == [False, False, False, True]
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "wsd", "constant"])

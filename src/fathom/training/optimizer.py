@@ -14,11 +14,11 @@ from fathom.recipe import Optim
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
     """The learning rate of a step, counted from 0: the peak follows the warm-up, the last step is at the floor."""
-    warmup = round(optim.warmup * steps)
+    warmup = optim.rising(steps)
     if step < warmup:
         return optim.lr * (step + 1) / (warmup + 1)
     last = steps - 1
-    start = last - round(optim.decay * steps) if optim.schedule == "wsd" else warmup
+    start = last - optim.falling(steps) if optim.schedule == "wsd" else warmup
     progress = min(1.0, max(0, step - start) / max(1, last - start))
     shape = {
         "cosine": 0.5 * (1 + math.cos(math.pi * progress)),
@@ -27,6 +27,13 @@ def learning_rate(optim: Optim, step: int, steps: int) -> float:
         "constant": 1.0,
     }[optim.schedule]
     return optim.lr * (optim.floor + (1 - optim.floor) * shape)
+
+
+def leaves_peak(optim: Optim, step: int, steps: int) -> bool:
+    """Whether a step, counted from 0, lies past the peak: its rate, unlike those before, depends on `steps`."""
+    if optim.schedule == "constant":
+        return False
+    return step > (steps - 1 - optim.falling(steps) if optim.schedule == "wsd" else optim.rising(steps))
 
 
 def decays(model: nn.Module) -> dict[str, bool]:
