@@ -34,6 +34,7 @@ STRANGERS = {
 """Rooms above that a room must not know all the same."""
 INSIDE_FUNCTIONS = {
     ("recipe", "fathom.models.configuration"): "a recipe is read without torch, a configuration is not",
+    ("recipe", "fathom.checkpoints.runs"): "as above: a model block that goes on from a run's",
     ("recipe", "fathom.kvcache"): "as above: the methods that `kvcache.method` may name",
 }
 """Imports of our own inside functions, and why; at the top of a command's `run` they need no reason."""

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 
 import yaml
 
-from fathom.checkpoints.layout import CONFIG
+from fathom.checkpoints.layout import CONFIG, run_and_step
 from fathom.errors import FathomError
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class Recipe:
     """A run: model, data, optimizer, loop, ranks, evaluation, tracking, cache."""
 
     model: dict[str, Any] = field(default_factory=dict)
-    """the keys of config.json, and from_pretrained: a checkpoint directory to continue from"""
+    """the keys of config.json, and from_pretrained: a model directory, a run or RUN@step-N to take weights from"""
     data: Data = field(default_factory=Data)
     """what is read"""
     optim: Optim = field(default_factory=Optim)
@@ -433,6 +433,7 @@ def _kvcache_rules(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
 
 def _config(model: dict[str, Any]) -> FathomConfig:
     """Build the configuration, turning whatever it objects to into one line."""
+    from fathom.checkpoints.runs import config_of
     from fathom.models.configuration import FathomConfig
 
     keys = dict(model)
@@ -441,12 +442,10 @@ def _config(model: dict[str, Any]) -> FathomConfig:
     for key in keys:
         if key not in known:
             raise _unknown(f"model.{key}", [f"model.{name}" for name in sorted(known)])
-    if source is not None and not (Path(source) / CONFIG).is_file():
-        raise RecipeError(f"model.from_pretrained={source}: no config.json there")
+    if source is not None and not (Path(source) / CONFIG).is_file() and run_and_step(source) is None:
+        raise RecipeError(f"model.from_pretrained={source}: no config.json there, and no run")
     try:
-        if source is None:
-            return FathomConfig(**keys)
-        return FathomConfig.from_pretrained(source, **keys)
+        return config_of(model)
     except Exception as error:
         raise RecipeError(f"model: {' '.join(str(error).split())}") from error
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from fathom.report import PAGE as PAGE
 from fathom.report import REPORT as REPORT
 
@@ -19,6 +21,7 @@ RESULT = "result.json"
 METRICS = "metrics.jsonl"
 MODEL = "model"
 LOCK = ".lock"
+HISTORY = "history.jsonl"
 IDENTITY = "track.json"
 LATEST = "latest"
 
@@ -48,3 +51,16 @@ def step_number(name: str) -> int | None:
     """The step that a directory's name stands for, if it is a checkpoint's."""
     number = name.removeprefix("step-")
     return int(number) if name.startswith("step-") and number.isdigit() else None
+
+
+def run_and_step(where: str | Path) -> tuple[Path, int | None] | None:
+    """The run, and the step if one is named, of `RUN`, `RUN@step-400` or `RUN/step-000400`; None if it is no run's."""
+    path = Path(where)
+    step = step_number(path.name)
+    if step is not None and (path / MANIFEST).is_file():
+        return path.parent, step
+    if (path / RECIPE).is_file():
+        return path, None
+    run, _, name = str(where).rpartition("@")
+    step = step_number(name)
+    return (Path(run), step) if step is not None and run and (Path(run) / RECIPE).is_file() else None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import yaml
@@ -24,6 +25,7 @@ from fathom.checkpoints.layout import (
     RESULT,
     TOKENIZER,
     TOKENIZER_CONFIG,
+    run_and_step,
     step_name,
     step_number,
 )
@@ -129,14 +131,14 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
 
 
 def _open_unfinished(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts: dict[str, Any]) -> Opened:
-    recipe = yaml.safe_load(facts["recipe"])
-    if recipe.get("kvcache", {}).get("lora_rank") is not None:
-        raise RunError(f"{run} trains adapters (kvcache.lora_rank), which are merged when it is finished")
+    recipe = _recipe_of(run)
+    _refuse_adapters(run)
     saved = newest_checkpoint(run)
     if saved is None:
         raise RunError(f"{run} has neither a finished model nor a checkpoint yet")
+    weights = read_weights(saved)
     model = FathomForCausalLM(config_of(recipe["model"]))
-    load_tensors(saved.directory, {f"model.{name}": p.detach() for name, p in model.named_parameters()})
+    model.load_state_dict(weights, strict=False)
     model.set_step(saved.step)
     home = Path(recipe["data"]["directory"]) / TOKENIZER
     if tokenizer is None and home.exists():
@@ -145,10 +147,77 @@ def _open_unfinished(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts
 
 
 def config_of(block: Mapping[str, Any]) -> FathomConfig:
-    """A recipe's model block as a configuration; with `from_pretrained`, that checkpoint's under the block's keys."""
+    """A recipe's model block as a configuration; with `from_pretrained`, that one's under the block's keys."""
     keys = dict(block)
     source = keys.pop("from_pretrained", None)
-    return FathomConfig(**keys) if source is None else FathomConfig.from_pretrained(source, **keys)
+    if source is None:
+        return FathomConfig(**keys)
+    directory = model_directory(source)
+    if directory is not None:
+        return FathomConfig.from_pretrained(directory, **keys)
+    run, _ = run_and_step(source) or (Path(source), None)
+    return config_of({**_recipe_of(run)["model"], **keys})
+
+
+def model_directory(source: str | Path) -> Path | None:
+    """The model directory that `from_pretrained` names; None for a run, of which a checkpoint's fp32 weights are taken.
+
+    A run without checkpoints, or one that trained adapters, has its finished model.
+    """
+    found = run_and_step(source)
+    if found is None:
+        return Path(source)
+    run, step = found
+    if step is None and (run / MODEL / CONFIG).exists() and (_adapters(run) or not checkpoint_steps(run)):
+        return run / MODEL
+    return None
+
+
+def find_checkpoint(where: str | Path) -> Saved:
+    """The intact checkpoint that `RUN` (its newest), `RUN@step-400` or `RUN/step-000400` names."""
+    found = run_and_step(where)
+    if found is None:
+        raise RunError(f"{where}: no run ({RECIPE}) there; a checkpoint is named as in RUN@step-400")
+    run, step = found
+    if step is None:
+        saved = newest_checkpoint(run)
+        if saved is None:
+            raise RunError(f"{run} has no intact checkpoint")
+        return saved
+    saved = Saved(run / step_name(step), step)
+    if not saved.directory.is_dir():
+        steps = ", ".join(map(str, checkpoint_steps(run))) or "none"
+        raise RunError(f"{run} has no checkpoint of step {step}; it has {steps}")
+    if problem := damage(saved.directory):
+        raise RunError(f"{saved.directory} is damaged ({problem})")
+    return saved
+
+
+def read_weights(saved: Saved) -> dict[str, Tensor]:
+    """The fp32 weights of a run's checkpoint by parameter name."""
+    _refuse_adapters(saved.directory.parent)
+    with torch.device("meta"):
+        model = FathomForCausalLM(config_of(_recipe_of(saved.directory)["model"]))
+    weights = {name: torch.empty(p.shape, dtype=torch.float32) for name, p in model.named_parameters()}
+    load_tensors(saved.directory, {f"model.{name}": tensor for name, tensor in weights.items()})
+    return weights
+
+
+def _recipe_of(directory: Path) -> dict[str, Any]:
+    try:
+        recipe = yaml.safe_load((directory / RECIPE).read_text(encoding="utf-8"))
+        return {**recipe, "model": dict(recipe["model"])}
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError) as error:
+        raise RunError(f"{directory / RECIPE} cannot be read: {reason(error)}") from None
+
+
+def _refuse_adapters(run: Path) -> None:
+    if _adapters(run):
+        raise RunError(f"{run} trains adapters (kvcache.lora_rank), which are merged when it is finished")
+
+
+def _adapters(run: Path) -> bool:
+    return (_recipe_of(run).get("kvcache") or {}).get("lora_rank") is not None
 
 
 def checkpoint_steps(run: Path) -> list[int]:

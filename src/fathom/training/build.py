@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from fathom.checkpoints.runs import find_checkpoint, model_directory, read_weights
 from fathom.data.batches import Batch, BatchPlan
 from fathom.data.shards import TokenDataset
 from fathom.models.configuration import FathomConfig
@@ -145,8 +146,10 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device) -> F
     source = recipe.model.get("from_pretrained")
     if source is not None:
         torch.manual_seed(_seed(recipe.train.seed, "init"))  # of a mechanism that the checkpoint does not have
+        directory = model_directory(source)
+        weights = None if directory is not None else read_weights(find_checkpoint(source))
         try:
-            model = FathomForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
+            model = FathomForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32, state_dict=weights)
         except ValueError as error:
             raise RecipeError(f"model.from_pretrained={source}: {error}") from error
         return cast("FathomForCausalLM", model.to(device))

@@ -1,0 +1,94 @@
+"""`model.from_pretrained` of a run: its newest checkpoint, or the one of a step."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from fathom.checkpoints.export import export
+from fathom.cli.main import main
+from fathom.models import FathomForCausalLM
+from fathom.recipe import RecipeError, parse_recipe
+from fathom.training import build_training, train
+from tests.tiny import tiny_recipe
+
+from . import processes
+
+
+@pytest.fixture(scope="module")
+def run(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Eight steps, checkpoints of 4, 6 and 8, and the exported model."""
+    place = tmp_path_factory.mktemp("source") / "run"
+    train(tiny_recipe(corpus, "train.export=true"), place)
+    return place
+
+
+def began(corpus: Path, source: str, *overrides: str) -> dict[str, torch.Tensor]:
+    values = {**tiny_recipe(corpus).to_dict(), "model": {"from_pretrained": source}}
+    return build_training(parse_recipe(values, overrides)).weights()
+
+
+@pytest.mark.parametrize(("name", "step"), [("{}", 8), ("{}@step-8", 8), ("{}@step-4", 4), ("{}/step-000006", 6)])
+def test_a_run_and_its_checkpoints_are_sources(corpus: Path, run: Path, name: str, step: int) -> None:
+    found, expected = began(corpus, name.format(run)), processes.weights(run, step)
+    assert all(torch.equal(tensor, expected[f"model.{key}"]) for key, tensor in found.items()) and found
+    other = processes.weights(run, 4 if step != 4 else 8)
+    assert not torch.equal(found["model.norm.weight"], other["model.model.norm.weight"])
+
+
+def test_a_mechanism_that_the_run_lacks_is_drawn(corpus: Path, run: Path) -> None:
+    found, expected = began(corpus, str(run), "model.residual=attention_residuals"), processes.weights(run, 8)
+    new = {key for key in found if f"model.{key}" not in expected}
+    assert new and all(torch.equal(found[key], expected[f"model.{key}"]) for key in found.keys() - new)
+
+
+def test_a_run_without_checkpoints_has_its_model(corpus: Path, run: Path, tmp_path: Path) -> None:
+    for name in ("recipe.yaml", "result.json"):
+        (tmp_path / "run").mkdir(exist_ok=True)
+        shutil.copy(run / name, tmp_path / "run")
+    shutil.copytree(run / "model", tmp_path / "run" / "model")
+    assert torch.equal(
+        began(corpus, str(tmp_path / "run"))["model.norm.weight"], began(corpus, str(run))["model.norm.weight"]
+    )
+
+
+def test_a_run_that_began_from_a_run_can_be_exported(corpus: Path, run: Path, tmp_path: Path) -> None:
+    second = tiny_recipe(corpus, f"model.from_pretrained={run}@step-4", "train.steps=2")
+    train(second, tmp_path / "second")
+    export(tmp_path / "second", tmp_path / "model")
+    model = FathomForCausalLM.from_pretrained(tmp_path / "model")
+    expected = processes.weights(tmp_path / "second", 2)["model.model.norm.weight"]
+    assert torch.equal(model.model.norm.weight.float(), expected)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("{}@step-5", "has no checkpoint of step 5; it has 4, 6, 8"),
+        ("{}@5", "no config.json there, and no run"),
+        ("{}/step-000005", "no config.json there, and no run"),
+    ],
+)
+def test_what_is_no_source_is_one_line(
+    corpus: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, message: str
+) -> None:
+    (tmp_path / "r.yaml").write_text(tiny_recipe(corpus, f"model.from_pretrained={name.format(run)}").to_yaml())
+    assert main(["train", str(tmp_path / "r.yaml"), "--run", str(tmp_path / "new")]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1 and not (tmp_path / "new").exists()
+
+
+def test_a_damaged_checkpoint_is_no_source(corpus: Path, run: Path, tmp_path: Path) -> None:
+    shutil.copytree(run, tmp_path / "run")
+    (shard,) = (tmp_path / "run" / "step-000004").glob("*.safetensors")
+    shard.write_bytes(shard.read_bytes()[:-1])
+    with pytest.raises(ValueError, match="step-000004 is damaged"):
+        began(corpus, f"{tmp_path / 'run'}@step-4")
+
+
+def test_another_shape_is_refused(corpus: Path, run: Path) -> None:
+    with pytest.raises(RecipeError, match="has shape"):
+        began(corpus, str(run), "model.intermediate_size=64")
