@@ -1,14 +1,19 @@
 """Exports: three forms, one card, whole or not at all. The conformance suite holds that they open without Fathom."""
 
 import json
+import os
+import re
+import subprocess
+import sys
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, Qwen3ForCausalLM
 
 from fathom.checkpoints.export import ExportError, export
 from fathom.cli.main import main
 from fathom.models import FathomForCausalLM
+from tests.inference.tiny import tiny_tokenizer
 from tests.models.cases import CASES, build, config_of, tokens
 
 
@@ -98,3 +103,111 @@ def test_command_complains_in_one_line(tmp_path, capsys):
         assert main(["export", *words]) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and "neither a run" in error
+
+
+class Only(LogitsProcessor):
+    """Every draw gives one token."""
+
+    def __init__(self, token):
+        self.token = token
+
+    def __call__(self, ids, scores):
+        return torch.full_like(scores, -1e9).index_fill_(1, torch.tensor([self.token]), 0.0)
+
+
+def with_tokenizer(case="vanilla", **fields):
+    """A model with an embedding row for each token of a tokenizer that has EOS 0, PAD 1 and ends a turn with 2."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.pad_token = "<|im_start|>"
+    unset = {"eos_token_id": None, "bos_token_id": None, "pad_token_id": None}
+    fields = {**unset, "vocab_size": len(tokenizer), "max_position_embeddings": 96, **fields}
+    return build(config_of(case, **fields)), tokenizer
+
+
+@pytest.mark.parametrize("case,form", [("depth_attention", "fathom"), ("vanilla", "qwen3"), ("loop", "unrolled")])
+def test_an_export_stops(case, form, tmp_path):
+    model, tokenizer = with_tokenizer(case)
+    directory = export(model, tmp_path / "q", tokenizer, form)
+    config, generation, names = (
+        json.loads((directory / f"{name}.json").read_text())
+        for name in ("config", "generation_config", "tokenizer_config")
+    )
+    for saved in (config, generation):
+        assert (saved["eos_token_id"], saved["pad_token_id"]) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+    assert config["max_position_embeddings"] == names["model_max_length"] == 96
+    assert AutoTokenizer.from_pretrained(directory).model_max_length == 96
+    again = (FathomForCausalLM if form == "fathom" else AutoModelForCausalLM).from_pretrained(directory)
+    for token, length in ((tokenizer.eos_token_id, 1), (50, 6)):
+        out = again.generate(torch.tensor([[60]]), max_new_tokens=6, logits_processor=[Only(token)])
+        assert out.shape[1] == 1 + length
+    assert (model.config.eos_token_id, model.config.pad_token_id) == (None, None), (
+        "the model that was given is as it was"
+    )
+
+
+def test_an_export_without_a_tokenizer_is_as_the_model_says(tmp_path):
+    model = build(config_of("vanilla", eos_token_id=7, pad_token_id=9))
+    config = json.loads((export(model, tmp_path / "q") / "config.json").read_text())
+    assert (config["eos_token_id"], config["pad_token_id"]) == (7, 9)
+
+
+@pytest.mark.parametrize(
+    "own,config_says,generation_says",
+    [
+        ({"eos_token_id": 2}, 2, [2, 0]),  # a turn's end, and the end of text
+        ({"eos_token_id": [2, 0]}, [2, 0], [2, 0]),
+        ({"eos_token_id": [2, 70]}, 2, [2, 0]),  # 70 is a word
+        (
+            {"eos_token_id": 151645, "pad_token_id": 151643, "bos_token_id": 151643},
+            0,
+            0,
+        ),  # Qwen3's, of another tokenizer
+        ({"eos_token_id": 70}, 0, 0),
+    ],
+)
+def test_the_models_own_ends_stand_where_the_tokenizer_knows_them(own, config_says, generation_says, tmp_path):
+    model, tokenizer = with_tokenizer()
+    for key, value in own.items():
+        setattr(model.config, key, value)
+        setattr(model.generation_config, key, value)
+    directory = export(model, tmp_path / "q", tokenizer)
+    config, generation = (
+        json.loads((directory / f"{name}.json").read_text()) for name in ("config", "generation_config")
+    )
+    assert config["eos_token_id"] == config_says and generation["eos_token_id"] == generation_says
+    assert config["pad_token_id"] == generation["pad_token_id"] == 1
+    assert config["bos_token_id"] is None and generation.get("bos_token_id") is None
+
+
+def test_a_stop_never_becomes_the_padding_of_an_embedding(tmp_path):
+    """A padding row gets no gradient: EOS in its place would never be learnt by whoever continues the export."""
+    model, tokenizer = with_tokenizer()
+    tokenizer.pad_token = tokenizer.eos_token
+    directory = export(model, tmp_path / "q", tokenizer)
+    assert json.loads((directory / "config.json").read_text())["pad_token_id"] is None
+    assert json.loads((directory / "generation_config.json").read_text())["pad_token_id"] == tokenizer.eos_token_id
+    again = FathomForCausalLM.from_pretrained(directory)
+    again(torch.tensor([[0, 5, 0, 7]]), labels=torch.tensor([[0, 5, 0, 7]])).loss.backward()
+    assert again.model.embed_tokens.weight.grad[0].abs().sum() > 0
+
+
+@pytest.mark.parametrize("case,form", [("depth_attention", "fathom"), ("loop", "unrolled")])
+def test_the_cards_snippet_asks_nothing(case, form, tmp_path):
+    """As a reader copies it, in a process without Fathom whose standard input is closed."""
+    model, tokenizer = with_tokenizer(case)
+    directory = export(model, tmp_path / "q", tokenizer, form)
+    snippet = re.search(r"```python\n(.*?)```", (directory / "README.md").read_text(), re.S)[1]
+    code = "import sys; sys.modules['fathom'] = None\n" + snippet.replace("path/to/this", str(directory))
+    code += "print(tokenizer.decode(model.generate(**tokenizer('The lead', return_tensors='pt'), max_new_tokens=3)[0]))"
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env=environment,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("The lead") and "custom code" not in done.stdout + done.stderr, done.stdout
+    assert "of type" not in done.stderr, done.stderr

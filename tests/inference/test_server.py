@@ -18,12 +18,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+import torch
 import uvicorn
 from transformers.cli.serving.model_manager import ModelManager
 
 from fathom.checkpoints.open import open_checkpoint
 from fathom.cli.main import main
 from fathom.inference import server
+from fathom.inference.generate import Sampling, encode, generate_batch
 from fathom.lens.live import add_lens
 from tests.inference.tiny import TEXT, export_tiny
 
@@ -456,3 +458,25 @@ def test_sigterm_ends_cleanly(served, process):
     assert answers["short"] == expected
     assert "shutting down" in str(answers["error"])
     assert "Traceback" not in process.stderr.read()
+
+
+@pytest.mark.parametrize("own", [None, 0, 2, [2], [2, 0], 151645])
+def test_serve_and_generate_stop_alike(directory, own):
+    """At an end of turn that the checkpoint names, and at the tokenizer's end of text, of old exports too."""
+    model, tokenizer = open_checkpoint(directory, "cpu")
+    model.generation_config.eos_token_id = own
+    ids = [encode(tokenizer, "The lead")]
+    scores = torch.zeros(model.config.vocab_size)
+    model.lm_head.register_forward_hook(lambda module, given, out: out * 0 + scores)
+
+    def lengths():
+        for token in (0, 2, 50):
+            scores.zero_()[token] = 1.0
+            made = generate_batch(model, tokenizer, ids, Sampling(4, temperature=0))[0]
+            served = model.generate(torch.tensor(ids), max_new_tokens=4, do_sample=False)
+            yield made.tokens, served.shape[1] - len(ids[0])
+
+    wanted = [1, 1 if own in (2, [2], [2, 0]) else 4, 4]
+    assert [made for made, _ in lengths()] == wanted
+    server.build_app(model, tokenizer, "tiny")
+    assert list(lengths()) == [(length, length) for length in wanted]

@@ -7,6 +7,7 @@ stock Qwen3 that it equals, weights repeated, so that any engine serves it.
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 import tempfile
@@ -18,8 +19,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, 
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from fathom._version import __version__
-from fathom.checkpoints.layout import CARD, CONFIG
+from fathom.checkpoints.layout import CARD, CONFIG, TOKENIZER_CONFIG
 from fathom.checkpoints.runs import open_source
+from fathom.checkpoints.special_tokens import as_field, as_list, known, settle_generation
 from fathom.errors import FathomError
 from fathom.models import FathomConfig, modeling
 from fathom.models.cost import cache_bytes_per_token
@@ -75,6 +77,7 @@ def export(
         shaped.save_pretrained(new)
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
+            _add_special_tokens(new, shaped, tokenizer)
         if form == "fathom":
             _add_code(new)
         (new / CARD).write_text(model_card(model, form, facts or {}), encoding="utf-8")
@@ -165,7 +168,7 @@ tags:
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 model = AutoModelForCausalLM.from_pretrained("path/to/this"{remote})
-tokenizer = AutoTokenizer.from_pretrained("path/to/this")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this"{remote})
 ```
 {note}
 ## Shape
@@ -217,7 +220,31 @@ def _is_export(directory: Path) -> bool:
 def _add_code(directory: Path) -> None:
     for source in {modeling.__file__, *get_relative_import_files(modeling.__file__)}:
         shutil.copyfile(source, directory / Path(source).name)
-    path = directory / CONFIG
-    config = read_json(path)
-    config["auto_map"] = AUTO_MAP
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    _amend(directory / CONFIG, {"auto_map": AUTO_MAP})
+
+
+def _add_special_tokens(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Let the configurations name the tokens that the tokenizer has, and the tokenizer the model's context."""
+    config = model.config
+    ends = known(config.eos_token_id, tokenizer) or as_list(tokenizer.eos_token_id)
+    begin = known(config.bos_token_id, tokenizer) or as_list(tokenizer.bos_token_id)
+    # An embedding row for padding gets no gradient: a token that ends texts must not be one.
+    pad = [
+        token
+        for token in [*known(config.pad_token_id, tokenizer), *as_list(tokenizer.pad_token_id)]
+        if token not in {*ends, tokenizer.eos_token_id} and token < config.vocab_size
+    ]
+    tokens = {"eos_token_id": ends, "bos_token_id": begin, "pad_token_id": pad[:1]}
+    _amend(directory / CONFIG, {key: as_field(ids) for key, ids in tokens.items()})
+    generation = copy.deepcopy(model.generation_config)
+    settle_generation(generation, tokenizer)
+    generation.save_pretrained(directory)
+    names = {"model_max_length": config.max_position_embeddings}
+    if type(tokenizer).__name__ == "TokenizersBackend":
+        names["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name by which transformers 4 knows it too
+    _amend(directory / TOKENIZER_CONFIG, names)
+
+
+def _amend(path: Path, keys: Mapping[str, Any]) -> None:
+    text = json.dumps({**read_json(path), **keys}, indent=2, sort_keys=True, ensure_ascii=False)
+    path.write_text(text + "\n", encoding="utf-8")

@@ -14,6 +14,7 @@ from typing import IO, Any
 
 import torch
 
+from fathom.checkpoints.special_tokens import as_list, pad_token, stop_tokens
 from fathom.errors import FathomError
 from fathom.evaluation.budgets import stored_trips
 from fathom.inference.cache import Policy
@@ -155,13 +156,13 @@ def encode(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
     """A text, or the messages of a conversation, as ids."""
     if isinstance(prompt, str):
         if prompt:
-            return list(tokenizer(prompt)["input_ids"])
+            return list(tokenizer(prompt, verbose=False)["input_ids"])  # a length beyond the context is our own error
         begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         return [begin]
     if not tokenizer.chat_template:
         raise GenerateError("this model has no chat template: it continues texts, give it a prompt")
     text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
 def chat(
@@ -257,7 +258,7 @@ def _run(
 ) -> list[Generated]:
     """Prompts side by side, padded on the left: the last token of each is where it goes on."""
     stops = _stop_tokens(model, tokenizer, sampling)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (stops or [0])[0]
+    pad = pad_token(None, tokenizer, stops) or 0
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), pad, dtype=torch.long)
     mask = torch.zeros_like(ids)
@@ -313,14 +314,9 @@ def _room(model: Any, ids: Sequence[int], sampling: Sampling) -> int:
 
 
 def _stop_tokens(model: Any, tokenizer: Any, sampling: Sampling) -> list[int]:
-    """The checkpoint's own, which for a model that talks end an answer, and the tokenizer's end of text."""
-    own = sampling.options.get("eos_token_id", [model.generation_config.eos_token_id, tokenizer.eos_token_id])
-    flat = [token for found in (own if isinstance(own, list) else [own]) for token in _as_list(found)]
-    return list(dict.fromkeys(flat))
-
-
-def _as_list(value: Any) -> list[int]:
-    return value if isinstance(value, list) else [] if value is None else [value]
+    if "eos_token_id" in sampling.options:
+        return as_list(sampling.options["eos_token_id"])
+    return stop_tokens(model.generation_config.eos_token_id, tokenizer)
 
 
 def _answer(model: Any, tokenizer: Any, batch: Sequence[dict[str, Any]], sampling: Sampling) -> list[dict[str, Any]]:

@@ -43,6 +43,7 @@ from transformers.cli.serving.utils import DirectStreamer, GenerateManager, Gene
 from transformers.utils import logging
 
 from fathom.checkpoints.open import open_checkpoint
+from fathom.checkpoints.special_tokens import settle_generation
 from fathom.errors import FathomError
 from fathom.evaluation.budgets import check_trips, most_trips
 from fathom.inference.cache import Policy, choose
@@ -543,14 +544,7 @@ def build_app(
         memory: A cache of constant size for every request, in place of one that holds all of its text.
         max_trips: Trips per token at most, where a request does not say.
     """
-    generation = model.generation_config
-    if generation.eos_token_id is None:
-        generation.eos_token_id = tokenizer.eos_token_id
-    if generation.pad_token_id is None:
-        generation.pad_token_id = (
-            tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
-        )
-
+    settle_generation(model.generation_config, tokenizer)
     context = model.config.max_position_embeddings if memory is None else ENDLESS
     worker, manager = _Worker(context, memory, max_trips), _OneModel(model, tokenizer, name, context)
     state = _OneWorker(worker)
