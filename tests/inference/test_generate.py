@@ -278,11 +278,24 @@ def test_a_run_and_a_comparison_lead_to_their_model(exported: Path, tmp_path: Pa
         (["MODEL", "a", "--chat"], "one of them"),
         (["MODEL", "--prompts", "x.jsonl"], "--prompts and --out belong together"),
         (["MODEL", "a", "--set", "min_p=7"], "transformers: "),
+        (["MODEL", "a", "--seed", "9" * 23], f"--seed {'9' * 23}: allowed: "),
+        (["MODEL", "a", "--set", "num_beams=0"], "--set num_beams=0: allowed: a whole number, 1 or more"),
+        (["MODEL", "a", "--set", "num_beams=two"], "--set num_beams=two: allowed: a whole number, 1 or more"),
+        (["MODEL", "a", "--set", "num_beams=2.5"], "--set num_beams=2.5: allowed"),
+        (["MODEL", "a", "--set", "min_new_tokens=two"], "--set min_new_tokens=two: allowed: a whole number, 0 or more"),
+        (["MODEL", "a", "--set", "eos_token_id=end"], "--set eos_token_id=end: allowed: a token id"),
+        (["MODEL", "a", "--set", "suppress_tokens=3"], "--set suppress_tokens=3: allowed: a list"),
+        (["MODEL", "a", "--system", "Be brief."], "--system says how to answer: give --chat with it"),
+        (["MODEL", "a", "--batch-size", "4"], "--batch-size 4: allowed: 1 or more, with --prompts"),
+        (["MODEL", "--prompts", "x", "--out", "y", "--batch-size", "0"], "--batch-size 0: allowed: 1 or more"),
+        (["MODEL", "a", "--device", "cuda:99"], "--device cuda:99: "),
+        (["MODEL", "a", "--device", "gpu"], "--device gpu: "),
     ],
 )
 def test_errors_are_one_line(exported: Path, tmp_path: Path, monkeypatch, capsys, words: list[str], message: str):
     monkeypatch.chdir(tmp_path)
-    assert main(["generate", *(str(exported) if word == "MODEL" else word for word in words), "--device", "cpu"]) == 2
+    device = [] if "--device" in words else ["--device", "cpu"]
+    assert main(["generate", *(str(exported) if word == "MODEL" else word for word in words), *device]) == 2
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fathom: ")]
     assert len(said) == 1 and message in said[0]
 
@@ -298,3 +311,27 @@ def test_the_command(exported: Path, capsys, monkeypatch) -> None:
     monkeypatch.setattr("fathom.cli.generate.typed_lines", lambda: sys.stdin)
     assert main(["generate", str(exported), "--chat", "--max-new-tokens", "4", "--device", "cpu"]) == 0
     assert "tokens/s" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("words", [["-"], []])
+def test_standard_input_is_a_prompt(exported: Path, tmp_path: Path, capsys, monkeypatch, words: list[str]) -> None:
+    (tmp_path / "prompt").write_bytes("the depth — é\n".encode())
+    command = ["generate", str(exported), *words, "--max-new-tokens", "2", "--json", "--device", "cpu"]
+    with (tmp_path / "prompt").open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["prompt"] == "the depth — é"
+    (tmp_path / "prompt").write_bytes(b"\xff")
+    with (tmp_path / "prompt").open() as file:
+        monkeypatch.setattr(sys, "stdin", file)
+        assert main(command) == 2
+    assert capsys.readouterr().err == "fathom: standard input is not UTF-8 (byte 0)\n"
+
+
+def test_a_closed_or_null_input_is_a_new_document(exported: Path, capsys, monkeypatch) -> None:
+    command = ["generate", str(exported), "--max-new-tokens", "2", "--json", "--device", "cpu"]
+    with open("/dev/null") as null:
+        for stdin in (null, None):
+            monkeypatch.setattr(sys, "stdin", stdin)
+            assert main(command) == 0
+            assert json.loads(capsys.readouterr().out)["prompt"] == ""

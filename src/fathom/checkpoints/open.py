@@ -71,6 +71,7 @@ def open_checkpoint(
     if dtype not in DTYPES:
         raise Refused(f"dtype {dtype!r}: allowed: {', '.join(DTYPES)}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    _check_device(device)
     directory = find_model(path)
     config = check_checkpoint(directory)
     logging.disable_progress_bar()  # a second's work on a local disk, and not all standard errors are terminals
@@ -86,3 +87,11 @@ def open_checkpoint(
     except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
         hint = "; --trust-remote-code allows it" if "trust_remote_code" in str(error) else ""
         raise Refused(f"{directory}: {' '.join(str(error).split())}{hint}") from error
+
+
+def _check_device(device: str) -> None:
+    """Refuse a device that is none or is not here, before anything is read."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA asserts
+        raise Refused(f"--device {device}: {str(error).strip().splitlines()[0]}") from None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import json
+import os
+import stat
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -17,7 +20,7 @@ from fathom.cli.parser import Parser, UsageError, add_kvcache, add_opening
 def add(parser: Parser) -> None:
     """Arguments."""
     parser.add_argument("model", help="a model directory, a run, or a comparison (its best arm)")
-    parser.add_argument("prompt", nargs="?", help="what to continue; without one a new document begins")
+    parser.add_argument("prompt", nargs="?", help="what to continue; - or a pipe: standard input; else a new document")
     parser.add_argument("--chat", action="store_true", help="a conversation on the terminal")
     parser.add_argument("--system", metavar="TEXT", help="how to answer, for --chat")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL: {"prompt": "..."} or {"messages": [...]}')
@@ -56,6 +59,11 @@ def run(options: Namespace) -> int:
         raise UsageError("give a prompt, --chat or --prompts FILE, one of them")
     if (options.prompts is None) != (options.out is None):
         raise UsageError("--prompts and --out belong together: one file in, one file out")
+    if options.system is not None and not options.chat:
+        raise UsageError("--system says how to answer: give --chat with it")
+    if options.batch_size is not None and (options.prompts is None or options.batch_size < 1):
+        raise UsageError(f"--batch-size {options.batch_size}: allowed: 1 or more, with --prompts")
+    prompt = None if options.chat or options.prompts is not None else prompt_of(options.prompt)
     sampling = Sampling(
         options.max_new_tokens,
         options.temperature,
@@ -80,7 +88,7 @@ def run(options: Namespace) -> int:
         report_speed(summary["tokens"], summary["seconds"])
         print(json.dumps(summary) if options.json else f"{options.out}: {summary['prompts']} completions")
     else:
-        prompt = options.prompt or ""
+        assert prompt is not None
         if not options.json:
             to_terminal(prompt)
         made = generate(model, tokenizer, prompt, sampling, None if options.json else to_terminal)
@@ -90,6 +98,29 @@ def run(options: Namespace) -> int:
             print(flush=True)
         report_speed(made.tokens, made.seconds, made.trips)
     return 0
+
+
+def prompt_of(word: str | None) -> str:
+    """The prompt: as given, all of standard input for `-`, or for none where a pipe or a file stands there."""
+    if word is not None and word != "-":
+        return word
+    if word is None and not _fed():
+        return ""
+    if sys.stdin is None:
+        raise UsageError("- is standard input, which is closed")
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"standard input is not UTF-8 (byte {error.start})") from None
+
+
+def _fed() -> bool:
+    """Whether standard input is a pipe or a file: not a terminal, which would wait, nor closed, nor a null device."""
+    try:
+        mode = os.fstat(sys.stdin.fileno()).st_mode
+    except (AttributeError, OSError, io.UnsupportedOperation, ValueError):
+        return False
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
 def options_of(words: Sequence[str]) -> dict[str, Any]:

@@ -28,6 +28,15 @@ RESERVED = {
     *("max_length", "pad_token_id", "return_dict_in_generate", "num_return_sequences", "compile_config"),
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "watermarking_config"),
 }
+WHOLE = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "prefill_chunk_size", "prompt_lookup_num_tokens"), 1),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+}
+"""Options that are whole numbers, and the least of each."""
+TOKENS = {"eos_token_id", "bos_token_id", "decoder_start_token_id", "suppress_tokens", "begin_suppress_tokens"}
+LISTS = {"suppress_tokens", "begin_suppress_tokens"}
+LARGEST = 1 << 31
+SEEDS = 1 << 63
 
 
 class GenerateError(FathomError, ValueError):
@@ -65,6 +74,7 @@ class Sampling:
             "temperature": (self.temperature is None or self.temperature >= 0, "0 or more"),
             "top_k": (self.top_k is None or self.top_k >= 0, "0 or more"),
             "top_p": (self.top_p is None or 0 < self.top_p <= 1, "above 0, up to 1"),
+            "seed": (self.seed is None or -SEEDS <= self.seed < SEEDS, f"{-SEEDS} to {SEEDS - 1}"),
         }
         for name, (holds, words) in allowed.items():
             if not holds:
@@ -75,6 +85,9 @@ class Sampling:
             )
         if unknown := sorted(set(self.options) - _generation_options()):
             raise GenerateError(f"--set {unknown[0]}: transformers' GenerationConfig has no such option to set here")
+        for name, value in self.options.items():
+            if (allowed_values := refusal(name, value)) is not None:
+                raise GenerateError(f"--set {name}={value}: allowed: {allowed_values}")
 
     def arguments(self, own: Any = None) -> dict[str, Any]:
         """As transformers' `generate` takes them.
@@ -98,6 +111,23 @@ class Sampling:
         if self.max_trips is not None:
             made["max_trips"] = self.max_trips
         return {**made, **self.options}
+
+
+def refusal(name: str, value: Any) -> str | None:
+    """What an option of `GenerationConfig` may be, if this value is not it: transformers itself finds out too late."""
+    if value is None:
+        return None
+    if name in WHOLE and not (type(value) is int and WHOLE[name] <= value < LARGEST):
+        return f"a whole number, {WHOLE[name]} or more"
+    if name in TOKENS:
+        several = isinstance(value, list) and all(type(token) is int for token in value)
+        if not several and (type(value) is not int or name in LISTS):
+            return "a list of token ids" if name in LISTS else "a token id or a list of them"
+    if name == "early_stopping" and not (isinstance(value, bool) or value == "never"):
+        return "true, false or never"
+    if name == "assistant_ensemble_weight" and not isinstance(value, int | float):
+        return "a number"
+    return None
 
 
 @dataclass(frozen=True)
@@ -211,6 +241,8 @@ def generate_file(
     `completion`, `tokens` and `finish` added, or `error`. Batches are consecutive lines and each has its own seed, made
     of the seed and its place, so what a stopped and continued run draws is what an uninterrupted one draws.
     """
+    if batch_size is not None and batch_size < 1:
+        raise GenerateError(f"--batch-size {batch_size}: allowed: 1 or more")
     records = _read_records(prompts)
     size = batch_size or BATCH["cpu" if model.device.type == "cpu" else "other"]
     if sampling.memory is not None:
