@@ -55,7 +55,8 @@ def test_an_embedding_scale_is_folded_in(tmp_path):
         ("loop", "qwen3", "recurrence=loop"),
         ("loop+depth_attention", "unrolled", "mixer=depth_attention is no plain deeper Qwen3"),
         ("ponder+depth_attention", "unrolled", "recurrence=ponder has no unrolled form, since only a loop"),
-        ("vanilla", "gguf", "must be one of fathom, qwen3, unrolled"),
+        ("vanilla", "onnx", "must be one of fathom, qwen3, unrolled, gguf"),
+        ("vanilla", "gguf", "a GGUF export is a file, called FILE.gguf"),
     ],
 )
 def test_forms_that_cannot_be(case, form, says, tmp_path):

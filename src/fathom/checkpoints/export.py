@@ -1,8 +1,9 @@
-"""Write a model as a Hugging Face directory that opens with Fathom absent.
+"""Write a model as a Hugging Face directory that opens with Fathom absent, or as a GGUF file.
 
-Three forms. `fathom` carries the code of `models/` with it and holds any mechanism. `qwen3` is a stock
+Four forms. `fathom` carries the code of `models/` with it and holds any mechanism. `qwen3` is a stock
 `Qwen3ForCausalLM` directory, for models with every axis at its first value. `unrolled` turns a loop into the deeper
-stock Qwen3 that it equals, weights repeated, so that any engine serves it.
+stock Qwen3 that it equals, weights repeated, so that any engine serves it. `gguf` is that model, or the plain one, as a
+file for llama.cpp.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from fathom._version import __version__
 from fathom.checkpoints.layout import CARD, CONFIG, TOKENIZER_CONFIG
 from fathom.checkpoints.runs import open_source
 from fathom.checkpoints.special_tokens import as_field, as_list, known, settle_generation
+from fathom.checkpoints.to_gguf import MAGIC, write_gguf
 from fathom.errors import FathomError
 from fathom.models import FathomConfig, modeling
 from fathom.models.cost import cache_bytes_per_token
@@ -35,7 +37,7 @@ AUTO_MAP = {
     "AutoModel": "modeling.FathomModel",
     "AutoModelForCausalLM": "modeling.FathomForCausalLM",
 }
-FORMS = ("fathom", "qwen3", "unrolled")
+FORMS = ("fathom", "qwen3", "unrolled", "gguf")
 MARK = "Exported by Fathom"
 
 
@@ -57,23 +59,29 @@ def export(
 
     Args:
         model: A model, or the directory of a run or of an earlier export.
-        directory: Where to write.
+        directory: Where to write; for `gguf` a file, FILE.gguf.
         tokenizer: Saved beside the model; a run's own if not given.
-        form: `fathom`, `qwen3` or `unrolled`.
+        form: `fathom`, `qwen3`, `unrolled` or `gguf`.
         facts: For the model card: `recipe` (YAML), `step`, `tokens`, `evaluation`.
     """
     directory = Path(directory)
     if form not in FORMS:
         raise ExportError(f"the form of an export must be one of {', '.join(FORMS)}, got {form!r}")
-    if directory.exists() and any(directory.iterdir()) and not _is_export(directory):
+    if form == "gguf" and directory.suffix != ".gguf":
+        raise ExportError(f"{directory}: a GGUF export is a file, called FILE.gguf")
+    if directory.exists() and not _is_export(directory):
         raise ExportError(f"{directory} exists and is not an earlier export; choose another place")
     if isinstance(model, str | Path):
         opened = open_source(Path(model), tokenizer)
         model, tokenizer, facts = opened.model, opened.tokenizer, {**opened.facts, **(facts or {})}
-    shaped = {"fathom": lambda m: m, "qwen3": as_qwen3, "unrolled": as_unrolled}[form](model)
+    shaped = {"fathom": lambda m: m, "qwen3": as_qwen3, "unrolled": as_unrolled, "gguf": as_unrolled}[form](model)
     directory.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
         new = Path(scratch) / "new"
+        if form == "gguf":
+            write_gguf(new, shaped, tokenizer, mechanism_name(model.config))
+            new.replace(directory)
+            return directory
         shaped.save_pretrained(new)
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
@@ -212,6 +220,11 @@ def _trained(facts: Mapping[str, Any]) -> list[str]:
 
 def _is_export(directory: Path) -> bool:
     try:
+        if directory.is_file():
+            with directory.open("rb") as file:
+                return directory.suffix == ".gguf" and file.read(len(MAGIC)) == MAGIC
+        if not any(directory.iterdir()):
+            return True
         return MARK in (directory / CARD).read_text(encoding="utf-8")
     except (OSError, ValueError):
         return False

@@ -12,14 +12,21 @@ from fathom.cli.parser import Parser
 def add(parser: Parser) -> None:
     """Arguments."""
     parser.add_argument("source", type=Path, help="a run, finished or not, or a model directory")
-    parser.add_argument("--to", type=Path, required=True, metavar="DIR", help="where to write; an earlier export goes")
+    parser.add_argument(
+        "--to",
+        type=Path,
+        required=True,
+        metavar="DIR",
+        help="where to write, FILE.gguf for gguf; an earlier export goes",
+    )
     parser.add_argument(
         "--as",
         dest="form",
         default="fathom",
-        choices=("fathom", "qwen3", "unrolled"),
+        choices=("fathom", "qwen3", "unrolled", "gguf"),
         help="fathom: any mechanism, with its code; qwen3: a stock Qwen3, if every axis is at its first value; "
-        "unrolled: a loop as the deeper stock Qwen3 that it equals (default: fathom)",
+        "unrolled: a loop as the deeper stock Qwen3 that it equals; "
+        "gguf: either of these as FILE.gguf for llama.cpp (default: fathom)",
     )
     parser.add_argument("--json", action="store_true", help="print the result for a program")
 

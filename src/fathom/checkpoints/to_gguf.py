@@ -1,0 +1,170 @@
+"""A stock Qwen3 and its tokenizer as one GGUF file, for llama.cpp and what is built on it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from fathom.checkpoints.special_tokens import known, stop_tokens
+from fathom.errors import FathomError
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+ARCHITECTURE = "qwen3"
+MAGIC = b"GGUF"
+TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
+LAYER = {
+    "input_layernorm": "attn_norm",
+    "self_attn.q_proj": "attn_q",
+    "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v",
+    "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm",
+    "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm",
+    "mlp.gate_proj": "ffn_gate",
+    "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down",
+}
+QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+
+
+class GgufError(FathomError, ValueError):
+    """A model or tokenizer that llama.cpp has no form for; the message is one line."""
+
+
+def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
+    """Write weights as they are stored (norms in float32), shape and tokenizer.
+
+    Args:
+        path: Where to write.
+        model: A stock `Qwen3ForCausalLM`.
+        tokenizer: Its tokenizer, byte-level BPE.
+        name: What llama.cpp calls the model.
+    """
+    try:
+        from gguf import GGUFWriter
+    except ModuleNotFoundError:
+        raise GgufError("--as gguf needs the gguf package: pip install 'fathom-lm[gguf]'") from None
+    if tokenizer is None:
+        raise GgufError("a GGUF file holds its tokenizer, and this model has none")
+    _check(model.config)
+    writer = GGUFWriter(path, ARCHITECTURE)
+    _add_shape(writer, model.config, name)
+    _add_tokenizer(writer, tokenizer, model)
+    tied = model.config.tie_word_embeddings
+    for key, tensor in model.state_dict().items():
+        if not (tied and key == "lm_head.weight"):  # llama.cpp then takes the embedding
+            _add_tensor(writer, gguf_name(key), tensor)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def gguf_name(key: str) -> str:
+    """The name that llama.cpp gives a tensor of Qwen3."""
+    module, _, kind = key.rpartition(".")
+    if module in TOP:
+        return f"{TOP[module]}.{kind}"
+    _, _, layer, part = module.split(".", 3)
+    return f"blk.{layer}.{LAYER[part]}.{kind}"
+
+
+def _check(config: Any) -> None:
+    wrong = {
+        "attention_bias": config.attention_bias,
+        "hidden_act": config.hidden_act != "silu" and config.hidden_act,
+        "rope_type": config.rope_parameters["rope_type"] != "default" and config.rope_parameters["rope_type"],
+        "sliding windows": "sliding_attention" in config.layer_types,
+    }
+    for what, found in wrong.items():
+        if found:
+            raise GgufError(f"llama.cpp's qwen3 has no {what}{'' if found is True else ' ' + str(found)}")
+
+
+def _add_shape(writer: GGUFWriter, config: Any, name: str) -> None:
+    writer.add_name(name)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(config.head_dim)
+    writer.add_value_length(config.head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+
+
+def _add_tokenizer(writer: GGUFWriter, tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel) -> None:
+    from gguf import TokenType
+
+    config = model.config
+    backend = json.loads(tokenizer.backend_tokenizer.to_str())
+    kind = _splitting(backend)
+    tokens = [f"[PAD{token}]" for token in range(config.vocab_size)]
+    types = [TokenType.UNUSED] * config.vocab_size
+    added = tokenizer.added_tokens_decoder
+    for word, token in tokenizer.get_vocab().items():
+        if token >= config.vocab_size:
+            raise GgufError(f"the tokenizer has a token {token}, the model {config.vocab_size} embedding rows")
+        special = added[token].special if token in added else None
+        tokens[token] = word
+        types[token] = {None: TokenType.NORMAL, True: TokenType.CONTROL, False: TokenType.USER_DEFINED}[special]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in backend["model"]["merges"]]
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre(kind)
+    writer.add_token_list(tokens)
+    writer.add_token_types(types)
+    writer.add_token_merges(merges)
+    stops = stop_tokens(model.generation_config.eos_token_id, tokenizer)
+    for ids, add in (
+        (stops, writer.add_eos_token_id),
+        (stops[1:], writer.add_eot_token_id),
+        (known(tokenizer.bos_token_id, tokenizer), writer.add_bos_token_id),
+        (known(tokenizer.pad_token_id, tokenizer), writer.add_pad_token_id),
+    ):
+        if ids:
+            add(ids[0])
+    first = tokenizer("a", verbose=False)["input_ids"][:1]
+    writer.add_add_bos_token(bool(first) and first[0] == tokenizer.bos_token_id)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+
+
+def _splitting(backend: dict[str, Any]) -> str:
+    """llama.cpp's name for how a byte-level BPE cuts text into words."""
+    if backend["model"]["type"] != "BPE":
+        raise GgufError(f"a GGUF file is written of byte-level BPE, not of a {backend['model']['type']} tokenizer")
+    steps = backend["pre_tokenizer"] or {}
+    steps = steps["pretokenizers"] if steps.get("type") == "Sequence" else [steps]
+    plain = [(step.get("type"), step.get("add_prefix_space"), step.get("use_regex")) for step in steps]
+    normal = (backend["normalizer"] or {}).get("type")
+    if normal is None and plain == [("ByteLevel", False, True)]:
+        return "gpt-2"
+    split = steps[0].get("pattern") == {"Regex": QWEN} and steps[0].get("behavior") == "Isolated"
+    if normal in (None, "NFC") and split and plain[1:] == [("ByteLevel", False, False)]:
+        return "qwen2"
+    raise GgufError("llama.cpp would cut text differently: this tokenizer's words are neither GPT-2's nor Qwen's")
+
+
+def _add_tensor(writer: GGUFWriter, name: str, tensor: Tensor) -> None:
+    from gguf import GGMLQuantizationType
+
+    tensor = tensor.detach().cpu().contiguous()
+    if tensor.ndim == 1 or tensor.dtype not in (torch.bfloat16, torch.float16):
+        writer.add_tensor(name, tensor.float().numpy())
+    elif tensor.dtype == torch.float16:
+        writer.add_tensor(name, tensor.numpy())
+    else:  # numpy knows no bfloat16: bytes, and what they are
+        raw = tensor.view(torch.uint8).numpy().astype(np.uint8, copy=False)
+        writer.add_tensor(name, raw, raw_dtype=GGMLQuantizationType.BF16)

@@ -1,0 +1,116 @@
+"""GGUF exports: read back by our own reader and by the gguf package, they are the stock model, name by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("gguf", reason="pip install 'fathom-lm[gguf]'")
+
+import gguf
+
+from fathom.checkpoints.export import ExportError, as_unrolled, export
+from fathom.checkpoints.gguf import GgufStore
+from fathom.checkpoints.origin import LocalOrigin
+from fathom.checkpoints.to_gguf import GgufError, gguf_name
+from fathom.cli.main import main
+from fathom.data.tokenizer import train_bpe
+from tests.inference.tiny import CHATML, TEXT, tiny_tokenizer
+from tests.models.cases import build, config_of
+
+SHAPE = {"vocab_size": 390, "max_position_embeddings": 96, "rms_norm_eps": 3e-6}
+SHAPE |= {"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}
+
+
+def value(reader, key):
+    return reader.fields[key].contents()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("case,tied", [("vanilla", True), ("vanilla", False), ("loop-middle", False)])
+def test_every_tensor_comes_back(case, tied, dtype, tmp_path: Path) -> None:
+    model = build(config_of(case, **SHAPE, tie_word_embeddings=tied)).to(dtype)
+    file = export(model, tmp_path / "m.gguf", tiny_tokenizer(), "gguf")
+    stock = as_unrolled(model)
+    wanted = {gguf_name(k): v for k, v in stock.state_dict().items() if not (tied and k == "lm_head.weight")}
+    ours = GgufStore(LocalOrigin(tmp_path), "m.gguf")
+    theirs = {tensor.name: tensor for tensor in gguf.GGUFReader(file).tensors}
+    assert set(ours.tensors) == set(theirs) == set(wanted)
+    known = gguf.get_tensor_name_map(gguf.MODEL_ARCH.QWEN3, stock.config.num_hidden_layers)
+    for key in stock.state_dict():
+        name = known.get_name(key, (".weight",))
+        assert name == gguf_name(key), "the package itself calls it so"
+    for name, tensor in wanted.items():
+        values = tensor.float().numpy()
+        assert np.array_equal(ours.read(name), values), name
+        one = theirs[name]
+        assert tuple(reversed(one.shape.tolist())) == tuple(values.shape), name
+        assert np.array_equal(gguf.quants.dequantize(one.data, one.tensor_type).reshape(values.shape), values), name
+        full = tensor.ndim == 1 or dtype == torch.float32
+        stored = "F32" if full else {torch.bfloat16: "BF16", torch.float16: "F16"}[dtype]
+        assert one.tensor_type.name == ours.tensors[name].dtype == stored
+    assert ours.config["num_hidden_layers"] == stock.config.num_hidden_layers
+    name = "blk.1.attn_q.weight"
+    with torch.no_grad():
+        wanted[name][0, 0] += 1
+    assert not np.array_equal(ours.read(name), wanted[name].float().numpy()), "a planted fault is seen"
+
+
+def test_shape_and_tokenizer(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    model = build(config_of("loop", **SHAPE, eos_token_id=2))
+    reader = gguf.GGUFReader(export(model, tmp_path / "m.gguf", tokenizer, "gguf"))
+    layers = as_unrolled(model).config.num_hidden_layers
+    numbers = {"block_count": layers, "context_length": 96, "embedding_length": 32, "feed_forward_length": 48}
+    numbers |= {"attention.head_count": 4, "attention.head_count_kv": 2, "attention.key_length": 8, "vocab_size": 390}
+    for key, number in numbers.items():
+        assert value(reader, f"qwen3.{key}") == number
+    assert value(reader, "qwen3.rope.freq_base") == 12345.0
+    assert value(reader, "qwen3.attention.layer_norm_rms_epsilon") == pytest.approx(3e-6, rel=1e-6)
+    tokens, types = (value(reader, f"tokenizer.ggml.{key}") for key in ("tokens", "token_type"))
+    assert len(tokens) == len(types) == 390
+    vocabulary = tokenizer.get_vocab()
+    assert all(tokens[token] == word for word, token in vocabulary.items())
+    assert types[:3] == [gguf.TokenType.CONTROL] * 3 and types[3] == gguf.TokenType.NORMAL
+    assert types[len(vocabulary) :] == [gguf.TokenType.UNUSED] * (390 - len(vocabulary))
+    assert value(reader, "tokenizer.ggml.eos_token_id") == 2 and value(reader, "tokenizer.ggml.eot_token_id") == 0
+    assert value(reader, "tokenizer.ggml.pre") == "gpt-2" and value(reader, "tokenizer.chat_template") == CHATML
+    assert not value(reader, "tokenizer.ggml.add_bos_token")
+    merges = value(reader, "tokenizer.ggml.merges")
+    assert len(merges) == len(vocabulary) - 256 - 3 and all(merge.replace(" ", "") in vocabulary for merge in merges)
+
+
+def test_our_own_tokenizers_are_qwens_kind(tmp_path: Path) -> None:
+    reader = gguf.GGUFReader(
+        export(build(config_of("vanilla", **SHAPE)), tmp_path / "m.gguf", train_bpe(TEXT, 300), "gguf")
+    )
+    assert value(reader, "tokenizer.ggml.pre") == "qwen2"
+    assert value(reader, "tokenizer.ggml.padding_token_id") == 1
+
+
+def test_what_llama_cpp_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    windows = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+    for fields, says in (({"attention_bias": True}, "attention_bias"), (windows, "sliding windows")):
+        with pytest.raises(GgufError, match=says):
+            export(build(config_of("vanilla", **SHAPE, **fields)), tmp_path / "m.gguf", tokenizer, "gguf")
+    model = build(config_of("vanilla", **SHAPE))
+    with pytest.raises(GgufError, match="holds its tokenizer"):
+        export(model, tmp_path / "m.gguf", None, "gguf")
+    tokenizer.backend_tokenizer.pre_tokenizer = None
+    with pytest.raises(GgufError, match="cut text differently"):
+        export(model, tmp_path / "m.gguf", tokenizer, "gguf")
+    (tmp_path / "m.gguf").write_text("a novel")
+    with pytest.raises(ExportError, match="not an earlier export"):
+        export(model, tmp_path / "m.gguf", tiny_tokenizer(), "gguf")
+    assert [path.name for path in tmp_path.iterdir()] == ["m.gguf"]
+
+
+def test_the_command(tmp_path: Path, capsys) -> None:
+    export(build(config_of("loop", **SHAPE)), tmp_path / "a", tiny_tokenizer())
+    words = ["export", str(tmp_path / "a"), "--to", str(tmp_path / "b.gguf"), "--as", "gguf"]
+    assert main(words) == 0 == main(words)
+    assert (tmp_path / "b.gguf").read_bytes()[:4] == b"GGUF"
