@@ -239,6 +239,88 @@ def test_the_command_goes_on_where_it_was(
     assert json.loads(printed.out)["rows"] == report["rows"]
 
 
+def write_lines(path: Path, lines: list[dict[str, Any]]) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_a_task_that_fails_does_not_cost_the_others(
+    checkpoints: tuple[Path, Path], task_data: Path, tmp_path: Path, capsys, no_network: None
+) -> None:
+    """Documents with other fields than the task's templates read: named in one line, the rest printed and kept."""
+    write_lines(task_data / "openbookqa/test.jsonl", [{"stem": "x", "answer": 1}] * 3)
+    words = ["evaluate", str(checkpoints[0]), "--tasks", "openbookqa,piqa,sciq", "--task-data", str(task_data)]
+    words += ["--device", "cpu", "--limit", "4", "--out", str(tmp_path)]
+    assert main(words) == 1
+    printed = capsys.readouterr()
+    lines = [line for line in printed.err.splitlines() if line.startswith("fathom: ")]
+    assert len(lines) == 2 and "Traceback" not in printed.err
+    assert (
+        "fathom: fathom: openbookqa failed: UndefinedError: " in lines[0] and "sciq failed: sciq: no data" in lines[1]
+    )
+    assert "|piqa" in printed.out and "openbookqa" not in printed.out
+    report = json.loads((tmp_path / "report.json").read_text())["checkpoints"]["fathom"]
+    assert set(report["tasks"]) == {"piqa"} and set(report["failed"]) == {"openbookqa", "sciq"}
+    (task_data / "openbookqa/test.jsonl").unlink()
+
+
+def test_own_tasks_need_no_yaml(task_data: Path, tmp_path: Path, lm: Any, no_network: None) -> None:
+    """The generic tasks on the documents of PIQA-like and LAMBADA-like tasks against sums of the model's own logits."""
+    questions = [{"question": f"Sound {i}", "choices": ["use a rope", "use a hat"], "answer": i % 2} for i in range(9)]
+    gaps = [{"text": f"The lead went down {i} fathoms into the", "answer": w} for i, w in enumerate(("sea", "dark"))]
+    choice = f"choice:{write_lines(tmp_path / 'q.jsonl', questions)}"
+    cloze = f"cloze:{write_lines(tmp_path / 'c.jsonl', gaps)}"
+    assert task_names([choice, cloze]) == [choice, cloze]
+
+    def loss(before: str, after: str) -> float:
+        start = lm.tokenizer(before)["input_ids"]
+        ids = torch.tensor([lm.tokenizer(before + after)["input_ids"]])
+        with torch.no_grad():
+            picked = lm.model(ids).logits.log_softmax(-1)[0, :-1].gather(1, ids[0, 1:, None])
+        return float(picked[len(start) - 1 :].sum())
+
+    right = [
+        max((0, 1), key=lambda c: loss(row["question"], " " + row["choices"][c])) == row["answer"] for row in questions
+    ]
+    found = run_task(lm, choice, SETTINGS)
+    assert found.items[f"{choice}/acc"]["values"] == [float(value) for value in right]
+    assert found.results["results"][choice]["acc,none"] == pytest.approx(sum(right) / 9)
+    made = run_task(lm, cloze, SETTINGS).items[f"{cloze}/perplexity"]["values"]
+    assert made == pytest.approx([-loss(row["text"], " " + row["answer"]) for row in gaps], abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    "kind,row,says",
+    [
+        ("choice", {"question": "x", "choices": ["a", "b"], "answer": 2}, "`answer`, the number of the right choice"),
+        ("choice", {"question": "x", "choices": ["a"], "answer": 0}, "`choices`, a list of two"),
+        ("choice", {"query": "x"}, "needs `question`"),
+        ("cloze", {"text": "x"}, "needs `answer`"),
+    ],
+)
+def test_own_documents_are_checked(kind: str, row: dict[str, Any], says: str, tmp_path: Path, lm: Any) -> None:
+    path = write_lines(tmp_path / "x.jsonl", [row])
+    with pytest.raises(TaskDataError, match=says):
+        run_task(lm, f"{kind}:{path}", SETTINGS)
+
+
+def test_own_lm_eval_tasks_are_included(checkpoints: tuple[Path, Path], tmp_path: Path, capsys, no_network) -> None:
+    lines = [{"q": f"Sound {i}", "a": ["use a rope", "use a hat"], "k": i % 2} for i in range(4)]
+    data = write_lines(tmp_path / "data/mine.jsonl", lines)
+    spec = {"task": "mine", "dataset_path": "json", "test_split": "test", "output_type": "multiple_choice"}
+    spec |= {"dataset_kwargs": {"data_files": {"test": str(data)}, "cache_dir": str(tmp_path / "cache")}}
+    spec |= {"doc_to_text": "{{q}}", "doc_to_choice": "a", "doc_to_target": "k", "metric_list": [{"metric": "acc"}]}
+    (tmp_path / "data/mine.yaml").write_text(json.dumps(spec))
+    words = ["evaluate", str(checkpoints[0]), "--tasks", "mine", "--device", "cpu", "--json"]
+    assert main(words) == 2 and "no such task" in capsys.readouterr().err
+    assert main([*words, "--include", str(tmp_path / "no")]) == 2
+    capsys.readouterr()
+    assert main([*words, "--include", str(tmp_path / "data")]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["checkpoints"]["fathom"]["tasks"]["mine"]["n-samples"]["mine"]["original"] == 4
+
+
 REAL = os.environ.get("FATHOM_TASK_DATA")
 
 

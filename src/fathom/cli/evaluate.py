@@ -17,7 +17,12 @@ def add(parser: Parser) -> None:
         metavar="[NAME=]MODEL",
         help="model directories, runs or comparisons; the first is what the others are held against",
     )
-    parser.add_argument("--tasks", metavar="NAMES", help="lm-eval's tasks, groups and tags, comma between; * allowed")
+    parser.add_argument(
+        "--tasks",
+        metavar="NAMES",
+        help="lm-eval's tasks, groups and tags, comma between; * allowed; choice:FILE, cloze:FILE: your own JSONL",
+    )
+    parser.add_argument("--include", type=Path, metavar="PATH", help="a folder of further tasks, as lm-eval's YAML")
     parser.add_argument("--task-data", type=Path, metavar="DIR", help="their documents, for work without a network")
     parser.add_argument("--num-fewshot", type=int, help="examples in the prompt (default: as the task says)")
     parser.add_argument("--apply-chat-template", action="store_true", help="put task prompts as messages")
@@ -71,4 +76,5 @@ def run(options: Namespace) -> int:
             show(checkpoints, report)
     if options.json:
         print(json.dumps(report, ensure_ascii=False))
-    return 0
+    # A task that failed was named as it failed; the others are printed and kept.
+    return int(not options.kvcache and any(entry["failed"] for entry in report["checkpoints"].values()))

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fathom.evaluation.paired import Items
-from fathom.evaluation.tasks import TaskDataError, load_task, task_manager
+from fathom.evaluation.tasks import TaskDataError, file_task, load_task, task_manager
 
 CPU_BATCH = 16
 LARGEST_BATCH = 256
@@ -60,7 +60,9 @@ def open_lm(model: Any, tokenizer: Any, batch_size: int | None = None, max_lengt
     )
 
 
-def run_task(lm: Any, name: str, settings: TaskSettings, task_data: Path | None = None) -> TaskResult:
+def run_task(
+    lm: Any, name: str, settings: TaskSettings, task_data: Path | None = None, include: Path | None = None
+) -> TaskResult:
     """Score one task, group or tag.
 
     Args:
@@ -68,13 +70,14 @@ def run_task(lm: Any, name: str, settings: TaskSettings, task_data: Path | None 
         name: As lm-eval calls it.
         settings: How.
         task_data: A folder with the documents; without one lm-eval fetches them.
+        include: A folder with further tasks, as lm-eval's own YAML.
     """
     from lm_eval import simple_evaluate
 
     # What lm-eval prints belongs to the log: standard output is for results.
     with redirect_stdout(sys.stderr):
-        loaded, notes = load_task(name, task_data)
-        if task_data is not None:
+        loaded, notes = load_task(name, task_data, include)
+        if task_data is not None and file_task(name) is None:
             _require_examples(loaded["tasks"], settings.num_fewshot, task_data)
         top = loaded["groups"].get(name)
         found = simple_evaluate(
@@ -83,7 +86,7 @@ def run_task(lm: Any, name: str, settings: TaskSettings, task_data: Path | None 
             num_fewshot=settings.num_fewshot,
             limit=settings.limit,
             bootstrap_iters=settings.bootstrap_iters,
-            task_manager=task_manager(),
+            task_manager=task_manager(include),
             apply_chat_template=settings.chat_template,
         )
     samples = found.pop("samples")

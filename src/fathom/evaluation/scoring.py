@@ -12,9 +12,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+import torch
+
 from fathom._version import __version__
 from fathom.checkpoints.layout import CONFIG, REPORT
 from fathom.checkpoints.open import open_checkpoint
+from fathom.checkpoints.origin import Refused
 from fathom.checkpoints.runs import find_model
 from fathom.data.sources import Reading
 from fathom.errors import FathomError
@@ -23,7 +26,7 @@ from fathom.evaluation.harness import TaskResult, TaskSettings, items_of, open_l
 from fathom.evaluation.paired import rows, table
 from fathom.evaluation.perplexity import LONGEST_DEFAULT_CONTEXT, Domain, DomainScore, read_domains
 from fathom.evaluation.perplexity import score as score_domain
-from fathom.evaluation.tasks import task_names
+from fathom.evaluation.tasks import file_task, task_names
 from fathom.report.files import read_json, write_json
 from fathom.report.tables import terminal_table
 
@@ -43,7 +46,9 @@ class Settings:
     """What checkpoints are scored on, and how they are opened."""
 
     tasks: str | None = None
-    """lm-eval's tasks, groups and tags, comma between; * allowed."""
+    """lm-eval's tasks, groups and tags, comma between; * allowed; `choice:FILE` and `cloze:FILE` of your own."""
+    include: Path | None = None
+    """A folder of further tasks, as lm-eval's own YAML."""
     task_data: Path | None = None
     """A folder with the tasks' documents, for work without a network."""
     num_fewshot: int | None = None
@@ -103,6 +108,8 @@ class Checkpoint:
     max_trips: int | None = None
     """A budget of trips per token."""
     tasks: dict[str, TaskResult] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)
+    """By task: why it could not be scored."""
     domains: dict[str, DomainScore] = field(default_factory=dict)
 
     def open(self) -> tuple[Any, Any]:
@@ -150,12 +157,12 @@ def run(checkpoints: Sequence[str | Path], settings: Settings) -> tuple[list[Che
     if not settings.tasks and not settings.perplexity:
         raise EvaluateError("nothing to do: give --tasks, --perplexity or --kvcache")
     found = under_budgets(name_checkpoints(checkpoints, settings), settings.max_trips)
-    names = _task_names(settings.tasks) if settings.tasks else []
+    names = _task_names(settings.tasks, settings.include) if settings.tasks else []
     domains = settings.texts()
     context = settings.context or _common_context(found)
     for checkpoint in found:
         for name in names:
-            checkpoint.tasks[name] = _task(checkpoint, name, settings)
+            _try_task(checkpoint, name, settings)
         for domain in domains:
             checkpoint.domains[domain.name] = _domain(checkpoint, domain, context, settings)
         checkpoint.close()
@@ -211,6 +218,7 @@ def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: in
                 "directory": str(checkpoint.directory),
                 "max_trips": checkpoint.max_trips,
                 "tasks": {name: result.results for name, result in checkpoint.tasks.items()},
+                "failed": dict(checkpoint.failed),
                 "notes": [note for result in checkpoint.tasks.values() for note in result.notes],
                 "perplexity": {name: score.summary() for name, score in _with_whole(checkpoint.domains).items()},
             }
@@ -248,11 +256,26 @@ def show(checkpoints: Sequence[Checkpoint], report: Mapping[str, Any]) -> None:
         )
 
 
+def _try_task(checkpoint: Checkpoint, name: str, settings: Settings) -> None:
+    """Score a task; one that fails is named, and does not cost the others."""
+    try:
+        checkpoint.tasks[name] = _task(checkpoint, name, settings)
+    except (torch.OutOfMemoryError, OSError, Refused):  # what is wrong with the model is no task's fault
+        raise
+    except Exception as error:  # a task is lm-eval's code, templates and data: anything may be raised
+        kind = "" if isinstance(error, FathomError) else f"{type(error).__name__}: "
+        checkpoint.failed[name] = reason = kind + " ".join(str(error).split())
+        print(f"fathom: {checkpoint.name}: {name} failed: {reason}", file=sys.stderr)
+
+
 def _task(checkpoint: Checkpoint, name: str, settings: Settings) -> TaskResult:
     asked = TaskSettings(settings.num_fewshot, settings.limit, settings.context, settings.apply_chat_template)
     data = settings.task_data
     # lm-eval's own data sets are versioned by its tasks; a folder's are what lies in it.
-    stamps = [_stamp(path) for path in sorted(data.rglob("*")) if path.is_file()] if data else []
+    own = file_task(name)
+    places = [own[1]] if own else [place for place in (data, settings.include) if place]
+    found = [path for place in places for path in (place, *sorted(place.rglob("*"))) if path.is_file()]
+    stamps = [_stamp(path) for path in found]
     key = {
         "checkpoint": checkpoint.fingerprint(),
         **({} if checkpoint.max_trips is None else {"max_trips": checkpoint.max_trips}),
@@ -266,12 +289,12 @@ def _task(checkpoint: Checkpoint, name: str, settings: Settings) -> TaskResult:
         model, tokenizer = checkpoint.open()
         if checkpoint.lm is None:
             checkpoint.lm = open_lm(model, tokenizer, settings.batch_size, settings.context)
-        return asdict(run_task(checkpoint.lm, name, asked, data))
+        return asdict(run_task(checkpoint.lm, name, asked, data, settings.include))
 
-    found = TaskResult(**kept(checkpoint, settings.out, "tasks", name, key, make))
+    result = TaskResult(**kept(checkpoint, settings.out, "tasks", name, key, make))
     if settings.out is not None:
-        write_json(settings.out / quote(checkpoint.name, safe=" ") / f"{quote(name, safe=' ')}.json", found.results)
-    return found
+        write_json(settings.out / quote(checkpoint.name, safe=" ") / f"{quote(name, safe=' ')}.json", result.results)
+    return result
 
 
 def _domain(checkpoint: Checkpoint, domain: Domain, context: int, settings: Settings) -> DomainScore:
@@ -313,12 +336,12 @@ def kept(
     return value
 
 
-def _task_names(words: str) -> list[str]:
+def _task_names(words: str, include: Path | None) -> list[str]:
     try:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError:
         raise EvaluateError("--tasks needs lm-eval: pip install 'fathom-lm[evaluate]'") from None
-    return task_names(word.strip() for word in words.split(",") if word.strip())
+    return task_names((word.strip() for word in words.split(",") if word.strip()), include)
 
 
 def _common_context(checkpoints: Sequence[Checkpoint]) -> int:

@@ -27,6 +27,7 @@ from fathom.errors import FathomError
 
 SPLITS = ("train", "validation", "test", "dev")
 OTHER_NAMES = {"wikitext": "wikitext2"}
+ON_DISK = ("json", "csv", "parquet", "text")
 LINES = re.compile(r"\.(jsonl|raw|tokens)(\.(xz|gz|bz2|zst))?$")
 
 
@@ -34,19 +35,28 @@ class TaskDataError(FathomError, ValueError):
     """A task that is unknown or has no data; the message is one line."""
 
 
-@lru_cache(maxsize=1)
-def task_manager() -> Any:
-    """lm-eval's index of tasks, read once per process: it takes seconds."""
+@lru_cache(maxsize=4)
+def task_manager(include: Path | None = None) -> Any:
+    """lm-eval's index of tasks, read once per process: it takes seconds.
+
+    Args:
+        include: A folder of further tasks, as lm-eval's own YAML.
+    """
     from lm_eval.tasks import TaskManager
 
-    return TaskManager()
+    if include is not None and not include.is_dir():
+        raise TaskDataError(f"--include {include}: no such folder")
+    return TaskManager(include_path=None if include is None else str(include))
 
 
-def task_names(words: Iterable[str]) -> list[str]:
-    """Names of tasks, groups and tags, `*` allowed; each is one unit of work."""
-    manager = task_manager()
+def task_names(words: Iterable[str], include: Path | None = None) -> list[str]:
+    """Names of tasks, groups and tags, `*` allowed, and `choice:FILE` or `cloze:FILE`; each is one unit of work."""
+    manager = task_manager(include)
     names: list[str] = []
     for word in words:
+        if file_task(word):
+            names.append(word)
+            continue
         found = manager.match_tasks([word]) if "*" in word else [word] if word in manager.task_index else []
         if not found:
             near = difflib.get_close_matches(word, manager.all_tasks, 3)
@@ -57,19 +67,79 @@ def task_names(words: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(names))
 
 
-def load_task(name: str, folder: Path | None) -> tuple[dict[str, Any], list[str]]:
+def load_task(name: str, folder: Path | None, include: Path | None = None) -> tuple[dict[str, Any], list[str]]:
     """What lm-eval's `TaskManager.load` returns for a name, and notes on what a folder lacks.
 
     Args:
-        name: A task, group or tag.
+        name: A task, group or tag, or `choice:FILE` or `cloze:FILE`.
         folder: Where the documents are; from the Hub without one.
+        include: A folder of further tasks.
     """
-    manager = task_manager()
+    manager = task_manager(include)
+    if (own := file_task(name)) is not None:
+        return manager.load([_of_file(name, *own)]), []
     if folder is None:
         return manager.load([name]), []
     notes: list[str] = []
     with _local_documents(folder, notes), _only_present(manager, name, folder, notes):
         return manager.load([name]), notes
+
+
+CHOICE = {
+    "output_type": "multiple_choice",
+    "doc_to_text": "{{question}}",
+    "doc_to_target": "answer",
+    "doc_to_choice": "choices",
+    "metric_list": [{"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")],
+}
+CLOZE = {
+    "output_type": "loglikelihood",
+    "doc_to_text": "{{text}}",
+    "doc_to_target": "{{answer}}",
+    "metric_list": [
+        {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
+        {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
+    ],
+}
+KINDS = {"choice": CHOICE, "cloze": CLOZE}
+
+
+def file_task(word: str) -> tuple[str, Path] | None:
+    """Kind and file of `choice:FILE` or `cloze:FILE`; None for a name of lm-eval's."""
+    kind, colon, file = word.partition(":")
+    return (kind, Path(file)) if colon and kind in KINDS else None
+
+
+def _of_file(name: str, kind: str, path: Path) -> dict[str, Any]:
+    """A task over a JSONL file, as lm-eval's YAML would say it; every line is checked first."""
+    from datasets import Dataset
+
+    if not path.is_file():
+        raise TaskDataError(f"--tasks {name}: no such file")
+    rows: list[dict[str, Any]] = []
+    for number, row in enumerate(_json(path), 1):
+        if (problem := _problem(kind, row)) is not None:
+            raise TaskDataError(f"{path}: document {number}: {problem}")
+        rows.append({key: row[key] for key in ("question", "choices", "text", "answer") if key in row})
+    if not rows:
+        raise TaskDataError(f"{path}: no documents")
+    data = {"test": Dataset.from_list(rows)}
+    return {**KINDS[kind], "task": name, "custom_dataset": lambda **_: data, "test_split": "test"}
+
+
+def _problem(kind: str, row: Mapping[str, Any]) -> str | None:
+    """What a document of a generic task lacks, in words."""
+    text, answer = ("question" if kind == "choice" else "text"), row.get("answer")
+    if not isinstance(row.get(text), str):
+        return f"needs `{text}`, a text"
+    if kind == "cloze":
+        return None if isinstance(answer, str) and answer else "needs `answer`, a text"
+    choices = row.get("choices")
+    if not isinstance(choices, list) or len(choices) < 2 or not all(isinstance(one, str) and one for one in choices):
+        return "needs `choices`, a list of two or more texts"
+    if type(answer) is not int or not 0 <= answer < len(choices):
+        return f"needs `answer`, the number of the right choice, 0 to {len(choices) - 1}"
+    return None
 
 
 @contextmanager
@@ -97,8 +167,11 @@ def _only_present(manager: Any, name: str, folder: Path, notes: list[str]) -> It
 def _local_documents(folder: Path, notes: list[str]) -> Iterator[None]:
     from lm_eval.api.task import ConfigurableTask
 
-    def download(task: Any, *_: Any, **__: Any) -> None:
-        _fill(task, folder, notes)
+    def download(task: Any, *given: Any, **named: Any) -> None:
+        if task.config.dataset_path in ON_DISK:  # a task of the user's own that names its files
+            original(task, *given, **named)
+        else:
+            _fill(task, folder, notes)
 
     original = ConfigurableTask.download
     ConfigurableTask.download = download
