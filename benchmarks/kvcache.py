@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -31,20 +32,24 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from fathom.evaluation.caches.measure import loads, losses, scorer, stretches
+from fathom.evaluation.caches.measure import each_length, loads, losses, scorer, stretches
 from fathom.evaluation.caches.needles import Needles, Rows, plant, recall
 from fathom.evaluation.caches.spectrum import spectrum
 from fathom.kvcache import Schedule, build_cache, compress_in_training
 from fathom.kvcache.memory import Memory
+from fathom.kvcache.whole import WHOLE
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.recipe import Optim
 from fathom.report.provenance import provenance
 from fathom.report.statistics import paired_difference
 from fathom.training.optimizer import Optimizer, learning_rate
 
-TUNED = ("full", "freqkv", "average", "drop")
-ARMS = (*TUNED, "sinks")
-"""`sinks` lets one token go at a time, too many rounds to train through: it reads with the weights of `drop`."""
+BORROWED = {"sinks": "drop", "key_norm": "drop", "full_fp8": "full"}
+"""Arms that are not tuned, and whose weights they read with after a tuning. `sinks` lets one token go at a time, too
+many rounds to train through."""
+TUNED = ("full", "freqkv", "average", "drop", "snapkv")
+ARMS = (*TUNED, *BORROWED)
+"""Of needles and books; `full_static` says there what `full` says, and has rows where bytes and time are measured."""
 SYNTHETIC = {"fillers": 16, "keys": 16, "values": 16}
 Kind = tuple[int, bool, int]
 """Needles in a text, whether all are planted in its first window, and keys to choose from."""
@@ -102,9 +107,11 @@ def tune(base: FathomForCausalLM, arm: str, schedule: Schedule, run: Callable[[F
     return model
 
 
-def cache_of(model: FathomForCausalLM, arm: str, schedule: Schedule) -> Any:
-    """An arm's empty cache."""
-    kept = None if arm in ("full", "sinks") else schedule.kept
+def cache_of(model: FathomForCausalLM, arm: str, schedule: Schedule, room: int | None = None) -> Any:
+    """An arm's empty cache; `room` is the tokens that a static one must hold."""
+    if arm in WHOLE:
+        return build_cache(model, arm, window=room)
+    kept = None if arm == "sinks" else schedule.kept
     return build_cache(model, arm, window=schedule.window, sinks=schedule.sinks, kept=kept)
 
 
@@ -201,7 +208,8 @@ def run_needles(options: argparse.Namespace) -> dict[str, Any]:
             path = options.work / f"needles-untuned-{arm}-{seed}.json"
             runs.append({"arm": arm, "seed": seed, "tuned": None})
             runs[-1] |= done(path, lambda arm=arm, base=base: {"recall": recalled(base, arm, schedule, 1024)})
-        for task, mix in MIXES.items():
+        for task in options.tunings:
+            mix = MIXES[task]
             tuned_loss = needle_loss(schedule, length, 64, 100 + seed, [TASKS[name] for name in mix])
             steps = options.steps
 
@@ -209,7 +217,7 @@ def run_needles(options: argparse.Namespace) -> dict[str, Any]:
                 train(model, Optim(lr=1e-3, warmup=0.1, schedule="constant"), steps, loss)
 
             for arm in ARMS:
-                weights = "drop" if arm == "sinks" else arm
+                weights = BORROWED.get(arm, arm)
                 file = options.work / f"needles-{task}-{weights}-{seed}.safetensors"
 
                 def work(task=task, arm=arm, weights=weights, file=file, base=base, fit=fit) -> dict[str, Any]:
@@ -237,7 +245,7 @@ def needle_table(report: dict[str, Any]) -> Iterator[str]:
         for task in TASKS if tuned is None else MIXES[tuned]:
             for arm in ARMS:
                 found = [run for run in report["runs"] if run["arm"] == arm and run["tuned"] == tuned]
-                if any(task not in run["recall"] for run in found):
+                if not found or any(task not in run["recall"] for run in found):
                     continue
                 columns = zip(*(run["recall"][task]["accuracy"] for run in found), strict=True)
                 cells = [f" {statistics.fmean(c):.2f} ({min(c):.2f}–{max(c):.2f}) |" for c in columns]
@@ -310,7 +318,7 @@ def run_books(options: argparse.Namespace) -> dict[str, Any]:
 
             arms = ARMS if mixer == "none" else ("freqkv",)
             for tuned, arm in [(tuned, arm) for tuned in (False, True) for arm in arms]:
-                weights = "drop" if arm == "sinks" else arm
+                weights = BORROWED.get(arm, arm)
                 file = options.work / f"{name}-{weights}-{seed}.safetensors"
 
                 def work(tuned=tuned, arm=arm, weights=weights, file=file, base=base, fit=fit) -> dict[str, Any]:
@@ -377,21 +385,26 @@ def run_system(options: argparse.Namespace) -> dict[str, Any]:
     """A model with random weights, since cost does not depend on them: bytes, peak and speed by tokens read."""
     found = []
     (layers, width), n = SHAPES[0], options.window
-    for arm, batch, lengths in (
-        ("freqkv", 1, (n, 4 * n, 16 * n, 64 * n)),
-        ("average", 1, (n, 4 * n, 16 * n)),
-        ("drop", 1, (n, 4 * n, 16 * n)),
-        ("full", 1, (n, 4 * n, 16 * n)),  # 64 windows of everything take a CPU minutes to read
-        ("freqkv", 8, (n, 4 * n)),
-        ("full", 8, (n, 4 * n)),
-    ):
-        model = make(256, layers, width, n, 0).eval()
-        ids = torch.randint(0, 256, (batch, lengths[-1] + options.decode))
-        measured = loads(model, ids, cache_of(model, arm, Schedule.at(n, 4, 0.5)), lengths, options.decode)
+    one_row = (*("freqkv", "average", "drop", "snapkv", "key_norm"), *WHOLE)
+    rows = [(arm, 1, (n, 4 * n, 16 * n)) for arm in one_row]
+    rows += [
+        ("sinks", 1, (n, 4 * n)),
+        ("freqkv", 1, (64 * n,)),
+    ]  # token by token; and everything would take minutes there
+    rows += [(arm, 8, (n, 4 * n)) for arm in ("freqkv", "snapkv", *WHOLE)]
+    for arm, batch, lengths in rows:
+
+        def work(arm: str = arm, batch: int = batch, lengths: Sequence[int] = lengths) -> dict[str, Any]:
+            model = make(256, layers, width, n, 0).eval()
+            new = partial(cache_of, model, arm, Schedule.at(n, 4, 0.5))
+            ids = torch.randint(0, 256, (batch, lengths[-1] + options.decode))
+            measured = each_length(model, ids, new, lengths, options.decode)
+            return {"loads": [vars(load) for load in measured]}
+
         found.append({"arm": arm, "batch": batch, "layers": layers, "width": width})
-        found[-1]["loads"] = [vars(load) for load in measured]
-        print(json.dumps(found[-1]), flush=True)
-    return {"window": n, "decode": options.decode, "runs": found, "compression": share(options)}
+        found[-1] |= done(options.work / f"system-{n}-{arm}-{batch}-{lengths[-1]}.json", work)
+    compression = done(options.work / f"system-{n}-share.json", lambda: {"rows": share(options)})["rows"]
+    return {"window": n, "decode": options.decode, "runs": found, "compression": compression}
 
 
 def share(options: argparse.Namespace) -> list[dict[str, Any]]:
@@ -459,6 +472,7 @@ def main() -> None:
     parser.add_argument("part", choices=("system", "needles", "books"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200, help="of a tuning")
+    parser.add_argument("--tunings", nargs="*", default=list(MIXES), choices=list(MIXES), help="of the needles")
     parser.add_argument("--base-steps", type=int, default=600, help="of a byte-level base")
     parser.add_argument("--layers", type=int, default=3, help="of the byte-level model")
     parser.add_argument("--width", type=int, default=128, help="of the byte-level model")

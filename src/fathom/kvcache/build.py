@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.cache_utils import Cache, DynamicCache
+from transformers.cache_utils import Cache
 
 from .average import Average
 from .drop import Drop
@@ -21,6 +21,7 @@ from .rope import Rope, refuse
 from .sinks import Sinks
 from .snapkv import SnapKV
 from .watch import decoder_of, watch
+from .whole import WHOLE
 
 METHODS: dict[str, type[Method]] = {
     method.name: method for method in (FreqKV, Sinks, Average, Drop, Learned, SnapKV, KeyNorm)
@@ -42,9 +43,10 @@ def build_cache(
 
     Args:
         model_or_config: The model; with a configuration alone, call `watch(model)` before use.
-        method: A name of `METHODS`, `full` (everything, transformers' own cache, whatever the schedule), or a trained
-            `Method`, which brings schedule and options.
-        window: N, the entries that a layer may hold: the length that the weights were trained at.
+        method: A name of `METHODS`, one of `WHOLE` (everything, in transformers' own caches, whatever the schedule), or
+            a trained `Method`, which brings schedule and options.
+        window: N, the entries that a layer may hold: the length that the weights were trained at. For `full_static`,
+            the tokens to make room for.
         sinks: S, first entries that stay as they are.
         ratio: Share of the window that a round leaves.
         kept: L, the entries that a round leaves beside the sinks, in place of `ratio`.
@@ -53,11 +55,12 @@ def build_cache(
     """
     model = model_or_config if isinstance(model_or_config, nn.Module) else None
     config = config_of(model_or_config)
-    if method == "full":
-        given = {**options, **({} if quantized is None else {"quantized": quantized})}
-        if given:
-            raise ValueError(f"{', '.join(given)}: method 'full' is transformers' plain cache and takes no options")
-        return DynamicCache(config=config)
+    if isinstance(method, str) and method in WHOLE:
+        if options:
+            raise ValueError(
+                f"{', '.join(options)}: method '{method}' is transformers' plain cache and has no such option"
+            )
+        return WHOLE[method](config, window, quantized)
     chosen = make_method(config, method, window, sinks, ratio, kept, **options)
     if chosen.observed and model is None:
         raise ValueError(f"{chosen.name} looks at queries: give build_cache the model, not its configuration")
@@ -98,7 +101,7 @@ def make_method(
             raise ValueError(f"this {method.name} was made for other rotary angles than this model's: make it anew")
         return method
     if method not in METHODS:
-        raise ValueError(f"method must be one of full, {', '.join(METHODS)}, got {method!r}")
+        raise ValueError(f"method must be one of {', '.join([*WHOLE, *METHODS])}, got {method!r}")
     if window is None:
         raise ValueError("window must be given: the number of entries to hold, at best the length trained at")
     refuse(config, window)

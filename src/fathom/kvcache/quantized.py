@@ -6,30 +6,24 @@ survivors of a round. So error from quantising is added once per round to what w
 
 from __future__ import annotations
 
-import transformers.cache_utils as backends
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
 
 from .memory import Memory
 from .method import Method
-
-BACKENDS = {"quanto": "QuantoQuantizedLayer", "hqq": "HQQQuantizedLayer", "fp8": "Fp8QuantizedLayer"}
+from .whole import backend_layer
 
 
 class QuantizedMemory(Memory):
     """As `Memory`, through a backend that must be installed (`fp8` needs none, but a newer transformers)."""
 
     def __init__(self, method: Method, backend: str) -> None:
-        if backend not in BACKENDS:
-            raise ValueError(f"quantized must be one of {', '.join(BACKENDS)}, got {backend!r}")
-        if not hasattr(backends, BACKENDS[backend]):
-            raise ValueError(f"this transformers has no {backend} cache layer: upgrade it, or take another backend")
-        self.backend = backend
+        self.layer = backend_layer(backend)
         super().__init__(method)
 
     def _forget(self) -> None:
         super()._forget()
-        self.store: DynamicLayer = getattr(backends, BACKENDS[self.backend])()
+        self.store: DynamicLayer = self.layer()
 
     def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         stored: tuple[Tensor, Tensor] = self.store.update(keys, values)

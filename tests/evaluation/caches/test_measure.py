@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from fathom.evaluation.caches import measure as kvcache
-from fathom.evaluation.caches.measure import Peak, loads, losses, read, scorer, stretches
+from fathom.evaluation.caches.measure import Peak, each_length, loads, losses, read, scorer, stretches
 from fathom.evaluation.clock import Clock
 from fathom.kvcache import build_cache, compress_in_training
 from fathom.models import FathomForCausalLM
@@ -76,6 +76,19 @@ def test_bytes_grow_only_without_compression(model: FathomForCausalLM, ids: torc
         assert 0 < load.decode_ms["p50"] <= load.decode_ms["p90"] <= load.decode_ms["max"]
     if sys.platform == "linux":
         assert all(load.peak_bytes is not None for load in whole)
+
+
+def test_each_length_has_a_cache_made_for_it(model: FathomForCausalLM, ids: torch.Tensor) -> None:
+    def new(method: str, room: int) -> Cache:
+        return build_cache(model, method, window=room if method == "full_static" else 64)
+
+    found = {
+        m: list(each_length(model, ids, partial(new, m), [128, 64, 512], 8)) for m in ("full_static", "full", "drop")
+    }
+    assert [load.entries for load in found["full_static"]] == [72, 136, 520]
+    assert [load.entries for load in found["full"]] == [64, 128, 512]
+    once = list(loads(model, ids, build_cache(model, "drop", window=64), [64, 128, 512], 8))
+    assert [load.cache_bytes for load in found["drop"]] == [load.cache_bytes for load in once]
 
 
 class Ticks(Clock):

@@ -112,6 +112,15 @@ def loads(
         yield Load(length, entries, held, peak.bytes(), prefilled / seconds, times, clock.words)
 
 
+def each_length(
+    model: Any, ids: Tensor, new: Callable[[int], Cache], lengths: Sequence[int], decode: int, width: int = CHUNK
+) -> Iterator[Load]:
+    """As `loads`, with a cache of its own for each length, made for so many tokens: what sets its room aside must not
+    have that of the longest text while a short one is timed."""
+    for length in sorted(lengths):
+        yield from loads(model, ids, new(length + decode), [length], decode, width)
+
+
 def _consume(model: Any, ids: Tensor, cache: Cache, width: int) -> None:
     for _ in read(model, ids, cache, keep=1, width=width):
         pass

@@ -1,0 +1,57 @@
+"""Caches that forget nothing, to hold the others against: transformers' own.
+
+`full` grows with every token, `full_static` has its room set aside at the start, and `full_fp8` stores 8-bit floats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import transformers.cache_utils as backends
+from transformers import PreTrainedConfig
+from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, StaticCache
+
+BACKENDS = {"quanto": "QuantoQuantizedLayer", "hqq": "HQQQuantizedLayer", "fp8": "Fp8QuantizedLayer"}
+"""What quantises: the name that transformers gives a backend, and its layer."""
+
+
+def backend_layer(backend: str) -> type[backends.DynamicLayer]:
+    """The layer that stores through a backend."""
+    if backend not in BACKENDS:
+        raise ValueError(f"quantized must be one of {', '.join(BACKENDS)}, got {backend!r}")
+    layer: type[backends.DynamicLayer] | None = getattr(backends, BACKENDS[backend], None)
+    if layer is None:
+        raise ValueError(f"this transformers has no {backend} cache layer: upgrade it, or take another backend")
+    return layer
+
+
+def growing(config: PreTrainedConfig, room: int | None, quantized: str | None) -> Cache:
+    """A cache that grows, stored as it is or through a backend."""
+    if quantized is None:
+        return DynamicCache(config=config)
+    backend_layer(quantized)
+    return QuantizedCache(quantized, config)
+
+
+def set_aside(config: PreTrainedConfig, room: int | None, quantized: str | None) -> Cache:
+    """A cache whose memory is there from the start."""
+    if quantized is not None:
+        raise ValueError(f"quantized={quantized}: method 'full_static' stores entries as they are")
+    if room is None:
+        raise ValueError("full_static needs window: the tokens that it makes room for")
+    return StaticCache(config=config, max_cache_len=room)
+
+
+def in_fp8(config: PreTrainedConfig, room: int | None, quantized: str | None) -> Cache:
+    """A cache that grows, in 8-bit floats."""
+    if quantized is not None:
+        raise ValueError(f"quantized={quantized}: method 'full_fp8' says that already")
+    return growing(config, room, "fp8")
+
+
+WHOLE: dict[str, Callable[[PreTrainedConfig, int | None, str | None], Cache]] = {
+    "full": growing,
+    "full_static": set_aside,
+    "full_fp8": in_fp8,
+}
+"""Each takes a configuration, the tokens to make room for, and a backend that quantises."""

@@ -1,0 +1,65 @@
+"""`benchmarks/kvcache.py`: every method has a row, and what is done is not done again."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+from benchmarks import kvcache as benchmark
+
+from fathom.kvcache import METHODS
+from fathom.kvcache.whole import WHOLE
+
+
+@pytest.fixture
+def options(tmp_path):
+    return SimpleNamespace(work=tmp_path, seeds=1, steps=1, tunings=["1"], window=32, decode=3, base_steps=1)
+
+
+def test_every_method_that_reads_without_training_of_its_own_has_a_row():
+    assert set(benchmark.ARMS) == {*METHODS, *WHOLE} - {"learned", "full_static"}
+    assert set(benchmark.BORROWED.values()) <= set(benchmark.TUNED)
+
+
+@pytest.fixture
+def brief(monkeypatch):
+    """One step and one text of each task, by a model that learns nothing."""
+    monkeypatch.setattr(benchmark, "train", lambda model, *rest: model.eval())
+    plain = benchmark.recalled
+    monkeypatch.setattr(
+        benchmark,
+        "recalled",
+        lambda model, arm, schedule, texts, keyless=False: plain(model, arm, schedule, 256, keyless),
+    )
+
+
+def test_needles_have_every_row_and_resume(options, brief, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "ARMS", ("full", "drop", "snapkv", "key_norm", "full_fp8"))
+    report = benchmark.run_needles(options)
+    assert [(run["arm"], run["tuned"]) for run in report["runs"]] == [
+        (arm, tuned) for tuned in (None, "1") for arm in benchmark.ARMS
+    ]
+    table = "\n".join(benchmark.needle_table(report))
+    for arm in benchmark.ARMS:
+        assert f"| nothing | 4 needles | {arm} |" in table and f"| 1 | 1 needle | {arm} |" in table
+    capsys.readouterr()
+    assert benchmark.run_needles(options) == report
+    assert capsys.readouterr().out == ""
+
+
+def test_system_has_static_beside_dynamic_and_resumes(options, monkeypatch, capsys):
+    monkeypatch.setattr(benchmark, "SHAPES", ((1, 32), (1, 32)))
+    report = benchmark.run_system(options)
+    assert {run["arm"] for run in report["runs"] if run["batch"] == 1} == {*METHODS, *WHOLE} - {"learned"}
+    held = {
+        run["arm"]: [load["entries"] for load in run["loads"]]
+        for run in report["runs"]
+        if run["batch"] == 1 and len(run["loads"]) == 3
+    }
+    assert held["full"] == [32, 128, 512] and held["full_static"] == [35, 131, 515]
+    assert max(held["snapkv"]) <= 32
+    assert any("full_static" in line for line in benchmark.system_table(report))
+    capsys.readouterr()
+    assert json.dumps(benchmark.run_system(options)) == json.dumps(report)
+    assert capsys.readouterr().out == ""
