@@ -1,6 +1,7 @@
 """Compressed caches: what they cost, and the protocol that says what they keep.
 
     python benchmarks/kvcache.py system                       # bytes, decode time and the share of compression
+    python benchmarks/kvcache.py rounds                       # FreqKV's first round: seconds and memory by window
     python benchmarks/kvcache.py needles                      # one and four needles by compressions, tuned and not
     python benchmarks/kvcache.py books --text FILES --base-steps 300 --steps 100    # loss by position, byte by byte
 
@@ -23,7 +24,9 @@ from contextlib import nullcontext
 from dataclasses import asdict
 from functools import partial
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,7 +35,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 
-from fathom.evaluation.caches.measure import each_length, loads, losses, scorer, stretches
+from fathom.evaluation.caches.measure import Peak, each_length, loads, losses, scorer, stretches
 from fathom.evaluation.caches.needles import Needles, Rows, plant, recall
 from fathom.evaluation.caches.spectrum import spectrum
 from fathom.kvcache import Schedule, build_cache, compress_in_training
@@ -204,7 +207,7 @@ def run_needles(options: argparse.Namespace) -> dict[str, Any]:
             base,
             lambda base=base, loss=loss: train(base, Optim(lr=3e-3, warmup=0.1), 400, loss),
         )
-        for arm in ARMS:
+        for arm in options.arms:
             path = options.work / f"needles-untuned-{arm}-{seed}.json"
             runs.append({"arm": arm, "seed": seed, "tuned": None})
             runs[-1] |= done(path, lambda arm=arm, base=base: {"recall": recalled(base, arm, schedule, 1024)})
@@ -216,7 +219,7 @@ def run_needles(options: argparse.Namespace) -> dict[str, Any]:
             def fit(model: FathomForCausalLM, loss: Any = tuned_loss, steps: int = steps) -> None:
                 train(model, Optim(lr=1e-3, warmup=0.1, schedule="constant"), steps, loss)
 
-            for arm in ARMS:
+            for arm in options.arms:
                 weights = BORROWED.get(arm, arm)
                 file = options.work / f"needles-{task}-{weights}-{seed}.safetensors"
 
@@ -316,7 +319,7 @@ def run_books(options: argparse.Namespace) -> dict[str, Any]:
             def fit(model: FathomForCausalLM, loss: Any = loss) -> None:
                 train(model, Optim(name="muon", lr=3e-3, warmup=0.1), options.steps, loss)
 
-            arms = ARMS if mixer == "none" else ("freqkv",)
+            arms = options.arms if mixer == "none" else ("freqkv",)
             for tuned, arm in [(tuned, arm) for tuned in (False, True) for arm in arms]:
                 weights = BORROWED.get(arm, arm)
                 file = options.work / f"{name}-{weights}-{seed}.safetensors"
@@ -358,10 +361,12 @@ def book_table(report: dict[str, Any]) -> Iterator[str]:
     yield "| --- | --- |" + " ---: |" * (len(spans) + 3)
     for tuned in (False, True):
         mine = {arm: _bits(report, arm, tuned) for arm in ARMS}
+        mine = {arm: table for arm, table in mine.items() if len(table)}
         for arm, table in mine.items():
             cells = [f" {table[..., a * per : b * per].mean():.4f} |" for a, b in spans]
             beyond = table[..., per:].mean(2)
-            cells += [f" {_gap(beyond, mine[other][..., per:].mean(2))} |" for other in ("full", "average", "drop")]
+            for other in ("full", "average", "drop"):
+                cells.append(f" {_gap(beyond, mine[other][..., per:].mean(2))} |" if other in mine else " not run |")
             yield f"| {'yes' if tuned else 'no'} | {arm} |" + "".join(cells)
 
 
@@ -443,6 +448,41 @@ def share(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def first_round(window: int, transform: str) -> dict[str, Any]:
+    """A first round of 8 heads of 128 channels, which makes what later ones use, and a second: seconds and bytes."""
+    config = make(256, 1, 512, 64, 0).config
+    given = {} if transform == "default" else {"transform": transform}
+    method = build_cache(config, "freqkv", window=window, **given).method
+    keys, values = torch.randn(2, 1, 8, window, 128)
+    spent = []
+    peak = Peak(SimpleNamespace(device=torch.device("cpu")))
+    for rounds in range(2):
+        began = time.process_time()
+        method.compress(keys, values, keys[:, :, :4], rounds)
+        spent.append(time.process_time() - began)
+    return {"window": window, "transform": transform, "seconds": spent, "peak_bytes": peak.bytes()}
+
+
+def run_rounds(options: argparse.Namespace) -> dict[str, Any]:
+    """First and second rounds by window, each in a process of its own, which has made nothing yet."""
+    found = []
+    for window, transform in product((1024, 2048, 4096, 8192), ("default", "matrix", "fft")):
+        with get_context("spawn").Pool(1) as process:
+            found.append(process.apply(first_round, (window, transform)))
+        print(json.dumps(found[-1]), flush=True)
+    return {"rounds": found}
+
+
+def rounds_table(report: dict[str, Any]) -> Iterator[str]:
+    """One line per window and transform."""
+    yield "| window | transform | first round, CPU s | second | peak |"
+    yield "| ---: | --- | ---: | ---: | ---: |"
+    for row in report["rounds"]:
+        first, second = row["seconds"]
+        words = f"{first:.2f} | {second:.2f} | {row['peak_bytes'] / 1e6:,.0f} MB"
+        yield f"| {row['window']:,} | {row['transform']} | {words} |"
+
+
 def system_table(report: dict[str, Any]) -> Iterator[str]:
     """One line per cache and length."""
     yield "| cache | batch | tokens | entries | bytes | prefill tokens/s | decode ms p50 | p90 | max |"
@@ -469,9 +509,10 @@ def rounded(value: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("part", choices=("system", "needles", "books"))
+    parser.add_argument("part", choices=("system", "needles", "books", "rounds"))
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=200, help="of a tuning")
+    parser.add_argument("--arms", nargs="+", default=list(ARMS), choices=list(ARMS), help="of needles and books")
     parser.add_argument("--tunings", nargs="*", default=list(MIXES), choices=list(MIXES), help="of the needles")
     parser.add_argument("--base-steps", type=int, default=600, help="of a byte-level base")
     parser.add_argument("--layers", type=int, default=3, help="of the byte-level model")
@@ -489,6 +530,7 @@ def main() -> None:
         "system": (run_system, system_table),
         "needles": (run_needles, needle_table),
         "books": (run_books, book_table),
+        "rounds": (run_rounds, rounds_table),
     }[options.part]
     report = {**provenance(), "threads": torch.get_num_threads(), **run(options)}
     print("\n".join(table(report)))

@@ -14,7 +14,8 @@ from fathom.kvcache.whole import WHOLE
 
 @pytest.fixture
 def options(tmp_path):
-    return SimpleNamespace(work=tmp_path, seeds=1, steps=1, tunings=["1"], window=32, decode=3, base_steps=1)
+    arms = ["full", "drop", "snapkv", "key_norm", "full_fp8"]
+    return SimpleNamespace(work=tmp_path, seeds=1, steps=1, tunings=["1"], arms=arms, window=32, decode=3)
 
 
 def test_every_method_that_reads_without_training_of_its_own_has_a_row():
@@ -34,14 +35,13 @@ def brief(monkeypatch):
     )
 
 
-def test_needles_have_every_row_and_resume(options, brief, monkeypatch, capsys):
-    monkeypatch.setattr(benchmark, "ARMS", ("full", "drop", "snapkv", "key_norm", "full_fp8"))
+def test_needles_have_every_row_and_resume(options, brief, capsys):
     report = benchmark.run_needles(options)
     assert [(run["arm"], run["tuned"]) for run in report["runs"]] == [
-        (arm, tuned) for tuned in (None, "1") for arm in benchmark.ARMS
+        (arm, tuned) for tuned in (None, "1") for arm in options.arms
     ]
     table = "\n".join(benchmark.needle_table(report))
-    for arm in benchmark.ARMS:
+    for arm in options.arms:
         assert f"| nothing | 4 needles | {arm} |" in table and f"| 1 | 1 needle | {arm} |" in table
     capsys.readouterr()
     assert benchmark.run_needles(options) == report

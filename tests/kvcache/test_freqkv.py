@@ -5,6 +5,7 @@ import pytest
 import torch
 from scipy.fft import dct as scipy_dct
 from scipy.fft import idct as scipy_idct
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fathom.kvcache.freqkv import FreqKV, dct, dct_matrix, inverse_dct
 from fathom.kvcache.schedule import Schedule
@@ -117,5 +118,52 @@ def test_both_transforms_and_their_gradients(dtype, limit):
 
 
 def test_unknown_transform():
-    with pytest.raises(ValueError, match="transform must be one of matrix, fft, got 'dwt'"):
+    with pytest.raises(ValueError, match="transform must be one of auto, matrix, fft, got 'dwt'"):
         FreqKV(Schedule(64, 4, 28), None, transform="dwt")
+
+
+@pytest.mark.parametrize("m,kept", [(60, 28), (96, 31), (63, 21), (2044, 1020)])
+def test_closed_form_is_the_product_of_its_definition(m, kept):
+    """Also where an old and a new entry lie at the same angle, as in (63, 21)."""
+    product = np.sqrt(kept / m) * dct_matrix(kept).T @ dct_matrix(m, kept)
+    c = FreqKV.build(kept, m)
+    assert (c - product).abs().max() < 1e-13
+    assert torch.equal(FreqKV.build(kept, m, torch.float32), c.float())
+
+
+def test_closed_form_of_a_large_window():
+    """Rows of a matrix that would take seconds and a gigabyte as a product."""
+    m, kept = 8188, 4092
+    i = torch.tensor([0, 1, 2045, 2046, 4090, 4091])
+    spectrum = scipy_dct(np.eye(kept)[i].T, norm="ortho", axis=0)
+    padded = np.concatenate([spectrum, np.zeros((m - kept, len(i)))])
+    truth = torch.from_numpy(np.sqrt(kept / m) * scipy_idct(padded, norm="ortho", axis=0)).T
+    assert (FreqKV.rows(i, kept, m) - truth).abs().max() < 1e-13
+
+
+def test_no_dense_product_whatever_the_size():
+    """The matrix is never D_Lᵀ D_M, and a large window needs no matrix at all."""
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            out = function(*args, **(kwargs or {}))
+            name = function.overloadpacket.__name__
+            if name in ("mm", "bmm", "addmm") and out.dtype == torch.float64:
+                products.append(tuple(out.shape))
+            if isinstance(out, torch.Tensor):
+                largest.append(out.numel())
+            return out
+
+    for window in (1024, 4096):
+        products, largest = [], []
+        method = FreqKV(Schedule.at(window, 4, 0.5), None)
+        x = torch.randn(1, 1, method.schedule.compressed, 2)
+        with Watch():
+            reduced = method.reducer(x, None)(x)
+        assert products == [] and method.transform == ("matrix" if window == 1024 else "fft")
+        assert max(largest) < (600_000 if window == 1024 else 20_000)  # C, or a few times what is reduced
+        assert (reduced - torch.from_numpy(resample_rows(x, method.schedule.kept))).abs().max() < 1e-5
+
+
+def resample_rows(x, kept):
+    return resample(x[0, 0].double().numpy(), kept)[None, None]

@@ -42,7 +42,7 @@ def build_as(change):
 
 
 def scaled(power):
-    return build_as(lambda build: lambda kept, m: build(kept, m) * math.sqrt(kept / m) ** power)
+    return build_as(lambda build: lambda kept, m, *dtype: build(kept, m, *dtype) * math.sqrt(kept / m) ** power)
 
 
 def with_sinks_transformed(patch):

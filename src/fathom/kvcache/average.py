@@ -17,10 +17,10 @@ class Average(Fixed):
     name = "average"
 
     @staticmethod
-    def build(kept: int, compressed: int) -> Tensor:
-        """C, `[L, M]`, in float64."""
+    def rows(i: Tensor, kept: int, compressed: int) -> Tensor:
+        """The rows `i` of C, `[rows, M]`, in float64."""
         width = compressed / kept
-        start = torch.arange(kept, dtype=torch.float64).unsqueeze(1) * width
+        start = i.double().unsqueeze(1) * width
         m = torch.arange(compressed, dtype=torch.float64)
         overlap = torch.minimum(start + width, m + 1) - torch.maximum(start, m)
         return overlap.clamp(min=0) / width

@@ -3,6 +3,10 @@
     C = √(L/M) · D_Lᵀ · D_M[:L]         D_n the orthonormal DCT-II matrix
 
 An inverse of length L resamples; the factor makes a constant signal a fixed point, so that rounds do not amplify.
+The product has a closed form: the basis, summed over t < L, is a kernel of Christoffel and Darboux, and the angles of
+the L entries are zeros of the next polynomial, cos Lα = 0. What is left is one sine for each entry:
+
+    C_im = (−1)^i sin α cos Lβ / (M (cos β − cos α)),  L/M where α = β      α = π(2i + 1)/2L, β = π(2m + 1)/2M
 """
 
 from __future__ import annotations
@@ -16,24 +20,40 @@ from .method import Fixed, Reducer
 from .rope import Rope
 from .schedule import Schedule
 
-TRANSFORMS = ("matrix", "fft")
+TRANSFORMS = ("auto", "matrix", "fft")
+FFT_FROM = 3000
+"""Entries read by a round from which `auto` takes the FFT."""
 
 
 class FreqKV(Fixed):
-    """The lowest L of M frequencies, `transform` by a cached matrix or, from about 2,000 entries on a CPU, by FFT."""
+    """The lowest L of M frequencies. `transform` by a `matrix` made once, by `fft`, or by the faster one (`auto`)."""
 
     name = "freqkv"
 
-    def __init__(self, schedule: Schedule, rope: Rope, transform: str = "matrix") -> None:
+    def __init__(self, schedule: Schedule, rope: Rope, transform: str = "auto") -> None:
         super().__init__(schedule, rope)
         if transform not in TRANSFORMS:
             raise ValueError(f"transform must be one of {', '.join(TRANSFORMS)}, got {transform!r}")
-        self.transform = transform
+        large = schedule.compressed >= FFT_FROM
+        self.transform = ("fft" if large else "matrix") if transform == "auto" else transform
 
     @staticmethod
-    def build(kept: int, compressed: int) -> Tensor:
-        """C, `[L, M]`, in float64."""
-        return math.sqrt(kept / compressed) * dct_matrix(kept).T @ dct_matrix(compressed, kept)
+    def rows(i: Tensor, kept: int, compressed: int) -> Tensor:
+        """The rows `i` of C, `[rows, M]`, in float64."""
+        # α and β are a and b in units of π / 2LM. These are whole numbers, so that their difference is exact, and with
+        # it the quotient where both of its sides are small.
+        unit = math.pi / (4 * kept * compressed)  # of α / 2 and β / 2
+        m = torch.arange(compressed)
+        a, b = ((2 * i + 1) * compressed).unsqueeze(1), (2 * m + 1) * kept
+        sin_a, cos_a, sin_b, cos_b = (
+            torch.sin(unit * angle.double()) for x in (a, b) for angle in (x, 2 * kept * compressed - x)
+        )
+        turns, rest = b // (2 * compressed), b % (2 * compressed)
+        cos_lb = (1 - 2 * (turns % 2)) * torch.sin(math.pi / (2 * compressed) * (compressed - rest).double())
+        sign = (1 - 2 * (i % 2)).unsqueeze(1)
+        both, apart = sin_a * cos_b + cos_a * sin_b, torch.sin(unit * (a - b).double())  # of (α ± β) / 2
+        c = sign * sin_a * cos_a * cos_lb / (compressed * both * apart)
+        return torch.where(a == b, kept / compressed, c)
 
     def reducer(self, keys: Tensor, queries: Tensor | None) -> Reducer:
         """x → C x."""

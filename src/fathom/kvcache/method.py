@@ -91,7 +91,9 @@ class Linear(Method):
 
 
 # Of all methods: a server makes a cache for every request.
-_MATRICES: dict[tuple[Callable[[int, int], Tensor], int, int, torch.dtype, torch.device], Tensor] = {}
+_MATRICES: dict[tuple[Callable[..., Tensor], int, int, torch.dtype, torch.device], Tensor] = {}
+BLOCK = 1 << 18
+"""Entries of a matrix that are worked out at once."""
 
 
 class Fixed(Linear):
@@ -99,8 +101,16 @@ class Fixed(Linear):
 
     @staticmethod
     @abstractmethod
-    def build(kept: int, compressed: int) -> Tensor:
-        """C, `[L, M]`, in float64."""
+    def rows(i: Tensor, kept: int, compressed: int) -> Tensor:
+        """The rows `i` of C, `[rows, M]`, in float64."""
+
+    @classmethod
+    def build(cls, kept: int, compressed: int, dtype: torch.dtype = torch.float64) -> Tensor:
+        """C, `[L, M]`. A few rows at a time are made in float64, so that hardly more is held than C itself."""
+        c = torch.empty(kept, compressed, dtype=dtype)
+        for i in torch.arange(kept).split(max(1, BLOCK // compressed)):
+            c[i[0] : i[-1] + 1] = cls.rows(i, kept, compressed)
+        return c
 
     def matrix(self, like: Tensor) -> Tensor:
         """C, `[L, M]`."""
@@ -110,7 +120,7 @@ class Fixed(Linear):
             if len(_MATRICES) > 16:
                 _MATRICES.clear()
             with torch.inference_mode(False):  # training may use it later
-                _MATRICES[key] = self.build(kept, compressed).to(like.device, like.dtype)
+                _MATRICES[key] = self.build(kept, compressed, like.dtype).to(like.device)
         return _MATRICES[key]
 
 
