@@ -1,6 +1,8 @@
 """The cache layer: sizes, rows, resets, copies, and what it refuses."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -136,3 +138,17 @@ def test_assisted_decoding(model, ids, how):
     )
     with pytest.raises(NotImplementedError, match="without assistant_model and prompt_lookup_num_tokens"):
         model.generate(ids[:1, :20], past_key_values=cache_of(model), max_new_tokens=3, **options)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_a_dropped_cache_is_freed_at_once(model, method):
+    """Without the cyclic collector, which does not know how much device memory waits for it."""
+    cache = cache_of(model, method)
+    cached(model, tokens(1, 70), cache)
+    layer = weakref.ref(cache.layers[0])
+    gc.disable()
+    try:
+        del cache
+        assert layer() is None
+    finally:
+        gc.enable()

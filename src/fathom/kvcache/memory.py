@@ -87,6 +87,7 @@ class Memory(CacheLayerMixin):
         self.seen += length
         keys, values = self._append(key_states, value_states)
         if self.method.observed:
+            keys = keys.view_as(keys)  # for one call: the stored keys themselves would hold the memory that holds them
             keys.memory = self  # type: ignore[attr-defined]  # for the attention function, see observe.py
         return keys, values
 
