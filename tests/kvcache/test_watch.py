@@ -6,7 +6,7 @@ from transformers import DynamicCache
 
 from fathom.kvcache import build_cache, compress_in_training, prefill, watch
 
-from .cases import SCHEDULE, cache_of, cached, model_of, tokens
+from .cases import LINEAR, SCHEDULE, cache_of, cached, model_of, tokens
 
 CASES = ["qwen3", "fathom"]
 
@@ -127,3 +127,27 @@ def test_other_calls_pass(model):
     cache_of(model)
     model(tokens(2, 20), attention_mask=padded())
     model(tokens(2, 20), attention_mask=padded(), past_key_values=DynamicCache(config=model.config))
+
+
+OTHERS = [dict(rope_parameters=LINEAR), dict(rope_parameters=dict(rope_type="default", rope_theta=5e5))]
+
+
+@pytest.mark.parametrize("other", OTHERS, ids=["scaled", "another base"])
+@pytest.mark.parametrize("watched", [True, False], ids=["watched", "not watched"])
+def test_a_cache_for_a_model_of_other_angles(other, watched):
+    """Within the first window nothing would tell; beyond it every logit would be wrong."""
+    mine, theirs = model_of("llama"), model_of("llama", **other)
+    if watched:
+        cached(theirs, tokens(1, 20), cache_of(theirs))
+    words = "built for other rotary angles than this model's" if watched else "not the one that the cache was built from"
+    with pytest.raises((ValueError, RuntimeError), match=words):
+        cached(theirs, tokens(1, 20), cache_of(mine))
+    with pytest.raises(ValueError, match="built for other rotary angles"):
+        prefill(theirs, tokens(1, 20), cache_of(mine))
+
+
+def test_a_cache_for_a_model_of_the_same_angles():
+    """Other weights, same angles: the tuned model may read with the cache of its base."""
+    mine, theirs = model_of("llama"), model_of("llama", seed=3)
+    found = cached(theirs, tokens(1, 100), cache_of(theirs))
+    assert torch.equal(cached(theirs, tokens(1, 100), cache_of(mine)), found)

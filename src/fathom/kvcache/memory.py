@@ -197,11 +197,11 @@ class MemoryCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """As every cache; refused while nobody looks at the mask."""
+        """As every cache; refused while nothing checks the mask."""
         if not self.watched:
             raise RuntimeError(
-                "this cache was built from a configuration, so nothing checks the mask: give build_cache the model, "
-                "or call fathom.kvcache.watch(model) once"
+                "this model is not the one that the cache was built from, so nothing checks the mask: give build_cache "
+                "the model that is run, or call fathom.kvcache.watch(model) once"
             )
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 

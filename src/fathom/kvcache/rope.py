@@ -48,6 +48,8 @@ class Rope:
         with torch.device("cpu"):
             self._embed = getattr(code, name)(config)
         self._apply: Callable[..., tuple[Tensor, Tensor]] = code.apply_rotary_pos_emb
+        self.angles: bytes = self._embed.inv_freq.numpy().tobytes()
+        """By how much each pair of channels turns per position: what two models must share to share keys."""
         self._tables: dict[tuple[int, int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
     def turn(self, x: Tensor, start: int, step: int = 1) -> Tensor:
@@ -66,7 +68,7 @@ class Rope:
 
     def turns_as(self, other: Rope) -> bool:
         """Whether both turn by the same angles."""
-        return torch.equal(self._embed.inv_freq.cpu(), other._embed.inv_freq.cpu())
+        return self.angles == other.angles
 
     @torch.inference_mode(False)  # training may use them later
     @torch.no_grad()

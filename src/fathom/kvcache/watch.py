@@ -8,10 +8,15 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch import Tensor, nn
 
 from .memory import MemoryCache
+from .rope import Rope, refuse
+
+_ROPES: WeakKeyDictionary[nn.Module, Rope] = WeakKeyDictionary()
+"""Of decoders that were run with a compressed cache."""
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
@@ -41,8 +46,20 @@ def _check(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     if positions is not None:
         unbroken(positions)
     if isinstance(cache, MemoryCache):
+        turns_keys_as(decoder, cache)
         cache.watched = True
         cache.continues(positions)
+
+
+def turns_keys_as(decoder: nn.Module, cache: MemoryCache) -> None:
+    """Refuse a cache that was built for a model of other angles: it would move keys to where they do not belong."""
+    if decoder not in _ROPES:
+        refuse(decoder.config, cache.schedule.window)
+        _ROPES[decoder] = Rope(decoder.config)
+    if not _ROPES[decoder].turns_as(cache.method.rope):
+        raise ValueError(
+            "this cache was built for other rotary angles than this model's: build one with build_cache(model, …)"
+        )
 
 
 def whole_rows(attention_mask: Any) -> None:
