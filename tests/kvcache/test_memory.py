@@ -152,3 +152,20 @@ def test_a_dropped_cache_is_freed_at_once(model, method):
         assert layer() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["the model", "its layers"])
+def test_a_compiled_model_is_refused(whole):
+    """It would compile eight times and then run eagerly for good, in silence."""
+    model, ids = model_of("fathom"), tokens(1, 20)
+    cache = cache_of(model)
+    if whole:
+        model = torch.compile(model, backend="eager")
+    else:
+        for layer in model.model.layers:
+            layer.compile(backend="eager")
+    try:
+        with torch.no_grad(), pytest.raises(RuntimeError, match="a compressed cache cannot run under"):
+            model(ids, past_key_values=cache, use_cache=True)
+    finally:
+        torch.compiler.reset()

@@ -139,7 +139,9 @@ def test_a_cache_for_a_model_of_other_angles(other, watched):
     mine, theirs = model_of("llama"), model_of("llama", **other)
     if watched:
         cached(theirs, tokens(1, 20), cache_of(theirs))
-    words = "built for other rotary angles than this model's" if watched else "not the one that the cache was built from"
+    words = (
+        "built for other rotary angles than this model's" if watched else "not the one that the cache was built from"
+    )
     with pytest.raises((ValueError, RuntimeError), match=words):
         cached(theirs, tokens(1, 20), cache_of(mine))
     with pytest.raises(ValueError, match="built for other rotary angles"):

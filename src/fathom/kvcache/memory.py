@@ -162,6 +162,15 @@ class Memory(CacheLayerMixin):
         return new
 
 
+# Called by the compiler itself: what is raised in traced code would only send it back to running that code eagerly.
+@torch.compiler.assume_constant_result
+def _refuse_compiling() -> None:
+    raise RuntimeError(
+        "a compressed cache cannot run under torch.compile: its length is part of the program, so every token would "
+        "compile anew; run the model that was not compiled, or use method 'full_static'"
+    )
+
+
 class MemoryCache(Cache):
     """A transformers cache whose layers are memories of one method.
 
@@ -203,6 +212,8 @@ class MemoryCache(Cache):
                 "this model is not the one that the cache was built from, so nothing checks the mask: give build_cache "
                 "the model that is run, or call fathom.kvcache.watch(model) once"
             )
+        if torch.compiler.is_compiling():
+            _refuse_compiling()
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def continues(self, positions: Tensor | None) -> None:
