@@ -137,3 +137,27 @@ def test_fullgraph_compile():
         truth = model(ids, use_cache=False).logits
         compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
         assert (compiled(ids, use_cache=False).logits - truth).abs().max() < 1e-5
+
+
+def test_a_training_that_never_compresses_is_told(recwarn):
+    """Rows no longer than the window tune nothing; one longer row among them is enough."""
+    model = model_of("qwen3").train()
+    with switched(model):
+        for step in range(7):
+            model(tokens(1, N - step))
+        assert not recwarn
+        for _ in range(9):
+            model(tokens(1, N))
+    (warning,) = recwarn
+    assert "longest row so far has 64 tokens and the window 64" in str(warning.message)
+    assert "rows of more than 64 tokens, at best 160" in str(warning.message)
+
+
+@pytest.mark.parametrize("train", [True, False])
+def test_a_training_that_compresses_is_left_in_peace(train, recwarn):
+    """Nor is a model that is only read with."""
+    model = model_of("qwen3").train(train)
+    with switched(model):
+        for step in range(12):
+            model(tokens(1, N + 1 if train and step == 5 else 20))
+    assert not recwarn

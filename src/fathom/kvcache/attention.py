@@ -10,6 +10,7 @@ state, so activation checkpointing recomputes it exactly.
 
 from __future__ import annotations
 
+import warnings
 from types import TracebackType
 from typing import Any
 
@@ -23,6 +24,8 @@ from .observe import SUFFIX, backend
 from .watch import watch
 
 NAME = "fathom_kvcache"
+PATIENCE = 8
+"""Passes in training through which no row need be longer than the window."""
 
 
 class Compression:
@@ -41,6 +44,7 @@ class Compression:
                 "call model.set_attn_implementation('sdpa') first"
             )
         self._masks: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
+        self._longest, self._calls = 0, 0  # of training, until the first round
         self._layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
         for layer in self._layers:
             # Past nn.Module's own bookkeeping: a learned matrix must not become a part of every layer.
@@ -67,6 +71,8 @@ class Compression:
     ) -> Tensor:
         """The recursion: `[B, H, T, D]` queries, `[B, H_kv, T, D]` keys and values to `[B, T, H, D]`."""
         method, schedule = self.method, self.method.schedule
+        if module.training and not torch.compiler.is_compiling():
+            self._look_out_for_rounds(query.shape[2])
         group_attention = backend(self.name, module)
         keys, values = key[:, :, :0], value[:, :, :0]
         outputs: list[Tensor] = []
@@ -83,6 +89,19 @@ class Compression:
                 group_attention(module, query[:, :, start:stop], keys, values, mask, scaling=scaling, **kwargs)[0]
             )
         return torch.cat(outputs, dim=1)
+
+    def _look_out_for_rounds(self, length: int) -> None:
+        """Warn once of a training that compresses nothing, and thus tunes nothing."""
+        if self._longest > self.method.schedule.window:
+            return
+        self._longest, self._calls = max(self._longest, length), self._calls + 1
+        window, freed = self.method.schedule.window, self.method.schedule.freed
+        if self._longest <= window and self._calls == PATIENCE * len(self._layers):
+            warnings.warn(
+                f"the longest row so far has {self._longest} tokens and the window {window}, so nothing was compressed "
+                f"and nothing was tuned: train on rows of more than {window} tokens, at best {window + 3 * freed}",
+                stacklevel=2,
+            )
 
     def _mask(self, queries: int, keys: int, like: Tensor) -> Tensor | None:
         if self.name == "sdpa" and (queries == keys or queries == 1):
