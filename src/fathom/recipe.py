@@ -330,6 +330,8 @@ def cache_policy(
     if method not in ("full", *METHODS):
         raise RecipeError(f"--kvcache {method}: method must be one of full, {', '.join(METHODS)}")
     known = {"sinks": KVCache.sinks, "ratio": KVCache.ratio, **(recorded if isinstance(recorded, dict) else {})}
+    if method in METHODS and not METHODS[method].has_ratio:
+        known["ratio"] = KVCache.ratio  # another method was tuned with the recorded one
     known |= {k: v for k, v in {"window": window, "sinks": sinks, "ratio": ratio}.items() if v is not None}
     if method != "full" and known.get("window") is None:
         raise RecipeError(

@@ -133,6 +133,14 @@ def test_a_checkpoint_knows_its_schedule(tmp_path: Path, capsys: pytest.CaptureF
         assert choose(model, method) == Policy(method, 16, 2, 0.5) and capsys.readouterr().err == ""
 
 
+def test_a_method_without_a_ratio(opened, tmp_path: Path) -> None:
+    """One that is given is refused; the one that another method was tuned with is not meant for it."""
+    with pytest.raises(RecipeError, match=r"--kvcache sinks: ratio=0.25: sinks lets one token go at a time"):
+        choose(opened[0], "sinks", window=16, sinks=2, ratio=0.25)
+    model, _ = open_checkpoint(export_tiny(tmp_path / "tuned", kvcache={**vars(FREQKV), "ratio": 0.25}), "cpu")
+    assert choose(model, "sinks") == Policy("sinks", 16, 2, 0.5)
+
+
 def test_a_server_reads_past_the_context(opened) -> None:
     testclient = pytest.importorskip("starlette.testclient")
     from fathom.inference.server import build_app

@@ -17,7 +17,8 @@ def test_the_methods():
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_by_name(name):
     model = model_of("qwen3")
-    cache = build_cache(model, name, window=32, sinks=2, ratio=0.25)
+    given = {"ratio": 0.25} if METHODS[name].has_ratio else {}
+    cache = build_cache(model, name, window=32, sinks=2, **given)
     assert isinstance(cache, MemoryCache) and len(cache.layers) == 3
     assert cache.schedule == (Schedule(32, 2, 29) if name == "sinks" else Schedule(32, 2, 6))
     assert (cache.seen, cache.entries, cache.rounds, cache.memory_bytes()) == (0, 0, 0, 0)
@@ -45,6 +46,8 @@ def test_a_method_of_ones_own():
         (dict(method="dct", window=32), ValueError, "method must be one of full, .*, freqkv, .*, got 'dct'"),
         (dict(), ValueError, "window must be given"),
         (dict(window=32, sinks=20), ValueError, "choose another ratio, or fewer sinks"),
+        (dict(method="sinks", window=32, ratio=0.25), ValueError, "ratio=0.25: sinks lets one token go at a time"),
+        (dict(method="sinks", window="32"), ValueError, "window must be a whole number, got '32'"),
         (dict(window=32, transfrom="fft"), TypeError, "transfrom"),
     ],
 )

@@ -77,6 +77,11 @@ def test_ratio_keeps_that_share_of_the_window():
         ((3, 4, 0.5), "a window of 3 is too small for 4 sinks: at least 6"),
         ((64, 32, 0.5), "can keep 1 to 31 other entries, not 0"),
         ((64, 4, 1.0), "ratio must lie between 0 and 1, got 1.0"),
+        ((64, 4, 0.5, 2.5), "kept must be a whole number, got 2.5"),
+        (("64", 4, 0.5), "window must be a whole number, got '64'"),
+        ((64, 4.5, 0.5), "sinks must be a whole number, got 4.5"),
+        ((64, True, 0.5), "sinks must be a whole number, got True"),
+        ((64, 4, "half"), "ratio must lie between 0 and 1, got 'half'"),
         ((64, 4, 0.5, 60), "can keep 1 to 59 other entries, not 60"),
     ],
 )

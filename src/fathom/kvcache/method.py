@@ -28,6 +28,8 @@ class Method(ABC):
     """One rule with its schedule; all layers share it and none changes it."""
 
     name: ClassVar[str]
+    has_ratio: ClassVar[bool] = True
+    """Whether the share that a round leaves may be chosen."""
     observed: int = 0
     """How many of the last queries `reducer` wants to see."""
 

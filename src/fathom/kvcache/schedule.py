@@ -11,6 +11,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from numbers import Integral, Real
+
+
+RATIO = 0.5
+"""The share that a round leaves where none is given."""
 
 
 @dataclass(frozen=True)
@@ -27,12 +32,14 @@ class Schedule:
     @classmethod
     def at(cls, window: int, sinks: int, ratio: float, kept: int | None = None) -> Schedule:
         """The schedule that leaves `ratio · window` entries after a round, or `kept` besides the sinks."""
-        if not 0 < ratio < 1:
-            raise ValueError(f"ratio must lie between 0 and 1, got {ratio}")
+        if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < ratio < 1:
+            raise ValueError(f"ratio must lie between 0 and 1, got {ratio!r}")
+        whole_numbers(window=window, sinks=sinks)
         survivors = int(round(ratio * window, 6))  # 0.29 · 100 is a little less than 29
         return cls(window, sinks, survivors - sinks if kept is None else kept)
 
     def __post_init__(self) -> None:
+        whole_numbers(window=self.window, sinks=self.sinks, kept=self.kept)
         if self.window < 1:
             raise ValueError(f"window must be at least 1, got {self.window}")
         if self.sinks < 0:
@@ -96,3 +103,10 @@ class Schedule:
                 f"call prefill(model, input_ids, cache), or from an empty cache use chunks that divide {self.chunk} "
                 f"(generate takes prefill_chunk_size={self.chunk})"
             )
+
+
+def whole_numbers(**counts: object) -> None:
+    """Refuse a count that is none, by its name."""
+    for name, count in counts.items():
+        if isinstance(count, bool) or not isinstance(count, Integral):
+            raise ValueError(f"{name} must be a whole number, got {count!r}")

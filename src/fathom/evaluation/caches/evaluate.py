@@ -51,7 +51,10 @@ class Plan:
     def policy(self, checkpoint: Checkpoint, method: str) -> dict[str, Any]:
         """Method and schedule."""
         config = read_json(checkpoint.directory / CONFIG)
-        return cache_policy(method, config.get("kvcache"), **self.given)
+        given = dict(self.given)
+        if method in METHODS and not METHODS[method].has_ratio:
+            given.pop("ratio")  # meant for the others
+        return cache_policy(method, config.get("kvcache"), **given)
 
     def schedule(self, checkpoint: Checkpoint) -> Schedule:
         """By which compressions and windows are counted, for every cache alike."""
