@@ -23,17 +23,32 @@ if TYPE_CHECKING:
 # model_type -> the modelling code whose rotation it uses
 FAMILIES = {
     "fathom": "qwen3",
+    "apertus": "apertus",
+    "arcee": "arcee",
+    "cohere": "cohere",
+    "ernie4_5": "ernie4_5",
     "gemma": "gemma",
     "gemma2": "gemma2",
+    "glm": "glm",
+    "glm4": "glm4",
+    "gpt_neox": "gpt_neox",
     "granite": "granite",
+    "helium": "helium",
     "llama": "llama",
+    "ministral": "ministral",
     "mistral": "mistral",
     "mixtral": "mixtral",
+    "nemotron": "nemotron",
+    "olmo": "olmo",
     "olmo2": "olmo2",
+    "phi": "phi",
     "phi3": "phi3",
     "qwen2": "qwen2",
     "qwen3": "qwen3",
     "qwen3_moe": "qwen3_moe",
+    "seed_oss": "seed_oss",
+    "stablelm": "stablelm",
+    "starcoder2": "starcoder2",
 }
 POSITION_LINEAR = ("default", "linear", "llama3", "yarn")
 
