@@ -170,7 +170,7 @@ class Track:
 class KVCache:
     """What attention keeps of the past while the weights are tuned: everything, or a compressed memory."""
 
-    method: Literal["full", "freqkv", "average", "drop", "snapkv", "key_norm"] = "full"
+    method: str = "full"
     """how a memory is compressed whenever it is full; the weights get used to it. full keeps everything"""
     window: int | None = None
     """entries that a memory holds at most; the context that the weights were trained at, and less than a row"""
@@ -325,15 +325,16 @@ def cache_policy(
         sinks: Entries that are never compressed.
         ratio: Share that a compression leaves.
     """
-    from fathom.kvcache import METHODS
+    from fathom.kvcache import METHODS, NAMES
+    from fathom.kvcache.whole import WHOLE
 
-    if method not in ("full", *METHODS):
-        raise RecipeError(f"--kvcache {method}: method must be one of full, {', '.join(METHODS)}")
+    if method not in NAMES and method not in WHOLE:
+        raise RecipeError(f"--kvcache {method}: method must be one of {', '.join(NAMES)}")
     known = {"sinks": KVCache.sinks, "ratio": KVCache.ratio, **(recorded if isinstance(recorded, dict) else {})}
     if method in METHODS and not METHODS[method].has_ratio:
         known["ratio"] = KVCache.ratio  # another method was tuned with the recorded one
     known |= {k: v for k, v in {"window": window, "sinks": sinks, "ratio": ratio}.items() if v is not None}
-    if method != "full" and known.get("window") is None:
+    if method not in WHOLE and known.get("window") is None:
         raise RecipeError(
             f"--kvcache {method} needs --kvcache-window: this checkpoint was not tuned for a compressed cache"
         )
@@ -420,6 +421,10 @@ def _kvcache_rules(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
             words = f"allowed: {default}, unless kvcache.method compresses"
             yield getattr(kvcache, key) == default, f"kvcache.{key}", words
         return
+    from fathom.kvcache import NAMES
+
+    named = kvcache.method in NAMES
+    yield named, "kvcache.method", f"allowed: one of {', '.join(NAMES)}"
     window = kvcache.window or 0
     shorter = f"allowed: less than data.sequence_length={length}, or nothing is ever compressed"
     yield kvcache.window is not None, "kvcache.window", f"kvcache.method={kvcache.method} needs it; {shorter}"

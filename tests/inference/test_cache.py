@@ -106,6 +106,8 @@ def test_a_static_cache_is_another_thing() -> None:
     ("words", "message"),
     [
         (["--kvcache", "nonsense"], "--kvcache nonsense: method must be one of full, freqkv"),
+        (["--kvcache", "learned", "--kvcache-window", "8"], "--kvcache learned: method must be one of full, freqkv"),
+        (["--kvcache", "full_fp8"], "--kvcache full_fp8: method must be one of full, freqkv"),
         (["--kvcache", "freqkv"], "--kvcache freqkv needs --kvcache-window"),
         (["--kvcache", "dct", "--kvcache-window", "8"], "--kvcache dct: method must be one of full, freqkv"),
         (["--kvcache-window", "8"], "--kvcache-window 8: give --kvcache METHOD"),

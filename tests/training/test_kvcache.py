@@ -99,7 +99,7 @@ def test_adapters_are_merged_in_the_export(recipe: Recipe, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (("kvcache.method=dct",), "kvcache.method=dct: allowed: one of full, freqkv"),
+        (("kvcache.method=dct",), "kvcache.method=dct: allowed: one of full, freqkv, sinks"),
         (("kvcache.window=16",), "kvcache.window=16: allowed: null"),
         (("kvcache.sinks=2",), "kvcache.sinks=2: allowed: 4, unless kvcache.method compresses"),
         (("kvcache.ratio=0.25",), "kvcache.ratio=0.25: allowed: 0.5, unless"),

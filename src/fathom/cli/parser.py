@@ -41,7 +41,7 @@ def add_kvcache(parser: Parser, several: bool = False) -> None:
         "--kvcache",
         metavar=words,
         help="freqkv, average, drop, sinks, snapkv, key_norm: hold no more than a window; full: everything"
-        + ("; compare these caches" if several else " (default)"),
+        + (" (full_static, full_fp8: in room set aside, in 8 bits); compare these caches" if several else " (default)"),
     )
     tuned = "default: what the checkpoint was tuned for"
     parser.add_argument("--kvcache-window", type=int, metavar="N", help=f"entries that a cache may hold ({tuned})")

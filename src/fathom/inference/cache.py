@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from fathom.kvcache import METHODS, build_cache, prefill
+from fathom.kvcache import METHODS, NAMES, build_cache, prefill
 from fathom.kvcache.method import Linear
 from fathom.recipe import RecipeError, cache_policy
 
@@ -59,6 +59,8 @@ def choose(
             if value is not None:
                 raise RecipeError(f"--kvcache-{name} {value}: give --kvcache METHOD with it")
         return None
+    if method not in NAMES:
+        raise RecipeError(f"--kvcache {method}: method must be one of {', '.join(NAMES)}")
     recorded = getattr(model.config, "kvcache", None)
     policy = Policy(**cache_policy(method, recorded, window, sinks, ratio))
     try:

@@ -7,7 +7,7 @@ model.generate(prompt, past_key_values=cache)
 
 from .accounting import cache_bytes
 from .attention import Compression, compress_in_training
-from .build import METHODS, build_cache
+from .build import METHODS, NAMES, build_cache
 from .lora import with_lora
 from .memory import MemoryCache
 from .method import Method
@@ -17,6 +17,7 @@ from .watch import watch
 
 __all__ = [
     "METHODS",
+    "NAMES",
     "Compression",
     "MemoryCache",
     "Method",

@@ -26,7 +26,9 @@ from .whole import WHOLE
 METHODS: dict[str, type[Method]] = {
     method.name: method for method in (FreqKV, Sinks, Average, Drop, Learned, SnapKV, KeyNorm)
 }
-"""The methods that `build_cache` knows beside `full`."""
+"""The methods that `build_cache` knows beside `WHOLE`: a file and a word in this list each."""
+NAMES = ("full", *(name for name, method in METHODS.items() if method.by_name))
+"""What a recipe and the command line may name."""
 
 
 def build_cache(

@@ -20,6 +20,7 @@ class Learned(Linear, nn.Module):
     """C as a parameter."""
 
     name = "learned"
+    by_name = False
 
     def __init__(self, schedule: Schedule, rope: Rope) -> None:
         super().__init__(schedule, rope)

@@ -28,6 +28,8 @@ class Method(ABC):
     """One rule with its schedule; all layers share it and none changes it."""
 
     name: ClassVar[str]
+    by_name: ClassVar[bool] = True
+    """Whether its name says all; a method with weights of its own is given as itself, once they are trained."""
     has_ratio: ClassVar[bool] = True
     """Whether the share that a round leaves may be chosen."""
     observed: int = 0

@@ -13,7 +13,6 @@ import math
 from dataclasses import dataclass
 from numbers import Integral, Real
 
-
 RATIO = 0.5
 """The share that a round leaves where none is given."""
 

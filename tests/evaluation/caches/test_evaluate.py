@@ -15,7 +15,7 @@ import pytest
 from fathom.cli.main import main
 from fathom.evaluation.caches import evaluate as kvcache_command
 from fathom.evaluation.caches.page import summarize, verdict
-from fathom.kvcache import Schedule
+from fathom.kvcache import NAMES, Schedule
 from tests.inference.tiny import TEXT, export_tiny
 
 SCHEDULE = ("--kvcache-window", "32", "--kvcache-sinks", "2")
@@ -106,6 +106,32 @@ def test_the_page_draws_what_was_measured(here: Path, tmp_path: Path) -> None:
     assert "average − sinks" in text and "<script" not in text
 
 
+def test_every_cache_has_a_row_in_every_table(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    methods = [*NAMES, "full_static", "full_fp8"]
+    words = ("--kvcache", ",".join(methods), *SCHEDULE, "--kvcache-ratio", "0.75", "--at", "1x,2x")
+    assert run(here, *words, "--perplexity", str(here / "texts"), "--json", "--out", str(tmp_path)) == 0
+    caches = json.loads(capsys.readouterr().out)["checkpoints"]["plain"]["caches"]
+    assert list(caches) == methods
+    for cache in caches.values():
+        assert len(cache["spans"]) == 2 and len(cache["recall"]) == 3 and len(cache["loads"]) == 2
+    assert np.allclose(caches["full_static"]["nats"], caches["full"]["nats"], rtol=1e-4)
+    dynamic, static, small = (
+        [x["cache_bytes"] for x in caches[m]["loads"]] for m in ("full", "full_static", "full_fp8")
+    )
+    assert all(s > d > 3 * f for d, s, f in zip(dynamic, static, small, strict=True))
+
+
+@pytest.mark.parametrize("command", ["generate", "evaluate", "serve"])
+def test_the_help_names_what_is_allowed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is written out, since help must not wait for torch."""
+    with pytest.raises(SystemExit):
+        main([command, "--help"])
+    shown = " ".join(capsys.readouterr().out.split())
+    listed = shown.partition("--kvcache METHOD")[2].partition(": hold no more than a window")[0].split("] ")[-1]
+    names = {word.strip(",") for word in listed.split() if word.strip(",").isidentifier() and word.islower()}
+    assert names >= {*NAMES} - {"full"} and "learned" not in names and "full: everything" in shown
+
+
 def test_without_text_there_are_needles_and_costs(here: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(here, "--kvcache", "freqkv", *SCHEDULE, "--at", "1x") == 0
     shown = capsys.readouterr().out
@@ -116,8 +142,8 @@ def test_without_text_there_are_needles_and_costs(here: Path, capsys: pytest.Cap
     ("words", "message"),
     [
         (["--kvcache", "freqkv"], "--kvcache freqkv needs --kvcache-window"),
-        (["--kvcache", "dct", *SCHEDULE], "--kvcache dct: allowed: full, freqkv"),
-        (["--kvcache", "learned", *SCHEDULE], "--kvcache learned: allowed: full, freqkv"),
+        (["--kvcache", "dct", *SCHEDULE], "--kvcache dct: allowed: full, full_static, full_fp8, freqkv"),
+        (["--kvcache", "learned", *SCHEDULE], "--kvcache learned: allowed: full, full_static, full_fp8, freqkv"),
         (["--kvcache", "freqkv", *SCHEDULE, "--at", "2x,many"], "--at 2x,many: expected numbers of windows"),
         (["--kvcache", "freqkv", "--kvcache-window", "8", "--kvcache-sinks", "4"], "--kvcache: a window of 8"),
         (["--kvcache", "freqkv", *SCHEDULE, "--tasks", "piqa"], "--tasks reads short prompts"),

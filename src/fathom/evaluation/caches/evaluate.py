@@ -12,15 +12,17 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from fathom.checkpoints.layout import CONFIG
-from fathom.evaluation.caches.measure import CHUNK, loads, losses, scorer, stretches
+from fathom.evaluation.caches.measure import CHUNK, each_length, losses, scorer, stretches
 from fathom.evaluation.caches.needles import Needles, Rows, enough, plant, recall
 from fathom.evaluation.caches.page import summarize, write_report
 from fathom.evaluation.caches.spectrum import spectrum
 from fathom.evaluation.perplexity import Domain, encoder
 from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings, kept, name_checkpoints
-from fathom.kvcache import METHODS, Schedule, build_cache
+from fathom.kvcache import METHODS, NAMES, Schedule, build_cache
+from fathom.kvcache.whole import WHOLE
 from fathom.recipe import cache_policy
 from fathom.report.files import read_json
 from fathom.report.progress import ProgressBar
@@ -58,7 +60,7 @@ class Plan:
 
     def schedule(self, checkpoint: Checkpoint) -> Schedule:
         """By which compressions and windows are counted, for every cache alike."""
-        policy = self.policy(checkpoint, next((m for m in self.methods if m != "full"), "freqkv"))
+        policy = self.policy(checkpoint, next((m for m in self.methods if m not in WHOLE), "freqkv"))
         try:
             return Schedule.at(policy["window"], policy["sinks"], policy["ratio"])
         except ValueError as error:
@@ -102,9 +104,8 @@ def make_plan(
     """
     methods = tuple(dict.fromkeys(word.strip() for word in kvcache.split(",") if word.strip()))
     for method in methods:
-        if method != "full" and (method not in METHODS or method == "learned"):
-            allowed = ", ".join(name for name in METHODS if name != "learned")
-            raise EvaluateError(f"--kvcache {method}: allowed: full, {allowed}")
+        if method not in NAMES and method not in WHOLE:
+            raise EvaluateError(f"--kvcache {method}: allowed: {', '.join(dict.fromkeys([*WHOLE, *NAMES]))}")
     numbers = [word.strip().removesuffix("x") for word in at.split(",")]
     if not methods or not all(number.isdigit() and int(number) for number in numbers):
         raise EvaluateError(f"--at {at}: expected numbers of windows, as in 1x,2x,4x")
@@ -152,10 +153,13 @@ def _cache(
     """One checkpoint through one cache: loss, needles, costs."""
     model, tokenizer = checkpoint.open()
     try:
-        build_cache(model, **policy)
+        build_cache(model, **{"window": 1, **policy} if policy["window"] is None else policy)
     except ValueError as error:
         raise EvaluateError(f"{checkpoint.name}: --kvcache {policy['method']}: {error}") from error
-    new = partial(build_cache, model, **policy)
+
+    def made_for(room: int) -> Cache:
+        return build_cache(model, **{**policy, "window": room} if policy["method"] in WHOLE else policy)
+
     generator = torch.Generator().manual_seed(0)
     usable = _usable(tokenizer)
     needles = Needles.drawn(usable, generator)
@@ -166,7 +170,7 @@ def _cache(
     with ProgressBar(f"{checkpoint.name}: {policy['method']}", work) as bar:
         by_document: list[list[float]] = []
         for rows in _side_by_side([text[:, : lengths[-1] + 1] for text in texts], schedule.window):
-            by_document += stretches(losses(model, rows, new(), width), schedule.chunk)
+            by_document += stretches(losses(model, rows, made_for(rows.shape[1]), width), schedule.chunk)
             bar.update(len(by_document))
         done = len(texts)
 
@@ -179,10 +183,11 @@ def _cache(
 
         found = {}
         for name, batches in tasks.items():
+            new = partial(made_for, schedule.window + ROUNDS * schedule.freed)
             found[name] = asdict(recall(scorer(model, new, width), told(batches), needles, schedule, ROUNDS))
         decode = _decoded(schedule, lengths)
         ids = usable[torch.randint(0, len(usable), (1, lengths[-1] + decode), generator=generator)]
-        costs = [asdict(load) for load in told(loads(model, ids, new(), lengths, decode, width))]
+        costs = [asdict(load) for load in told(each_length(model, ids, made_for, lengths, decode, width))]
     return {"nats": by_document, "recall": found, "chance": needles.chance, "loads": costs}
 
 
