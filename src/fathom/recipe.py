@@ -341,9 +341,14 @@ def cache_policy(
     return {**{key: known.get(key) for key in ("window", "sinks", "ratio")}, "method": method}
 
 
+def values_of(recipe: Recipe) -> dict[str, Any]:
+    """Every value by its dotted key."""
+    return dict(_leaves(recipe.to_dict()))
+
+
 def differences(a: Recipe, b: Recipe, ignore: Sequence[str] = FREE_ON_RESUME) -> list[str]:
     """Dotted keys on which two recipes disagree, without those under a prefix in `ignore`."""
-    left, right = (dict(_leaves(recipe.to_dict())) for recipe in (a, b))
+    left, right = values_of(a), values_of(b)
     keys = [key for key in {**left, **right} if left.get(key) != right.get(key) or (key in left) != (key in right)]
     return [key for key in keys if not any(key == prefix or key.startswith(prefix + ".") for prefix in ignore)]
 

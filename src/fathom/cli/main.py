@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -65,7 +66,9 @@ def _dispatch(words: Sequence[str]) -> int:
     summary = COMMANDS[name]
     inner = Parser(prog=f"fathom {name}", description=summary[0].upper() + summary[1:] + ".")
     command.add(inner)
-    return int(command.run(inner.parse(words[1:])))
+    options = inner.parse(words[1:])
+    options.words = shlex.join(["fathom", *words])
+    return int(command.run(options))
 
 
 def _complain(error: BaseException, code: int) -> int:

@@ -60,9 +60,12 @@ def add_opening(parser: Parser) -> None:
     )
 
 
-def add_recipe(parser: Parser) -> None:
-    """The arguments of a command that takes a recipe, and every key of one under `--help`."""
-    parser.add_argument("recipe", help="a YAML file, or a name that `fathom recipes` lists")
+def add_recipe(parser: Parser, runs: bool = False) -> None:
+    """The arguments of a command that takes a recipe, or a run, and every key of one under `--help`."""
+    what = "a YAML file, or a name that `fathom recipes` lists"
+    if runs:
+        what += "; or the directory of a run that goes on, with what is to change"
+    parser.add_argument("recipe", nargs="?" if runs else None, help=what)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
     if parser.epilog is None:
         lines = [f"  {key} = {default}  ({words})\n      {text}" for key, words, default, text in describe()]

@@ -1,4 +1,4 @@
-"""`fathom train RECIPE [key=value ...]`."""
+"""`fathom train RECIPE [key=value ...]`, or a run that goes on otherwise."""
 
 from __future__ import annotations
 
@@ -8,21 +8,35 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom.cli.parser import Parser, add_recipe
+from fathom.checkpoints.layout import RECIPE
+from fathom.cli.parser import Parser, UsageError, add_recipe
 from fathom.recipe import Recipe, find_recipe, load_recipe
 
 if TYPE_CHECKING:
+    from fathom.training import Change
     from fathom.training.estimate import Estimate
 
 
 def add(parser: Parser) -> None:
     """Arguments."""
-    add_recipe(parser)
+    add_recipe(parser, runs=True)
     parser.add_argument(
         "--run",
         "--out",  # torchrun takes --run for an option of its own
         type=Path,
         help="run directory (default: runs/ and the recipe's name); under torchrun write --out",
+    )
+    parser.add_argument(
+        "--from",
+        dest="origin",
+        metavar="RUN[@step-N]",
+        help="branch: begin --run with the weights, optimizer state and data position of a checkpoint of another run",
+    )
+    parser.add_argument(
+        "--cooldown",
+        type=int,
+        metavar="STEPS",
+        help="with --from: let the learning rate fall over so many steps, and end",
     )
     parser.add_argument("--new", action="store_true", help="refuse to continue a run that exists")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and what it costs, and stop")
@@ -31,14 +45,31 @@ def add(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Train, or print what it would cost."""
-    from fathom.training import train
+    from fathom.training import branch, extension, train
     from fathom.training.estimate import estimate
 
-    recipe = load_recipe(options.recipe, options.overrides)
+    change: Change | None = None
+    words = [word for word in (options.recipe, *options.overrides) if word is not None]
+    if options.origin is not None:
+        if options.run is None:
+            raise UsageError(f"--from {options.origin} needs --run, a new directory")
+        change = branch(options.origin, options.run, words, options.cooldown)
+    elif options.cooldown is not None:
+        raise UsageError("--cooldown branches: it needs --from RUN[@step-N] and --run")
+    elif options.recipe is None:
+        raise UsageError(
+            "the following arguments are required: recipe, or --from (fathom train --help shows what there is)"
+        )
+    elif (Path(options.recipe) / RECIPE).is_file():
+        if options.run is not None:
+            raise UsageError(f"--run {options.run}: {options.recipe} is a run itself; --from {options.recipe} branches")
+        change = extension(options.recipe, options.overrides)
+    recipe = change.recipe if change is not None else load_recipe(options.recipe, options.overrides)
     if options.dry_run:
-        return _show_cost(recipe, estimate(recipe), options.json)
+        return _show_cost(recipe, estimate(recipe), options.json, change)
 
-    result = train(recipe, options.run or Path("runs") / find_recipe(options.recipe).stem, resume=not options.new)
+    place = None if change is not None else options.run or Path("runs") / find_recipe(options.recipe).stem
+    result = train(change or recipe, place, resume=not options.new, command=options.words)
     evaluation = result.evaluation
     if os.environ.get("RANK", "0") != "0":
         return 0  # the first rank speaks for all
@@ -55,7 +86,7 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool) -> int:
+def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Change | None) -> int:
     """The resolved recipe and what it would cost."""
     if as_json:
         print(json.dumps({"recipe": recipe.to_dict(), **cost.to_dict()}))
@@ -76,6 +107,8 @@ def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool) -> int:
     }
     if cost.compressions:
         rows["compressions"] = f"{cost.compressions} of each row's memory, {recipe.kvcache.method}"
+    if change is not None and change.keys:
+        rows["change"] = str(change)
     for name, value in rows.items():
         print(f"{name:<16} {value}")
     return 0

@@ -1,6 +1,7 @@
 """Training: `train` for a whole run, `build_training` to drive the steps yourself."""
 
 from fathom.training.build import StepMetrics, Training, build_training
+from fathom.training.change import Change, branch, extension, read_history
 from fathom.training.checkpoint import CheckpointError
 from fathom.training.heldout import Evaluation, Score, evaluate
 from fathom.training.loop import TrainingError, TrainResult, train
@@ -8,6 +9,7 @@ from fathom.training.parallel import Ranks, start
 from fathom.training.tracking import Tracker, read_metrics
 
 __all__ = [
+    "Change",
     "CheckpointError",
     "Evaluation",
     "Ranks",
@@ -17,8 +19,11 @@ __all__ = [
     "TrainResult",
     "Training",
     "TrainingError",
+    "branch",
     "build_training",
     "evaluate",
+    "extension",
+    "read_history",
     "read_metrics",
     "start",
     "train",

@@ -14,13 +14,15 @@ from typing import Any
 import torch
 
 from fathom.checkpoints.export import export
-from fathom.checkpoints.layout import LOCK, MODEL, RECIPE, RESULT
+from fathom.checkpoints.layout import ARMS, LOCK, MODEL, RECIPE, RESULT, TRAINER
+from fathom.checkpoints.runs import Saved
 from fathom.data.shards import TokenDataset, read_index
 from fathom.errors import FathomError
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe
 from fathom.report.files import HeldError, lock, read_json, write_atomically
 from fathom.training.build import Training, build_training
+from fathom.training.change import CHANGEABLE, Change, begin, record
 from fathom.training.checkpoint import Checkpointer
 from fathom.training.heldout import Evaluation, evaluate
 from fathom.training.kvcache import merged
@@ -54,28 +56,35 @@ class TrainResult:
 
 
 def train(
-    recipe: Recipe, run_dir: str | Path, *, resume: bool = True, callbacks: Sequence[Tracker] = ()
+    recipe: Recipe | Change,
+    run_dir: str | Path | None = None,
+    *,
+    resume: bool = True,
+    callbacks: Sequence[Tracker] = (),
+    command: str = "",
 ) -> TrainResult:
     """Train a recipe in a run directory, continuing where an earlier call ended.
 
     Args:
-        recipe: What to train.
+        recipe: What to train; or what `extension` or `branch` made, which knows its directory.
         run_dir: Where the resolved recipe, metrics and checkpoints go.
         resume: Whether a run that exists may be continued; if not, one that exists is an error.
         callbacks: Receive the same numbers as the trackers; on the first rank alone.
+        command: How the run's history names what changed it.
     """
-    run_dir = Path(run_dir)
-    recipe.config()
-    require_backends(recipe)
-    ranks = start(recipe)
-    _require_same(recipe, run_dir, resume)
-    result = _result(run_dir)
+    change = recipe if isinstance(recipe, Change) else _as_planned(recipe, run_dir)
+    change.recipe.config()
+    require_backends(change.recipe)
+    ranks = start(change.recipe)
+    if not resume and (change.run_dir / RECIPE).exists():
+        raise RecipeError(f"{change.run_dir} holds a run already")
+    result = _result(change)
     if result is not None:
         return result
     with ExitStack() as stack:
         if ranks.first:
-            stack.enter_context(claimed(run_dir))
-        return Run(recipe, run_dir, ranks, callbacks, stack).train()
+            stack.enter_context(claimed(change.run_dir))
+        return Run(change, ranks, callbacks, stack, command).train()
 
 
 @contextmanager
@@ -105,9 +114,10 @@ class Run:
     """One run directory being trained."""
 
     def __init__(
-        self, recipe: Recipe, run_dir: Path, ranks: Ranks, callbacks: Sequence[Tracker], stack: ExitStack
+        self, change: Change, ranks: Ranks, callbacks: Sequence[Tracker], stack: ExitStack, command: str = ""
     ) -> None:
-        self.recipe, self.run_dir, self.ranks = recipe, run_dir, ranks
+        self.recipe, self.run_dir, self.ranks = change.recipe, change.run_dir, ranks
+        recipe, run_dir = self.recipe, self.run_dir
         self.display = Display(recipe.track.display if ranks.first else "none", run_dir.name, recipe.train.steps)
         stack.callback(self.display.close)
         verify = recipe.data.verify and ranks.local_rank == 0
@@ -115,14 +125,16 @@ class Run:
         if recipe.evaluate.every or "val" in read_index(Path(recipe.data.directory))["splits"]:
             self.held_out = TokenDataset.open(recipe.data.directory, split="val", verify=verify)
         self.training = build_training(recipe, ranks)
-        if ranks.first:  # from here on, the directory is this recipe's
-            run_dir.mkdir(parents=True, exist_ok=True)
-            write_atomically(run_dir / RECIPE, recipe.to_yaml())
-        ranks.barrier()
         keep, later = recipe.train.keep_last, recipe.train.async_save
         self.checkpoints = Checkpointer(run_dir, ranks, keep, later, self.display.say)
         stack.callback(self.checkpoints.close)
-        self.step, seconds = self._restore()
+        saved = change.origin or self.checkpoints.newest()
+        self._require_corpus(saved)
+        ranks.barrier()  # whatever a rank refuses, it has refused by now
+        if ranks.first:
+            self._settle(change, saved, command)
+        ranks.barrier()
+        self.step, seconds = self._restore(saved)
         self.trackers: list[Tracker] = [self.display, *callbacks] if ranks.first else []
         if ranks.first:
             self.trackers += open_trackers(recipe, run_dir, self.step, self.display.say)
@@ -186,8 +198,14 @@ class Run:
             where = f"the checkpoint of step {kept[-1]} is intact" if kept else "no checkpoint was written yet"
             raise TrainingError(
                 f"stopped at step {self.step}: {self.meter.refused_in_a_row} steps in a row had a non-finite loss or a "
-                f"gradient spike and were skipped; {where}; a lower optim.lr or more optim.warmup may help"
+                f"gradient spike and were skipped; {where}; {self._advice()}"
             )
+
+    def _advice(self) -> str:
+        """What may help a run that diverges, as its directory accepts it."""
+        if self.run_dir.resolve().parent.parent.name == ARMS:
+            return "a comparison with a lower optim.lr may help"
+        return f"`fathom train {self.run_dir} optim.lr={self.recipe.optim.lr / 2:g}` goes on at half the rate"
 
     def _evaluate(self) -> Evaluation | None:
         """Score the held-out split, if the corpus has one."""
@@ -241,17 +259,32 @@ class Run:
             write_atomically(self.run_dir / RESULT, json.dumps(values, indent=2))
         return result
 
-    def _restore(self) -> tuple[int, float]:
-        """Continue from the newest intact checkpoint; (steps, seconds) so far."""
-        saved = self.checkpoints.newest()
+    def _require_corpus(self, saved: Saved | None) -> None:
+        """Refuse tokens other than those that a checkpoint was trained on."""
+        if saved is None:
+            return
+        if not self.training.data.has_fingerprint(read_json(saved.directory / TRAINER)["corpus"]):
+            raise RecipeError(f"data.directory={self.recipe.data.directory}: not the tokens that this run began with")
+
+    def _settle(self, change: Change, saved: Saved | None, command: str) -> None:
+        """From here on, the directory is this recipe's. The recipe comes last: without it, nothing has begun."""
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        before = load_recipe(self.run_dir / RECIPE) if (self.run_dir / RECIPE).exists() else change.before
+        record(self.run_dir, before, self.recipe, saved.step if saved else 0, command, change.origin)
+        if change.origin is not None:
+            begin(change)
+        write_atomically(self.run_dir / RECIPE, self.recipe.to_yaml())
+        if change.keys:
+            self.display.say(str(change))
+
+    def _restore(self, saved: Saved | None) -> tuple[int, float]:
+        """Continue from a checkpoint; (steps, seconds) so far."""
         if saved is None:
             return 0, 0.0
         self.training.optimizer.materialize()
         tensors = self.training.state()
         trainer = self.checkpoints.load(saved, tensors)
         self.training.guard.load({k.removeprefix("guard."): v for k, v in tensors.items() if k.startswith("guard.")})
-        if not self.training.data.has_fingerprint(trainer["corpus"]):
-            raise RecipeError(f"data.directory={self.recipe.data.directory}: not the tokens that this run began with")
         self.display.say(f"continuing after step {saved.step} from {saved.directory}")
         return saved.step, float(trainer["seconds"])
 
@@ -305,19 +338,22 @@ def export_model(training: Training, directory: Path, facts: dict[str, Any]) -> 
     return directory
 
 
-def _require_same(recipe: Recipe, run_dir: Path, resume: bool) -> None:
-    """Refuse a run directory that belongs to another recipe."""
-    path = run_dir / RECIPE
-    if path.exists():
-        if not resume:
-            raise RecipeError(f"{run_dir} holds a run already")
-        differing = differences(load_recipe(path), recipe)
-        if differing:
-            raise RecipeError(f"{run_dir} holds a run of another recipe; different: {', '.join(differing)}")
+def _as_planned(recipe: Recipe, run_dir: str | Path | None) -> Change:
+    """A run that begins or goes on under its own recipe; a directory that belongs to another one is refused."""
+    if run_dir is None:
+        raise TypeError("train(recipe, run_dir): a recipe needs a directory")
+    run_dir = Path(run_dir)
+    before = load_recipe(run_dir / RECIPE) if (run_dir / RECIPE).exists() else recipe
+    if differing := differences(before, recipe):
+        able = not differences(before, recipe, ignore=CHANGEABLE)
+        hint = f"; `fathom train {run_dir} key=value` changes them on the way" if able else ""
+        raise RecipeError(f"{run_dir} holds a run of another recipe; different: {', '.join(differing)}{hint}")
+    return Change(recipe, run_dir, before, 0)
 
 
-def _result(run_dir: Path) -> TrainResult | None:
-    """The result of a run that finished earlier."""
+def _result(change: Change) -> TrainResult | None:
+    """The result of a run that finished earlier; that of fewer steps than are wanted now is none."""
+    run_dir = change.run_dir
     path = run_dir / RESULT
     if not path.exists():
         return None
@@ -325,6 +361,8 @@ def _result(run_dir: Path) -> TrainResult | None:
         values = read_json(path)
         evaluation = values["evaluation"] and Evaluation.from_dict(values["evaluation"])
         model = run_dir / MODEL if (run_dir / MODEL).exists() else None
+        if values["step"] != change.recipe.train.steps:
+            return None
         return TrainResult(run_dir, values["step"], True, values["tokens"], values["seconds"], evaluation, model)
     except (ValueError, KeyError, TypeError):
         raise RecipeError(f"{path} is damaged: delete it, and the same command writes it again") from None

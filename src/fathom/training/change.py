@@ -1,0 +1,241 @@
+"""Runs that go on otherwise than planned: longer, at other rates, or branched from one of their checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from fathom.checkpoints.layout import ARMS, HISTORY, METRICS, RECIPE, RESULT, step_name
+from fathom.checkpoints.runs import Saved, checkpoint_steps, find_checkpoint, newest_checkpoint
+from fathom.recipe import FREE_ON_RESUME, Recipe, RecipeError, differences, load_recipe, values_of
+from fathom.report.files import sync_directory, write_atomically
+from fathom.training.optimizer import learning_rate, leaves_peak
+
+# What a run may change on its way: weights, optimizer state and the order of the data stay what they are.
+CHANGEABLE = (
+    *("evaluate", "train.steps", "train.precision", "train.skip_spikes"),
+    *(f"optim.{key}" for key in ("lr", "betas", "eps", "momentum", "weight_decay", "clip", "schedule", "floor")),
+    *(f"optim.{key}" for key in ("warmup", "warmup_steps", "decay", "decay_steps")),
+    *FREE_ON_RESUME,
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """What a run directory holds from now on, and from where."""
+
+    recipe: Recipe
+    run_dir: Path
+    before: Recipe
+    """Under which the weights came about."""
+    step: int
+    """Steps taken so far."""
+    origin: Saved | None = None
+    """The checkpoint of another run that this one begins with."""
+
+    @property
+    def keys(self) -> list[str]:
+        """What changes of what is computed."""
+        return differences(self.before, self.recipe)
+
+    @property
+    def rates(self) -> tuple[float, float]:
+        """The learning rate of the next step, as it was planned before and as it is now."""
+        return _rate(self.before, self.step), _rate(self.recipe, self.step)
+
+    def __str__(self) -> str:
+        old, new = self.rates
+        return f"learning rate of step {self.step + 1}: {old:.4g} as planned before, {new:.4g} now"
+
+
+def extension(run_dir: str | Path, overrides: Sequence[str] = ()) -> Change:
+    """A run that goes on in its own directory, finished or not, under `key=value` overrides.
+
+    Warm-up stays as many steps as it was. What cannot change, or would leave the rates of steps that were taken
+    without a meaning, is a `RecipeError`.
+    """
+    run_dir = Path(run_dir)
+    before = load_recipe(run_dir / RECIPE)
+    after = before.override(*overrides)
+    if not differences(before, after):
+        return Change(after, run_dir, before, 0)
+    if run_dir.resolve().parent.parent.name == ARMS:
+        raise RecipeError(f"{run_dir} is part of a comparison and stays as planned; branch: --from {run_dir} --run NEW")
+    saved = newest_checkpoint(run_dir)
+    finished = (run_dir / RESULT).exists()
+    if saved is None:
+        if finished:
+            raise RecipeError(f"{run_dir} is finished and has no intact checkpoint to go on from")
+        _require_changeable(run_dir, before, after)
+        return Change(after, run_dir, before, 0)
+    after = _continued(str(run_dir), before, after, saved.step, overrides)
+    if finished and after.train.steps == saved.step:
+        raise RecipeError(f"{run_dir} has taken all of its {saved.step} steps; train.steps=N takes more")
+    return Change(after, run_dir, before, saved.step)
+
+
+def branch(
+    source: str | Path, run_dir: str | Path, overrides: Sequence[str] = (), cooldown: int | None = None
+) -> Change:
+    """A new run that begins with weights, optimizer state and data position of another one's checkpoint.
+
+    Args:
+        source: `RUN` (its newest checkpoint), `RUN@step-400` or `RUN/step-000400`.
+        run_dir: The new run's directory. The same branch again goes on with it.
+        overrides: `key=value`: what changes.
+        cooldown: Let the learning rate fall linearly from where it is to the floor over so many steps, and end there.
+    """
+    run_dir = Path(run_dir)
+    saved = find_checkpoint(source)
+    name = _name(saved)
+    before = load_recipe(saved.directory / RECIPE)
+    overrides = [*overrides, *_cooldown(before, saved.step, cooldown, overrides)]
+    after = _continued(name, before, before.override(*overrides), saved.step, overrides)
+    if after.train.steps <= saved.step:
+        raise RecipeError(f"train.steps={after.train.steps}: {name} has taken {saved.step}; allowed: more")
+    if not (run_dir / RECIPE).exists():
+        if checkpoint_steps(run_dir) and not read_history(run_dir):
+            raise RecipeError(f"{run_dir} holds checkpoints of something else; choose another place")
+        return Change(after, run_dir, before, saved.step, saved)
+    begun = [entry["from"] for entry in read_history(run_dir) if "from" in entry]
+    if begun[-1:] != [name] or differences(load_recipe(run_dir / RECIPE), after):
+        raise RecipeError(f"{run_dir} holds another run already; `fathom train {run_dir}` goes on with that")
+    return Change(after, run_dir, after, saved.step)
+
+
+def _cooldown(before: Recipe, step: int, length: int | None, overrides: Sequence[str]) -> list[str]:
+    """The keys that let the rate fall over so many steps from here on."""
+    if length is None:
+        return []
+    if length < 1:
+        raise RecipeError(f"--cooldown {length}: allowed: 1 or more steps")
+    given = {word.partition("=")[0] for word in overrides}
+    for key in ("train.steps", "optim.schedule", "optim.decay", "optim.decay_steps"):
+        if key in given:
+            raise RecipeError(f"--cooldown {length} sets {key}; leave one of the two out")
+    keys = [f"train.steps={step + length}", "optim.schedule=wsd", f"optim.decay_steps={length}"]
+    if "optim.lr" not in given and leaves_peak(before.optim, step - 1, before.train.steps):
+        keys.append(f"optim.lr={_rate(before, step - 1)!r}")
+    return keys
+
+
+def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: Sequence[str]) -> Recipe:
+    """The recipe under which a run goes on, warm-up kept, or a refusal."""
+    _require_changeable(name, before, after)
+    given = {word.partition("=")[0] for word in overrides}
+    warmup = before.optim.rising(before.train.steps)
+    if not given & {"optim.warmup", "optim.warmup_steps"} and warmup != after.optim.rising(after.train.steps):
+        after = after.override(f"optim.warmup_steps={warmup}")
+    if after.train.steps < step:
+        raise RecipeError(f"train.steps={after.train.steps}: {name} has taken {step}; an earlier checkpoint can branch")
+    if before.train.steps == after.train.steps or given & {"optim.schedule"}:
+        return after
+    schedule, planned = before.optim.schedule, before.train.steps
+    if schedule in ("cosine", "linear") or leaves_peak(before.optim, step - 1, planned):
+        raise RecipeError(
+            f"train.steps={after.train.steps}: {name} follows a {schedule} schedule made for {planned} steps; the rate "
+            f"of step {step + 1} would go from {_rate(before, step):.4g} to {_rate(after, step):.4g}; say how it goes "
+            "on by optim.schedule=constant, wsd, linear or cosine"
+        )
+    return after
+
+
+def _require_changeable(name: str | Path, before: Recipe, after: Recipe) -> None:
+    if fixed := differences(before, after, ignore=CHANGEABLE):
+        raise RecipeError(
+            f"{name}: {', '.join(fixed)} cannot change on the way; a new run with model.from_pretrained={name} can"
+        )
+
+
+def _rate(recipe: Recipe, step: int) -> float:
+    return learning_rate(recipe.optim, step, recipe.train.steps)
+
+
+def begin(change: Change) -> None:
+    """Put what a branch begins with into its directory: the checkpoint, and the metrics up to it.
+
+    A process that dies in here leaves a directory without a recipe, in which the same branch begins anew.
+    """
+    assert change.origin is not None
+    source, target = change.origin.directory.parent, change.run_dir / step_name(change.step)
+    for old in change.run_dir.glob("step-*"):
+        shutil.rmtree(old)
+    new = change.run_dir / f".unfinished-{target.name}"
+    shutil.rmtree(new, ignore_errors=True)
+    shutil.copytree(change.origin.directory, new, copy_function=_link)
+    sync_directory(new)
+    os.replace(new, target)
+    if (source / METRICS).exists():
+        shutil.copyfile(source / METRICS, change.run_dir / METRICS)
+    sync_directory(change.run_dir)
+
+
+def _link(source: str, target: str) -> None:
+    """The files of a checkpoint never change, so two runs may share them; where links cannot be made, a copy."""
+    try:
+        os.link(source, target)
+    except OSError:
+        with open(source, "rb") as read, open(target, "wb") as write:
+            shutil.copyfileobj(read, write)
+            write.flush()
+            os.fsync(write.fileno())
+
+
+def record(run_dir: Path, before: Recipe, after: Recipe, step: int, command: str, origin: Saved | None = None) -> None:
+    """Add a line to a run's history: when, at which step, by which command, and every key that changed, old and new.
+
+    It is written before the recipe is. A line whose change never came about, since the process died between the two,
+    is taken out again.
+
+    Args:
+        run_dir: Whose.
+        before: Under which the weights came about.
+        after: What holds from now on.
+        step: Steps taken.
+        command: As it was typed.
+        origin: The checkpoint that a branch begins with; its run's history until then stands before its own.
+    """
+    known = read_history(run_dir if origin is None else origin.directory.parent)
+    if origin is None:
+        kept = _in_effect(known, before)
+    else:
+        kept = [line for line in known if line["step"] < origin.step]
+    old, new = values_of(before), values_of(after)
+    changes = {key: [old.get(key), new.get(key)] for key in differences(before, after, ignore=())}
+    if changes or origin is not None:
+        line = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "step": step, "command": command}
+        if origin is not None:
+            line["from"] = _name(origin)
+        kept.append({**line, "changes": changes})
+    if kept != known:
+        write_atomically(run_dir / HISTORY, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
+
+
+def read_history(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines of a run's history, oldest first; none where nothing ever changed."""
+    path = run_dir / HISTORY
+    if not path.exists():
+        return []
+    try:
+        lines = [json.loads(line) for line in path.read_bytes().splitlines()]
+        return [{**line, "step": int(line["step"]), "changes": dict(line["changes"])} for line in lines]
+    except (ValueError, KeyError, TypeError):
+        raise RecipeError(f"{path} is damaged: move it away to go on without it") from None
+
+
+def _in_effect(history: Sequence[dict[str, Any]], recipe: Recipe) -> list[dict[str, Any]]:
+    """Without the last lines that the recipe knows nothing of."""
+    kept, values = list(history), values_of(recipe)
+    while kept and any(values.get(key) != new for key, (_, new) in kept[-1]["changes"].items()):
+        kept.pop()
+    return kept
+
+
+def _name(saved: Saved) -> str:
+    return f"{saved.directory.parent}@step-{saved.step}"
