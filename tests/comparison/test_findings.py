@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -59,3 +60,15 @@ def test_a_share_is_said_with_its_interval_or_not_at_all(simulation: ModuleType)
     found = share_of_gain(arms, compare_runs(arms))
     assert (found["defined"], found["share"], found["low"], found["high"]) == (False, None, None, None)
     assert "cannot be said" in share_in_words(found)
+
+
+def test_the_documented_rates_are_the_simulated_ones() -> None:
+    """The tables of docs/compare.md, against the log; and what they must show."""
+    results = json.loads((BENCHMARKS / "results" / "verdict.json").read_text())
+    page = (BENCHMARKS.parent / "docs" / "compare.md").read_text()
+    numbers = [row["false_claims"] for row in (*results["families"], *results["stopping"])]
+    numbers += [row["coverage"] for row in results["coverage"]] + [row["held"] for row in results["shares"]]
+    assert [number for number in numbers if f"| {100 * number:.1f} % |" not in page] == []
+    assert all(row["false_claims"] <= 0.055 for row in results["families"])
+    assert any(row["two_families"] > 0.07 for row in results["families"]), "the control"
+    assert all(row["coverage"] >= 0.94 for row in results["coverage"] if row["differences"] == "normal")
