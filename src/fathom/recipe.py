@@ -46,6 +46,8 @@ class Data:
     """seed of the data order; null takes train.seed"""
     verify: bool = True
     """compare every shard with its checksum before training"""
+    other_tokenizer: bool = False
+    """let model.from_pretrained go on with tokens of another tokenizer, whose numbers mean other words"""
 
 
 @dataclass(frozen=True)
@@ -249,7 +251,7 @@ SECTIONS: dict[str, type] = {
 
 # Keys that change how a run is carried out, not what it computes: a resumed run may change them.
 FREE_ON_RESUME = (
-    *("data.directory", "data.verify", "parallel", "track", "evaluate.micro_batch"),
+    *("data.directory", "data.verify", "data.other_tokenizer", "parallel", "track", "evaluate.micro_batch"),
     *(f"train.{key}" for key in ("micro_batch", "device", "compile", "activation_checkpointing", "log_every")),
     *(f"train.{key}" for key in ("checkpoint_every", "keep_last", "async_save", "export", "max_skipped")),
 )

@@ -20,10 +20,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, 
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from fathom._version import __version__
-from fathom.checkpoints.layout import CARD, CONFIG, TOKENIZER_CONFIG
+from fathom.checkpoints.layout import CARD, CONFIG, TOKENIZER_CONFIG, TOKENIZER_IDENTITY, TOKENIZER_JSON
 from fathom.checkpoints.runs import open_source
 from fathom.checkpoints.special_tokens import as_field, as_list, known, settle_generation
 from fathom.checkpoints.to_gguf import MAGIC, write_gguf
+from fathom.checkpoints.tokenizers import identity
 from fathom.errors import FathomError
 from fathom.models import FathomConfig, modeling
 from fathom.models.cost import cache_bytes_per_token
@@ -86,6 +87,9 @@ def export(
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
             _add_special_tokens(new, shaped, tokenizer)
+            if (new / TOKENIZER_JSON).exists():
+                hashed = identity((new / TOKENIZER_JSON).read_text(encoding="utf-8"))
+                (new / TOKENIZER_IDENTITY).write_text(hashed + "\n", encoding="utf-8")
         if form == "fathom":
             _add_code(new)
         (new / CARD).write_text(model_card(model, form, facts or {}), encoding="utf-8")

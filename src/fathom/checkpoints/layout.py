@@ -10,6 +10,8 @@ from fathom.report import REPORT as REPORT
 # A model directory, in Hugging Face's format.
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
+TOKENIZER_JSON = "tokenizer.json"
+TOKENIZER_IDENTITY = "tokenizer.sha256"
 CARD = "README.md"
 WEIGHTS = "model.safetensors"
 INDEX = WEIGHTS + ".index.json"

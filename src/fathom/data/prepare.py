@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fathom.checkpoints.layout import LOCK
+from fathom.checkpoints.layout import LOCK, TOKENIZER_JSON
+from fathom.checkpoints.tokenizers import identity
 from fathom.data.encode import Chunk, Encoded, Encoding, choose_split, encode_chunks
 from fathom.data.shards import (
     FORMAT,
@@ -284,6 +285,7 @@ class _Run:
             "eos_token_id": self.eos_token_id,
             "dtype": token_dtype(self.vocab_size).name,
             "tokenizer_crc32": tokenizer_checksums(self.out),
+            "tokenizer_sha256": identity((self.out / TOKENIZER / TOKENIZER_JSON).read_text(encoding="utf-8")),
             "splits": {split: domains for split, domains in splits.items() if domains},
         }
         write_index(self.out, index)

@@ -201,6 +201,8 @@ class TokenDataset:
         self.vocab_size: int = index["vocab_size"]
         self.eos_token_id: int = index["eos_token_id"]
         self.dtype = np.dtype(index["dtype"])
+        self.tokenizer_identity: str | None = index.get("tokenizer_sha256")
+        """Of vocabulary and rules; None in corpora of earlier versions."""
         self._index = index
         content = {key: index[key] for key in CONTENT}
         self.fingerprint: int = zlib.crc32(json.dumps(content, sort_keys=True).encode())

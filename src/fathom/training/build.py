@@ -21,6 +21,7 @@ from fathom.training.guard import Guard
 from fathom.training.kvcache import adapt, compress
 from fathom.training.optimizer import Optimizer, learning_rate
 from fathom.training.parallel import Ranks, device_of, parallelize, release_gathered, synchronize_gradients, whole
+from fathom.training.tokenizer import require_tokenizer
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -128,6 +129,7 @@ def build_training(recipe: Recipe, ranks: Ranks | None = None, data: TokenDatase
         # One rank of a machine reads the checksums for all.
         data = TokenDataset.open(recipe.data.directory, verify=recipe.data.verify and ranks.local_rank == 0)
     data.require_vocabulary(config.vocab_size)
+    require_tokenizer(recipe, data)
     plan = BatchPlan(data, recipe.data.sequence_length, rows * ranks.world_size, recipe.data_seed, recipe.data.packing)
     if "seed" in config.recurrence_options and config.recurrence_options["seed"] is None:
         config.recurrence_options["seed"] = recipe.train.seed

@@ -230,6 +230,7 @@ class Run:
                 "seconds": self.meter.seconds,
                 "tokens": self.step * self.recipe.train.tokens_per_step,
                 "corpus": self.training.data.fingerprint,
+                "tokenizer": self.training.data.tokenizer_identity,
                 "world_size": self.ranks.world_size,
                 "torch": torch.__version__,
             }

@@ -1,0 +1,54 @@
+"""Whether the tokens of a corpus mean to a checkpoint what they meant to it before."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from pathlib import Path
+
+from fathom.checkpoints.layout import RECIPE, TOKENIZER, TOKENIZER_IDENTITY, TOKENIZER_JSON, TRAINER
+from fathom.checkpoints.runs import find_checkpoint, model_directory
+from fathom.checkpoints.tokenizers import identity
+from fathom.data.shards import DataError, TokenDataset
+from fathom.data.tokenizer import load_tokenizer
+from fathom.recipe import Recipe, RecipeError, load_recipe
+from fathom.report.files import read_json
+
+
+def require_tokenizer(recipe: Recipe, data: TokenDataset) -> None:
+    """Refuse a corpus of another tokenizer than that of the checkpoint that a recipe continues.
+
+    A checkpoint without a tokenizer cannot be held against anything and passes.
+    """
+    source = recipe.model.get("from_pretrained")
+    if source is None or recipe.data.other_tokenizer:
+        return
+    theirs, ours = _of_source(source), _known(data.tokenizer_directory) or {data.tokenizer_identity}
+    if theirs and not theirs & ours:
+        one, other = (sorted(map(str, known))[0][:12] for known in (theirs, ours))
+        raise RecipeError(
+            f"model.from_pretrained={source}: its tokenizer ({one}) is not that of data.directory={data.directory} "
+            f"({other}): prepare the corpus with it, or say data.other_tokenizer=true"
+        )
+
+
+def _of_source(source: str) -> set[str | None]:
+    directory = model_directory(source)
+    if directory is not None:
+        kept = directory / TOKENIZER_IDENTITY
+        return _known(directory) or ({kept.read_text(encoding="utf-8").strip()} if kept.exists() else set())
+    saved = find_checkpoint(source).directory
+    if (kept_in_run := read_json(saved / TRAINER).get("tokenizer")) is not None:
+        return {kept_in_run}
+    return _known(Path(load_recipe(saved / RECIPE).data.directory) / TOKENIZER)
+
+
+def _known(directory: Path) -> set[str | None]:
+    """What a tokenizer's files are known by: as they are, and as they are once transformers has read them."""
+    found: set[str | None] = set()
+    if (directory / TOKENIZER_JSON).exists():
+        found.add(identity((directory / TOKENIZER_JSON).read_text(encoding="utf-8")))
+    elif not any((directory / name).exists() for name in ("tokenizer.model", "vocab.json")):
+        return found
+    with suppress(DataError):  # of a kind that no corpus can be made with
+        found.add(identity(load_tokenizer(str(directory)).backend_tokenizer.to_str()))
+    return found
