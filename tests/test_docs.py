@@ -375,9 +375,12 @@ class Reader:
 
 
 FOLLOWED = [page for page in PAGES if items(page)]
+LONG = ("benchmarks", "kvcache")  # pages whose commands measure something
 
 
-@pytest.mark.parametrize("page", FOLLOWED, ids=name_of)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=pytest.mark.slow) if name_of(p) in LONG else p for p in FOLLOWED], ids=name_of
+)
 def test_a_page_does_what_it_says(page: Path, world: Path) -> None:
     Reader().follow(page)
 

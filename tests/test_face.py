@@ -54,9 +54,19 @@ def test_importing_loads_and_registers_nothing() -> None:
     assert "Unrecognized model identifier: fathom" in done.stderr
 
 
-@pytest.mark.parametrize("late", [False, True], ids=["transformers first", "fathom first"])
+FACE, CALL, MODULE = (
+    *("from fathom import FathomForCausalLM", "import fathom; fathom.register()"),
+    "import fathom.models",
+)
+
+
 @pytest.mark.parametrize(
-    "touch", ["from fathom import FathomForCausalLM", "import fathom; fathom.register()", "import fathom.models"]
+    ("touch", "late"),
+    [
+        (FACE, False),
+        (FACE, True),
+        *(pytest.param(touch, late, marks=pytest.mark.slow) for touch in (CALL, MODULE) for late in (False, True)),
+    ],
 )
 def test_touching_a_model_registers(touch: str, late: bool, tmp_path: Path) -> None:
     """With transformers loaded before or after, an export opens as our class without any code of its directory."""

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 import torch
-from transformers import GenerationConfig
+from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fathom.checkpoints.export import export
@@ -21,7 +21,11 @@ PROMPTS = [[5, 9, 31, 7], [44, 3, 17, 8, 12, 29, 6]]
 def batched(model: FathomForCausalLM) -> list[list[int]]:
     """Greedy tokens of transformers' continuous batching."""
     config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    found = model.generate_batch(PROMPTS, generation_config=config, progress_bar=False)
+    # A few pages: by default the cache takes all free memory, which the tests poison number by number.
+    pages = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    found = model.generate_batch(
+        PROMPTS, generation_config=config, continuous_batching_config=pages, progress_bar=False
+    )
     return [
         output.generated_tokens for output in sorted(found.values(), key=lambda o: int(o.request_id.split("_")[-1]))
     ]
