@@ -250,17 +250,15 @@ def test_a_task_that_fails_does_not_cost_the_others(
 ) -> None:
     """Documents with other fields than the task's templates read: named in one line, the rest printed and kept."""
     write_lines(task_data / "openbookqa/test.jsonl", [{"stem": "x", "answer": 1}] * 3)
-    words = ["evaluate", str(checkpoints[0]), "--tasks", "openbookqa,piqa,sciq", "--task-data", str(task_data)]
+    words = ["evaluate", f"ours={checkpoints[0]}", "--tasks", "openbookqa,piqa,sciq", "--task-data", str(task_data)]
     words += ["--device", "cpu", "--limit", "4", "--out", str(tmp_path)]
     assert main(words) == 1
     printed = capsys.readouterr()
     lines = [line for line in printed.err.splitlines() if line.startswith("fathom: ")]
     assert len(lines) == 2 and "Traceback" not in printed.err
-    assert (
-        "fathom: fathom: openbookqa failed: UndefinedError: " in lines[0] and "sciq failed: sciq: no data" in lines[1]
-    )
+    assert "fathom: ours: openbookqa failed: UndefinedError: " in lines[0] and "sciq failed: sciq: no data" in lines[1]
     assert "|piqa" in printed.out and "openbookqa" not in printed.out
-    report = json.loads((tmp_path / "report.json").read_text())["checkpoints"]["fathom"]
+    report = json.loads((tmp_path / "report.json").read_text())["checkpoints"]["ours"]
     assert set(report["tasks"]) == {"piqa"} and set(report["failed"]) == {"openbookqa", "sciq"}
     (task_data / "openbookqa/test.jsonl").unlink()
 

@@ -95,7 +95,7 @@ CHOICE = {
 CLOZE = {
     "output_type": "loglikelihood",
     "doc_to_text": "{{text}}",
-    "doc_to_target": "{{answer}}",
+    "doc_to_target": "{{' ' + answer}}",  # lm-eval puts a space before choices, not before this
     "metric_list": [
         {"metric": "acc", "aggregation": "mean", "higher_is_better": True},
         {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False},
