@@ -467,9 +467,12 @@ def run_rounds(options: argparse.Namespace) -> dict[str, Any]:
     """First and second rounds by window, each in a process of its own, which has made nothing yet."""
     found = []
     for window, transform in product((1024, 2048, 4096, 8192), ("default", "matrix", "fft")):
-        with get_context("spawn").Pool(1) as process:
-            found.append(process.apply(first_round, (window, transform)))
-        print(json.dumps(found[-1]), flush=True)
+
+        def work(window: int = window, transform: str = transform) -> dict[str, Any]:
+            with get_context("spawn").Pool(1) as process:
+                return {"round": process.apply(first_round, (window, transform))}
+
+        found.append(done(options.work / f"rounds-{window}-{transform}.json", work)["round"])
     return {"rounds": found}
 
 

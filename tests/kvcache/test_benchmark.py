@@ -63,3 +63,13 @@ def test_system_has_static_beside_dynamic_and_resumes(options, monkeypatch, caps
     capsys.readouterr()
     assert json.dumps(benchmark.run_system(options)) == json.dumps(report)
     assert capsys.readouterr().out == ""
+
+
+def test_rounds_resume(options, capsys):
+    for window in (1024, 2048, 4096, 8192):
+        for transform in ("default", "matrix", "fft"):
+            found = {"window": window, "transform": transform, "seconds": [1.0, 0.5], "peak_bytes": 3_000_000}
+            (options.work / f"rounds-{window}-{transform}.json").write_text(json.dumps({"round": found}))
+    table = list(benchmark.rounds_table(benchmark.run_rounds(options)))
+    assert len(table) == 14 and table[2] == "| 1,024 | default | 1.00 | 0.50 | 3 MB |"
+    assert capsys.readouterr().out == ""
