@@ -106,6 +106,7 @@ def test_branched_and_cooled_down(corpus: Path, constant: Path, tmp_path: Path) 
     assert rates[1:4] == [1e-2] * 3 > rates[4:] and rates[-1] == pytest.approx(1e-3)
     (line,) = read_history(new)
     assert line["from"] == f"{constant}@step-4" and line["step"] == 4
+    assert line["command"] == " ".join(["fathom", *words])
     changes = {"optim.schedule": ["constant", "wsd"], "optim.decay_steps": [None, 4]}
     assert line["changes"] == changes, "a run of the same length keeps its warm-up by itself"
     before = (new / "metrics.jsonl").stat().st_mtime_ns

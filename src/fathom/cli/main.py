@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shlex
 import sys
 from collections.abc import Sequence
 from importlib import import_module
@@ -66,9 +65,7 @@ def _dispatch(words: Sequence[str]) -> int:
     summary = COMMANDS[name]
     inner = Parser(prog=f"fathom {name}", description=summary[0].upper() + summary[1:] + ".")
     command.add(inner)
-    options = inner.parse(words[1:])
-    options.words = shlex.join(["fathom", *words])
-    return int(command.run(options))
+    return int(command.run(inner.parse(words[1:])))
 
 
 def _complain(error: BaseException, code: int) -> int:

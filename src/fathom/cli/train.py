@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -69,7 +70,7 @@ def run(options: Namespace) -> int:
         return _show_cost(recipe, estimate(recipe), options.json, change)
 
     place = None if change is not None else options.run or Path("runs") / find_recipe(options.recipe).stem
-    result = train(change or recipe, place, resume=not options.new, command=options.words)
+    result = train(change or recipe, place, resume=not options.new, command=_command(options))
     evaluation = result.evaluation
     if os.environ.get("RANK", "0") != "0":
         return 0  # the first rank speaks for all
@@ -84,6 +85,14 @@ def run(options: Namespace) -> int:
     elif result.finished:
         print(f"{result.run_dir}: {result.step} steps; the corpus has no validation split to score")
     return 0
+
+
+def _command(options: Namespace) -> str:
+    """What was asked, for the run's history."""
+    flags = {"--from": options.origin, "--run": options.run, "--cooldown": options.cooldown}
+    given = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
+    recipe = [] if options.recipe is None else [options.recipe]
+    return shlex.join(["fathom", "train", *given, *recipe, *options.overrides])
 
 
 def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Change | None) -> int:
