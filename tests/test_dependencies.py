@@ -13,7 +13,7 @@ from fathom.data.prepare import prepare
 
 ROOT = Path(__file__).parent.parent
 # Imported beside the package that brings it.
-BROUGHT = {"starlette": "fastapi", "pydantic": "fastapi", "markupsafe": "jinja2"}
+BROUGHT = {"starlette": "fastapi", "pydantic": "fastapi"}
 
 
 def normal(name: str) -> str:

@@ -327,8 +327,7 @@ def cache_policy(
         sinks: Entries that are never compressed.
         ratio: Share that a compression leaves.
     """
-    from fathom.kvcache import METHODS, NAMES
-    from fathom.kvcache.whole import WHOLE
+    from fathom.kvcache import METHODS, NAMES, WHOLE
 
     if method not in NAMES and method not in WHOLE:
         raise RecipeError(f"--kvcache {method}: method must be one of {', '.join(NAMES)}")

@@ -14,10 +14,12 @@ from .method import Method
 from .prefill import chunks, prefill
 from .schedule import Schedule
 from .watch import watch
+from .whole import WHOLE
 
 __all__ = [
     "METHODS",
     "NAMES",
+    "WHOLE",
     "Compression",
     "MemoryCache",
     "Method",
