@@ -445,7 +445,9 @@ def _kvcache_rules(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
 
 
 def _config(model: dict[str, Any]) -> FathomConfig:
-    """Build the configuration, turning whatever it objects to into one line."""
+    """Build the configuration, turning what it objects to into one line."""
+    from huggingface_hub.errors import StrictDataclassError
+
     from fathom.checkpoints.runs import config_of
     from fathom.models.configuration import FathomConfig
 
@@ -459,7 +461,7 @@ def _config(model: dict[str, Any]) -> FathomConfig:
         raise RecipeError(f"model.from_pretrained={source}: no config.json there, and no run")
     try:
         return config_of(model)
-    except Exception as error:
+    except (ValueError, OSError, StrictDataclassError) as error:
         raise RecipeError(f"model: {' '.join(str(error).split())}") from error
 
 

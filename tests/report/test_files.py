@@ -96,3 +96,11 @@ def test_only_an_object_is_read(tmp_path: Path) -> None:
 
 def test_what_is_not_a_number_becomes_null() -> None:
     assert finite({"a": (1.0, float("inf")), "b": [float("nan"), "x"]}) == {"a": [1.0, None], "b": [None, "x"]}
+
+
+def test_what_cannot_be_replaced_is_named_and_nothing_is_left(tmp_path: Path) -> None:
+    (tmp_path / "page.html").mkdir()
+    with pytest.raises(IsADirectoryError) as failed:
+        write_atomically(tmp_path / "page.html", "new")
+    assert failed.value.filename == str(tmp_path / "page.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]

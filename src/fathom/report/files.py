@@ -87,8 +87,14 @@ def write_durably(path: Path, text: str) -> None:
 def write_atomically(path: Path, text: str) -> None:
     """Replace a file so that a reader, or a crash, finds either the old text or the new."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.new")  # other processes may write the same file
-    write_durably(temporary, text)
-    os.replace(temporary, path)
+    try:
+        write_durably(temporary, text)
+        os.replace(temporary, path)
+    except OSError as error:
+        with suppress(OSError):
+            temporary.unlink()
+        error.filename, error.filename2 = str(path), None  # the name that was asked for
+        raise
     sync_directory(path.parent)
 
 
