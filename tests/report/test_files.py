@@ -15,7 +15,7 @@ import pytest
 from fathom.lineage import cards
 from fathom.lineage.comparison import write_null
 from fathom.report import files
-from fathom.report.files import HeldError, digest, finite, lock, read_json, write_json
+from fathom.report.files import HeldError, digest, finite, lock, read_json, write_atomically, write_json
 
 
 def hold_and_die(path: Path) -> None:

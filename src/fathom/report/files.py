@@ -93,8 +93,9 @@ def write_atomically(path: Path, text: str) -> None:
     except OSError as error:
         with suppress(OSError):
             temporary.unlink()
-        error.filename, error.filename2 = str(path), None  # the name that was asked for
-        raise
+        if error.errno is None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error  # the name that was asked for
     sync_directory(path.parent)
 
 
