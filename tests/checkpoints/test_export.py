@@ -212,3 +212,22 @@ def test_the_cards_snippet_asks_nothing(case, form, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("The lead") and "custom code" not in done.stdout + done.stderr, done.stdout
     assert "of type" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("file", "harm", "words"),
+    [
+        ("model.safetensors", lambda data: data[:-100], "model.safetensors"),
+        ("config.json", lambda data: b"{", "config.json"),
+        ("config.json", lambda data: data.replace(b'"depth_attention"', b'"nope"'), "mixer must be one of"),
+    ],
+    ids=["truncated", "not JSON", "unknown mixer"],
+)
+def test_what_cannot_be_opened_is_one_line(tmp_path, capsys, file, harm, words):
+    export(build(config_of("depth_attention")), tmp_path / "model")
+    path = tmp_path / "model" / file
+    path.write_bytes(harm(path.read_bytes()))
+    assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "out")]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("fathom: ") and printed.count("\n") == 1 and words in printed
+    assert not (tmp_path / "out").exists()

@@ -12,10 +12,12 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import yaml
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.layout import (
     CONFIG,
     MANIFEST,
@@ -125,9 +127,13 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
         directory = source / MODEL
     if not (directory / CONFIG).exists():
         raise RunError(f"{source} is neither a run ({RECIPE}) nor a model directory ({CONFIG})")
+    check_checkpoint(directory)
     if tokenizer is None and (directory / TOKENIZER_CONFIG).exists():
         tokenizer = AutoTokenizer.from_pretrained(directory)
-    return Opened(FathomForCausalLM.from_pretrained(directory), tokenizer, facts)
+    try:
+        return Opened(FathomForCausalLM.from_pretrained(directory), tokenizer, facts)
+    except (ValueError, OSError, StrictDataclassError) as error:
+        raise RunError(f"{directory}: {reason(error)}") from error
 
 
 def _open_unfinished(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts: dict[str, Any]) -> Opened:
@@ -137,7 +143,10 @@ def _open_unfinished(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts
     if saved is None:
         raise RunError(f"{run} has neither a finished model nor a checkpoint yet")
     weights = read_weights(saved)
-    model = FathomForCausalLM(config_of(recipe["model"]))
+    try:
+        model = FathomForCausalLM(config_of(recipe["model"]))
+    except (ValueError, StrictDataclassError) as error:
+        raise RunError(f"{run / RECIPE}: model: {reason(error)}") from error
     model.load_state_dict(weights, strict=False)
     model.set_step(saved.step)
     home = Path(recipe["data"]["directory"]) / TOKENIZER
