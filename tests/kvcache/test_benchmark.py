@@ -35,6 +35,7 @@ def brief(monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_needles_have_every_row_and_resume(options, brief, capsys):
     report = benchmark.run_needles(options)
     assert [(run["arm"], run["tuned"]) for run in report["runs"]] == [
@@ -48,6 +49,7 @@ def test_needles_have_every_row_and_resume(options, brief, capsys):
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.slow
 def test_system_has_static_beside_dynamic_and_resumes(options, monkeypatch, capsys):
     monkeypatch.setattr(benchmark, "SHAPES", ((1, 32), (1, 32)))
     report = benchmark.run_system(options)

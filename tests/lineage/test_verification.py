@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from fathom.checkpoints.origin import Refused
 from fathom.cli import lineage as commands
-from fathom.cli import main
+from fathom.cli.main import main
 from fathom.lineage import verification
 from tests.lineage.zoo import build, save, tiny_config
 
@@ -151,9 +151,11 @@ def test_a_forged_report_does_not_hold(reports, tmp_path, name):
     body = json.loads(reports["controls"].read_text())
     FORGERIES[name](body)
     (tmp_path / "forged.json").write_text(json.dumps(body))
-    result = commands.verify(tmp_path / "forged.json")
-    assert result.exit_code in {1, 2}, result.text
-    assert "holds" not in result.text.splitlines()[0]
+    try:
+        result = commands.verify(tmp_path / "forged.json")
+    except Refused:  # what it names is not there
+        return
+    assert result.exit_code == 1 and result.text.splitlines()[0] == "does not hold"
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
