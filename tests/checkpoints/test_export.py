@@ -227,6 +227,7 @@ def test_what_cannot_be_opened_is_one_line(tmp_path, capsys, file, harm, words):
     export(build(config_of("depth_attention")), tmp_path / "model")
     path = tmp_path / "model" / file
     path.write_bytes(harm(path.read_bytes()))
+    capsys.readouterr()  # what was shown while it was written
     assert main(["export", str(tmp_path / "model"), "--to", str(tmp_path / "out")]) == 2
     printed = capsys.readouterr().err
     assert printed.startswith("fathom: ") and printed.count("\n") == 1 and words in printed
