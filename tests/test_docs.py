@@ -26,6 +26,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
+import mypy.api
 import pytest
 import torch
 
@@ -34,7 +35,7 @@ from fathom.cli.lineage import ACTIONS
 from fathom.cli.parser import Parser
 from fathom.data.prepare import prepare
 from fathom.data.tokenizer import train_bpe
-from fathom.evaluation.caches import evaluate as kvcache_command
+from fathom.evaluation.caches import evaluate as cache_evaluation
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.registry import MECHANISMS
 from fathom.models.roles import Mechanism, ValueMixer
@@ -95,7 +96,7 @@ MICRO = {
     "track.display": "none",
 }
 # What a documented program does at length, done briefly.
-BRIEFLY = {'"cuda"': '"cpu"', "stop_step=1000": "stop_step=2", "1_000_000": "2_000"}
+BRIEFLY = {'"cuda"': '"cpu"', "stop_step=1000": "stop_step=2", "1_000_000": "2_000", "=4096": "=300"}
 
 
 @dataclass(frozen=True)
@@ -271,7 +272,9 @@ def world(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     shutil.copytree(template, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(kvcache_command, "QUESTIONS", 4)
+    small = {path.stem: path for path in (tmp_path / "here" / "recipes").iterdir()}
+    monkeypatch.setattr("fathom.recipe.packaged_recipes", lambda: small)  # a recipe's name means the small one too
+    monkeypatch.setattr(cache_evaluation, "QUESTIONS", 4)
     monkeypatch.delenv("FATHOM_API_KEY", raising=False)
     # A conversation of one turn, and as wide a terminal as anybody's.
     monkeypatch.setattr(sys, "stdin", io.StringIO("How deep is it?\n"))
@@ -583,6 +586,26 @@ def test_the_example_mechanism_is_its_equation() -> None:
     mixer = mechanism.build.__new__(mechanism.build)
     assert torch.equal(mixer.forward(v, v, v, (v, below)), 0.5 * v + 0.5 * below)
     assert torch.equal(mixer.forward(v, v, v, ()), v)
+
+
+def typed(source: str, where: Path) -> str:
+    """What mypy says of a program, by the package's own rules; `make lint` has left most of the work in its cache."""
+    script = where / "script.py"
+    script.write_text(source)
+    said, complaint, _ = mypy.api.run(["--config-file", str(ROOT / "pyproject.toml"), str(script)])
+    return said + complaint
+
+
+def test_what_the_readme_shows_is_well_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one run of mypy, which finds the planted faults and no other."""
+    monkeypatch.chdir(ROOT)
+    blocks = [item.text for item in items(ROOT / "README.md") if item.kind == "python"]
+    assert any("fathom.prepare" in block for block in blocks)
+    planted = 'fathom.prepare(["books"], 3)\nfathom.trian()\n'
+    said = typed("".join([*blocks, planted]), tmp_path)
+    end = "".join(blocks).count("\n")
+    faults = [(int(line), kind) for line, kind in re.findall(r"script\.py:(\d+): error: .*\[([a-z-]+)\]", said)]
+    assert faults == [(end + 1, "arg-type"), (end + 2, "attr-defined")], said
 
 
 def test_the_example_policy_decodes_what_it_trains(monkeypatch: pytest.MonkeyPatch) -> None:

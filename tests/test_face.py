@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -16,8 +18,7 @@ import pytest
 import torch
 
 import fathom
-from fathom.evaluation.scoring import Settings
-from fathom.inference.generate import Sampling
+from fathom.models.configuration import OURS
 from fathom.models.registry import mechanism_name
 from fathom.recipe import Recipe
 from tests.inference.tiny import export_tiny
@@ -97,7 +98,9 @@ def test_every_name_is_there_typed_and_documented() -> None:
         if name == "__version__":
             continue
         assert value.__doc__, name
-        if not isinstance(value, type):
+        if isinstance(value, type):
+            assert value.__doc__.rstrip().endswith((".", "```")), f"{name}: written by a person, not by dataclasses"
+        else:
             hints = typing.get_type_hints(value)
             arguments = value.__code__.co_varnames[: value.__code__.co_argcount + value.__code__.co_kwonlyargcount]
             assert set(arguments) <= hints.keys() and "return" in hints, name
@@ -106,14 +109,41 @@ def test_every_name_is_there_typed_and_documented() -> None:
         fathom.trian  # noqa: B018
 
 
+def test_what_a_model_is_made_from_is_documented() -> None:
+    """What the class adds to Qwen3's, each under `Args:`."""
+    for described, names in ((fathom.FathomConfig, OURS), (fathom.FathomForCausalLM, ("config",))):
+        documented = inspect.cleandoc(described.__doc__ or "").partition("\nArgs:\n")[2]
+        assert re.findall(r"^    (\w+): \S", documented, re.M) == list(names), described
+
+
+def test_what_the_functions_take_and_raise_is_there() -> None:
+    """The classes of their parameters, and the one error that a caller can put right."""
+    assert fathom.Sampling in hinted(fathom.generate) and fathom.Settings in hinted(fathom.evaluate)
+    assert fathom.Recipe in hinted(fathom.train) and fathom.Recipe in hinted(fathom.compare)
+    with pytest.raises(fathom.FathomError, match="no such recipe"):
+        fathom.load_recipe("tinny")
+    assert {str, Path} <= hinted(fathom.prepare, "out") & hinted(fathom.prepare, "inputs")
+
+
+def hinted(function: typing.Any, *parameters: str) -> set[type]:
+    """Every class that a function's hints name, or those of some parameters."""
+    todo = [hint for name, hint in typing.get_type_hints(function).items() if not parameters or name in parameters]
+    found: set[type] = set()
+    while todo:
+        hint = todo.pop()
+        found |= {hint} if isinstance(hint, type) else set()
+        todo += [inner for inner in typing.get_args(hint) if not isinstance(inner, list)]
+    return found
+
+
 def test_from_a_corpus_to_a_score(corpus: Path, tmp_path: Path) -> None:
     """The names as a script uses them, one after the other."""
     recipe = fathom.load_recipe("tiny", [*SHORT, f"data.directory={corpus}"])
     assert fathom.train(recipe, tmp_path / "run").finished
     model, tokenizer = fathom.load(tmp_path / "run", "cpu")
     assert isinstance(model, fathom.FathomForCausalLM) and not model.training
-    assert fathom.generate(model, tokenizer, "the depth", Sampling(4, temperature=0)).tokens <= 4
-    report = fathom.evaluate([tmp_path / "run"], Settings(device="cpu", limit=2), perplexity=[str(corpus)])
+    assert fathom.generate(model, tokenizer, "the depth", fathom.Sampling(4, temperature=0)).tokens <= 4
+    report = fathom.evaluate([tmp_path / "run"], fathom.Settings(device="cpu", limit=2), perplexity=[str(corpus)])
     assert report["checkpoints"]["run"]["perplexity"]
     assert fathom.look(model, tokenizer, "the depth of").tokens
     assert fathom.open_weights(tmp_path / "run" / "model").has("q", 0)

@@ -2,14 +2,15 @@
 
     import fathom
 
-    fathom.prepare(["books/"], "data/books", train_tokenizer=4096)
-    recipe = fathom.load_recipe("tiny", ["data.directory=data/books"])
-    fathom.train(recipe, "runs/books")
-    model, tokenizer = fathom.load("runs/books")
-    print(fathom.generate(model, tokenizer, "It was").text)
+    fathom.prepare(["corpus"], "data/mine", train_tokenizer=4096)
+    recipe = fathom.load_recipe("tiny", ["data.directory=data/mine", "model.mixer=depth_attention"])
+    fathom.train(recipe, "runs/mine")
+    model, tokenizer = fathom.load("runs/mine")
+    print(fathom.generate(model, tokenizer, "It was", fathom.Sampling(max_new_tokens=20)).text)
 
 Importing the package loads none of this, and no torch: a name brings its module when it is first touched. A model's
-name, `register()` and `import fathom.models` make our classes known to transformers' Auto classes.
+name, `register()` and `import fathom.models` make our classes known to transformers' Auto classes. What a caller can
+put right is a `FathomError`.
 """
 
 import importlib
@@ -22,17 +23,22 @@ if TYPE_CHECKING:
     from fathom.checkpoints.open import load
     from fathom.comparison.work import compare_arms as compare
     from fathom.data.prepare import prepare
-    from fathom.evaluation.scoring import evaluate
-    from fathom.inference.generate import generate
+    from fathom.errors import FathomError
+    from fathom.evaluation.scoring import Settings, evaluate
+    from fathom.inference.generate import Sampling, generate
     from fathom.lens.look import lens_data as look
     from fathom.lineage.weights import open_model as open_weights
     from fathom.models import FathomConfig, FathomForCausalLM
-    from fathom.recipe import load_recipe
+    from fathom.recipe import Recipe, load_recipe
     from fathom.training.loop import train
 
 __all__ = [
     "FathomConfig",
+    "FathomError",
     "FathomForCausalLM",
+    "Recipe",
+    "Sampling",
+    "Settings",
     "__version__",
     "compare",
     "evaluate",
@@ -50,7 +56,11 @@ __all__ = [
 # Where each name lives, and what it is called there.
 _HOMES = {
     "FathomConfig": ("fathom.models", "FathomConfig"),
+    "FathomError": ("fathom.errors", "FathomError"),
     "FathomForCausalLM": ("fathom.models", "FathomForCausalLM"),
+    "Recipe": ("fathom.recipe", "Recipe"),
+    "Sampling": ("fathom.inference.generate", "Sampling"),
+    "Settings": ("fathom.evaluation.scoring", "Settings"),
     "compare": ("fathom.comparison.work", "compare_arms"),
     "evaluate": ("fathom.evaluation.scoring", "evaluate"),
     "export": ("fathom.checkpoints.export", "export"),

@@ -58,6 +58,15 @@ def test_a_domain_that_is_no_text(tmp_path: Path, tokenizer: str) -> None:
     assert set(made.splits["train"]) == {"?"}
 
 
+def test_paths_are_inputs_as_texts_are(tmp_path: Path, tokenizer: str) -> None:
+    """Texts, paths, a tuple of them or one alone: the same corpus, which a second call finds finished."""
+    (tmp_path / "a.txt").write_text("deep", encoding="utf-8")
+    file, out = tmp_path / "a.txt", tmp_path / "out"
+    made = prepare([str(file)], str(out), tokenizer, held_out=0)
+    for inputs in ([file], (file,), str(file), file):
+        assert prepare(inputs, out, tokenizer, held_out=0).splits == made.splits, inputs
+
+
 def test_a_tokenizer_without_unknown(tmp_path: Path) -> None:
     from tokenizers import Tokenizer, models
 

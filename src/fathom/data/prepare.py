@@ -15,7 +15,7 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -112,8 +112,8 @@ class Summary:
 
 
 def prepare(
-    inputs: list[str],
-    out: Path,
+    inputs: Sequence[str | Path],
+    out: str | Path,
     tokenizer: str | None = None,
     train_tokenizer: int | None = None,
     eos_token: str | None = None,
@@ -158,9 +158,10 @@ def prepare(
     reading = Reading(text_field, domain_field, separator, undecodable, oversize, max_record_bytes)
     _check_arguments(tokenizer, train_tokenizer, held_out, shard_tokens, model_vocab_size, max_record_bytes)
     out = Path(out)
-    sources = find_sources(inputs, reading, file_format)
+    names = [str(name) for name in ([inputs] if isinstance(inputs, str | Path) else inputs)]
+    sources = find_sources(names, reading, file_format)
     settings = {
-        "inputs": inputs,
+        "inputs": names,
         "tokenizer": tokenizer or train_tokenizer,
         "eos_token": eos_token,
         "reading": asdict(reading),
@@ -244,7 +245,7 @@ class _Run:
     def tokenize(self, workers: int) -> None:
         """Read, encode and append everything from the journal's position on."""
         encoding = Encoding(
-            self.out / TOKENIZER / "tokenizer.json", self.vocab_size, self.eos_token_id, self.held_out, self.reading
+            self.out / TOKENIZER / TOKENIZER_JSON, self.vocab_size, self.eos_token_id, self.held_out, self.reading
         )
         total = self.settings["input_bytes"] if all(source.size for source in self.sources) else None
         started, before, saved = time.monotonic(), self.documents, time.monotonic()
@@ -480,7 +481,7 @@ def _damage(out: Path) -> str | None:
     journal = _read_journal(out)
     if not journal["vocab_size"]:
         return None
-    if not (out / TOKENIZER / "tokenizer.json").is_file():
+    if not (out / TOKENIZER / TOKENIZER_JSON).is_file():
         return f"{out / TOKENIZER} is gone"
     dtype = token_dtype(journal["vocab_size"])
     files: dict[Path, tuple[int, int]] = {}

@@ -20,7 +20,24 @@ POSITIVE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 
 @strict
 class FathomConfig(Qwen3Config):
-    """With every axis at its first value this is Qwen3, bit for bit."""
+    """The configuration of a Fathom decoder: Qwen3's, and one value for each axis of depth.
+
+    With every axis at its first value the model is Qwen3, bit for bit. Values and their options are listed by
+    `fathom mechanisms` and checked here; what is wrong is a `ValueError` that names the key.
+
+    Args:
+        mixer: What value attention reads: `none`, or a mechanism.
+        residual: How a layer's output reaches later layers: `plain`, or a mechanism.
+        recurrence: How many trips a token makes through the stack: `once`, or a mechanism.
+        mixer_options: Options of the mixer; those left out get its defaults.
+        residual_options: Options of the residual.
+        recurrence_options: Options of the recurrence.
+        k_norm_position: Keys are normed `before_rope`, or `after_rope` as the released Depth-Attention weights need.
+        embedding_scale: Factor on the input embeddings.
+        output_init: `plain`, or `depth`: smaller initial output projections, the deeper the model.
+
+    Every other key is `Qwen3Config`'s.
+    """
 
     model_type = "fathom"
     base_model_pp_plan = None  # sources would have to travel from stage to stage

@@ -496,7 +496,13 @@ class FathomCausalLMOutput(CausalLMOutputWithPast):
 
 
 class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
-    """The decoder with a language-modelling head."""
+    """The decoder with a language-modelling head: a `PreTrainedModel` that generates as any other of transformers.
+
+    Made with initial weights; `from_pretrained` opens a Fathom, Qwen3 or released depth checkpoint instead.
+
+    Args:
+        config: Sizes and mechanisms, as `FathomConfig` takes them.
+    """
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
