@@ -6,13 +6,13 @@ import errno
 import hashlib
 import multiprocessing
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import filelock._unix
 import pytest
 
-from fathom.lineage import cards
 from fathom.lineage.comparison import write_null
 from fathom.report import files
 from fathom.report.files import HeldError, digest, finite, lock, read_json, write_atomically, write_json
@@ -78,7 +78,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch) -> None:
     assert digest(tmp_path / "a.json") == {"bytes": len(before), "sha256": hashlib.sha256(before).hexdigest()}
 
 
-@pytest.mark.parametrize("write", [write_json, cards.write_json, write_null], ids=["json", "card", "null"])
+@pytest.mark.parametrize("write", [write_json, write_null], ids=["json", "null"])
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch, write: Callable[[Path, dict], object]) -> None:
     path = tmp_path / "a.json"
     path.write_text("old")
@@ -86,6 +86,23 @@ def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch, write: Cal
         patch.setattr(files.os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError("full")))
         write(path, {})
     assert path.read_text() == "old"
+
+
+def test_there_is_one_writer_of_json() -> None:
+    """Who replaces a file by a JSON document calls `write_json`; lines of JSON are another thing."""
+    sources = sorted(Path(files.__file__).parents[1].rglob("*.py"))
+    assert [path.name for path in sources if writes_json(path.read_text(encoding="utf-8"))] == ["files.py"]
+    assert writes_json("write_atomically(out / REPORT, json.dumps(body, indent=1) + '\\n')")
+
+
+def writes_json(source: str) -> bool:
+    """Whether a program replaces a file by what `json.dumps` gives."""
+    return re.search(r"write_atomically\(.*, json\.dumps\(", source) is not None
+
+
+def test_folders_on_the_way_are_made(tmp_path: Path) -> None:
+    write_json(tmp_path / "some" / "where" / "a.json", {})
+    assert read_json(tmp_path / "some" / "where" / "a.json") == {}
 
 
 def test_only_an_object_is_read(tmp_path: Path) -> None:

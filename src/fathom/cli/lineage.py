@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
-from fathom.checkpoints.layout import PAGE, REPORT
 from fathom.checkpoints.origin import Refused, parse_json
 from fathom.cli.parser import Parser, add_parameters, call
 from fathom.lineage import attacks, cards, commitments, comparison, huref, page, report, verification
@@ -22,7 +21,8 @@ from fathom.lineage.comparison import Options, measure, structure_class, write_n
 from fathom.lineage.evidence import probability
 from fathom.lineage.portrait import CAPTION, pixel_hash, pixels, png, sketch_hash, words
 from fathom.lineage.weights import open_model
-from fathom.report.files import write_atomically
+from fathom.report import html
+from fathom.report.files import write_json
 
 ACTIONS = {
     "compare": ("a", "b"),
@@ -106,7 +106,7 @@ def compare(
     """Say whether one set of weights came from the other.
 
     Args:
-        a: Directory, .safetensors, .gguf, PEFT adapter or org/name@revision.
+        a: Directory, run, comparison, .safetensors, .gguf, PEFT adapter or org/name@revision.
         b: The other model; the order implies no direction.
         control: Unrelated models of the same kind; without one a score cannot be called high.
         null: A file that `calibrate` wrote, instead of or besides controls.
@@ -140,9 +140,7 @@ def _write_report(out: Path, found: comparison.Comparison, body: dict[str, Any])
     drawn = {
         name: cards.sketch_of({"sketches": {"z_last": item["sketch"]}}) for name, item in body["portraits"].items()
     }
-    out.mkdir(parents=True, exist_ok=True)
-    write_atomically(out / REPORT, json.dumps(body, indent=1, allow_nan=False) + "\n")
-    write_atomically(out / PAGE, page.render(found, body, drawn))
+    html.write(out, body, page.render(found, body, drawn))
     for side, z in zip("ab", drawn.values(), strict=False):
         (out / f"portrait-{side}.png").write_bytes(png(pixels(z)))
 
@@ -209,7 +207,7 @@ def card(a: str, out: Path, all_layers: bool = False) -> Result:
     """
 
     body = cards.card(open_model(a), all_layers)
-    cards.write_json(out, body)
+    write_json(out, body)
     note = "\nfew anchor strings: compare with care" if body["low_coverage"] else ""
     return Result(0, f"{out}\n{' '.join(body['words'])}{note}", body)
 
@@ -262,7 +260,7 @@ def commit(a: str, out: Path, blind: bool = False, key_out: Path | None = None) 
     if blind and key_out is None:
         raise Refused("a blinded commitment needs --key-out: without its key it can never be opened")
     body, key = commitments.commit(open_model(a), blind)
-    cards.write_json(out, body)
+    write_json(out, body)
     if key is not None and key_out is not None:
         key_out.touch(mode=0o600)
         key_out.write_text(key + "\n")

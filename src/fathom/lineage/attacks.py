@@ -6,7 +6,6 @@ rewritten one layer at a time.
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
@@ -16,10 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from fathom.checkpoints.layout import CONFIG, INDEX
-from fathom.checkpoints.origin import Refused
+from fathom.checkpoints.origin import Refused, read_json
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import canonical
 from fathom.lineage.weights import Geometry, Layer, View, Weights
+from fathom.report.files import write_json
 
 READERS = ("q", "k", "v", "gate", "up")
 WRITERS = ("o", "down")
@@ -322,7 +322,7 @@ class _Writer:
     def index(self) -> None:
         """The index of all shards."""
         body = {"metadata": {"total_size": self.total}, "weight_map": self.weight_map}
-        (self.directory / INDEX).write_text(json.dumps(body, indent=1))
+        write_json(self.directory / INDEX, body)
 
 
 def attack(weights: Weights, kinds: Sequence[str], out: Path, seed: int = 0, dtype: str = "float32") -> None:
@@ -392,11 +392,11 @@ def _stored(weights: Weights, arrays: Layer, index: int | None, dtype: np.dtype[
 
 
 def _copy_side_files(weights: Weights, out: Path, dtype: str, untied: bool) -> None:
-    config = json.loads(bytes(weights.origin.read(CONFIG, 0, weights.origin.size(CONFIG))))
+    config = read_json(weights.origin, CONFIG)
     config["dtype"] = config["torch_dtype"] = dtype
     if untied:
         config["tie_word_embeddings"] = False
-    (out / CONFIG).write_text(json.dumps(config, indent=2))
+    write_json(out / CONFIG, config)
     for name in weights.origin.names():
         if re.match(r"(tokenizer|vocab|merges|special_tokens|generation_config|added_tokens)", name):
             shutil.copyfile(Path(weights.origin.name) / name, out / name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,6 @@ from fathom.checkpoints.origin import Refused, parse_json
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import huref, portrait, vocabulary
 from fathom.lineage.weights import Weights
-from fathom.report import files
 
 VERSION = 1
 ANCHORS = 1024
@@ -86,9 +85,3 @@ def search(query: dict[str, Any], library: Iterable[Path]) -> list[tuple[float, 
         cosine = huref.sketch_cosine(sketch_of(query, name), sketch_of(other, name))
         found.append((cosine, str(other.get("name")), str(path)))
     return sorted(found, reverse=True)
-
-
-def write_json(path: Path, body: dict[str, Any] | Sequence[Any]) -> None:
-    """Replace a JSON file; folders on the way are made."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.write_json(path, body)

@@ -100,8 +100,9 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replace a JSON file as `write_atomically` does."""
-    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False))
+    """Replace a JSON file as `write_atomically` does; folders on the way are made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -6,7 +6,6 @@ line cannot break a page.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 from markupsafe import Markup
 
 from fathom.report import PAGE, REPORT
-from fathom.report.files import finite, write_atomically
+from fathom.report.files import finite, write_atomically, write_json
 from fathom.report.plots import DASHES, SERIES
 from fathom.report.provenance import facts_of
 from fathom.report.templates import macro, render
@@ -78,6 +77,6 @@ def source(report: Mapping[str, Any]) -> Markup:
 def write(directory: Path, values: Mapping[str, Any], html: str) -> tuple[Path, Path]:
     """Put `report.json` and `report.html` in place, each whole or not at all."""
     paths = directory / REPORT, directory / PAGE
-    write_atomically(paths[0], json.dumps(finite(values), indent=2, ensure_ascii=False, allow_nan=False) + "\n")
+    write_json(paths[0], finite(values))
     write_atomically(paths[1], html)
     return paths

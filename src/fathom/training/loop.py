@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -20,7 +19,7 @@ from fathom.data.shards import TokenDataset, read_index
 from fathom.errors import FathomError
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe
-from fathom.report.files import HeldError, lock, read_json, write_atomically
+from fathom.report.files import HeldError, lock, read_json, write_atomically, write_json
 from fathom.training.build import Training, build_training
 from fathom.training.change import CHANGEABLE, Change, begin, record
 from fathom.training.checkpoint import Checkpointer
@@ -257,7 +256,7 @@ class Run:
                 "epochs": self.epochs,
                 "evaluation": scores,
             }
-            write_atomically(self.run_dir / RESULT, json.dumps(values, indent=2))
+            write_json(self.run_dir / RESULT, values)
         return result
 
     def _require_corpus(self, saved: Saved | None) -> None:
