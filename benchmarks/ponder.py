@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from fathom.checkpoints.runs import find_model
+from fathom.checkpoints.find import find_model
 from fathom.comparison.timing import interleaved
 from fathom.data.prepare import prepare
 from fathom.data.shards import TokenDataset

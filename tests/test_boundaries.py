@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 import fathom
+from fathom.checkpoints import layout
 
 ROOT = Path(fathom.__file__).parent
 ROOMS = (
@@ -258,6 +259,22 @@ def test_models_travel_alone():
             if isinstance(node, ast.ImportFrom):
                 assert node.level <= 1 and not (node.level == 0 and (node.module or "").startswith("fathom")), path
                 assert node.level == 0 or node.module, f"{path}: name the sibling, `from .sibling import …`"
+
+
+def spelled(source: str, names: set[str]) -> set[str]:
+    """Those of some file names that a program writes out."""
+    constants = (node.value for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Constant))
+    return {text for text in constants if isinstance(text, str) and text in names}
+
+
+def test_file_names_are_spelled_once():
+    """In the layout; `models` travels without it."""
+    files = {name for name in vars(layout).values() if isinstance(name, str) and "." in name.strip(".")}
+    homes = {ROOT / "checkpoints" / "layout.py", ROOT / "report" / "__init__.py", *(ROOT / "models").glob("*.py")}
+    wrong = {path: found for path in ROOT.rglob("*.py") if (found := spelled(path.read_text(), files))}
+    assert {"tokenizer.json", "adapter_config.json", "report.json"} <= files
+    assert not wrong.keys() - homes, {path: wrong[path] for path in wrong.keys() - homes}
+    assert spelled("origin.exists('tokenizer.json')", files) == {"tokenizer.json"}
 
 
 def test_import_is_light():

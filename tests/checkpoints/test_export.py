@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, Q
 
 from fathom.checkpoints.export import ExportError, export
 from fathom.cli.main import main
+from fathom.lineage.weights import open_model
 from fathom.models import FathomForCausalLM
 from tests.inference.tiny import tiny_tokenizer
 from tests.models.cases import CASES, build, config_of, tokens
@@ -97,6 +98,30 @@ def test_command_exports_an_export_again(case, tmp_path, capsys):
     # Beside the first, not the model in memory: how a file aligns a small tensor can decide a last bit.
     assert torch.equal(logits(again, ids), logits(first, ids))
     assert (logits(again, ids) - logits(model, ids)).abs().max() < 1e-4
+
+
+def test_a_comparison_gives_its_best_run(tmp_path, capsys):
+    """To `export` and to the reader of weights alike; a report that is none of a comparison is one line."""
+    best = tmp_path / "arms" / "b" / "seed-1"
+    model = build(config_of("loop"))
+    export(model, best / "model")
+    (best / "recipe.yaml").write_text("model: {}\n")
+    (best / "result.json").write_text('{"step": 7}')
+    runs = [{"loss": 2.0, "directory": "arms/b/seed-0"}, {"loss": 1.0, "directory": "arms/b/seed-1"}]
+    (tmp_path / "report.json").write_text(json.dumps({"arms": [{"loss": 1.5, "runs": runs}]}))
+    assert main(["export", str(tmp_path), "--to", str(tmp_path / "out")]) == 0
+    again = FathomForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
+    assert "7 steps" in (tmp_path / "out" / "README.md").read_text()
+    expected = open_model(best / "model").tensor("q", 0)
+    for where in (tmp_path, best):
+        opened = open_model(where)
+        assert opened.name == str(where) and (opened.tensor("q", 0) == expected).all()
+    (tmp_path / "report.json").write_text("{}")
+    capsys.readouterr()
+    for words in (["export", tmp_path, "--to", tmp_path / "x"], ["lineage", "compare", tmp_path, best]):
+        assert main([*map(str, words)]) == 2
+        assert "not a comparison's" in (said := capsys.readouterr().err) and said.count("\n") == 1
 
 
 def test_command_complains_in_one_line(tmp_path, capsys):

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fathom.checkpoints.runs import best_arm
+from fathom.checkpoints.find import best_arm
 from fathom.cli.main import main
 from fathom.comparison.arms import arm_recipes, parse_arms, tokens, training_flops
 from fathom.comparison.findings import summarize, verdict

@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from fathom.checkpoints.export import export
+from fathom.checkpoints.find import find_model
 from fathom.checkpoints.open import open_checkpoint
-from fathom.checkpoints.runs import find_model
 from fathom.cli.main import main
 from fathom.data.tokenizer import train_bpe
 from fathom.inference.generate import (

@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fathom.checkpoints.layout import CONFIG, INDEX_SUFFIX
+from fathom.checkpoints.layout import ADAPTER_CONFIG, CONFIG, INDEX_SUFFIX
 from fathom.checkpoints.origin import LocalOrigin, Refused, read_json
 from fathom.checkpoints.tensors import PICKLES, SafetensorsStore, read_header, read_index
 
@@ -29,8 +29,8 @@ def check_checkpoint(directory: str | Path) -> dict[str, Any]:
                 f"{directory}: {name} is a pickle, which may run code when it is opened; "
                 "convert it where you trust it (save_pretrained writes safetensors) and remove it here"
             )
-    if "adapter_config.json" in files:
-        raise Refused(f"{directory}: adapter_config.json: an adapter is not a model; merge it into its base first")
+    if ADAPTER_CONFIG in files:
+        raise Refused(f"{directory}: {ADAPTER_CONFIG}: an adapter is not a model; merge it into its base first")
     if CONFIG not in files:
         raise Refused(f"{directory}: no {CONFIG}")
     origin = LocalOrigin(directory)

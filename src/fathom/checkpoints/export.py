@@ -59,7 +59,7 @@ def export(
     `import fathom.models` no code of the directory is run. An earlier export in the same place is replaced.
 
     Args:
-        model: A model, or the directory of a run or of an earlier export.
+        model: A model, or the directory of a run, a comparison (its best run) or an earlier export.
         directory: Where to write; for `gguf` a file, FILE.gguf.
         tokenizer: Saved beside the model; a run's own if not given.
         form: `fathom`, `qwen3`, `unrolled` or `gguf`.

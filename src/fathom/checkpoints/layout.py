@@ -11,11 +11,18 @@ from fathom.report import REPORT as REPORT
 CONFIG = "config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_JSON = "tokenizer.json"
+SENTENCEPIECE_MODEL = "tokenizer.model"
+QWEN_TIKTOKEN = "qwen.tiktoken"
+VOCABULARY = "vocab.json"
 TOKENIZER_IDENTITY = "tokenizer.sha256"
 CARD = "README.md"
 WEIGHTS = "model.safetensors"
 INDEX = WEIGHTS + ".index.json"
 INDEX_SUFFIX = ".safetensors.index.json"
+
+# A PEFT adapter's directory.
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 # A run: `runs/NAME/`.
 RECIPE = "recipe.yaml"

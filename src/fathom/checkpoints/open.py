@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 from transformers.utils import logging
 
 from fathom.checkpoints.check import check_checkpoint
+from fathom.checkpoints.find import find_model
 from fathom.checkpoints.origin import Refused, repository_of
-from fathom.checkpoints.runs import find_model
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.published import is_published
 

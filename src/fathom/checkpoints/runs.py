@@ -18,12 +18,12 @@ from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from fathom.checkpoints.check import check_checkpoint
+from fathom.checkpoints.find import RunError, best_run, holds_comparison
 from fathom.checkpoints.layout import (
     CONFIG,
     MANIFEST,
     MODEL,
     RECIPE,
-    REPORT,
     RESULT,
     TOKENIZER,
     TOKENIZER_CONFIG,
@@ -37,10 +37,6 @@ from fathom.report.files import digest, read_json
 
 # Reading and writing in a lone process is what we want, not what torch must guess.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
-
-class RunError(FathomError, ValueError):
-    """A directory that holds no model, or none that can be read; the message is one line."""
 
 
 class CheckpointError(FathomError, RuntimeError):
@@ -68,55 +64,15 @@ class Opened:
     """`recipe` (YAML), `step`, `tokens`, `evaluation`, as far as they are known."""
 
 
-def find_model(path: str | Path) -> Path:
-    """The exported model behind a path: a model directory, a run, or a comparison, whose best arm is taken."""
-    path = Path(path)
-    if not path.exists():
-        raise RunError(f"{path}: no such directory")
-    if (path / CONFIG).exists():
-        return path
-    if (path / MODEL / CONFIG).exists():
-        return path / MODEL
-    if (path / REPORT).exists():
-        return _best_model(path)
-    if (path / RECIPE).exists():
-        raise RunError(f"{path}: this run wrote no model; it is unfinished, or train.export was false")
-    raise RunError(f"{path}: neither a model directory ({CONFIG}) nor a run nor a comparison")
-
-
-def best_arm(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The arm of a comparison's report with the lowest mean validation loss."""
-    control = report["arms"][0]
-    scored: list[dict[str, Any]] = [arm for arm in report["arms"] if arm["runs"]]
-
-    def loss(arm: Mapping[str, Any]) -> float:
-        # By the paired difference: the mean of an arm that failed with a seed is not over the control's seeds.
-        return control["loss"] + arm["difference"]["mean"] if "difference" in arm else arm["loss"]
-
-    return min(scored, key=loss)
-
-
-def _best_model(path: Path) -> Path:
-    """The model of the best run of a comparison's best arm."""
-    try:
-        report = read_json(path / REPORT)
-        finished = any(arm["runs"] for arm in report["arms"])
-    except (ValueError, KeyError, TypeError):
-        raise RunError(f"{path}: its {REPORT} is not a comparison's, and there is no model beside it") from None
-    if not finished:
-        raise RunError(f"{path}: no arm of this comparison is finished")
-    run = min(best_arm(report)["runs"], key=lambda run: run["loss"])
-    return find_model(path / run["directory"])
-
-
 def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) -> Opened:
-    """The model of a run (finished, or at its newest checkpoint) or of a model directory.
+    """The model of a run (finished, or at its newest checkpoint), of a comparison's best run or of a model directory.
 
     Args:
-        source: Either.
+        source: Any of these.
         tokenizer: Taken in place of the directory's own.
     """
     facts: dict[str, Any] = {}
+    source = best_run(source) if holds_comparison(source) else source
     directory = source
     if (source / RECIPE).exists():
         facts["recipe"] = (source / RECIPE).read_text(encoding="utf-8")
@@ -126,7 +82,7 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
             return _open_unfinished(source, tokenizer, facts)
         directory = source / MODEL
     if not (directory / CONFIG).exists():
-        raise RunError(f"{source} is neither a run ({RECIPE}) nor a model directory ({CONFIG})")
+        raise RunError(f"{source} is neither a run ({RECIPE}) nor a comparison nor a model directory ({CONFIG})")
     check_checkpoint(directory)
     if tokenizer is None and (directory / TOKENIZER_CONFIG).exists():
         tokenizer = AutoTokenizer.from_pretrained(directory)

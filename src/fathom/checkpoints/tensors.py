@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from fathom.checkpoints.layout import INDEX, WEIGHTS
+from fathom.checkpoints.layout import INDEX, INDEX_SUFFIX, WEIGHTS
 from fathom.checkpoints.origin import Origin, Refused, parse_json, read_json, safe_name
 
 Array = npt.NDArray[Any]
@@ -296,7 +296,7 @@ def open_safetensors(origin: Origin, file: str | None = None) -> SafetensorsStor
     if file is not None:
         if file.endswith(".safetensors"):
             return _usable(SafetensorsStore(origin, [file]))
-        if not file.endswith(".safetensors.index.json"):
+        if not file.endswith(INDEX_SUFFIX):
             raise Refused(f"{file}: wanted .safetensors, its index or .gguf{_pickle_hint([file])}")
     index = file or INDEX
     if origin.exists(index):

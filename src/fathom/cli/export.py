@@ -11,7 +11,9 @@ from fathom.cli.parser import Parser
 
 def add(parser: Parser) -> None:
     """Arguments."""
-    parser.add_argument("source", type=Path, help="a run, finished or not, or a model directory")
+    parser.add_argument(
+        "source", type=Path, help="a run, finished or not, a comparison (its best run), or a model directory"
+    )
     parser.add_argument(
         "--to",
         type=Path,

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fathom.checkpoints.layout import TOKENIZER_CONFIG
+from fathom.checkpoints.layout import SENTENCEPIECE_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
 from fathom.data.sentencepiece import load_sentencepiece
 from fathom.data.shards import TOKENIZER, DataError, file_crc32, first_line
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
-SENTENCEPIECE = ("tokenizer.model", "spiece.model", "spm.model", "sentencepiece.bpe.model")
+SENTENCEPIECE = (SENTENCEPIECE_MODEL, "spiece.model", "spm.model", "sentencepiece.bpe.model")
 SMALLEST_VOCABULARY = 258  # every byte, EOS and padding
 # Qwen's: words with their leading space, single digits, punctuation, runs of white space.
 PATTERN = (
@@ -109,7 +109,7 @@ def _sentencepiece_file(path: Path) -> Path | None:
     """The SentencePiece model that a path names, itself or as a folder that has no `tokenizer.json` of it."""
     if path.is_file():
         return path if path.suffix == ".model" else None
-    if not path.is_dir() or (path / "tokenizer.json").exists():
+    if not path.is_dir() or (path / TOKENIZER_JSON).exists():
         return None
     return next((path / name for name in SENTENCEPIECE if (path / name).is_file()), None)
 

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch.nn import functional as F
 
+from fathom.checkpoints.layout import TOKENIZER_JSON
 from fathom.data.shards import INDEX, TokenDataset
 from fathom.data.sources import HUB, Reading, find_sources, parse
 from fathom.data.tokenizer import plain
@@ -171,7 +172,7 @@ def read_domains(
             texts.append(f"{name or _stem(path)}={path}")
             continue
         corpus = TokenDataset.open(path, split, verify="cached")
-        file = corpus.tokenizer_directory / "tokenizer.json"
+        file = corpus.tokenizer_directory / TOKENIZER_JSON
         for label in corpus.domains:
             documents = _shard_documents(corpus.select(label), limit)
             domains.append(Domain(f"{name}/{label}" if name else label, documents, file))

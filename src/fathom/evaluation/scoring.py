@@ -15,10 +15,10 @@ from urllib.parse import quote
 import torch
 
 from fathom._version import __version__
+from fathom.checkpoints.find import find_model
 from fathom.checkpoints.layout import CONFIG, REPORT
 from fathom.checkpoints.open import open_checkpoint
 from fathom.checkpoints.origin import Refused
-from fathom.checkpoints.runs import find_model
 from fathom.data.sources import Reading
 from fathom.errors import FathomError
 from fathom.evaluation.budgets import limited

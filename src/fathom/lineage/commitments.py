@@ -20,7 +20,15 @@ from typing import Any
 import numpy as np
 
 from fathom._version import __version__
-from fathom.checkpoints.layout import CONFIG
+from fathom.checkpoints.layout import (
+    ADAPTER_CONFIG,
+    ADAPTER_WEIGHTS,
+    CONFIG,
+    QWEN_TIKTOKEN,
+    SENTENCEPIECE_MODEL,
+    TOKENIZER_JSON,
+    VOCABULARY,
+)
 from fathom.checkpoints.origin import LocalOrigin, Origin, Refused, safe_name
 from fathom.checkpoints.tensors import AdapterStore, Array, TensorInfo, TensorStore
 from fathom.lineage import huref
@@ -60,14 +68,14 @@ def header_digest(tensors: Mapping[str, TensorInfo]) -> str:
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
 
-TOKENIZERS = ("tokenizer.json", "tokenizer.model", "qwen.tiktoken", "vocab.json")
+TOKENIZERS = (TOKENIZER_JSON, SENTENCEPIECE_MODEL, QWEN_TIKTOKEN, VOCABULARY)
 
 
 def files_of(weights: Weights) -> dict[str, tuple[Origin, str]]:
     """The files a model is read from: weights, config, tokenizer; those below an adapter are marked so."""
     store = weights.store
     if isinstance(store, AdapterStore):
-        above = {name: (store.adapter.origin, name) for name in ("adapter_config.json", "adapter_model.safetensors")}
+        above = {name: (store.adapter.origin, name) for name in (ADAPTER_CONFIG, ADAPTER_WEIGHTS)}
         return above | {f"base: {name}": place for name, place in _files(store.base).items()}
     return _files(store)
 

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from fathom.checkpoints.origin import Origin, Refused, parse_json, read_json, read_whole
+from fathom.checkpoints.layout import QWEN_TIKTOKEN, SENTENCEPIECE_MODEL, TOKENIZER_JSON, VOCABULARY
+from fathom.checkpoints.origin import Origin, Refused, read_json, read_whole
 from fathom.checkpoints.tensors import Array
 from fathom.checkpoints.tokenizers import byte_letters, message_fields
 
@@ -39,13 +40,13 @@ def piece_bytes(piece: str, byte_level: bool) -> bytes:
 
 def read_vocabulary(origin: Origin) -> dict[bytes, int] | None:
     """The tokenizer beside the weights, or None if there is none that can be read."""
-    if origin.exists("tokenizer.json"):
-        return _from_tokenizer_json(read_json(origin, "tokenizer.json"))
-    for name in ("tokenizer.model", "qwen.tiktoken"):
+    if origin.exists(TOKENIZER_JSON):
+        return _from_tokenizer_json(read_json(origin, TOKENIZER_JSON))
+    for name in (SENTENCEPIECE_MODEL, QWEN_TIKTOKEN):
         if origin.exists(name):
             return _from_model_file(read_whole(origin, name), name)
-    if origin.exists("vocab.json"):
-        table = parse_json(read_whole(origin, "vocab.json"), "vocab.json")
+    if origin.exists(VOCABULARY):
+        table = read_json(origin, VOCABULARY)
         return _collect(((piece, index) for piece, index in table.items()), byte_level=True)
     return None
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from fathom.checkpoints.find import find_model, holds_model
 from fathom.checkpoints.gguf import GgufStore
-from fathom.checkpoints.layout import CONFIG
-from fathom.checkpoints.origin import Origin, Refused, open_origin, parse_json, read_whole
+from fathom.checkpoints.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG
+from fathom.checkpoints.origin import Origin, Refused, open_origin, read_json
 from fathom.checkpoints.tensors import (
     AdapterStore,
     Array,
@@ -204,33 +205,35 @@ def open_model(where: str | Path, base: str | Path | None = None, max_bytes: int
     """Open a checkpoint; only headers, config and (on demand) the tokenizer are read.
 
     Args:
-        where: Directory, `.safetensors`, `.gguf`, index file, or `org/name@revision`.
+        where: Directory, `.safetensors`, `.gguf`, index file, or `org/name@revision`; of a run or a comparison, the
+            model that `find_model` finds.
         base: For a PEFT adapter, its base model; by default the one its adapter_config.json names.
         max_bytes: Refuse to read more than this in all.
     """
-    origin, file = open_origin(str(where), max_bytes)
+    found = find_model(where) if holds_model(Path(where)) else where
+    origin, file = open_origin(str(found), max_bytes)
     if file is not None and file.endswith(".gguf"):
         gguf = GgufStore(origin, file)
         names = vocabulary.from_pieces(gguf.tokens, gguf.byte_level) if gguf.tokens else None
         return resolve(str(where), gguf, gguf.config, lambda: names)
-    if file is None and origin.exists("adapter_config.json"):
+    if file is None and origin.exists(ADAPTER_CONFIG):
         return _open_adapter(str(where), origin, base, max_bytes)
     store = open_safetensors(origin, file)
     if not origin.exists(CONFIG):
-        raise Refused(f"{where}: no config.json beside the weights; it says how many heads there are")
-    config = parse_json(read_whole(origin, CONFIG), CONFIG)
+        raise Refused(f"{where}: no {CONFIG} beside the weights; it says how many heads there are")
+    config = read_json(origin, CONFIG)
     return resolve(str(where), store, config, lambda: vocabulary.read_vocabulary(origin))
 
 
 def _open_adapter(where: str, origin: Origin, base: str | Path | None, max_bytes: int | None) -> Weights:
-    config = parse_json(read_whole(origin, "adapter_config.json"), "adapter_config.json")
+    config = read_json(origin, ADAPTER_CONFIG)
     named = base or config.get("base_model_name_or_path")
     if not isinstance(named, str | Path):
         raise Refused(f"{where}: an adapter that names no base model; give it with --adapter-base")
     below = open_model(named, max_bytes=max_bytes)
-    if not origin.exists("adapter_model.safetensors"):
-        raise Refused(f"{where}: no adapter_model.safetensors (pickled adapters are never opened)")
-    adapter = SafetensorsStore(origin, ["adapter_model.safetensors"])
+    if not origin.exists(ADAPTER_WEIGHTS):
+        raise Refused(f"{where}: no {ADAPTER_WEIGHTS} (pickled adapters are never opened)")
+    adapter = SafetensorsStore(origin, [ADAPTER_WEIGHTS])
     return replace(below, name=where, store=AdapterStore(below.store, adapter, config), _known={})
 
 

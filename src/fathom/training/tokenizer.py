@@ -5,7 +5,15 @@ from __future__ import annotations
 from contextlib import suppress
 from pathlib import Path
 
-from fathom.checkpoints.layout import RECIPE, TOKENIZER, TOKENIZER_IDENTITY, TOKENIZER_JSON, TRAINER
+from fathom.checkpoints.layout import (
+    RECIPE,
+    SENTENCEPIECE_MODEL,
+    TOKENIZER,
+    TOKENIZER_IDENTITY,
+    TOKENIZER_JSON,
+    TRAINER,
+    VOCABULARY,
+)
 from fathom.checkpoints.runs import find_checkpoint, model_directory
 from fathom.checkpoints.tokenizers import identity
 from fathom.data.shards import DataError, TokenDataset
@@ -47,7 +55,7 @@ def _known(directory: Path) -> set[str | None]:
     found: set[str | None] = set()
     if (directory / TOKENIZER_JSON).exists():
         found.add(identity((directory / TOKENIZER_JSON).read_text(encoding="utf-8")))
-    elif not any((directory / name).exists() for name in ("tokenizer.model", "vocab.json")):
+    elif not any((directory / name).exists() for name in (SENTENCEPIECE_MODEL, VOCABULARY)):
         return found
     with suppress(DataError):  # of a kind that no corpus can be made with
         found.add(identity(load_tokenizer(str(directory)).backend_tokenizer.to_str()))

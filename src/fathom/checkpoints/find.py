@@ -1,0 +1,69 @@
+"""Which model a path means: a model directory itself, a run's, or that of a comparison's best run.
+
+Names and reports are read here, never weights, so that asking costs no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from fathom.checkpoints.layout import CONFIG, MODEL, RECIPE, REPORT
+from fathom.errors import FathomError
+from fathom.report.files import read_json
+
+
+class RunError(FathomError, ValueError):
+    """A directory that holds no model, or none that can be read; the message is one line."""
+
+
+def find_model(path: str | Path) -> Path:
+    """The exported model behind a path: a model directory, a run, or a comparison, whose best arm is taken."""
+    path = Path(path)
+    if not path.exists():
+        raise RunError(f"{path}: no such directory")
+    if (path / CONFIG).exists():
+        return path
+    if (path / MODEL / CONFIG).exists():
+        return path / MODEL
+    if holds_comparison(path):
+        return find_model(best_run(path))
+    if (path / RECIPE).exists():
+        raise RunError(f"{path}: this run wrote no model; it is unfinished, or train.export was false")
+    raise RunError(f"{path}: neither a model directory ({CONFIG}) nor a run nor a comparison")
+
+
+def holds_model(path: Path) -> bool:
+    """Whether a directory is a run or a comparison, which hold a model and are none."""
+    return not (path / CONFIG).exists() and any((path / name).exists() for name in (RECIPE, REPORT, MODEL))
+
+
+def holds_comparison(path: Path) -> bool:
+    """Whether a directory has a comparison's report, and is no run and no model."""
+    return (path / REPORT).exists() and not any((path / name).exists() for name in (RECIPE, CONFIG))
+
+
+def best_run(comparison: Path) -> Path:
+    """The run with the lowest loss of a comparison's best arm."""
+    try:
+        report = read_json(comparison / REPORT)
+        finished = any(arm["runs"] for arm in report["arms"])
+    except (ValueError, KeyError, TypeError):
+        raise RunError(f"{comparison}: its {REPORT} is not a comparison's, and there is no model beside it") from None
+    if not finished:
+        raise RunError(f"{comparison}: no arm of this comparison is finished")
+    run = min(best_arm(report)["runs"], key=lambda run: run["loss"])
+    return comparison / str(run["directory"])
+
+
+def best_arm(report: Mapping[str, Any]) -> dict[str, Any]:
+    """The arm of a comparison's report with the lowest mean validation loss."""
+    control = report["arms"][0]
+    scored: list[dict[str, Any]] = [arm for arm in report["arms"] if arm["runs"]]
+
+    def loss(arm: Mapping[str, Any]) -> float:
+        # By the paired difference: the mean of an arm that failed with a seed is not over the control's seeds.
+        return control["loss"] + arm["difference"]["mean"] if "difference" in arm else arm["loss"]
+
+    return min(scored, key=loss)
