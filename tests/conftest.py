@@ -75,6 +75,6 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def opened(models: Callable[..., Path]) -> Callable[..., Weights]:
     """The same, opened by the lineage reader."""
-    from fathom.lineage.weights import open_model
+    from fathom.lineage.weights import open_weights
 
-    return lambda *args, **kwargs: open_model(models(*args, **kwargs))
+    return lambda *args, **kwargs: open_weights(models(*args, **kwargs))

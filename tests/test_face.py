@@ -97,7 +97,7 @@ def test_every_name_is_there_typed_and_documented() -> None:
         value = getattr(fathom, name)
         if name == "__version__":
             continue
-        assert value.__doc__, name
+        assert value.__doc__ and value.__name__ == name, "one name for one thing"
         if isinstance(value, type):
             assert value.__doc__.rstrip().endswith((".", "```")), f"{name}: written by a person, not by dataclasses"
         else:

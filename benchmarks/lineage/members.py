@@ -9,7 +9,7 @@ import edited
 import trained
 from trained import Size, Workshop
 
-from fathom.lineage import open_model
+from fathom.lineage import open_weights
 from fathom.lineage.attacks import attack
 
 SIZES = {
@@ -240,7 +240,7 @@ def disguise(start: str, name: str, kind: str, kinds: tuple[str, ...]) -> Member
     """A copy that computes the same."""
 
     def make(shop: Workshop) -> None:
-        attack(open_model(shop.model(start)), kinds, shop.model(name))
+        attack(open_weights(shop.model(start)), kinds, shop.model(name))
 
     return Member(name, kind, DERIVED, ("a",), make)
 

@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.lineage import Weights, canonical, huref, open_model, vocabulary
+from fathom.lineage import Weights, canonical, huref, open_weights, vocabulary
 
 Array = NDArray[np.float32]
 BUCKETS, SCALE = 32, 10  # numbers in the sketch; fixed point: 10 bits after the binary point
@@ -209,7 +209,7 @@ def main() -> int:
         import onnx  # noqa: F401
     except ImportError as error:
         sys.exit(f"{error.name} is not installed: pip install 'fathom-lm[proof]'")
-    stated = of_model(open_model(options.model), options.anchors) if options.model else random(16, options.anchors)
+    stated = of_model(open_weights(options.model), options.anchors) if options.model else random(16, options.anchors)
     with tempfile.TemporaryDirectory() as folder:
         found = Demonstration(Path(folder)).run(stated, options.logrows)
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()

@@ -113,14 +113,14 @@ class RangeServer(BaseHTTPRequestHandler):
 
 def child(a: str, b: str, mode: str) -> None:
     """One comparison; prints its own measurements as JSON."""
-    from fathom.lineage import Options, compare, open_model
+    from fathom.lineage import Options, compare, open_weights
 
     started, marks = time.monotonic(), []
 
     def mark(what: str) -> None:
         marks.append((round(time.monotonic() - started, 1), what))
 
-    first, second = open_model(a), open_model(b)
+    first, second = open_weights(a), open_weights(b)
     found = compare(first, second, options=Options(mode=mode), progress=mark)
     used = resource.getrusage(resource.RUSAGE_SELF)
     read = first.origin.bytes_read + second.origin.bytes_read

@@ -28,7 +28,7 @@ import torch
 from members import ALIKE, BASE, DERIVED, DISTILLED, PART, SEED, SIZES, STRESS, Member, members
 from trained import Workshop
 
-from fathom.lineage import Weights, comparison, evidence, open_model
+from fathom.lineage import Weights, comparison, evidence, open_weights
 from fathom.report.progress import ProgressBar
 
 CONTROLS = 4
@@ -82,7 +82,7 @@ class Zoo:
     def weights(self, name: str) -> Weights:
         """An open model."""
         if name not in self._opened:
-            self._opened[name] = open_model(self.shop.model(name))
+            self._opened[name] = open_weights(self.shop.model(name))
         return self._opened[name]
 
     def measured(self, a: str, b: str) -> comparison.Pair:

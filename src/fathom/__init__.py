@@ -21,13 +21,13 @@ from fathom._version import __version__
 if TYPE_CHECKING:
     from fathom.checkpoints.export import export
     from fathom.checkpoints.open import load
-    from fathom.comparison.work import compare_arms as compare
+    from fathom.comparison.work import compare
     from fathom.data.prepare import prepare
     from fathom.errors import FathomError
     from fathom.evaluation.scoring import Settings, evaluate
     from fathom.inference.generate import Sampling, generate
-    from fathom.lens.look import lens_data as look
-    from fathom.lineage.weights import open_model as open_weights
+    from fathom.lens.look import look
+    from fathom.lineage.weights import open_weights
     from fathom.models import FathomConfig, FathomForCausalLM
     from fathom.recipe import Recipe, load_recipe
     from fathom.training.loop import train
@@ -53,24 +53,24 @@ __all__ = [
     "train",
 ]
 
-# Where each name lives, and what it is called there.
+# The module that each name comes from.
 _HOMES = {
-    "FathomConfig": ("fathom.models", "FathomConfig"),
-    "FathomError": ("fathom.errors", "FathomError"),
-    "FathomForCausalLM": ("fathom.models", "FathomForCausalLM"),
-    "Recipe": ("fathom.recipe", "Recipe"),
-    "Sampling": ("fathom.inference.generate", "Sampling"),
-    "Settings": ("fathom.evaluation.scoring", "Settings"),
-    "compare": ("fathom.comparison.work", "compare_arms"),
-    "evaluate": ("fathom.evaluation.scoring", "evaluate"),
-    "export": ("fathom.checkpoints.export", "export"),
-    "generate": ("fathom.inference.generate", "generate"),
-    "load": ("fathom.checkpoints.open", "load"),
-    "load_recipe": ("fathom.recipe", "load_recipe"),
-    "look": ("fathom.lens.look", "lens_data"),
-    "open_weights": ("fathom.lineage.weights", "open_model"),
-    "prepare": ("fathom.data.prepare", "prepare"),
-    "train": ("fathom.training.loop", "train"),
+    "FathomConfig": "fathom.models",
+    "FathomError": "fathom.errors",
+    "FathomForCausalLM": "fathom.models",
+    "Recipe": "fathom.recipe",
+    "Sampling": "fathom.inference.generate",
+    "Settings": "fathom.evaluation.scoring",
+    "compare": "fathom.comparison.work",
+    "evaluate": "fathom.evaluation.scoring",
+    "export": "fathom.checkpoints.export",
+    "generate": "fathom.inference.generate",
+    "load": "fathom.checkpoints.open",
+    "load_recipe": "fathom.recipe",
+    "look": "fathom.lens.look",
+    "open_weights": "fathom.lineage.weights",
+    "prepare": "fathom.data.prepare",
+    "train": "fathom.training.loop",
 }
 
 
@@ -85,8 +85,7 @@ if not TYPE_CHECKING:  # or a type checker would take every misspelt name for on
         """A public name, from its module (PEP 562)."""
         if name not in _HOMES:
             raise AttributeError(f"module 'fathom' has no attribute {name!r}")
-        module, attribute = _HOMES[name]
-        value = globals()[name] = getattr(importlib.import_module(module), attribute)
+        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
         return value
 
 

@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LogitsProcessor, Q
 
 from fathom.checkpoints.export import ExportError, export
 from fathom.cli.main import main
-from fathom.lineage.weights import open_model
+from fathom.lineage.weights import open_weights
 from fathom.models import FathomForCausalLM
 from tests.inference.tiny import tiny_tokenizer
 from tests.models.cases import CASES, build, config_of, tokens
@@ -113,9 +113,9 @@ def test_a_comparison_gives_its_best_run(tmp_path, capsys):
     again = FathomForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in model.state_dict().items())
     assert "7 steps" in (tmp_path / "out" / "README.md").read_text()
-    expected = open_model(best / "model").tensor("q", 0)
+    expected = open_weights(best / "model").tensor("q", 0)
     for where in (tmp_path, best):
-        opened = open_model(where)
+        opened = open_weights(where)
         assert opened.name == str(where) and (opened.tensor("q", 0) == expected).all()
     (tmp_path / "report.json").write_text("{}")
     capsys.readouterr()

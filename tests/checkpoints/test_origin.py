@@ -19,7 +19,7 @@ from fathom.checkpoints import origin as origins
 from fathom.checkpoints.origin import Refused, RemoteOrigin
 from fathom.cli import lineage as commands
 from fathom.lineage.comparison import Options, measure
-from fathom.lineage.weights import open_model
+from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, save, tiny_config
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -99,7 +99,7 @@ def hub(repositories, monkeypatch):
 
 
 def test_a_remote_model_is_the_local_one(hub, repositories):
-    remote, local = open_model("org/base@main"), open_model(repositories / "org" / "base")
+    remote, local = open_weights("org/base@main"), open_weights(repositories / "org" / "base")
     for role, layer in (("q", 3), ("down", 0), ("embed", None)):
         assert np.array_equal(remote.tensor(role, layer), local.tensor(role, layer))
     assert remote.vocabulary() == local.vocabulary()
@@ -108,7 +108,7 @@ def test_a_remote_model_is_the_local_one(hub, repositories):
 
 
 def test_the_ledger_counts_what_the_server_sent(hub):
-    remote = open_model("org/base")
+    remote = open_weights("org/base")
     remote.tensor("q", 1)
     assert remote.origin.bytes_read == hub.sent > 0
     assert remote.file_bytes > 2 * hub.sent
@@ -117,14 +117,14 @@ def test_the_ledger_counts_what_the_server_sent(hub):
 def test_fast_mode_moves_a_fifth_of_the_bytes(hub, monkeypatch):
     """With the limits of a large model, a pair over loopback reads at most 20 % of its files."""
     monkeypatch.setattr("fathom.lineage.comparison.SMALL_BYTES", 0)
-    pair = measure(open_model("org/base"), open_model("org/other"), Options())
+    pair = measure(open_weights("org/base"), open_weights("org/other"), Options())
     assert pair.scores["awm_canonical"].score < 0.2 and len(pair.scores["awm_canonical"].pairs) == 16
     total = sum(w.file_bytes for w in (pair.a, pair.b))
     assert hub.sent <= 0.2 * total + 2 * 60_000  # and two tokenizers with configs and headers, fixed costs
 
 
 def test_later_reads_stay_on_the_commit_that_answered_first(hub):
-    remote = open_model("org/base@main")
+    remote = open_weights("org/base@main")
     assert remote.origin.revision == COMMIT
     before = len(hub.log)
     remote.tensor("q", 0)
@@ -134,7 +134,7 @@ def test_later_reads_stay_on_the_commit_that_answered_first(hub):
 def test_a_token_goes_to_the_endpoint_only(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "not-a-real-token")
     hub.redirect = True
-    open_model("org/base")
+    open_weights("org/base")
     carried = {("blobs" in path, "Authorization" in headers) for path, headers in hub.log}
     assert carried == {(False, True), (True, False)}
 
@@ -147,7 +147,7 @@ def test_a_gated_repository_opens_with_the_token_of_a_login(hub, tmp_path, known
         (tmp_path / "token").write_text("not-a-real-token\n")
     hidden = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_TOKEN_PATH", "HF_OIDC_RESOURCE")
     environment = {k: v for k, v in os.environ.items() if k not in hidden} | {"HF_HOME": str(tmp_path)}
-    code = "from fathom.lineage.weights import open_model; print(open_model('org/base').origin.revision)"
+    code = "from fathom.lineage.weights import open_weights; print(open_weights('org/base').origin.revision)"
     done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
     if not known:
         assert done.returncode and "the endpoint answers 401" in done.stderr and "`hf auth login`" in done.stderr
@@ -160,26 +160,26 @@ def test_a_gated_repository_opens_with_the_token_of_a_login(hub, tmp_path, known
 
 def test_a_hiccup_is_retried_and_an_outage_is_told(hub):
     hub.fail = 2
-    open_model("org/base")
+    open_weights("org/base")
     hub.fail = 99
     with pytest.raises(Refused, match="503"):
-        open_model("org/base")
+        open_weights("org/base")
 
 
 @pytest.mark.parametrize("where", ["org/missing", "org/base@nobranch/../..", "org/ba se"])
 def test_what_is_not_there_is_refused(hub, where):
     with pytest.raises((Refused, FileNotFoundError)):
-        open_model(where)
+        open_weights(where)
 
 
 def test_a_server_without_ranges_is_refused_before_its_files_are_read(hub):
     hub.ranges = False
     with pytest.raises(Refused, match="ignores range requests"):
-        open_model("org/base")
+        open_weights("org/base")
 
 
 def test_the_byte_limit_holds(hub):
-    remote = open_model("org/base", max_bytes=200_000)
+    remote = open_weights("org/base", max_bytes=200_000)
     with pytest.raises(Refused, match="max-bytes"):
         for layer in range(24):
             remote.tensor("down", layer)
@@ -192,7 +192,7 @@ def test_local_directories_win_and_endpoints_must_be_http(tmp_path, monkeypatch)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "base").mkdir(parents=True)
     with pytest.raises(Refused, match="no safetensors weights"):
-        open_model("org/base")
+        open_weights("org/base")
 
 
 def test_a_report_on_a_repository_is_verified_at_its_commit(hub, repositories, tmp_path):

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from fathom.checkpoints.origin import LocalOrigin, Refused, safe_name
 from fathom.checkpoints.tensors import ITEM_BYTES, SafetensorsStore, float8_table, open_safetensors, read_header
-from fathom.lineage.weights import open_model
+from fathom.lineage.weights import open_weights
 
 
 def write(path, header, data=b"", length=None):
@@ -146,18 +146,18 @@ def test_truncation_pickles_and_packed_weights(tmp_path, models):
     (tmp_path / "model.safetensors").write_bytes(whole[: len(whole) // 2])
     (tmp_path / "config.json").write_bytes((models() / "config.json").read_bytes())
     with pytest.raises(Refused, match="outside the file"):
-        open_model(tmp_path)
+        open_weights(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "pytorch_model.bin").write_bytes(b"\x80\x04")
     with pytest.raises(Refused, match=r"never opened.*save_pretrained"):
-        open_model(tmp_path)
+        open_weights(tmp_path)
     save_file(
         {"model.layers.0.self_attn.q_proj.qweight": torch.ones(2, dtype=torch.int32)}, tmp_path / "model.safetensors"
     )
     with pytest.raises(Refused, match="dequantise"):
-        open_model(tmp_path)
+        open_weights(tmp_path)
     with pytest.raises(Refused, match="no such directory"):
-        open_model(tmp_path / "nowhere")
+        open_weights(tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])

@@ -19,7 +19,7 @@ from fathom.comparison.arms import arm_recipes, parse_arms, tokens, training_flo
 from fathom.comparison.findings import summarize, verdict
 from fathom.comparison.page import page, quality_rows, tables
 from fathom.comparison.plan import Plan, make_plan, read_measured, tasks
-from fathom.comparison.work import compare, rewrite_report
+from fathom.comparison.work import carry_out, rewrite_report
 from fathom.recipe import Recipe, RecipeError
 from fathom.report.provenance import provenance
 from fathom.training import read_metrics
@@ -33,7 +33,7 @@ def planted(small: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
     out = tmp_path_factory.mktemp("planted")
     arms = "vanilla,again=vanilla,better=vanilla;optim.lr=1e-2"
     plan = make_plan(small.override("optim.lr=1e-4"), arms, seeds=3, pairs=1, out=out)
-    return compare(plan, out, quiet=True), out
+    return carry_out(plan, out, quiet=True), out
 
 
 def test_an_arm_against_itself_shows_nothing(planted):
@@ -55,7 +55,7 @@ def test_a_planted_improvement_is_found(planted):
 def test_a_weaker_plant_keeps_its_sign(small: Recipe, tmp_path: Path):
     """An arm that differs by less than the seeds do is not called better."""
     plan = make_plan(small, "vanilla,other=vanilla;optim.lr=1.0001e-2", seeds=2, pairs=0, out=tmp_path)
-    report = compare(plan, tmp_path, quiet=True)
+    report = carry_out(plan, tmp_path, quiet=True)
     assert "lower than" not in report["verdict"] and "higher than" not in report["verdict"]
 
 
@@ -86,7 +86,7 @@ def test_finished_work_is_kept_and_the_report_made_from_it(planted, monkeypatch)
     report, out = planted
     (out / "report.json").unlink()
     monkeypatch.setattr("fathom.comparison.work.run_task", None)  # nothing may run
-    again = compare(Plan.read(out), out, quiet=True)
+    again = carry_out(Plan.read(out), out, quiet=True)
     assert {**again, "date": None, "command": None} == {**report, "date": None, "command": None}
 
 
@@ -131,7 +131,7 @@ def test_a_diverging_arm_is_left_out_and_named(small: Recipe, tmp_path: Path, ca
     base = small.override("train.max_skipped=2", "train.skip_spikes=null", "train.log_every=1")
     arms = "vanilla,wild=vanilla;optim.lr=1e30;optim.clip=null;optim.warmup=0,again=vanilla"
     plan = make_plan(base, arms, seeds=2, pairs=0, out=tmp_path)
-    report = compare(plan, tmp_path)
+    report = carry_out(plan, tmp_path)
     assert "wild-seed-0: failed at step" in capsys.readouterr().err
     assert [(row["arm"], row["seed"]) for row in report["failed"]] == [("wild", 0), ("wild", 1)]
     assert "again and vanilla have exactly equal losses" in report["verdict"]
@@ -140,9 +140,9 @@ def test_a_diverging_arm_is_left_out_and_named(small: Recipe, tmp_path: Path, ca
     assert "steps in a row" in page(report) and "wild, seed 1" in page(report)
     failure = tmp_path / "arms/wild/seed-0/failed.json"
     before = failure.stat().st_mtime_ns
-    compare(plan, tmp_path, quiet=True)
+    carry_out(plan, tmp_path, quiet=True)
     assert failure.stat().st_mtime_ns == before
-    compare(plan, tmp_path, quiet=True, retry_failed=True)
+    carry_out(plan, tmp_path, quiet=True, retry_failed=True)
     assert failure.stat().st_mtime_ns > before
 
 
@@ -156,7 +156,7 @@ def test_a_seed_whose_control_failed_is_left_out(planted, tmp_path: Path, monkey
         (run / "failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
     shutil.rmtree(tmp_path / "part/arms/again/seed-1")
     monkeypatch.setattr("fathom.comparison.work.run_task", None)  # it is not trained for nothing
-    report = compare(plan, tmp_path / "part", quiet=True)
+    report = carry_out(plan, tmp_path / "part", quiet=True)
     assert report["seeds"] == [0, 2] and [len(arm["runs"]) for arm in report["arms"]] == [2, 2, 1]
     assert "better ended" in report["verdict"] and "without an interval" in report["verdict"]
     assert "vanilla with seed 1 (at step 7) and better with seed 2 (at step 7) failed" in report["verdict"]
@@ -192,14 +192,14 @@ def test_a_measurement_is_kept_only_where_it_still_holds(planted, override: str,
 
 
 def _compare(out: Path) -> None:
-    compare(Plan.read(out), out, workers=2, quiet=True)
+    carry_out(Plan.read(out), out, workers=2, quiet=True)
 
 
 def test_killed_and_continued_by_two_workers(small: Recipe, tmp_path: Path):
     """Kill everything in the middle: the rerun ends with the very losses of an undisturbed comparison."""
     recipe = small.override("train.checkpoint_every=4")
     calm = make_plan(recipe, "vanilla,depth_attention", seeds=1, pairs=1, out=tmp_path / "calm")
-    expected = compare(calm, tmp_path / "calm", quiet=True)
+    expected = carry_out(calm, tmp_path / "calm", quiet=True)
     out = tmp_path / "killed"
     out.mkdir()
     shutil.copy(tmp_path / "calm/plan.json", out)
@@ -209,7 +209,7 @@ def test_killed_and_continued_by_two_workers(small: Recipe, tmp_path: Path):
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)
     process.join()
-    report = compare(Plan.read(out), out, quiet=True)
+    report = carry_out(Plan.read(out), out, quiet=True)
     for mine, theirs in zip(report["arms"], expected["arms"], strict=True):
         assert mine["loss"] == pytest.approx(theirs["loss"], abs=1e-6)
 
@@ -236,7 +236,7 @@ def test_equal_trips(small: Recipe):
 def test_halting_arms_tell_their_trips(small: Recipe, tmp_path: Path):
     halting = "halting=latent_cot;model.recurrence_options={depth: 2, tau: 0.5, router_bias: 0.2}"
     plan = make_plan(small, f"vanilla,loop,{halting}", seeds=2, pairs=0, out=tmp_path)
-    report = compare(plan, tmp_path, quiet=True)
+    report = carry_out(plan, tmp_path, quiet=True)
     vanilla, loop, found = (arm["trips"] for arm in report["arms"])
     assert (vanilla["mean"], vanilla["shares"], loop["mean"]) == (1.0, None, 3.0)
     assert 1 < found["mean"] < 3 and sum(found["shares"]) == pytest.approx(1) and len(found["shares"]) == 3
@@ -331,16 +331,16 @@ def finished(planted, tmp_path: Path, monkeypatch) -> tuple[Plan, Path]:
 
 def test_seeds_that_were_added_after_a_look_are_told(finished):
     plan, out = finished
-    first = compare(replace(plan, seeds=(0, 1)), out, quiet=True)
+    first = carry_out(replace(plan, seeds=(0, 1)), out, quiet=True)
     assert "look" not in first["verdict"] and "fixed before the first look" in page(first)
     for _ in range(2):  # the same report once more is no further look
-        report = compare(plan, out, quiet=True)
+        report = carry_out(plan, out, quiet=True)
         assert [look["seeds"] for look in report["looks"]] == [[0, 1], [0, 1, 2]]
         told = "seeds were added after a report had been written (2 looks, at 2 and 3 seeds)"
         assert f"{told}, so that the chance of a false claim is up to 10 %, not 5 %." in report["verdict"]
         assert told in page(report) and "when a report was written: 2 of 2, then 3 of 3." in page(report)
     (out / "looks.json").unlink()  # as a directory of an earlier version, which has its last report alone
-    report = compare(replace(plan, seeds=(0, 1)), out, quiet=True)
+    report = carry_out(replace(plan, seeds=(0, 1)), out, quiet=True)
     assert "planned seeds changed after a report had been written (2 looks, at 3 and 2 seeds)" in report["verdict"]
 
 
@@ -352,17 +352,17 @@ def test_an_interrupted_comparison_that_ends_as_planned_is_not_blamed(finished):
     assert "2 of 3 planned seeds are done (1 look, at 2 seeds)" in early["verdict"]
     assert "to stop here for what they say makes the chance of a false claim up to 10 %, not 5 %" in early["verdict"]
     run.with_name("kept").rename(run)
-    report = compare(plan, out, quiet=True)
+    report = carry_out(plan, out, quiet=True)
     assert len(report["looks"]) == 2 and "look" not in report["verdict"]
     run.rename(run.with_name("kept"))
-    cut = compare(replace(plan, seeds=(0, 1)), out, quiet=True)
+    cut = carry_out(replace(plan, seeds=(0, 1)), out, quiet=True)
     assert "planned seeds changed" in cut["verdict"], "the control: planned again as what was seen"
 
 
 def test_one_seed_bears_no_claim_and_is_no_look(finished):
     plan, out = finished
-    assert compare(replace(plan, seeds=(0,)), out, quiet=True)["looks"] == []
-    assert "look" not in compare(plan, out, quiet=True)["verdict"]
+    assert carry_out(replace(plan, seeds=(0,)), out, quiet=True)["looks"] == []
+    assert "look" not in carry_out(plan, out, quiet=True)["verdict"]
 
 
 def test_a_seed_that_failed_is_not_awaited(finished):
@@ -370,7 +370,7 @@ def test_a_seed_that_failed_is_not_awaited(finished):
     for arm in ("again", "better"):
         (out / f"arms/{arm}/seed-2/result.json").unlink()
         (out / f"arms/{arm}/seed-2/failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
-    report = compare(plan, out, quiet=True)
+    report = carry_out(plan, out, quiet=True)
     assert report["seeds"] == [0, 1] and "planned seeds are done" not in report["verdict"]
     assert "Not finished" not in page(report)
 
@@ -379,4 +379,4 @@ def test_damaged_looks_are_an_error_before_work(finished):
     plan, out = finished
     (out / "looks.json").write_text("{")
     with pytest.raises(RecipeError, match=r"looks\.json is damaged: delete it, and the looks so far are forgotten"):
-        compare(plan, out, quiet=True)
+        carry_out(plan, out, quiet=True)

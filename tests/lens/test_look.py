@@ -14,7 +14,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from fathom.cli.main import main
 from fathom.lens import look as lens
-from fathom.lens.look import LensError, lens_data
+from fathom.lens.look import LensError, look
 from fathom.lens.page import lens_page, pack, quantise
 from fathom.models import FathomForCausalLM
 from fathom.models.registry import parse_mechanism
@@ -90,7 +90,7 @@ def softmax_over_depth(query, key, sources, bias):
 @mixing
 def test_weights_are_the_models(case, tokenizer):
     model = model_of(case)
-    data = lens_data(model, tokenizer, TEXT)
+    data = look(model, tokenizer, TEXT)
     seen = mixers_saw(model, torch.tensor([tokenizer(TEXT).input_ids]))
     assert len(data.weights) == len(seen) == len(data.visits)
     raw = [value for _, _, value, _, _ in seen]
@@ -116,7 +116,7 @@ def test_weights_are_the_models(case, tokenizer):
 @every_mechanism
 def test_predictions_are_the_models(case, tokenizer):
     model = model_of(case)
-    data = lens_data(model, tokenizer, TEXT, top=7)
+    data = look(model, tokenizer, TEXT, top=7)
     ids = torch.tensor([tokenizer(TEXT).input_ids])
     with torch.no_grad():
         out = model(ids, output_hidden_states=True)
@@ -144,7 +144,7 @@ def test_predictions_are_the_models(case, tokenizer):
 @pytest.mark.parametrize("case", PONDERING)
 def test_pondering_is_seen_trip_by_trip(case, tokenizer):
     model = model_of(case)
-    data = lens_data(model, tokenizer, TEXT)
+    data = look(model, tokenizer, TEXT)
     ids = torch.tensor([tokenizer(TEXT).input_ids])
     with torch.no_grad():
         out = model(ids, output_hidden_states=True, use_cache=False)
@@ -198,8 +198,8 @@ def spell(tokenizer, index):
 @every_mechanism
 def test_what_comes_later_changes_nothing_before(case, tokenizer):
     model = model_of(case)
-    whole = lens_data(model, tokenizer, TEXT)
-    part = lens_data(model, tokenizer, TEXT, max_tokens=9)
+    whole = look(model, tokenizer, TEXT)
+    part = look(model, tokenizer, TEXT, max_tokens=9)
     assert len(part.tokens) == 9 and part.dropped == len(whole.tokens) - 9
     assert np.abs(part.surprisal[1:] - whole.surprisal[1:9]).max() < 1e-12
     assert np.abs(part.probabilities - whole.probabilities[:, :9]).max() < 1e-12
@@ -209,7 +209,7 @@ def test_what_comes_later_changes_nothing_before(case, tokenizer):
 
 
 def test_averages(tokenizer):
-    data = lens_data(model_of("window"), tokenizer, TEXT)
+    data = look(model_of("window"), tokenizer, TEXT)
     means = data.averages()
     for i, alpha in enumerate(data.weights):
         assert means.weights[i] == pytest.approx(alpha.mean((0, 1)))
@@ -221,38 +221,38 @@ def test_averages(tokenizer):
 
 
 def test_uniform_weights_and_their_origins(tokenizer):
-    means = lens_data(model_of("uniform_depth"), tokenizer, TEXT).averages()
+    means = look(model_of("uniform_depth"), tokenizer, TEXT).averages()
     assert means.origins[3] == pytest.approx([1 / 2, 0, 1 / 6, 1 / 3])
     assert means.entropy[3] == pytest.approx(math.log2(3))
 
 
 def test_denseformer_shows_its_weights(tokenizer):
     model = model_of("denseformer")
-    rows = lens_data(model, tokenizer, TEXT).layer_weights
+    rows = look(model, tokenizer, TEXT).layer_weights
     for layer, row in enumerate(rows):
         alpha = model.model.layers[layer].mlp_residual.alpha.tolist()
         read = [j for j in range(layer + 2) if j % 2 == (layer + 1) % 2]
         assert [row[j] for j in read] == alpha
         assert all(row[j] is None for j in range(len(row)) if j not in read)
-    assert lens_data(model_of("depth_attention"), tokenizer, TEXT).layer_weights is None
+    assert look(model_of("depth_attention"), tokenizer, TEXT).layer_weights is None
 
 
 def test_tokens_are_the_text(tokenizer):
-    data = lens_data(model_of("vanilla"), tokenizer, TEXT)
+    data = look(model_of("vanilla"), tokenizer, TEXT)
     assert "".join(data.tokens) == TEXT
     assert "" in data.tokens  # a character of several tokens
     assert [data.vocabulary[i] for i in data.labels[:3]] == data.tokens[:3]
     assert all(
         re.fullmatch("⟨[0-9A-F ]+⟩", data.vocabulary[i]) for i, t in zip(data.labels, data.tokens, strict=True) if not t
     )
-    wide = lens_data(model_of("vanilla", vocab_size=500), tokenizer, TEXT, top=500)
+    wide = look(model_of("vanilla", vocab_size=500), tokenizer, TEXT, top=500)
     assert {"#384", "#499"} <= set(wide.vocabulary)  # a head larger than the vocabulary
     assert not data.mixes and data.averages().own == [1.0] * 4
 
 
 def test_the_model_is_left_as_it_was(tokenizer):
     model = model_of("depth_attention").train()
-    before = lens_data(model, tokenizer, TEXT)
+    before = look(model, tokenizer, TEXT)
     assert model.training and not any(module._forward_hooks for module in model.modules())
 
     # A server's other threads use the model in the middle of a look.
@@ -266,7 +266,7 @@ def test_the_model_is_left_as_it_was(tokenizer):
             other.join()
 
     handle = model.model.layers[0].register_forward_hook(meanwhile)
-    again = lens_data(model, tokenizer, TEXT)
+    again = look(model, tokenizer, TEXT)
     handle.remove()
     assert busy and all(np.array_equal(a, b) for a, b in zip(before.weights, again.weights, strict=True))
 
@@ -274,18 +274,18 @@ def test_the_model_is_left_as_it_was(tokenizer):
 def test_what_cannot_be_looked_at(tokenizer):
     model = model_of("vanilla")
     with pytest.raises(LensError, match="no text"):
-        lens_data(model, tokenizer, "")
+        look(model, tokenizer, "")
     with pytest.raises(LensError, match="1 or more"):
-        lens_data(model, tokenizer, "a", top=0)
-    one = lens_data(model, tokenizer, "a")
+        look(model, tokenizer, "a", top=0)
+    one = look(model, tokenizer, "a")
     assert len(one.tokens) == 1 and math.isnan(one.bits_per_token)
     assert one.to_dict()["bits_per_token"] is None
     json.dumps(pack(one), allow_nan=False)
-    assert len(lens_data(model, tokenizer, "a " * 2000).tokens) == model.config.max_position_embeddings
+    assert len(look(model, tokenizer, "a " * 2000).tokens) == model.config.max_position_embeddings
 
 
 def test_packing_keeps_the_numbers(tokenizer):
-    data = lens_data(model_of("loop, mixed"), tokenizer, TEXT)
+    data = look(model_of("loop, mixed"), tokenizer, TEXT)
     packed = json.loads(json.dumps(pack(data), allow_nan=False))["models"][0]
     for (tokens, heads, kind, text), alpha in zip(packed["alphas"], data.weights, strict=True):
         found = np.frombuffer(base64.b64decode(text), f"<{kind}").reshape(tokens, heads, -1).astype(int)
@@ -296,7 +296,7 @@ def test_packing_keeps_the_numbers(tokenizer):
 
 
 def test_page_loads_nothing(tokenizer):
-    data = lens_data(model_of("depth_attention"), tokenizer, TEXT, name="<b>&")
+    data = look(model_of("depth_attention"), tokenizer, TEXT, name="<b>&")
     page = lens_page(data)
     assert page.count("</script>") == 2 and "<!--" not in page and "{{" not in page
     assert not re.search(r'(src|href)="(?!data:)|https?:|@import|url\(', page)
@@ -436,7 +436,7 @@ def check_panel(browser, data, t):
 
 @pytest.mark.parametrize("case", ["depth_attention", "window", "uniform_depth", "vanilla", "denseformer"])
 def test_page_shows_the_data(case, tokenizer, visit):
-    data = lens_data(model_of(case), tokenizer, TEXT)
+    data = look(model_of(case), tokenizer, TEXT)
     browser = visit(data)
     assert browser.value("document.querySelectorAll('.t').length") == len(data.tokens)
     text = "document.querySelector('#text').innerText.replaceAll('↵', '')"
@@ -459,7 +459,7 @@ def test_page_shows_the_data(case, tokenizer, visit):
 
 def test_a_mixer_that_nobody_described(tokenizer, visit, monkeypatch):
     monkeypatch.setattr(lens, "mixture", lambda *_: None)
-    data = lens_data(model_of("depth_attention"), tokenizer, TEXT)
+    data = look(model_of("depth_attention"), tokenizer, TEXT)
     assert data.sources == data.weights == [] and not data.mixes
     browser = visit(data)
     assert browser.value("document.querySelectorAll('.grid').length") == 0
@@ -467,7 +467,7 @@ def test_a_mixer_that_nobody_described(tokenizer, visit, monkeypatch):
 
 
 def test_page_shows_the_trips_that_were_made(tokenizer, visit):
-    data = lens_data(model_of("duo, halting"), tokenizer, TEXT)
+    data = look(model_of("duo, halting"), tokenizer, TEXT)
     browser = visit(data)
     head = browser.value("document.querySelector('#models').textContent")
     assert f"{np.mean(data.trips):.2f} of 3 trips" in head
@@ -484,7 +484,7 @@ def test_page_shows_the_trips_that_were_made(tokenizer, visit):
 
 
 def test_loop_has_a_row_per_trip(tokenizer, visit):
-    data = lens_data(model_of("loop, mixed"), tokenizer, TEXT)
+    data = look(model_of("loop, mixed"), tokenizer, TEXT)
     browser = visit(data)
     browser.hover("#t4")
     check_panel(browser, data, 4)
@@ -500,7 +500,7 @@ def selected(browser):
 
 
 def test_mouse_and_keyboard(tokenizer, visit):
-    data = lens_data(model_of("depth_attention"), tokenizer, TEXT)
+    data = look(model_of("depth_attention"), tokenizer, TEXT)
     browser = visit(data)
     browser.hover("#t2")
     browser.hover("#t5")
@@ -538,8 +538,8 @@ def test_mouse_and_keyboard(tokenizer, visit):
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_phone(tokenizer, visit, dark):
-    data = lens_data(model_of("loop, mixed"), tokenizer, TEXT + "\n" + "word" * 40)
-    for compare in (None, lens_data(model_of("dense, biased"), tokenizer, TEXT + "\n" + "word" * 40)):
+    data = look(model_of("loop, mixed"), tokenizer, TEXT + "\n" + "word" * 40)
+    for compare in (None, look(model_of("dense, biased"), tokenizer, TEXT + "\n" + "word" * 40)):
         browser = visit(data, compare, width=390, height=844, dark=dark, touch=True)
         assert browser.value("document.documentElement.scrollWidth") <= 390
         browser.tap("#t1")
@@ -548,7 +548,7 @@ def test_phone(tokenizer, visit, dark):
 
 
 def test_compare(tokenizer, visit):
-    a, b = (lens_data(model_of(case), tokenizer, TEXT, name=case) for case in ("depth_attention", "loop, mixed"))
+    a, b = (look(model_of(case), tokenizer, TEXT, name=case) for case in ("depth_attention", "loop, mixed"))
     browser = visit(a, b)
     browser.hover("#t4")
     check_panel(browser, a, 4)
@@ -566,12 +566,12 @@ def test_live(tokenizer, browser):
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self):
-            self.answer("text/html", lens_page(lens_data(model, tokenizer, "first"), live_endpoint="/look"))
+            self.answer("text/html", lens_page(look(model, tokenizer, "first"), live_endpoint="/look"))
 
         def do_POST(self):
             text = json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"]
             try:
-                answer = pack(lens_data(model, tokenizer, text, max_tokens=1 if text == "one" else 99))
+                answer = pack(look(model, tokenizer, text, max_tokens=1 if text == "one" else 99))
             except LensError as error:
                 answer = {"error": str(error)}
             self.answer("application/json", json.dumps({"error": "too deep"} if text == "deep" else answer))
@@ -593,7 +593,7 @@ def test_live(tokenizer, browser):
         type_in += "box.dispatchEvent(new Event('input', {{bubbles: true}})) }})({})"
         browser.value(type_in.format(json.dumps("The dark water")))
         browser.until("document.querySelector('#text').innerText === 'The dark water'")
-        expected = lens_data(model, tokenizer, "The dark water")
+        expected = look(model, tokenizer, "The dark water")
         browser.hover("#t2")
         check_panel(browser, expected, 2)
         browser.value(type_in.format(json.dumps("deep")))
@@ -606,7 +606,7 @@ def test_live(tokenizer, browser):
 
 def test_two_thousand_tokens(tokenizer, visit):
     model = model_of("dense, biased", max_position_embeddings=2048, num_hidden_layers=8)
-    data = lens_data(model, tokenizer, "Who fathoms the deep?\n" * 600)
+    data = look(model, tokenizer, "Who fathoms the deep?\n" * 600)
     assert len(data.tokens) == 2000 and data.dropped > 0
     browser = visit(data)
     times = """new Promise(done => {

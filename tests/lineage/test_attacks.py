@@ -13,7 +13,7 @@ from fathom.checkpoints.origin import Refused
 from fathom.lineage import attacks, canonical
 from fathom.lineage.attacks import ATTACKS, attack
 from fathom.lineage.comparison import SCORE_LABELS, Options, measure
-from fathom.lineage.weights import open_model
+from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, logits, save, tiny_config
 
 EXACT = Options(mode="exact")
@@ -42,8 +42,8 @@ def attacked(models, tmp_path_factory):
     def make(kind, kinds):
         if (kind, kinds) not in made:
             out = tmp_path_factory.mktemp("attacked") / "model"
-            attack(open_model(models(kind)), kinds, out, seed=3, dtype="float64")
-            base, copy = open_model(models(kind)), open_model(out)
+            attack(open_weights(models(kind)), kinds, out, seed=3, dtype="float64")
+            base, copy = open_weights(models(kind)), open_weights(out)
             made[kind, kinds] = out, measure(base, copy, EXACT)
         return made[kind, kinds]
 
@@ -87,7 +87,7 @@ def test_published_scores_fall_where_the_card_says(kinds, score, low, high, atta
 
 
 def test_a_plain_copy_and_a_stranger_frame_the_table(models):
-    base, copy, stranger = (open_model(models(seed=seed)) for seed in (0, 0, 1))
+    base, copy, stranger = (open_weights(models(seed=seed)) for seed in (0, 0, 1))
     same, other = measure(base, copy, EXACT), measure(base, stranger, EXACT)
     for name in SCORE_LABELS:
         assert same.value(name) == pytest.approx(1, abs=1e-9), name
@@ -104,14 +104,14 @@ def test_published_guard_returns_zero_for_a_scaled_matrix(models, tmp_path):
         tensors[name] = tensors[name] * 1e-4
     save_file(tensors, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((models() / "config.json").read_bytes())
-    pair = measure(open_model(models()), open_model(tmp_path), EXACT)
+    pair = measure(open_weights(models()), open_weights(tmp_path), EXACT)
     assert pair.value("awm") == pytest.approx(0.5, abs=1e-6)
     assert pair.value("awm_canonical") == pytest.approx(1, abs=1e-6)
 
 
 def test_half_precision_copy_stays_within_a_thousandth(models, tmp_path):
-    attack(open_model(models(dtype=torch.float32)), ("permute", "gain", "plane", "head", "neuron"), tmp_path / "m")
-    pair = measure(open_model(models(dtype=torch.float32)), open_model(tmp_path / "m"), EXACT)
+    attack(open_weights(models(dtype=torch.float32)), ("permute", "gain", "plane", "head", "neuron"), tmp_path / "m")
+    pair = measure(open_weights(models(dtype=torch.float32)), open_weights(tmp_path / "m"), EXACT)
     for name in ("awm_canonical", "procrustes", "ics_canonical", "ics_all_layers"):
         assert pair.value(name) == pytest.approx(1, abs=1e-3), name
 
@@ -124,15 +124,15 @@ def test_layer_norm_models(name, tmp_path):
         "gpt_neox": lambda: tf.GPTNeoXConfig(**common, intermediate_size=128, max_position_embeddings=32),
     }[name]()
     base = save(build(config, 2), tmp_path / "base", 256)
-    attack(open_model(base), ("permute", "head", "neuron"), tmp_path / "copy", seed=1, dtype="float64")
+    attack(open_weights(base), ("permute", "head", "neuron"), tmp_path / "copy", seed=1, dtype="float64")
     assert (logits(base) - logits(tmp_path / "copy")).abs().max() < 1e-10
-    pair = measure(open_model(base), open_model(tmp_path / "copy"), EXACT)
+    pair = measure(open_weights(base), open_weights(tmp_path / "copy"), EXACT)
     for score in ("awm_canonical", "procrustes", "ics_canonical", "ics_all_layers"):
         assert pair.value(score) == pytest.approx(1, abs=1e-6), score
     assert pair.value("awm") < 0.99 if name == "gpt2" else True
     assert all(count == 64 for _, count in pair.witnesses)
     with pytest.raises(Refused, match="RMSNorm"):
-        attack(open_model(base), ("rotate",), tmp_path / "no")
+        attack(open_weights(base), ("rotate",), tmp_path / "no")
 
 
 def layers(weights):
@@ -163,7 +163,7 @@ def test_canonical_form_keeps_the_logits(models, tmp_path, monkeypatch):
             return {**out, "attn_norm": np.ones(64), "ffn_norm": np.ones(64)}
 
     monkeypatch.setitem(attacks.ATTACKS, "canonical", Canonical)
-    attack(open_model(models()), ("canonical",), tmp_path / "m", dtype="float64")
+    attack(open_weights(models()), ("canonical",), tmp_path / "m", dtype="float64")
     before = logits(models())
     assert (before - logits(tmp_path / "m")).abs().max() < 1e-10 * before.abs().max()
 
@@ -210,6 +210,6 @@ def test_what_an_attack_will_not_do(models, tmp_path, opened):
         attack(opened(), ("head",), tmp_path / "a", dtype="bfloat16")
     tied = tiny_config("qwen3", tie_word_embeddings=True)
     base = save(build(tied, 4), tmp_path / "tied", 512)
-    attack(open_model(base), ("rotate",), tmp_path / "untied", dtype="float64")
+    attack(open_weights(base), ("rotate",), tmp_path / "untied", dtype="float64")
     before = logits(base)
     assert (before - logits(tmp_path / "untied")).abs().max() < 1e-10 * before.abs().max()

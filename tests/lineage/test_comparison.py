@@ -12,7 +12,7 @@ import torch
 import transformers as tf
 
 from fathom.lineage.comparison import Options, compare, measure, paired_rows, structure_class
-from fathom.lineage.weights import open_model
+from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, save, tiny_config
 
 COMMON = dict(
@@ -52,7 +52,7 @@ def zoo(tmp_path_factory):
     root = tmp_path_factory.mktemp("zoo")
     for seed, (name, config) in enumerate(FAMILIES.items()):
         save(build(config(), seed + 50, torch.float32), root / name, 320)
-    return {name: open_model(root / name) for name in FAMILIES}
+    return {name: open_weights(root / name) for name in FAMILIES}
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -82,13 +82,13 @@ def test_shuffled_token_ids_are_paired_by_their_strings(models, tmp_path):
     old = {index: word for word, index in table["model"]["vocab"].items()}
     table["model"]["vocab"] = {old[int(source)]: row for row, source in enumerate(order)}
     (tmp_path / "tokenizer.json").write_text(json.dumps(table))
-    shuffled = open_model(tmp_path)
-    pair = measure(open_model(models()), shuffled, Options(mode="exact"))
+    shuffled = open_weights(tmp_path)
+    pair = measure(open_weights(models()), shuffled, Options(mode="exact"))
     assert pair.pairing == "strings" and pair.shared == 512
     for score in ("awm_canonical", "procrustes", "ics_canonical", "ics_all_layers"):
         assert pair.value(score) == pytest.approx(1, abs=1e-6), score
     (tmp_path / "tokenizer.json").unlink()  # without it, rows are paired by number, wrongly, and the score shows it
-    blind = measure(open_model(models()), open_model(tmp_path), Options(mode="exact"))
+    blind = measure(open_weights(models()), open_weights(tmp_path), Options(mode="exact"))
     assert blind.pairing == "row numbers" and blind.value("awm_canonical") < 0.5
 
 
@@ -97,14 +97,14 @@ def test_without_shared_strings_the_embedding_is_not_trusted(models, tmp_path):
 
     path = save(build(tiny_config(), 0), tmp_path / "copy")
     write_tokenizer(path, 512, prefix="Ġother")
-    found = compare(open_model(models()), open_model(path))
+    found = compare(open_weights(models()), open_weights(path))
     assert found.pair.shared == 0 and found.pair.fixed is None
     assert found.verdict.label == "inconclusive" and found.pair.value("order") == pytest.approx(1)
     assert any("shared strings" in reason for reason in found.pair.skipped)
 
 
 def test_missing_tokenizers_pair_rows_by_number(models, tmp_path):
-    plain = open_model(save(build(tiny_config(), 0), tmp_path / "plain"))
+    plain = open_weights(save(build(tiny_config(), 0), tmp_path / "plain"))
     rows, _, how = paired_rows(plain, plain)
     assert how == "row numbers" and len(rows) == 512
     assert structure_class(plain, plain) == "width 64/64, equal depth"
@@ -120,10 +120,10 @@ PEAK = """
 import sys, tracemalloc
 from fathom.lineage import awm
 from fathom.lineage.comparison import Options, measure
-from fathom.lineage.weights import open_model
+from fathom.lineage.weights import open_weights
 
 awm.MAP_CHANNELS = 64  # the map grows with depth, not with width
-opened = [open_model(path) for path in sys.argv[1:]]
+opened = [open_weights(path) for path in sys.argv[1:]]
 tracemalloc.start()
 measure(*opened, Options(extras=False))
 print(tracemalloc.get_traced_memory()[1], sum(weights.file_bytes for weights in opened))
@@ -154,6 +154,6 @@ def test_dead_neurons_and_padded_rows_are_no_reason_to_fail(tmp_path):
         mlp.gate_proj.weight[3] = mlp.up_proj.weight[5] = mlp.down_proj.weight[:, 7] = 0
         model.model.layers[1].self_attn.q_proj.weight[:16] = 0
     path = save(model, tmp_path / "pruned", 512)
-    pair = measure(open_model(path), open_model(path), Options())
+    pair = measure(open_weights(path), open_weights(path), Options())
     assert pair.scores["awm_canonical"].score == pytest.approx(1, abs=1e-4)
     assert all(count == 64 for _, count in pair.witnesses)

@@ -14,7 +14,7 @@ from safetensors.numpy import load_file, save_file
 from fathom.checkpoints.origin import Refused
 from fathom.cli import lineage as commands
 from fathom.lineage import evidence
-from fathom.lineage.weights import open_model
+from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, save, tiny_config
 
 LAYER = "model.layers.1."
@@ -160,6 +160,6 @@ def test_an_odd_null_file_is_one_line(base, tmp_path, change):
 
 def test_reading_a_number_does_not_change_the_file(base, tmp_path):
     copy = damaged(base, tmp_path / "copy", TENSORS[5], float("nan"))
-    weights = open_model(copy)
+    weights = open_weights(copy)
     assert weights.unusable == {} and np.isfinite(weights.tensor("q", 1)).all()
     assert weights.unusable == {TENSORS[5]: 1}

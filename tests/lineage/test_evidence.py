@@ -51,9 +51,9 @@ def test_bounds_and_drift():
 @pytest.fixture(scope="module")
 def negatives(models):
     """28 pairs of eight unrelated models."""
-    from fathom.lineage.weights import open_model
+    from fathom.lineage.weights import open_weights
 
-    opened = [open_model(models("qwen3", seed=seed, num_hidden_layers=2)) for seed in range(20, 28)]
+    opened = [open_weights(models("qwen3", seed=seed, num_hidden_layers=2)) for seed in range(20, 28)]
     options = Options(extras=False)
     return [measure(a, b, options) for i, a in enumerate(opened) for b in opened[i + 1 :]]
 
@@ -84,10 +84,10 @@ def test_t4_on_unrelated_models(negatives):
 def test_the_calibration_check_can_fail(models, opened, tmp_path):
     """A lineage, slipped among the negatives, is seen by the same tests."""
     from fathom.lineage.attacks import attack
-    from fathom.lineage.weights import open_model
+    from fathom.lineage.weights import open_weights
 
     attack(opened("qwen3"), ("permute",), tmp_path / "copy")
-    pair = measure(opened("qwen3"), open_model(tmp_path / "copy"), Options(extras=False))
+    pair = measure(opened("qwen3"), open_weights(tmp_path / "copy"), Options(extras=False))
     assert min(evidence.poisson_tail(n, evidence.POISSON_RATE) for _, n in pair.witnesses) < 1e-30
 
 

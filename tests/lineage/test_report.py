@@ -16,7 +16,7 @@ from fathom.cli.main import main
 from fathom.lineage import cards, commitments, huref
 from fathom.lineage.comparison import Options, _tampering, measure
 from fathom.lineage.evidence import INITIALISATION, NONE, PARTIAL, SHARED
-from fathom.lineage.weights import open_model
+from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, logits, save, tiny_config
 
 
@@ -101,7 +101,7 @@ def test_depth_and_width_pruned_copies(family, tmp_path):
         getattr(copy.model, part).load_state_dict(getattr(base.model, part).state_dict())
     copy.lm_head.load_state_dict(base.lm_head.state_dict())
     save(copy, tmp_path / "shallow", 400)
-    pair = measure(open_model(family / "base"), open_model(tmp_path / "shallow"), Options(mode="exact"))
+    pair = measure(open_weights(family / "base"), open_weights(tmp_path / "shallow"), Options(mode="exact"))
     assert pair.scores["awm_canonical"].pairs == [(layer, i) for i, layer in enumerate(kept)]
     assert pair.value("awm_canonical") == pytest.approx(1, abs=1e-3)
     assert pair.scores["awm_canonical"].covering(6) == pytest.approx(0.5, abs=1e-3)
@@ -247,7 +247,7 @@ def test_cards_are_found_and_survive_attacks(family, tmp_path):
     (library / "junk.json").write_text('{"fathom_card": 1, "sketches": {"z_last": "zz"}}')
     found = commands.search(tmp_path / "query.json", library).data["found"]
     assert found[0]["name"].endswith("base") and found[0]["cosine"] > 0.4 and abs(found[1]["cosine"]) < 0.2
-    exact = [huref.quantised(cards.sketches(open_model(family / name))["z_last"]) for name in ("child", "hidden")]
+    exact = [huref.quantised(cards.sketches(open_weights(family / name))["z_last"]) for name in ("child", "hidden")]
     assert huref.sketch_cosine(*exact) > 0.9999
     drawn = [
         commands.portrait(str(family / "base"), tmp_path / "1.png"),
@@ -258,7 +258,7 @@ def test_cards_are_found_and_survive_attacks(family, tmp_path):
 
 def test_sketch_estimates_the_exact_cosine(family):
     """z against the terms it is a sketch of: error about 1/√512."""
-    opened = {name: open_model(family / name) for name in ("base", "child", "stranger")}
+    opened = {name: open_weights(family / name) for name in ("base", "child", "stranger")}
     z, exact = {}, {}
     for name, weights in opened.items():
         _, rows = cards.anchor_rows(weights)
@@ -312,6 +312,6 @@ def test_attacked_family_member_computes_the_same(family):
 
 def test_tampering_is_suspected_only_above_what_unrelated_models_reach(family, tmp_path):
     assert commands.attack(str(family / "base"), tmp_path / "gain", ["gain"]).exit_code == 0
-    pair = measure(open_model(family / "base"), open_model(tmp_path / "gain"), Options())
+    pair = measure(open_weights(family / "base"), open_weights(tmp_path / "gain"), Options())
     assert any("re-gauging" in sign for sign in _tampering(pair, {}))
     assert not any("re-gauging" in sign for sign in _tampering(pair, {"awm_canonical": 1.1}))

@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fathom.checkpoints.origin import LocalOrigin, Refused
 from fathom.lineage import vocabulary as v
-from fathom.lineage.weights import open_model
+from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, save, write_tokenizer
 
 COMMON = dict(
@@ -74,7 +74,7 @@ def normed(rows, gain, eps):
 def test_roles_are_what_the_live_module_computes(name, tmp_path):
     dtype = torch.float32 if name in {"mixtral", "qwen3_moe"} else torch.float64  # experts want float32
     model = build(LAYOUTS[name](), 3, dtype)
-    weights = open_model(save(model, tmp_path))
+    weights = open_weights(save(model, tmp_path))
     g = weights.geometry
     for layer, found in enumerate(spied(model)):
         x = found["x"][0]
@@ -108,7 +108,7 @@ def test_roles_are_what_the_live_module_computes(name, tmp_path):
 def test_falcon_interleavings(changes, kv_heads, tmp_path):
     common = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=96, alibi=False, bias=False)
     model = build(tf.FalconConfig(**common, **changes), 5)
-    weights = open_model(save(model, tmp_path))
+    weights = open_weights(save(model, tmp_path))
     assert weights.geometry.kv_heads == kv_heads
     x, attention = torch.randn(3, 32, dtype=torch.float64), model.transformer.h[0].self_attention
     with torch.no_grad():
@@ -133,7 +133,7 @@ def test_latent_attention_is_composed(tmp_path):
         topk_group=1,
     )
     model = build(config, 9)
-    weights = open_model(save(model, tmp_path))
+    weights = open_weights(save(model, tmp_path))
     for layer, found in enumerate(spied(model)):
         x, attention = found["x"][0], model.model.layers[layer].self_attn
         rms_q = attention.q_a_proj(x).pow(2).mean(-1, keepdim=True).sqrt()
@@ -150,13 +150,13 @@ def test_latent_attention_is_composed(tmp_path):
 
 
 def test_prefixed_multimodal_and_nested_config(tmp_path, models):
-    plain = open_model(models())
+    plain = open_weights(models())
     tensors = {f"language_model.{k}": v for k, v in load_file(models() / "model.safetensors").items()}
     tensors["vision_tower.layers.0.self_attn.q_proj.weight"] = torch.ones(4, 4)
     save_file(tensors, tmp_path / "model.safetensors")
     config = json.loads((models() / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llava", "text_config": config}))
-    prefixed = open_model(tmp_path)
+    prefixed = open_weights(tmp_path)
     assert np.array_equal(prefixed.tensor("q", 1), plain.tensor("q", 1))
     assert np.array_equal(prefixed.tensor("head"), plain.tensor("head"))
 
@@ -176,7 +176,7 @@ def test_ambiguity_is_an_error_that_names_tensors(tmp_path, models):
         tensors["model.layers.1.self_attn.qkv_proj.weight"] = torch.ones(128, 64)
 
     with pytest.raises(Refused, match=r"attention of model\.layers\.1 is ambiguous.*q_proj.*qkv_proj"):
-        open_model(edited(tmp_path, models, twice))
+        open_weights(edited(tmp_path, models, twice))
 
 
 @pytest.mark.parametrize(
@@ -194,10 +194,10 @@ def test_ambiguity_is_an_error_that_names_tensors(tmp_path, models):
 def test_what_does_not_fit_is_refused(tmp_path, models, change, config, reason):
     path = edited(tmp_path, models, change, config)
     if reason is None:
-        open_model(path)
+        open_weights(path)
     else:
         with pytest.raises(Refused, match=reason):
-            open_model(path)
+            open_weights(path)
 
 
 def test_unknown_interleaving_is_not_guessed(tmp_path):
@@ -206,26 +206,26 @@ def test_unknown_interleaving_is_not_guessed(tmp_path):
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, "model_type": "somebody_elses"}))
     with pytest.raises(Refused, match="interleaved in three ways"):
-        open_model(path)
+        open_weights(path)
 
 
 def test_extra_tensors_are_listed_and_unused(tmp_path, models):
     def mixers(tensors):
         tensors["model.layers.0.self_attn.mixer.weight"] = torch.ones(3)
 
-    weights = open_model(edited(tmp_path, models, mixers))
+    weights = open_weights(edited(tmp_path, models, mixers))
     assert weights.extra_tensors == ("model.layers.0.self_attn.mixer.weight",)
 
 
 def test_gains_are_what_they_multiply_by(tmp_path):
     model = build(LAYOUTS["gemma2"](), 3)
-    weights = open_model(save(model, tmp_path))
+    weights = open_weights(save(model, tmp_path))
     stored = model.model.layers[0].input_layernorm.weight.detach().numpy()
     assert np.array_equal(weights.tensor("attn_norm", 0), stored + 1)
 
 
 def test_rows_read_only_what_was_asked_for(models):
-    weights = open_model(models())
+    weights = open_weights(models())
     before = weights.origin.bytes_read
     rows = weights.tensor("embed", rows=np.array([3, 4, 90]))
     assert weights.origin.bytes_read - before == 3 * 64 * 8
@@ -234,7 +234,7 @@ def test_rows_read_only_what_was_asked_for(models):
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_lora_adapter_on_its_base(tmp_path, models, rslora):
-    base = open_model(models())
+    base = open_weights(models())
     draw = torch.Generator().manual_seed(1)
     a = torch.randn(4, 64, generator=draw, dtype=torch.float64)
     b = torch.randn(64, 4, generator=draw, dtype=torch.float64)
@@ -243,14 +243,14 @@ def test_lora_adapter_on_its_base(tmp_path, models, rslora):
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "use_rslora": rslora}
     config["base_model_name_or_path"] = str(models())
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
-    adapted = open_model(tmp_path)
+    adapted = open_weights(tmp_path)
     want = base.tensor("q", 1) + (8 / (2 if rslora else 4)) * (b @ a).numpy()
     assert np.allclose(adapted.tensor("q", 1), want)
     assert np.allclose(adapted.tensor("q", 1, slice(3, 9)), want[3:9])
     assert np.array_equal(adapted.tensor("q", 0), base.tensor("q", 0))
     (tmp_path / "adapter_config.json").write_text(json.dumps({**config, "use_dora": True}))
     with pytest.raises(Refused, match="only plain LoRA"):
-        open_model(tmp_path)
+        open_weights(tmp_path)
 
 
 def gguf(path, metadata, tensors):
@@ -283,7 +283,7 @@ def gguf(path, metadata, tensors):
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_gguf(tmp_path, models, kind):
-    plain = open_model(models(kind))
+    plain = open_weights(models(kind))
     g = plain.geometry
     meta = {
         "general.architecture": kind,
@@ -312,18 +312,18 @@ def test_gguf(tmp_path, models, kind):
     codes = np.rint(q8 / scale[:, None].astype(np.float32)).astype(np.int8)
     packed = b"".join(s.tobytes() + c.tobytes() for s, c in zip(scale, codes, strict=True))
     tensors["blk.0.ffn_up.weight"] = (8, (160, 64), packed)
-    found = open_model(gguf(tmp_path / "m.gguf", meta, tensors))
+    found = open_weights(gguf(tmp_path / "m.gguf", meta, tensors))
     for role in ("q", "k", "v", "down"):
         assert np.allclose(found.tensor(role, 1), plain.tensor(role, 1), atol=1e-6), role
     assert np.allclose(found.tensor("up", 0), plain.tensor("up", 0), atol=2e-3)
     assert found.vocabulary()[b" w7"] == 7
     tensors["blk.0.ffn_up.weight"] = (12, (160, 64), packed)
     with pytest.raises(Refused, match="number type 12"):
-        open_model(gguf(tmp_path / "k.gguf", meta, tensors))
+        open_weights(gguf(tmp_path / "k.gguf", meta, tensors))
     damaged = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(damaged[:300])
     with pytest.raises(Refused):
-        open_model(tmp_path / "cut.gguf")
+        open_weights(tmp_path / "cut.gguf")
 
 
 def raw(value):
@@ -364,4 +364,4 @@ def test_damaged_gguf_headers_are_read_or_refused(tmp_path):
             damaged[at] = draw.integers(0, 256)
         (tmp_path / "bad.gguf").write_bytes(damaged[: draw.choice([len(good), draw.integers(1, len(good))])])
         with pytest.raises(Refused):  # the good one lacks layers, so that every outcome is a refusal
-            open_model(tmp_path / "bad.gguf")
+            open_weights(tmp_path / "bad.gguf")

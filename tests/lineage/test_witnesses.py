@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import awm, evidence
 from fathom.lineage.comparison import Comparison, Options, compare
-from fathom.lineage.weights import open_model
+from fathom.lineage.weights import open_weights
 
 FOUND = {evidence.SHARED, evidence.INITIALISATION, evidence.PARTIAL}
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
@@ -29,7 +29,7 @@ def edited(source: Path, target: Path, **settings: object) -> dict[str, Array]:
 
 
 def said(a: Path, b: Path, *controls: Path, **options: object) -> Comparison:
-    return compare(open_model(a), open_model(b), controls, None, Options(extras=False, **options))  # type: ignore[arg-type]
+    return compare(open_weights(a), open_weights(b), controls, None, Options(extras=False, **options))  # type: ignore[arg-type]
 
 
 def named(found: Comparison) -> set[str]:
@@ -178,7 +178,7 @@ def disguised(models, tmp_path_factory):
     from fathom.lineage.attacks import attack
 
     out = tmp_path_factory.mktemp("disguised") / "model"
-    attack(open_model(models(seed=40)), ("permute", "gain", "plane", "head", "neuron"), out, seed=1, dtype="float64")
+    attack(open_weights(models(seed=40)), ("permute", "gain", "plane", "head", "neuron"), out, seed=1, dtype="float64")
     shards = {name: value for path in sorted(out.glob("*.safetensors")) for name, value in load_file(path).items()}
     single = out.parent / "single"
     single.mkdir()

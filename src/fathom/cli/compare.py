@@ -45,7 +45,7 @@ def run(options: Namespace) -> int:
     """Plan, run what is missing, and print; an existing comparison's directory in place of a recipe goes on with it."""
     from fathom.comparison.page import tables
     from fathom.comparison.plan import Plan, check, make_plan
-    from fathom.comparison.work import compare, refuse_torchrun, rewrite_report
+    from fathom.comparison.work import carry_out, refuse_torchrun, rewrite_report
 
     refuse_torchrun()
     retry = options.retry_failed
@@ -67,7 +67,7 @@ def run(options: Namespace) -> int:
     if options.report:
         report = rewrite_report(plan, out)
     else:
-        report = compare(plan, out, options.workers, options.threads, options.json, retry)
+        report = carry_out(plan, out, options.workers, options.threads, options.json, retry)
     if options.json:
         print((out / REPORT).read_text(encoding="utf-8"), end="")
     else:

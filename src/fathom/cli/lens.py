@@ -28,7 +28,7 @@ def add(parser: Parser) -> None:
 def run(options: Namespace) -> int:
     """Look, write the page, say where it is."""
     from fathom.checkpoints.open import open_checkpoint
-    from fathom.lens.look import LensData, lens_data, same_tokenizer
+    from fathom.lens.look import LensData, look, same_tokenizer
     from fathom.lens.page import lens_page
 
     if (options.text is None) == (options.file is None):
@@ -46,7 +46,7 @@ def run(options: Namespace) -> int:
         first = first or tokenizer
         visits = sum(map(len, model.model.plan))
         with ProgressBar(f"looking through {_name(path)}", visits) as bar:
-            looked.append(lens_data(model, tokenizer, text, options.top, options.max_tokens, _name(path), bar.update))
+            looked.append(look(model, tokenizer, text, options.top, options.max_tokens, _name(path), bar.update))
     if len({len(data.tokens) for data in looked}) > 1:  # the contexts differ
         shortest = min(len(data.tokens) for data in looked)
         raise UsageError(f"one of the models holds {shortest} tokens only; give --max-tokens {shortest}")

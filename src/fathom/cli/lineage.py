@@ -20,7 +20,7 @@ from fathom.lineage import attacks, cards, commitments, comparison, huref, page,
 from fathom.lineage.comparison import Options, measure, structure_class, write_null
 from fathom.lineage.evidence import probability
 from fathom.lineage.portrait import CAPTION, pixel_hash, pixels, png, sketch_hash, words
-from fathom.lineage.weights import open_model
+from fathom.lineage.weights import open_weights
 from fathom.report import html
 from fathom.report.files import write_json
 
@@ -124,7 +124,7 @@ def compare(
 
     options = Options(mode=mode, layers=layers, align=tuple(align), reorder=reorder, seed=seed)
     with _status(quiet) as say:
-        models = [open_model(where, adapter_base, max_bytes) for where in (a, b)]
+        models = [open_weights(where, adapter_base, max_bytes) for where in (a, b)]
         found = comparison.compare(models[0], models[1], control, null, options, say)
         found.given = comparison.Given(null, adapter_base, max_bytes)
         if out is not None:
@@ -193,7 +193,7 @@ def _sketch(where: str) -> tuple[Any, str]:
     if path.is_file() and path.suffix in {".json", ".card"}:
         body = cards.read_card(path)
         return cards.sketch_of(body), path.stem
-    weights = open_model(where)
+    weights = open_weights(where)
     return huref.quantised(cards.sketches(weights)["z_last"]), where
 
 
@@ -206,7 +206,7 @@ def card(a: str, out: Path, all_layers: bool = False) -> Result:
         all_layers: Add the sketch over all layers, which reads most of the model and searches better.
     """
 
-    body = cards.card(open_model(a), all_layers)
+    body = cards.card(open_weights(a), all_layers)
     write_json(out, body)
     note = "\nfew anchor strings: compare with care" if body["low_coverage"] else ""
     return Result(0, f"{out}\n{' '.join(body['words'])}{note}", body)
@@ -243,7 +243,7 @@ def attack(a: str, out: Path, kind: Sequence[str], seed: int = 0, dtype: str = "
 
     if out.exists():
         raise Refused(f"{out} exists already")
-    attacks.attack(open_model(a), list(kind), out, seed, dtype)
+    attacks.attack(open_weights(a), list(kind), out, seed, dtype)
     return Result(0, f"{out}: {', '.join(kind)}", {"out": str(out), "kinds": list(kind), "seed": seed})
 
 
@@ -259,7 +259,7 @@ def commit(a: str, out: Path, blind: bool = False, key_out: Path | None = None) 
 
     if blind and key_out is None:
         raise Refused("a blinded commitment needs --key-out: without its key it can never be opened")
-    body, key = commitments.commit(open_model(a), blind)
+    body, key = commitments.commit(open_weights(a), blind)
     write_json(out, body)
     if key is not None and key_out is not None:
         key_out.touch(mode=0o600)
@@ -284,7 +284,7 @@ def verify(statement: Path, a: str | None = None, key: Path | None = None) -> Re
     elif a is None:
         raise Refused("a commitment is checked against a model: name it")
     else:
-        done = commitments.verify(open_model(a), body, key.read_text().strip() if key else None)
+        done = commitments.verify(open_weights(a), body, key.read_text().strip() if key else None)
     lines = ["holds" if done.holds else "does not hold", *(f"- {line}" for line in done.findings)]
     lines += [f"not recomputed: {what}" for what in done.not_recomputed]
     return Result(0 if done.holds else 1, "\n".join(lines), vars(done))
@@ -303,7 +303,7 @@ def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 
 
     if len(models) < 2:
         raise Refused("a null needs at least two unrelated models")
-    opened = [open_model(where) for where in models]
+    opened = [open_weights(where) for where in models]
     groups: dict[str, list[comparison.Pair]] = {}
     with _status(quiet) as say:
         for i, first in enumerate(opened):

@@ -29,7 +29,7 @@ def run(options: Namespace) -> int:
     """Print the table."""
     from rich.console import Console
 
-    from fathom.comparison.costs import mechanism_rows, mechanism_table, vanilla_row
+    from fathom.comparison.catalogue import mechanism_rows, mechanism_table, vanilla_row
     from fathom.models import FathomConfig
 
     config = _model_config(options.config, FathomConfig)

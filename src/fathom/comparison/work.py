@@ -92,7 +92,7 @@ class Watch:
         """Nothing is held open."""
 
 
-def compare_arms(
+def compare(
     recipe: Recipe,
     arms: str,
     out: str | Path,
@@ -116,10 +116,10 @@ def compare_arms(
         threads: CPU threads of each; one if there are several workers, else torch's choice.
     """
     out = Path(out)
-    return compare(make_plan(recipe, arms, seeds, equal, pairs, out), out, workers, threads)
+    return carry_out(make_plan(recipe, arms, seeds, equal, pairs, out), out, workers, threads)
 
 
-def compare(
+def carry_out(
     plan: Plan,
     out: str | Path,
     workers: int = 1,

@@ -10,7 +10,7 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from transformers.cli.serving.utils import GenerateManager
 
 from fathom.inference.server import ApiError, ServeError
-from fathom.lens.look import LensError, lens_data
+from fathom.lens.look import LensError, look
 from fathom.lens.page import lens_page, pack
 from fathom.models import FathomForCausalLM
 
@@ -23,13 +23,13 @@ def add_lens(app: FastAPI, model: Any, tokenizer: Any, name: str, worker: Genera
     if not isinstance(model, FathomForCausalLM):
         raise ServeError(f"--lens looks into Fathom's decoder; this is a {type(model).__name__}")
 
-    async def look(text: str) -> Any:
+    async def looked(text: str) -> Any:
         # Shielded: the thread cannot be stopped, and would find nobody to give its result to.
-        return await asyncio.shield(worker.async_submit(lens_data, model, tokenizer, text, name=name))
+        return await asyncio.shield(worker.async_submit(look, model, tokenizer, text, name=name))
 
     @app.get("/lens")
     async def page() -> HTMLResponse:
-        return HTMLResponse(lens_page(await look(TEXT), live_endpoint="/lens/data"))
+        return HTMLResponse(lens_page(await looked(TEXT), live_endpoint="/lens/data"))
 
     @app.post("/lens/data")
     async def data(body: dict) -> JSONResponse:
@@ -37,6 +37,6 @@ def add_lens(app: FastAPI, model: Any, tokenizer: Any, name: str, worker: Genera
         if not isinstance(text, str):
             raise ApiError(400, "text: must be a string", param="text")
         try:
-            return JSONResponse(pack(await look(text)))
+            return JSONResponse(pack(await looked(text)))
         except (LensError, UnicodeError) as error:
             raise ApiError(400, " ".join(str(error).split()), param="text") from error

@@ -201,7 +201,7 @@ def same_tokenizer(one: Any, other: Any, text: str) -> bool:
 
 
 @torch.no_grad()
-def lens_data(
+def look(
     model: FathomForCausalLM,
     tokenizer: Any,
     text: str,

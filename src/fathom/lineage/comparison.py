@@ -20,7 +20,7 @@ from fathom.checkpoints.origin import Refused, parse_json
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import awm, canonical, evidence, huref, vocabulary
 from fathom.lineage.evidence import Findings, Test, Verdict
-from fathom.lineage.weights import Weights, open_model
+from fathom.lineage.weights import Weights, open_weights
 from fathom.report.files import write_json
 from fathom.report.statistics import holm
 
@@ -476,7 +476,7 @@ def compare(
     pair = measure(a, b, options, progress)
     measured: list[tuple[str, list[Pair]]] = []
     for where in controls:
-        other = where if isinstance(where, Weights) else open_model(where)
+        other = where if isinstance(where, Weights) else open_weights(where)
         name = other.name
         measured.append(
             (name, [measure(w, other, options, lambda at, n=name: progress(f"control {n}: {at}")) for w in (a, b)])  # type: ignore[misc]

@@ -14,7 +14,7 @@ from fathom.lineage import comparison, huref, page, report
 from fathom.lineage.cards import sketch_of
 from fathom.lineage.commitments import SAME_SKETCH, Verification
 from fathom.lineage.comparison import Given, Options
-from fathom.lineage.weights import Weights, open_model
+from fathom.lineage.weights import Weights, open_weights
 
 SCORE, DRIFT = 1e-3, 0.05  # how far scores and statistics, and the drift, may be apart
 P, PRINTED_P = 0.01, 0.1  # and logarithms of p: as a number, and as printed in a sentence with two digits
@@ -48,7 +48,7 @@ def _opened(item: dict[str, Any], given: Given) -> Weights:
     """A model under the name that the report gives it, a repository's at the commit that the report gives it."""
     name, revision = str(item.get("origin", item.get("model"))), item["revision"]
     where = name if revision is None else f"{name.partition('@')[0]}@{revision}"
-    return replace(open_model(where, given.adapter_base, given.max_bytes), name=name)
+    return replace(open_weights(where, given.adapter_base, given.max_bytes), name=name)
 
 
 def _models(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:

@@ -1,6 +1,6 @@
 """A model's weights by role and layer, read from disk or over the network one tensor at a time.
 
-    weights = open_model("org/name@revision")
+    weights = open_weights("org/name@revision")
     weights.tensor("q", layer=3, rows=slice(0, 128))    # float32 [128, width]
 
 Nothing is kept: the caller holds the tensors it asked for and no others.
@@ -201,7 +201,7 @@ def _select(ranges: Ranges | None, rows: slice | Array, total: int) -> list[tupl
     return [(int(run[0]), int(run[-1]) + 1) for run in np.split(chosen, breaks)]
 
 
-def open_model(where: str | Path, base: str | Path | None = None, max_bytes: int | None = None) -> Weights:
+def open_weights(where: str | Path, base: str | Path | None = None, max_bytes: int | None = None) -> Weights:
     """Open a checkpoint; only headers, config and (on demand) the tokenizer are read.
 
     Args:
@@ -230,7 +230,7 @@ def _open_adapter(where: str, origin: Origin, base: str | Path | None, max_bytes
     named = base or config.get("base_model_name_or_path")
     if not isinstance(named, str | Path):
         raise Refused(f"{where}: an adapter that names no base model; give it with --adapter-base")
-    below = open_model(named, max_bytes=max_bytes)
+    below = open_weights(named, max_bytes=max_bytes)
     if not origin.exists(ADAPTER_WEIGHTS):
         raise Refused(f"{where}: no {ADAPTER_WEIGHTS} (pickled adapters are never opened)")
     adapter = SafetensorsStore(origin, [ADAPTER_WEIGHTS])

@@ -6,7 +6,7 @@ import json
 from rich.console import Console
 
 from fathom.cli.main import main
-from fathom.comparison.costs import mechanism_rows, mechanism_table, with_mechanism
+from fathom.comparison.catalogue import mechanism_rows, mechanism_table, with_mechanism
 from fathom.models.registry import MECHANISMS
 from tests.models.cases import CASES, config_of
 from tests.models.test_cost import paper_config

@@ -1,4 +1,4 @@
-"""The table of everything registered: what each mechanism would add to a given model."""
+"""The table of `fathom mechanisms`: all that is registered, and what each would add to a model by `models/cost.py`."""
 
 from __future__ import annotations
 
