@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,31 @@ STRANGERS = {
     "lineage": {"kernels", "kvcache", "data", "recipe", "corpus", "training", "evaluation", "inference", "lens"},
 }
 """Rooms above that a room must not know all the same."""
+COMPUTING = "models kernels kvcache checkpoints training evaluation inference lens comparison ladder"
+FOREIGN = {
+    "torch": f"{COMPUTING} data.batches report.provenance",
+    "transformers": "models kvcache checkpoints data.tokenizer training evaluation inference lens.live cli.export",
+    "triton": "kernels",
+    "numpy": "report checkpoints data corpus training evaluation lens lineage ladder cli.lineage",
+    "scipy": "report.statistics corpus lineage ladder",
+    "huggingface_hub": "models checkpoints recipe",
+    "safetensors": "models.published lineage.attacks",
+    "tokenizers": "data evaluation.perplexity",
+    "yaml": "checkpoints.runs recipe corpus comparison.page ladder.page",
+    "jinja2": "report.templates inference.server",
+    "markupsafe": "report evaluation.caches.page comparison.page ladder.page",
+    "filelock": "report.files",
+    "rich": "report training.tracking evaluation comparison ladder cli",
+    # Of the extras.
+    "datasets": "evaluation.tasks",
+    "lm_eval": "evaluation",
+    "peft": "kvcache.lora training.build training.kvcache",
+    "gguf": "checkpoints.to_gguf",
+    "fastapi": "inference lens.live",
+    **dict.fromkeys(("starlette", "pydantic", "uvicorn", "h11", "psutil"), "inference"),
+    **dict.fromkeys(("wandb", "trackio"), "training.tracking"),
+}
+"""The rooms, or the files in them, that may import what is other people's; nobody imports what is not listed."""
 INSIDE_FUNCTIONS = {
     ("fathom.recipe", "_config", "fathom.models.configuration"): "a recipe is read without torch, a configuration not",
     ("fathom.recipe", "_config", "fathom.checkpoints.runs"): "as above: a model block that goes on from a run's",
@@ -67,24 +93,50 @@ def room_of(module: str) -> str:
     return [*module.split("."), "fathom"][1]
 
 
-def imports(root: Path) -> list[Import]:
-    """All imports of our own in a source tree."""
-    return [found for path in sorted(root.rglob("*.py")) for found in of_file(root, path)]
+def imports(root: Path, ours: bool = True) -> list[Import]:
+    """All imports in a source tree of our own, or of what is other people's."""
+    every = [found for path in sorted(root.rglob("*.py")) for found in of_file(root, path)]
+    return [one for one in every if (one.target.split(".")[0] == root.name) == ours]
 
 
 def of_file(root: Path, path: Path) -> Iterator[Import]:
-    parts = [root.name, *path.relative_to(root).with_suffix("").parts]
-    package = parts[:-1]
-    module = ".".join(parts if parts[-1] != "__init__" else package)
-    tree = ast.parse(path.read_text(encoding="utf-8"))
-    for node, function, first in statements(tree):
-        for target, name in targets(node, package):
-            if target.split(".")[0] != root.name:
-                continue
-            inner = f"{target}.{name}" if name else target
-            place = root.joinpath(*inner.split(".")[1:])
-            is_module = place.with_suffix(".py").exists() or (place / "__init__.py").exists()
-            yield Import(module, inner if is_module else target, "" if is_module else name, function, first)
+    parts = (root.name, *path.relative_to(root).with_suffix("").parts)
+    module = ".".join(parts if parts[-1] != "__init__" else parts[:-1])
+    for target, name, function, first in read(path.read_text(encoding="utf-8"), parts[:-1]):
+        inner = f"{target}.{name}" if name else target
+        place = root.joinpath(*inner.split(".")[1:])
+        is_module = inner.startswith("fathom.") and (
+            place.with_suffix(".py").exists() or (place / "__init__.py").exists()
+        )
+        yield Import(module, inner if is_module else target, "" if is_module else name, function, first)
+
+
+@cache
+def read(source: str, package: tuple[str, ...]) -> list[tuple[str, str, str, bool]]:
+    """(module, name, function, first) of all that a file imports, and of what it touches inside those by `._name`."""
+    tree = ast.parse(source)
+    every = [
+        (target, name, function, first)
+        for node, function, first in statements(tree)
+        for target, name in targets(node, package)
+    ]
+    return every + [(target, name, "", True) for target, name in touched(tree, package)]
+
+
+def touched(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[str, str]]:
+    """(module, name) of `module._name` and `Class._name`, where the module or the class was imported."""
+    bound = {}
+    for node in ast.walk(tree):
+        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+            (module, _), *_ = targets(node, package)
+            bound[alias.asname or alias.name] = f"{module}.{alias.name}"
+        for alias in node.names if isinstance(node, ast.Import) else ():
+            bound[alias.asname or alias.name] = alias.name
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
+            owner = ast.unparse(node.value)
+            if owner in bound:
+                yield bound[owner], node.attr
 
 
 def statements(tree: ast.Module) -> Iterator[tuple[ast.AST, str, bool]]:
@@ -124,15 +176,15 @@ def _calls(statement: ast.stmt) -> bool:
     return any(isinstance(inner, ast.Call) for one in done for inner in ast.walk(one))
 
 
-def targets(node: ast.AST, package: list[str]) -> Iterator[tuple[str, str]]:
+def targets(node: ast.AST, package: tuple[str, ...]) -> Iterator[tuple[str, str]]:
     """(module, name) of an import statement or of a call that imports; a name that is computed counts as `fathom.?`."""
     if isinstance(node, ast.Import):
         yield from ((alias.name, "") for alias in node.names)
     elif isinstance(node, ast.ImportFrom):
-        base = package[: len(package) - node.level + 1] if node.level else []
+        base = package[: len(package) - node.level + 1] if node.level else ()
         module = ".".join([*base, *([node.module] if node.module else [])])
         yield from ((module, alias.name) for alias in node.names)
-    elif isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] in IMPORTERS:
+    elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")) in IMPORTERS:
         given = [*node.args, *(word.value for word in node.keywords if word.arg == "name")]
         text = given[0] if given else None
         named = isinstance(text, ast.Constant) and isinstance(text.value, str)
@@ -187,7 +239,7 @@ def hidden(found: list[Import]) -> list[str]:
 
 
 def private(found: list[Import]) -> list[str]:
-    """Names with an underscore that are taken from another room."""
+    """Names with an underscore that are taken from another room, or touched there."""
     return [
         f"{one.file} takes {one.target}.{one.name}"
         for one in found
@@ -195,12 +247,29 @@ def private(found: list[Import]) -> list[str]:
     ]
 
 
-CHECKS = {"climbs": climbs, "circles": circles, "hidden": hidden, "private": private}
+def foreign(found: list[Import]) -> list[str]:
+    """Packages of other people's where they do not belong."""
+    wrong = []
+    for one in found:
+        package, place = one.target.split(".")[0], one.file.removeprefix("fathom.")
+        homes = FOREIGN.get(package, "").split()
+        home = any(f"{place}.".startswith(f"{home}.") for home in homes)
+        if not home and package not in sys.stdlib_module_names:
+            wrong.append(f"{one.file} imports {package}")
+    return wrong
+
+
+CHECKS = {"climbs": climbs, "circles": circles, "hidden": hidden, "private": private, "foreign": foreign}
+
+
+def complaints(check: str, root: Path) -> set[str]:
+    """What one of the checks says of a source tree."""
+    return set(map(str, CHECKS[check](imports(root, ours=check != "foreign"))))
 
 
 @pytest.mark.parametrize("check", CHECKS)
 def test_boundaries(check):
-    assert not CHECKS[check](imports(ROOT))
+    assert not complaints(check, ROOT)
 
 
 def test_reasons_are_few_and_used():
@@ -233,6 +302,14 @@ def test_reasons_are_few_and_used():
         ("data/planted.py", "from importlib import import_module\nimport_module(somewhere)", "climbs"),
         ("data/planted.py", "import pkgutil\npkgutil.resolve_name('fathom.training.loop')", "climbs"),
         ("training/planted.py", "from fathom.data.shards import _shard", "private"),
+        ("lineage/planted.py", "import torch", "foreign"),
+        ("data/planted.py", "def f():\n    from transformers import AutoTokenizer", "foreign"),
+        ("report/planted.py", "import yaml", "foreign"),
+        ("training/planted.py", "import requests", "foreign"),
+        ("training/planted.py", "from fathom.data import shards\nshards._seal({})", "private"),
+        ("training/planted.py", "import fathom.data.shards as s\n\ndef f():\n    return s._seal", "private"),
+        ("training/planted.py", "import fathom.data.shards\nfathom.data.shards._seal({})", "private"),
+        ("training/planted.py", "from fathom.data.shards import TokenDataset\nTokenDataset._open()", "private"),
     ],
 )
 def test_the_checks_can_see(tmp_path, file, text, check):
@@ -240,9 +317,9 @@ def test_the_checks_can_see(tmp_path, file, text, check):
     tree = tmp_path / "fathom"
     shutil.copytree(ROOT, tree, ignore=lambda _, names: [n for n in names if "." in n and not n.endswith(".py")])
     (tree / "report" / "planted2.py").write_text("from .planted import f\n\ndef g(): ...\n")
-    before = CHECKS[check](imports(tree))
+    before = complaints(check, tree)
     (tree / file).write_text(text)
-    assert set(map(str, CHECKS[check](imports(tree)))) - set(map(str, before))
+    assert complaints(check, tree) - before
 
 
 def test_hints_do_not_count(tmp_path):
