@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,8 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom.recipe import (
+    Data,
+    KVCache,
+    Optim,
     Recipe,
     RecipeError,
+    Track,
+    Train,
     allowed,
     convert,
     describe,
@@ -68,6 +74,32 @@ def test_errors(override: str, message: str) -> None:
         parse_recipe({}, [override])
     assert str(caught.value) == message
 
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: Recipe(optim=Optim(lr=-1.0)), "optim.lr=-1.0: allowed: a positive number"),
+        (lambda: Optim(lr=float("nan")), "optim.lr=nan: allowed: a finite number"),
+        (lambda: Optim(lr=float("inf")), "optim.lr=inf: allowed: a finite number"),
+        (lambda: Optim(betas=(0.9, float("nan"))), "optim.betas=[0.9, nan]: allowed: a finite number"),
+        (lambda: Optim(lr="fast"), "optim.lr=fast: allowed: a number"),  # type: ignore[arg-type]
+        (lambda: Train(steps=0), "train.steps=0: allowed: 1 or more"),
+        (lambda: Track(peak_flops=-1.0), "track.peak_flops=-1.0: allowed: a positive number, or null"),
+        (lambda: KVCache(method="freqkv"), "kvcache.window=null: kvcache.method=freqkv needs it"),
+        (lambda: Recipe(data=Data(sequence_length=7)), "train.tokens_per_step=524288: allowed: a multiple of"),
+        (lambda: Recipe(optim={"lr": 1}), "optim={'lr': 1}: expected keys: name, lr"),  # type: ignore[arg-type]
+        (lambda: dataclasses.replace(Recipe(), model=[1]), "model=[1]: expected the keys of a config.json"),
+    ],
+)
+def test_what_is_built_in_python_is_checked_too(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        make()
+    assert str(caught.value).startswith(message)
+
+
+def test_values_built_in_python_become_what_their_types_say() -> None:
+    assert Optim(lr=1, betas=[0.5, 0.9]) == Optim(lr=1.0, betas=(0.5, 0.9))  # type: ignore[arg-type]
+    assert type(Optim(lr=1).lr) is float
 
 @pytest.mark.parametrize(
     ("override", "words"),

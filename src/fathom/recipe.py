@@ -1,7 +1,8 @@
 """Recipes: a whole run as data. Dataclasses are the schema, the docstring under a field is its help, YAML gives values.
 
 A recipe file may name another as `base`; its own keys win, and dotted `key=value` overrides win over both.
-Whatever is wrong is found here, before anything is loaded, and said in one line: the key, the value, what is allowed.
+Every section checks itself as it is made, from YAML or in Python, before anything is loaded; what is wrong is said in
+one line: the key, the value, what is allowed.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import dataclasses
 import difflib
 import inspect
 import itertools
+import math
 import re
 import types
 import typing
@@ -32,8 +34,29 @@ class RecipeError(FathomError, ValueError):
     """A recipe that cannot be run; the message is one line for its author."""
 
 
+Rule = tuple[bool, str, str]
+"""Whether it holds, the key, and what is allowed."""
+
+
+class Section:
+    """A part of a recipe: its values become what their types say, and its rules hold, or it is not made."""
+
+    def __post_init__(self) -> None:
+        name = next(name for name, section in SECTIONS.items() if section is type(self))
+        for key, hint in typing.get_type_hints(type(self)).items():
+            value = _convert(f"{name}.{key}", hint, getattr(self, key))
+            object.__setattr__(self, key, value)
+            _require(_finite(value), f"{name}.{key}", value, "allowed: a finite number")
+        for holds, key, words in self.rules():
+            _require(holds, f"{name}.{key}", getattr(self, key), words)
+
+    def rules(self) -> Iterator[Rule]:
+        """What a type cannot say."""
+        yield from ()
+
+
 @dataclass(frozen=True)
-class Data:
+class Data(Section):
     """What is read, and in which order."""
 
     directory: str = "data"
@@ -49,9 +72,14 @@ class Data:
     other_tokenizer: bool = False
     """let model.from_pretrained go on with tokens of another tokenizer, whose numbers mean other words"""
 
+    def rules(self) -> Iterator[Rule]:
+        """What a type cannot say."""
+        yield self.sequence_length > 1, "sequence_length", "allowed: 2 or more"
+        yield self.seed is None or self.seed >= 0, "seed", "allowed: 0 or more, or null"
+
 
 @dataclass(frozen=True)
-class Optim:
+class Optim(Section):
     """How the weights move."""
 
     name: Literal["adamw", "muon"] = "adamw"
@@ -83,6 +111,23 @@ class Optim:
     only: tuple[str, ...] = ()
     """parameters that train, by name, beginning of a name, or pattern (model.recurrence, *.mlp.*); empty trains all"""
 
+    def rules(self) -> Iterator[Rule]:
+        """What a type cannot say."""
+        yield self.lr > 0, "lr", "allowed: a positive number"
+        yield all(0 <= beta < 1 for beta in self.betas), "betas", "allowed: two numbers in [0, 1)"
+        yield self.eps > 0, "eps", "allowed: a positive number"
+        yield 0 <= self.momentum < 1, "momentum", "allowed: a number in [0, 1)"
+        yield self.weight_decay >= 0, "weight_decay", "allowed: 0 or more"
+        yield self.clip is None or self.clip > 0, "clip", "allowed: a positive number, or null"
+        for key in ("warmup", "decay", "floor"):
+            yield 0 <= getattr(self, key) <= 1, key, "allowed: a share between 0 and 1"
+        for key in ("warmup_steps", "decay_steps"):
+            value = getattr(self, key)
+            yield value is None or value >= 0, key, "allowed: 0 or more, or null"
+        if self.schedule == "wsd" and self.warmup_steps is None and self.decay_steps is None:
+            fits = self.warmup + self.decay <= 1
+            yield fits, "decay", f"allowed: at most 1 - optim.warmup={_show(self.warmup)}"
+
     def rising(self, steps: int) -> int:
         """Steps of warm-up of a run of so many."""
         return round(self.warmup * steps) if self.warmup_steps is None else self.warmup_steps
@@ -93,7 +138,7 @@ class Optim:
 
 
 @dataclass(frozen=True)
-class Train:
+class Train(Section):
     """How long, how large, how safe."""
 
     seed: int = 0
@@ -127,9 +172,18 @@ class Train:
     export: bool = True
     """write a Hugging Face directory at the end of the run"""
 
+    def rules(self) -> Iterator[Rule]:
+        """What a type cannot say."""
+        for key in ("steps", "tokens_per_step", "micro_batch", "max_skipped", "log_every"):
+            yield getattr(self, key) >= 1, key, "allowed: 1 or more"
+        for key in ("checkpoint_every", "keep_last"):
+            yield getattr(self, key) >= 1, key, "allowed: 1 or more"
+        yield self.seed >= 0, "seed", "allowed: 0 or more"
+        yield self.skip_spikes is None or self.skip_spikes > 1, "skip_spikes", "allowed: more than 1, or null"
+
 
 @dataclass(frozen=True)
-class ParallelRecipe:
+class ParallelRecipe(Section):
     """How ranks share the work; ranks come from torchrun."""
 
     name: Literal["auto", "single", "ddp", "fsdp", "hsdp"] = "auto"
@@ -139,9 +193,13 @@ class ParallelRecipe:
     reshard_after_forward: bool = True
     """free a layer's gathered weights after its forward pass: less memory, one more gather"""
 
+    def rules(self) -> Iterator[Rule]:
+        """What a type cannot say."""
+        yield self.shard_size is None or self.shard_size >= 1, "shard_size", "allowed: 1 or more"
+
 
 @dataclass(frozen=True)
-class Evaluate:
+class Evaluate(Section):
     """The look at held-out text during training."""
 
     every: int = 1000
@@ -153,9 +211,16 @@ class Evaluate:
     position_buckets: int = 8
     """equal stretches of the context over which the loss is reported"""
 
+    def rules(self) -> Iterator[Rule]:
+        """What a type cannot say."""
+        yield self.every >= 0, "every", "allowed: 0 or more"
+        yield self.tokens >= 1, "tokens", "allowed: 1 or more"
+        yield self.micro_batch is None or self.micro_batch >= 1, "micro_batch", "allowed: 1 or more"
+        yield self.position_buckets >= 1, "position_buckets", "allowed: 1 or more"
+
 
 @dataclass(frozen=True)
-class Track:
+class Track(Section):
     """Where numbers go. metrics.jsonl in the run directory is always written."""
 
     backends: tuple[str, ...] = ()
@@ -167,9 +232,15 @@ class Track:
     peak_flops: float | None = None
     """peak FLOP/s of one device, for MFU; null knows the common accelerators"""
 
+    def rules(self) -> Iterator[Rule]:
+        """What a type cannot say."""
+        known = set(self.backends) <= {"wandb", "trackio", "tensorboard"}
+        yield known, "backends", "allowed: any of wandb, trackio, tensorboard"
+        yield self.peak_flops is None or self.peak_flops > 0, "peak_flops", "allowed: a positive number, or null"
+
 
 @dataclass(frozen=True)
-class KVCache:
+class KVCache(Section):
     """What attention keeps of the past while the weights are tuned: everything, or a compressed memory."""
 
     method: str = "full"
@@ -182,6 +253,27 @@ class KVCache:
     """share of the window that is left after a compression, sinks included"""
     lora_rank: int | None = None
     """train adapters of attention of this rank, embeddings and norms, merged in the export; null trains every weight"""
+
+    def rules(self) -> Iterator[Rule]:
+        """What a type cannot say."""
+        if self.method == "full":
+            for key in ("window", "lora_rank"):
+                yield getattr(self, key) is None, key, "allowed: null, unless kvcache.method compresses"
+            for key in ("sinks", "ratio"):
+                default = getattr(KVCache, key)
+                yield getattr(self, key) == default, key, f"allowed: {default}, unless kvcache.method compresses"
+            return
+        from fathom.kvcache import NAMES
+
+        yield self.method in NAMES, "method", f"allowed: one of {', '.join(NAMES)}"
+        needs = f"kvcache.method={self.method} needs it; allowed: less than data.sequence_length"
+        yield self.window is not None, "window", needs
+        window = self.window or 0
+        yield window >= 1, "window", "allowed: 1 or more"
+        yield 0 < self.ratio < 1, "ratio", "allowed: a share between 0 and 1"
+        most = int(round(self.ratio * window, 6)) - 1
+        yield 0 <= self.sinks <= most, "sinks", f"allowed: 0 to {most} with this window and ratio"
+        yield self.lora_rank is None or self.lora_rank >= 1, "lora_rank", "allowed: 1 or more, or null"
 
     def schedule(self) -> dict[str, Any]:
         """What an export's config.json says of it, and what builds its cache."""
@@ -208,6 +300,17 @@ class Recipe:
     """where numbers go"""
     kvcache: KVCache = field(default_factory=KVCache)
     """what attention keeps of the past"""
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.model, dict), "model", self.model, "expected the keys of a config.json")
+        for name, section in SECTIONS.items():
+            value = getattr(self, name)
+            keys = ", ".join(typing.get_type_hints(section))
+            _require(isinstance(value, section), name, value, f"expected keys: {keys}")
+        for holds, key, words in _rules(self):
+            if not holds:
+                name, _, field_ = key.partition(".")
+                raise RecipeError(f"{key}={_show(_plain(getattr(getattr(self, name), field_)))}: {words}")
 
     @property
     def rows_per_step(self) -> int:
@@ -304,15 +407,9 @@ def parse_recipe(values: dict[str, Any], overrides: Sequence[str] = ()) -> Recip
     sections = {name: _section(name, values.get(name)) for name in SECTIONS}
     for name in values:
         if name not in SECTIONS and name != "model":
-            raise _unknown(name, ["model", *SECTIONS])
-    model = values.get("model") or {}
-    if not isinstance(model, dict):
-        raise RecipeError(f"model={model}: expected the keys of a config.json")
-    recipe = Recipe(model=model, **sections)
-    for holds, key, allowed in _rules(recipe):
-        if not holds:
-            raise RecipeError(f"{key}={_show(_get(recipe.to_dict(), key))}: {allowed}")
-    return recipe
+            raise _unknown(str(name), ["model", *SECTIONS])
+    model = values.get("model")
+    return Recipe(model={} if model is None else model, **sections)
 
 
 def cache_policy(
@@ -364,84 +461,43 @@ def describe() -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def _rules(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
-    """(holds, key, what is allowed) for everything that a type cannot say."""
-    data, optim, train, evaluate = recipe.data, recipe.optim, recipe.train, recipe.evaluate
-    yield data.sequence_length > 1, "data.sequence_length", "allowed: 2 or more"
+def _require(holds: bool, key: str, value: Any, words: str) -> None:
+    if not holds:
+        raise RecipeError(f"{key}={_show(_plain(value))}: {words}")
+
+
+def _finite(value: Any) -> bool:
+    values = value if isinstance(value, tuple) else (value,)
+    return not any(isinstance(item, float) and not math.isfinite(item) for item in values)
+
+
+def _rules(recipe: Recipe) -> Iterator[Rule]:
+    """What sections ask of one another."""
+    data, train, length = recipe.data, recipe.train, recipe.data.sequence_length
     context = recipe.model.get("max_position_embeddings")
-    fits = not isinstance(context, int) or data.sequence_length <= context
+    fits = not isinstance(context, int) or length <= context
     yield fits, "data.sequence_length", f"allowed: at most model.max_position_embeddings={context}"
-    yield optim.lr > 0, "optim.lr", "allowed: a positive number"
-    yield all(0 <= beta < 1 for beta in optim.betas), "optim.betas", "allowed: two numbers in [0, 1)"
-    yield optim.eps > 0, "optim.eps", "allowed: a positive number"
-    yield 0 <= optim.momentum < 1, "optim.momentum", "allowed: a number in [0, 1)"
-    yield optim.weight_decay >= 0, "optim.weight_decay", "allowed: 0 or more"
-    yield optim.clip is None or optim.clip > 0, "optim.clip", "allowed: a positive number, or null"
-    for key in ("warmup", "decay", "floor"):
-        yield 0 <= getattr(optim, key) <= 1, f"optim.{key}", "allowed: a share between 0 and 1"
-    yield from _schedule_rules(optim, train)
-    for key in ("steps", "micro_batch", "max_skipped", "log_every", "checkpoint_every", "keep_last"):
-        yield getattr(train, key) >= 1, f"train.{key}", "allowed: 1 or more"
-    yield train.seed >= 0, "train.seed", "allowed: 0 or more"
-    yield data.seed is None or data.seed >= 0, "data.seed", "allowed: 0 or more, or null"
-    rows = train.tokens_per_step > 0 and train.tokens_per_step % data.sequence_length == 0
-    yield rows, "train.tokens_per_step", f"allowed: a multiple of data.sequence_length={data.sequence_length}"
-    yield train.skip_spikes is None or train.skip_spikes > 1, "train.skip_spikes", "allowed: more than 1, or null"
-    yield (
-        recipe.parallel.shard_size is None or recipe.parallel.shard_size >= 1,
-        "parallel.shard_size",
-        "allowed: 1 or more",
-    )
-    yield evaluate.every >= 0, "evaluate.every", "allowed: 0 or more"
-    yield evaluate.tokens >= 1, "evaluate.tokens", "allowed: 1 or more"
-    yield evaluate.micro_batch is None or evaluate.micro_batch >= 1, "evaluate.micro_batch", "allowed: 1 or more"
-    buckets = 1 <= evaluate.position_buckets < data.sequence_length
+    yield from _schedule_rules(recipe.optim, train)
+    rows = train.tokens_per_step % length == 0
+    yield rows, "train.tokens_per_step", f"allowed: a multiple of data.sequence_length={length}"
+    buckets = recipe.evaluate.position_buckets < length
     yield buckets, "evaluate.position_buckets", "allowed: 1 to data.sequence_length - 1, the targets of a row"
-    known = set(recipe.track.backends) <= {"wandb", "trackio", "tensorboard"}
-    yield known, "track.backends", "allowed: any of wandb, trackio, tensorboard"
-    yield from _kvcache_rules(recipe)
-
-
-def _schedule_rules(optim: Optim, train: Train) -> Iterator[tuple[bool, str, str]]:
-    for key in ("warmup_steps", "decay_steps"):
-        value = getattr(optim, key)
-        yield value is None or value >= 0, f"optim.{key}", "allowed: 0 or more, or null"
-    if optim.schedule != "wsd":
+    kvcache = recipe.kvcache
+    if kvcache.method == "full":
         return
-    if optim.warmup_steps is None and optim.decay_steps is None:
-        shares = optim.warmup + optim.decay <= 1
-        yield shares, "optim.decay", f"allowed: at most 1 - optim.warmup={_show(optim.warmup)}"
+    shorter = f"allowed: less than data.sequence_length={length}, or nothing is ever compressed"
+    yield (kvcache.window or 0) < length, "kvcache.window", shorter
+    yield not (kvcache.lora_rank and recipe.optim.only), "optim.only", "allowed: empty, with kvcache.lora_rank"
+    one_text = data.packing == "windows"
+    yield one_text, "data.packing", "allowed: windows, since one memory cannot hold several documents apart"
+
+
+def _schedule_rules(optim: Optim, train: Train) -> Iterator[Rule]:
+    if optim.schedule != "wsd" or (optim.warmup_steps is None and optim.decay_steps is None):
         return
     key, warmup = "decay" if optim.decay_steps is None else "decay_steps", optim.rising(train.steps)
     fits = warmup + optim.falling(train.steps) <= train.steps
     yield fits, f"optim.{key}", f"allowed: what {warmup} steps of warm-up leave of train.steps={train.steps}"
-
-
-def _kvcache_rules(recipe: Recipe) -> Iterator[tuple[bool, str, str]]:
-    kvcache, length = recipe.kvcache, recipe.data.sequence_length
-    if kvcache.method == "full":
-        for key in ("window", "lora_rank"):
-            yield getattr(kvcache, key) is None, f"kvcache.{key}", "allowed: null, unless kvcache.method compresses"
-        for key in ("sinks", "ratio"):
-            default = getattr(KVCache, key)
-            words = f"allowed: {default}, unless kvcache.method compresses"
-            yield getattr(kvcache, key) == default, f"kvcache.{key}", words
-        return
-    from fathom.kvcache import NAMES
-
-    named = kvcache.method in NAMES
-    yield named, "kvcache.method", f"allowed: one of {', '.join(NAMES)}"
-    window = kvcache.window or 0
-    shorter = f"allowed: less than data.sequence_length={length}, or nothing is ever compressed"
-    yield kvcache.window is not None, "kvcache.window", f"kvcache.method={kvcache.method} needs it; {shorter}"
-    yield 1 <= window < length, "kvcache.window", shorter
-    yield 0 < kvcache.ratio < 1, "kvcache.ratio", "allowed: a share between 0 and 1"
-    most = int(round(kvcache.ratio * window, 6)) - 1
-    yield 0 <= kvcache.sinks <= most, "kvcache.sinks", f"allowed: 0 to {most} with this window and ratio"
-    yield kvcache.lora_rank is None or kvcache.lora_rank >= 1, "kvcache.lora_rank", "allowed: 1 or more, or null"
-    yield not (kvcache.lora_rank and recipe.optim.only), "optim.only", "allowed: empty, with kvcache.lora_rank"
-    one_text = recipe.data.packing == "windows"
-    yield one_text, "data.packing", "allowed: windows, since one memory cannot hold several documents apart"
 
 
 def _config(model: dict[str, Any]) -> FathomConfig:
@@ -457,6 +513,8 @@ def _config(model: dict[str, Any]) -> FathomConfig:
     for key in keys:
         if key not in known:
             raise _unknown(f"model.{key}", [f"model.{name}" for name in sorted(known)])
+    if not isinstance(source, (str, Path, types.NoneType)):
+        raise RecipeError(f"model.from_pretrained={_show(source)}: allowed: a path, or null")
     if source is not None and not (Path(source) / CONFIG).is_file() and run_and_step(source) is None:
         raise RecipeError(f"model.from_pretrained={source}: no config.json there, and no run")
     try:
@@ -476,7 +534,7 @@ def _section(name: str, values: Any) -> Any:
     for key in values:
         if key not in hints:
             raise _unknown(f"{name}.{key}", [f"{name}.{known}" for known in hints])
-    return section(**{key: _convert(f"{name}.{key}", hints[key], value) for key, value in values.items()})
+    return section(**values)
 
 
 def _convert(key: str, hint: Any, value: Any) -> Any:
@@ -578,6 +636,8 @@ def _yaml(text: str, source: str) -> Any:
         return yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise RecipeError(f"{source}: not YAML: {' '.join(str(error).split())}") from error
+    except RecursionError:
+        raise RecipeError(f"{source}: nested too deep") from None
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -614,12 +674,6 @@ def _nest(key: str, value: Any) -> dict[str, Any]:
     for part in reversed(key.split(".")):
         value = {part: value}
     return typing.cast("dict[str, Any]", value)
-
-
-def _get(values: Any, key: str) -> Any:
-    for part in key.split("."):
-        values = values[part]
-    return values
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
