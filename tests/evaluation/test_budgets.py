@@ -8,16 +8,22 @@ from pathlib import Path
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from transformers import DynamicCache
 
 from fathom.checkpoints.open import load
 from fathom.cli.main import main
 from fathom.evaluation.budgets import counting, most_trips, stored_trips
+from fathom.evaluation.perplexity import sampled, windows
 from fathom.inference.generate import Sampling, generate
 from fathom.inference.server import build_app
 from tests.inference.tiny import export_tiny
 
 TEXT = "To fathom a thing is to measure its depth, and after much thought to understand it."
-OPTIONS = {"latent_cot": {"depth": 2, "tau": 0.7}, "ponder2": {"depth": 1}, "ponder": {"depth": 2, "top_k": 9}}
+OPTIONS = {
+    "latent_cot": {"depth": 2, "tau": 0.7},
+    "ponder2": {"depth": 1, "jacobi_eval": 1},
+    "ponder": {"depth": 2, "top_k": 9},
+}
 
 
 @pytest.fixture(scope="module")
@@ -142,3 +148,61 @@ def test_evaluate(models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert f"--max-trips {wrong}: expected" in capsys.readouterr().err
     assert main([*words, "--max-trips", "4"]) == 2
     assert "allowed: 1 to 3" in capsys.readouterr().err
+
+
+@torch.no_grad()
+def decoded(model: torch.nn.Module, ids: torch.Tensor) -> float:
+    """The mean loss of generation's own way: a cache, and one token at a time."""
+    cache, losses = DynamicCache(config=model.config), []
+    for t in range(ids.shape[1] - 1):
+        logits = model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits[:, -1]
+        losses.append(-logits.double().log_softmax(-1)[0, ids[0, t + 1]].item())
+    return sum(losses) / len(losses)
+
+
+def test_a_perplexity_says_how_far_it_is_from_decoding(
+    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "one.txt").write_text(TEXT)
+    (tmp_path / "two.txt").write_text(TEXT.upper())
+    out = ["--out", str(tmp_path / "scores")]
+    words = ["evaluate", *(str(models / name) for name in ("ponder2", "ponder", "once")), "--perplexity"]
+    words += [str(tmp_path / "one.txt"), str(tmp_path / "two.txt"), "--context", "8"]
+    assert main([*words, *out, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)["checkpoints"]
+    assert report["once"]["perplexity"]["one"].keys() == report["ponder"]["perplexity"]["one"].keys() - {
+        "trips_per_token"
+    }
+    model, tokenizer = load(models / "ponder2", "cpu")
+    gaps = {}
+    for name, text in (("one", TEXT), ("two", TEXT.upper())):
+        found = report["ponder2"]["perplexity"][name]
+        ids, losses = [tokenizer.eos_token_id, *tokenizer(text).input_ids], []
+        for start in range(0, len(ids) - 1, 8):
+            part = torch.tensor([ids[start : start + 9]])
+            losses.append(decoded(model, part) * (part.shape[1] - 1))
+        gaps[name] = found["decoding"]["value"]
+        assert gaps[name] == pytest.approx(found["loss"] - sum(losses) / found["tokens"], abs=1e-4)
+        assert abs(gaps[name]) > 1e-3 and found["decoding"]["low"] < gaps[name] < found["decoding"]["high"]
+        assert found["decoding"]["rounds"] == 1 and found["decoding"]["tokens"] == found["tokens"]
+    one, two, whole = (report["ponder2"]["perplexity"][name] for name in ("one", "two", "all text"))
+    mean = (gaps["one"] * one["tokens"] + gaps["two"] * two["tokens"]) / whole["tokens"]
+    assert whole["decoding"]["value"] == pytest.approx(mean)
+
+    assert main([*words, *out]) == 0
+    shown = capsys.readouterr()
+    assert shown.err.count("done before") == 10, "what was decoded is kept as well"
+    line = next(line for line in shown.out.splitlines() if line.startswith("ponder2, one") and "1.000" not in line)
+    assert f"{gaps['one']:+.4f} [" in line and "2.000" in line
+    assert any(line.startswith("ponder, one") and "3.000" in line for line in shown.out.splitlines())
+    assert main([*words[:2], *words[4:], "--max-trips", "1", "--json"]) == 0
+    assert "decoding" not in capsys.readouterr().out, "one trip reads nothing that is not known"
+
+
+def test_a_sample_of_a_long_text() -> None:
+    chosen = sampled([70, 3, 20_000, 900], 64, 32)
+    assert 4096 <= sum(window.stop - window.scored for _, window in chosen) < 4096 + 64
+    assert len(set(chosen)) == len(chosen) and chosen == sampled([70, 3, 20_000, 900], 64, 32)
+    assert {document for document, _ in chosen} >= {2, 3}
+    assert len(sampled([9_000_000], 8192)) == 8, "never one window alone"
+    assert len(sampled([70, 3], 64, 32)) == len([*windows(70, 64, 32)]) + 1

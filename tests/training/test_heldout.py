@@ -11,11 +11,14 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from fathom.comparison.page import _solved
+from fathom.data.shards import TokenDataset
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.loss import CHUNK_ROWS, IGNORE
 from fathom.recipe import Recipe
 from fathom.training.estimate import estimate
-from fathom.training.heldout import token_losses_and_trips
+from fathom.training.heldout import Evaluation, decoding_gap, evaluate, token_losses_and_trips
+from fathom.training.parallel import Ranks
 from tests.tiny import shape, tiny_recipe
 
 WORDS, ROWS, LENGTH = 20_000, 16, 32
@@ -91,3 +94,29 @@ def test_a_dry_run_tells_what_evaluation_takes(corpus: Path) -> None:
     assert 4 * CHUNK_ROWS * WORDS < taken() < 3 * 4 * CHUNK_ROWS * WORDS + logits // 10
     assert taken("evaluate.micro_batch=64") < 1.2 * taken(), "the logits of a batch do not count"
     assert taken("train.micro_batch=4") == taken() < taken("model.vocab_size=40000")
+
+
+@pytest.mark.parametrize("packing", ["windows", "documents"])
+def test_the_last_evaluation_decodes_a_sample(corpus: Path, packing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = tiny_recipe(corpus, "model.recurrence=ponder2", "model.mixer=none", f"data.packing={packing}")
+    recipe.config().recurrence_options["jacobi_eval"] = 1
+    torch.manual_seed(0)
+    model = FathomForCausalLM(FathomConfig(**shape(recurrence="ponder2", initializer_range=0.6))).train()
+    model.model.recurrence.options["jacobi_eval"] = 1
+    data = TokenDataset.open(corpus, split="val")
+    monkeypatch.setattr("fathom.training.heldout.SAMPLE", 100)
+    early, last = (evaluate(model, data, recipe, Ranks(), decode) for decode in (False, True))
+    assert (early.gap, early.jacobi_rounds) == (None, 1) and model.training
+    assert last.gap is not None and last.gap.tokens <= 8 * 31 and abs(last.gap.value) > 1e-3
+    assert last.how == f", {last.gap}" and early.how == ", 1 Jacobi rounds"
+    assert Evaluation.from_dict(last.to_dict()) == last and last.flat()["val/decoding_gap"] == last.gap.value
+
+    model.model.recurrence.options["jacobi_eval"] = 31  # a row's worth: exact
+    exact = decoding_gap(model.eval(), data, recipe, torch.device("cpu"))
+    assert exact is not None and abs(exact.value) < 1e-5
+    plain = evaluate(made({})[0], data, recipe, Ranks(), decode=True)
+    assert (plain.gap, plain.jacobi_rounds, plain.how) == (None, None, "")
+
+    solved = [{"seed": 7, "jacobi_rounds": 1.0, "gap": last.to_dict()["gap"]}]
+    shown = str(_solved({"arms": [{"name": "thinks", "trips": {"solved": solved}}, {"name": "plain"}]}))
+    assert f"{last.gap.value:+.4f}" in shown and "thinks" in shown and "plain" not in shown

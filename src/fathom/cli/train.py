@@ -80,7 +80,7 @@ def run(options: Namespace) -> int:
     elif evaluation is not None:
         print(
             f"{result.run_dir}: {result.step} steps, held-out loss {evaluation.loss:.4f}, "
-            f"perplexity {evaluation.perplexity:.2f}, {evaluation.bits_per_byte:.4f} bits per byte"
+            f"perplexity {evaluation.perplexity:.2f}, {evaluation.bits_per_byte:.4f} bits per byte{evaluation.how}"
         )
     elif result.finished:
         print(f"{result.run_dir}: {result.step} steps; the corpus has no validation split to score")

@@ -147,13 +147,15 @@ def _trips(recipe: Recipe, runs: Sequence[Values]) -> Values:
     config = recipe.config()
     most = recurrence_class(config).extra_trips(config) + 1
     counted = [trips for run in runs if (trips := run.get("trips")) is not None]
+    solved = [{key: run[key] for key in ("seed", "jacobi_rounds", "gap")} for run in runs if run.get("jacobi_rounds")]
     if not counted:
-        return {"mean": float(most), "most": most, "shares": None, "correlations": []}
+        return {"mean": float(most), "most": most, "shares": None, "correlations": [], "solved": solved}
     return {
         "mean": statistics.fmean(trips["mean"] for trips in counted),
         "most": most,
         "shares": [statistics.fmean(row) for row in zip(*(trips["shares"] for trips in counted), strict=True)],
         "correlations": [trips["correlation"] for trips in counted if trips["correlation"] is not None],
+        "solved": solved,
     }
 
 

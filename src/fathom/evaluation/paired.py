@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fathom.report.statistics import CONFIDENCE, Difference, holm, quantile, student
+from fathom.report.statistics import CONFIDENCE, Difference, combined_difference, holm, weighted_difference
 from fathom.report.tables import terminal_table
 
 if TYPE_CHECKING:
@@ -45,27 +45,14 @@ class Items:
 
 def difference(items: Items, control: Items) -> Difference:
     """The score minus the control's; of logarithms where the score is a perplexity."""
-    weights = _weights(items)
     gaps = np.asarray(items.values, float) - np.asarray(control.values, float)
-    count, total = len(gaps), float(weights.sum())
-    mean = float(gaps.sum()) / total
-    if count < 2:
-        return Difference(mean, count, None, None)
-    residuals = gaps - mean * weights
-    error = math.sqrt(count / (count - 1) * float(residuals @ residuals)) / total
-    return student(mean, error, count - 1, count)
+    return weighted_difference(gaps.tolist(), _weights(items).tolist())
 
 
 def group_difference(parts: Sequence[tuple[Items, Items]]) -> Difference:
     """The difference of means over several tasks, each counting the same; degrees of freedom by Satterthwaite."""
     found = [difference(items, control) for items, control in parts]
-    mean, count = sum(d.mean for d in found) / len(found), sum(d.pairs for d in found)
-    if any(d.half_width is None for d in found):
-        return Difference(mean, count, None, None)
-    variances = [(_error(d) / len(found)) ** 2 for d in found]
-    total = sum(variances)
-    spread = sum(v**2 / (d.pairs - 1) for v, d in zip(variances, found, strict=True))
-    return student(mean, math.sqrt(total), total**2 / spread if spread else 1, count)
+    return combined_difference(found, [1 / len(found)] * len(found))
 
 
 def rows(scores: Mapping[str, Mapping[tuple[str, str], Any]]) -> list[dict[str, Any]]:
@@ -130,10 +117,6 @@ def _score(items: Any) -> float:
 
 def _weights(items: Items) -> np.ndarray:
     return np.ones(len(items.values)) if items.weights is None else np.asarray(items.weights, float)
-
-
-def _error(found: Difference) -> float:
-    return (found.half_width or 0.0) / quantile(found.pairs - 1)
 
 
 def _number(value: float | None) -> str:

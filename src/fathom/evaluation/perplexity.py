@@ -30,6 +30,7 @@ from fathom.errors import FathomError
 from fathom.evaluation.budgets import counting
 from fathom.evaluation.paired import Items
 from fathom.report.progress import ProgressBar
+from fathom.training.gap import SAMPLE, WINDOWS, Row, Sample, read_both_ways
 
 LONGEST_DEFAULT_CONTEXT = 2048
 TOKENS_AT_ONCE = {"cpu": 1 << 12, "other": 1 << 15}
@@ -228,10 +229,7 @@ def score(
     if context > limit:
         raise PerplexityError(f"--context {context}: this model's context is {limit}")
     forward = _Forward(model, batch_size and batch_size * context)
-    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-    if begin is None:
-        raise PerplexityError("the tokenizer has neither BOS nor EOS for a document to begin with")
-    encode = encoder(tokenizer, domain)
+    begin, encode = beginning(tokenizer), encoder(tokenizer, domain)
     result = DomainScore()
     pending: list[tuple[int, Window, np.ndarray]] = []
     with ProgressBar(domain.name, sum(document.bytes for document in domain.documents)) as bar:
@@ -249,6 +247,44 @@ def score(
                 bar.update(done)
         _flush(forward, pending, result)
     return result
+
+
+def sampled(tokens: Sequence[int], context: int, stride: int | None = None) -> list[tuple[int, Window]]:
+    """(document, window) drawn at random, the same ones every time, until `SAMPLE` tokens and `WINDOWS` are reached.
+
+    Args:
+        tokens: How many each document has.
+        context: As `score` takes it.
+        stride: As `score` takes it.
+    """
+    every = [(i, window) for i, count in enumerate(tokens) for window in windows(count, context, stride or context)]
+    chosen: list[tuple[int, Window]] = []
+    seen = 0
+    for place in np.random.default_rng(0).permutation(len(every)).tolist():
+        if seen >= SAMPLE and len(chosen) >= WINDOWS:
+            break
+        chosen.append(every[place])
+        seen += every[place][1].stop - every[place][1].scored
+    return chosen
+
+
+def read_sample(
+    model: Any, tokenizer: Any, domain: Domain, tokens: Sequence[int], context: int, stride: int | None = None
+) -> Sample | None:
+    """A sample of what `score` reads, in parallel and by decoding; None for a model whose passes need no rounds."""
+    encode, begin, rows = encoder(tokenizer, domain), beginning(tokenizer), []
+    for number, window in sampled(tokens, context, stride):
+        ids = np.concatenate([[begin], encode(domain.documents[number])]).astype(np.int64)
+        rows.append(Row(torch.from_numpy(ids[window.start : window.stop + 1]), window.stop - window.scored))
+    return read_both_ways(model, rows) if rows else None
+
+
+def beginning(tokenizer: Any) -> int:
+    """The token that stands before a document."""
+    begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    if begin is None:
+        raise PerplexityError("the tokenizer has neither BOS nor EOS for a document to begin with")
+    return begin
 
 
 def _flush(forward: _Forward, pending: list[tuple[int, Window, np.ndarray]], result: DomainScore) -> None:

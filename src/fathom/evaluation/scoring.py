@@ -24,11 +24,12 @@ from fathom.errors import FathomError
 from fathom.evaluation.budgets import limited
 from fathom.evaluation.harness import TaskResult, TaskSettings, items_of, open_lm, run_task, tables
 from fathom.evaluation.paired import rows, table
-from fathom.evaluation.perplexity import LONGEST_DEFAULT_CONTEXT, Domain, DomainScore, read_domains
+from fathom.evaluation.perplexity import LONGEST_DEFAULT_CONTEXT, Domain, DomainScore, read_domains, read_sample
 from fathom.evaluation.perplexity import score as score_domain
 from fathom.evaluation.tasks import file_task, task_names
 from fathom.report.files import read_json, write_json
 from fathom.report.tables import terminal_table
+from fathom.training.gap import Sample, gap_of
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -111,6 +112,8 @@ class Checkpoint:
     failed: dict[str, str] = field(default_factory=dict)
     """By task: why it could not be scored."""
     domains: dict[str, DomainScore] = field(default_factory=dict)
+    samples: dict[str, Sample] = field(default_factory=dict)
+    """By domain, of a model that reads text by Jacobi rounds: some of it decoded as well."""
 
     def open(self) -> tuple[Any, Any]:
         """Model and tokenizer."""
@@ -164,7 +167,9 @@ def run(checkpoints: Sequence[str | Path], settings: Settings) -> tuple[list[Che
         for name in names:
             _try_task(checkpoint, name, settings)
         for domain in domains:
-            checkpoint.domains[domain.name] = _domain(checkpoint, domain, context, settings)
+            checkpoint.domains[domain.name] = score = _domain(checkpoint, domain, context, settings)
+            if score.trips and (sample := _sample(checkpoint, domain, score.tokens, context, settings)) is not None:
+                checkpoint.samples[domain.name] = sample
         checkpoint.close()
     report = summarize(found, context if domains else None, settings.stride)
     if settings.out is not None:
@@ -220,7 +225,7 @@ def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: in
                 "tasks": {name: result.results for name, result in checkpoint.tasks.items()},
                 "failed": dict(checkpoint.failed),
                 "notes": [note for result in checkpoint.tasks.values() for note in result.notes],
-                "perplexity": {name: score.summary() for name, score in _with_whole(checkpoint.domains).items()},
+                "perplexity": _perplexity(checkpoint),
             }
             for checkpoint in checkpoints
         },
@@ -247,8 +252,14 @@ def show(checkpoints: Sequence[Checkpoint], report: Mapping[str, Any]) -> None:
         console.print(table(shown, names))
     if checkpoints[0].domains:
         console.print("", _by_context(report))
-    if any(checkpoint.max_trips for checkpoint in checkpoints):
+    scores = [score for checkpoint in report["checkpoints"].values() for score in checkpoint["perplexity"].values()]
+    if any("trips_per_token" in score for score in scores):
         console.print("", _by_trips(report))
+    if any("decoding" in score for score in scores):
+        print(
+            "\nA model whose trips read later trips of earlier tokens (view ALL) reads text by Jacobi rounds, and its "
+            "loss is theirs. Decoding's is measured on a sample; intervals: 95 %, over its windows."
+        )
     if len(names) > 1:
         print(
             "\nIntervals: 95 %, Student's t over paired documents or items; × is the ratio of perplexities. "
@@ -298,11 +309,33 @@ def _task(checkpoint: Checkpoint, name: str, settings: Settings) -> TaskResult:
 
 
 def _domain(checkpoint: Checkpoint, domain: Domain, context: int, settings: Settings) -> DomainScore:
+    def make() -> dict[str, Any]:
+        return score_domain(*checkpoint.open(), domain, context, settings.stride, settings.batch_size).to_dict()
+
+    key = _text_key(checkpoint, domain, context, settings)
+    return DomainScore(**kept(checkpoint, settings.out, "perplexity", domain.name, key, make))
+
+
+def _sample(
+    checkpoint: Checkpoint, domain: Domain, tokens: Sequence[int], context: int, settings: Settings
+) -> Sample | None:
+    """Some of a domain decoded as well; None of a model that reads it by no rounds."""
+
+    def make() -> dict[str, Any]:
+        found = read_sample(*checkpoint.open(), domain, tokens, context, settings.stride)
+        return {} if found is None else asdict(found)
+
+    key = _text_key(checkpoint, domain, context, settings)
+    values = kept(checkpoint, settings.out, "decoded", domain.name, key, make)
+    return Sample(**values) if values else None
+
+
+def _text_key(checkpoint: Checkpoint, domain: Domain, context: int, settings: Settings) -> dict[str, Any]:
     text = hashlib.sha256()
     for document in domain.documents:
         text.update(document.text.encode() if document.text is not None else document.ids.tobytes())  # type: ignore[union-attr]
         text.update(b"\0")
-    key = {
+    return {
         "checkpoint": checkpoint.fingerprint(),
         **({} if checkpoint.max_trips is None else {"max_trips": checkpoint.max_trips}),
         "context": context,
@@ -310,11 +343,6 @@ def _domain(checkpoint: Checkpoint, domain: Domain, context: int, settings: Sett
         "dtype": settings.dtype,
         "data": text.hexdigest(),
     }
-
-    def make() -> dict[str, Any]:
-        return score_domain(*checkpoint.open(), domain, context, settings.stride, settings.batch_size).to_dict()
-
-    return DomainScore(**kept(checkpoint, settings.out, "perplexity", domain.name, key, make))
 
 
 def kept(
@@ -354,6 +382,18 @@ def _with_whole(domains: Mapping[str, DomainScore]) -> dict[str, DomainScore]:
     return {**domains, **({WHOLE: DomainScore.joined(list(domains.values()))} if len(domains) > 1 else {})}
 
 
+def _perplexity(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+    """By text: its score and, where decoding would have another, by how much."""
+    found = {name: score.summary() for name, score in _with_whole(checkpoint.domains).items()}
+    gaps = {name: gap_of([sample]) for name, sample in checkpoint.samples.items()}
+    if WHOLE in found and checkpoint.samples:
+        sizes = [sum(checkpoint.domains[name].tokens) for name in checkpoint.samples]
+        gaps[WHOLE] = gap_of(list(checkpoint.samples.values()), sizes)
+    return {
+        name: {**score, **({"decoding": gaps[name].to_dict()} if name in gaps else {})} for name, score in found.items()
+    }
+
+
 def _texts(report: Mapping[str, Any]) -> set[str]:
     return {name for entry in report["checkpoints"].values() for name in entry["perplexity"]}
 
@@ -371,13 +411,25 @@ def _by_context(report: Mapping[str, Any]) -> Table:
 
 
 def _by_trips(report: Mapping[str, Any]) -> Table:
-    lines = []
+    """Per model of several trips and text: the loss, what it took, and how far it lies from decoding."""
+    lines, solved = [], False
     for name, entry in report["checkpoints"].items():
         for text, score in entry["perplexity"].items():
-            made = score.get("trips_per_token")
-            cells = [str(entry["max_trips"]), "" if made is None else f"{made:.3f}", f"{score['loss']:.4f}"]
-            lines.append([f"{name.rpartition('@')[0]}, {text}", *cells])
-    return terminal_table("", ["under a budget", "trips at most", "trips per token", "loss"], lines)
+            if "trips_per_token" not in score:
+                continue
+            cells = [str(entry["max_trips"] or ""), f"{score['trips_per_token']:.3f}", f"{score['loss']:.4f}"]
+            solved |= "decoding" in score
+            lines.append([f"{name.partition('@')[0]}, {text}", *cells, *_gap_cells(score.get("decoding"))])
+    columns = ["model and text", "trips at most", "trips per token", "loss"]
+    columns += ["Jacobi rounds", "loss minus decoding's", "on tokens"] if solved else []
+    return terminal_table("", columns, [line[: len(columns)] for line in lines])
+
+
+def _gap_cells(gap: Mapping[str, Any] | None) -> list[str]:
+    if gap is None:
+        return ["", "", ""]
+    ends = "" if gap["low"] is None else f" [{gap['low']:+.4f}, {gap['high']:+.4f}]"
+    return [f"{gap['rounds']:g}", f"{gap['value']:+.4f}{ends}", f"{gap['tokens']:,}"]
 
 
 def _stamp(path: Path) -> tuple[str, int, int]:

@@ -49,6 +49,31 @@ def paired_difference(values: Sequence[float], control: Sequence[float]) -> Diff
     return student(mean, statistics.stdev(gaps) / math.sqrt(count), count - 1, count)
 
 
+def weighted_difference(gaps: Sequence[float], weights: Sequence[float]) -> Difference:
+    """Σd/Σw of differences d that weigh w, with the Student t interval of the residuals d - w Σd/Σw."""
+    d, w = np.asarray(gaps, float), np.asarray(weights, float)
+    count, total = len(d), float(w.sum())
+    mean = float(d.sum()) / total
+    if count < 2:
+        return Difference(mean, count, None, None)
+    residuals = d - mean * w
+    error = math.sqrt(count / (count - 1) * float(residuals @ residuals)) / total
+    return student(mean, error, count - 1, count)
+
+
+def combined_difference(found: Sequence[Difference], shares: Sequence[float]) -> Difference:
+    """Σ share x mean of independent differences; degrees of freedom by Satterthwaite."""
+    mean = sum(share * d.mean for share, d in zip(shares, found, strict=True))
+    count = sum(d.pairs for d in found)
+    if any(d.half_width is None for d in found):
+        return Difference(mean, count, None, None)
+    errors = [(d.half_width or 0.0) / quantile(d.pairs - 1) for d in found]
+    variances = [(share * error) ** 2 for share, error in zip(shares, errors, strict=True)]
+    total = sum(variances)
+    spread = sum(v**2 / (d.pairs - 1) for v, d in zip(variances, found, strict=True))
+    return student(mean, math.sqrt(total), total**2 / spread if spread else 1, count)
+
+
 def student(mean: float, error: float, freedom: float, pairs: int) -> Difference:
     """A mean with its Student t interval.
 

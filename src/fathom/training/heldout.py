@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ from fathom.data.batches import evaluation_batches, evaluation_windows
 from fathom.data.shards import TokenDataset
 from fathom.recipe import Recipe
 from fathom.report.statistics import rank_correlation
+from fathom.training.gap import SAMPLE, WINDOWS, Gap, Row, gap_of, read_both_ways, watching
 from fathom.training.parallel import Ranks
 
 
@@ -60,6 +63,18 @@ class Evaluation(Score):
     coverage: float | None = None
     """The share of the split's windows that were read, spread evenly over every domain; None in results of earlier
     versions, which read the head of every domain."""
+    jacobi_rounds: float | None = None
+    """Made to read the text, in the mean; None for a model whose passes need none."""
+    gap: Gap | None = None
+    """Of such a model, at the last evaluation: how far the loss lies from that of decoding."""
+
+    @property
+    def how(self) -> str:
+        """What a line that gives the perplexity ends with: trips where tokens halt, rounds where the text took some."""
+        words = [] if self.trips is None else [f"{self.trips.mean:.2f} trips per token"]
+        if self.jacobi_rounds is not None:
+            words.append(f"{self.jacobi_rounds:g} Jacobi rounds" if self.gap is None else str(self.gap))
+        return "".join(f", {word}" for word in words)
 
     def flat(self) -> dict[str, float]:
         """One level of names and numbers, for trackers."""
@@ -71,6 +86,10 @@ class Evaluation(Score):
             values |= {f"val/trips_{k}": share for k, share in enumerate(self.trips.shares, 1)}
             if self.trips.correlation is not None:
                 values["val/trips_loss_correlation"] = self.trips.correlation["value"]
+        if self.jacobi_rounds is not None:
+            values["val/jacobi_rounds"] = self.jacobi_rounds
+        if self.gap is not None:
+            values["val/decoding_gap"] = self.gap.value
         return {**values, **{f"val/position/{i}": loss for i, loss in enumerate(self.position_loss)}}
 
     def to_dict(self) -> dict[str, Any]:
@@ -84,10 +103,12 @@ class Evaluation(Score):
         values["domains"] = {name: Score(**score) for name, score in values["domains"].items()}
         if values.get("trips") is not None:
             values["trips"] = Trips(**values["trips"])
+        if values.get("gap") is not None:
+            values["gap"] = Gap(**values["gap"])
         return cls(**values)
 
 
-def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks) -> Evaluation:
+def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks, decode: bool = False) -> Evaluation:
     """Score a model on a held-out split; every rank takes a part and all get the result.
 
     Args:
@@ -95,6 +116,7 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks)
         data: The held-out split.
         recipe: `evaluate`, and the context and packing that `data` names.
         ranks: Who shares the work.
+        decode: Whether to decode a sample token by token, where the model reads text by Jacobi rounds.
     """
     was_training = model.training
     model.eval()
@@ -105,7 +127,7 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks)
     places = torch.arange(length - 1, device=ranks.device) * buckets // (length - 1)
     sums, counts, num_bytes = [], [], []
     read = available = 0
-    tally = Tally()
+    tally, rounds = Tally(), list[float]()
     for domain in data.domains:
         total = torch.zeros(2, buckets, dtype=torch.float64, device=ranks.device)
         seen_bytes = 0
@@ -114,7 +136,9 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks)
         available += len(evaluation_windows(part.num_tokens, length))
         for batch in evaluation_batches(part, length, rows, share, ranks.rank, ranks.world_size, recipe.data.packing):
             batch = batch.to(ranks.device)
-            losses, trips = token_losses_and_trips(model, batch.input_ids, batch.labels, batch.position_ids)
+            with watching(model) as made:
+                losses, trips = token_losses_and_trips(model, batch.input_ids, batch.labels, batch.position_ids)
+            rounds += made
             if trips is not None:
                 tally.add(losses, trips[:, :-1], batch.labels[:, 1:] >= 0)
             total[0].index_add_(0, places, losses.double().sum(0))
@@ -124,6 +148,7 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks)
         sums.append(total[0].tolist())
         counts.append(total[1].tolist())
         num_bytes.append(seen_bytes)
+    gap = decoding_gap(model, data, recipe, ranks.device) if decode and rounds else None
     model.train(was_training)
     scores = [_score(sum(s), sum(n), b) for s, n, b in zip(sums, counts, num_bytes, strict=True)]
     whole = _score(sum(map(sum, sums)), sum(map(sum, counts)), sum(num_bytes))
@@ -135,7 +160,37 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks)
         position_loss=[s / n if n else math.nan for s, n in zip(by_position, targets, strict=True)],
         trips=tally.trips(ranks, _most_trips(model)),
         coverage=read / available,
+        jacobi_rounds=math.fsum(rounds) / len(rounds) if rounds else None,
+        gap=gap,
     )
+
+
+def decoding_gap(model: nn.Module, data: TokenDataset, recipe: Recipe, device: torch.device) -> Gap | None:
+    """Read a sample of a held-out split in parallel and by decoding; every rank reads all of it, as sharding needs.
+
+    Args:
+        model: In evaluation mode.
+        data: The held-out split.
+        recipe: The context and packing.
+        device: Where the model is.
+    """
+    length = recipe.data.sequence_length
+    windows = max(WINDOWS, math.ceil(SAMPLE / (length - 1)))
+    share = math.ceil(windows / len(data.domains)) * (length - 1)
+    rows: list[Row] = []
+    for domain in data.domains:
+        for batch in evaluation_batches(data.select(domain), length, 1, share, packing=recipe.data.packing):
+            rows += _stretches(batch.input_ids[0], batch.labels[0], device)
+    found = read_both_ways(model, rows)
+    return None if found is None else gap_of([found])
+
+
+def _stretches(ids: Tensor, labels: Tensor, device: torch.device) -> Iterator[Row]:
+    """The documents of a row, or the row: each label that is ignored ends one, and what follows the text is ignored."""
+    ends = [*(labels < 0).nonzero().flatten().tolist(), len(ids)]
+    for start, stop in pairwise([0, *ends]):
+        if stop - start > 1:
+            yield Row(ids[start:stop].to(device), stop - start - 1)
 
 
 @dataclass

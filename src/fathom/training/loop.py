@@ -212,13 +212,14 @@ class Run:
             return None
         self._log()
         with self.meter.paused():
-            evaluation = evaluate(self.training.model, self.held_out, self.recipe, self.ranks)
+            last = self.step == self.recipe.train.steps
+            evaluation = evaluate(self.training.model, self.held_out, self.recipe, self.ranks, decode=last)
             values = {"tokens": self.step * self.recipe.train.tokens_per_step, "seconds": self.meter.seconds}
             for tracker in self.trackers:
                 tracker.log(self.step, {**values, **evaluation.flat()})
             self.display.say(
                 f"step {self.step}: held-out loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}, "
-                f"{evaluation.bits_per_byte:.4f} bits per byte"
+                f"{evaluation.bits_per_byte:.4f} bits per byte{evaluation.how}"
             )
         return evaluation
 

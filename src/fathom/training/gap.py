@@ -1,0 +1,151 @@
+"""How far text that is read all at once, by Jacobi rounds, lies from the same text decoded token by token.
+
+Where a trip reads later trips of earlier tokens (view ALL) no parallel pass is exact: without a cache a model makes a
+few rounds toward what decoding computes, and its perplexity is that of those rounds. Here a sample of the text is read
+both ways. Models whose passes need no rounds have no gap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from fathom.report.statistics import Difference, combined_difference, weighted_difference
+
+SAMPLE = 4096
+"""Predicted tokens in a sample, at least, where there are so many."""
+WINDOWS = 8
+"""Windows in a sample, at least, where there are so many: the interval is over windows."""
+TOKENS_AT_ONCE = {"cpu": 1 << 12, "other": 1 << 13}
+"""Tokens of the rows that are decoded side by side; their cache holds every slot."""
+
+
+class Row(NamedTuple):
+    """A stretch of text; its last `scored` tokens are predicted, from all before them."""
+
+    ids: Tensor
+    """`[T]`"""
+    scored: int
+
+
+@dataclass(frozen=True)
+class Gap:
+    """The loss of the parallel reading minus that of decoding, nats per token."""
+
+    value: float
+    low: float | None
+    """Lower end of the 95 % interval over windows; None with one window."""
+    high: float | None
+    rounds: float
+    """Jacobi rounds of the parallel reading, in the mean."""
+    tokens: int
+    """Predicted, both ways."""
+    windows: int
+
+    def __str__(self) -> str:
+        """As a line of output ends."""
+        ends = "" if self.low is None else f" [{self.low:+.4f}, {self.high:+.4f}]"
+        return (
+            f"{self.rounds:g} Jacobi rounds, {self.value:+.4f}{ends} nats per token against decoding "
+            f"on {self.tokens:,} tokens"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+@dataclass
+class Sample:
+    """Windows that were read both ways."""
+
+    rounds: float
+    tokens: list[int] = field(default_factory=list)
+    parallel: list[float] = field(default_factory=list)
+    """Nats, window by window."""
+    sequential: list[float] = field(default_factory=list)
+
+    def difference(self) -> Difference:
+        """Parallel minus sequential, nats per token."""
+        gaps = [a - b for a, b in zip(self.parallel, self.sequential, strict=True)]
+        return weighted_difference(gaps, self.tokens)
+
+
+def gap_of(samples: Sequence[Sample], sizes: Sequence[float] = (1.0,)) -> Gap:
+    """What samples of several texts say of all of them together, each counting as its text is large."""
+    shares = [size / sum(sizes) for size in sizes]
+    found = combined_difference([sample.difference() for sample in samples], shares)
+    rounds = sum(share * sample.rounds for share, sample in zip(shares, samples, strict=True))
+    tokens = sum(sum(sample.tokens) for sample in samples)
+    return Gap(found.mean, found.low, found.high, rounds, tokens, found.pairs)
+
+
+def read_both_ways(model: Any, rows: Sequence[Row]) -> Sample | None:
+    """The losses of some rows, in parallel and by decoding; None for a model whose passes need no rounds.
+
+    Args:
+        model: In evaluation mode.
+        rows: Of at least two tokens each.
+    """
+    sample, made = Sample(0.0), 0.0
+    rows = sorted(rows, key=lambda row: len(row.ids), reverse=True)
+    done, most = 0, TOKENS_AT_ONCE["cpu" if model.device.type == "cpu" else "other"]
+    while done < len(rows):
+        batch = rows[done : done + max(1, most // len(rows[done].ids))]
+        ids = torch.nn.utils.rnn.pad_sequence([row.ids for row in batch], batch_first=True).to(model.device)
+        with watching(model) as rounds:
+            parallel = _in_parallel(model, ids)
+        if not rounds:
+            return None
+        made += rounds[-1] * len(batch)
+        sequential = _decoded(model, ids)
+        for row, one, other in zip(batch, parallel, sequential, strict=True):
+            part = slice(len(row.ids) - 1 - row.scored, len(row.ids) - 1)
+            sample.tokens.append(row.scored)
+            sample.parallel.append(float(one[part].double().sum()))
+            sample.sequential.append(float(other[part].double().sum()))
+        done += len(batch)
+    sample.rounds = made / len(rows)
+    return sample
+
+
+@contextmanager
+def watching(model: Any) -> Iterator[list[float]]:
+    """A list that every forward pass adds its Jacobi rounds to; those that make none add nothing."""
+    rounds: list[float] = []
+
+    def note(_: Any, __: Any, out: Any) -> None:
+        if "jacobi_rounds" in (getattr(out, "recurrence_state", None) or {}):
+            rounds.append(float(out.recurrence_state["jacobi_rounds"]))
+
+    inner = getattr(model, "model", None)
+    handle = inner.register_forward_hook(note) if inner is not None else None
+    try:
+        yield rounds
+    finally:
+        if handle is not None:
+            handle.remove()
+
+
+@torch.no_grad()
+def _in_parallel(model: Any, ids: Tensor) -> Tensor:
+    """`[B, T]` to `[B, T - 1]`; what is filled up on the right is read by no other token."""
+    return model(input_ids=ids, labels=ids, use_cache=False, return_token_losses=True).token_losses[:, :-1]
+
+
+@torch.no_grad()
+def _decoded(model: Any, ids: Tensor) -> Tensor:
+    """The same, one token after another through a cache."""
+    cache, losses = None, []
+    with torch.compiler.set_stance("force_eager"):  # a cache that grows would compile every step anew
+        for token, following in zip(ids[:, :-1].T, ids[:, 1:].T, strict=True):
+            out = model(input_ids=token.unsqueeze(1), past_key_values=cache, use_cache=True)
+            cache = out.past_key_values
+            losses.append(F.cross_entropy(out.logits[:, -1].float(), following, reduction="none"))
+    return torch.stack(losses, 1)
