@@ -78,6 +78,10 @@ class Data(Section):
         yield self.seed is None or self.seed >= 0, "seed", "allowed: 0 or more, or null"
 
 
+GROUP_FACTORS = ("lr", "weight_decay")
+"""What a group of parameters may have more or less of."""
+
+
 @dataclass(frozen=True)
 class Optim(Section):
     """How the weights move."""
@@ -110,6 +114,8 @@ class Optim(Section):
     """final learning rate as a share of the peak"""
     only: tuple[str, ...] = ()
     """parameters that train, by name, beginning of a name, or pattern (model.recurrence, *.mlp.*); empty trains all"""
+    groups: dict[str, dict[str, float]] = field(default_factory=dict)
+    """factors on lr and weight_decay of some parameters, named as in only: {model.recurrence: {lr: 0.1}}"""
 
     def rules(self) -> Iterator[Rule]:
         """What a type cannot say."""
@@ -121,6 +127,9 @@ class Optim(Section):
         yield self.clip is None or self.clip > 0, "clip", "allowed: a positive number, or null"
         for key in ("warmup", "decay", "floor"):
             yield 0 <= getattr(self, key) <= 1, key, "allowed: a share between 0 and 1"
+        factors = [pair for group in self.groups.values() for pair in group.items()]
+        known = all(name in GROUP_FACTORS and 0 <= factor < math.inf for name, factor in factors)
+        yield known and all(self.groups.values()), "groups", "allowed: by pattern, lr and weight_decay, 0 or more"
         for key in ("warmup_steps", "decay_steps"):
             value = getattr(self, key)
             yield value is None or value >= 0, key, "allowed: 0 or more, or null"
@@ -549,8 +558,8 @@ def convert(hint: Any, value: Any) -> Any:
     """A value of YAML, or a word of the command line, as a type hint says; a ValueError where it is no such thing.
 
     Args:
-        hint: int, float, bool, str, Path, a Literal of texts, a tuple, list or Sequence of these, or a union.
-        value: A scalar or a list; where the hint is not text, a text is read as YAML.
+        hint: int, float, bool, str, Path, a Literal of texts, a tuple, list, dict or Sequence of these, or a union.
+        value: A scalar, a list or a mapping; where the hint is not text, a text is read as YAML.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
@@ -561,13 +570,15 @@ def convert(hint: Any, value: Any) -> Any:
         return value
     if hint in (str, Path) and isinstance(value, (str, hint)):
         return hint(value)
-    if isinstance(value, str) and (hint in (int, float, bool) or origin in (tuple, list, Sequence)):
+    if isinstance(value, str) and (hint in (int, float, bool) or origin in (tuple, list, dict, Sequence)):
         value = _yaml(value, value)
     # In Python a bool is an int; in a recipe it is not.
     if (hint in (int, bool) and type(value) is hint) or (hint is float and type(value) in (int, float)):
         return hint(value)
     if origin in (tuple, list, Sequence) and isinstance(value, (tuple, list)):
         return _items(origin, arguments, value)
+    if origin is dict and isinstance(value, dict):
+        return {convert(arguments[0], name): convert(arguments[1], inner) for name, inner in value.items()}
     raise ValueError(f"{value!r} is not {allowed(hint)}")
 
 
@@ -603,6 +614,8 @@ def allowed(hint: Any) -> str:
         return f"a list of {len(arguments)} numbers"
     if origin in (tuple, list, Sequence):
         return "a list of names"
+    if origin is dict:
+        return f"a mapping of names to {allowed(arguments[1])}"
     return "null" if hint is types.NoneType else names.get(hint, str(hint))
 
 

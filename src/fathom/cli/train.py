@@ -118,7 +118,11 @@ def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Change | N
         rows["compressions"] = f"{cost.compressions} of each row's memory, {recipe.kvcache.method}"
     if change is not None and change.keys:
         rows["change"] = str(change)
-    for name, value in rows.items():
+    lines = list(rows.items())
+    for group in cost.groups:
+        rates = f"learning rate {group.lr:g}, weight decay {group.weight_decay:g}"
+        lines.append(("group", f"{group.pattern}: {group.parameters:,} parameters, {rates}"))
+    for name, value in lines:
         print(f"{name:<16} {value}")
     return 0
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -19,7 +18,7 @@ from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe, RecipeError
 from fathom.training.guard import Guard
 from fathom.training.kvcache import adapt, compress
-from fathom.training.optimizer import Optimizer, learning_rate
+from fathom.training.optimizer import Optimizer, freeze, learning_rate
 from fathom.training.parallel import Ranks, device_of, parallelize, release_gathered, synchronize_gradients, whole
 from fathom.training.tokenizer import require_tokenizer
 
@@ -160,22 +159,6 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device) -> F
     model.float()
     initialize(model, recipe.train.seed)
     return model
-
-
-def freeze(model: nn.Module, only: Sequence[str]) -> None:
-    """Train the named parameters alone: the others get no gradient, no optimizer state and no decay."""
-    names = [name for name, _ in model.named_parameters()]
-    for pattern in only:
-        if not any(_named(name, pattern) for name in names):
-            raise RecipeError(
-                f"optim.only={pattern}: names no parameter of this model; there are {', '.join(names[:3])}, …"
-            )
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(not only or any(_named(name, pattern) for pattern in only))
-
-
-def _named(name: str, pattern: str) -> bool:
-    return name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
 
 def initialize(model: FathomForCausalLM, seed: int) -> None:

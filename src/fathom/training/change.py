@@ -21,7 +21,7 @@ from fathom.training.optimizer import learning_rate, leaves_peak
 CHANGEABLE = (
     *("evaluate", "train.steps", "train.precision", "train.skip_spikes"),
     *(f"optim.{key}" for key in ("lr", "betas", "eps", "momentum", "weight_decay", "clip", "schedule", "floor")),
-    *(f"optim.{key}" for key in ("warmup", "warmup_steps", "decay", "decay_steps")),
+    *(f"optim.{key}" for key in ("warmup", "warmup_steps", "decay", "decay_steps", "groups")),
     *FREE_ON_RESUME,
 )
 

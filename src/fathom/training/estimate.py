@@ -20,9 +20,23 @@ from fathom.models.cost import (
     vanilla_flops_per_token,
 )
 from fathom.models.loss import chunk_rows
+from fathom.models.modeling import FathomForCausalLM
 from fathom.models.registry import DEFAULTS, mechanism_name
 from fathom.recipe import Recipe
 from fathom.training.kvcache import compressions
+from fathom.training.optimizer import Share, freeze, shares
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters with rates of their own."""
+
+    pattern: str
+    parameters: int
+    lr: float
+    """At the peak."""
+    weight_decay: float
+    """Of those that decay."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +67,8 @@ class Estimate:
     """Per rank: what a batch of held-out text takes at once, the logits of one chunk included; an estimate."""
     compressions: int
     """Of each row's memory; 0 without a cache policy."""
+    groups: list[Group]
+    """As `optim.groups` names them."""
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
@@ -85,7 +101,25 @@ def estimate(recipe: Recipe) -> Estimate:
         activation_bytes=_activation_bytes(recipe, config),
         evaluation_bytes=_evaluation_bytes(recipe, config),
         compressions=compressions(recipe),
+        groups=_groups(recipe, config),
     )
+
+
+def _groups(recipe: Recipe, config: FathomConfig) -> list[Group]:
+    """From the names of a model without memory."""
+    optim = recipe.optim
+    with torch.device("meta"):
+        model = FathomForCausalLM(config)
+    freeze(model, optim.only)
+    numbers = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    counts: dict[tuple[str, Share], int] = {}
+    for name, (pattern, share) in shares(model, optim).items():
+        if pattern is not None:
+            counts[pattern, share] = counts.get((pattern, share), 0) + numbers[name]
+    return [
+        Group(pattern, count, optim.lr * share.lr, optim.weight_decay * share.weight_decay)
+        for (pattern, share), count in counts.items()
+    ]
 
 
 def _epochs(recipe: Recipe) -> float | None:

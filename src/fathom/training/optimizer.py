@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, cast
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
-from fathom.recipe import Optim
+from fathom.recipe import Optim, RecipeError
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
@@ -47,36 +48,77 @@ def decays(model: nn.Module) -> dict[str, bool]:
     return {name: answer[name] for name, _ in model.named_parameters()}
 
 
+def named(name: str, pattern: str) -> bool:
+    """Whether a pattern, or the beginning of a name up to a dot, means a parameter."""
+    return name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
+
+
+def freeze(model: nn.Module, only: Sequence[str]) -> None:
+    """Train the named parameters alone: the others get no gradient, no optimizer state and no decay."""
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in only:
+        if not any(named(name, pattern) for name in names):
+            raise RecipeError(
+                f"optim.only={pattern}: names no parameter of this model; there are {', '.join(names[:3])}, …"
+            )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not only or any(named(name, pattern) for pattern in only))
+
+
+class Share(NamedTuple):
+    """What a parameter gets of the learning rate and of the weight decay."""
+
+    lr: float = 1.0
+    weight_decay: float = 1.0
+
+
+def shares(model: nn.Module, optim: Optim) -> dict[str, tuple[str | None, Share]]:
+    """Of every parameter that trains, by name: the pattern of `optim.groups` that names it, and its share."""
+    trained = [name for name, p in model.named_parameters() if p.requires_grad]
+    found: dict[str, tuple[str | None, Share]] = {name: (None, Share()) for name in trained}
+    for pattern, factors in optim.groups.items():
+        mine = [name for name in trained if named(name, pattern)]
+        if not mine:
+            raise RecipeError(
+                f"optim.groups={pattern}: names no parameter that is trained; there are {', '.join(trained[:3])}, …"
+            )
+        for name in mine:
+            if found[name][0] is not None:
+                raise RecipeError(f"optim.groups: {name} is named twice, by {found[name][0]} and by {pattern}")
+            found[name] = (pattern, Share(**factors))
+    return found
+
+
 class Optimizer:
     """One optimizer, or muon and adamw side by side, seen as one."""
 
     def __init__(self, model: nn.Module, optim: Optim) -> None:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
-        decay = decays(model)
-        hidden = [n for n, p in self.parameters.items() if ".layers." in n and p.ndim == 2 and decay[n]]
-        matrices = hidden if optim.name == "muon" else []
-        rest = [n for n in self.parameters if n not in set(matrices)]
-        groups = [
-            {"params": [self.parameters[n] for n in rest if decay[n]], "weight_decay": optim.weight_decay},
-            {"params": [self.parameters[n] for n in rest if not decay[n]], "weight_decay": 0.0},
-        ]
+        decay, share = decays(model), {name: share for name, (_, share) in shares(model, optim).items()}
+        hidden = {n for n, p in self.parameters.items() if ".layers." in n and p.ndim == 2 and decay[n]}
+        matrices = hidden if optim.name == "muon" else set()
+
+        def groups(names: Iterable[str]) -> list[dict[str, Any]]:
+            """Parameters of one weight decay and one share of the rate, together; what decays comes first."""
+            kinds: dict[tuple[bool, Share], list[Tensor]] = {}
+            for name in sorted(names, key=lambda name: (not decay[name], order[name])):
+                kinds.setdefault((decay[name], share[name]), []).append(self.parameters[name])
+            return [
+                {"params": found, "weight_decay": optim.weight_decay * of.weight_decay * decays, "share": of.lr}
+                for (decays, of), found in kinds.items()
+            ]
+
+        order = {name: i for i, name in enumerate(self.parameters)}
+        rest = [name for name in self.parameters if name not in matrices]
         fused = _fused(self.parameters.values())
         self.parts: list[torch.optim.Optimizer] = []
         if rest:
             self.parts.append(
-                torch.optim.AdamW(
-                    [g for g in groups if g["params"]], lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused
-                )
+                torch.optim.AdamW(groups(rest), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused)
             )
         if matrices:
             self.parts.append(
-                torch.optim.Muon(
-                    [self.parameters[n] for n in matrices],
-                    lr=optim.lr,
-                    weight_decay=optim.weight_decay,
-                    momentum=optim.momentum,
-                    adjust_lr_fn="match_rms_adamw",
-                )
+                torch.optim.Muon(groups(matrices), lr=optim.lr, momentum=optim.momentum, adjust_lr_fn="match_rms_adamw")
             )
         self._skips_on_device = fused and not matrices
 
@@ -87,7 +129,7 @@ class Optimizer:
         """
         for part in self.parts:
             for group in part.param_groups:
-                group["lr"] = lr
+                group["lr"] = lr * group["share"]
         if self._skips_on_device:
             adamw = cast(Any, self.parts[0])
             adamw.found_inf, adamw.grad_scale = skip, None
