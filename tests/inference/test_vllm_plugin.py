@@ -20,7 +20,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fathom.inference import vllm_plugin
 from fathom.models import FathomForCausalLM, FathomModel
+from fathom.models.engines import engine_config
 from fathom.models.modeling import Attention
+from fathom.models.slots import plan
 from tests.inference.tiny import export_tiny, tiny_config
 
 SERVED = [
@@ -32,6 +34,9 @@ SERVED = [
     {"mixer": "none", "residual": "attention_residuals"},
     {"mixer": "none", "residual": "hyper_connections"},
     {"mixer": "depth_attention", "residual": "hyper_connections"},
+    {"recurrence": "loop", "mixer": "none"},
+    {"recurrence": "loop", "mixer_options": {"across_trips": "grid", "stride": 2}},
+    {"recurrence": "ponder", "recurrence_options": {"feed": "hidden"}},
     {
         "mixer": "depth_attention",
         "layer_types": ["full_attention", "sliding_attention"] * 2,
@@ -106,7 +111,8 @@ def build(**fields):
     config.dtype = torch.float64
     torch.manual_seed(0)
     model = AutoModel.from_config(config, dtype=torch.float64, trust_remote_code=False).eval()
-    return model, {i: PagedAttention(i, config) for i in range(config.num_hidden_layers)}
+    told = engine_config(config, plan(config))  # a layer for every visit
+    return model, {i: PagedAttention(i, told) for i in range(told.num_hidden_layers)}
 
 
 def step(model, instances, work):
@@ -155,13 +161,15 @@ def test_one_graph(backend):
     assert {"input_ids", "inputs_embeds", "position_ids"} <= set(inspect.signature(type(model).forward).parameters)
 
 
-def test_more_trips_are_refused(backend):
-    """A loop would overwrite its own cache without a word."""
-    with pytest.raises(ValueError, match=r"loop makes 3 trips.* Use `generate` or `fathom serve`$"):
-        build(recurrence="loop")
-    with pytest.raises(ValueError, match="export --as unrolled"):
-        build(recurrence="loop", mixer="none")
-    AutoModel.from_config(tiny_config(recurrence="loop"))  # elsewhere the class is what it was
+def test_more_trips_need_more_banks(backend):
+    """With a bank for each layer alone, a loop would overwrite its own cache without a word."""
+    for mixer, advice in (("depth_attention", "`fathom serve`$"), ("none", "export --as unrolled`$")):
+        model, instances = build(recurrence="loop", mixer=mixer)
+        first = {i: instances[i] for i in range(4)}
+        with pytest.raises(ValueError, match=f"loop makes 3 trips, which need 12 layers of cache and find 4.*{advice}"):
+            step(model, first, [(Request(torch.tensor([5, 6])), 2)])
+    with pytest.raises(ValueError, match="ponder2 needs slots: trips read other trips"):
+        build(recurrence="ponder2")
 
 
 def test_a_pipeline_stage_fails_aloud(backend):

@@ -1,5 +1,6 @@
-"""Engines with a cache of their own: right where a token makes one trip, refused where it makes several."""
+"""Engines with a cache of their own: exact where a visit can have a bank, refused where slots are needed."""
 
+import random
 import subprocess
 import sys
 
@@ -9,72 +10,148 @@ from transformers import ContinuousBatchingConfig, GenerationConfig
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fathom.checkpoints.export import export
-from fathom.models import FathomForCausalLM, FathomModel, modeling
+from fathom.models import FathomConfig, FathomModel, modeling
 from fathom.models.engines import check_engine
+from fathom.models.registry import parse_mechanism
 
-from .cases import build, config_of, tokens
+from .cases import SHAPE, build, config_of, tokens
 
-TRIPS = ["loop", "loop+depth_attention", "ponder", "ponder-all", "ponder2", "ponder3", "adaponder", "latent_cot"]
+SLOTTED = ["ponder-hidden-duo", "ponder-all", "ponder2", "ponder3", "adaponder", "latent_cot"]
+"""One of each reason to refuse: views other than SAME, and halting."""
+SEATED = ["vanilla", "depth_attention", "loop", "loop-middle", "loop+depth_attention-grid", "ponder"]
 PROMPTS = [[5, 9, 31, 7], [44, 3, 17, 8, 12, 29, 6]]
+MIXERS = ["", "+depth_attention", "+uniform_depth", "+value_residual"]
+RESIDUALS = ["", "+denseformer", "+attention_residuals", "+hyper_connections"]
 
 
-def batched(model: FathomForCausalLM) -> list[list[int]]:
-    """Greedy tokens of transformers' continuous batching."""
-    config = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+def batched(model, prompts=PROMPTS, new=8, **pages) -> list[list[int]]:
+    """Greedy tokens of transformers' continuous batching, in the order of the prompts."""
+    config = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
     # A few pages: by default the cache takes all free memory, which the tests poison number by number.
-    pages = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    pages = ContinuousBatchingConfig(**{"num_blocks": 8, "max_batch_tokens": 64, **pages})
     found = model.generate_batch(
-        PROMPTS, generation_config=config, continuous_batching_config=pages, progress_bar=False
+        prompts, generation_config=config, continuous_batching_config=pages, progress_bar=False
     )
-    return [
-        output.generated_tokens for output in sorted(found.values(), key=lambda o: int(o.request_id.split("_")[-1]))
-    ]
+    assert [output.error for output in found.values()] == [None] * len(prompts)
+    ordered = sorted(found.values(), key=lambda o: int(o.request_id.split("_")[-1]))
+    return [output.generated_tokens for output in ordered]
 
 
-def one_by_one(model: FathomForCausalLM) -> list[list[int]]:
+def one_by_one(model, prompts=PROMPTS, new=8, **arguments) -> list[list[int]]:
     model.generation_config.eos_token_id = None
-    outputs = [model.generate(torch.tensor([p]), max_new_tokens=8, do_sample=False)[0, len(p) :] for p in PROMPTS]
+    outputs = [
+        model.generate(torch.tensor([p]), max_new_tokens=new, do_sample=False, **arguments)[0, len(p) :]
+        for p in prompts
+    ]
     return [output.tolist() for output in outputs]
 
 
-@pytest.mark.parametrize("case", ["vanilla", "depth_attention"])
-def test_one_trip_is_batched_exactly(case):
+@pytest.mark.parametrize("case", SEATED)
+def test_batched_exactly(case):
     model = build(config_of(case))
     assert batched(model) == one_by_one(model)
 
 
-@pytest.mark.parametrize("case", TRIPS)
-def test_several_trips_are_refused_before_the_first_request(case):
-    with pytest.raises(ValueError, match=r"passes cache= .* makes \d trips"):
+def drawn(seed: int):
+    """A mechanism with everything that changes how the engine meets it."""
+    chance = random.Random(seed)
+    recurrence = chance.choice(["vanilla", "loop", "loop", "loop", "ponder", "ponder"])
+    name = recurrence + chance.choice(MIXERS) + chance.choice(RESIDUALS)
+    options: dict[str, dict] = {}
+    if recurrence == "loop":
+        kept = {"prelude": chance.randint(0, 1), "coda": chance.randint(0, 1)}
+        options["recurrence_options"] = {"count": chance.randint(1, 4), **kept}
+    elif recurrence == "ponder":
+        options["recurrence_options"] = {
+            "depth": chance.randint(1, 2),
+            "top_k": chance.choice([0, 7]),
+            "feed": chance.choice(["mixture", "hidden"]),
+        }
+    if "depth_attention" in name and recurrence != "vanilla":
+        options["mixer_options"] = {"across_trips": chance.choice(["none", "same_layer", "grid"]), "stride": 2}
+    shape: dict[str, object] = {"num_hidden_layers": chance.randint(3, 4)}
+    if chance.random() < 0.25:
+        kinds = ["full_attention", "sliding_attention"] * 2
+        shape |= {"layer_types": kinds[: shape["num_hidden_layers"]], "use_sliding_window": True, "sliding_window": 5}
+    model = build(FathomConfig(**{**SHAPE, **parse_mechanism(name), **options, **shape}), seed)
+    common = [chance.randrange(3, 61) for _ in range(chance.choice([0, 0, 9, 18]))]  # which pages may share
+    prompts = [
+        [*common, *(chance.randrange(3, 61) for _ in range(chance.randint(1, 25)))] for _ in range(chance.randint(1, 5))
+    ]
+    pages = {
+        "page_size": chance.choice([4, 8, 16]),
+        "max_batch_tokens": chance.choice([7, 16, 64]),  # few: a prompt goes in by chunks
+        "num_blocks": chance.choice([16, 24, 64]),  # few: a request is put off and read again
+    }
+    return name, model, prompts, chance.randint(1, 14), pages
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed < 12 else pytest.mark.slow) for seed in range(200)]
+)
+def test_random_cases_are_batched_exactly(seed):
+    name, model, prompts, new, pages = drawn(seed)
+    assert batched(model, prompts, new, **pages) == one_by_one(model, prompts, new), (name, pages)
+
+
+@pytest.mark.parametrize("case", SLOTTED)
+def test_slots_are_refused_before_the_first_request(case):
+    with pytest.raises(ValueError, match=rf"passes cache= .* {case.split('-')[0]} needs slots: .*`fathom serve`"):
         batched(build(config_of(case)))
 
 
-def test_the_refusal_is_needed(monkeypatch):
+def test_the_seat_is_needed(monkeypatch):
     """Without it, the fault: other tokens, and no error."""
     model = build(config_of("loop"))
-    monkeypatch.setattr(modeling, "check_engine", lambda *args: None)
+    monkeypatch.setattr(modeling, "seat", lambda attention, *args: attention)
     assert batched(model) != one_by_one(model)
 
 
+def test_a_budget_of_trips(monkeypatch):
+    model = build(config_of("loop"))
+    model.config.max_trips = 2
+    fewer = one_by_one(model)
+    assert batched(model) == fewer
+    model.config.max_trips = None
+    assert one_by_one(model, max_trips=2) == fewer != one_by_one(model)
+    with pytest.raises(ValueError, match="max_trips must be between 1 and 3"):
+        config_of("loop", max_trips=4)
+
+
+def test_a_manager_that_is_kept():
+    """It is found again, knows what has changed since, and goes when told."""
+    model, kept = build(config_of("loop")), {"persistent_manager": True, "progress_bar": False}
+    config = GenerationConfig(max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    pages = ContinuousBatchingConfig(num_blocks=8, max_batch_tokens=64)
+    for _ in range(2):
+        found = model.generate_batch(PROMPTS, config, pages, **kept)
+        assert [found[name].generated_tokens for name in sorted(found)] == one_by_one(model, new=4)
+    first = model.init_continuous_batching(config, pages)
+    assert model.init_continuous_batching(config, pages) is first
+    model.destroy_cached_continuous_batching_manager()
+    assert model.init_continuous_batching(config, pages) is not first
+
+
 @pytest.mark.parametrize("backend,argument", [("sdpa", "cache"), ("sglang", "attention_instances"), ("vllm", None)])
-def test_foreign_caches_are_refused(monkeypatch, backend, argument):
-    """Also the backbone alone, which is what vLLM and SGLang open, and whatever name their attention has."""
+def test_foreign_caches_without_banks_are_refused(monkeypatch, backend, argument):
+    """Also the backbone alone, which is what vLLM and SGLang open."""
     called = []
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, backend, lambda *args, **kwargs: called.append(args))
     model = FathomModel(config_of("loop")).eval()
     model.config._attn_implementation = backend
-    with pytest.raises(ValueError, match=f"{argument or backend}.* loop makes 3 trips.*export --as unrolled"):
-        model(tokens(1, 4), **({argument: object()} if argument else {}))
+    cache = dict.fromkeys(range(4)) if argument == "attention_instances" else object()
+    with pytest.raises(ValueError, match=f"{argument or backend}.* loop makes 3 trips, .* 12 .*export --as unrolled"):
+        model(tokens(1, 4), **({argument: cache} if argument else {}))
     assert not called
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager", "flash_attention_2", "flex_attention", "fathom_kvcache"])
 def test_backends_that_leave_the_cache_to_the_model(backend):
-    config = config_of("loop")
-    config._attn_implementation = backend
-    check_engine(config, 3, ("position_ids",))
-    config._attn_implementation = "vllm"
-    check_engine(config, 1, ("cache", "attention_instances"))
+    model = FathomModel(config_of("loop"))
+    model.config._attn_implementation = backend
+    check_engine(model.config, model.recurrence, model.plan, {"position_ids": None})
+    model.config._attn_implementation = "vllm"
+    check_engine(model.config, model.recurrence, model.plan[:1], {"cache": None, "attention_instances": None})
 
 
 def test_the_refusal_travels(tmp_path):

@@ -10,11 +10,11 @@ from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from .published import is_published, published_config
-from .registry import AXES, check_trips, resolve_options
+from .registry import AXES, check_trips, recurrence_class, resolve_options
 
 K_NORM_POSITIONS = ("before_rope", "after_rope")
 OUTPUT_INITS = ("plain", "depth")
-OURS = (*AXES, *(f"{axis}_options" for axis in AXES), "k_norm_position", "embedding_scale", "output_init")
+OURS = (*AXES, *(f"{axis}_options" for axis in AXES), "k_norm_position", "embedding_scale", "output_init", "max_trips")
 POSITIVE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 
 
@@ -55,6 +55,8 @@ class FathomConfig(Qwen3Config):
     """Options of the residual."""
     recurrence_options: dict = field(default_factory=dict)
     """Options of the recurrence."""
+    max_trips: int | None = None
+    """Trips per token at most, where a call does not say: a budget at run time, also for engines (`hf_overrides`)."""
     k_norm_position: str = "before_rope"
     """`after_rope` norms keys after rotating them, as the released Depth-Attention weights need."""
     embedding_scale: float = 1.0
@@ -84,6 +86,11 @@ class FathomConfig(Qwen3Config):
         for axis in AXES:
             setattr(self, f"{axis}_options", resolve_options(self, axis))
         check_trips(self)
+        most = recurrence_class(self).most_trips(self)
+        if self.max_trips is not None and not 1 <= self.max_trips <= most:
+            raise ValueError(
+                f"max_trips must be between 1 and {most}, the trips of this {self.recurrence}, got {self.max_trips}"
+            )
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:

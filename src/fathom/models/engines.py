@@ -1,40 +1,98 @@
-"""Which engines may run a model of several trips.
+"""Engines that bring a cache of their own: where a visit sits in it, and which models they may not run.
 
-Engines with a cache of their own (transformers' continuous batching, vLLM, SGLang) keep one bank of keys and values for
-each layer. A model of several trips needs one for each visit: in a bank that trips share, the later one overwrites the
-earlier, and the tokens are wrong without an error. This file travels with every export, so the refusal does too.
+transformers' continuous batching, vLLM and SGLang look keys and values up by a layer's `layer_idx`. A model of several
+trips needs a bank for each visit (layer, trip): in a bank that trips share, the later one overwrites the earlier, and
+the tokens are wrong without an error. So the engine is told of as many layers as the plan has visits
+(`engine_config`), and its attention gets, in place of the layer, a `Seat` at the visit's bank. What cannot be served so
+is refused by name. This file travels with every export, and the refusal with it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+import copy
+from collections.abc import Mapping, Sized
+from typing import TYPE_CHECKING, Any
+
+from .roles import View
+from .slots import Plan
 
 if TYPE_CHECKING:
-    from .configuration import FathomConfig
+    from torch import nn
 
-BACKENDS = ("sdpa", "eager", "flash", "flex", "kernels-community/", "fathom_")
-"""Attention backends, by their beginning, that leave the cache to the model."""
+    from .configuration import FathomConfig
+    from .roles import Recurrence
+
+BACKENDS = ("sdpa", "eager", "paged|eager", "flash", "flex", "kernels-community/", "fathom_")
+"""Attention backends, by their beginning, that leave the cache to the model or find it by a seat."""
+ENGINES = ("vllm", "sglang")
+"""Backends that find their cache in `attention_instances`, by `layer_idx`."""
 HANDED_OVER = ("cache", "attention_instances", "forward_batch")
 """Arguments by which an engine hands over a cache of its own: continuous batching, vLLM and SGLang, SGLang."""
 
 
-def check_engine(config: FathomConfig, trips: int, arguments: Collection[str] = ()) -> None:
+class Seat:
+    """An attention module at the place of one visit: everything is the module's own but `layer_idx`."""
+
+    def __init__(self, attention: nn.Module, bank: int) -> None:
+        self.attention, self.layer_idx = attention, bank
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.attention, name)
+
+
+def seat(attention: nn.Module, bank: int | None, arguments: Mapping[str, Any]) -> Any:
+    """What the attention backend takes for the module: itself, or its seat where an engine holds the cache."""
+    if bank is None or bank == attention.layer_idx or not any(name in arguments for name in HANDED_OVER):
+        return attention
+    return Seat(attention, bank)
+
+
+def engine_config(config: FathomConfig, plan: Plan) -> FathomConfig:
+    """The configuration as an engine has to see it: one layer for each visit."""
+    told = copy.deepcopy(config)
+    layers = [visit.layer for trip in plan for visit in trip]
+    told.num_hidden_layers = len(layers)
+    told.layer_types = [config.layer_types[layer] for layer in layers]
+    return told
+
+
+def check_engine(
+    config: FathomConfig, policy: Recurrence, plan: Plan, arguments: Mapping[str, Any] | None = None
+) -> None:
     """Refuse an engine that would make a model of several trips answer wrongly.
 
     Args:
         config: The model; its attention backend names the engine.
-        trips: How many trips a token may make.
-        arguments: Names of the further keyword arguments of a forward call.
+        policy: Its recurrence.
+        plan: The visits of a forward pass.
+        arguments: Further keyword arguments of the call; None while the model is made.
     """
     backend = str(config._attn_implementation)
-    foreign = next((name for name in HANDED_OVER if name in arguments), None)
-    if trips == 1 or (backend.startswith(BACKENDS) and foreign is None):
+    foreign = next((name for name in HANDED_OVER if name in (arguments or ())), None)
+    if len(plan) == 1 or (backend.startswith(BACKENDS) and foreign is None):
         return
     engine = f"attn_implementation={backend}" if foreign is None else f"an engine that passes {foreign}="
-    plain = config.recurrence == "loop" and config.mixer == "none" and config.residual == "plain"
-    raise ValueError(
-        f"{engine} is not known to keep a cache for each trip: {config.recurrence} makes {trips} trips, each with keys "
-        "and values of its own, and the answers would be wrong. Use `generate` or `fathom serve`"
-        + (", or `fathom export --as unrolled`" if plain else "")
-    )
+    needed = sum(map(len, plan))
+    if policy.halts or policy.view is not View.SAME:
+        why = "tokens halt at different trips" if policy.halts else "trips read other trips"
+        raise ValueError(
+            f"{engine} keeps one row of keys and values for each token, and {config.recurrence} needs slots: {why}. "
+            "Use `generate` or `fathom serve`"
+        )
+    if foreign is None and (arguments is None and backend.startswith(ENGINES)):
+        return  # how many banks it has is seen with the first call
+    held = 0 if foreign is None or arguments is None else _banks(arguments[foreign])
+    if held < needed:
+        unrolled = config.recurrence == "loop" and config.mixer == "none" and config.residual == "plain"
+        raise ValueError(
+            f"{engine} is not known to keep a cache for each trip: {config.recurrence} makes {len(plan)} trips, which "
+            f"need {needed} layers of cache and find {held}, and the answers would be wrong. Use `generate`, "
+            "`generate_batch` or `fathom serve`" + (", or `fathom export --as unrolled`" if unrolled else "")
+        )
+
+
+def _banks(cache: Any) -> int:
+    """Layers of a cache that an engine handed over: a mapping by layer, or transformers' paged cache."""
+    if isinstance(cache, Sized):
+        return len(cache)
+    return int(getattr(getattr(cache, "config", None), "num_hidden_layers", 0))

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration import FathomConfig
-from .engines import check_engine
+from .engines import check_engine, engine_config, seat
 from .loss import causal_lm_loss, shifted, token_losses
 from .published import HUB_KEYS, released
 from .reading import Banked, Call, Dense, Interleaved, Passed, Reading, Store, Stored
@@ -120,7 +121,7 @@ class Attention(nn.Module):
             self.config._attn_implementation, eager_attention_forward
         )
         output, weights = attend(
-            self,
+            seat(self, bank, kwargs),
             query,
             keys,
             values,
@@ -292,7 +293,7 @@ class FathomModel(FathomPreTrainedModel):
         if own_head and self.recurrence.needs_head(config):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             self._tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
-        check_engine(self.config, self.recurrence.depth + 1)
+        check_engine(self.config, self.recurrence, self.plan)
         self.post_init()
 
     @merge_with_config_defaults
@@ -317,7 +318,6 @@ class FathomModel(FathomPreTrainedModel):
         shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
         if 0 in shape:
             raise ValueError(f"the input is empty: {shape[0]} rows of {shape[-1]} tokens")
-        check_engine(self.config, self.recurrence.depth + 1, kwargs)
         if output_hidden_states is None:
             output_hidden_states = self.config.output_hidden_states
         head = getattr(self, "lm_head", None) if head is None else head
@@ -333,6 +333,7 @@ class FathomModel(FathomPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         if depth not in self.plans:
             self.plans[depth] = plan(self.config, depth)
+        check_engine(self.config, self.recurrence, self.plans[depth], kwargs)
         store = self._prepare(past_key_values, depth)
         if position_ids is None:
             seen = 0 if given is None else given.get_seq_length()
@@ -381,6 +382,8 @@ class FathomModel(FathomPreTrainedModel):
         return self.recurrence.view is not View.SAME or self.recurrence.halts
 
     def _depth(self, max_trips: int | None) -> int:
+        if max_trips is None and not self.training:
+            max_trips = self.config.max_trips
         if max_trips is None:
             return self.recurrence.drawn if self.training else self.recurrence.depth
         most = self.recurrence.most_trips(self.config)
@@ -530,9 +533,20 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         return super().generate(inputs, generation_config, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
-        """As in transformers; a model of several trips is refused before the first request, not in each."""
-        check_engine(self.config, self.model.recurrence.depth + 1, ("cache",))
-        return super().init_continuous_batching(*args, **kwargs)
+        """As in transformers, with a layer of its cache for every visit; what it cannot run is refused here."""
+        visits = plan(self.config, self.model._depth(None))
+        told = engine_config(self.config, visits)
+        check_engine(self.config, self.model.recurrence, visits, {"cache": SimpleNamespace(config=told)})
+        # What the engine takes for the model: this one's modules, under the configuration that it is told.
+        engine = self.__dict__.pop("_engine", None) or copy.copy(self)
+        engine.__dict__.update(self.__dict__, config=told)
+        self.__dict__["_engine"] = engine
+        return GenerationMixin.init_continuous_batching(engine, *args, **kwargs)
+
+    def destroy_cached_continuous_batching_manager(self) -> None:
+        """As in transformers."""
+        if engine := self.__dict__.pop("_engine", None):
+            GenerationMixin.destroy_cached_continuous_batching_manager(engine)
 
     def create_masks_for_generate(self, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
         """The masks of a static cache. Who sees which slot, only the passes of the model know."""
