@@ -336,7 +336,7 @@ class Reader:
                 shutil.rmtree(out, ignore_errors=True)
                 given += ["--workers", "1"]
             if given[0] == "compare" and "--arms" in given:  # one process, few rounds
-                given += ["--workers", "1", "--pairs", "2"]
+                given += ["--workers", "1", "--pairs", "2", "--seeds", "2"]
             assert cli.main(given) == 0, "did not end with 0"
 
     @staticmethod
@@ -378,7 +378,8 @@ class Reader:
 
 
 FOLLOWED = [page for page in PAGES if items(page)]
-LONG = ("benchmarks", "kvcache")  # pages whose commands measure something
+# Pages whose commands measure something, and those of recurrences, each of which runs a comparison of its own.
+LONG = ("benchmarks", "kvcache", "compare", "ponder", "ponder2", "ponder3", "adaponder", "latent_cot")
 
 
 @pytest.mark.parametrize(

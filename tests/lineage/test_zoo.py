@@ -28,6 +28,7 @@ def text(directory: Path) -> Path:
     return directory
 
 
+@pytest.mark.slow
 def test_two_models_and_what_was_made_of_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import zoo
 

@@ -236,7 +236,14 @@ def die_at(place: str, words: Sequence[str]) -> None:
     main(words)
 
 
-@pytest.mark.parametrize("place", ["before the history", "between history and recipe", "before the first step"])
+@pytest.mark.parametrize(
+    "place",
+    [
+        pytest.param("before the history", marks=pytest.mark.slow),
+        "between history and recipe",
+        pytest.param("before the first step", marks=pytest.mark.slow),
+    ],
+)
 def test_killed_while_a_run_is_extended(corpus: Path, run: Path, tmp_path: Path, place: str) -> None:
     """The same command goes on, and its history has one line."""
     words = ["train", str(run), "train.steps=12"]
@@ -255,7 +262,10 @@ def test_a_change_that_never_came_about_leaves_the_history(run: Path) -> None:
     assert [line["changes"]["train.steps"] for line in read_history(run)] == [[8, 10]]
 
 
-@pytest.mark.parametrize("place", list(PLACES))
+@pytest.mark.parametrize(
+    "place",
+    [pytest.param(p, marks=() if p == "between history and recipe" else pytest.mark.slow) for p in PLACES],
+)
 def test_killed_while_a_run_is_branched(corpus: Path, constant: Path, tmp_path: Path, place: str) -> None:
     words = ["train", "--from", f"{constant}@step-4", "--run", str(tmp_path / "new"), "--cooldown", "4"]
     assert processes.run(die_at, place, words) == -signal.SIGKILL
