@@ -101,6 +101,7 @@ def test_values_built_in_python_become_what_their_types_say() -> None:
     assert Optim(lr=1, betas=[0.5, 0.9]) == Optim(lr=1.0, betas=(0.5, 0.9))  # type: ignore[arg-type]
     assert type(Optim(lr=1).lr) is float
 
+
 @pytest.mark.parametrize(
     ("override", "words"),
     [
