@@ -39,7 +39,7 @@ FOREIGN = {
     "torch": f"{COMPUTING} data.batches report.provenance",
     "transformers": "models kvcache checkpoints data.tokenizer training evaluation inference lens.live cli.export",
     "triton": "kernels",
-    "numpy": "report checkpoints data corpus training evaluation lens lineage ladder cli.lineage",
+    "numpy": "report checkpoints data corpus training evaluation lens lineage ladder",
     "scipy": "report.statistics corpus lineage ladder",
     "huggingface_hub": "models checkpoints recipe",
     "safetensors": "models.published lineage.attacks",
@@ -67,7 +67,8 @@ INSIDE_FUNCTIONS = {
 }
 """Imports of our own inside functions, and why; at the top of a command's `run` they need no reason."""
 BY_NAME = {
-    *(("fathom", "__getattr__"), ("fathom", "register"), ("fathom.cli.main", "_dispatch")),
+    *(("fathom", "__getattr__"), ("fathom", "register"), ("fathom.lineage", "__getattr__")),
+    ("fathom.cli.main", "_dispatch"),
     *(("fathom.data.sources", "_require"), ("fathom.kvcache.rope", ".__init__")),  # of other people's
 }
 """Functions that import a module by a name that they look up."""

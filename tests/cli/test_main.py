@@ -30,6 +30,22 @@ def test_help_is_fast_because_it_loads_no_torch() -> None:
     assert all(f"\n  {name} " in done.stdout for name in COMMANDS)
 
 
+def test_no_command_s_help_loads_what_computes() -> None:
+    """Parsers are built, and the help of lineage's actions printed, without torch, numpy, scipy or the Hub."""
+    code = (
+        "import sys, importlib; from fathom.cli import main; from fathom.cli.parser import Parser\n"
+        "for name in main.COMMANDS:\n"
+        "    importlib.import_module(f'fathom.cli.{name}').add(Parser(prog=name))\n"
+        "    print(name, *({'torch', 'scipy', 'transformers'} & set(sys.modules)))\n"
+        "    if name == 'lineage': print(*({'numpy', 'jinja2', 'huggingface_hub'} & set(sys.modules)))\n"
+        "import numpy; 'numpy' in sys.modules or print('the check sees nothing')\n"
+    )
+    order = "import sys; from fathom.cli import main; main.COMMANDS = {'lineage': '', **main.COMMANDS}\n"
+    done = subprocess.run([sys.executable, "-c", order + code], capture_output=True, text=True, check=True)
+    lines = [line.strip() for line in done.stdout.splitlines()]
+    assert lines == ["lineage", "", *(name for name in COMMANDS if name != "lineage")], done.stdout
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:

@@ -9,20 +9,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from rich.console import Console
-
-from fathom.checkpoints.origin import Refused, parse_json
+from fathom import lineage
 from fathom.cli.parser import Parser, add_parameters, call
-from fathom.lineage import attacks, cards, commitments, comparison, huref, page, report, verification
-from fathom.lineage.comparison import Options, measure, structure_class, write_null
-from fathom.lineage.evidence import probability
-from fathom.lineage.portrait import CAPTION, pixel_hash, pixels, png, sketch_hash, words
-from fathom.lineage.weights import open_weights
-from fathom.report import html
 from fathom.report.files import write_json
+
+if TYPE_CHECKING:
+    from fathom.lineage.comparison import Comparison, Pair
 
 ACTIONS = {
     "compare": ("a", "b"),
@@ -67,17 +61,16 @@ class Result:
         return self.exit_code
 
 
-def _plain(value: object) -> Any:
-    if isinstance(value, np.generic):
-        return value.item()
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    return str(value)
+def _plain(value: Any) -> Any:
+    """What JSON has no form for: numpy's numbers and arrays as Python's, all else as text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
 @contextmanager
 def _status(quiet: bool) -> Iterator[Callable[[str], None]]:
     """A line on standard error that says what is being done, where somebody is watching."""
+    from rich.console import Console
+
     console = Console(stderr=True)
     if quiet or not console.is_terminal:
         yield lambda _: None
@@ -94,7 +87,7 @@ def compare(
     null: Path | None = None,
     mode: str = "fast",
     layers: int | None = None,
-    align: Sequence[str] = comparison.ALIGNMENTS,
+    align: Sequence[str] = (),
     reorder: bool = False,
     seed: int = 0,
     adapter_base: str | None = None,
@@ -112,7 +105,7 @@ def compare(
         null: A file that `calibrate` wrote, instead of or besides controls.
         mode: fast (1,024 channels, of large models some layers) or exact.
         layers: Score this many evenly spaced layers.
-        align: Any of order, lap, procrustes.
+        align: Any of order, lap, procrustes; by default all.
         reorder: Match layers freely instead of in order.
         seed: Of every sample.
         adapter_base: Base model of an adapter that does not name one.
@@ -122,40 +115,33 @@ def compare(
         quiet: No progress line.
     """
 
-    options = Options(mode=mode, layers=layers, align=tuple(align), reorder=reorder, seed=seed)
+    chosen = tuple(align) or lineage.comparison.ALIGNMENTS
+    options = lineage.Options(mode=mode, layers=layers, align=chosen, reorder=reorder, seed=seed)
     with _status(quiet) as say:
-        models = [open_weights(where, adapter_base, max_bytes) for where in (a, b)]
-        found = comparison.compare(models[0], models[1], control, null, options, say)
-        found.given = comparison.Given(null, adapter_base, max_bytes)
+        models = [lineage.open_weights(where, adapter_base, max_bytes) for where in (a, b)]
+        found = lineage.comparison.compare(models[0], models[1], control, null, options, say)
+        found.given = lineage.comparison.Given(null, adapter_base, max_bytes)
         if out is not None:
             say("hashes of the files")
-        body = report.made(found, page.command(found), hashed=out is not None)
+        body = lineage.report.made(found, lineage.page.command(found), hashed=out is not None)
     if out is not None:
-        _write_report(out, found, body)
+        lineage.page.write(out, found, body)
     code = found.verdict.exit_code if exit_code else 0
     return Result(code, _summary(found), body)
 
 
-def _write_report(out: Path, found: comparison.Comparison, body: dict[str, Any]) -> None:
-    drawn = {
-        name: cards.sketch_of({"sketches": {"z_last": item["sketch"]}}) for name, item in body["portraits"].items()
-    }
-    html.write(out, body, page.render(found, body, drawn))
-    for side, z in zip("ab", drawn.values(), strict=False):
-        (out / f"portrait-{side}.png").write_bytes(png(pixels(z)))
-
-
-def _summary(found: comparison.Comparison) -> str:
+def _summary(found: Comparison) -> str:
     lines = [f"{found.verdict.label.upper()}. {found.verdict.sentence}", ""]
-    for name, label in comparison.SCORE_LABELS.items():
+    for name, label in lineage.comparison.SCORE_LABELS.items():
         if (value := found.pair.value(name)) is not None:
             null = found.null.scores.get(name, []) if found.null else []
             beside = f"   highest unrelated {max(null):.3f}" if null else ""
             lines.append(f"  {label:<36}{value:7.3f}{beside}")
     lines.append("")
     for test in found.tests:
-        used = f"corrected {probability(test.corrected)}" if test.decides else "not used: needs a control"
-        lines.append(f"  {test.name:<36}{test.statistic:9.4g}   p {probability(test.p)}, {used}")
+        p, corrected = map(lineage.evidence.probability, (test.p, test.corrected))
+        used = f"corrected {corrected}" if test.decides else "not used: needs a control"
+        lines.append(f"  {test.name:<36}{test.statistic:9.4g}   p {p}, {used}")
     lines += [
         "",
         *(f"- {sign}" for sign in found.tampering),
@@ -175,26 +161,26 @@ def portrait(a: str, out: Path | None = None) -> Result:
     """
 
     z, name = _sketch(a)
-    image = pixels(z)
+    image = lineage.portrait.pixels(z)
     path = out or Path(f"{Path(name).name or 'portrait'}.png")
-    path.write_bytes(png(image))
-    said = words(z)
+    path.write_bytes(lineage.portrait.png(image))
+    said = lineage.portrait.words(z)
     data = {
         "file": str(path),
         "words": said,
-        "pixels_sha256": pixel_hash(image),
-        "sketch_sha256": sketch_hash(z),
+        "pixels_sha256": lineage.portrait.pixel_hash(image),
+        "sketch_sha256": lineage.portrait.sketch_hash(z),
     }
-    return Result(0, f"{path}\n{' '.join(said)}\n{CAPTION}", data)
+    return Result(0, f"{path}\n{' '.join(said)}\n{lineage.portrait.CAPTION}", data)
 
 
 def _sketch(where: str) -> tuple[Any, str]:
     path = Path(where)
     if path.is_file() and path.suffix in {".json", ".card"}:
-        body = cards.read_card(path)
-        return cards.sketch_of(body), path.stem
-    weights = open_weights(where)
-    return huref.quantised(cards.sketches(weights)["z_last"]), where
+        body = lineage.cards.read_card(path)
+        return lineage.cards.sketch_of(body), path.stem
+    weights = lineage.open_weights(where)
+    return lineage.huref.quantised(lineage.cards.sketches(weights)["z_last"]), where
 
 
 def card(a: str, out: Path, all_layers: bool = False) -> Result:
@@ -206,7 +192,7 @@ def card(a: str, out: Path, all_layers: bool = False) -> Result:
         all_layers: Add the sketch over all layers, which reads most of the model and searches better.
     """
 
-    body = cards.card(open_weights(a), all_layers)
+    body = lineage.cards.card(lineage.open_weights(a), all_layers)
     write_json(out, body)
     note = "\nfew anchor strings: compare with care" if body["low_coverage"] else ""
     return Result(0, f"{out}\n{' '.join(body['words'])}{note}", body)
@@ -222,9 +208,10 @@ def search(a: Path, library: Path, top: int = 10) -> Result:
     """
 
     if not library.is_dir():
-        raise Refused(f"{library}: not a directory of cards")
-    query = cards.read_card(a)
-    found = cards.search(query, sorted(p for p in library.iterdir() if p.is_file() and p.suffix in {".json", ".card"}))
+        raise lineage.Refused(f"{library}: not a directory of cards")
+    query = lineage.cards.read_card(a)
+    others = sorted(path for path in library.iterdir() if path.is_file() and path.suffix in {".json", ".card"})
+    found = lineage.cards.search(query, others)
     rows = [f"{cosine:7.3f}  {name}  ({file})" for cosine, name, file in found[:top]]
     data = [{"cosine": cosine, "name": name, "file": file} for cosine, name, file in found[:top]]
     return Result(0, "\n".join(rows) or "no cards there", {"found": data})
@@ -242,8 +229,8 @@ def attack(a: str, out: Path, kind: Sequence[str], seed: int = 0, dtype: str = "
     """
 
     if out.exists():
-        raise Refused(f"{out} exists already")
-    attacks.attack(open_weights(a), list(kind), out, seed, dtype)
+        raise lineage.Refused(f"{out} exists already")
+    lineage.attacks.attack(lineage.open_weights(a), list(kind), out, seed, dtype)
     return Result(0, f"{out}: {', '.join(kind)}", {"out": str(out), "kinds": list(kind), "seed": seed})
 
 
@@ -258,8 +245,8 @@ def commit(a: str, out: Path, blind: bool = False, key_out: Path | None = None) 
     """
 
     if blind and key_out is None:
-        raise Refused("a blinded commitment needs --key-out: without its key it can never be opened")
-    body, key = commitments.commit(open_weights(a), blind)
+        raise lineage.Refused("a blinded commitment needs --key-out: without its key it can never be opened")
+    body, key = lineage.commitments.commit(lineage.open_weights(a), blind)
     write_json(out, body)
     if key is not None and key_out is not None:
         key_out.touch(mode=0o600)
@@ -277,14 +264,14 @@ def verify(statement: Path, a: str | None = None, key: Path | None = None) -> Re
     """
 
     if not statement.is_file():
-        raise Refused(f"{statement}: no such file")
-    body = parse_json(statement.read_bytes(), str(statement))
+        raise lineage.Refused(f"{statement}: no such file")
+    body = lineage.verification.read_statement(statement)
     if "fathom_lineage_report" in body:
-        done = verification.verify(body)
+        done = lineage.verification.verify(body)
     elif a is None:
-        raise Refused("a commitment is checked against a model: name it")
+        raise lineage.Refused("a commitment is checked against a model: name it")
     else:
-        done = commitments.verify(open_weights(a), body, key.read_text().strip() if key else None)
+        done = lineage.commitments.verify(lineage.open_weights(a), body, key.read_text().strip() if key else None)
     lines = ["holds" if done.holds else "does not hold", *(f"- {line}" for line in done.findings)]
     lines += [f"not recomputed: {what}" for what in done.not_recomputed]
     return Result(0 if done.holds else 1, "\n".join(lines), vars(done))
@@ -302,15 +289,15 @@ def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 
     """
 
     if len(models) < 2:
-        raise Refused("a null needs at least two unrelated models")
-    opened = [open_weights(where) for where in models]
-    groups: dict[str, list[comparison.Pair]] = {}
+        raise lineage.Refused("a null needs at least two unrelated models")
+    opened = [lineage.open_weights(where) for where in models]
+    groups: dict[str, list[Pair]] = {}
     with _status(quiet) as say:
         for i, first in enumerate(opened):
             for second in opened[i + 1 :]:
                 say(f"{first.name} against {second.name}")
-                pair = measure(first, second, Options(mode=mode, seed=seed))
-                groups.setdefault(structure_class(first, second), []).append(pair)
-    body = write_null(out, groups)
+                pair = lineage.comparison.measure(first, second, lineage.Options(mode=mode, seed=seed))
+                groups.setdefault(lineage.comparison.structure_class(first, second), []).append(pair)
+    body = lineage.comparison.write_null(out, groups)
     rows = [f"{kind}: {len(pairs)} pairs" for kind, pairs in groups.items()]
     return Result(0, "\n".join([str(out), *rows]), body)

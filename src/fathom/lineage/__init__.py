@@ -4,10 +4,51 @@ from fathom.lineage import compare, open_weights
 
 found = compare(open_weights("org/suspect"), open_weights("org/base"), controls=["org/unrelated"])
 print(found.verdict.sentence)
+
+Names and modules come when they are touched, so that the command line can be parsed without scipy.
 """
 
-from fathom.checkpoints.origin import Refused
-from fathom.lineage.comparison import Comparison, Options, compare
-from fathom.lineage.weights import Weights, open_weights
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fathom.checkpoints.origin import Refused
+    from fathom.lineage import attacks as attacks
+    from fathom.lineage import cards as cards
+    from fathom.lineage import commitments as commitments
+    from fathom.lineage import comparison as comparison
+    from fathom.lineage import evidence as evidence
+    from fathom.lineage import huref as huref
+    from fathom.lineage import page as page
+    from fathom.lineage import portrait as portrait
+    from fathom.lineage import report as report
+    from fathom.lineage import verification as verification
+    from fathom.lineage.comparison import Comparison, Options, compare
+    from fathom.lineage.weights import Weights, open_weights
 
 __all__ = ["Comparison", "Options", "Refused", "Weights", "compare", "open_weights"]
+
+# The module that each name comes from.
+_HOMES = {
+    "Comparison": "fathom.lineage.comparison",
+    "Options": "fathom.lineage.comparison",
+    "Refused": "fathom.checkpoints.origin",
+    "Weights": "fathom.lineage.weights",
+    "compare": "fathom.lineage.comparison",
+    "open_weights": "fathom.lineage.weights",
+}
+_MODULES = {
+    *("attacks", "cards", "commitments", "comparison", "evidence"),
+    *("huref", "page", "portrait", "report", "verification"),
+}
+
+if not TYPE_CHECKING:  # or a type checker would take every misspelt name for one of ours
+
+    def __getattr__(name: str) -> object:
+        """A public name, from its module, or a module of this folder (PEP 562)."""
+        if name in _MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        if name not in _HOMES:
+            raise AttributeError(f"module 'fathom.lineage' has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
+        return value

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import base64
 import shlex
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import evidence, huref, portrait
+from fathom.lineage.cards import sketch_of
 from fathom.lineage.comparison import ALIGNMENTS, NAMES, SCORE_LABELS, Comparison
 from fathom.lineage.report import CANONICAL_STEPS
 from fathom.report import html
@@ -18,6 +20,15 @@ from fathom.report.plots import Axis, Line, cell_plot, line_plot
 from fathom.report.templates import render as render_template
 
 TONES = {evidence.SHARED: "found", evidence.INITIALISATION: "found", evidence.NONE: "clear"}
+
+
+def write(out: Path, found: Comparison, body: dict[str, Any]) -> None:
+    """Report, page and portraits in a directory."""
+    drawn = {name: sketch_of({"sketches": {"z_last": item["sketch"]}}) for name, item in body["portraits"].items()}
+    out.mkdir(parents=True, exist_ok=True)
+    html.write(out, body, render(found, body, drawn))
+    for side, z in zip("ab", drawn.values(), strict=False):
+        (out / f"portrait-{side}.png").write_bytes(portrait.png(portrait.pixels(z)))
 
 
 def render(found: Comparison, body: dict[str, Any], portraits: dict[str, Array] | None = None) -> str:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fathom.checkpoints.origin import Refused
+from fathom.checkpoints.origin import Refused, parse_json
 from fathom.lineage import comparison, huref, page, report
 from fathom.lineage.cards import sketch_of
 from fathom.lineage.commitments import SAME_SKETCH, Verification
@@ -22,6 +22,11 @@ COSTS = {"bytes_read", "seconds"}
 MADE = {"version", "numpy", "platform"}
 SENTENCES = {"sentence", "reasons", "skipped", "tampering", "null", "note", "per_layer"}
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+def read_statement(file: Path) -> dict[str, Any]:
+    """A commitment, or a report, from a file."""
+    return parse_json(file.read_bytes(), str(file))
 
 
 def verify(body: dict[str, Any]) -> Verification:
