@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,16 @@ def test_every_recipe_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     listed = json.loads(capsys.readouterr().out)
     assert listed.keys() == packaged_recipes().keys()
     assert all(found["summary"] in line for found, line in zip(listed.values(), lines, strict=True))
+
+
+def test_heads_name_recipes_as_the_command_takes_them() -> None:
+    """By name, since a wheel has no `recipes/` to type; each name is a recipe's."""
+    heads = {
+        name: re.findall(r"^#   fathom train (\S+)", path.read_text(), re.M)
+        for name, path in packaged_recipes().items()
+    }
+    assert {name for said in heads.values() for name in said} <= packaged_recipes().keys()
+    assert all(heads[name] for name in ("tiny", "500m", "tiny_gates"))
 
 
 def test_a_copy_is_the_same_recipe(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from fathom.cli.main import main
-from fathom.evaluation.caches import evaluate as kvcache_command
+from fathom.evaluation.caches import evaluate as cache_evaluation
 from fathom.evaluation.caches.page import summarize, verdict
 from fathom.kvcache import NAMES, Schedule
 from tests.inference.tiny import TEXT, export_tiny
@@ -36,8 +36,8 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def briefly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kvcache_command, "QUESTIONS", 2)
-    monkeypatch.setattr(kvcache_command, "DECODED", 3)
+    monkeypatch.setattr(cache_evaluation, "QUESTIONS", 2)
+    monkeypatch.setattr(cache_evaluation, "DECODED", 3)
 
 
 def run(here: Path, *words: str, checkpoints: tuple[str, ...] = ("plain",)) -> int:
@@ -58,7 +58,7 @@ def test_every_number_and_a_page(here: Path, tmp_path: Path, capsys: pytest.Capt
         for cache in caches.values():
             assert len(cache["nats"]) == 4 and len(cache["loss"]) == 8 and len(cache["spans"]) == 3
             assert [load["tokens"] for load in cache["loads"]] == [32, 64, 128]
-            assert set(cache["recall"]) == set(kvcache_command.TASKS)
+            assert set(cache["recall"]) == set(cache_evaluation.TASKS)
         freqkv, drop, full = (np.array(caches[method]["nats"]) for method in ("freqkv", "drop", "full"))
         assert np.array_equal(freqkv[:, :1], drop[:, :1]) and np.allclose(freqkv[:, :2], full[:, :2])
         assert not np.allclose(freqkv[:, 3:], full[:, 3:]) and not np.allclose(freqkv[:, 3:], drop[:, 3:])
@@ -217,7 +217,7 @@ def test_spans_begin_at_the_window_whatever_the_ratio() -> None:
 def test_a_compression_is_among_the_decoded_tokens() -> None:
     for schedule in (Schedule.at(40, 4, 0.4), Schedule.at(1024, 4, 0.3), Schedule.at(1024, 4, 0.5)):
         lengths = [n * schedule.window for n in (1, 2, 3, 5)]
-        decoded = kvcache_command._decoded(schedule, lengths)
+        decoded = cache_evaluation._decoded(schedule, lengths)
         assert decoded <= schedule.freed
         assert all(schedule.rounds(length + decoded) > schedule.rounds(length) for length in lengths)
 
