@@ -19,7 +19,32 @@ from .method import Method
 from .schedule import Schedule
 
 
-class Memory(CacheLayerMixin):
+class Scheduled:
+    """What follows from a method and from how many tokens came, for a layer and for a cache of layers alike."""
+
+    method: Method
+
+    def get_seq_length(self) -> int:
+        """Tokens seen, from which positions follow."""
+        raise NotImplementedError
+
+    @property
+    def schedule(self) -> Schedule:
+        """When memories are compressed, and to how much."""
+        return self.method.schedule
+
+    @property
+    def entries(self) -> int:
+        """Physical entries of a layer, at most the window."""
+        return self.schedule.entries(self.get_seq_length())
+
+    @property
+    def rounds(self) -> int:
+        """Compressions so far."""
+        return self.schedule.rounds(self.get_seq_length())
+
+
+class Memory(CacheLayerMixin, Scheduled):
     """One layer's keys and values: at most N entries, whatever the number of tokens seen."""
 
     is_sliding = False
@@ -41,21 +66,6 @@ class Memory(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.keys, self.values = key_states[:, :, :0].clone(), value_states[:, :, :0].clone()
         self.is_initialized = True
-
-    @property
-    def schedule(self) -> Schedule:
-        """The method's schedule."""
-        return self.method.schedule
-
-    @property
-    def entries(self) -> int:
-        """Physical entries."""
-        return self.schedule.entries(self.seen)
-
-    @property
-    def rounds(self) -> int:
-        """Compressions so far."""
-        return self.schedule.rounds(self.seen)
 
     def get_seq_length(self) -> int:
         """Tokens seen, from which positions follow."""
@@ -171,7 +181,7 @@ def _refuse_compiling() -> None:
     )
 
 
-class MemoryCache(Cache):
+class MemoryCache(Cache, Scheduled):
     """A transformers cache whose layers are memories of one method.
 
     What the layers cannot see, padding and packed rows, is checked by a hook on the model (`watch`).
@@ -184,24 +194,9 @@ class MemoryCache(Cache):
         self.offset = 0
 
     @property
-    def schedule(self) -> Schedule:
-        """When the memories are compressed, and to how much."""
-        return self.method.schedule
-
-    @property
     def seen(self) -> int:
         """Tokens so far."""
         return self.get_seq_length()
-
-    @property
-    def rounds(self) -> int:
-        """Compressions so far."""
-        return self.schedule.rounds(self.seen)
-
-    @property
-    def entries(self) -> int:
-        """Entries that each layer holds, at most the window."""
-        return self.schedule.entries(self.seen)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any

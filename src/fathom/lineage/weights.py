@@ -254,7 +254,7 @@ def resolve(
     packing = ""
     for index in range(count):
         layer = prefix + stack.layer.format(index)
-        packing = _resolve_layer(views, names, layer, index, config, sizes)
+        packing = _LayerViews(views, names, config, sizes, index).resolve(layer)
     geometry = _geometry(config, sizes, views, names, count, packing)
     used = {view.tensor for view in views.values()}
     extra = tuple(sorted(n for n in names if n not in used and n.startswith(prefix) and not is_scale(n)))
@@ -340,31 +340,64 @@ def _ends(names: Mapping[str, Any], prefix: str, stack: layouts.Stack) -> dict[t
     return views
 
 
-def _resolve_layer(
-    views: dict[tuple[str, int | None], View],
-    names: Mapping[str, Any],
-    layer: str,
-    index: int,
-    config: Mapping[str, Any],
-    sizes: _Sizes,
-) -> str:
-    """Add the views of one layer; returns how its attention is packed."""
-    attention = matching(layouts.ATTENTION, names, layer, "the attention")
-    assert attention is not None
-    feed_forward = matching(layouts.FEED_FORWARD, names, layer, "the feed-forward")
-    norms = matching(layouts.NORMS, names, layer, "the norms")
-    if norms is None:
-        raise Refused(f"{layer.rstrip('.')}: its norms have no known names")
-    packing = _packing(attention, config)
-    for scheme in (attention, feed_forward, norms):
-        if scheme is not None:
-            for role, module in {**scheme.required, **scheme.optional}.items():
-                _add(views, names, layer + module, role, index, scheme, config, sizes, packing)
-    if norms.packing == "parallel":  # one norm feeds attention and feed-forward
-        for suffix in ("", "_bias"):
-            if ("attn_norm" + suffix, index) in views:
-                views["ffn_norm" + suffix, index] = views["attn_norm" + suffix, index]
-    return packing
+@dataclass(frozen=True)
+class _LayerViews:
+    """Adds the views of one layer."""
+
+    views: dict[tuple[str, int | None], View]
+    names: Mapping[str, Any]
+    config: Mapping[str, Any]
+    sizes: _Sizes
+    index: int
+
+    def resolve(self, layer: str) -> str:
+        """The views of all its modules; returns how its attention is packed."""
+        attention = matching(layouts.ATTENTION, self.names, layer, "the attention")
+        assert attention is not None
+        feed_forward = matching(layouts.FEED_FORWARD, self.names, layer, "the feed-forward")
+        norms = matching(layouts.NORMS, self.names, layer, "the norms")
+        if norms is None:
+            raise Refused(f"{layer.rstrip('.')}: its norms have no known names")
+        packing = _packing(attention, self.config)
+        for scheme in (attention, feed_forward, norms):
+            if scheme is not None:
+                for role, module in {**scheme.required, **scheme.optional}.items():
+                    self.add(layer + module, role, scheme.packing, packing)
+        if norms.packing == "parallel":  # one norm feeds attention and feed-forward
+            for suffix in ("", "_bias"):
+                if ("attn_norm" + suffix, self.index) in self.views:
+                    self.views["ffn_norm" + suffix, self.index] = self.views["attn_norm" + suffix, self.index]
+        return packing
+
+    def add(self, module: str, role: str, kind: str, packing: str) -> None:
+        """The views that one module gives: one for a plain role, two or three for a fused one; biases alike.
+
+        Args:
+            module: Its name.
+            role: What it is for.
+            kind: How the layout says that its scheme is packed.
+            packing: How the attention is.
+        """
+        for suffix, part in (("", "weight"), ("_bias", "bias")):
+            tensor = parameter(self.names, module, part)
+            if tensor is None:
+                continue
+            shape = self.names[tensor].shape
+            conv1d = self.config.get("model_type") in layouts.CONV1D and len(shape) == 2
+            out = shape[1] if conv1d else shape[0]
+            pieces: Mapping[str, tuple[tuple[int, int], ...] | None] = {role: None}
+            item = None
+            if role == "qkv":
+                pieces = _cut_qkv(self.sizes, packing, out, module)
+            elif kind == "experts" and len(shape) == 3:
+                item, out = 0, shape[1]
+                if role == "gate_up" and (out % 2 or shape[2] != self.sizes.width):
+                    raise Refused(f"{tensor}: shape {shape} does not tell gate from up")
+                pieces = {"gate": ((0, out // 2),), "up": ((out // 2, out),)} if role == "gate_up" else pieces
+            elif role == "gate_up" or (kind == "maybe_gated" and role == "up" and _is_gated(self.names, module, out)):
+                pieces = {"gate": ((0, out // 2),), "up": ((out // 2, out),)}
+            for name, rows in pieces.items():
+                self.views[name + suffix, self.index] = View(tensor, rows, conv1d, item)
 
 
 def _packing(attention: Scheme, config: Mapping[str, Any]) -> str:
@@ -379,40 +412,6 @@ def _packing(attention: Scheme, config: Mapping[str, Any]) -> str:
             return "group"
         return "concat" if config.get("multi_query", True) else "head"
     return packing
-
-
-def _add(
-    views: dict[tuple[str, int | None], View],
-    names: Mapping[str, Any],
-    module: str,
-    role: str,
-    index: int,
-    scheme: Scheme,
-    config: Mapping[str, Any],
-    sizes: _Sizes,
-    packing: str,
-) -> None:
-    """The views that one module gives: one for a plain role, two or three for a fused one; biases alike."""
-    for suffix, kind in (("", "weight"), ("_bias", "bias")):
-        tensor = parameter(names, module, kind)
-        if tensor is None:
-            continue
-        shape = names[tensor].shape
-        conv1d = config.get("model_type") in layouts.CONV1D and len(shape) == 2
-        out = shape[1] if conv1d else shape[0]
-        pieces: Mapping[str, tuple[tuple[int, int], ...] | None] = {role: None}
-        item = None
-        if role == "qkv":
-            pieces = _cut_qkv(sizes, packing, out, module)
-        elif scheme.packing == "experts" and len(shape) == 3:
-            item, out = 0, shape[1]
-            if role == "gate_up" and (out % 2 or shape[2] != sizes.width):
-                raise Refused(f"{tensor}: shape {shape} does not tell gate from up")
-            pieces = {"gate": ((0, out // 2),), "up": ((out // 2, out),)} if role == "gate_up" else pieces
-        elif role == "gate_up" or (scheme.packing == "maybe_gated" and role == "up" and _is_gated(names, module, out)):
-            pieces = {"gate": ((0, out // 2),), "up": ((out // 2, out),)}
-        for name, rows in pieces.items():
-            views[name + suffix, index] = View(tensor, rows, conv1d, item)
 
 
 def _is_gated(names: Mapping[str, Any], module: str, out: int) -> bool:
