@@ -134,6 +134,15 @@ def test_missing_tensor_is_named(tmp_path):
         FathomForCausalLM.from_pretrained(tmp_path)
 
 
+def test_without_a_checkpoint_everything_is_new():
+    """transformers' way to a fresh model; one tensor makes it a checkpoint, and then an incomplete one."""
+    config = config_of("hyper_connections")
+    model = FathomForCausalLM.from_pretrained(None, config=config, state_dict={})
+    assert all(parameter.isfinite().all() for parameter in model.parameters())
+    with pytest.raises(ValueError, match="the checkpoint lacks"):
+        FathomForCausalLM.from_pretrained(None, config=config, state_dict={"model.norm.weight": torch.ones(32)})
+
+
 def test_another_architecture_is_refused(tmp_path):
     keys = {k: v for k, v in SHAPE.items() if k != "head_dim"}
     LlamaForCausalLM(LlamaConfig(**keys)).save_pretrained(tmp_path)
