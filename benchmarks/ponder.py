@@ -17,6 +17,7 @@ import math
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ RECIPES = Path(__file__).parent.parent / "recipes"
 SMALL = ("model.num_hidden_layers=4", "train.tokens_per_step=512", "train.micro_batch=4", "evaluate.tokens=4096")
 SMALLER = ("model.num_hidden_layers=2", "train.tokens_per_step=512", "data.sequence_length=64", "evaluate.tokens=4096")
 HALTING = {
-    "adaponder": {"penalty_window": "[0.2,0.6]", "penalty_fraction": 0.3, "tau": 1e-4},
+    "adaponder": {"penalty_span": "[0.2,0.6]", "penalty_fraction": 0.3, "tau": 1e-4},
     "latent_cot": {"penalty": 0.1, "tau": 1e-3},
 }
 """Options of the models that are trained here; τ is set afterwards, to the mean trips that --trips asks for."""
@@ -82,30 +83,30 @@ def at_once(model: FathomForCausalLM, ids: Tensor) -> tuple[Tensor, Tensor]:
     """Trips and loss of every token that predicts one, `[B, T - 1]` each."""
     out = model.model(ids[:, :-1], head=model.lm_head, use_cache=False)
     losses = F.cross_entropy(model.lm_head(out.last_hidden_state).flatten(0, 1), ids[:, 1:].flatten(), reduction="none")
-    made = out.recurrence_state.get("trips", torch.ones_like(ids[:, 1:]) * (model.model.recurrence.depth + 1))
+    made = out.recurrence_state.get("trips", torch.ones_like(ids[:, 1:]) * model.model.recurrence.trips)
     return made, losses.view_as(made)
 
 
 def set_threshold(model: FathomForCausalLM, ids: Tensor, trips: float) -> float:
     """τ at which tokens make so many trips in the mean, by bisection."""
-    options, low, high = model.model.recurrence.options, -25.0, 25.0
+    recurrence, low, high = model.model.recurrence, -25.0, 25.0
     for _ in range(14):
         middle = (low + high) / 2
-        options["tau"] = 1 / (1 + math.exp(-middle))
+        recurrence.options = replace(recurrence.options, tau=1 / (1 + math.exp(-middle)))
         made = float(at_once(model, ids)[0].double().mean())
         low, high = (middle, high) if made > trips else (low, middle)
-    return options["tau"]
+    return recurrence.options.tau
 
 
 @contextmanager
 def threshold(model: FathomForCausalLM, tau: float) -> Iterator[None]:
     """Another τ for a while."""
-    options = model.model.recurrence.options
-    before, options["tau"] = options["tau"], tau
+    recurrence = model.model.recurrence
+    before, recurrence.options = recurrence.options, replace(recurrence.options, tau=tau)
     try:
         yield
     finally:
-        options["tau"] = before
+        recurrence.options = before
 
 
 @contextmanager
@@ -113,7 +114,7 @@ def at_random(model: FathomForCausalLM, made: Tensor) -> Iterator[None]:
     """Halt after each trip as many of those who made it as the gates did, whoever they are."""
     policy = model.model.recurrence
     gate, chance = policy.gate, torch.Generator().manual_seed(0)
-    going = [float((made > k + 1).sum() / (made > k).sum().clamp(min=1)) for k in range(policy.depth)]
+    going = [float((made > k + 1).sum() / (made > k).sum().clamp(min=1)) for k in range(policy.trips - 1)]
 
     def drawn(out: Any, state: Any) -> Any:
         if out.last:
@@ -166,7 +167,7 @@ def run_decode(options: argparse.Namespace) -> dict[str, Any]:
         some = held_out(options.corpus or options.work / "data", 16, length + 1)
         if options.trips is not None:
             set_threshold(model, some[:8], options.trips)
-        tau = model.model.recurrence.options["tau"]
+        tau = model.model.recurrence.options.tau
         made, losses = at_once(model, some)
         with threshold(model, 1e-12):
             unlimited = float(at_once(model, some)[1].mean())
@@ -175,9 +176,9 @@ def run_decode(options: argparse.Namespace) -> dict[str, Any]:
         found = {
             "model": name,
             "tau": tau,
-            "trips_at_most": model.model.recurrence.depth + 1,
+            "trips_at_most": model.model.recurrence.trips,
             "mean_trips": float(made.double().mean()),
-            "histogram": [float((made == k + 1).double().mean()) for k in range(model.model.recurrence.depth + 1)],
+            "histogram": [float((made == k + 1).double().mean()) for k in range(model.model.recurrence.trips)],
             "loss": {"halting": float(losses.mean()), "all trips": unlimited, "random": float(random_losses.mean())},
             "random_mean_trips": float(drawn.double().mean()),
             "rank_correlation": correlation(losses.numpy(), made.numpy()),
@@ -266,10 +267,10 @@ def errors(model: FathomForCausalLM, ids: Tensor, rounds: int) -> list[float]:
         out = model.model(ids[:, t : t + 1], past_key_values=cache, use_cache=True, head=model.lm_head)
         cache = out.past_key_values
         exact.append(out.last_hidden_state)
-    whole, options = torch.cat(exact, 1), model.model.recurrence.options
+    whole, recurrence = torch.cat(exact, 1), model.model.recurrence
     found = []
     for n in range(rounds + 1):
-        options["jacobi_eval"] = n
+        recurrence.options = replace(recurrence.options, jacobi_eval=n)
         made = model.model(ids, use_cache=False, head=model.lm_head).last_hidden_state
         found.append(float((made - whole).square().mean().sqrt() / whole.square().mean().sqrt()))
     return found
@@ -288,7 +289,7 @@ def run_jacobi(options: argparse.Namespace) -> dict[str, Any]:
     """Error by round for every model, and the fit."""
     runs = []
     for name, (recurrence, depth) in SOLVED.items():
-        settings = {"depth": depth} | ({"penalty": "none"} if recurrence == "ponder3" else {})
+        settings = {"trips": depth + 1} | ({"penalty": "none"} if recurrence == "ponder3" else {})
         model = trained(options.work, recurrence, options.steps, SMALLER, settings).double()
         ids = held_out(options.work / "data", 4, options.length)
         made = errors(model, ids, options.rounds)

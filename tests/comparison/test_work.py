@@ -225,7 +225,7 @@ def test_equal_flops(small: Recipe):
 
 
 def test_equal_trips(small: Recipe):
-    arms = parse_arms("vanilla,loop,ponder,ponder2,half=loop;model.recurrence_options={count: 2, prelude: 1, coda: 1}")
+    arms = parse_arms("vanilla,loop,ponder,ponder2,half=loop;model.recurrence_options={trips: 2, prelude: 1, coda: 1}")
     recipes = arm_recipes(small.override("train.steps=1000"), arms, "trips")
     layers = recipes["half"].config().num_hidden_layers
     half = round(1000 / (1 + (layers - 2) / layers))
@@ -234,7 +234,7 @@ def test_equal_trips(small: Recipe):
 
 
 def test_halting_arms_tell_their_trips(small: Recipe, tmp_path: Path):
-    halting = "halting=latent_cot;model.recurrence_options={depth: 2, tau: 0.5, router_bias: 0.2}"
+    halting = "halting=latent_cot;model.recurrence_options={trips: 3, tau: 0.5, router_bias: 0.2}"
     plan = make_plan(small, f"vanilla,loop,{halting}", seeds=2, pairs=0, out=tmp_path)
     report = carry_out(plan, tmp_path, quiet=True)
     vanilla, loop, found = (arm["trips"] for arm in report["arms"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,9 +21,9 @@ from tests.inference.tiny import export_tiny
 
 TEXT = "To fathom a thing is to measure its depth, and after much thought to understand it."
 OPTIONS = {
-    "latent_cot": {"depth": 2, "tau": 0.7},
-    "ponder2": {"depth": 1, "jacobi_eval": 1},
-    "ponder": {"depth": 2, "top_k": 9},
+    "latent_cot": {"trips": 3, "tau": 0.7},
+    "ponder2": {"trips": 2, "jacobi_eval": 1},
+    "ponder": {"trips": 3, "top_k": 9},
 }
 
 
@@ -57,7 +58,7 @@ def test_padding_and_what_follows_the_end_are_not_counted() -> None:
     layer = type("Layer", (), {"table": type("Table", (), {"halt": torch.tensor([[-1, 0, 2, 2], [1, 1, 1, 0]])})})
     cache = type("Cache", (), {"layers": [layer]})
     model = Model()
-    model.model = type("Inner", (), {"recurrence": type("R", (), {"most_trips": lambda self, _: 3, "depth": 2})()})
+    model.model = type("Inner", (), {"recurrence": type("R", (), {"most_trips": lambda self, _: 3, "trips": 3})()})
     assert most_trips(model) == 3
     assert stored_trips(model, cache, 2, [3, 4]) == [2.0, 1.75]
     assert stored_trips(model, object(), 2, [3, 4], most=2) == [2.0, 2.0]
@@ -96,7 +97,8 @@ def test_chunks_of_a_prompt(models: Path) -> None:
     model, _ = load(models / "ponder2", "cpu")
     with pytest.raises(ValueError, match="prefill_chunk_size=2: ponder2 reads"):
         model.generate(ids, **chunked)
-    model.model.recurrence.options["prefill"] = "exact"
+    recurrence = model.model.recurrence
+    recurrence.options = replace(recurrence.options, prefill="exact")
     assert model.generate(ids, **chunked).shape == (1, 8)
 
 
@@ -104,7 +106,7 @@ def test_gates_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["train", "recipes/tiny.yaml", "--dry-run", "model.recurrence=ponder"]
     assert main([*words, "model.recurrence_options.tau=0.1"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert "recurrence_options.tau is not an option of ponder (it has: jacobi_train," in line
+    assert "recurrence_options.tau is not an option of ponder (it has: trips," in line
 
 
 def test_serve(models: Path) -> None:

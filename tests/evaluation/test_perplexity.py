@@ -20,7 +20,7 @@ from fathom.data.shards import TokenDataset
 from fathom.data.sources import Reading
 from fathom.data.tokenizer import train_bpe
 from fathom.evaluation.paired import Items, difference, group_difference, rows
-from fathom.evaluation.perplexity import Document, Domain, DomainScore, PerplexityError, read_domains, score, windows
+from fathom.evaluation.perplexity import Domain, DomainScore, Passage, PerplexityError, read_domains, score, windows
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.report.statistics import paired_difference
 
@@ -40,7 +40,7 @@ def tiny(tokenizer, seed: int = 0, **axes: object) -> FathomForCausalLM:
 
 
 def domain(*texts: str) -> Domain:
-    return Domain("texts", [Document(text, None, len(text.encode())) for text in texts])
+    return Domain("texts", [Passage(text, None, len(text.encode())) for text in texts])
 
 
 @torch.no_grad()

@@ -168,7 +168,7 @@ def test_nobody_reads_for_a_client_that_left(opened, waiting: bool) -> None:
     from fathom.inference import server
 
     model, _ = opened
-    worker, call, read = server._Worker(server.ENDLESS, FREQKV), server._Call(), []
+    worker, call, read = server._Generation(server.ENDLESS, FREQKV), server._Call(), []
     inputs = {"input_ids": torch.full((1, 200), 5)}
 
     def look(*args: object) -> None:

@@ -14,12 +14,12 @@ LAYERS, HEADS, WIDTH = 3, 2, 16
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("method", [name for name in METHODS if name != "snapkv"])
 def test_the_formula(method, dtype):
-    """Keys and values of p entries, and once a round was made, the sinks' keys as they came."""
+    """Keys and values of p entries, and once a compression was made, the sinks' keys as they came."""
     model = model_of("qwen3", dtype)
     cache = cache_of(model, method)
     for t in range(1, 140):
         cached(model, tokens(2, 1, seed=t), cache)
-        rows = 2 * cache.entries + (S if cache.rounds else 0)
+        rows = 2 * cache.entries + (S if cache.compressions else 0)
         assert cache.memory_bytes() == cache_bytes(cache) == 2 * LAYERS * HEADS * WIDTH * rows * dtype.itemsize
         assert cache.entries <= N
 

@@ -21,7 +21,7 @@ def test_every_method_by_name(name):
     cache = build_cache(model, name, window=32, sinks=2, **given)
     assert isinstance(cache, MemoryCache) and len(cache.layers) == 3
     assert cache.schedule == (Schedule(32, 2, 29) if name == "sinks" else Schedule(32, 2, 6))
-    assert (cache.seen, cache.entries, cache.rounds, cache.memory_bytes()) == (0, 0, 0, 0)
+    assert (cache.seen, cache.entries, cache.compressions, cache.memory_bytes()) == (0, 0, 0, 0)
 
 
 def test_full():

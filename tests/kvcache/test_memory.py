@@ -70,7 +70,7 @@ def test_reset_and_offload(model, ids, method):
     fresh, used = cache_of(model, method), cache_of(model, method)
     cached(model, ids[:2], used)
     used.reset()
-    assert (used.seen, used.rounds, used.memory_bytes()) == (0, 0, 0)
+    assert (used.seen, used.compressions, used.memory_bytes()) == (0, 0, 0)
     used.reset()
     truth = cached(model, ids, fresh)
     assert torch.equal(cached(model, ids, used), truth)

@@ -1,4 +1,4 @@
-"""One round: what stays, what moves, and what a constant signal becomes."""
+"""One compression: what stays, what moves, and what a constant signal becomes."""
 
 import pytest
 import torch
@@ -14,8 +14,8 @@ def model():
     return model_of("qwen3")
 
 
-def rounds(method, keys, values, count):
-    """So many rounds on a memory that constant tokens fill up again."""
+def compressions(method, keys, values, count):
+    """So many compressions on a memory that constant tokens fill up again."""
     first, key, value = keys[:, :, :S], keys[:, :, :1], values[:, :, :1]
     for i in range(count):
         keys, values = method.compress(keys, values, first, i)
@@ -27,10 +27,10 @@ def rounds(method, keys, values, count):
 
 @pytest.mark.parametrize("name", [name for name in METHODS if name != "snapkv"])
 def test_one_word_said_forever_stays_that_word(model, name):
-    """Constant content is a fixed point of 100 rounds, wherever its entries are moved to."""
+    """Constant content is a fixed point of 100 compressions, wherever its entries are moved to."""
     method = cache_of(model, name).method
     key, value = torch.randn(2, 1, 2, 1, 16, dtype=torch.float64).expand(-1, -1, -1, N, -1)
-    keys, values = rounds(method, method.rope.turn(key, 0), value.contiguous(), 100)
+    keys, values = compressions(method, method.rope.turn(key, 0), value.contiguous(), 100)
     assert keys.shape[2] == N
     moved = method.schedule.freed * 100
     assert (method.rope.turn(keys, -moved, -1) - key).abs().max() < 1e-3  # float32 angles of thousands

@@ -46,7 +46,7 @@ def scaled(power):
 
 
 def with_sinks_transformed(patch):
-    def compress(self, keys, values, first, rounds, queries=None):
+    def compress(self, keys, values, first, compressions, queries=None):
         c = FreqKV.build(S + L, N).to(keys)
         bare = self.rope.turn(widen(keys), 0, -1)
         return self.rope.turn(c @ bare, F), c @ values
@@ -55,9 +55,9 @@ def with_sinks_transformed(patch):
 
 
 def after_rope(patch):
-    def compress(self, keys, values, first, rounds, queries=None):
+    def compress(self, keys, values, first, compressions, queries=None):
         c = self.matrix(keys)
-        keys = torch.cat([self.move(first, rounds + 1), c @ keys[:, :, S:]], 2)
+        keys = torch.cat([self.move(first, compressions + 1), c @ keys[:, :, S:]], 2)
         return keys, torch.cat([values[:, :, :S], c @ values[:, :, S:]], 2)
 
     patch.setattr(Method, "compress", compress)
@@ -67,8 +67,8 @@ def survivors_moved_by(places):
     def plant(patch):
         right = Method.compress
 
-        def compress(self, keys, values, first, rounds, queries=None):
-            keys, values = right(self, keys, values, first, rounds, queries)
+        def compress(self, keys, values, first, compressions, queries=None):
+            keys, values = right(self, keys, values, first, compressions, queries)
             return self.rope.turn(keys, places - F, 0), values
 
         patch.setattr(Method, "compress", compress)
@@ -169,7 +169,7 @@ def eager_rounds(patch):
 @pytest.mark.parametrize("eager", [False, True])
 @torch.no_grad()
 def test_the_last_entry_is_the_current_token(model, eager, monkeypatch):
-    """So may a mixer that reads a cache at −1 believe, while rounds are lazy; ours reads no cache at all."""
+    """So may a mixer that reads a cache at −1 believe, while compressions are lazy; ours reads no cache at all."""
     if eager:
         eager_rounds(monkeypatch)
     cache, values = cache_of(model), []

@@ -51,4 +51,4 @@ def test_training_in_between_leaves_it_on():
         assert model.config._attn_implementation == "fathom_kvcache"
     assert model.config._attn_implementation == "sdpa_observed"
     cached(model, ids, cache)
-    assert cache.rounds == 2
+    assert cache.compressions == 2

@@ -80,7 +80,7 @@ def test_prefill_from_anywhere(qwen, ids, seen):
     with torch.no_grad():
         output = prefill(qwen, ids[:, seen:], cache)
     assert distance(output.logits[:, -1], trained(qwen, ids)[:, -1]) < 1e-11
-    assert cache.rounds == 6
+    assert cache.compressions == 6
 
 
 @pytest.mark.parametrize("case", MODELS)
@@ -134,12 +134,12 @@ def test_a_common_offset_of_positions_changes_nothing(double_angles, qwen, ids, 
         assert distance(a, b) < 1e-6
 
 
-@pytest.mark.parametrize("rounds", [6, 60])
-def test_half_precision_is_no_worse_than_without_compression(rounds):
+@pytest.mark.parametrize("compressions", [6, 60])
+def test_half_precision_is_no_worse_than_without_compression(compressions):
     """Error of bf16 against the same weights in float64, beyond the window, as a multiple of the full cache's."""
     half = model_of("qwen3", torch.bfloat16)
     exact = model_of("qwen3", torch.bfloat16).double()
-    row = tokens(1, N + 32 * rounds - 5)
+    row = tokens(1, N + 32 * compressions - 5)
     with torch.no_grad():
         full = half(row).logits - exact(row).logits
         for method in ("freqkv", "average", "drop"):
@@ -160,11 +160,11 @@ def test_generate_across_rounds(qwen):
     for _ in range(20):
         slow = torch.cat([slow, trained(qwen, slow)[:, -1:].argmax(-1)], 1)
     assert torch.equal(done, slow)
-    assert cache.rounds == 3
+    assert cache.compressions == 3
 
 
 def test_beam_search(qwen):
-    """Beams across a round equal beam search that recomputes everything, and a plain cache would not have."""
+    """Beams across a compression equal beam search that recomputes everything, and a plain cache would not have."""
     prompt = tokens(2, 60, seed=3)
     options = dict(max_new_tokens=16, num_beams=3, do_sample=False)
     done = qwen.generate(prompt, past_key_values=cache_of(qwen), **options)
@@ -194,7 +194,7 @@ def test_multi_trip_models_hold_a_memory_per_trip():
     model = model_of("loop")
     cache = cache_of(model)
     cached(model, tokens(1, 100), cache)
-    trips = model.config.recurrence_options["count"]
+    trips = model.config.recurrence_options["trips"]
     assert len(cache.layers) == trips * model.config.num_hidden_layers
     assert len({id(layer.method) for layer in cache.layers}) == 1
     assert all(layer.keys.shape[2] == cache.entries for layer in cache.layers)

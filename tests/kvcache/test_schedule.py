@@ -1,4 +1,4 @@
-"""The arithmetic of rounds, against counting them one token at a time."""
+"""The arithmetic of compressions, against counting them one token at a time."""
 
 import math
 
@@ -12,13 +12,13 @@ TOY = Schedule(64, 4, 28)
 
 
 def counted(schedule, tokens):
-    """Entries and rounds after so many tokens, by doing it."""
-    entries = rounds = 0
+    """Entries and compressions after so many tokens, by doing it."""
+    entries = compressions = 0
     for _ in range(tokens):
         if entries == schedule.window:
-            entries, rounds = schedule.survivors, rounds + 1
+            entries, compressions = schedule.survivors, compressions + 1
         entries += 1
-    return entries, rounds
+    return entries, compressions
 
 
 def test_published_table():
@@ -26,10 +26,10 @@ def test_published_table():
     assert [TOY.entries(t) for t in seen] == [63, 64, 33, 63, 64, 33, 34, 64, 33]
 
 
-@pytest.mark.parametrize("kept,rounds", [(2046, [3, 7, 15, 31, 63, 127]), (2044, [2, 6, 14, 30, 62, 126])])
-def test_published_rounds(kept, rounds):
+@pytest.mark.parametrize("kept,compressions", [(2046, [3, 7, 15, 31, 63, 127]), (2044, [2, 6, 14, 30, 62, 126])])
+def test_published_compressions(kept, compressions):
     schedule = Schedule(4096, 4, kept)
-    assert [schedule.rounds(2**k) for k in range(13, 19)] == rounds
+    assert [schedule.compressions(2**k) for k in range(13, 19)] == compressions
 
 
 @given(st.integers(2, 40), st.data())
@@ -37,14 +37,14 @@ def test_counting(window, data):
     sinks = data.draw(st.integers(0, window - 2))
     schedule = Schedule(window, sinks, data.draw(st.integers(1, window - sinks - 1)))
     seen = data.draw(st.integers(0, 4 * window))
-    assert (schedule.entries(seen), schedule.rounds(seen)) == counted(schedule, seen)
+    assert (schedule.entries(seen), schedule.compressions(seen)) == counted(schedule, seen)
     assert schedule.entries(seen) <= window
     length = data.draw(st.integers(0, 4 * window))
     at = seen
     for piece in schedule.cuts(seen, length):
         schedule.fit(at, piece)
-        rounds = schedule.rounds(at + piece) - schedule.rounds(at)
-        assert rounds == (at > 0 and schedule.entries(at) == window)  # at most one, and at the start
+        compressions = schedule.compressions(at + piece) - schedule.compressions(at)
+        assert compressions == (at > 0 and schedule.entries(at) == window)  # at most one, and at the start
         at += piece
     assert at == seen + length
     with pytest.raises(ValueError, match="crosses"):

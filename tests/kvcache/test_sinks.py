@@ -28,7 +28,7 @@ def test_it_forgets_what_left_the_window():
 
 
 def test_sinks_do_not_wear_down_in_half_precision():
-    """Thousands of rounds move a sink from where it was, at once: one rounding, not thousands."""
+    """Thousands of compressions move a sink from where it was, at once: one rounding, not thousands."""
     method = cache_of(model_of("qwen3"), "sinks").method
     first = torch.randn(1, 2, 4, 16)
     half = first.bfloat16()

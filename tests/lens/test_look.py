@@ -26,20 +26,20 @@ MECHANISMS = {
     "vanilla": ("vanilla", {}),
     "depth_attention": ("depth_attention", {"mixer_options": {"stride": 2}}),
     "dense, biased": ("depth_attention", {"mixer_options": {"stride": 1, "self_bias": 0.5}}),
-    "window": ("depth_attention", {"mixer_options": {"stride": 4, "recent_window": 1}}),
+    "window": ("depth_attention", {"mixer_options": {"stride": 4, "recent_layers": 1}}),
     "uniform_depth": ("uniform_depth", {}),
     "value_residual": ("value_residual", {}),
     "denseformer": ("denseformer+depth_attention", {"residual_options": {"dilation": 2}}),
     "attention_residuals": ("attention_residuals", {}),
     "hyper_connections": ("hyper_connections", {}),
-    "loop": ("loop", {"recurrence_options": {"count": 3}}),
-    "loop, mixed": ("loop+depth_attention", {"recurrence_options": {"count": 3, "prelude": 1, "coda": 1}}),
+    "loop": ("loop", {"recurrence_options": {"trips": 3}}),
+    "loop, mixed": ("loop+depth_attention", {"recurrence_options": {"trips": 3, "prelude": 1, "coda": 1}}),
 }
 PONDERING = {
-    "same, halting": ("adaponder+depth_attention", {"recurrence_options": {"depth": 2, "tau": 0.2, "top_k": 9}}),
-    "duo, halting": ("latent_cot+uniform_depth", {"recurrence_options": {"depth": 2, "tau": 0.6}}),
-    "all": ("ponder2+depth_attention", {"recurrence_options": {"depth": 2, "prefill": "exact"}}),
-    "all, halting": ("ponder3+depth_attention", {"recurrence_options": {"depth": 2, "tau": 0.35, "prefill": "exact"}}),
+    "same, halting": ("adaponder+depth_attention", {"recurrence_options": {"trips": 3, "tau": 0.2, "top_k": 9}}),
+    "duo, halting": ("latent_cot+uniform_depth", {"recurrence_options": {"trips": 3, "tau": 0.6}}),
+    "all": ("ponder2+depth_attention", {"recurrence_options": {"trips": 3, "prefill": "exact"}}),
+    "all, halting": ("ponder3+depth_attention", {"recurrence_options": {"trips": 3, "tau": 0.35, "prefill": "exact"}}),
 }
 every_mechanism = pytest.mark.parametrize("case", MECHANISMS)
 mixing = pytest.mark.parametrize(

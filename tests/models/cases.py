@@ -1,5 +1,7 @@
 """The models that the conformance suite runs over: every registered mechanism and the sensible compositions."""
 
+from dataclasses import replace
+
 import torch
 
 from fathom.models import FathomConfig, FathomForCausalLM
@@ -27,7 +29,7 @@ CASES: dict[str, tuple[str, dict]] = {
     "vanilla": ("vanilla", {}),
     "depth_attention": ("depth_attention", {}),
     "depth_attention-dense": ("depth_attention", {"mixer": {"stride": 1, "self_bias": 0.5}}),
-    "depth_attention-window": ("depth_attention", {"mixer": {"stride": 4, "recent_window": 1}}),
+    "depth_attention-window": ("depth_attention", {"mixer": {"stride": 4, "recent_layers": 1}}),
     "uniform_depth": ("uniform_depth", {}),
     "value_residual": ("value_residual", {}),
     "denseformer": ("denseformer", {}),
@@ -36,37 +38,37 @@ CASES: dict[str, tuple[str, dict]] = {
     "attention_residuals-snapshot": ("attention_residuals", {"residual": {"block_size": 3, "variant": "snapshot"}}),
     "hyper_connections": ("hyper_connections", {"residual": {"streams": 3}}),
     "hyper_connections-free": ("hyper_connections", {"residual": {"streams": 2, "sinkhorn_iterations": 0}}),
-    "loop": ("loop", {"recurrence": {"count": 3}}),
-    "loop-middle": ("loop", {"recurrence": {"count": 2, "prelude": 1, "coda": 1}}),
-    "loop+depth_attention": ("loop+depth_attention", {"recurrence": {"count": 2}}),
+    "loop": ("loop", {"recurrence": {"trips": 3}}),
+    "loop-middle": ("loop", {"recurrence": {"trips": 2, "prelude": 1, "coda": 1}}),
+    "loop+depth_attention": ("loop+depth_attention", {"recurrence": {"trips": 2}}),
     "loop+depth_attention-grid": (
         "loop+depth_attention",
-        {"recurrence": {"count": 3, "prelude": 1}, "mixer": {"across_trips": "grid", "stride": 2}},
+        {"recurrence": {"trips": 3, "prelude": 1}, "mixer": {"across_trips": "grid", "stride": 2}},
     ),
     "denseformer+depth_attention": ("denseformer+depth_attention", {}),
-    "loop+denseformer": ("loop+denseformer", {"recurrence": {"count": 2, "prelude": 1}}),
-    "ponder": ("ponder", {"recurrence": {"depth": 2, "top_k": 9}}),
-    "ponder-hidden-duo": ("ponder", {"recurrence": {"depth": 2, "feed": "hidden", "view": "duo"}}),
-    "ponder-all": ("ponder", {"recurrence": {"depth": 1, "view": "all", **SOLVED}}),
-    "ponder2": ("ponder2", {"recurrence": {"depth": 2, **SOLVED}}),
-    "ponder3": ("ponder3", {"recurrence": {"depth": 2, **SOLVED, "penalty_steps": [0, 0], "tau": 0.1}}),
-    "adaponder": ("adaponder", {"recurrence": {"depth": 2, "top_k": 9, "tau": 0.4}}),
-    "latent_cot": ("latent_cot", {"recurrence": {"depth": 2, "tau": 0.2}}),
-    "ponder+depth_attention": ("ponder+depth_attention", {"recurrence": {"depth": 1}}),
-    "ponder2+depth_attention": ("ponder2+depth_attention", {"recurrence": {"depth": 1, **SOLVED}}),
+    "loop+denseformer": ("loop+denseformer", {"recurrence": {"trips": 2, "prelude": 1}}),
+    "ponder": ("ponder", {"recurrence": {"trips": 3, "top_k": 9}}),
+    "ponder-hidden-duo": ("ponder", {"recurrence": {"trips": 3, "feed": "hidden", "view": "duo"}}),
+    "ponder-all": ("ponder", {"recurrence": {"trips": 2, "view": "all", **SOLVED}}),
+    "ponder2": ("ponder2", {"recurrence": {"trips": 3, **SOLVED}}),
+    "ponder3": ("ponder3", {"recurrence": {"trips": 3, **SOLVED, "penalty_steps": [0, 0], "tau": 0.1}}),
+    "adaponder": ("adaponder", {"recurrence": {"trips": 3, "top_k": 9, "tau": 0.4}}),
+    "latent_cot": ("latent_cot", {"recurrence": {"trips": 3, "tau": 0.2}}),
+    "ponder+depth_attention": ("ponder+depth_attention", {"recurrence": {"trips": 2}}),
+    "ponder2+depth_attention": ("ponder2+depth_attention", {"recurrence": {"trips": 2, **SOLVED}}),
     "ponder3+depth_attention": (
         "ponder3+depth_attention",
-        {"recurrence": {"depth": 1, **SOLVED, "penalty": "expected_trips", "tau": 0.5}},
+        {"recurrence": {"trips": 2, **SOLVED, "penalty": "expected_trips", "tau": 0.5}},
     ),
     "adaponder+depth_attention": (
         "adaponder+depth_attention",
-        {"recurrence": {"depth": 2, "tau": 0.4}, "mixer": {"across_trips": "same_layer"}},
+        {"recurrence": {"trips": 3, "tau": 0.4}, "mixer": {"across_trips": "same_layer"}},
     ),
     "latent_cot+depth_attention": (
         "latent_cot+depth_attention",
-        {"recurrence": {"depth": 2, "tau": 0.2}, "mixer": {"across_trips": "grid", "stride": 2}},
+        {"recurrence": {"trips": 3, "tau": 0.2}, "mixer": {"across_trips": "grid", "stride": 2}},
     ),
-    "latent_cot+hyper_connections": ("latent_cot+hyper_connections", {"recurrence": {"depth": 1, "tau": 0.3}}),
+    "latent_cot+hyper_connections": ("latent_cot+hyper_connections", {"recurrence": {"trips": 2, "tau": 0.3}}),
     "depth_attention+attention_residuals": ("depth_attention+attention_residuals", {"residual": {"block_size": 3}}),
 }
 
@@ -88,6 +90,18 @@ def build(config: FathomConfig, seed: int = 0, dtype: torch.dtype = torch.float3
             # Matrices large enough for attention and mixing to be far from uniform.
             parameter.add_(noise * (0.2 if parameter.ndim < 2 or "residual" in name else 0.25))
     return model.to(dtype)
+
+
+def set_options(model: FathomForCausalLM, **options) -> None:
+    """Give a model that exists other options of its recurrence, in its configuration too."""
+    model.config.recurrence_options |= options
+    model.model.recurrence.options = replace(model.model.recurrence.options, **options)
+
+
+def with_rounds(model: FathomForCausalLM, rounds: int) -> None:
+    """Give a model other Jacobi rounds for evaluation."""
+    recurrence = model.model.recurrence
+    recurrence.options = replace(recurrence.options, jacobi_eval=rounds)
 
 
 def tokens(*shape: int, seed: int = 1) -> torch.Tensor:

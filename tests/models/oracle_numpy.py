@@ -254,7 +254,7 @@ class Oracle:
     @property
     def depth(self) -> int:
         """Trips beyond the first, without a budget."""
-        return self.options["count"] - 1 if self.recurrence == "loop" else self.options.get("depth", 0)
+        return self.options.get("trips", 1) - 1
 
     # --- sub-layers ---
 
@@ -311,7 +311,7 @@ class Oracle:
 
         if self.config["mixer"] == "value_residual":
             return {ran(0, trip)} if layer else set()
-        stride, window = self.mixer["stride"], self.mixer["recent_window"]
+        stride, window = self.mixer["stride"], self.mixer["recent_layers"]
 
         def grid(top: int) -> list[int]:
             return [i for i in range(top) if i % stride == 0 or i >= top - window]

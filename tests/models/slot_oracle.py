@@ -86,7 +86,7 @@ class Decoder(Oracle):
         """Logits of one row, `[T]` to `[T, V]`."""
         self.x, self.h, self.bias, self.halt = {}, {}, {}, {}
         self.stored = [{} for _ in range(self.c.num_hidden_layers)]
-        method, depth, hidden = globals()[self.c.recurrence], self.options["depth"], []
+        method, depth, hidden = globals()[self.c.recurrence], self.options["trips"] - 1, []
         for self.t, token in enumerate(ids.tolist()):
             hidden.append(method(self, self.table[token], depth))
         return torch.stack(hidden) @ self.head.T
@@ -145,13 +145,13 @@ def latent_cot(o, x, depth):
 
 # id -> (recurrence, options); thresholds at which some tokens halt at once and some never do.
 METHODS = {
-    "ponder": ("ponder", {"depth": 2, "top_k": 9, "mixture_gain": 0.7, "temperature": 1.5}),
-    "ponder-duo": ("ponder", {"depth": 2, "feed": "hidden", "view": "duo"}),
-    "ponder-all": ("ponder", {"depth": 2, "top_k": 0, "view": "all", "prefill": "exact"}),
-    "ponder2": ("ponder2", {"depth": 2, "prefill": "exact"}),
-    "ponder3": ("ponder3", {"depth": 2, "tau": 0.45, "prefill": "exact", "router_bias": 0.5}),
-    "adaponder": ("adaponder", {"depth": 3, "top_k": 9, "tau": 0.55}),
-    "latent_cot": ("latent_cot", {"depth": 3, "tau": 0.35}),
+    "ponder": ("ponder", {"trips": 3, "top_k": 9, "mixture_gain": 0.7, "temperature": 1.5}),
+    "ponder-duo": ("ponder", {"trips": 3, "feed": "hidden", "view": "duo"}),
+    "ponder-all": ("ponder", {"trips": 3, "top_k": 0, "view": "all", "prefill": "exact"}),
+    "ponder2": ("ponder2", {"trips": 3, "prefill": "exact"}),
+    "ponder3": ("ponder3", {"trips": 3, "tau": 0.45, "prefill": "exact", "router_bias": 0.5}),
+    "adaponder": ("adaponder", {"trips": 4, "top_k": 9, "tau": 0.55}),
+    "latent_cot": ("latent_cot", {"trips": 4, "tau": 0.35}),
 }
 HALTING = ("ponder3", "adaponder", "latent_cot")
 OPEN = {"ponder3": {"tau": 1e-4}, "adaponder": {"tau": 1e-4}, "latent_cot": {"tau": 1e-4}}

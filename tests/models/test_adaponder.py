@@ -6,8 +6,9 @@ import math
 import pytest
 import torch
 
-from fathom.models import FathomForCausalLM, modeling, reading
-from fathom.models.slots import Rows
+from fathom.models import FathomForCausalLM, modeling, several_trips
+from fathom.models.slot_cache import SlotTable
+from fathom.models.slots import TokenSubset
 
 from .cases import config_of, tokens
 from .slot_oracle import Decoder, thinker
@@ -16,18 +17,18 @@ from .test_pondering import error, logits, oracle, stepwise
 
 def test_nobody_comes_back(monkeypatch):
     """A gate that would open again stays shut, and trip 0 is for all."""
-    turns, sweep = [], modeling.sweep
+    turns, sweep = [], several_trips.sweep
 
     def watched(*args, **kwargs):
         state, made = sweep(*args, **kwargs)
         turns.append((state, made))
         return state, made
 
-    monkeypatch.setattr(modeling, "sweep", watched)
+    monkeypatch.setattr(several_trips, "sweep", watched)
     model, ids, _, halt = oracle("adaponder")
     logits(model, ids)
     state, made = turns[0]
-    alive = [turn.rows.alive for turn in made]
+    alive = [turn.tokens.alive for turn in made]
     assert alive[0] is None
     assert all((~after | before).all() for before, after in itertools.pairwise(alive[1:]))
     assert torch.equal(sum(a.long() for a in alive[1:]), halt)
@@ -62,7 +63,7 @@ def test_the_gate_scales_the_mixture():
 
 def test_gates_start_open():
     torch.manual_seed(0)
-    model = FathomForCausalLM(config_of("adaponder", num_hidden_layers=2, recurrence_options={"depth": 3}))
+    model = FathomForCausalLM(config_of("adaponder", num_hidden_layers=2, recurrence_options={"trips": 4}))
     state = model.model(tokens(2, 8), head=model.lm_head, use_cache=False).recurrence_state
     for k in range(3):
         assert (state[f"gate{k}"] - torch.tensor(2.0).sigmoid()).abs().max() < 0.01
@@ -142,12 +143,12 @@ def test_the_penalty_rests_once_its_fraction_is_shut():
 def test_outputs_computed_again_after_halting(monkeypatch):
     """Frozen inputs among fresher neighbours: wrong for who halted, unseen by who did not."""
     model, ids, _, halt = oracle("adaponder")
-    truth, put_all = logits(model, ids), Rows.put_all
+    truth, put_all = logits(model, ids), TokenSubset.put_all
 
     def faulty(self, old, new):
         return put_all(self, old, new) | {"hidden": new["hidden"]}
 
-    monkeypatch.setattr(Rows, "put_all", faulty)
+    monkeypatch.setattr(TokenSubset, "put_all", faulty)
     off = (logits(model, ids) - truth).abs().amax(-1)
     assert off[halt == 3].max() == 0
     assert off[halt < 3].max() > 0.5
@@ -171,12 +172,12 @@ def test_keys_and_values_computed_again(monkeypatch, forgotten):
 def test_decoding_reads_the_last_trip_of_who_halted(monkeypatch):
     """min(k, halt), not k."""
     model, ids, _, _ = oracle("adaponder")
-    truth, tags = stepwise(model, ids), reading.SlotTable.tags
+    truth, tags = stepwise(model, ids), SlotTable.tags
 
     def faulty(self, placement):
         found = tags(self, placement)
         found.halt = torch.full_like(found.halt, 3)
         return found
 
-    monkeypatch.setattr(reading.SlotTable, "tags", faulty)
+    monkeypatch.setattr(SlotTable, "tags", faulty)
     assert error(stepwise(model, ids), truth) > 1e-2

@@ -73,7 +73,7 @@ def test_every_trip_of_a_loop_starts_afresh(variant, prelude, coda):
         num_hidden_layers=5,
         residual="attention_residuals",
         residual_options={"block_size": 3, "variant": variant},
-        recurrence_options={"count": 3, "prelude": prelude, "coda": coda},
+        recurrence_options={"trips": 3, "prelude": prelude, "coda": coda},
     )
     model = build(config, dtype=torch.float64)
     oracle, ids, counts = Oracle(model), tokens(1, 6), []

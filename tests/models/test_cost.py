@@ -101,7 +101,7 @@ def test_published_rival_cost():
 def test_cache_bytes_at_three_billion():
     for keys in ({}, {"mixer": "depth_attention"}, {"residual": "hyper_connections"}):
         assert cache_bytes_per_token(paper_config("3b", **keys)) == 98_304
-    looped = paper_config("3b", recurrence="loop", recurrence_options={"count": 3})
+    looped = paper_config("3b", recurrence="loop", recurrence_options={"trips": 3})
     assert cache_bytes_per_token(looped) == 3 * 98_304
 
 
@@ -129,14 +129,14 @@ def multiple(config):
 
 def test_worked_check_of_the_pondering_models():
     assert 24 * layer_flops(llama()) == pytest.approx(607e6, rel=1e-3)
-    assert multiple(llama("ponder", depth=3, top_k=0)) == pytest.approx(4.44, abs=0.005)
-    assert multiple(llama("ponder", depth=3)) == pytest.approx(4.00, abs=0.005)
-    assert multiple(llama("ponder2", depth=1)) == pytest.approx(1.85, abs=0.01)
+    assert multiple(llama("ponder", trips=4, top_k=0)) == pytest.approx(4.44, abs=0.005)
+    assert multiple(llama("ponder", trips=4)) == pytest.approx(4.00, abs=0.005)
+    assert multiple(llama("ponder2", trips=2)) == pytest.approx(1.85, abs=0.01)
 
 
 @pytest.mark.parametrize("recurrence", ["ponder", "ponder2", "ponder3", "adaponder", "latent_cot"])
 def test_pondering_parameters_and_cache(recurrence):
-    plain, config = llama(), llama(recurrence, depth=3)
+    plain, config = llama(), llama(recurrence, trips=4)
     added = {"ponder3": 4_100, "adaponder": 3 * (4 * 1024**2 + 8 * 1024 + 1), "latent_cot": 1_025}.get(recurrence, 0)
     assert count_parameters(config) - count_parameters(plain) == added == mechanism_cost(config).parameters
     bias = 4 * 4 if recurrence == "ponder3" else 0
@@ -145,7 +145,7 @@ def test_pondering_parameters_and_cache(recurrence):
 
 @pytest.mark.parametrize("view,reads", [("same", 4), ("duo", 10), ("all", 16)])
 def test_attention_reads_by_view(view, reads):
-    config = llama("ponder", depth=3, feed="hidden", view=view)
+    config = llama("ponder", trips=4, feed="hidden", view=view)
     per_position = (flops_per_token(config, 2048) - flops_per_token(config, 0)) / 2048
     assert per_position == pytest.approx(reads * 24 * attention_flops(config, 0, 0))
 
@@ -160,7 +160,7 @@ def test_attention_reads_by_view(view, reads):
 )
 def test_training_passes_of_views_that_need_a_solver(recurrence, depth, rounds, passes, reads):
     free = {"penalty": "none"} if recurrence == "ponder3" else {}
-    config = llama(recurrence, depth=depth, jacobi_train=rounds, **free)
+    config = llama(recurrence, trips=depth + 1, jacobi_train=rounds, **free)
     stack, length = 24 * layer_flops(config), 512
     attention = 24 * attention_flops(config, 0, length)
     for found, linear, scores in zip(training_flops_range(config, length), passes, reads, strict=True):
@@ -170,17 +170,17 @@ def test_training_passes_of_views_that_need_a_solver(recurrence, depth, rounds, 
 
 
 def test_training_cost_of_everything_else():
-    for config in (llama(), llama("loop", count=2), llama("ponder", feed="hidden"), llama("latent_cot", penalty=0.0)):
+    for config in (llama(), llama("loop", trips=2), llama("ponder", feed="hidden"), llama("latent_cot", penalty=0.0)):
         assert training_flops_range(config, 128) == (3 * flops_per_token(config, 128),) * 3
-    drawn = llama("ponder", depth_range=[1, 3])
-    ends = [training_flops_per_token(llama("ponder", depth=k), 128) for k in (1, 2, 3)]
+    drawn = llama("ponder", trips_range=[2, 4])
+    ends = [training_flops_per_token(llama("ponder", trips=k + 1), 128) for k in (1, 2, 3)]
     assert training_flops_range(drawn, 128) == pytest.approx((ends[0], ends[1], ends[2]))
     assert training_flops_per_token(drawn, 128) == pytest.approx(ends[1])
 
 
 def test_a_mixture_is_made_between_all_trips_that_a_pass_holds():
     mixed, plain = (
-        llama("ponder", depth=2, view="all", feed=feed, jacobi_train=[1, 1]) for feed in ("mixture", "hidden")
+        llama("ponder", trips=3, view="all", feed=feed, jacobi_train=[1, 1]) for feed in ("mixture", "hidden")
     )
     one = head_flops(mixed) + 7 * 2 * 100 * 1024  # the choice of the words has no gradient; see the test below
     difference = training_flops_per_token(mixed, 64) - training_flops_per_token(plain, 64)
@@ -269,7 +269,7 @@ def test_a_declared_training_step_is_a_measured_one(case, words):
 @pytest.mark.parametrize("view", ["same", "all"])
 def test_every_way_to_mix_is_declared(view, top_k, words):
     """Dense or sparse: 31 of 500 and 125 of 2000 words are the most that are gathered."""
-    options = {"depth": 2, "top_k": top_k, "view": view, "jacobi_train": [2, 2]}
+    options = {"trips": 3, "top_k": top_k, "view": view, "jacobi_train": [2, 2]}
     config = config_of("ponder", vocab_size=words, recurrence_options=options, **WIDER)
     declared = training_flops_per_token(config, 2 * 16 - 1)
     assert counted_step(config, 16) == pytest.approx(declared, rel=0.005)

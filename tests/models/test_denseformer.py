@@ -61,7 +61,7 @@ def test_history_starts_afresh_in_every_trip(dilation, prelude, coda):
         "loop+denseformer",
         num_hidden_layers=5,
         residual_options={"dilation": dilation},
-        recurrence_options={"count": 3, "prelude": prelude, "coda": coda},
+        recurrence_options={"trips": 3, "prelude": prelude, "coda": coda},
     )
     model, ids = build(config, dtype=torch.float64), tokens(2, 6)
     oracle, stop = Oracle(model), 5 - coda
@@ -110,7 +110,7 @@ def test_bad_options_name_the_key(name, value):
 def test_cost_counts_the_weights_that_are_read(dilation, period):
     """In a later trip the oldest outputs do not exist, and nothing is paid for them."""
     options = {"dilation": dilation, "period": period}
-    loop = {"count": 2, "prelude": 2, "coda": 1}
+    loop = {"trips": 2, "prelude": 2, "coda": 1}
     config = config_of("loop+denseformer", num_hidden_layers=7, residual_options=options, recurrence_options=loop)
     visits = [visit for trip in plan(config) for visit in trip]
     reads = 0

@@ -28,7 +28,7 @@ def oracle_logits(model, ids):
     """One row, in float64, with explicit loops: nothing of the code under test is called."""
     c, w = model.config, {name: t.double() for name, t in model.state_dict().items()}
     heads, kv, width = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-    group, stride, window = heads // kv, c.mixer_options["stride"], c.mixer_options["recent_window"]
+    group, stride, window = heads // kv, c.mixer_options["stride"], c.mixer_options["recent_layers"]
     length = len(ids)
 
     def rms(x, weight):
@@ -81,7 +81,7 @@ def oracle_logits(model, ids):
 
 
 @pytest.mark.parametrize("kv_heads", [4, 1], ids=["g1", "g4"])
-@pytest.mark.parametrize("options", [{"stride": 1}, {"stride": 2}, {}, {"stride": 6, "recent_window": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"stride": 1}, {"stride": 2}, {}, {"stride": 6, "recent_layers": 2}], ids=str)
 def test_model_is_the_equations(kv_heads, options):
     config = config_of("depth_attention", num_hidden_layers=6, num_key_value_heads=kv_heads, mixer_options=options)
     model, ids = build(config), tokens(1, 7)
@@ -286,7 +286,7 @@ def test_absolute_grid():
 def test_window_joins_the_grid(layers, stride, window):
     stride, window = min(stride, layers), min(window, layers)
     config = config_of(
-        "depth_attention", num_hidden_layers=layers, mixer_options={"stride": stride, "recent_window": window}
+        "depth_attention", num_hidden_layers=layers, mixer_options={"stride": stride, "recent_layers": window}
     )
     for i in range(layers):
         expected = {j for j in range(i) if j % stride == 0} | set(range(max(0, i - window), i))

@@ -32,13 +32,13 @@ def drawn(model, step):
     model.set_step(step, 100)
     policy = model.model.recurrence
     first = int(policy.first) if hasattr(policy, "first") else None
-    return policy.drawn, getattr(policy, "drawn_rounds", None), first
+    return policy.drawn_trips, getattr(policy, "drawn_rounds", None), first
 
 
 @pytest.mark.parametrize(
     "method,options",
     [
-        ("ponder", {"depth_range": [1, 6]}),
+        ("ponder", {"trips_range": [2, 7]}),
         ("ponder2", {"jacobi_train": [1, 6]}),
         ("ponder3", {"jacobi_train": [1, 6]}),
         ("latent_cot", {}),

@@ -108,7 +108,7 @@ def test_every_trip_of_a_loop_starts_with_equal_streams():
         num_hidden_layers=3,
         residual="hyper_connections",
         residual_options={"streams": 2, "sinkhorn_iterations": 3},
-        recurrence_options={"count": 2, "prelude": 1},
+        recurrence_options={"trips": 2, "prelude": 1},
     )
     model = build(config, dtype=torch.float64)
     oracle, ids = Oracle(model), tokens(1, 3)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fathom.models import latent_cot, modeling, reading
+from fathom.models import latent_cot, reading, several_trips
 from fathom.models.roles import View
 from fathom.models.slots import Out, sweep
 
@@ -26,7 +26,7 @@ WIDTH = 6
 )
 def test_shares_sum_to_one(depth, tau, bias, seed, pick, budget):
     """Whoever stops where: the first coordinate of every thought is 1, and so is that of every readout."""
-    options = {"depth": depth, "tau": tau}
+    options = {"trips": depth + 1, "tau": tau}
     policy = latent_cot.LatentCot(config_of("latent_cot", hidden_size=WIDTH, recurrence_options=options)).double()
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -38,9 +38,9 @@ def test_shares_sum_to_one(depth, tau, bias, seed, pick, budget):
         thoughts[..., 0] = 1
 
         def make(turn):
-            return Out(turn.rows.take(thoughts[turn.trip]), lambda r: r, trip=turn.trip, last=turn.trip == last)
+            return Out(turn.tokens.take(thoughts[turn.trip]), lambda r: r, trip=turn.trip, last=turn.trip == last)
 
-        state, _ = sweep(policy, thoughts[0], make, last, pick=pick)
+        state, _ = sweep(policy, thoughts[0], make, last + 1, pick=pick)
     assert (policy.readout(state)[..., 0] - 1).abs().max() < 1e-6
 
 
@@ -141,7 +141,7 @@ def test_a_mixture_of_predictions_is_another_model(monkeypatch):
 
 def test_dead_slots_left_visible(monkeypatch):
     model, ids, truth, _ = oracle("latent_cot")
-    monkeypatch.setattr(reading, "_both", lambda live, alive: live)
+    monkeypatch.setattr(several_trips, "_both", lambda live, alive: live)
     assert error(logits(model, ids), truth) > 1e-2
 
 
@@ -149,7 +149,7 @@ def test_deeper_thoughts_leaking_in(monkeypatch):
     """With ALL in the cache's masks, trips could no longer be made at once."""
     model, ids, truth, _ = oracle("latent_cot")
     assert error(stepwise(model, ids), truth) < 1e-12
-    masks = reading.Call.masks
-    monkeypatch.setattr(reading.Call, "masks", lambda self, view, q, k: masks(self, View.ALL, q, k))
+    mask = reading.read_mask
+    monkeypatch.setattr(several_trips, "read_mask", lambda view, *rest: mask(View.ALL, *rest))
     assert error(stepwise(model, ids), truth) > 1e-2
-    assert modeling.View.DUO.depth_parallel and not View.ALL.depth_parallel
+    assert View.DUO.depth_parallel and not View.ALL.depth_parallel

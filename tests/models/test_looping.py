@@ -19,12 +19,12 @@ SLIDING = {"use_sliding_window": True, "sliding_window": 4, "layer_types": ["ful
 
 
 def looped(count, prelude=0, coda=0, **keys):
-    return config_of("loop", recurrence_options={"count": count, "prelude": prelude, "coda": coda}, **keys)
+    return config_of("loop", recurrence_options={"trips": count, "prelude": prelude, "coda": coda}, **keys)
 
 
 def layers_of(config):
     options = config.recurrence_options
-    return [i for i, _ in order_of(config.num_hidden_layers, options["count"], options["prelude"], options["coda"])]
+    return [i for i, _ in order_of(config.num_hidden_layers, options["trips"], options["prelude"], options["coda"])]
 
 
 def deep_qwen3(model):
@@ -191,11 +191,11 @@ def test_declared_flops_are_counted(count, prelude, coda):
 @pytest.mark.parametrize(
     "options,says",
     [
-        ({"count": 0}, "count must be at least 1, got 0"),
+        ({"trips": 0}, "recurrence_options.trips must be at least 1, got 0"),
         ({"prelude": 2, "coda": 2}, r"at least one of the 4 layers to loop, got 2 \+ 2"),
         ({"prelude": -1}, "prelude"),
-        ({"count": 2.5}, "recurrence_options.count must be int, got 2.5"),
-        ({"trips": 2}, "recurrence_options.trips is not an option of loop"),
+        ({"trips": 2.5}, "recurrence_options.trips must be int, got 2.5"),
+        ({"times": 2}, "recurrence_options.times is not an option of loop"),
     ],
 )
 def test_bad_options_are_one_clear_line(options, says):

@@ -20,7 +20,7 @@ from fathom.models.depth_attention import depth_weights
 from fathom.models.registry import MECHANISMS, mechanism
 from fathom.models.roles import Residual, ValueMixer, View
 
-from .cases import CASES, SHAPE, build, config_of, tokens
+from .cases import CASES, SHAPE, build, config_of, set_options, tokens
 from .ranks import on_two_ranks, sharded_gradients
 
 every_case = pytest.mark.parametrize("case", CASES)
@@ -372,7 +372,7 @@ def test_compiled_in_one_graph(case):
     assert max(worst(plain[name], compiled[name]) for name in plain) < 1e-10
     model.eval()
     if model.model.recurrence.exact():  # a hundred passes in one graph would only be slow
-        model.config.recurrence_options["prefill"] = "jacobi"
+        set_options(model, prefill="jacobi")
     with torch.no_grad():
         assert worst(whole(ids, use_cache=False).logits, logits(model, ids)) < 1e-10
 
@@ -517,7 +517,7 @@ def test_declared_cost_is_measured(case):
         table = cache.layers[0].table
         bias = 0 if table.bias is None else 4
         assert table.end == (1 + table.halt).sum()
-        trips = model.model.recurrence.depth + 1
+        trips = model.model.recurrence.trips
         assert held + bias * table.end == table.end * declared / trips
         assert table.end == 9 * trips or model.model.recurrence.halts
     else:

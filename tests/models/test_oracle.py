@@ -22,7 +22,7 @@ import pytest
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
 
-from fathom.models import FathomConfig, FathomForCausalLM, modeling, reading
+from fathom.models import FathomConfig, FathomForCausalLM, reading, several_trips
 from fathom.models.depth_attention import DepthAttention
 from fathom.models.pondering import Pondering
 from fathom.models.registry import ALL as MECHANISMS
@@ -78,7 +78,7 @@ class Case:
 def draw_options(rng: random.Random, config: dict[str, Any]) -> None:
     """Options of the three axes."""
     layers, recurrence = config["num_hidden_layers"], config["recurrence"]
-    depth = {"depth": rng.choice((0, 1, 2, 2, 3))}
+    trips = {"trips": rng.choice((1, 2, 3, 3, 4))}
     words = {
         "top_k": rng.choice((0, 3, 7, 100)),
         "temperature": rng.uniform(0.6, 1.5),
@@ -94,12 +94,12 @@ def draw_options(rng: random.Random, config: dict[str, Any]) -> None:
     feeds = {"feed": rng.choice(("mixture", "hidden")), "view": rng.choice(("same", "duo", "all"))}
     config["recurrence_options"] = {
         "once": {},
-        "loop": {"count": rng.randint(1, 3), "prelude": prelude, "coda": rng.randrange(layers - prelude)},
-        "ponder": depth | words | rounds | feeds,
-        "ponder2": depth | rounds,
-        "ponder3": depth | rounds | tau | {"router_damping": rng.choice((1.0, 1.0, 0.3))},
-        "adaponder": depth | words | tau,
-        "latent_cot": depth | tau,
+        "loop": {"trips": rng.randint(1, 3), "prelude": prelude, "coda": rng.randrange(layers - prelude)},
+        "ponder": trips | words | rounds | feeds,
+        "ponder2": trips | rounds,
+        "ponder3": trips | rounds | tau | {"router_damping": rng.choice((1.0, 1.0, 0.3))},
+        "adaponder": trips | words | tau,
+        "latent_cot": trips | tau,
     }[recurrence]
     if recurrence == "ponder3" and rounds["prefill"] == "exact":
         config["recurrence_options"]["router_damping"] = 1.0  # damping and exactness exclude each other
@@ -113,7 +113,7 @@ def draw_options(rng: random.Random, config: dict[str, Any]) -> None:
         "hyper_connections": {"streams": rng.randint(1, 4), "sinkhorn_iterations": rng.choice((0, 1, 5, 20))},
     }[config["residual"]]
     crosses = recurrence != "once" and view_of(config) != "all"
-    grid = {"stride": rng.randint(1, layers), "recent_window": rng.choice((0, 0, 1, layers))}
+    grid = {"stride": rng.randint(1, layers), "recent_layers": rng.choice((0, 0, 1, layers))}
     grid["across_trips"] = rng.choice((None, "none", "same_layer", "grid") if crosses else (None, "none"))
     config["mixer_options"] = {
         "none": {},
@@ -177,8 +177,8 @@ def draw(seed: int) -> Case:
     case.positions = rng.random() < 0.3
     restrict(case)
     if config["recurrence"] == "ponder" and rng.random() < 0.3:  # more trips than it makes by itself
-        most = config["recurrence_options"]["depth"] + 1
-        config["recurrence_options"]["depth_range"], case.budget = [0, most], rng.randint(1, most + 1)
+        most = config["recurrence_options"]["trips"] + 1
+        config["recurrence_options"]["trips_range"], case.budget = [1, most], rng.randint(1, most)
     return case
 
 
@@ -201,8 +201,7 @@ def view_of(config: dict[str, Any]) -> str:
 
 def trips_of(config: dict[str, Any]) -> int:
     """Trips that the model makes at most."""
-    options = config["recurrence_options"]
-    return options.get("count", options.get("depth", 0) + 1)
+    return config["recurrence_options"].get("trips", 1)
 
 
 def restrict(case: Case) -> None:
@@ -484,13 +483,13 @@ def test_draws_reach_everything():
 
 def lone_survivor_sees_all(patch: pytest.MonkeyPatch) -> None:
     """One token that goes on is taken for one token that is decoded."""
-    masks = reading.Stored._masks
+    masks = several_trips.Stored._masks
 
-    def faulty(self: reading.Stored, query: Any, placement: Any, trip: int) -> dict[str, Any]:
+    def faulty(self: several_trips.Stored, query: Any, placement: Any, trip: int) -> dict[str, Any]:
         alone = query.token.shape[1] == 1 and placement.slot is None and trip >= self.store.table.deepest
-        return dict.fromkeys(self.call.windows) if alone else masks(self, query, placement, trip)
+        return dict.fromkeys(self.reach) if alone else masks(self, query, placement, trip)
 
-    patch.setattr(reading.Stored, "_masks", faulty)
+    patch.setattr(several_trips.Stored, "_masks", faulty)
 
 
 def raw_values_cached(patch: pytest.MonkeyPatch) -> None:
@@ -511,13 +510,13 @@ def raw_values_cached(patch: pytest.MonkeyPatch) -> None:
 
 def trips_take_positions(patch: pytest.MonkeyPatch) -> None:
     """A later trip is rotated as if it were a later token."""
-    through = modeling.FathomModel._pass
+    through = several_trips.TripMaker.through
 
-    def faulty(self: modeling.FathomModel, x: Any, found: reading.Reading, *args: Any) -> reading.Passed:
-        found.position_embeddings = self.rotary_emb(x, found.position_ids + found.visits[0].trip)
-        return through(self, x, found, *args)
+    def faulty(self: several_trips.TripMaker, x: Any, found: several_trips.Pass) -> several_trips.Passed:
+        found.position_embeddings = self.model.rotary_emb(x, found.position_ids + found.visits[0].trip)
+        return through(self, x, found)
 
-    patch.setattr(modeling.FathomModel, "_pass", faulty)
+    patch.setattr(several_trips.TripMaker, "through", faulty)
 
 
 def halts_of_the_next_column(patch: pytest.MonkeyPatch) -> None:
@@ -543,10 +542,10 @@ def windows_one_wider(patch: pytest.MonkeyPatch) -> None:
     """A sliding window of slots reaches one token too far back."""
     mask = reading.read_mask
 
-    def faulty(view: Any, query: Any, key: Any, window: int | None, dtype: Any) -> Any:
-        return mask(view, query, key, None if window is None else window + 1, dtype)
+    def faulty(view: Any, query: Any, key: Any, reach: int | None, dtype: Any) -> Any:
+        return mask(view, query, key, None if reach is None else reach + 1, dtype)
 
-    patch.setattr(reading, "read_mask", faulty)
+    patch.setattr(several_trips, "read_mask", faulty)
 
 
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], list[int]] = {

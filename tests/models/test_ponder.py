@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from fathom.models import FathomForCausalLM, reading
+from fathom.models import FathomForCausalLM, several_trips
 from fathom.models.roles import View
 
 from .cases import config_of, tokens
@@ -26,7 +26,7 @@ def restated(model, ids, K, gain=1.0):
 
 @pytest.mark.parametrize("depth,gain", [(0, 1.0), (1, 1.0), (3, 0.4)])
 def test_the_loss_is_the_papers(depth, gain):
-    model, ids = thinker("ponder", depth=depth, top_k=0, temperature=1.0, mixture_gain=gain).train(), tokens(2, 8)
+    model, ids = thinker("ponder", trips=depth + 1, top_k=0, temperature=1.0, mixture_gain=gain).train(), tokens(2, 8)
     truth, plain = restated(model, ids, depth, gain)
     loss = model(ids, labels=ids).loss
     assert loss.item() == pytest.approx(truth.item(), rel=1e-12)
@@ -46,7 +46,7 @@ def test_the_whole_vocabulary_may_be_spelt_in_two_ways():
 
 def test_gradcheck_through_every_trip():
     model, ids = (
-        thinker("ponder", depth=2, top_k=0, shape={"hidden_size": 8, "intermediate_size": 8}.items()),
+        thinker("ponder", trips=3, top_k=0, shape={"hidden_size": 8, "intermediate_size": 8}.items()),
         tokens(1, 3),
     )
     parameters = {n: p for n, p in model.named_parameters() if n.endswith(("q_norm.weight", "1.mlp.down_proj.weight"))}
@@ -60,19 +60,19 @@ def test_gradcheck_through_every_trip():
     assert torch.autograd.gradcheck(loss, (x, *values), fast_mode=True)
 
 
-def test_training_draws_its_depth():
-    model, ids = thinker("ponder", depth=2, depth_range=[1, 4]).train(), tokens(1, 5)
+def test_training_draws_its_trips():
+    model, ids = thinker("ponder", trips=3, trips_range=[2, 5]).train(), tokens(1, 5)
     losses, drawn = {}, set()
     for step in range(8):
         model.set_step(step)
-        depth = model.model.recurrence.drawn
-        drawn.add(depth)
-        losses.setdefault(depth, set()).add(model(ids, labels=ids).loss.item())
-    assert drawn == {1, 2, 3, 4}
+        made = model.model.recurrence.drawn_trips
+        drawn.add(made)
+        losses.setdefault(made, set()).add(model(ids, labels=ids).loss.item())
+    assert drawn == {2, 3, 4, 5}
     assert all(len(found) == 1 for found in losses.values()) and len(set.union(*losses.values())) == 4
     model.eval()
-    assert error(logits(model, ids), logits(thinker("ponder"), ids)) == 0, "evaluation makes `depth` trips"
-    deep = thinker("ponder", depth=4)
+    assert error(logits(model, ids), logits(thinker("ponder"), ids)) == 0, "evaluation makes `trips` trips"
+    deep = thinker("ponder", trips=5)
     assert error(logits(model, ids, max_trips=5), logits(deep, ids)) < 1e-12, "and may be asked for what was drawn"
 
 
@@ -108,17 +108,17 @@ def test_a_mixture_that_does_not_accumulate(monkeypatch):
 def test_inner_trips_without_a_cache(monkeypatch):
     """As the public code decodes."""
     model, ids = thinker("ponder"), tokens(1, 8)
-    truth, make = logits(model, ids), reading.Banked.__call__
+    truth, make = logits(model, ids), several_trips.Banked.__call__
 
     def faulty(self, turn):
-        cache, self.cache = self.cache, self.cache if turn.trip == self.call.depth else None
+        cache, self.cache = self.cache, self.cache if turn.trip == self.inputs.trips - 1 else None
         try:
             return make(self, turn)
         finally:
             self.cache = cache
 
     assert error(stepwise(model, ids), truth) < 1e-12
-    monkeypatch.setattr(reading.Banked, "__call__", faulty)
+    monkeypatch.setattr(several_trips.Banked, "__call__", faulty)
     assert error(stepwise(model, ids), truth) > 0.05
 
 

@@ -7,13 +7,12 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from fathom.models import modeling, reading
-from fathom.models.reading import Interleaved, Stored
-from fathom.models.roles import View
+from fathom.models import several_trips
+from fathom.models.several_trips import Interleaved, Stored
 from fathom.models.slot_cache import SlotLayer
 from fathom.models.slots import sweep
 
-from .cases import tokens
+from .cases import set_options, tokens
 from .slot_oracle import Decoder, thinker
 from .test_pondering import error, logits, stepwise
 
@@ -28,7 +27,7 @@ def decoded(model, ids):
 
 def solved(model, ids, rounds):
     """Logits `[T, V]` and the input of every slot, by trip, after n rounds."""
-    model.config.recurrence_options |= {"prefill": "jacobi", "jacobi_eval": rounds}
+    set_options(model, prefill="jacobi", jacobi_eval=rounds)
     with torch.no_grad():
         out = model.model(ids, head=model.lm_head, use_cache=False, output_hidden_states=True)
         return model.lm_head(out.last_hidden_state)[0], out.hidden_states[: -1 : model.config.num_hidden_layers]
@@ -36,7 +35,7 @@ def solved(model, ids, rounds):
 
 def climbs_the_staircase(model, ids):
     """Slot (t, j) is exact from n = (t - 1) K + j on, what token t says from n = t K on."""
-    (decoder, truth), depth, length = decoded(model, ids), model.model.recurrence.depth, ids.shape[1]
+    (decoder, truth), depth, length = decoded(model, ids), model.model.recurrence.trips - 1, ids.shape[1]
     for n in range((length - 1) * depth + 1):
         found, inputs = solved(model, ids, n)
         for (t, j), x in decoder.x.items():
@@ -49,12 +48,12 @@ def climbs_the_staircase(model, ids):
 @pytest.mark.parametrize("mixer", ["", "+depth_attention"], ids=["", "depth_attention"])
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_staircase(depth, mixer):
-    climbs_the_staircase(thinker("ponder2", mixer, depth=depth), tokens(1, 6))
+    climbs_the_staircase(thinker("ponder2", mixer, trips=depth + 1), tokens(1, 6))
 
 
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_error_falls_with_every_round(depth):
-    model, ids = thinker("ponder2", depth=depth), tokens(1, 12)
+    model, ids = thinker("ponder2", trips=depth + 1), tokens(1, 12)
     _, truth = decoded(model, ids)
     errors = [(solved(model, ids, n)[0] - truth[0]).square().mean().sqrt().item() for n in range(0, 12 * depth, depth)]
     assert all(b < a for a, b in itertools.pairwise(errors))
@@ -62,14 +61,14 @@ def test_error_falls_with_every_round(depth):
 
 
 def prefilled(model, ids, size, rounds):
-    model.config.recurrence_options |= {"prefill": "jacobi", "jacobi_prefill": rounds}
+    set_options(model, prefill="jacobi", jacobi_prefill=rounds)
     return stepwise(model, ids, size)
 
 
 @pytest.mark.parametrize("depth,size", [(1, 4), (2, 3), (3, 4)])
 def test_chunked_prefill(depth, size):
     """Exact from (m - 1) K rounds on, whatever came before; and no earlier than it must be."""
-    model, ids = thinker("ponder2", depth=depth), tokens(2, 11)
+    model, ids = thinker("ponder2", trips=depth + 1), tokens(2, 11)
     _, truth = decoded(model, ids)
     assert error(prefilled(model, ids, size, (size - 1) * depth), truth) < EXACT
     assert error(prefilled(model, ids, size, 1), truth) > 1e-4
@@ -78,7 +77,7 @@ def test_chunked_prefill(depth, size):
 
 def test_exact_prefill_costs_no_rounds_it_does_not_need():
     """Evaluation stops once a round changes nothing."""
-    model, ids, seen = thinker("ponder2", depth=1), tokens(1, 4), []
+    model, ids, seen = thinker("ponder2", trips=2), tokens(1, 4), []
     model.model.layers[0].register_forward_pre_hook(lambda m, args: seen.append(args[0].shape[1]))
     logits(model, ids)
     assert seen == [4, 8, 8, 8, 8]  # grow, three rounds, final
@@ -86,7 +85,7 @@ def test_exact_prefill_costs_no_rounds_it_does_not_need():
 
 def test_default_rounds_are_close_but_not_decoding():
     """What a report must print beside a perplexity of an ALL view."""
-    model, ids = thinker("ponder2", prefill="jacobi", depth=1), tokens(1, 12)
+    model, ids = thinker("ponder2", prefill="jacobi", trips=2), tokens(1, 12)
     _, truth = decoded(model, ids)
     gaps = [error(solved(model, ids, n)[0], truth[0]) for n in (3, 11)]
     assert gaps[0] > 1e-3 and gaps[1] < EXACT
@@ -99,12 +98,12 @@ def test_default_rounds_are_close_but_not_decoding():
 def test_a_sweep_trip_by_trip(monkeypatch, depth):
     """A token's first trip would not see its predecessors' thoughts."""
 
-    def faulty(policy, x, through, depth, rounds, live=None, until_still=False):
-        return sweep(policy, x, Stored(through.call, x, through.store), depth)[0]
+    def faulty(recurrence, x, through, trips, rounds, live=None, until_still=False):
+        return sweep(recurrence, x, Stored(through.model, through.inputs, x, through.store), trips)[0]
 
-    model, ids = thinker("ponder2", depth=depth, prefill="jacobi"), tokens(1, 12)
+    model, ids = thinker("ponder2", trips=depth + 1, prefill="jacobi"), tokens(1, 12)
     _, truth = decoded(model, ids)
-    monkeypatch.setattr(modeling, "jacobi", faulty)
+    monkeypatch.setattr(several_trips, "jacobi", faulty)
     with torch.no_grad():
         wrong = model.model(ids, past_key_values=DynamicCache(config=model.config)).last_hidden_state
         right = torch.linalg.solve(model.lm_head.weight.T @ model.lm_head.weight, model.lm_head.weight.T @ truth[0].T).T
@@ -126,9 +125,9 @@ def test_documents_inferred_from_positions(monkeypatch, depth, borders):
 
     def faulty(self, x, turns, tags):
         tags = replace(tags, document=borders(tags.token).long().cumsum(1))
-        return self.call.masks(View.ALL, tags, tags), tags.token
+        return self.masks(tags, tags), tags.token
 
-    model, ids = thinker("ponder2", depth=depth), tokens(1, 8)
+    model, ids = thinker("ponder2", trips=depth + 1), tokens(1, 8)
     truth = logits(model, ids)
     monkeypatch.setattr(Interleaved, "_own_masks", faulty)
     off = (logits(model, ids) - truth)[0].abs().amax(-1)
@@ -145,7 +144,7 @@ def padded(model, row, pad=3, new=1):
 
 def test_left_padding_counted_in_slots(monkeypatch):
     """Masks over tokens and a cache of slots: what the public code confuses."""
-    model, row = thinker("ponder2", depth=2), tokens(1, 6)
+    model, row = thinker("ponder2", trips=3), tokens(1, 6)
     # Positions are counted from the padding on, which rotary embedding does not mind.
     alone = logits(model, row)[0, -1]
     assert error(padded(model, row), alone) < 1e-6
@@ -153,5 +152,5 @@ def test_left_padding_counted_in_slots(monkeypatch):
         patch.setattr(SlotLayer, "get_seq_length", lambda self: self.table.end)
         assert error(padded(model, row), alone) > 1e-3
     with monkeypatch.context() as patch:
-        patch.setattr(reading.Call, "live", None)
+        patch.setattr(several_trips.Inputs, "live", None)
         assert error(padded(model, row), alone) > 1e-3

@@ -7,7 +7,8 @@ import torch
 from torch.nn import functional as F
 from transformers import DynamicCache
 
-from fathom.models import ponder3, reading
+from fathom.models import ponder3, several_trips
+from fathom.models.slot_cache import SlotTable
 
 from .cases import tokens
 from .slot_oracle import Decoder, thinker
@@ -21,11 +22,11 @@ RAGGED = {"tau": 0.45}
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_staircase_with_the_key_bias(depth, tau):
     """Slot by slot, as without a router: its output is replaced in every round."""
-    climbs_the_staircase(thinker("ponder3", depth=depth, tau=tau), tokens(1, 6))
+    climbs_the_staircase(thinker("ponder3", trips=depth + 1, tau=tau), tokens(1, 6))
 
 
 def test_chunked_prefill():
-    model, ids = thinker("ponder3", depth=2), tokens(2, 9)
+    model, ids = thinker("ponder3", trips=3), tokens(2, 9)
     _, truth = decoded(model, ids)
     assert error(prefilled(model, ids, 3, 4), truth) < 1e-12
 
@@ -34,16 +35,16 @@ def test_a_damped_router_never_arrives():
     """0.1 of what a round found: the staircase breaks, and the rest decays like 0.9^n."""
     ids, left = tokens(1, 8), {}
     for damping in (1.0, 0.1):
-        model = thinker("ponder3", depth=3, tau=1e-4, router_damping=damping)
+        model = thinker("ponder3", trips=4, tau=1e-4, router_damping=damping)
         _, truth = decoded(model, ids)
         left[damping] = error(solved(model, ids, 21)[0], truth[0])
     assert left[1.0] < 1e-12 and left[0.1] > 1e-4
     with pytest.raises(AssertionError):
-        climbs_the_staircase(thinker("ponder3", depth=2, router_damping=0.1), tokens(1, 6))
+        climbs_the_staircase(thinker("ponder3", trips=3, router_damping=0.1), tokens(1, 6))
 
 
 def test_tail_mass_never_rises():
-    model, ids = thinker("ponder3", depth=3), tokens(2, 9)
+    model, ids = thinker("ponder3", trips=4), tokens(2, 9)
     with torch.no_grad():
         state = model.model(ids, head=model.lm_head, use_cache=False).recurrence_state
     tail, share = state["tail"], state["share"]
@@ -56,7 +57,7 @@ def test_cut_or_faded():
     """Thoughts below τ are not had; had they been, hardly anything would change."""
     found = []
     for tau in (1e-4, 1e-30):
-        model, ids = thinker("ponder3", depth=3, tau=tau), tokens(2, 12)
+        model, ids = thinker("ponder3", trips=4, tau=tau), tokens(2, 12)
         with torch.no_grad():
             model.model.recurrence.router.weight.mul_(6)
         cache = DynamicCache(config=model.config)
@@ -92,7 +93,7 @@ def test_two_ways_to_the_router(monkeypatch):
 
 
 def penalty(step=0, **options):
-    model, ids = thinker("ponder3", depth=2, tau=1e-4, jacobi_train=[10, 10], **options).train(), tokens(2, 6)
+    model, ids = thinker("ponder3", trips=3, tau=1e-4, jacobi_train=[10, 10], **options).train(), tokens(2, 6)
     model.set_step(step)
     return model, ids, model(ids, labels=ids).aux_losses["penalty"].item()
 
@@ -165,18 +166,18 @@ def test_penalty_grows_from_nothing():
 def test_dead_slots_left_visible(monkeypatch):
     model, ids = thinker("ponder3"), tokens(1, 9)
     truth = logits(model, ids)
-    monkeypatch.setattr(reading, "_both", lambda live, alive: live)
+    monkeypatch.setattr(several_trips, "_both", lambda live, alive: live)
     assert error(logits(model, ids), truth) > 1e-2
 
 
 def test_a_bias_forgotten_by_the_cache(monkeypatch):
     model, ids = thinker("ponder3"), tokens(1, 9)
-    truth, tags = stepwise(model, ids), reading.SlotTable.tags
+    truth, tags = stepwise(model, ids), SlotTable.tags
 
     def faulty(self, placement):
         found = tags(self, placement)
         found.bias = None
         return found
 
-    monkeypatch.setattr(reading.SlotTable, "tags", faulty)
+    monkeypatch.setattr(SlotTable, "tags", faulty)
     assert error(stepwise(model, ids), truth) > 1e-3

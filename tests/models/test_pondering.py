@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, TrainerState
 
-from fathom.models import FathomConfig, FathomForCausalLM, modeling
+from fathom.models import FathomConfig, FathomForCausalLM, several_trips
 from fathom.models.arithmetic import layer_flops
 from fathom.models.cost import count_parameters, mechanism_cost
 from fathom.models.numerics import lowest_mean
 from fathom.models.pondering import lowest_sum
 from fathom.training.callback import FollowSteps
 
-from .cases import SHAPE, config_of, tokens
+from .cases import SHAPE, config_of, set_options, tokens
 from .oracle import agree
 from .slot_oracle import HALTING, METHODS, OPEN, Decoder, thinker
 
@@ -66,7 +66,7 @@ def oracle(method, mixer="", open_=False, **shape):
 def test_every_way_of_computing_is_the_oracle(method, mixer, open_):
     """All at once, in chunks and token by token, with tokens that halt where the data says and without."""
     model, ids, truth, halt = oracle(method, mixer, open_)
-    depth = model.model.recurrence.depth
+    depth = model.model.recurrence.trips - 1
     ragged = method in HALTING and not open_
     assert set(halt.flatten().tolist()) >= ({0, depth} if ragged else {depth})
     assert error(logits(model, ids), truth) < EXACT
@@ -136,15 +136,13 @@ def test_backends_without_masks_are_refused(method, use_cache):
 @given(rounds=st.integers(0, 4), cut=st.integers(1, 8))
 def test_prefix_invariance_at_any_number_of_rounds(method, rounds, cut):
     model, ids, _, _ = oracle(method)
-    options = model.config.recurrence_options
-    solved = {"prefill": "jacobi", "jacobi_eval": rounds} if "jacobi_eval" in options else {}
-    before = dict(options)
-    options |= solved
+    before = dict(model.config.recurrence_options)
+    set_options(model, **({"prefill": "jacobi", "jacobi_eval": rounds} if "jacobi_eval" in before else {}))
     try:
         changed = torch.cat([ids[:, :cut], tokens(2, 9 - cut, seed=9)], 1)
         a, b = logits(model, ids), logits(model, changed)
     finally:
-        options |= before
+        set_options(model, **before)
     assert error(a[:, :cut], b[:, :cut]) < EXACT
     assert error(a[:, cut:], b[:, cut:]) > 1e-2
 
@@ -173,7 +171,7 @@ def test_hidden_states_are_the_slots(method):
     with torch.no_grad():
         decoder.truth(ids[0])
         out = model.model(ids, head=model.lm_head, use_cache=False, output_hidden_states=True)
-    depth, layers = model.model.recurrence.depth, model.config.num_hidden_layers
+    depth, layers = model.model.recurrence.trips - 1, model.config.num_hidden_layers
     last = out.hidden_states[-1]
     trips = [out.hidden_states[-1 - (depth + 1 - k) * layers] for k in range(depth + 1)]
     assert torch.equal(last, out.last_hidden_state)
@@ -219,17 +217,17 @@ SHUT = {
 }
 
 
-@pytest.mark.parametrize("method,shut", [*((m, {"depth": 0}) for m in METHODS), *SHUT.items()])
+@pytest.mark.parametrize("method,shut", [*((m, {"trips": 1}) for m in METHODS), *SHUT.items()])
 def test_vanilla_inside(method, shut):
     """No further trip is no recurrence, bit for bit; under ALL, dead slots still take part in the solver's sums."""
     model = thinker(method, dtype=torch.float32, shape={"embedding_scale": 1.0}.items(), **shut)
     qwen, ids = vanilla_of(model), tokens(2, 9)
     truth = logits(qwen, ids)
     if shut in (SHUT["ponder3"],):
-        model.config.recurrence_options["prefill"] = "jacobi"
+        set_options(model, prefill="jacobi")
         assert error(logits(model, ids), truth) < 1e-6
         assert error(stepwise(model, ids, [6, 1, 2]), truth) < 1e-6
-        model.config.recurrence_options["prefill"] = "exact"
+        set_options(model, prefill="exact")
         assert error(stepwise(model, ids, 1), truth) < 1e-6
     else:
         assert torch.equal(logits(model, ids), truth)
@@ -279,17 +277,17 @@ def passes(model, call):
 @pytest.mark.parametrize(
     "method,options,rounds,multiple",
     [
-        ("ponder", {"depth": 3}, None, 4),
-        ("ponder-duo", {"depth": 3}, None, 4),
-        ("adaponder", {"depth": 3}, None, 4),
-        ("latent_cot", {"depth": 3}, None, 4),
-        ("ponder2", {"depth": 1}, 2, 7),
-        ("ponder2", {"depth": 1}, 3, 9),
-        ("ponder2", {"depth": 3}, 2, 18),
-        ("ponder2", {"depth": 3}, 3, 22),
-        ("ponder3", {"depth": 3}, 4, 26),
-        ("ponder3", {"depth": 3}, 5, 30),
-        ("ponder3", {"depth": 3}, 6, 34),
+        ("ponder", {"trips": 4}, None, 4),
+        ("ponder-duo", {"trips": 4}, None, 4),
+        ("adaponder", {"trips": 4}, None, 4),
+        ("latent_cot", {"trips": 4}, None, 4),
+        ("ponder2", {"trips": 2}, 2, 7),
+        ("ponder2", {"trips": 2}, 3, 9),
+        ("ponder2", {"trips": 4}, 2, 18),
+        ("ponder2", {"trips": 4}, 3, 22),
+        ("ponder3", {"trips": 4}, 4, 26),
+        ("ponder3", {"trips": 4}, 5, 30),
+        ("ponder3", {"trips": 4}, 6, 34),
     ],
 )
 def test_passes_of_a_training_step(method, options, rounds, multiple):
@@ -303,7 +301,7 @@ def test_decoding_skips_what_has_halted(method):
     model, ids, _, halt = oracle(method)
     made = passes(model, lambda: stepwise(model, ids))
     assert sum(made) == (1 + halt).sum()
-    assert (max(made), sum(made) < 2 * ids.shape[1] * (1 + model.model.recurrence.depth)) == (2, method in HALTING)
+    assert (max(made), sum(made) < 2 * ids.shape[1] * (model.model.recurrence.trips)) == (2, method in HALTING)
 
 
 def test_parameters():
@@ -332,7 +330,7 @@ def test_decoding_costs_what_is_declared(method):
     stepwise(model, tokens(1, length - 1), cache=cache)
     with FlopCounterMode(display=False) as counter:
         stepwise(model, tokens(1, 1), cache=cache)
-    trips = config.recurrence_options["depth"] + 1
+    trips = config.recurrence_options["trips"]
     slots = trips**2 * (length - 1) + trips * (trips + 1) // 2
     keys = slots if model.model.slotted else trips * length
     scores = config.num_hidden_layers * keys * 4 * config.num_attention_heads * config.head_dim
@@ -347,7 +345,7 @@ def test_decoding_costs_what_is_declared(method):
 @pytest.mark.parametrize("method", ["ponder", "ponder-duo", "ponder-all", "ponder2", "latent_cot"])
 def test_a_budget_is_a_shallower_model(method):
     model, ids = oracle(method)[0], tokens(2, 7)
-    shallow = thinker(method, depth=1)
+    shallow = thinker(method, trips=2)
     shallow.load_state_dict(model.state_dict())
     assert error(logits(model, ids, max_trips=2), logits(shallow, ids)) < EXACT
     assert error(stepwise(model, ids, max_trips=2), logits(shallow, ids)) < EXACT
@@ -360,7 +358,7 @@ def test_a_budget_is_a_shallower_model(method):
 @every_method
 def test_budgets_nobody_trained_for(method):
     model = oracle(method)[0]
-    for trips in (0, model.model.recurrence.depth + 2):
+    for trips in (0, model.model.recurrence.trips + 1):
         with pytest.raises(ValueError, match=rf"max_trips must be between 1 and \d, .*: {trips}") as found:
             model(tokens(1, 3), max_trips=trips)
         assert "\n" not in str(found.value)
@@ -450,11 +448,11 @@ def test_metrics_count_the_trips():
 @pytest.mark.parametrize(
     "name,options,says",
     [
-        ("ponder", {"depth": -1}, "depth must not be negative, got -1"),
-        ("ponder", {"depth": 1.5}, "recurrence_options.depth must be int, got 1.5"),
+        ("ponder", {"trips": 0}, "recurrence_options.trips must be at least 1, got 0"),
+        ("ponder", {"trips": 2.5}, "recurrence_options.trips must be int, got 2.5"),
         ("ponder", {"top_k": -1}, "top_k must be 0"),
         ("ponder", {"temperature": 0.0}, "temperature must be positive, got 0.0"),
-        ("ponder", {"depth_range": [3, 1]}, r"depth_range must be \[least, most\], got \[3, 1\]"),
+        ("ponder", {"trips_range": [3, 1]}, r"trips_range must be \[least, most\], got \[3, 1\]"),
         ("ponder", {"feed": "logits"}, "feed must be mixture or hidden, got 'logits'"),
         ("ponder", {"view": "some"}, "view must be same, duo or all, got 'some'"),
         ("ponder2", {"prefill": "soon"}, "prefill must be jacobi or exact, got 'soon'"),
@@ -467,7 +465,7 @@ def test_metrics_count_the_trips():
         ("ponder3", {"penalty_over": "world"}, "penalty_over must be row or batch, got 'world'"),
         ("ponder3", {"penalty_token_fraction": 0.0}, r"penalty_token_fraction must lie in \(0, 1\], got 0.0"),
         ("adaponder", {"penalty_on": "gate"}, "penalty_on must be sigmoid or logit, got 'gate'"),
-        ("adaponder", {"penalty_window": [0.3, 0.1]}, "penalty_window must be two fractions of training"),
+        ("adaponder", {"penalty_span": [0.3, 0.1]}, "penalty_span must be two fractions of training"),
         ("adaponder", {"penalty_fraction": 2.0}, "penalty_fraction must lie in 0..1, got 2.0"),
         ("adaponder", {"tau": 1.0}, "tau must lie between 0 and 1, got 1.0"),
         ("latent_cot", {"tau": 2.0}, "tau must lie between 0 and 1, got 2.0"),
@@ -494,7 +492,7 @@ def test_a_trained_router_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "method,options", [("ponder3", {"penalty_steps": [5, 5]}), ("adaponder", {"penalty_window": [0.5, 0.5]})]
+    "method,options", [("ponder3", {"penalty_steps": [5, 5]}), ("adaponder", {"penalty_span": [0.5, 0.5]})]
 )
 def test_a_schedule_may_be_a_step(method, options):
     policy = thinker(method, **options).model.recurrence
@@ -506,11 +504,11 @@ def test_a_schedule_may_be_a_step(method, options):
 
 
 def test_no_more_trips_than_were_drawn():
-    model = thinker("ponder", depth=2, depth_range=[1, 2])
+    model = thinker("ponder", trips=3, trips_range=[2, 3])
     with pytest.raises(ValueError, match="between 1 and 3"):
         model(tokens(1, 4), max_trips=4)
-    with pytest.raises(ValueError, match="depth_range"):
-        thinker("ponder", depth=3, depth_range=[1, 2])
+    with pytest.raises(ValueError, match="trips_range"):
+        thinker("ponder", trips=4, trips_range=[2, 3])
 
 
 @pytest.mark.parametrize("method", ["adaponder", "latent_cot", "ponder3"])
@@ -524,9 +522,9 @@ def test_evaluation_has_no_penalties(method):
 
 
 def test_gates_are_not_dropped(tmp_path):
-    thinker("adaponder", depth=2).save_pretrained(tmp_path)
+    thinker("adaponder", trips=3).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"recurrence\.gates"):
-        type(thinker("adaponder")).from_pretrained(tmp_path, recurrence_options={"depth": 1})
+        type(thinker("adaponder")).from_pretrained(tmp_path, recurrence_options={"trips": 2})
 
 
 @pytest.mark.parametrize("method", ["adaponder", "latent_cot"])
@@ -534,12 +532,12 @@ def test_a_long_prompt_is_read_in_parts(method, monkeypatch):
     model, ids = thinker(method), tokens(2, 13)
     with torch.no_grad():
         whole = model(ids, use_cache=True).logits
-        monkeypatch.setattr(modeling, "AT_ONCE", 5)
+        monkeypatch.setattr(several_trips, "AT_ONCE", 5)
         assert error(model(ids, use_cache=True).logits, whole) < 1e-12
 
 
 def test_the_trainers_own_callback_follows_the_steps():
-    model = thinker("adaponder", penalty_window=[0.0, 1.0])
+    model = thinker("adaponder", penalty_span=[0.0, 1.0])
     state = TrainerState(global_step=5, max_steps=10)
     FollowSteps().on_step_begin(None, state, None, model=model)
     assert float(model.model.recurrence.fraction) == pytest.approx(0.05)

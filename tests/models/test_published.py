@@ -133,7 +133,7 @@ RELEASED = {
     "depth-attention": (
         {"use_depth_attention": True, "depth_attention_stride": 2, "depth_attention_recent_window": 0},
         {},
-        {"mixer": "depth_attention", "stride": 2, "recent_window": 0, "across_trips": None, "self_bias": 0.0},
+        {"mixer": "depth_attention", "stride": 2, "recent_layers": 0, "across_trips": None, "self_bias": 0.0},
         depth_truth(),
     ),
     "depth-attention-both": (
@@ -145,7 +145,7 @@ RELEASED = {
             "depth_softmax_stride": 1,
         },
         {},
-        {"mixer": "depth_attention", "stride": 3, "recent_window": 0},
+        {"mixer": "depth_attention", "stride": 3, "recent_layers": 0},
         depth_truth(3),
     ),
     "depth-attention-old": (
@@ -156,7 +156,7 @@ RELEASED = {
             "depth_recent_window": 1,
         },
         {},
-        {"mixer": "depth_attention", "stride": 4, "recent_window": 1},
+        {"mixer": "depth_attention", "stride": 4, "recent_layers": 1},
         depth_truth(4, 1),
     ),
     "depth-attention-mode": (
@@ -454,7 +454,7 @@ def test_an_ordinary_llama_is_refused(tmp_path):
 
 def test_a_retrofit_may_stand_on_a_released_model(tmp_path):
     model = FathomForCausalLM.from_pretrained(
-        write(tmp_path, "depth-attention"), recurrence="loop", recurrence_options={"count": 2}
+        write(tmp_path, "depth-attention"), recurrence="loop", recurrence_options={"trips": 2}
     )
     assert (model.config.mixer, model.config.recurrence) == ("depth_attention", "loop")
     assert model.config.k_norm_position == "after_rope"

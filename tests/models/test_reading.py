@@ -5,12 +5,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fathom.models.reading import Call, _side_by_side, read_mask
+from fathom.models.reading import read_mask, side_by_side
 from fathom.models.roles import View
+from fathom.models.several_trips import Inputs
 from fathom.models.slot_cache import Tags
 from fathom.models.slots import plan
 
-from .cases import config_of, tokens
+from .cases import config_of, set_options, tokens
 from .slot_oracle import thinker
 from .test_pondering import error, logits, stepwise
 
@@ -78,19 +79,19 @@ def test_nobody_reads_nothing():
 
 def test_interleaving_goes_by_token():
     parts = [tags([(t, k) for t in range(3)], bias=None if k == 0 else torch.full((2, 3), -1.0)) for k in range(2)]
-    found = _side_by_side(parts, interleave=True)
+    found = side_by_side(parts, interleave=True)
     assert found.token.tolist() == [[0, 0, 1, 1, 2, 2]] * 2
     assert found.trip.tolist() == [[0, 1] * 3] * 2
     assert found.bias.tolist() == [[0, -1] * 3] * 2
     assert found.live is None
-    assert _side_by_side(parts).trip.tolist() == [[0] * 3 + [1] * 3] * 2
+    assert side_by_side(parts).trip.tolist() == [[0] * 3 + [1] * 3] * 2
 
 
 def test_documents_start_where_positions_restart():
-    call = Call(**dict.fromkeys(Call.__dataclass_fields__))
-    assert call.documents() is None
-    call.packed = torch.tensor([[0, 1, 2, 0, 1, 0], [4, 5, 6, 7, 8, 9]])
-    assert call.documents().tolist() == [[0, 0, 0, 1, 1, 2], [0] * 6]
+    inputs = Inputs(**dict.fromkeys(Inputs.__dataclass_fields__))
+    assert inputs.documents() is None
+    inputs.packed = torch.tensor([[0, 1, 2, 0, 1, 0], [4, 5, 6, 7, 8, 9]])
+    assert inputs.documents().tolist() == [[0, 0, 0, 1, 1, 2], [0] * 6]
 
 
 @pytest.mark.parametrize("method", ["ponder3", "adaponder", "latent_cot"])
@@ -102,7 +103,7 @@ def test_masks_made_elsewhere_are_refused(method):
 
 def test_one_layer_per_slot_layer_whatever_the_trips():
     """The plan unrolls; a slot cache does not."""
-    assert [len(trip) for trip in plan(config_of("latent_cot", recurrence_options={"depth": 2}))] == [4, 4, 4]
+    assert [len(trip) for trip in plan(config_of("latent_cot", recurrence_options={"trips": 3}))] == [4, 4, 4]
 
 
 @pytest.mark.parametrize("method", ["ponder-duo", "ponder2", "ponder3", "adaponder", "latent_cot"])
@@ -110,7 +111,7 @@ def test_halted_documents_stay_apart(method):
     """Packed rows with thoughts: training's own masks, at the default rounds too."""
     model, documents = thinker(method), [tokens(1, n, seed=n) for n in (3, 5)]
     if "prefill" in model.config.recurrence_options:
-        model.config.recurrence_options |= {"prefill": "jacobi"}
+        set_options(model, prefill="jacobi")
     positions = torch.cat([torch.arange(d.shape[1]) for d in documents]).unsqueeze(0)
     packed = logits(model, torch.cat(documents, 1), position_ids=positions)
     assert error(packed, torch.cat([logits(model, d) for d in documents], 1)) < 1e-12

@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache, cache_utils
 
 from fathom.models.cost import cache_bytes_per_token
-from fathom.models.reading import SlotTable
-from fathom.models.slot_cache import SlotLayer, grown, with_slots
+from fathom.models.slot_cache import SlotLayer, SlotTable, grown, with_slots
 
 from .cases import build, config_of, tokens
 from .slot_oracle import METHODS, thinker
@@ -40,7 +39,7 @@ def test_slots_and_bytes(method):
     _, cache, table = filled(method, ids, [4, 1, 4])
     assert table.count.tolist() == (1 + halt).sum(1).tolist()
     assert table.end == table.count.max() and cache.get_seq_length() == 9
-    trips, config = model.model.recurrence.depth + 1, model.config
+    trips, config = model.model.recurrence.trips, model.config
     held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
     assert len(cache.layers) == config.num_hidden_layers
     per_slot = cache_bytes_per_token(config, 8) / trips
@@ -144,7 +143,7 @@ def test_static_caches_have_their_room_from_the_start(method):
     model, ids = oracle(method)[0], tokens(2, 9)
     cache = StaticCache(config=model.config, max_cache_len=12)
     assert error(stepwise(model, ids, [4, 1, 4], cache), logits(model, ids)) < EXACT
-    room = 12 * (model.model.recurrence.depth + 1)
+    room = 12 * model.model.recurrence.trips
     assert cache.layers[0].table.capacity == room
     assert all(layer.stored[0].shape[1] == room + 1 for layer in cache.layers)
 
@@ -235,7 +234,7 @@ def test_making_slots_twice_is_making_them_once():
 
 def test_buffers_grow_by_a_part():
     """A step at a time, not a copy at a time."""
-    model, cache = thinker("ponder2", depth=1), DynamicCache()
+    model, cache = thinker("ponder2", trips=2), DynamicCache()
     sizes = set()
     for part in tokens(1, 60).split(1, 1):
         goes_on(model, cache, part)

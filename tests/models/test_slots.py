@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from transformers import DynamicCache, StaticCache
 
 from fathom.models import modeling, slots
-from fathom.models.slots import Out, Rows, jacobi, joined, plan, sweep, with_banks
+from fathom.models.slots import Out, TokenSubset, jacobi, joined, plan, sweep, with_banks
 
 from .cases import build, config_of, tokens
 
@@ -15,7 +15,7 @@ from .cases import build, config_of, tokens
 def looped(layers=4, count=3, prelude=0, coda=0, mixer="depth_attention", **options):
     shape = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2} if options.pop("slide", 0) else {}
     name = "loop" if mixer == "none" else f"loop+{mixer}"
-    loop = {"count": count, "prelude": prelude, "coda": coda}
+    loop = {"trips": count, "prelude": prelude, "coda": coda}
     return config_of(name, num_hidden_layers=layers, recurrence_options=loop, mixer_options=options, **shape)
 
 
@@ -58,7 +58,7 @@ def schedules(draw):
 @given(schedules())
 def test_plan_is_the_rules(schedule):
     layers, count, prelude, coda, stride, window, rule = schedule
-    options = {"stride": stride, "recent_window": window, "across_trips": rule}
+    options = {"stride": stride, "recent_layers": window, "across_trips": rule}
     visits = visits_of(looped(layers, count, prelude, coda, **options))
     order = order_of(layers, count, prelude, coda)
     assert [(v.layer, v.trip) for v in visits] == order
@@ -215,13 +215,13 @@ class Adds:
 
 
 def made(turn):
-    return Out(turn.rows.take(turn.x) * 2, lambda x: x, trip=turn.trip)
+    return Out(turn.tokens.take(turn.x) * 2, lambda x: x, trip=turn.trip)
 
 
 def test_sweep_gates_and_feeds_in_order():
     policy = Adds()
     policy.halts = False
-    state, turns = sweep(policy, torch.ones(1, 1, 1), made, 2)
+    state, turns = sweep(policy, torch.ones(1, 1, 1), made, 3)
     assert [float(turn.x) for turn in turns] == [1, 3, 9]
     assert float(state["value"]) == 2 + 6 + 18
     assert policy.log == [("gate", 0), "feed", ("gate", 1), "feed", ("gate", 2)]
@@ -229,18 +229,18 @@ def test_sweep_gates_and_feeds_in_order():
 
 def test_halted_tokens_are_left_out_or_kept_as_they_were():
     x = torch.tensor([[[0.1], [1.0], [2.0]], [[5.0], [0.2], [6.0]], [[7.0], [8.0], [9.0]]])
-    dense, _ = sweep(Adds(), x, made, 3)
-    picked, turns = sweep(Adds(), x, made, 3, pick=True)
+    dense, _ = sweep(Adds(), x, made, 4)
+    picked, turns = sweep(Adds(), x, made, 4, pick=True)
     assert dense.keys() == picked.keys()
     assert all(torch.equal(dense[name], picked[name]) for name in dense)
     assert dense["trips"].tolist() == [[4, 2, 1], [1, 3, 1], [1, 1, 1]]
-    assert [len(turn.rows.take(x)) for turn in turns] == [3, 2, 2, 1], "rows of the batch without a living token go"
+    assert [len(turn.tokens.take(x)) for turn in turns] == [3, 2, 2, 1], "rows of the batch without a living token go"
 
 
 def test_padding_makes_one_trip():
     live = torch.tensor([[False, True, True]])
     for pick in (False, True):
-        state, _ = sweep(Adds(), torch.full((1, 3, 1), 0.1), made, 2, live=live, pick=pick)
+        state, _ = sweep(Adds(), torch.full((1, 3, 1), 0.1), made, 3, live=live, pick=pick)
         assert state["trips"].tolist() == [[1, 3, 3]]
 
 
@@ -248,7 +248,7 @@ def test_rows_put_back_what_they_took():
     x = torch.randn(4, 5, 3)
     alive = torch.rand(4, 5, generator=torch.Generator().manual_seed(0)) < 0.4
     alive[2] = False
-    rows = Rows.pick(alive)
+    rows = TokenSubset.pick(alive)
     assert torch.equal(rows.put(x, rows.take(x)), x)
     assert torch.equal(rows.put(x, rows.take(x) + 1), x + alive[..., None])
 
@@ -314,7 +314,7 @@ def pass_of(lengths, seen):
 def test_jacobi_grows_turns_and_ends(rounds):
     """K (K + 1) / 2 + (n + 1)(K + 1) passes over the tokens, and slot (t, j) exact from n = (t - 1) K + j on."""
     x, lengths, seen = torch.tensor([1.0, -2.0, 0.5, 3.0]), [], []
-    state = jacobi(Chain(), x.view(1, 4, 1), pass_of(lengths, seen), 2, rounds)
+    state = jacobi(Chain(), x.view(1, 4, 1), pass_of(lengths, seen), 3, rounds)
     assert lengths == [(1, False), (2, False), *[(3, False)] * rounds, (3, True)]
     assert sum(m for m, _ in lengths) == 3 + (rounds + 1) * 3
     inputs, outputs = chained(x, 2)
@@ -331,7 +331,7 @@ def test_jacobi_feeds_in_turn(rounds):
     """Where a feed adds to its input: from one pass, S_{j+1} = S_j + H_j with the S_j just made, not the one before."""
     policy, x, seen, depth = Chain(), torch.tensor([1.0, -2.0, 0.5, 3.0]), [], 2
     policy.feed = lambda x, out, state: x + out.residual
-    jacobi(policy, x.view(1, 4, 1), pass_of([], seen), depth, rounds)
+    jacobi(policy, x.view(1, 4, 1), pass_of([], seen), depth + 1, rounds)
 
     def by_rule(old_input):
         stages = [x]
@@ -354,22 +354,22 @@ def test_the_last_pass_feeds_nothing(rounds):
     """Nobody would read it, and a feed may be as dear as a mixture of the vocabulary."""
     policy, fed = Chain(), []
     policy.feed = lambda x, out, state: (fed.append(out.trip), out.residual)[1]
-    jacobi(policy, torch.ones(1, 4, 1), pass_of([], []), 2, rounds)
+    jacobi(policy, torch.ones(1, 4, 1), pass_of([], []), 3, rounds)
     assert fed == [0, 0, 1, *[0, 1] * rounds]
 
 
 def test_jacobi_stops_when_nothing_moves():
     lengths = []
     x = torch.tensor([1.0, -2.0, 0.5, 3.0]).view(1, 4, 1)
-    state = jacobi(Chain(), x, pass_of(lengths, []), 2, 100, until_still=True)
+    state = jacobi(Chain(), x, pass_of(lengths, []), 3, 100, until_still=True)
     assert len(lengths) <= 2 + 7 + 1
     assert state["jacobi_residual"] == 0
-    assert torch.equal(state["value"], jacobi(Chain(), x, pass_of([], []), 2, 6)["value"])
+    assert torch.equal(state["value"], jacobi(Chain(), x, pass_of([], []), 3, 6)["value"])
 
 
 def test_jacobi_without_a_second_trip_is_one_pass():
     lengths = []
-    jacobi(Chain(), torch.ones(1, 3, 1), pass_of(lengths, []), 0, 5)
+    jacobi(Chain(), torch.ones(1, 3, 1), pass_of(lengths, []), 1, 5)
     assert lengths == [(1, True)]
 
 
@@ -384,6 +384,6 @@ def test_a_round_remembers_what_it_is_told():
     policy.carry = lambda state: {"before": state["value"]}
     gate = policy.gate
     policy.gate = lambda out, state: (told.append((out.trip, "before" in state)), gate(out, state))[1]
-    jacobi(policy, torch.ones(1, 2, 1), pass_of([], []), 1, 3)
+    jacobi(policy, torch.ones(1, 2, 1), pass_of([], []), 2, 3)
     by_pass = [told[0], *told[1::2]]
     assert [before for _, before in by_pass] == [False, True, True, False, False]

@@ -21,7 +21,7 @@ def average(query, key, value, sources):
 @pytest.mark.parametrize("stride,window", [(1, 0), (2, 0), (3, 1), (5, 0), (5, 4)])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 def test_equations(stride, window, kv_heads):
-    options = {"stride": stride, "recent_window": window}
+    options = {"stride": stride, "recent_layers": window}
     config = config_of("uniform_depth", num_hidden_layers=5, num_key_value_heads=kv_heads, mixer_options=options)
     model, ids = build(config, dtype=torch.float64), tokens(2, 6)
     oracle = Oracle(model)
@@ -76,7 +76,7 @@ def test_nothing_to_average_returns_the_same_tensor():
 def test_schedule_is_that_of_depth_attention():
     for stride in range(1, 7):
         for window in range(7):
-            options = {"stride": stride, "recent_window": window}
+            options = {"stride": stride, "recent_layers": window}
             uniform = config_of("uniform_depth", num_hidden_layers=6, mixer_options=options)
             attending = config_of("depth_attention", num_hidden_layers=6, mixer_options=options)
             for i in range(6):

@@ -32,7 +32,7 @@ def test_equations(kv_heads):
 
 @pytest.mark.parametrize("prelude", [0, 1])
 def test_each_trip_of_a_loop_has_its_own_first_value(prelude):
-    config = config_of("loop", mixer="value_residual", recurrence_options={"count": 2, "prelude": prelude})
+    config = config_of("loop", mixer="value_residual", recurrence_options={"trips": 2, "prelude": prelude})
     model, ids = build(config, dtype=torch.float64), tokens(1, 6)
     order = [layer for layer, _ in order_of(4, 2, prelude, 0)]
 

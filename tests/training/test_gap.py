@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fathom.report.statistics import weighted_difference
 from fathom.training.gap import Row, Sample, gap_of, read_both_ways
-from tests.models.cases import tokens
+from tests.models.cases import tokens, with_rounds
 from tests.models.slot_oracle import Decoder, thinker
 
 LENGTHS = (13, 7, 10)
@@ -46,7 +46,7 @@ def test_no_gap_where_the_rounds_suffice() -> None:
     model = thinker("ponder2", prefill="jacobi", jacobi_eval=2 * (max(LENGTHS) - 1)).eval()
     found = read_both_ways(model, rows_of())
     assert found is not None and abs(gap_of([found]).value) < 1e-6
-    model.model.recurrence.options["jacobi_eval"] = 1
+    with_rounds(model, 1)
     planted = read_both_ways(model, rows_of())
     assert planted is not None and abs(gap_of([planted]).value) > 1e-3
 

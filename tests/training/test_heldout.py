@@ -19,6 +19,7 @@ from fathom.recipe import Recipe
 from fathom.training.estimate import estimate
 from fathom.training.heldout import Evaluation, decoding_gap, evaluate, token_losses_and_trips
 from fathom.training.parallel import Ranks
+from tests.models.cases import with_rounds
 from tests.tiny import shape, tiny_recipe
 
 WORDS, ROWS, LENGTH = 20_000, 16, 32
@@ -102,7 +103,7 @@ def test_the_last_evaluation_decodes_a_sample(corpus: Path, packing: str, monkey
     recipe.config().recurrence_options["jacobi_eval"] = 1
     torch.manual_seed(0)
     model = FathomForCausalLM(FathomConfig(**shape(recurrence="ponder2", initializer_range=0.6))).train()
-    model.model.recurrence.options["jacobi_eval"] = 1
+    with_rounds(model, 1)
     data = TokenDataset.open(corpus, split="val")
     monkeypatch.setattr("fathom.training.heldout.SAMPLE", 100)
     early, last = (evaluate(model, data, recipe, Ranks(), decode) for decode in (False, True))
@@ -111,7 +112,7 @@ def test_the_last_evaluation_decodes_a_sample(corpus: Path, packing: str, monkey
     assert last.how == f", {last.gap}" and early.how == ", 1 Jacobi rounds"
     assert Evaluation.from_dict(last.to_dict()) == last and last.flat()["val/decoding_gap"] == last.gap.value
 
-    model.model.recurrence.options["jacobi_eval"] = 31  # a row's worth: exact
+    with_rounds(model, 31)  # a row's worth: exact
     exact = decoding_gap(model.eval(), data, recipe, torch.device("cpu"))
     assert exact is not None and abs(exact.value) < 1e-5
     plain = evaluate(made({})[0], data, recipe, Ranks(), decode=True)

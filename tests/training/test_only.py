@@ -17,7 +17,7 @@ from .conftest import StopAt
 
 GATES = (
     *("model.mixer=none", "model.recurrence=adaponder", "model.recurrence_options.top_k=9", "train.steps=4"),
-    *("model.recurrence_options.depth=1", "evaluate.every=0", "optim.only=[model.recurrence]"),
+    *("model.recurrence_options.trips=2", "evaluate.every=0", "optim.only=[model.recurrence]"),
 )
 
 
@@ -105,6 +105,6 @@ def test_from_ponder_to_another(corpus: Path, ponder: Path, recurrence: str) -> 
 @pytest.fixture(scope="module")
 def ponder(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("ponder")
-    overrides = ("model.mixer=none", "model.recurrence=ponder", "model.recurrence_options.depth=1", "train.steps=1")
+    overrides = ("model.mixer=none", "model.recurrence=ponder", "model.recurrence_options.trips=2", "train.steps=1")
     train(tiny_recipe(corpus, *overrides, "evaluate.every=0", "train.export=true"), folder / "run")
     return folder / "run" / "model"

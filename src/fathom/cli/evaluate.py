@@ -55,7 +55,7 @@ def add(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Score, keep, print."""
-    from fathom.evaluation.caches.evaluate import evaluate_caches, make_plan
+    from fathom.evaluation.caches.evaluate import ask, evaluate_caches
     from fathom.evaluation.caches.page import show as show_caches
     from fathom.evaluation.scoring import Settings, show
     from fathom.evaluation.scoring import run as score
@@ -63,7 +63,7 @@ def run(options: Namespace) -> int:
     settings = Settings(**{name: value for name, value in vars(options).items() if name in Settings.__annotations__})
     given = {name: getattr(options, f"kvcache_{name}") for name in ("window", "sinks", "ratio")}
     if options.kvcache:
-        plan = make_plan(options.kvcache, options.at, **given)
+        plan = ask(options.kvcache, options.at, **given)
         report = evaluate_caches(options.checkpoints, settings, plan)
         if not options.json:
             show_caches(report, options.out)

@@ -145,7 +145,7 @@ def _arm(plan: Plan, out: Path, arm: Arm, runs: Sequence[Values]) -> Values:
 def _trips(recipe: Recipe, runs: Sequence[Values]) -> Values:
     """Per token of held-out text: as counted where tokens may halt, else the trips that all of them make."""
     config = recipe.config()
-    most = recurrence_class(config).extra_trips(config) + 1
+    most = recurrence_class(config).trips_of(config)
     counted = [trips for run in runs if (trips := run.get("trips")) is not None]
     solved = [{key: run[key] for key in ("seed", "jacobi_rounds", "gap")} for run in runs if run.get("jacobi_rounds")]
     if not counted:

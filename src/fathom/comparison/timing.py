@@ -29,7 +29,7 @@ PREFILL, DECODED = 8, 16
 
 
 @dataclass(frozen=True)
-class Ratio:
+class TimeRatio:
     """A / B over A B B A rounds."""
 
     median: float
@@ -48,7 +48,7 @@ class Ratio:
 class Measured:
     """An arm beside the control."""
 
-    time: Ratio
+    time: TimeRatio
     memory_bytes: tuple[int, int]
     """Peak of a training step, of the arm and of the control."""
     memory: str
@@ -94,7 +94,7 @@ def interleaved(
     pairs: int,
     device: torch.device | None = None,
     clock: Clock | None = None,
-) -> Ratio:
+) -> TimeRatio:
     """Time two functions A B B A, after one warm round.
 
     Args:
@@ -115,7 +115,7 @@ def interleaved(
             times[0].extend((a1, a2))
             times[1].extend((b1, b2))
     low, median, high = quartiles(ratios)
-    return Ratio(median, low, high, pairs, (quartiles(times[0])[1], quartiles(times[1])[1]), clock.words)
+    return TimeRatio(median, low, high, pairs, (quartiles(times[0])[1], quartiles(times[1])[1]), clock.words)
 
 
 def step_memory(training: Training) -> int:

@@ -162,7 +162,7 @@ class Encoder:
         ]
 
 
-class _Worker:
+class _EncodingProcess:
     """A process that encodes, and the pipe to it."""
 
     def __init__(self, encoding: Encoding) -> None:
@@ -218,13 +218,13 @@ def encode_chunks(
             yield tag, encoder(chunk)
         return
     local = threading.local()
-    started: list[_Worker] = []
+    started: list[_EncodingProcess] = []
 
     large = threading.Lock()
 
     def work(chunk: Chunk) -> EncodedChunk:
         if not hasattr(local, "worker"):
-            local.worker = _Worker(encoding)
+            local.worker = _EncodingProcess(encoding)
             started.append(local.worker)
         with large if chunk.size > LARGE_BYTES else contextlib.nullcontext():
             result: EncodedChunk = local.worker(chunk)

@@ -64,7 +64,7 @@ def stored_trips(model: Any, cache: Any, rows: int, columns: list[int], most: in
     layers = getattr(cache, "layers", None)
     halt = getattr(getattr(layers[0], "table", None), "halt", None) if layers else None
     if halt is None:
-        return [float(most or model.config.max_trips or model.model.recurrence.depth + 1)] * rows
+        return [float(most or model.config.max_trips or model.model.recurrence.trips)] * rows
     apart = halt.view(rows, -1, halt.shape[1])
     made = [row[:, :count] for row, count in zip(apart, columns, strict=True)]
     return [float((row[row >= 0] + 1).double().mean()) for row in made]
@@ -82,7 +82,7 @@ def counting(model: Any) -> Iterator[list[Tensor]]:
         return
 
     def note(_: Any, __: Any, given: dict[str, Any], out: Any) -> None:
-        fixed = given.get("max_trips") or model.config.max_trips or model.model.recurrence.depth + 1
+        fixed = given.get("max_trips") or model.config.max_trips or model.model.recurrence.trips
         made.append(out.recurrence_state.get("trips", torch.tensor(fixed)))
 
     handle = model.model.register_forward_hook(note, with_kwargs=True)

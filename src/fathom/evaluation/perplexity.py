@@ -41,7 +41,7 @@ class PerplexityError(FathomError, ValueError):
     """Text that cannot be scored as asked; the message is one line."""
 
 
-class Document(NamedTuple):
+class Passage(NamedTuple):
     """A text, or its tokens by the tokenizer of the shards it comes from."""
 
     text: str | None
@@ -54,7 +54,7 @@ class Domain:
     """Documents that are scored together."""
 
     name: str
-    documents: list[Document]
+    documents: list[Passage]
     tokenizer_file: Path | None = None
     """Of the tokens in `documents`."""
 
@@ -177,7 +177,7 @@ def read_domains(
         for label in corpus.domains:
             documents = _shard_documents(corpus.select(label), limit)
             domains.append(Domain(f"{name}/{label}" if name else label, documents, file))
-    found: dict[str, list[Document]] = defaultdict(list)
+    found: dict[str, list[Passage]] = defaultdict(list)
     for source in find_sources(texts, reading) if texts else ():
         for number, record in enumerate(source.records(reading)):
             if limit and reading.domain_field is None and len(found[source.domain]) >= limit:
@@ -185,7 +185,7 @@ def read_domains(
             made = parse(source.kind, source.name, source.domain, number, record.payload, reading)
             for text, domain, size, _ in made or ():
                 if limit is None or len(found[domain]) < limit:
-                    found[domain].append(Document(text, None, size))
+                    found[domain].append(Passage(text, None, size))
     domains += [Domain(label, documents) for label, documents in found.items() if documents]
     if not domains:
         raise PerplexityError("no documents to score")
@@ -380,7 +380,7 @@ def encoder(tokenizer: Any, domain: Domain) -> Any:
     if theirs.get_vocab() == tokenizer.get_vocab():
         return lambda document: document.ids
 
-    def translate(document: Document) -> list[int]:
+    def translate(document: Passage) -> list[int]:
         text = theirs.decode(document.ids.tolist(), skip_special_tokens=False)  # type: ignore[union-attr]
         if len(text.encode()) != document.bytes:
             raise PerplexityError(
@@ -391,14 +391,14 @@ def encoder(tokenizer: Any, domain: Domain) -> Any:
     return translate
 
 
-def _shard_documents(corpus: TokenDataset, limit: int | None) -> list[Document]:
+def _shard_documents(corpus: TokenDataset, limit: int | None) -> list[Passage]:
     ends = [0, *corpus.document_ends(0, corpus.num_tokens).tolist(), corpus.num_tokens]
     documents = []
     for start, end in list(pairwise(ends))[:limit]:
         ids = np.empty(end - start, np.int64)
         corpus.read(start, ids)
         size = corpus.bytes_before(end) - corpus.bytes_before(start)
-        documents.append(Document(None, ids[:-1], size))  # the last is EOS
+        documents.append(Passage(None, ids[:-1], size))  # the last is EOS
     return documents
 
 

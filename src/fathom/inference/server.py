@@ -223,7 +223,7 @@ def before_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
     return text[: len(text) - held], text[len(text) - held :]
 
 
-class _Worker(GenerateManager):
+class _Generation(GenerateManager):
     """One generation after another on one thread, each of which can be given up."""
 
     def __init__(self, context: int, memory: Policy | None = None, max_trips: int | None = None) -> None:
@@ -314,7 +314,7 @@ def _stops() -> list[str]:
 class _OneWorker(GenerationState):
     """Every request goes to the same worker."""
 
-    def __init__(self, worker: _Worker) -> None:
+    def __init__(self, worker: _Generation) -> None:
         super().__init__()
         self.worker = worker
 
@@ -546,7 +546,7 @@ def build_app(
     """
     settle_generation(model.generation_config, tokenizer)
     context = model.config.max_position_embeddings if memory is None else ENDLESS
-    worker, manager = _Worker(context, memory, max_trips), _OneModel(model, tokenizer, name, context)
+    worker, manager = _Generation(context, memory, max_trips), _OneModel(model, tokenizer, name, context)
     state = _OneWorker(worker)
     # Handlers of routes that are not kept: their number differs between versions of transformers.
     handlers: dict[str, Any] = {h: None for h in inspect.signature(build_server).parameters if h.endswith("_handler")}
@@ -589,7 +589,7 @@ def build_app(
 class _Server(uvicorn.Server):
     """uvicorn that says where it is, and ends generations that outlive the grace period."""
 
-    def __init__(self, config: uvicorn.Config, worker: _Worker, grace: float, ready: str) -> None:
+    def __init__(self, config: uvicorn.Config, worker: _Generation, grace: float, ready: str) -> None:
         super().__init__(config)
         self.worker, self.grace, self.ready = worker, grace, ready
 
@@ -678,7 +678,7 @@ def serve(
         check_trips(model, max_trips)
         memory = choose(model, kvcache, kvcache_window, kvcache_sinks, kvcache_ratio)
         app = build_app(model, tokenizer, name, api_key, lens, memory, max_trips)
-        worker: _Worker = app.state.worker
+        worker: _Generation = app.state.worker
         url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
         ready = f"{name} at {url}/v1" + (f", lens at {url}/lens" if lens else "")
         # Generations end themselves after the grace period; this limit is for connections that then still hang.

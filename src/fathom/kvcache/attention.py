@@ -44,7 +44,7 @@ class Compression:
                 "call model.set_attn_implementation('sdpa') first"
             )
         self._masks: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
-        self._longest, self._calls = 0, 0  # of training, until the first round
+        self._longest, self._calls = 0, 0  # of training, until the first compression
         self._layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
         for layer in self._layers:
             # Past nn.Module's own bookkeeping: a learned matrix must not become a part of every layer.
@@ -72,7 +72,7 @@ class Compression:
         """The recursion: `[B, H, T, D]` queries, `[B, H_kv, T, D]` keys and values to `[B, T, H, D]`."""
         method, schedule = self.method, self.method.schedule
         if module.training and not torch.compiler.is_compiling():
-            self._look_out_for_rounds(query.shape[2])
+            self._look_out_for_compressions(query.shape[2])
         group_attention = backend(self.name, module)
         keys, values = key[:, :, :0], value[:, :, :0]
         outputs: list[Tensor] = []
@@ -90,7 +90,7 @@ class Compression:
             )
         return torch.cat(outputs, dim=1)
 
-    def _look_out_for_rounds(self, length: int) -> None:
+    def _look_out_for_compressions(self, length: int) -> None:
         """Warn once of a training that compresses nothing, and thus tunes nothing."""
         if self._longest > self.method.schedule.window:
             return
@@ -133,7 +133,7 @@ def compress_in_training(
         method: A name, or a `Method` (a learned one goes on to `build_cache` afterwards).
         window: N.
         sinks: S.
-        ratio: Share of the window that a round leaves.
+        ratio: Share of the window that a compression leaves.
         kept: L, in place of `ratio`.
         options: The method's own.
     """

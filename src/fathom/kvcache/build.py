@@ -50,8 +50,8 @@ def build_cache(
         window: N, the entries that a layer may hold: the length that the weights were trained at. For `full_static`,
             the tokens to make room for.
         sinks: S, first entries that stay as they are.
-        ratio: Share of the window that a round leaves.
-        kept: L, the entries that a round leaves beside the sinks, in place of `ratio`.
+        ratio: Share of the window that a compression leaves.
+        kept: L, the entries that a compression leaves beside the sinks, in place of `ratio`.
         quantized: Store entries through a transformers backend: `quanto`, `hqq` or `fp8`.
         options: The method's own, as its class documents them.
     """

@@ -2,7 +2,7 @@
 
     C = [0 | I_L]         sinks and the last L, StreamingLLM with hysteresis
 
-Survivors are already at their places, so a round slices, and only the sinks move.
+Survivors are already at their places, so a compression slices, and only the sinks move.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Drop(Method):
         return lambda x: x[:, :, -self.schedule.kept :]
 
     def compress(
-        self, keys: Tensor, values: Tensor, first: Tensor, rounds: int, queries: Tensor | None = None
+        self, keys: Tensor, values: Tensor, first: Tensor, compressions: int, queries: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """As the base, without turning what would come back to where it was."""
         last = self.reducer(keys, None)
         return (
-            torch.cat([self.move(first, rounds + 1), last(keys)], dim=2),
+            torch.cat([self.move(first, compressions + 1), last(keys)], dim=2),
             torch.cat([values[:, :, : self.schedule.sinks], last(values)], dim=2),
         )

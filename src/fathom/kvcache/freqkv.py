@@ -2,7 +2,7 @@
 
     C = √(L/M) · D_Lᵀ · D_M[:L]         D_n the orthonormal DCT-II matrix
 
-An inverse of length L resamples; the factor makes a constant signal a fixed point, so that rounds do not amplify.
+An inverse of length L resamples; the factor makes a constant signal a fixed point, so that compressions do not amplify.
 The product has a closed form: the basis, summed over t < L, is a kernel of Christoffel and Darboux, and the angles of
 the L entries are zeros of the next polynomial, cos Lα = 0. What is left is one sine for each entry:
 
@@ -22,7 +22,7 @@ from .schedule import Schedule
 
 TRANSFORMS = ("auto", "matrix", "fft")
 FFT_FROM = 3000
-"""Entries read by a round from which `auto` takes the FFT."""
+"""Entries read by a compression from which `auto` takes the FFT."""
 
 
 class FreqKV(Fixed):

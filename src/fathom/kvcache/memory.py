@@ -39,9 +39,9 @@ class Scheduled:
         return self.schedule.entries(self.get_seq_length())
 
     @property
-    def rounds(self) -> int:
+    def compressions(self) -> int:
         """Compressions so far."""
-        return self.schedule.rounds(self.get_seq_length())
+        return self.schedule.compressions(self.get_seq_length())
 
 
 class Memory(CacheLayerMixin, Scheduled):
@@ -82,7 +82,7 @@ class Memory(CacheLayerMixin, Scheduled):
         return held + query_length, self.seen - held
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Make a round if it is due, append `[B, H_kv, q, D]` turned keys and values, and return all."""
+        """Make a compression if it is due, append `[B, H_kv, q, D]` turned keys and values, and return all."""
         length = key_states.shape[2]
         self.schedule.fit(self.seen, length)
         if not self.is_initialized:
@@ -113,7 +113,7 @@ class Memory(CacheLayerMixin, Scheduled):
         keys, values = self._read()
         if self.first is None:
             self.first = keys[:, :, : self.schedule.sinks].clone()  # a view would keep the whole window alive
-        self._replace(*self.method.compress(keys, values, self.first, self.rounds, self.queries))
+        self._replace(*self.method.compress(keys, values, self.first, self.compressions, self.queries))
 
     def _append(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
         self.keys, self.values = torch.cat([self.keys, keys], dim=2), torch.cat([self.values, values], dim=2)
@@ -151,7 +151,7 @@ class Memory(CacheLayerMixin, Scheduled):
         self.queries = None if self.queries is None else change(self.queries)
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refused: a round cannot be undone."""
+        """Refused: a compression cannot be undone."""
         if tokens_to_remove:
             raise NotImplementedError(
                 "a compressed memory cannot give tokens back: reset() it and prefill the shorter text, or keep a "

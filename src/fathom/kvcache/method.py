@@ -31,7 +31,7 @@ class Method(ABC):
     by_name: ClassVar[bool] = True
     """Whether its name says all; a method with weights of its own is given as itself, once they are trained."""
     has_ratio: ClassVar[bool] = True
-    """Whether the share that a round leaves may be chosen."""
+    """Whether the share that a compression leaves may be chosen."""
     observed: int = 0
     """How many of the last queries `reducer` wants to see."""
 
@@ -46,7 +46,7 @@ class Method(ABC):
 
     @abstractmethod
     def reducer(self, keys: Tensor, queries: Tensor | None) -> Reducer:
-        """What this round does to the M entries.
+        """What this compression does to the M entries.
 
         Args:
             keys: All N, `[B, H_kv, N, D]`, turned as attention sees them.
@@ -54,16 +54,16 @@ class Method(ABC):
         """
 
     def compress(
-        self, keys: Tensor, values: Tensor, first: Tensor, rounds: int, queries: Tensor | None = None
+        self, keys: Tensor, values: Tensor, first: Tensor, compressions: int, queries: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """One round: `[B, H_kv, N, D]` keys and values, as stored, to `[B, H_kv, S + L, D]`.
+        """One compression: `[B, H_kv, N, D]` keys and values, as stored, to `[B, H_kv, S + L, D]`.
 
         Args:
             keys: Turned.
             values: As they are.
-            first: The sinks' keys as they were before any round. Moving them from there, by all rounds at once, keeps
-                half precision from wearing them down.
-            rounds: Rounds made before this one.
+            first: The sinks' keys as they were before any compression. Moving them from there, by all compressions at
+                once, keeps half precision from wearing them down.
+            compressions: Compressions made before this one.
             queries: As `reducer` wants them.
         """
         sinks, freed = self.schedule.sinks, self.schedule.freed
@@ -72,13 +72,13 @@ class Method(ABC):
             bare = self.rope.turn(widen(keys), 0, -1)[:, :, sinks:]
             rest = self.rope.turn(reduce(bare), sinks + freed).to(keys.dtype)
             rest_values = reduce(widen(values[:, :, sinks:])).to(values.dtype)
-        moved = self.move(first, rounds + 1)
+        moved = self.move(first, compressions + 1)
         return torch.cat([moved, rest], dim=2), torch.cat([values[:, :, :sinks], rest_values], dim=2)
 
-    def move(self, first: Tensor, rounds: int) -> Tensor:
-        """The sinks' keys where that many rounds put them."""
+    def move(self, first: Tensor, compressions: int) -> Tensor:
+        """The sinks' keys where that many compressions put them."""
         with torch.autocast(first.device.type, enabled=False):
-            return self.rope.turn(widen(first), self.schedule.freed * rounds, 0).to(first.dtype)
+            return self.rope.turn(widen(first), self.schedule.freed * compressions, 0).to(first.dtype)
 
 
 class Linear(Method):

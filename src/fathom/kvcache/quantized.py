@@ -1,7 +1,7 @@
 """A memory whose entries are stored by one of transformers' quantised layers.
 
 The layer is used by its public contract alone: `update` returns everything dequantised, and a fresh layer takes the
-survivors of a round. So error from quantising is added once per round to what was there.
+survivors of a compression. So error from quantising is added once per compression to what was there.
 """
 
 from __future__ import annotations

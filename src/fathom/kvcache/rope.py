@@ -1,8 +1,8 @@
 """Turning stored keys along the positions, as the model does, and refusing models for which that is not exact.
 
-A round moves entries: entry s is turned back by s, compressed, and turned forward again by s + F. Only differences of
-positions matter to attention, so the tables hold small angles whatever the length of the text. The tables and the
-rotation come from the model family's own code; a family is listed once the tests have run on it.
+A compression moves entries: entry s is turned back by s, compressed, and turned forward again by s + F. Only
+differences of positions matter to attention, so the tables hold small angles whatever the length of the text. The
+tables and the rotation come from the model family's own code; a family is listed once the tests have run on it.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
     entries(T) = T                          while T ≤ N
                = S + L + 1 + (T − N − 1) mod F   after it,      F = N − S − L
 
-A round happens when a token arrives and the memory holds N entries: S stay as they are, the other M = N − S become L,
-and F tokens fit until the next round. `L = γN − S` by default, so that a power of two divides both N and F.
+A compression happens when a token arrives and the memory holds N entries: S stay as they are, the other M = N − S
+become L, and F tokens fit until the next compression. `L = γN − S` by default, so that a power of two divides both N
+and F.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 
 RATIO = 0.5
-"""The share that a round leaves where none is given."""
+"""The share that a compression leaves where none is given."""
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,11 @@ class Schedule:
     sinks: int
     """S, the first entries, which are never compressed."""
     kept: int
-    """L, what the other entries become in a round."""
+    """L, what the other entries become in a compression."""
 
     @classmethod
     def at(cls, window: int, sinks: int, ratio: float, kept: int | None = None) -> Schedule:
-        """The schedule that leaves `ratio · window` entries after a round, or `kept` besides the sinks."""
+        """The schedule that leaves `ratio · window` entries after a compression, or `kept` besides the sinks."""
         if isinstance(ratio, bool) or not isinstance(ratio, Real) or not 0 < ratio < 1:
             raise ValueError(f"ratio must lie between 0 and 1, got {ratio!r}")
         whole_numbers(window=window, sinks=sinks)
@@ -54,30 +55,30 @@ class Schedule:
 
     @property
     def compressed(self) -> int:
-        """M, the entries that a round reads beside the sinks."""
+        """M, the entries that a compression reads beside the sinks."""
         return self.window - self.sinks
 
     @property
     def survivors(self) -> int:
-        """S + L, the entries after a round."""
+        """S + L, the entries after a compression."""
         return self.sinks + self.kept
 
     @property
     def freed(self) -> int:
-        """F, the tokens between two rounds."""
+        """F, the tokens between two compressions."""
         return self.window - self.survivors
 
     @property
     def chunk(self) -> int:
-        """The longest fixed chunk that never crosses a round: `prefill_chunk_size` for `generate`."""
+        """The longest fixed chunk that never crosses a compression: `prefill_chunk_size` for `generate`."""
         return math.gcd(self.window, self.freed)
 
     def entries(self, seen: int) -> int:
         """Physical entries after `seen` tokens."""
         return seen if seen <= self.window else self.survivors + 1 + (seen - self.window - 1) % self.freed
 
-    def rounds(self, seen: int) -> int:
-        """Rounds made after `seen` tokens."""
+    def compressions(self, seen: int) -> int:
+        """Compressions made after `seen` tokens."""
         return 0 if seen <= self.window else 1 + (seen - self.window - 1) // self.freed
 
     def room(self, seen: int) -> int:
@@ -94,7 +95,7 @@ class Schedule:
         return chunks
 
     def fit(self, seen: int, length: int) -> None:
-        """Refuse a chunk that crosses a round: one forward pass can attend to one state of the memory only."""
+        """Refuse a chunk that crosses a compression: one forward pass can attend to one state of the memory only."""
         room = self.room(seen)
         if length > room:
             raise ValueError(

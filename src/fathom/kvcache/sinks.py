@@ -18,7 +18,7 @@ class Sinks(Drop):
 
     @classmethod
     def plan(cls, window: int, sinks: int, ratio: float, kept: int | None) -> Schedule:
-        """One token per round unless `kept` says otherwise."""
+        """One token per compression unless `kept` says otherwise."""
         if ratio != RATIO:
             raise ValueError(f"ratio={ratio}: sinks lets one token go at a time; give kept for several at once")
         whole_numbers(window=window, sinks=sinks)

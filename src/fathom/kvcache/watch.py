@@ -63,7 +63,7 @@ def turns_keys_as(decoder: nn.Module, cache: MemoryCache) -> None:
 
 
 def whole_rows(attention_mask: Any) -> None:
-    """Refuse padding: zeros would leave the mask after a round, while what they wrote stays in the memory."""
+    """Refuse padding: zeros would leave the mask after a compression, while what they wrote stays in the memory."""
     if attention_mask is None:
         return
     if not isinstance(attention_mask, Tensor) or attention_mask.ndim != 2:

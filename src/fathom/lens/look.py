@@ -27,7 +27,7 @@ from fathom.models.denseformer import DenseFormer
 from fathom.models.depth_attention import DepthAttention, depth_weights
 from fathom.models.numerics import widen
 from fathom.models.registry import mechanism_name
-from fathom.models.roles import State, ValueMixer
+from fathom.models.roles import ResidualState, ValueMixer
 from fathom.models.slots import Visit
 from fathom.models.uniform_depth import UniformDepth
 from fathom.models.value_residual import ValueResidual
@@ -170,7 +170,7 @@ class LensData:
 
 
 @singledispatch
-def mixture(mixer: ValueMixer, query: Tensor, key: Tensor, sources: State) -> Tensor | None:
+def mixture(mixer: ValueMixer, query: Tensor, key: Tensor, sources: tuple[Tensor, ...]) -> Tensor | None:
     """The weights with which a mixer adds up its sources' values and, last, its own: `[T, heads, sources + 1]`.
 
     Register a function here to show a mixer's weights; the lens says nothing about those it does not know.
@@ -179,19 +179,19 @@ def mixture(mixer: ValueMixer, query: Tensor, key: Tensor, sources: State) -> Te
 
 
 @mixture.register
-def _(mixer: DepthAttention, query: Tensor, key: Tensor, sources: State) -> Tensor:
+def _(mixer: DepthAttention, query: Tensor, key: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
     weights, _ = depth_weights(query, key, sources, mixer.self_bias)
     return torch.cat(weights, -1)[0].transpose(0, 1)
 
 
 @mixture.register
-def _(mixer: UniformDepth, query: Tensor, key: Tensor, sources: State) -> Tensor:
+def _(mixer: UniformDepth, query: Tensor, key: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
     count = len(sources) // 2 + 1
     return torch.full((1, 1, count), 1 / count, dtype=torch.float64)
 
 
 @mixture.register
-def _(mixer: ValueResidual, query: Tensor, key: Tensor, sources: State) -> Tensor:
+def _(mixer: ValueResidual, query: Tensor, key: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
     return torch.full((1, 1, 2), 0.5, dtype=torch.float64)
 
 
@@ -232,15 +232,15 @@ def look(
     visits = [visit for trip in trips for visit in trip]
     # Under the view ALL all slots go through the stack side by side, several times over: the last time counts.
     stages = 1 if model.model.recurrence.view.depth_parallel else len(trips)
-    passed: deque[State] = deque(maxlen=model.config.num_hidden_layers)
+    passed: deque[ResidualState] = deque(maxlen=model.config.num_hidden_layers)
     says = _Says(model, ids, min(top, model.config.vocab_size))
     weights: list[Tensor | None] = []
 
-    def mixed(mixer: ValueMixer, query: Tensor, key: Tensor, _: Tensor, sources: State) -> None:
+    def mixed(mixer: ValueMixer, query: Tensor, key: Tensor, _: Tensor, sources: tuple[Tensor, ...]) -> None:
         found = mixture(mixer, query, key, sources) if sources else torch.ones(1, 1, 1)
         weights.append(None if found is None else widen(found).cpu())
 
-    def left(state: State) -> None:
+    def left(state: ResidualState) -> None:
         if stages > 1:
             passed.append(state)
             return
@@ -293,7 +293,7 @@ class _Says:
         self.probabilities: list[Array] = []
         self.next_surprisal: list[Array] = []
 
-    def after(self, state: State) -> None:
+    def after(self, state: ResidualState) -> None:
         """Read the stream as the head would, were this the last layer."""
         hidden = self.model.model.norm(self.model.model.final_residual.read(state)[0])[0]
         chosen, probabilities, bits = self._read(hidden)
@@ -353,7 +353,7 @@ def _hooks(model: FathomForCausalLM, mixed: Any, after: Any) -> Iterator[None]:
         if threading.get_ident() == caller:
             mixed(mixer, *arguments)
 
-    def on_layer(_: torch.nn.Module, __: tuple[Any, ...], output: State) -> None:
+    def on_layer(_: torch.nn.Module, __: tuple[Any, ...], output: ResidualState) -> None:
         if threading.get_ident() == caller:
             after(output[:-2])  # a key and a value come last
 

@@ -18,7 +18,7 @@ from fathom.checkpoints.layout import CONFIG, INDEX
 from fathom.checkpoints.origin import Refused, read_json
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import canonical
-from fathom.lineage.weights import Geometry, Layer, View, Weights
+from fathom.lineage.weights import Geometry, Layer, TensorView, Weights
 from fathom.report.files import write_json
 
 READERS = ("q", "k", "v", "gate", "up")
@@ -375,7 +375,7 @@ def _stored(weights: Weights, arrays: Layer, index: int | None, dtype: np.dtype[
     """Role arrays put back into the tensors they came from."""
     out: dict[str, Array] = {}
     for role, value in arrays.items():
-        view: View = weights.views[role, index]
+        view: TensorView = weights.views[role, index]
         if role.endswith("norm") and weights.geometry.unit_offset:
             value = value - 1
         if view.rows is None:

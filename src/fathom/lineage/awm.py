@@ -294,7 +294,7 @@ def draw_channels(width: int, count: int, seed: int) -> Array:
 
 
 @dataclass(frozen=True)
-class Method:
+class MatchMethod:
     """A way of scoring: an alignment, on canonical weights or on raw ones as published."""
 
     name: str
@@ -388,14 +388,14 @@ class Kernels:
 
 
 def layer_kernels(
-    weights: Weights, index: int, methods: list[Method], side: int, width: int, seed: int
+    weights: Weights, index: int, methods: list[MatchMethod], side: int, width: int, seed: int
 ) -> list[Kernels]:
     """What every method needs of one layer; the matrices are dropped on return. Side 1 keeps its channels."""
     matrices = read_qk(weights, index)
     return [_kernels(matrices[m.published], m.how if side == 0 else identity(width), m, width, seed) for m in methods]
 
 
-def _kernels(matrices: Matrices, how: Alignment, method: Method, width: int, seed: int) -> Kernels:
+def _kernels(matrices: Matrices, how: Alignment, method: MatchMethod, width: int, seed: int) -> Kernels:
     channels = draw_channels(width, method.channels or width, seed)
     few = draw_channels(len(channels), MAP_CHANNELS, seed)
     fine, coarse = [], []
@@ -411,7 +411,7 @@ def _kernels(matrices: Matrices, how: Alignment, method: Method, width: int, see
 def score_layers(
     weights: tuple[Weights, Weights],
     layers: tuple[list[int], list[int]],
-    methods: list[Method],
+    methods: list[MatchMethod],
     seed: int,
     reorder: bool = False,
     progress: Callable[[str], None] = lambda _: None,
@@ -451,7 +451,7 @@ def score_layers(
     return out
 
 
-def _fine(a: list[Kernels], b: list[Kernels], methods: list[Method]) -> list[tuple[float, float]]:
+def _fine(a: list[Kernels], b: list[Kernels], methods: list[MatchMethod]) -> list[tuple[float, float]]:
     return [
         (x.fine[0].cosine(y.fine[0], m.guard), x.fine[1].cosine(y.fine[1], m.guard))
         for x, y, m in zip(a, b, methods, strict=True)

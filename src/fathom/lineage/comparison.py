@@ -24,7 +24,7 @@ from fathom.lineage.weights import Weights, open_weights
 from fathom.report.files import write_json
 from fathom.report.statistics import holm
 
-Progress = Callable[[str], None]
+Told = Callable[[str], None]
 
 SMALL_BYTES = 2 << 30  # below this, everything is cheap and fast mode leaves nothing out
 FAST_LAYERS, FAST_FFN_LAYERS, EXACT_FFN_LAYERS = 16, 2, 8
@@ -120,7 +120,7 @@ def paired_rows(a: Weights, b: Weights) -> tuple[Array, Array, str]:
     return np.zeros(0, np.int64), np.zeros(0, np.int64), "nothing"
 
 
-def measure(first: Weights, second: Weights, options: Options, progress: Progress = lambda _: None) -> Pair:
+def measure(first: Weights, second: Weights, options: Options, progress: Told = lambda _: None) -> Pair:
     """Align and score one pair; every number of the report that does not need a control."""
     started = time.monotonic()
     before = {w.name: w.origin.bytes_read for w in (first, second)}
@@ -162,9 +162,7 @@ def has_extras(pair: Pair, options: Options) -> bool:
     return options.extras if options.extras is not None else options.mode == "exact" or _small(pair)
 
 
-def _alignments(
-    pair: Pair, rows_a: Array, rows_b: Array, options: Options, progress: Progress
-) -> dict[str, awm.Alignment]:
+def _alignments(pair: Pair, rows_a: Array, rows_b: Array, options: Options, progress: Told) -> dict[str, awm.Alignment]:
     """The alignments that can be trusted here; the reasons for the others go into `skipped`."""
     out: dict[str, awm.Alignment] = {}
     d_a, d_b = pair.a.geometry.width, pair.b.geometry.width
@@ -204,7 +202,7 @@ def _alignments(
     return {k: v for k, v in out.items() if k in (*options.align, "published")}
 
 
-def _head_matching(pair: Pair, rows_a: Array, rows_b: Array, progress: Progress) -> awm.Matching | None:
+def _head_matching(pair: Pair, rows_a: Array, rows_b: Array, progress: Told) -> awm.Matching | None:
     """The second witness: channels matched by the output heads, if both models have one of their own."""
     if any(w.geometry.tied for w in (pair.a, pair.b)):
         if pair.a.has("head") or pair.b.has("head"):
@@ -228,15 +226,15 @@ def _head_matching(pair: Pair, rows_a: Array, rows_b: Array, progress: Progress)
     return awm.match(cross.cosines(), evidence.HEAD)
 
 
-def _methods(alignments: dict[str, awm.Alignment], options: Options) -> list[awm.Method]:
+def _methods(alignments: dict[str, awm.Alignment], options: Options) -> list[awm.MatchMethod]:
     methods = []
     for kind, how in alignments.items():
         if kind == "published":
             continue
         full = options.mode == "exact" and kind == "lap"
-        methods.append(awm.Method(NAMES[kind], how, channels=None if full else awm.FAST_CHANNELS))
+        methods.append(awm.MatchMethod(NAMES[kind], how, channels=None if full else awm.FAST_CHANNELS))
     if "published" in alignments:
-        methods.append(awm.Method("awm", alignments["published"], published=True))
+        methods.append(awm.MatchMethod("awm", alignments["published"], published=True))
     return methods
 
 
@@ -258,7 +256,7 @@ def layer_pairs(pair: Pair) -> list[tuple[int, int]]:
     return [(round(j * (depth_a - 1) / max(depth_b - 1, 1)), j) for j in range(depth_b)]
 
 
-def _witness_neurons(pair: Pair, rows_a: Array, rows_b: Array, options: Options, progress: Progress) -> None:
+def _witness_neurons(pair: Pair, rows_a: Array, rows_b: Array, options: Options, progress: Told) -> None:
     """T2 along the feed-forward path and T4, on evenly spaced layer pairs; the map is given, not chosen here."""
     pairs = [p for p in layer_pairs(pair) if pair.a.has("down", p[0]) and pair.b.has("down", p[1])]
     limit = None if _small(pair) else EXACT_FFN_LAYERS if options.mode == "exact" else FAST_FFN_LAYERS
@@ -307,7 +305,7 @@ def shared_anchors(pair: Pair, rows_a: Array, rows_b: Array) -> tuple[Array, Arr
     return rows_a[:ANCHORS], rows_b[:ANCHORS]
 
 
-def _other_scores(pair: Pair, rows_a: Array, rows_b: Array, progress: Progress) -> None:
+def _other_scores(pair: Pair, rows_a: Array, rows_b: Array, progress: Told) -> None:
     progress("invariant terms")
     at_a, at_b = shared_anchors(pair, rows_a, rows_b)
     with np.errstate(over="ignore", invalid="ignore"):  # three matrices are multiplied: their scale is not bounded
@@ -460,7 +458,7 @@ def compare(
     controls: Sequence[str | Path | Weights] = (),
     null_file: Path | None = None,
     options: Options | None = None,
-    progress: Progress = lambda _: None,
+    progress: Told = lambda _: None,
 ) -> Comparison:
     """Measure A against B and both against every control, then decide.
 

@@ -39,7 +39,7 @@ LATENT_ROLES = {"q": ("q", "q_a", "q_a_norm", "q_b"), "k": ("kv_a", "kv_a_norm",
 
 
 @dataclass(frozen=True)
-class View:
+class TensorView:
     """Where a role's numbers are: a tensor, some of its rows, and whether it is stored (in, out)."""
 
     tensor: str
@@ -83,7 +83,7 @@ class Weights:
     name: str
     store: TensorStore
     geometry: Geometry
-    views: Mapping[tuple[str, int | None], View]
+    views: Mapping[tuple[str, int | None], TensorView]
     config: Mapping[str, Any]
     extra_tensors: tuple[str, ...]
     _vocabulary: Callable[[], dict[bytes, int] | None]
@@ -140,10 +140,10 @@ class Weights:
         self.unusable[name] = max(self.unusable.get(name, 0), int(values.size - good.sum()))
         return np.where(good, values, values.dtype.type(0))
 
-    def _read(self, view: View, rows: slice | Array | None) -> Array:
+    def _read(self, view: TensorView, rows: slice | Array | None) -> Array:
         return self._usable(view.tensor, self._stored(view, rows))
 
-    def _stored(self, view: View, rows: slice | Array | None) -> Array:
+    def _stored(self, view: TensorView, rows: slice | Array | None) -> Array:
         if view.item is not None:
             stored = self.store.read(view.tensor, [(view.item, view.item + 1)])[0]
             values = stored.T if view.transposed else stored
@@ -248,7 +248,7 @@ def resolve(
     while matching(layouts.ATTENTION, names, prefix + stack.layer.format(count), "the attention"):
         count += 1
     _check_layers(config, count, names, prefix + stack.layer)
-    views: dict[tuple[str, int | None], View] = _ends(names, prefix, stack)
+    views: dict[tuple[str, int | None], TensorView] = _ends(names, prefix, stack)
     width = names[views["embed", None].tensor].shape[-1]
     sizes = _Sizes.of(config, width)
     packing = ""
@@ -325,18 +325,18 @@ class _Sizes:
         return cls(heads, kv_heads, head_dim, width, latent)  # type: ignore[arg-type]
 
 
-def _ends(names: Mapping[str, Any], prefix: str, stack: layouts.Stack) -> dict[tuple[str, int | None], View]:
-    views: dict[tuple[str, int | None], View] = {}
+def _ends(names: Mapping[str, Any], prefix: str, stack: layouts.Stack) -> dict[tuple[str, int | None], TensorView]:
+    views: dict[tuple[str, int | None], TensorView] = {}
     for role, module in {"embed": stack.embed, "final_norm": stack.final_norm, **stack.optional}.items():
         for suffix, kind in (("", "weight"), ("_bias", "bias")):
             if tensor := parameter(names, prefix + module, kind):
-                views[role + suffix, None] = View(tensor)
+                views[role + suffix, None] = TensorView(tensor)
     parents = {"", prefix, prefix.removesuffix("model.")}
     heads = {tensor for parent in parents for head in layouts.HEADS if (tensor := parameter(names, parent + head))}
     if len(heads) > 1:
         raise Refused(f"the output head is ambiguous: {' or '.join(sorted(heads))}")
     for tensor in heads:
-        views["head", None] = View(tensor)
+        views["head", None] = TensorView(tensor)
     return views
 
 
@@ -344,7 +344,7 @@ def _ends(names: Mapping[str, Any], prefix: str, stack: layouts.Stack) -> dict[t
 class _LayerViews:
     """Adds the views of one layer."""
 
-    views: dict[tuple[str, int | None], View]
+    views: dict[tuple[str, int | None], TensorView]
     names: Mapping[str, Any]
     config: Mapping[str, Any]
     sizes: _Sizes
@@ -397,7 +397,7 @@ class _LayerViews:
             elif role == "gate_up" or (kind == "maybe_gated" and role == "up" and _is_gated(self.names, module, out)):
                 pieces = {"gate": ((0, out // 2),), "up": ((out // 2, out),)}
             for name, rows in pieces.items():
-                self.views[name + suffix, self.index] = View(tensor, rows, conv1d, item)
+                self.views[name + suffix, self.index] = TensorView(tensor, rows, conv1d, item)
 
 
 def _packing(attention: Scheme, config: Mapping[str, Any]) -> str:
@@ -438,7 +438,7 @@ def _cut_qkv(sizes: _Sizes, packing: str, out: int, module: str) -> dict[str, tu
 def _geometry(
     config: Mapping[str, Any],
     sizes: _Sizes,
-    views: Mapping[tuple[str, int | None], View],
+    views: Mapping[tuple[str, int | None], TensorView],
     names: Mapping[str, Any],
     count: int,
     packing: str,

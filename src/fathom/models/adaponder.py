@@ -6,7 +6,7 @@ A halted token keeps the keys, values and output of its last trip; later trips o
 multiplies the update, cutting it at τ removes next to nothing, which is why training needs no estimator.
 
 The penalty is λ times the mean of the lowest q of all gates: λ = `penalty_max`, with q growing from 0 to
-`penalty_fraction` over `penalty_window`. A halted token's gates count as 0, so once a part q of all gates is shut the
+`penalty_fraction` over `penalty_span`. A halted token's gates count as 0, so once a part q of all gates is shut the
 penalty has no gradient left: q is the part of the further trips that it saves, not a pressure that goes on.
 """
 
@@ -36,7 +36,7 @@ from .pondering import (
     ramp,
     trips_cost,
 )
-from .roles import Cost, Mechanism, valid_mean
+from .roles import Cost, Mechanism, TripState, valid_mean
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -55,7 +55,7 @@ class AdaponderOptions(MixtureOptions):
     """λ."""
     penalty_fraction: float = 0.1
     """q in the end: the part of all gates that the penalty shuts. Once so many are shut it rests."""
-    penalty_window: list = field(default_factory=lambda: [0.1, 0.3])
+    penalty_span: list = field(default_factory=lambda: [0.1, 0.3])
     """Between which fractions of training q grows."""
     penalty_on: str = "sigmoid"
     """`sigmoid`, as the gate acts; or `logit`, whose slope does not fade before the cut."""
@@ -69,10 +69,10 @@ class AdaponderOptions(MixtureOptions):
         check_positive("penalty_max", self.penalty_max)
         if self.penalty_on not in ("sigmoid", "logit"):
             raise ValueError(f"recurrence_options.penalty_on must be sigmoid or logit, got {self.penalty_on!r}")
-        window = self.penalty_window
-        numbers = isinstance(window, Sequence) and all(isinstance(x, int | float) for x in window)
-        if not (numbers and len(window) == 2 and 0 <= window[0] <= window[1] <= 1):
-            raise ValueError(f"recurrence_options.penalty_window must be two fractions of training, got {window!r}")
+        span = self.penalty_span
+        numbers = isinstance(span, Sequence) and all(isinstance(x, int | float) for x in span)
+        if not (numbers and len(span) == 2 and 0 <= span[0] <= span[1] <= 1):
+            raise ValueError(f"recurrence_options.penalty_span must be two fractions of training, got {span!r}")
         if not 0 <= self.penalty_fraction <= 1:
             raise ValueError(f"recurrence_options.penalty_fraction must lie in 0..1, got {self.penalty_fraction}")
         check_threshold("tau", self.tau)
@@ -92,21 +92,22 @@ class Gate(nn.Module):
         return self.down(nn.functional.gelu(self.up(hidden))).squeeze(-1)
 
 
-class Adaponder(Pondering):
+class Adaponder(Pondering[AdaponderOptions]):
     """Feeds back a gated mixture, until the gate shuts."""
 
+    options_class = AdaponderOptions
     halts = True
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
-        self.gates = nn.ModuleList(Gate(config.hidden_size) for _ in range(self.depth))
+        self.gates = nn.ModuleList(Gate(config.hidden_size) for _ in range(self.trips - 1))
         # A tensor, since a Python number that changes every step would recompile every step.
         self.fraction = nn.Buffer(torch.zeros(()), persistent=False)
 
     @classmethod
     def additions(cls, config: FathomConfig) -> int:
-        """All."""
-        return cls.extra_trips(config) + 1
+        """All trips add to one stream."""
+        return cls.trips_of(config)
 
     @staticmethod
     def needs_head(config: FathomConfig) -> bool:
@@ -121,44 +122,44 @@ class Adaponder(Pondering):
             init.normal_(gate.up.weight, std=std)
             init.zeros_(gate.up.bias)
             init.normal_(gate.down.weight, std=0.1 * std)
-            init.constant_(gate.down.bias, self.options["gate_bias"])
+            init.constant_(gate.down.bias, self.options.gate_bias)
 
     def set_step(self, step: int, steps: int | None = None) -> None:
         """q at this point of training."""
         super().set_step(step, steps)
         if steps:  # fractions of a training of unknown length are unknown
-            grown = ramp(step / steps, *self.options["penalty_window"])
-            self.fraction.fill_(self.options["penalty_fraction"] * grown)
+            grown = ramp(step / steps, *self.options.penalty_span)
+            self.fraction.fill_(self.options.penalty_fraction * grown)
 
-    def gate(self, out: Out, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def gate(self, out: Out, state: TripState) -> TripState:
         """σ_k, and who goes on."""
         if out.last:
             return {"hidden": out.hidden}
         sigma = widen(self.gates[out.trip](out.hidden)).sigmoid()
-        alive = sigma >= self.options["tau"]
+        alive = sigma >= self.options.tau
         return {"hidden": out.hidden, "sigma": sigma, "alive": alive, f"gate{out.trip}": sigma}
 
-    def feed(self, x: Tensor, out: Out, state: dict[str, Tensor]) -> Tensor:
+    def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
         """x_k + σ_k μ_{k+1}."""
         return x + state["sigma"].unsqueeze(-1).to(x.dtype) * mixed(out, self.options)
 
-    def _gates(self, state: dict[str, Tensor]) -> Tensor | None:
-        found = [state[f"gate{k}"] for k in range(self.depth) if f"gate{k}" in state]
+    def _gates(self, state: TripState) -> Tensor | None:
+        found = [state[f"gate{k}"] for k in range(self.trips - 1) if f"gate{k}" in state]
         return torch.stack(found, -1) if found else None  # [B, T, K]; 0 where a token had halted before
 
     def aux_losses(
-        self, state: dict[str, Tensor], targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
+        self, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
     ) -> dict[str, Tensor]:
         """λ · mean of the lowest q of all gates."""
         gates = self._gates(state)
-        if gates is None or not self.options["penalty_max"]:
+        if gates is None or not self.options.penalty_max:
             return {}
-        if self.options["penalty_on"] == "logit":
-            gates = gates.clamp(self.options["tau"], 1 - 1e-6).logit()
-        total = lowest_sum(gates, targets, self.fraction.to(gates.dtype), self.options["penalty_over"])
-        return {"penalty": self.options["penalty_max"] * per_item(total, targets, num_items_in_batch)}
+        if self.options.penalty_on == "logit":
+            gates = gates.clamp(self.options.tau, 1 - 1e-6).logit()
+        total = lowest_sum(gates, targets, self.fraction.to(gates.dtype), self.options.penalty_over)
+        return {"penalty": self.options.penalty_max * per_item(total, targets, num_items_in_batch)}
 
-    def metrics(self, state: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
+    def metrics(self, state: TripState, targets: Tensor) -> dict[str, Tensor]:
         """Trips, how undecided the gates are, and how many of them are about to shut or have."""
         gates = self._gates(state)
         found = super().metrics(state, targets)
@@ -166,15 +167,15 @@ class Adaponder(Pondering):
             gates = gates.detach()
             found["gate_entropy"] = valid_mean(entropy(gates), targets)
             found["gates_below_-4"] = valid_mean(gates < 1 / (1 + math.exp(4)), targets)
-            found["gates_shut"] = valid_mean(gates < self.options["tau"], targets)
+            found["gates_shut"] = valid_mean(gates < self.options.tau, targets)
         return found
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """The stack, a mixture and a gate for every extra trip, if nobody halts."""
-    width, depth = config.hidden_size, config.recurrence_options["depth"]
+    width, gates = config.hidden_size, AdaponderOptions.of(config).trips - 1
     gate = 8 * width * width + 8 * width
-    parameters = depth * (4 * width * width + 8 * width + 1)
+    parameters = gates * (4 * width * width + 8 * width + 1)
     return trips_cost(config, visits, scalar, gate, parameters) + mixture_cost(config, visits)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .numerics import softmax_list, weighted_sum, widen
-from .roles import Cost, Mechanism, Residual, State
+from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -30,7 +30,7 @@ VARIANTS = ("block_sum", "snapshot")
 
 
 @dataclass(frozen=True)
-class AttentionResidualsOptions:
+class AttentionResidualsOptions(ResidualOptions):
     """Options of `attention_residuals`."""
 
     block_size: int = 12
@@ -62,16 +62,16 @@ class SourceNorm(nn.Module):
 
 
 class AttentionResiduals(Residual):
-    """State: the sources themselves, oldest first, beginning with the embeddings."""
+    """Its state: the sources themselves, oldest first, beginning with the embeddings."""
 
     def __init__(self, config: FathomConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)
-        options = config.residual_options
-        self.snapshot = options["variant"] == "snapshot"
-        self.starts_block = sublayer % options["block_size"] == 0
-        self.ends_block = (sublayer + 1) % options["block_size"] == 0
+        options = AttentionResidualsOptions.of(config)
+        self.snapshot = options.variant == "snapshot"
+        self.starts_block = sublayer % options.block_size == 0
+        self.ends_block = (sublayer + 1) % options.block_size == 0
         self.eps = config.rms_norm_eps
-        self.initial_bias = options["recency_bias"]
+        self.initial_bias = options.recency_bias
         self.pseudo_query = nn.Parameter(torch.empty(config.hidden_size))
         self.norm = SourceNorm(config.hidden_size)
         # One element, not none: FSDP2 cannot shard a scalar.
@@ -84,11 +84,11 @@ class AttentionResiduals(Residual):
         if self.recency_bias is not None:
             init.constant_(self.recency_bias, self.initial_bias)
 
-    def begin(self, embeddings: Tensor) -> State:
+    def begin(self, embeddings: Tensor) -> ResidualState:
         """`snapshot` starts its running stream as a copy of the embeddings."""
         return (embeddings, embeddings) if self.snapshot else (embeddings,)
 
-    def read(self, state: State) -> tuple[Tensor, Any]:
+    def read(self, state: ResidualState) -> tuple[Tensor, Any]:
         """The weighted sum of the un-normed sources."""
         query = self.norm(self.pseudo_query)  # [hidden_size]
         scores = []
@@ -100,7 +100,7 @@ class AttentionResiduals(Residual):
             scores[-1] = scores[-1] + self.recency_bias
         return weighted_sum([w.to(state[0].dtype) for w in softmax_list(scores)], state), None
 
-    def write(self, state: State, update: Tensor, context: Any) -> State:
+    def write(self, state: ResidualState, update: Tensor, context: Any) -> ResidualState:
         """Add to the current sum, or start one; `snapshot` adds to the stream and keeps a copy at a block's end."""
         if self.snapshot:
             stream = state[-1] + update
@@ -113,7 +113,8 @@ class AttentionResiduals(Residual):
 def source_counts(config: FathomConfig, visits: Sequence[Visit]) -> list[tuple[int, int]]:
     """For every read of a forward pass, the one before the final norm included: sources, and different tensors among
     them (the running stream coincides with a snapshot just taken)."""
-    block, snapshot = config.residual_options["block_size"], config.residual_options["variant"] == "snapshot"
+    options = AttentionResidualsOptions.of(config)
+    block, snapshot = options.block_size, options.variant == "snapshot"
     counts = []
     for _, trip in groupby(visits, lambda visit: visit.trip):
         sources, repeated = (2, 1) if snapshot else (1, 0)
@@ -129,7 +130,7 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Per source: a product with the query for the score, and a weighted sum."""
     counts, width = source_counts(config, visits), config.hidden_size
     reads = sum(sources for sources, _ in counts)
-    snapshot = config.residual_options["variant"] == "snapshot"
+    snapshot = AttentionResidualsOptions.of(config).variant == "snapshot"
     return Cost(
         parameters=(2 * config.num_hidden_layers + 1) * (2 * width + snapshot),
         flops=4 * width * reads,

@@ -10,7 +10,7 @@ from huggingface_hub.dataclasses import strict
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from .published import is_published, published_config
-from .registry import AXES, check_trips, recurrence_class, resolve_options
+from .registry import AXES, DEFAULTS, check_trips, present_options, recurrence_class, resolve_options
 
 K_NORM_POSITIONS = ("before_rope", "after_rope")
 OUTPUT_INITS = ("plain", "depth")
@@ -101,7 +101,9 @@ class FathomConfig(Qwen3Config):
             if axis in kwargs and kwargs[axis] != config_dict.get(axis):
                 config_dict.pop(options, None)  # they belonged to another mechanism
             elif isinstance(kwargs.get(options), dict):
-                kwargs[options] = {**(config_dict.get(options) or {}), **kwargs[options]}
+                name = kwargs.get(axis) or config_dict.get(axis) or DEFAULTS[axis]
+                both = (present_options(axis, name, part or {}) for part in (config_dict.get(options), kwargs[options]))
+                kwargs[options] = {key: value for part in both for key, value in part.items()}
         if "num_hidden_layers" in kwargs:
             config_dict.pop("layer_types", None)
         for key in [k for k in kwargs if k in cls.__dataclass_fields__ and k not in ("dtype", "torch_dtype")]:

@@ -59,7 +59,7 @@ def vanilla_flops_per_token(config: FathomConfig, sequence_length: int) -> float
 
 
 def flops_per_token(config: FathomConfig, sequence_length: int) -> float:
-    """One forward pass as decoding makes it, mechanisms included: K + 1 trips where nobody halts."""
+    """One forward pass as decoding makes it, mechanisms included: all trips, as if no token halted."""
     attention = _attention(config, sequence_length, attention_reads(config))
     return head_flops(config) + _linear_flops(config) + attention
 
@@ -71,24 +71,23 @@ def training_flops_per_token(config: FathomConfig, sequence_length: int) -> floa
 
 def training_flops_range(config: FathomConfig, sequence_length: int) -> tuple[float, float, float]:
     """The least, the mean and the most that a training step costs a token, forward and backward."""
-    costs = [_training_flops(deep, sequence_length, rounds) for deep, rounds in _draws(config)]
+    costs = [_training_flops(drawn, sequence_length, rounds) for drawn, rounds in _draws(config)]
     return min(costs), sum(costs) / len(costs), max(costs)
 
 
 def training_visits(config: FathomConfig) -> tuple[float, int]:
     """How often a token goes through a layer in one forward pass of training: on average, and at the most."""
-    found = [_visits(deep, rounds) for deep, rounds in _draws(config)]
+    found = [_visits(drawn, rounds) for drawn, rounds in _draws(config)]
     return sum(found) / len(found), max(found)
 
 
 def _draws(config: FathomConfig) -> list[tuple[FathomConfig, int]]:
-    """Every depth that training may draw, with the least and the most rounds: whatever a forward pass costs is linear
-    in the rounds and draws are uniform, so the mean of these is the mean."""
-    options = config.recurrence_options
-    depth = recurrence_class(config).extra_trips(config)
-    least, most = options.get("depth_range") or (depth, depth)
-    rounds = options.get("jacobi_train") or (0, 0)
-    return [(_of_depth(config, k), n) for k in range(least, most + 1) for n in rounds]
+    """Every number of trips that training may draw, with the fewest and the most rounds: whatever a forward pass costs
+    is linear in the rounds and draws are uniform, so the mean of these is the mean."""
+    recurrence = recurrence_class(config)
+    least, most = recurrence.training_trips(config)
+    rounds = recurrence.training_rounds(config)
+    return [(_of_trips(config, trips), n) for trips in range(least, most + 1) for n in rounds]
 
 
 def _visits(config: FathomConfig, rounds: int) -> int:
@@ -99,23 +98,24 @@ def _visits(config: FathomConfig, rounds: int) -> int:
 def _stages(config: FathomConfig, rounds: int) -> list[int]:
     """How many trips of all tokens each pass of the Jacobi solver holds; nothing where none is needed."""
     recurrence = recurrence_class(config)
-    depth = recurrence.extra_trips(config)
-    if recurrence.sees(config).depth_parallel or not depth:
+    trips = recurrence.trips_of(config)
+    if recurrence.sees(config).depth_parallel or trips == 1:
         return []
-    return [*range(1, depth + 1), *[depth + 1] * (rounds + 1)]
+    return [*range(1, trips), *[trips] * (rounds + 1)]
 
 
 def _training_flops(config: FathomConfig, sequence_length: int, rounds: int) -> float:
-    """With so many Jacobi rounds: Σ m + (n + 1)(K + 1) passes of a row, whose attention is Σ m² + (n + 1)(K + 1)²."""
+    """With n Jacobi rounds and K + 1 trips: Σ m + (n + 1)(K + 1) passes of a row, whose attention is
+    Σ m² + (n + 1)(K + 1)²."""
     sizes = _stages(config, rounds)
     penalty = recurrence_class(config).penalty_flops(config, sequence_length)
     beyond = mechanism_cost(config).training_flops
     if not sizes:
         return 3 * flops_per_token(config, sequence_length) + beyond + penalty
-    depth = sizes[-1] - 1
-    trip = _linear_flops(_of_depth(config, 0))
-    fed = sum(min(size, depth) for size in sizes[:-1]) / depth  # the last pass feeds nothing
-    between = _linear_flops(config) - (depth + 1) * trip  # of all trips: gates, mixtures
+    trips = sizes[-1]
+    trip = _linear_flops(_of_trips(config, 1))
+    fed = sum(min(size, trips - 1) for size in sizes[:-1]) / (trips - 1)  # the last pass feeds nothing
+    between = _linear_flops(config) - trips * trip  # of all trips: gates, mixtures
     reads = [sum(size * size for size in sizes)] * config.num_hidden_layers
     attention = _attention(config, sequence_length, reads)
     return 3 * (head_flops(config) + sum(sizes) * trip + fed * between + attention) + fed * beyond + penalty
@@ -126,12 +126,12 @@ def _linear_flops(config: FathomConfig) -> float:
     return config.num_hidden_layers * layer_flops(config) + mechanism_cost(config).flops
 
 
-def _of_depth(config: FathomConfig, depth: int) -> FathomConfig:
-    """The same with so many further trips, where that is an option."""
-    if "depth" not in config.recurrence_options:
+def _of_trips(config: FathomConfig, trips: int) -> FathomConfig:
+    """The same with another number of trips, where that is an option."""
+    if "trips" not in config.recurrence_options:
         return config
     other = copy.copy(config)
-    other.recurrence_options = {**config.recurrence_options, "depth": depth}
+    other.recurrence_options = {**config.recurrence_options, "trips": trips}
     return other
 
 

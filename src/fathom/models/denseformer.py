@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .roles import Cost, Mechanism, Residual, State
+from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DenseFormerOptions:
+class DenseFormerOptions(ResidualOptions):
     """Options of `denseformer`."""
 
     dilation: int = 1
@@ -46,16 +46,16 @@ class DenseFormerOptions:
 
 def num_weights(config: FathomConfig, block: int) -> int:
     """How many block outputs block number `block` averages; 0 if it does not."""
-    options = config.residual_options
-    return (block + 1) // options["dilation"] + 1 if (block + 1) % options["period"] == 0 else 0
+    options = DenseFormerOptions.of(config)
+    return (block + 1) // options.dilation + 1 if (block + 1) % options.period == 0 else 0
 
 
 class DenseFormer(Residual):
-    """State: the stream, then the history X_0, X_1, … of this trip."""
+    """Its state: the stream, then the history X_0, X_1, … of this trip."""
 
     def __init__(self, config: FathomConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)
-        self.dilation = config.residual_options["dilation"]
+        self.dilation = DenseFormerOptions.of(config).dilation
         ends_block = sublayer % 2 == 1
         weights = num_weights(config, sublayer // 2) if ends_block else 0
         self.ends_block = ends_block
@@ -66,7 +66,7 @@ class DenseFormer(Residual):
         if self.alpha is not None:
             init.copy_(self.alpha, torch.eye(len(self.alpha))[-1])
 
-    def write(self, state: State, update: Tensor, context: Any) -> State:
+    def write(self, state: ResidualState, update: Tensor, context: Any) -> ResidualState:
         """Add; after a block, also remember its raw output and average."""
         stream, *history = state
         raw = stream + update
@@ -86,7 +86,7 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """A multiply and an add per weight and channel; every block output of the trip stays alive."""
     trips = [[visit.layer for visit in trip] for _, trip in groupby(visits, lambda visit: visit.trip)]
     parameters = sum(num_weights(config, block) for block in range(config.num_hidden_layers))
-    dilation = config.residual_options["dilation"]
+    dilation = DenseFormerOptions.of(config).dilation
     used = sum(
         min(num_weights(config, layer), (i + 1) // dilation + 1) for trip in trips for i, layer in enumerate(trip)
     )

@@ -1,7 +1,7 @@
 """`depth_attention`: a layer's query attends over earlier layers' keys of the same token and mixes their values.
 
 For one token and one key-value head, with q̄ the mean of the head's group of queries, k̂ the keys that sequence
-attention uses and D_ℓ = {i < ℓ : i mod stride = 0} ∪ {the `recent_window` layers just below ℓ}:
+attention uses and D_ℓ = {i < ℓ : i mod stride = 0} ∪ {the `recent_layers` layers just below ℓ}:
 
     α   = softmax over j ∈ D_ℓ ∪ {ℓ} of  q̄_ℓ · k̂_j / √D   (+ self_bias where j = ℓ)
     ṽ_ℓ = α_ℓ v_ℓ + Σ_{j ∈ D_ℓ} α_j ṽ_j
@@ -27,7 +27,7 @@ from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
 from .numerics import head_pool, softmax_list, weighted_sum, widen
-from .roles import Cost, Mechanism, State, ValueMixer
+from .roles import Cost, Mechanism, ValueMixer
 from .schedule import ScheduleOptions, grid_sources, trip_rule
 
 if TYPE_CHECKING:
@@ -50,9 +50,7 @@ class DepthAttentionOptions(ScheduleOptions):
             raise ValueError(f"mixer_options.self_bias must be a number, got {self.self_bias}")
         if self.self_bias_steps < 0:
             raise ValueError(f"mixer_options.self_bias_steps must not be negative, got {self.self_bias_steps}")
-        resolved = super().resolve(config)
-        assert isinstance(resolved, DepthAttentionOptions)
-        return resolved
+        return super().resolve(config)
 
 
 class DepthAttention(ValueMixer):
@@ -60,8 +58,9 @@ class DepthAttention(ValueMixer):
 
     def __init__(self, config: FathomConfig, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
-        self.initial_bias = self.bias_now = float(config.mixer_options["self_bias"])
-        self.steps = config.mixer_options["self_bias_steps"]
+        options = DepthAttentionOptions.of(config)
+        self.initial_bias = self.bias_now = float(options.self_bias)
+        self.steps = options.self_bias_steps
         # A tensor, since a Python number that changes every step would recompile every step.
         self.self_bias = nn.Buffer(torch.tensor(self.initial_bias), persistent=False) if self.initial_bias else None
 
@@ -85,7 +84,7 @@ class DepthAttention(ValueMixer):
         if self.steps:
             config.mixer_options |= {"self_bias": self.bias_now, "self_bias_steps": 0}
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: State) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """ṽ of the module's docstring; the very tensor that came in where there is no source."""
         if not sources:
             return value
@@ -95,7 +94,7 @@ class DepthAttention(ValueMixer):
 
 
 def depth_weights(
-    query: Tensor, key: Tensor, sources: State, self_bias: Tensor | None = None
+    query: Tensor, key: Tensor, sources: tuple[Tensor, ...], self_bias: Tensor | None = None
 ) -> tuple[list[Tensor], Tensor]:
     """α for every source and, last, the layer itself (each `[B, H_kv, T, 1]`, float32), and the mean query."""
     q = head_pool(query, key.shape[1])  # [B, H_kv, T, D]
@@ -107,7 +106,7 @@ def depth_weights(
 
 
 def mix(
-    query: Tensor, key: Tensor, value: Tensor, sources: State, self_bias: Tensor | None = None
+    query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...], self_bias: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor], Tensor]:
     """ṽ, and what its backward pass needs: the weights and the mean query."""
     weights, q = depth_weights(query, key, sources, self_bias)

@@ -14,13 +14,16 @@ from collections.abc import Mapping, Sized
 from typing import TYPE_CHECKING, Any
 
 from .roles import View
-from .slots import Plan
+from .slots import Visit
 
 if TYPE_CHECKING:
     from torch import nn
 
     from .configuration import FathomConfig
     from .roles import Recurrence
+
+Trips = tuple[tuple[Visit, ...], ...]
+"""The visits of a pass, by trip."""
 
 BACKENDS = ("sdpa", "eager", "paged|eager", "flash", "flex", "kernels-community/", "fathom_")
 """Attention backends, by their beginning, that leave the cache to the model or find it by a seat."""
@@ -47,7 +50,7 @@ def seat(attention: nn.Module, bank: int | None, arguments: Mapping[str, Any]) -
     return Seat(attention, bank)
 
 
-def engine_config(config: FathomConfig, plan: Plan) -> FathomConfig:
+def engine_config(config: FathomConfig, plan: Trips) -> FathomConfig:
     """The configuration as an engine has to see it: one layer for each visit."""
     told = copy.deepcopy(config)
     layers = [visit.layer for trip in plan for visit in trip]
@@ -57,7 +60,7 @@ def engine_config(config: FathomConfig, plan: Plan) -> FathomConfig:
 
 
 def check_engine(
-    config: FathomConfig, policy: Recurrence, plan: Plan, arguments: Mapping[str, Any] | None = None
+    config: FathomConfig, policy: Recurrence, plan: Trips, arguments: Mapping[str, Any] | None = None
 ) -> None:
     """Refuse an engine that would make a model of several trips answer wrongly.
 

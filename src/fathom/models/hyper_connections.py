@@ -26,7 +26,7 @@ from transformers import initialization as init
 
 from .numerics import widen
 from .rms_norm import RMSNorm
-from .roles import Cost, Mechanism, Residual, State
+from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -36,7 +36,7 @@ FLOOR = 1e-12
 
 
 @dataclass(frozen=True)
-class HyperConnectionsOptions:
+class HyperConnectionsOptions(ResidualOptions):
     """Options of `hyper_connections`."""
 
     streams: int = 4
@@ -67,16 +67,16 @@ def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
 
 
 class HyperConnections(Residual):
-    """State: the streams, one tensor `[B, T, n, hidden_size]`."""
+    """Its state: the streams, one tensor `[B, T, n, hidden_size]`."""
 
     no_weight_decay = ("residual_logits",)
 
     def __init__(self, config: FathomConfig, sublayer: int) -> None:
         super().__init__(config, sublayer)
-        options = config.residual_options
-        n = self.streams = options["streams"]
-        self.iterations = options["sinkhorn_iterations"]
-        self.initial_alpha = options["alpha"]
+        options = HyperConnectionsOptions.of(config)
+        n = self.streams = options.streams
+        self.iterations = options.sinkhorn_iterations
+        self.initial_alpha = options.alpha
         self.final = sublayer == 2 * config.num_hidden_layers
         if self.final:
             self.reduce_logits = nn.Parameter(torch.empty(n))
@@ -107,7 +107,7 @@ class HyperConnections(Residual):
             init.ones_(self.post_logits)
             init.copy_(self.residual_logits, torch.eye(n))
 
-    def begin(self, embeddings: Tensor) -> State:
+    def begin(self, embeddings: Tensor) -> ResidualState:
         """Every stream starts as the embeddings."""
         return (embeddings.unsqueeze(2).expand(-1, -1, self.streams, -1),)
 
@@ -126,7 +126,7 @@ class HyperConnections(Residual):
             return pre, post, res
         return pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res, self.iterations)
 
-    def read(self, state: State) -> tuple[Tensor, Any]:
+    def read(self, state: ResidualState) -> tuple[Tensor, Any]:
         """Σ_i H_pre[i] S_i; before the final norm, the streams' learned mean."""
         (streams,) = state
         if self.final:
@@ -135,7 +135,7 @@ class HyperConnections(Residual):
         pre, post, res = (h.to(streams.dtype) for h in self.maps(streams))
         return torch.einsum("btn,btnd->btd", pre, streams), (post, res)
 
-    def write(self, state: State, update: Tensor, context: Any) -> State:
+    def write(self, state: ResidualState, update: Tensor, context: Any) -> ResidualState:
         """Mix the streams and give each its share of the update."""
         post, res = context
         return (torch.einsum("btij,btjd->btid", res, state[0]) + post.unsqueeze(-1) * update.unsqueeze(2),)
@@ -143,8 +143,8 @@ class HyperConnections(Residual):
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """The dynamic projection dominates; the streams must be read and written around every sub-layer."""
-    n, width = config.residual_options["streams"], config.hidden_size
-    iterations = config.residual_options["sinkhorn_iterations"]
+    options = HyperConnectionsOptions.of(config)
+    n, width, iterations = options.streams, config.hidden_size, options.sinkhorn_iterations
     maps = n * n + 2 * n
     sublayers, trips = 2 * len(visits), visits[-1].trip + 1
     return Cost(

@@ -23,7 +23,7 @@ from .loss import IGNORE
 from .numerics import widen
 from .pondering import (
     Sampled,
-    check_depth,
+    SampleOptions,
     check_fraction,
     check_positive,
     check_threshold,
@@ -32,7 +32,7 @@ from .pondering import (
     spread,
     trips_cost,
 )
-from .roles import Cost, Mechanism, View, valid_mean
+from .roles import Cost, Mechanism, TripState, View, valid_mean
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LatentCotOptions:
+class LatentCotOptions(SampleOptions):
     """Options of `latent_cot`."""
 
-    depth: int = 3
-    """Thoughts per token at most: trips beyond the first."""
+    trips: int = 4
+    """How many trips a token makes at most, the first included."""
     tau: float = 1e-2
     """Reach below which a token stops."""
     router_bias: float = 2.0
@@ -53,14 +53,10 @@ class LatentCotOptions:
     """λ."""
     penalty_beta: float = 1.0
     """β: larger spares the uncertain."""
-    penalty_token_fraction: float = 0.125
-    """Part of the tokens on which the penalty is measured, drawn for every step."""
-    seed: int | None = None
-    """Of everything that is drawn for a step; training fills in its own."""
 
     def resolve(self, config: FathomConfig) -> LatentCotOptions:
         """Refuse what is impossible."""
-        check_depth(self.depth)
+        self.check_trips()
         check_fraction("penalty_token_fraction", self.penalty_token_fraction)
         check_positive("penalty", self.penalty)
         check_positive("penalty_beta", self.penalty_beta)
@@ -68,9 +64,10 @@ class LatentCotOptions:
         return self
 
 
-class LatentCot(Sampled):
+class LatentCot(Sampled[LatentCotOptions]):
     """Feeds back the normed hidden state, and reads out a mixture of all thoughts."""
 
+    options_class = LatentCotOptions
     halts = True
 
     def __init__(self, config: FathomConfig) -> None:
@@ -79,21 +76,21 @@ class LatentCot(Sampled):
 
     @staticmethod
     def sees(config: FathomConfig) -> View:
-        """Trips up to its own."""
+        """View.DUO."""
         return View.DUO
 
     @classmethod
     def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
         """None where there is no penalty."""
-        return super().penalty_flops(config, sequence_length) if config.recurrence_options["penalty"] else 0.0
+        return super().penalty_flops(config, sequence_length) if LatentCotOptions.of(config).penalty else 0.0
 
     def init_weights(self, std: float) -> None:
-        """Going on."""
+        """Initialise the router open."""
         super().init_weights(std)
         init.normal_(self.router.weight, std=std)
-        init.constant_(self.router.bias, self.options["router_bias"])
+        init.constant_(self.router.bias, self.options.router_bias)
 
-    def gate(self, out: Out, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def gate(self, out: Out, state: TripState) -> TripState:
         """Split what reaches this trip between its own readout and the trips to come."""
         h, k = out.hidden, out.trip
         reach = state["reach"] if k else torch.ones_like(widen(h[..., 0]))
@@ -101,7 +98,7 @@ class LatentCot(Sampled):
             return {"hidden": spread(state.get("hidden"), reach, h), "alive": torch.zeros_like(reach, dtype=torch.bool)}
         gate = widen(self.router(h).squeeze(-1)).sigmoid()
         onward = reach * gate
-        alive = onward > self.options["tau"]
+        alive = onward > self.options.tau
         new = {
             "hidden": spread(state.get("hidden"), torch.where(alive, reach - onward, reach), h),
             "alive": alive,
@@ -111,16 +108,16 @@ class LatentCot(Sampled):
             new |= {f"gate{k}": gate, f"reach{k}": onward, f"thought{k}": h.detach()}
         return new
 
-    def feed(self, x: Tensor, out: Out, state: dict[str, Tensor]) -> Tensor:
+    def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
         """The thought itself."""
         return out.hidden
 
     def aux_losses(
-        self, state: dict[str, Tensor], targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
+        self, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
     ) -> dict[str, Tensor]:
         """λ · mean_t Σ_k p^β R_{k+1}, from a sample of the tokens."""
-        executed = [k for k in range(self.depth) if f"reach{k}" in state]
-        if not executed or not self.options["penalty"]:
+        executed = [k for k in range(self.trips - 1) if f"reach{k}" in state]
+        if not executed or not self.options.penalty:
             return {}
         columns = self.sample(targets.shape[1])
         target = targets[:, columns]
@@ -129,15 +126,15 @@ class LatentCot(Sampled):
         for k in executed:
             with torch.no_grad():
                 p = widen(head(state[f"thought{k}"][:, columns])).softmax(-1)
-                p = p.gather(-1, target.where(valid, 0).unsqueeze(-1)).squeeze(-1) ** self.options["penalty_beta"]
+                p = p.gather(-1, target.where(valid, 0).unsqueeze(-1)).squeeze(-1) ** self.options.penalty_beta
             total = total + (p * state[f"reach{k}"][:, columns]).where(valid, 0).sum()
         total = total * targets.shape[1] / len(columns)
-        return {"penalty": self.options["penalty"] * per_item(total, targets, num_items_in_batch)}
+        return {"penalty": self.options.penalty * per_item(total, targets, num_items_in_batch)}
 
-    def metrics(self, state: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
+    def metrics(self, state: TripState, targets: Tensor) -> dict[str, Tensor]:
         """Trips, and how undecided the router is."""
         found = super().metrics(state, targets)
-        gates = [state[f"gate{k}"] for k in range(self.depth) if f"gate{k}" in state]
+        gates = [state[f"gate{k}"] for k in range(self.trips - 1) if f"gate{k}" in state]
         if gates:
             found["gate_entropy"] = valid_mean(entropy(torch.stack(gates, -1).detach()), targets)
         return found

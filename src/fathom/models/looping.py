@@ -2,7 +2,7 @@
 
     x_{k+1} = r_k        (the residual stream as the last layer left it, un-normed)
 
-With this feed and no halting the model is a plain decoder of `count` times the depth whose weights repeat; each trip
+With this feed and no halting the model is a plain decoder of `trips` times the depth whose weights repeat; each trip
 has keys and values of its own.
 """
 
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .arithmetic import layer_cache_bytes, layer_flops
-from .roles import Cost, Mechanism, Recurrence
+from .roles import Cost, Mechanism, Recurrence, RecurrenceOptions, TripState
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LoopOptions:
+class LoopOptions(RecurrenceOptions):
     """Options of `loop`."""
 
-    count: int = 3
+    trips: int = 3
     """How often the looped layers run."""
     prelude: int = 0
     """Layers that run once, before the loop."""
@@ -35,8 +35,7 @@ class LoopOptions:
 
     def resolve(self, config: FathomConfig) -> LoopOptions:
         """Refuse a loop without layers."""
-        if self.count < 1:
-            raise ValueError(f"recurrence_options.count must be at least 1, got {self.count}")
+        self.check_trips()
         if self.prelude < 0 or self.coda < 0 or self.prelude + self.coda >= config.num_hidden_layers:
             raise ValueError(
                 f"recurrence_options.prelude + coda must leave at least one of the {config.num_hidden_layers} layers "
@@ -49,22 +48,22 @@ class Loop(Recurrence):
     """Feeds the residual stream back into the stack."""
 
     @staticmethod
-    def extra_trips(config: FathomConfig) -> int:
-        """`count` - 1."""
-        return config.recurrence_options["count"] - 1
+    def trips_of(config: FathomConfig) -> int:
+        """As the option says."""
+        return LoopOptions.of(config).trips
 
     @classmethod
     def additions(cls, config: FathomConfig) -> int:
-        """All."""
-        return cls.extra_trips(config) + 1
+        """All trips add to one stream."""
+        return cls.trips_of(config)
 
     @staticmethod
     def span(config: FathomConfig) -> tuple[int, int]:
         """What is left between prelude and coda."""
-        options = config.recurrence_options
-        return options["prelude"], config.num_hidden_layers - options["coda"]
+        options = LoopOptions.of(config)
+        return options.prelude, config.num_hidden_layers - options.coda
 
-    def feed(self, x: Tensor, out: Out, state: dict[str, Tensor]) -> Tensor:
+    def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
         """The un-normed stream, so that nothing is normalised twice."""
         return out.residual
 

@@ -1,9 +1,8 @@
 """The one forward pass in the project: Qwen3's decoder, with a role on each axis of depth.
 
 `Attention` asks the mixer which value to store; `DecoderLayer` reads from and writes to the residual; `FathomModel`
-walks the plan of `slots.py`, hands every layer the sources that its mixer reads, and lets the recurrence decide how
-many trips there are and what each one starts from; `reading.py` decides what a trip sees. Parameter names are
-Qwen3's, so no checkpoint is ever converted.
+walks the plan of `slots.py` and hands every layer the sources that its mixer reads. Where the recurrence makes more
+than one trip, `several_trips.py` does that for each. Parameter names are Qwen3's, so no checkpoint is ever converted.
 """
 
 from __future__ import annotations
@@ -43,16 +42,14 @@ from .configuration import FathomConfig
 from .engines import check_engine, engine_config, seat
 from .loss import causal_lm_loss, shifted, token_losses
 from .published import HUB_KEYS, released
-from .reading import Banked, Call, Dense, Interleaved, Passed, Reading, Store, Stored
-from .registry import AXES, mechanism, recurrence_class
+from .registry import AXES, DEFAULTS, mechanism, recurrence_class
 from .rms_norm import RMSNorm
-from .roles import MechanismModule, Recurrence, Residual, State, ValueMixer, View
+from .roles import MechanismModule, Recurrence, Residual, ResidualState, TripState, ValueMixer, View
 from .rotary import rotate
+from .several_trips import Inputs, Store
+from .several_trips import run as run_trips
 from .slot_cache import with_slots
-from .slots import Out, Plan, jacobi, joined, plan, sweep, with_banks
-
-AT_ONCE = 1024
-"""Tokens of a prompt that go into a slot cache together: the masks are as wide as the cache."""
+from .slots import Visit, plan, with_banks
 
 
 class Attention(nn.Module):
@@ -86,8 +83,8 @@ class Attention(nn.Module):
         attention_mask: Tensor | None,
         past_key_values: Cache | None = None,
         bank: int | None = None,
-        sources: State = (),
-        earlier: State = (),
+        sources: tuple[Tensor, ...] = (),
+        earlier: tuple[Tensor, ...] = (),
         alive: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
@@ -149,7 +146,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.attn_residual: Residual = residual(config, 2 * layer_idx)
         self.mlp_residual: Residual = residual(config, 2 * layer_idx + 1)
 
-    def forward(self, *state: Tensor, sources: State = (), **kwargs: Any) -> State:
+    def forward(self, *state: Tensor, sources: tuple[Tensor, ...] = (), **kwargs: Any) -> ResidualState:
         """The new residual state and, last, this layer's key and mixed value for the layers that read them.
 
         In and out go tensors, not tuples of tensors: reentrant checkpointing sees gradients of nothing else.
@@ -279,8 +276,8 @@ class FathomModel(FathomPreTrainedModel):
         self.padding_idx = config.pad_token_id
         self.vocab_size = config.vocab_size
         self.plan = plan(config)
-        self.plans: dict[int, Plan] = {len(self.plan) - 1: self.plan}
-        """By depth: a run may make fewer trips than it could."""
+        self.plans: dict[int, tuple[tuple[Visit, ...], ...]] = {len(self.plan): self.plan}
+        """By number of trips: a run may make fewer than it could."""
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size, self.padding_idx)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.final_residual: Residual = mechanism("residual", config.residual).build(
@@ -313,66 +310,102 @@ class FathomModel(FathomPreTrainedModel):
     ) -> BaseModelOutputWithPast:
         """As `Qwen3Model.forward`; `head` turns hidden states into logits for recurrences that feed on them, and
         `max_trips` is a budget at run time."""
+        x = self._embed(input_ids, inputs_embeds)  # [B, T, hidden_size]
+        trips = self._trips(max_trips)
+        check_engine(self.config, self.recurrence, self._plan_of(trips), kwargs)
+        keep_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+
+        # Masks look at what the caller gave: without a cache or a mask of theirs, and with positions that restart,
+        # documents are packed; positions that are made here never are.
+        given = past_key_values
+        packed = position_ids if given is None and attention_mask is None else None
+        if use_cache and given is None and not (self.slotted and torch.is_grad_enabled()):
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            seen = 0 if given is None else given.get_seq_length()
+            position_ids = (torch.arange(x.shape[1], device=x.device) + seen).unsqueeze(0)
+
+        if self.config.recurrence != DEFAULTS["recurrence"]:
+            head = getattr(self, "lm_head", None) if head is None else head
+            inputs = Inputs(trips, position_ids, packed, attention_mask, given, x.dtype, head, kwargs)
+            return self._several_trips(x, inputs, past_key_values, bool(use_cache), keep_hidden)
+
+        if past_key_values is not None:
+            with_banks(past_key_values, range(len(self.layers)))  # refuses the cache of a model of several trips
+        masks = self.causal_masks(x, attention_mask, given, packed)
+        position_embeddings = self.rotary_emb(x, position_ids)
+        state = self.final_residual.begin(x)
+        hidden: list[Tensor] = []  # every layer's input, if asked for
+        written: dict[int, tuple[Tensor, Tensor]] = {}  # by visit: key and mixed value
+        for visit in self.plan[0]:
+            if keep_hidden:
+                hidden.append(self.final_residual(state)[0] if hidden else x)
+            *after, key, value = self.layers[visit.layer](
+                *state,
+                sources=tuple(tensor for source in visit.sources for tensor in written[source]),
+                attention_mask=masks[self.config.layer_types[visit.layer]],
+                position_embeddings=position_embeddings,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                **kwargs,
+            )
+            state = tuple(after)
+            if visit.kept:
+                written[visit.index] = key, value
+        x = self.norm(self.final_residual(state)[0])
+        return FathomModelOutput(
+            last_hidden_state=x,
+            past_key_values=past_key_values if use_cache else None,
+            hidden_states=(*hidden, x) if keep_hidden else None,
+            recurrence_state={"hidden": x},
+        )
+
+    def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("pass exactly one of input_ids and inputs_embeds")
         shape = (input_ids if input_ids is not None else inputs_embeds).shape[:2]  # type: ignore[union-attr]
         if 0 in shape:
             raise ValueError(f"the input is empty: {shape[0]} rows of {shape[-1]} tokens")
-        if output_hidden_states is None:
-            output_hidden_states = self.config.output_hidden_states
-        head = getattr(self, "lm_head", None) if head is None else head
-        depth = self._depth(max_trips)
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if self.config.embedding_scale != 1.0:
-            x = x * self.config.embedding_scale
+        return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
-        # Masks look at what the caller gave: without a cache or a mask of theirs, and with positions that restart,
-        # documents are packed; positions that are made here never are.
-        given, given_positions = past_key_values, position_ids
-        if use_cache and past_key_values is None and not (self.slotted and torch.is_grad_enabled()):
-            past_key_values = DynamicCache(config=self.config)
-        if depth not in self.plans:
-            self.plans[depth] = plan(self.config, depth)
-        check_engine(self.config, self.recurrence, self.plans[depth], kwargs)
-        store = self._prepare(past_key_values, depth)
-        if position_ids is None:
-            seen = 0 if given is None else given.get_seq_length()
-            position_ids = (torch.arange(x.shape[1], device=x.device) + seen).unsqueeze(0)
-        if self.slotted and not (attention_mask is None or getattr(attention_mask, "ndim", 0) == 2):
+    def _plan_of(self, trips: int) -> tuple[tuple[Visit, ...], ...]:
+        if trips not in self.plans:
+            self.plans[trips] = plan(self.config, trips)
+        return self.plans[trips]
+
+    def _trips(self, max_trips: int | None) -> int:
+        if max_trips is None and not self.training:
+            max_trips = self.config.max_trips
+        if max_trips is None:
+            return self.recurrence.drawn_trips if self.training else self.recurrence.trips
+        most = self.recurrence.most_trips(self.config)
+        if type(max_trips) is not int or not 1 <= max_trips <= most:
+            raise ValueError(
+                f"max_trips must be between 1 and {most}, the trips this model was trained for: {max_trips}"
+            )
+        return max_trips
+
+    def _several_trips(
+        self, x: Tensor, inputs: Inputs, cache: Cache | None, use_cache: bool, keep_hidden: bool
+    ) -> FathomModelOutput:
+        """What `forward` returns where a token may make more than one trip: see `several_trips.py`."""
+        trips = inputs.trips
+        if self.slotted and not (inputs.padding is None or getattr(inputs.padding, "ndim", 0) == 2):
             raise ValueError(f"recurrence={self.config.recurrence} makes its own masks: pass a padding mask [B, T]")
-
-        def plain_masks(x: Tensor, padding: Tensor | None, positions: Tensor | None) -> dict[str, Any]:
-            return self._masks(x, padding, None if self.slotted else given, positions)
-
-        def out(residual: Tensor, trip: int) -> Out:
-            last = trip == depth
-            return Out(residual, self.norm, head, self.embed_tokens, self.config.embedding_scale, trip, last)
-
-        call = Call(
-            view=self.recurrence.view,
-            depth=depth,
-            plan=self.plans[depth],
-            stack=lambda x, reading: self._pass(x, reading, bool(output_hidden_states), kwargs),
-            out=out,
-            rotary=lambda positions: self.rotary_emb(x, positions),
-            plain_masks=plain_masks,
-            positions=position_ids,
-            packed=given_positions if given is None and attention_mask is None else None,
-            padding=attention_mask,
-            windows={
-                kind: self.config.sliding_window if kind == "sliding_attention" else None
-                for kind in dict.fromkeys(self.config.layer_types)
-            },
-            backend=str(self.config._attn_implementation),
-            dtype=x.dtype,
-            hidden=[] if output_hidden_states else None,
-        )
-        state = self._drive(call, x, past_key_values, store)
+        if cache is None:
+            store = None
+        elif self.slotted:
+            store = Store(cache, with_slots(cache, self.config.num_hidden_layers, trips))
+        else:
+            store = with_banks(cache, [visit.layer for trip in self._plan_of(trips) for visit in trip])
+        inputs.hidden = [] if keep_hidden else None
+        state = run_trips(self, x, inputs, store)
         hidden = self.recurrence.readout(state)
         return FathomModelOutput(
             last_hidden_state=hidden,
-            past_key_values=past_key_values if use_cache else None,
-            hidden_states=(*call.hidden, hidden) if call.hidden is not None else None,
+            past_key_values=cache if use_cache else None,
+            hidden_states=None if inputs.hidden is None else (*inputs.hidden, hidden),
             recurrence_state=state,
         )
 
@@ -381,86 +414,11 @@ class FathomModel(FathomPreTrainedModel):
         """Whether trips read one another or tokens halt, so that every slot counts by itself."""
         return self.recurrence.view is not View.SAME or self.recurrence.halts
 
-    def _depth(self, max_trips: int | None) -> int:
-        if max_trips is None and not self.training:
-            max_trips = self.config.max_trips
-        if max_trips is None:
-            return self.recurrence.drawn if self.training else self.recurrence.depth
-        most = self.recurrence.most_trips(self.config)
-        if type(max_trips) is not int or not 1 <= max_trips <= most:
-            raise ValueError(
-                f"max_trips must be between 1 and {most}, the trips this model was trained for: {max_trips}"
-            )
-        return min(max_trips - 1, most - 1)
-
-    def _prepare(self, cache: Cache | None, depth: int) -> Store | None:
-        """Fit a cache to the recurrence, in place."""
-        if cache is None:
-            return None
-        if not self.slotted:
-            with_banks(cache, [visit.layer for trip in self.plans[depth] for visit in trip])
-            return None
-        return Store(cache, with_slots(cache, self.config.num_hidden_layers, depth + 1))
-
-    def _drive(self, call: Call, x: Tensor, cache: Cache | None, store: Store | None) -> dict[str, Tensor]:
-        """All trips of all tokens: the final state of the recurrence."""
-        policy, depth, length = self.recurrence, call.depth, x.shape[1]
-        solve = call.view is View.ALL and depth > 0
-        if call.view is View.DUO or (policy.halts and (solve or store is not None)):
-            call.check_backend()
-        if store is not None:
-            table = store.table
-            table.open(x.shape[0], table.columns + length, x.device)
-            exact = policy.exact()
-            step = 1 if solve and exact else length if solve else AT_ONCE
-            if length > step and call.hidden is None and call.packed is None:
-                parts = [(t, min(t + step, length)) for t in range(0, length, step)]
-                return joined([self._drive(call.columns(a, b), x[:, a:b], cache, store) for a, b in parts])
-            table.columns += length
-            if not solve or length == 1:
-                pick = policy.halts and call.hidden is None
-                return sweep(policy, x, Stored(call, x, store), depth, live=call.live, pick=pick)[0]
-            rounds = (length - 1) * depth if exact else policy.rounds("prefill", length)
-            return jacobi(policy, x, Interleaved(call, store), depth, rounds, call.live)
-        if not self.slotted:
-            return sweep(policy, x, Banked(call, x, cache), depth)[0]
-        if not solve:
-            return sweep(policy, x, Dense(call, x), depth, live=call.live)[0]
-        exact = policy.exact() and not self.training
-        rounds = (length - 1) * depth if exact else policy.rounds("train" if self.training else "evaluate", length)
-        still = exact and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
-        return jacobi(policy, x, Interleaved(call), depth, rounds, call.live, until_still=still)
-
-    def _pass(self, x: Tensor, reading: Reading, keep_hidden: bool, kwargs: dict[str, Any]) -> Passed:
-        """Once through the layers of a trip."""
-        state = self.final_residual.begin(x)
-        passed = Passed(x, {}, [])
-        for visit in reading.visits:
-            if keep_hidden:
-                passed.hidden.append(self.final_residual(state)[0] if passed.hidden else x)
-            found = (passed.pairs[i] if i in passed.pairs else reading.sources[i] for i in visit.sources)
-            earlier = reading.earlier.get(visit.layer, ())
-            *after, key, value = self.layers[visit.layer](
-                *state,
-                sources=tuple(tensor for pair in found for tensor in pair),
-                attention_mask=reading.masks[self.config.layer_types[visit.layer]],
-                position_embeddings=reading.position_embeddings,
-                position_ids=reading.position_ids,
-                past_key_values=reading.cache,
-                bank=visit.index if reading.by_bank else visit.layer,
-                **({"earlier": earlier} if earlier else {}),
-                **({} if reading.alive is None else {"alive": reading.alive}),
-                **kwargs,
-            )
-            state = tuple(after)
-            if visit.kept or reading.keep:
-                passed.pairs[visit.index] = (key, value)
-        passed.residual = self.final_residual(state)[0]
-        return passed
-
-    def _masks(
+    def causal_masks(
         self, x: Tensor, attention_mask: Any, past_key_values: Cache | None, position_ids: Tensor | None
     ) -> dict[str, Any]:
+        """transformers' masks by layer type: `attention_mask` as the caller gave it, positions where documents are
+        packed."""
         if isinstance(attention_mask, dict):  # `generate` may have prepared it
             return attention_mask
         arguments = {
@@ -519,8 +477,8 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
 
     def check_chunks(self, size: int | None) -> None:
         """Refuse to read a prompt in chunks of a `size` where that changes what is computed."""
-        policy = self.model.recurrence
-        if size and policy.depth and not policy.view.depth_parallel and not policy.exact():
+        recurrence = self.model.recurrence
+        if size and recurrence.trips > 1 and not recurrence.view.depth_parallel and not recurrence.exact():
             raise ValueError(
                 f"prefill_chunk_size={size}: {self.config.recurrence} reads a prompt by a few Jacobi rounds, whose "
                 "result depends on where it is cut; set recurrence_options.prefill=exact, or leave the chunk size out"
@@ -534,7 +492,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
         """As in transformers, with a layer of its cache for every visit; what it cannot run is refused here."""
-        visits = plan(self.config, self.model._depth(None))
+        visits = plan(self.config, self.model._trips(None))
         told = engine_config(self.config, visits)
         check_engine(self.config, self.model.recurrence, visits, {"cache": SimpleNamespace(config=told)})
         # What the engine takes for the model: this one's modules, under the configuration that it is told.
@@ -592,46 +550,32 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             return_token_losses: Give the loss of every position, without a gradient, in place of their mean.
             kwargs: `shift_labels` (labels that are already shifted), and what the attention backend takes.
         """
-        # Not a parameter of its own: transformers' Trainer takes whatever is called a label for one it must pass.
+        # Not a parameter of its own: transformers' Trainer takes every argument with "label" in its name as required.
         targets = kwargs.pop("shift_labels", None)
         if targets is None and labels is not None:
             targets = shifted(labels)
-        with_loss = targets is not None
-        if use_cache is None and with_loss and (self.training or self.model.slotted):
-            use_cache = False
-        if self.model.slotted and past_key_values is None and torch.is_grad_enabled():
-            if use_cache:
-                raise ValueError("slots are stored in place, which autograd cannot follow: call under torch.no_grad()")
-            use_cache = False
-        if use_cache is None and past_key_values is None and self.model.recurrence.view is View.ALL:
-            use_cache = False  # reading a prompt into a cache takes other rounds than an evaluation
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
+            use_cache=self._use_cache(use_cache, past_key_values, targets is not None),
             head=self.lm_head,
             max_trips=max_trips,
             **kwargs,
         )
         hidden, state = outputs.last_hidden_state, outputs.recurrence_state
-        loss, aux, metrics, logits, every = None, {}, {}, None, None
+        loss = logits = every = aux = metrics = None
         if return_token_losses:
             if targets is None:
                 raise ValueError("return_token_losses needs labels")
             every = token_losses(hidden, self.lm_head, targets)
         elif targets is not None:
-            policy = self.model.recurrence
-            loss = causal_lm_loss(hidden, self.lm_head, targets, num_items_in_batch)
-            if self.training:
-                aux = policy.aux_losses(state, targets, num_items_in_batch, self.lm_head)
-                loss = loss + sum(aux.values()) if aux else loss
-            metrics = policy.metrics(state, targets)
+            loss, aux, metrics = self._loss(hidden, state, targets, num_items_in_batch)
         if return_logits is None:
-            return_logits = not with_loss or not (self.training or return_token_losses)
-        if return_logits or not with_loss:
+            return_logits = targets is None or not (self.training or return_token_losses)
+        if return_logits or targets is None:
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden[:, keep])
         # Made at once: an output lists its fields in the order in which they were set.
@@ -646,3 +590,27 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             token_losses=every,
             trips=None if state is None else state.get("trips"),
         )
+
+    def _use_cache(self, use_cache: bool | None, cache: Cache | None, with_loss: bool) -> bool | None:
+        """What to ask of the decoder, which knows nothing of losses."""
+        if use_cache is None and with_loss and (self.training or self.model.slotted):
+            use_cache = False
+        if self.model.slotted and cache is None and torch.is_grad_enabled():
+            if use_cache:
+                raise ValueError("slots are stored in place, which autograd cannot follow: call under torch.no_grad()")
+            use_cache = False
+        if use_cache is None and cache is None and self.model.recurrence.view is View.ALL:
+            use_cache = False  # reading a prompt into a cache takes other rounds than an evaluation
+        return use_cache
+
+    def _loss(
+        self, hidden: Tensor, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None
+    ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+        """The loss, the named terms of it that the recurrence adds in training, and what is logged beside it."""
+        recurrence = self.model.recurrence
+        aux: dict[str, Tensor] = {}
+        loss = causal_lm_loss(hidden, self.lm_head, targets, num_items_in_batch)
+        if self.training:
+            aux = recurrence.aux_losses(state, targets, num_items_in_batch, self.lm_head)
+            loss = loss + sum(aux.values()) if aux else loss
+        return loss, aux, recurrence.metrics(state, targets)

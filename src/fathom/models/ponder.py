@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .draws import between
 from .pondering import MixtureOptions, Pondering, SolverOptions, check_range, mixed, mixture_cost, trips_cost
-from .roles import Cost, Mechanism, View
+from .roles import Cost, Mechanism, TripState, View
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class PonderOptions(MixtureOptions, SolverOptions):
     """Options of `ponder`."""
 
-    depth_range: list | None = None
-    """`[least, most]`: in training, `depth` is drawn anew for every step."""
+    trips_range: list | None = None
+    """`[least, most]`: in training, `trips` is drawn for every step."""
     feed: str = "mixture"
     """`mixture` of the vocabulary, or the `hidden` state itself."""
     view: str = "same"
@@ -43,51 +43,54 @@ class PonderOptions(MixtureOptions, SolverOptions):
             raise ValueError(f"recurrence_options.feed must be mixture or hidden, got {self.feed!r}")
         if self.view not in [view.value for view in View]:
             raise ValueError(f"recurrence_options.view must be same, duo or all, got {self.view!r}")
-        if self.depth_range is None:
+        if self.trips_range is None:
             return self
-        least, most = check_range("depth_range", self.depth_range)
-        if not least <= self.depth <= most:
-            raise ValueError(f"recurrence_options.depth must lie in depth_range {[least, most]}, got {self.depth}")
-        return replace(self, depth_range=[least, most])
+        least, most = check_range("trips_range", self.trips_range)
+        if not 1 <= least <= self.trips <= most:
+            raise ValueError(f"recurrence_options.trips must lie in trips_range {[least, most]}, got {self.trips}")
+        return replace(self, trips_range=[least, most])
 
 
-class Ponder(Pondering):
+class Ponder(Pondering[PonderOptions]):
     """Feeds back a mixture of word embeddings."""
 
+    options_class = PonderOptions
+
     @classmethod
-    def most_trips(cls, config: FathomConfig) -> int:
-        """The most that training drew."""
-        return 1 + (config.recurrence_options["depth_range"] or [0, cls.extra_trips(config)])[1]
+    def training_trips(cls, config: FathomConfig) -> tuple[int, int]:
+        """As `trips_range` says."""
+        least, most = PonderOptions.of(config).trips_range or [cls.trips_of(config)] * 2
+        return least, most
 
     @classmethod
     def additions(cls, config: FathomConfig) -> int:
-        """All, unless what is fed back starts anew."""
-        return 1 if config.recurrence_options["feed"] == "hidden" else cls.extra_trips(config) + 1
+        """All trips add to one stream, unless a hidden state is fed back, which replaces it."""
+        return 1 if PonderOptions.of(config).feed == "hidden" else cls.trips_of(config)
 
     @staticmethod
     def sees(config: FathomConfig) -> View:
         """As the option says."""
-        return View(config.recurrence_options["view"])
+        return View(PonderOptions.of(config).view)
 
     @staticmethod
     def needs_head(config: FathomConfig) -> bool:
         """For the mixture."""
-        return config.recurrence_options["feed"] == "mixture"
+        return PonderOptions.of(config).feed == "mixture"
 
     def set_step(self, step: int, steps: int | None = None) -> None:
-        """Draw this step's depth, the same on every rank."""
+        """Draw this step's trips, the same on every rank."""
         super().set_step(step, steps)
-        if self.options["depth_range"]:
-            self.drawn = between(self.options["depth_range"], self.options["seed"], step, "depth")
+        if self.options.trips_range:
+            self.drawn_trips = between(self.options.trips_range, self.options.seed, step, "depth")
 
-    def feed(self, x: Tensor, out: Out, state: dict[str, Tensor]) -> Tensor:
+    def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
         """x_k + μ_{k+1}, or h_k."""
-        return out.hidden if self.options["feed"] == "hidden" else x + mixed(out, self.options)
+        return out.hidden if self.options.feed == "hidden" else x + mixed(out, self.options)
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """The stack again, and a mixture where that is what is fed back."""
-    mixtures = mixture_cost(config, visits) if config.recurrence_options["feed"] == "mixture" else Cost()
+    mixtures = mixture_cost(config, visits) if PonderOptions.of(config).feed == "mixture" else Cost()
     return trips_cost(config, visits, scalar) + mixtures
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .pondering import Pondering, SolverOptions, check_depth, trips_cost
-from .roles import Cost, Mechanism, View
+from .pondering import Pondering, SolverOptions, trips_cost
+from .roles import Cost, Mechanism, TripState, View
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -26,25 +26,27 @@ if TYPE_CHECKING:
 class Ponder2Options(SolverOptions):
     """Options of `ponder2`."""
 
-    depth: int = 1
-    """Thoughts per token: trips beyond the first."""
+    trips: int = 2
+    """How many trips a token makes, the first included: one more than its thoughts."""
 
     def resolve(self, config: FathomConfig) -> Ponder2Options:
         """Refuse what is impossible."""
-        check_depth(self.depth)
+        self.check_trips()
         self.check_solver()
         return self
 
 
-class Ponder2(Pondering):
+class Ponder2(Pondering[Ponder2Options]):
     """Feeds back the normed hidden state, and shows every trip to all later tokens."""
+
+    options_class = Ponder2Options
 
     @staticmethod
     def sees(config: FathomConfig) -> View:
-        """Everything before."""
+        """View.ALL."""
         return View.ALL
 
-    def feed(self, x: Tensor, out: Out, state: dict[str, Tensor]) -> Tensor:
+    def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
         """The thought itself: no projection, no residual."""
         return out.hidden
 

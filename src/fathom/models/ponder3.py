@@ -25,8 +25,8 @@ from .loss import IGNORE
 from .numerics import widen
 from .pondering import (
     Sampled,
+    SampleOptions,
     SolverOptions,
-    check_depth,
     check_fraction,
     check_over,
     check_positive,
@@ -38,7 +38,7 @@ from .pondering import (
     spread,
     trips_cost,
 )
-from .roles import Cost, Mechanism, View, valid_mean
+from .roles import Cost, Mechanism, TripState, View, valid_mean
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -48,11 +48,11 @@ PENALTIES = ("prefix_quality", "expected_trips", "none")
 
 
 @dataclass(frozen=True)
-class Ponder3Options(SolverOptions):
+class Ponder3Options(SolverOptions, SampleOptions):
     """Options of `ponder3`."""
 
-    depth: int = 3
-    """Thoughts per token at most: trips beyond the first."""
+    trips: int = 4
+    """How many trips a token makes at most, the first included."""
     jacobi_train: list = field(default_factory=lambda: [4, 6])
     """`[least, most]` rounds in training, drawn for every step."""
     jacobi_eval: int = 10
@@ -71,12 +71,10 @@ class Ponder3Options(SolverOptions):
     """Between which training steps λ grows from 0."""
     penalty_over: str = "row"
     """The lowest of every `row`, or of the `batch`, which depends on how it is split up."""
-    penalty_token_fraction: float = 0.125
-    """Part of the tokens on which the quality is measured, drawn for every step."""
 
     def resolve(self, config: FathomConfig) -> Ponder3Options:
         """Refuse what is impossible."""
-        check_depth(self.depth)
+        self.check_trips()
         self.check_solver()
         check_over(self.penalty_over)
         check_range("penalty_steps", self.penalty_steps)
@@ -90,26 +88,27 @@ class Ponder3Options(SolverOptions):
         return self
 
 
-class Ponder3(Sampled):
+class Ponder3(Sampled[Ponder3Options]):
     """Feeds back the normed hidden state as often as the router allows."""
 
+    options_class = Ponder3Options
     halts = True
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
-        self.router = nn.Linear(config.hidden_size, self.depth + 1)
+        self.router = nn.Linear(config.hidden_size, self.trips)
         self.weight = nn.Buffer(torch.zeros(()), persistent=False)  # λ now
 
     @staticmethod
     def sees(config: FathomConfig) -> View:
-        """Everything before."""
+        """View.ALL."""
         return View.ALL
 
     @classmethod
     def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
         """Of `prefix_quality`; the others look at no words."""
-        options = config.recurrence_options
-        asks = options["penalty"] == "prefix_quality" and options["penalty_max"] > 0
+        options = Ponder3Options.of(config)
+        asks = options.penalty == "prefix_quality" and options.penalty_max > 0
         return super().penalty_flops(config, sequence_length) if asks else 0.0
 
     def init_weights(self, std: float) -> None:
@@ -119,51 +118,51 @@ class Ponder3(Sampled):
         width = self.router.weight.shape[1]
         init.trunc_normal_(self.router.weight, std=math.sqrt(2 / (5 * width)))
         bias = torch.zeros_like(self.router.bias)
-        bias[0] = self.options["router_bias"]
+        bias[0] = self.options.router_bias
         init.copy_(self.router.bias, bias)  # which leaves a bias alone that a checkpoint has brought
 
     def set_step(self, step: int, steps: int | None = None) -> None:
         """λ at this step."""
         super().set_step(step, steps)
-        self.weight.fill_(self.options["penalty_max"] * ramp(step, *self.options["penalty_steps"]))
+        self.weight.fill_(self.options.penalty_max * ramp(step, *self.options.penalty_steps))
 
-    def gate(self, out: Out, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    def gate(self, out: Out, state: TripState) -> TripState:
         """s and w from trip 0; then one more term of the readout."""
         h, k = out.hidden, out.trip
-        new: dict[str, Tensor] = {}
+        new: TripState = {}
         if k == 0:
             share = widen(self.router(h)).softmax(-1)  # [B, T, K+1]
             if "before" in state:
-                share = torch.lerp(state["before"], share, self.options["router_damping"])
+                share = torch.lerp(state["before"], share, self.options.router_damping)
             state = new = {"share": share, "tail": share.flip(-1).cumsum(-1).flip(-1)}
         share, tail = state["share"], state["tail"]
         # Whoever is made to stop early, by a budget, reads out all that is left.
         new["hidden"] = spread(state.get("hidden"), tail[..., k] if out.last else share[..., k], h)
-        alive = torch.zeros_like(tail[..., 0], dtype=torch.bool) if out.last else tail[..., k + 1] > self.options["tau"]
+        alive = torch.zeros_like(tail[..., 0], dtype=torch.bool) if out.last else tail[..., k + 1] > self.options.tau
         new["alive"] = alive
         if self.training and not out.last:
-            new |= {f"prefix{j}": new["hidden"].detach() for j in range(k, self.depth)}
+            new |= {f"prefix{j}": new["hidden"].detach() for j in range(k, self.trips - 1)}
         return new
 
-    def key_bias(self, state: dict[str, Tensor], trip: int) -> Tensor | None:
+    def key_bias(self, state: TripState, trip: int) -> Tensor | None:
         """log w, of those who make the trip."""
         tail = state["tail"][..., trip]
-        return tail.where(tail > self.options["tau"], 1).log()
+        return tail.where(tail > self.options.tau, 1).log()
 
-    def carry(self, state: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    def carry(self, state: TripState) -> TripState | None:
         """The router's output, to be damped."""
-        return {"before": state["share"]} if self.options["router_damping"] < 1 else None
+        return {"before": state["share"]} if self.options.router_damping < 1 else None
 
-    def feed(self, x: Tensor, out: Out, state: dict[str, Tensor]) -> Tensor:
+    def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
         """The thought itself."""
         return out.hidden
 
     def aux_losses(
-        self, state: dict[str, Tensor], targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
+        self, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
     ) -> dict[str, Tensor]:
         """λ times the price of thinking."""
-        kind, depth = self.options["penalty"], self.depth
-        if kind == "none" or not depth or not self.options["penalty_max"]:
+        kind = self.options.penalty
+        if kind == "none" or self.trips == 1 or not self.options.penalty_max:
             return {}
         tail = state["tail"]
         if kind == "expected_trips":
@@ -172,14 +171,13 @@ class Ponder3(Sampled):
             if "prefix0" not in state:
                 return {}
             total, before = tail.new_zeros(()), None
-            for k in range(1, depth + 1):
+            for k in range(1, self.trips):
                 quality = self._quality(state[f"prefix{k - 1}"], targets, head)  # [B]
                 fraction = quality if before is None else (quality - before).clamp(min=0)
-                total = total + lowest_sum(tail[..., k : k + 1], targets, fraction, self.options["penalty_over"])
+                total = total + lowest_sum(tail[..., k : k + 1], targets, fraction, self.options.penalty_over)
                 before = quality
         return {"penalty": self.weight.to(total.dtype) * per_item(total, targets, num_items_in_batch)}
 
-    @torch.no_grad()
     @torch.no_grad()
     def _quality(self, prefix: Tensor, targets: Tensor, head: nn.Module) -> Tensor:
         """1 - mean σ(10 (CE - 0.5)) of every row, from a sample of its tokens. The penalty does not train it."""
@@ -191,7 +189,7 @@ class Ponder3(Sampled):
         valid = target != IGNORE
         return (1 - (10 * (ce - 0.5)).sigmoid()).where(valid, 0).sum(1) / valid.sum(1).clamp(min=1)
 
-    def metrics(self, state: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
+    def metrics(self, state: TripState, targets: Tensor) -> dict[str, Tensor]:
         """Trips, and how undecided the router is."""
         share = state["share"].detach().float()
         entropy = valid_mean(-(share * share.clamp(min=1e-9).log()).sum(-1), targets)
@@ -200,9 +198,9 @@ class Ponder3(Sampled):
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """The stack again for every thought, the router once, and a bias beside every slot, if nobody stops."""
-    width, depth = config.hidden_size, config.recurrence_options["depth"]
-    router = Cost(flops=2 * width * (depth + 1), cache_bytes=4 * (depth + 1))
-    return trips_cost(config, visits, scalar, 0, (width + 1) * (depth + 1)) + router
+    width, trips = config.hidden_size, Ponder3Options.of(config).trips
+    router = Cost(flops=2 * width * trips, cache_bytes=4 * trips)
+    return trips_cost(config, visits, scalar, 0, (width + 1) * trips) + router
 
 
 PONDER3 = Mechanism(

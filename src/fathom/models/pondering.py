@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +15,7 @@ from .draws import between, draw
 from .loss import IGNORE
 from .mixture import mixture, mixture_flops
 from .numerics import lowest_mean, widen
-from .roles import Cost, Recurrence
+from .roles import Cost, Recurrence, RecurrenceOptions
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class SolverOptions:
+class SolverOptions(RecurrenceOptions):
     """How many rounds the solver makes where all tokens are computed at once. Decoding is exact without it."""
 
     jacobi_train: list = field(default_factory=lambda: [2, 3])
@@ -48,11 +48,11 @@ class SolverOptions:
 
 
 @dataclass(frozen=True)
-class MixtureOptions:
+class MixtureOptions(RecurrenceOptions):
     """What is fed back by the recurrences that mix the vocabulary."""
 
-    depth: int = 3
-    """Trips beyond the first."""
+    trips: int = 4
+    """How many trips a token makes, the first included."""
     top_k: int = 100
     """Words in the mixture, renormalised; 0 for the whole vocabulary."""
     temperature: float = 1.0
@@ -62,48 +62,75 @@ class MixtureOptions:
 
     def check(self, config: FathomConfig) -> None:
         """Refuse what cannot be mixed."""
-        check_depth(self.depth)
+        self.check_trips()
         if self.top_k < 0:
             raise ValueError(f"recurrence_options.top_k must be 0 (the whole vocabulary) or more, got {self.top_k}")
         if not self.temperature > 0:
             raise ValueError(f"recurrence_options.temperature must be positive, got {self.temperature}")
 
 
-class Pondering(Recurrence):
-    """A recurrence of `depth` trips beyond the first, which may need the solver."""
+@dataclass(frozen=True)
+class SampleOptions(RecurrenceOptions):
+    """A penalty that is measured on a part of the tokens."""
+
+    penalty_token_fraction: float = 0.125
+    """Part of the tokens on which the penalty is measured, drawn for every step."""
+    seed: int | None = None
+    """Of everything that is drawn for a step; training fills in its own."""
+
+
+Chosen = TypeVar("Chosen", bound=RecurrenceOptions)
+ChosenSampled = TypeVar("ChosenSampled", bound=SampleOptions)
+
+
+class Pondering(Recurrence, Generic[Chosen]):
+    """A recurrence whose number of trips is an option, and which may need the solver."""
+
+    options_class: type[Chosen]
+    """The dataclass of its options."""
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
-        self.options = config.recurrence_options
+        self.options = self.options_class.of(config)
         Pondering.set_step(self, 0)
 
     @staticmethod
-    def extra_trips(config: FathomConfig) -> int:
-        """`depth`."""
-        return config.recurrence_options["depth"]
+    def trips_of(config: FathomConfig) -> int:
+        """As the option says."""
+        return RecurrenceOptions.of(config).trips
+
+    @classmethod
+    def training_rounds(cls, config: FathomConfig) -> tuple[int, int]:
+        """As `jacobi_train` says."""
+        if not issubclass(cls.options_class, SolverOptions):
+            return 0, 0
+        least, most = SolverOptions.of(config).jacobi_train
+        return least, most
 
     def set_step(self, step: int, steps: int | None = None) -> None:
         """Draw this step's number of rounds, the same on every rank."""
-        if "jacobi_train" in self.options:
-            self.drawn_rounds = between(self.options["jacobi_train"], self.options["seed"], step, "rounds")
+        if isinstance(self.options, SolverOptions):
+            self.drawn_rounds = between(self.options.jacobi_train, self.options.seed, step, "rounds")
 
     def rounds(self, purpose: str, length: int) -> int:
         """As the options say."""
+        if not isinstance(self.options, SolverOptions):
+            return 0
         if purpose == "train":
             return self.drawn_rounds
-        return self.options["jacobi_eval" if purpose == "evaluate" else "jacobi_prefill"]
+        return self.options.jacobi_eval if purpose == "evaluate" else self.options.jacobi_prefill
 
     def exact(self) -> bool:
         """Whether `prefill` is `exact`."""
-        return self.options.get("prefill") == "exact"
+        return isinstance(self.options, SolverOptions) and self.options.prefill == "exact"
 
 
-class Sampled(Pondering):
+class Sampled(Pondering[ChosenSampled]):
     """A recurrence with a penalty that looks at a part of the tokens, so that the head runs on few more."""
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
-        self.every = sample_every(self.options["penalty_token_fraction"])
+        self.every = sample_every(self.options.penalty_token_fraction)
         # A tensor, since a Python number that changes every step would recompile every step.
         self.first = nn.Buffer(torch.zeros((), dtype=torch.long), persistent=False)
 
@@ -114,14 +141,14 @@ class Sampled(Pondering):
     def set_step(self, step: int, steps: int | None = None) -> None:
         """Another sample, the same on every rank."""
         super().set_step(step, steps)
-        self.first.fill_(draw(self.options["seed"], step, "tokens") % (1 << 32))
+        self.first.fill_(draw(self.options.seed, step, "tokens") % (1 << 32))
 
     @classmethod
     def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
         """The head on the sample, after every trip but the last, without a gradient."""
-        every = sample_every(config.recurrence_options["penalty_token_fraction"])
+        every = sample_every(SampleOptions.of(config).penalty_token_fraction)
         share = sample_size(sequence_length, every) / sequence_length
-        return cls.extra_trips(config) * share * head_flops(config)
+        return (cls.trips_of(config) - 1) * share * head_flops(config)
 
     def sample(self, length: int) -> Tensor:
         """Columns of the tokens that are looked at."""
@@ -139,17 +166,16 @@ def sample_size(length: int, every: int) -> int:
     return max(1, length // every)
 
 
-def mixed(out: Out, options: dict) -> Tensor:
+def mixed(out: Out, options: MixtureOptions) -> Tensor:
     """μ at the scale of the embeddings."""
     head, table = out.tables
-    return mixture(out.hidden, head, table, options["top_k"], options["temperature"]) * (
-        out.embedding_scale * options["mixture_gain"]
-    )
+    gain = out.embedding_scale * options.mixture_gain
+    return mixture(out.hidden, head, table, options.top_k, options.temperature) * gain
 
 
 def mixture_cost(config: FathomConfig, visits: Sequence[Visit]) -> Cost:
     """A mixture after every trip but the last."""
-    forward, step = mixture_flops(config.hidden_size, config.vocab_size, config.recurrence_options["top_k"])
+    forward, step = mixture_flops(config.hidden_size, config.vocab_size, MixtureOptions.of(config).top_k)
     made = visits[-1].trip
     return Cost(flops=made * forward, training_flops=made * (step - 3 * forward))
 
@@ -205,7 +231,7 @@ def lowest_sum(values: Tensor, targets: Tensor, fraction: Tensor | float, over: 
 
 
 def check_over(over: str) -> None:
-    """A quantile is taken over something."""
+    """Refuse a `penalty_over` that does not exist."""
     if over not in ("row", "batch"):
         raise ValueError(f"recurrence_options.penalty_over must be row or batch, got {over!r}")
 
@@ -237,13 +263,7 @@ def check_range(name: str, value: Any) -> list[int]:
     return list(value)
 
 
-def check_depth(depth: int) -> None:
-    """No negative number of trips."""
-    if depth < 0:
-        raise ValueError(f"recurrence_options.depth must not be negative, got {depth}")
-
-
 def check_fraction(name: str, value: float) -> None:
-    """More than nothing, and at most all."""
+    """Refuse a fraction outside (0, 1]."""
     if not 0 < value <= 1:
         raise ValueError(f"recurrence_options.{name} must lie in (0, 1], got {value}")

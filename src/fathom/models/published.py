@@ -74,7 +74,7 @@ def _depth_attention(config: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("this Depth-Attention checkpoint does not say its stride (depth_attention_stride)")
     window = _first(config, "depth_attention_recent_window", "depth_recent_window", default=0)
     # Depth-Attention could be trained with its SDPA class only, which norms keys after rotating them.
-    options = {"stride": stride, "recent_window": window}
+    options = {"stride": stride, "recent_layers": window}
     return {"mixer": "depth_attention", "mixer_options": options, "k_norm_position": "after_rope"}
 
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from torch import Tensor, nn
 
@@ -23,7 +23,11 @@ if TYPE_CHECKING:
     from .configuration import FathomConfig
     from .slots import Out, Visit
 
-State = tuple[Tensor, ...]
+ResidualState = tuple[Tensor, ...]
+"""What a residual hands from one sub-layer to the next."""
+TripState = dict[str, Tensor]
+"""What a recurrence knows of every token, by name: `[B, T, ...]`."""
+Own = TypeVar("Own", bound="MechanismOptions")
 
 
 class View(enum.Enum):
@@ -61,12 +65,52 @@ class Cost:
 
 
 @dataclass(frozen=True)
-class NoOptions:
-    """A mechanism without options."""
+class MechanismOptions:
+    """A mechanism's options: the fields are the keys of its dictionary in `config.json`."""
 
-    def resolve(self, config: FathomConfig) -> NoOptions:
+    axis: ClassVar[str]
+
+    @classmethod
+    def of(cls: type[Own], config: FathomConfig) -> Own:
+        """Those of these fields that `config` holds; a base class reads its part of a mechanism's options."""
+        given = getattr(config, f"{cls.axis}_options")
+        return cls(**{field.name: given[field.name] for field in fields(cls)})
+
+    def resolve(self: Own, config: FathomConfig) -> Own:
         """Fill in what depends on `config`, and refuse what is impossible."""
         return self
+
+
+@dataclass(frozen=True)
+class NoOptions(MechanismOptions):
+    """A mechanism without options."""
+
+
+class MixerOptions(MechanismOptions):
+    """MechanismOptions of a value mixer."""
+
+    axis = "mixer"
+
+
+class ResidualOptions(MechanismOptions):
+    """MechanismOptions of a residual."""
+
+    axis = "residual"
+
+
+@dataclass(frozen=True)
+class RecurrenceOptions(MechanismOptions):
+    """MechanismOptions of a recurrence."""
+
+    axis = "recurrence"
+
+    trips: int = 1
+    """How many trips a token makes at most, the first included."""
+
+    def check_trips(self) -> None:
+        """Refuse a token that makes no trip."""
+        if self.trips < 1:
+            raise ValueError(f"recurrence_options.trips must be at least 1, got {self.trips}")
 
 
 @dataclass(frozen=True)
@@ -82,7 +126,7 @@ class Mechanism:
     """Mixer: (config, layer_idx). Residual: (config, sublayer). Recurrence: (config)."""
     cost: Callable[[FathomConfig, Sequence[Visit], int], Cost]
     """(config, the plan's visits, bytes per scalar)."""
-    options: type = NoOptions
+    options: type[MechanismOptions] = NoOptions
     identity_at_init: bool = False
     """Whether switching it on leaves a pretrained model's function as it is."""
 
@@ -120,7 +164,7 @@ class ValueMixer(MechanismModule):
         """How sources cross the trips of a recurrence: `none`, `same_layer` or `grid`."""
         return "none"
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: State) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """The value to store, `[B, H_kv, T, D]`.
 
         Args:
@@ -142,19 +186,19 @@ class Residual(MechanismModule):
         super().__init__()
         self.sublayer = sublayer
 
-    def forward(self, state: State, *written: Any) -> Any:
+    def forward(self, state: ResidualState, *written: Any) -> Any:
         """`read`, or `write` when there is something to write: by way of a call, since hooks see only calls."""
         return self.write(state, *written) if written else self.read(state)
 
-    def begin(self, embeddings: Tensor) -> State:
+    def begin(self, embeddings: Tensor) -> ResidualState:
         """The state in which a trip starts; `embeddings` is `[B, T, hidden_size]`."""
         return (embeddings,)
 
-    def read(self, state: State) -> tuple[Tensor, Any]:
+    def read(self, state: ResidualState) -> tuple[Tensor, Any]:
         """The sub-layer's input `[B, T, hidden_size]`, and whatever `write` will need."""
         return state[0], None
 
-    def write(self, state: State, update: Tensor, context: Any) -> State:
+    def write(self, state: ResidualState, update: Tensor, context: Any) -> ResidualState:
         """Merge the sub-layer's output into the state."""
         return (state[0] + update,)
 
@@ -162,8 +206,8 @@ class Residual(MechanismModule):
 class Recurrence(MechanismModule):
     """Decides how many trips a token makes and what each one starts from: `model.recurrence`.
 
-    A policy's state is a dictionary of tensors `[B, T, ...]`, one value per token; the driver keeps it as it was for
-    tokens that have halted.
+    Its state is a dictionary of tensors `[B, T, ...]`, one value per token; `sweep` keeps it as it was for tokens that
+    have halted.
     """
 
     halts = False
@@ -171,23 +215,34 @@ class Recurrence(MechanismModule):
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__()
-        self.depth = self.drawn = self.extra_trips(config)
-        """Trips beyond the first; `drawn` is what training makes of it, if that changes from step to step."""
+        self.trips = self.drawn_trips = self.trips_of(config)
+        """Trips of a token, the first included; `drawn_trips` is training's number, where it changes by step."""
         self.view = self.sees(config)
 
     @staticmethod
-    def extra_trips(config: FathomConfig) -> int:
-        """Trips beyond the first."""
-        return 0
+    def trips_of(config: FathomConfig) -> int:
+        """Trips of a token, the first included."""
+        return 1
+
+    @classmethod
+    def training_trips(cls, config: FathomConfig) -> tuple[int, int]:
+        """The fewest and the most trips of a training step, each number between being as likely."""
+        return cls.trips_of(config), cls.trips_of(config)
+
+    @classmethod
+    def training_rounds(cls, config: FathomConfig) -> tuple[int, int]:
+        """The fewest and the most Jacobi rounds of a training step, each number between being as likely."""
+        return 0, 0
 
     @classmethod
     def most_trips(cls, config: FathomConfig) -> int:
         """How many trips the weights were trained for, and thus may be asked for."""
-        return cls.extra_trips(config) + 1
+        return cls.training_trips(config)[1]
 
     @classmethod
     def additions(cls, config: FathomConfig) -> int:
-        """Trips that add to one and the same stream, which a scaled initialisation makes up for."""
+        """Number of trips accumulated in one residual stream; `output_init=depth` divides the initial standard
+        deviation by its square root."""
         return 1
 
     @staticmethod
@@ -210,19 +265,19 @@ class Recurrence(MechanismModule):
         """What `aux_losses` takes of a training step, for each token."""
         return 0.0
 
-    def feed(self, x: Tensor, out: Out, state: dict[str, Tensor]) -> Tensor:
+    def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
         """The next trip's input from this trip's input and output, `[B, T, hidden_size]`."""
         raise RuntimeError(f"{type(self).__name__} makes one trip only")
 
-    def gate(self, out: Out, state: dict[str, Tensor]) -> dict[str, Tensor]:
-        """What a trip changes in the policy's state. Here: the last trip counts."""
+    def gate(self, out: Out, state: TripState) -> TripState:
+        """What a trip changes in the state. Here: the last trip counts."""
         return {"hidden": out.hidden}
 
-    def key_bias(self, state: dict[str, Tensor], trip: int) -> Tensor | None:
+    def key_bias(self, state: TripState, trip: int) -> Tensor | None:
         """What is added to the logits of every query that reads the slots of `trip`, `[B, T]`."""
         return None
 
-    def readout(self, state: dict[str, Tensor]) -> Tensor:
+    def readout(self, state: TripState) -> Tensor:
         """The hidden state that the head reads, `[B, T, hidden_size]`, normed."""
         return state["hidden"]
 
@@ -234,13 +289,13 @@ class Recurrence(MechanismModule):
         """Whether evaluation and prefill under the view ALL must equal decoding."""
         return False
 
-    def carry(self, state: dict[str, Tensor]) -> dict[str, Tensor] | None:
+    def carry(self, state: TripState) -> TripState | None:
         """What a Jacobi round leaves for the gates of the next one."""
         return None
 
     def aux_losses(
         self,
-        state: dict[str, Tensor],
+        state: TripState,
         targets: Tensor,
         num_items_in_batch: Tensor | int | None,
         head: nn.Module,
@@ -255,12 +310,12 @@ class Recurrence(MechanismModule):
         """
         return {}
 
-    def metrics(self, state: dict[str, Tensor], targets: Tensor) -> dict[str, Tensor]:
+    def metrics(self, state: TripState, targets: Tensor) -> dict[str, Tensor]:
         """What training should log, by name: here, what halting and the Jacobi solver did."""
         found: dict[str, Tensor] = {}
         if "trips" in state:
             found["trips"] = valid_mean(state["trips"], targets)
-            for k in range(1, self.depth + 2):
+            for k in range(1, self.trips + 1):
                 found[f"trips_{k}"] = valid_mean(state["trips"] == k, targets)
         return found | {name: state[name] for name in ("jacobi_residual", "jacobi_rounds") if name in state}
 

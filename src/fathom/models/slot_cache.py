@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, Stati
 SPARE = 8
 """A full buffer grows by one part in so many."""
 EMPTY = -1
-"""Token and last trip of what is not there: nobody may take an unused place for a slot of their own."""
+"""Sentinel for unused positions: the token and the last trip of no slot."""
 
 
 @dataclass

@@ -6,7 +6,7 @@ Rotary positions never depend on the trip.
 
 `sweep` is the loop that defines every recurrence: trip, gate, feed. With one token and a cache it is decoding; with
 all tokens as rows it is the same thing at once where the view allows that (SAME, DUO); under ALL, `jacobi` wraps it.
-None of them knows a method. What a trip may read is decided in `reading.py`.
+None of them knows a method. What a trip may read is decided in `reading.py`, how it is made in `several_trips.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .registry import mixer_class, recurrence_class
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
-    from .roles import Recurrence
+    from .roles import Recurrence, TripState
 
 
 @dataclass(frozen=True)
@@ -41,17 +41,15 @@ class Visit:
     """Whether a later visit reads this one."""
 
 
-Plan = tuple[tuple[Visit, ...], ...]
-
-
-def plan(config: FathomConfig, depth: int | None = None) -> Plan:
+def plan(config: FathomConfig, trips: int | None = None) -> tuple[tuple[Visit, ...], ...]:
     """The visits of every trip, in order. Layers before the looped span belong to trip 0, those after, to the last.
 
     Args:
         config: The model.
-        depth: Trips beyond the first, if not as many as the configuration says.
+        trips: How many, if not as many as the configuration says.
     """
-    trips = (recurrence_class(config).extra_trips(config) if depth is None else depth) + 1
+    if trips is None:
+        trips = recurrence_class(config).trips_of(config)
     start, stop = recurrence_class(config).span(config)
     order = [(layer, 0) for layer in range(start)]
     order += [(layer, trip) for trip in range(trips) for layer in range(start, stop)]
@@ -149,12 +147,12 @@ class Out:
 
 
 @dataclass  # not frozen: dynamo cannot build frozen ones
-class Rows:
+class TokenSubset:
     """The tokens that make a trip. Dense: every token is computed and `put` keeps the halted ones as they were.
     Picked: the others are left out, and what is left is packed to a rectangle."""
 
     alive: Tensor | None = None
-    """`[B, T]`; None when nobody has halted."""
+    """`[B, T]`; None when no token has halted."""
     batch: Tensor | None = None
     """Rows of the batch that take part, `[B']`; None for all."""
     index: Tensor | None = None
@@ -163,7 +161,7 @@ class Rows:
     """`[B', M]`; False where `index` only fills the rectangle."""
 
     @classmethod
-    def pick(cls, alive: Tensor) -> Rows:
+    def pick(cls, alive: Tensor) -> TokenSubset:
         """Leave out rows without a living token, and the tokens that halted."""
         batch = alive.any(1).nonzero().squeeze(1)
         inside = alive[batch]
@@ -211,48 +209,45 @@ class Turn:
     trip: int
     x: Tensor
     """Its input for every token, `[B, T, hidden_size]`."""
-    rows: Rows
+    tokens: TokenSubset
     bias: Tensor | None = None
-    """Added to the logits of everybody who reads the slots of this trip, `[B, T]`."""
-
-
-State = dict[str, Tensor]
+    """Added to the logit of every query that reads a slot of this trip, `[B, T]`."""
 
 
 def sweep(
     recurrence: Recurrence,
     x: Tensor,
     make: Callable[[Turn], Out],
-    depth: int,
+    trips: int,
     *,
     live: Tensor | None = None,
     pick: bool = False,
-    trips: int | None = None,
-    state: State | None = None,
-) -> tuple[State, list[Turn]]:
-    """Trip, gate, feed: the policy's final state and the turns that were taken.
+    stop: int | None = None,
+    state: TripState | None = None,
+) -> tuple[TripState, list[Turn]]:
+    """Trip, gate, feed: the recurrence's final state and the turns that were taken.
 
     A token that halts keeps its state, and so its readout, as its last trip left it. Hence whether halted tokens are
     left out (`pick`) or computed and forgotten makes no difference.
 
     Args:
-        recurrence: The policy.
+        recurrence: Which feeds and gates.
         x: Trip 0's input, `[B, T, hidden_size]`.
         make: Runs the stack once over the tokens of a turn.
-        depth: Trips beyond the first.
+        trips: Of a token at most, the first included.
         live: `[B, T]`, False for padding, which makes one trip only when tokens may halt.
         pick: Leave halted tokens out.
-        trips: Stop after so many, having fed the next one; with 0 all are made and none is fed.
-        state: What the policy carries in.
+        stop: Stop after so many trips, having fed the next one; with 0 all are made and none is fed.
+        state: What an earlier round left.
     """
     state = dict(state or {})
-    turn = Turn(0, x, Rows())
+    turn = Turn(0, x, TokenSubset())
     turns, residual, made = [turn], None, None
-    for k in range(trips or depth + 1):
-        rows = turn.rows
+    for k in range(stop or trips):
+        tokens = turn.tokens
         out = make(turn)
-        state = rows.put_all(state, recurrence.gate(out, rows.take_all(state)))
-        if k == depth:
+        state = tokens.put_all(state, recurrence.gate(out, tokens.take_all(state)))
+        if k == trips - 1:
             break
         if recurrence.halts:
             alive = state["alive"] if live is None else state["alive"] & live
@@ -260,15 +255,15 @@ def sweep(
             if pick:
                 if not alive.any():
                     break
-                residual = rows.put(residual, out.residual)
-                rows = Rows.pick(alive)
-                out = out.of(rows.take(residual))
+                residual = tokens.put(residual, out.residual)
+                tokens = TokenSubset.pick(alive)
+                out = out.of(tokens.take(residual))
             else:
-                rows = Rows(alive)
+                tokens = TokenSubset(alive)
             made = made + alive
-        if trips != 0:
-            x = rows.put(turn.x, recurrence.feed(rows.take(turn.x), out, rows.take_all(state)))
-        turn = Turn(k + 1, x, rows, recurrence.key_bias(state, k + 1))
+        if stop != 0:
+            x = tokens.put(turn.x, recurrence.feed(tokens.take(turn.x), out, tokens.take_all(state)))
+        turn = Turn(k + 1, x, tokens, recurrence.key_bias(state, k + 1))
         turns.append(turn)
     if made is not None:
         state["trips"] = made
@@ -279,11 +274,11 @@ def jacobi(
     recurrence: Recurrence,
     x: Tensor,
     through: Callable[[Sequence[Turn], bool], list[Out]],
-    depth: int,
+    trips: int,
     rounds: int,
     live: Tensor | None = None,
     until_still: bool = False,
-) -> State:
+) -> TripState:
     """Solve for all tokens at once where a trip reads other tokens' later trips.
 
         grow    S_0 = x_0;  for m in 0..K-1:  H = pass(S_0..S_m);  S_{j+1} <- feed(S_j, H_j)  for j = 0..m in turn
@@ -293,27 +288,27 @@ def jacobi(
     All H_j are of one pass. S_j is the new one: a feed that adds to its input gives x_0 plus what that pass made.
 
     Args:
-        recurrence: The policy.
+        recurrence: Which feeds and gates.
         x: Trip 0's input, `[B, T, hidden_size]`.
         through: One pass over the slots of some turns, interleaved by token; the last pass is told so.
-        depth: K.
+        trips: K + 1.
         rounds: n. Exact from (T - 1) K on.
         live: As in `sweep`.
         until_still: Stop early once a round changes nothing at all.
     """
 
-    def again(turns: Sequence[Turn], trips: int, final: bool = False, state: State | None = None) -> Any:
+    def again(turns: Sequence[Turn], stop: int, final: bool = False, state: TripState | None = None) -> Any:
         outs = through(turns, final)
-        return sweep(recurrence, x, lambda turn: outs[turn.trip], depth, live=live, trips=trips, state=state)
+        return sweep(recurrence, x, lambda turn: outs[turn.trip], trips, live=live, stop=stop, state=state)
 
-    turns: list[Turn] = [Turn(0, x, Rows())]
-    state: State = {}
-    for m in range(depth):
+    turns: list[Turn] = [Turn(0, x, TokenSubset())]
+    state: TripState = {}
+    for m in range(trips - 1):
         state, turns = again(turns, m + 1)
     moved = None
-    for n in range(rounds if depth else 0):
+    for n in range(rounds if trips > 1 else 0):
         before = turns
-        state, turns = again(turns, depth + 1, state=recurrence.carry(state) if n + 1 < rounds else None)
+        state, turns = again(turns, trips, state=recurrence.carry(state) if n + 1 < rounds else None)
         moved = torch.stack([(a.x - b.x).detach().float().square().mean() for a, b in zip(turns, before, strict=True)])
         if until_still and not moved.any():
             break
@@ -324,7 +319,7 @@ def jacobi(
     return state
 
 
-def joined(states: Sequence[State]) -> State:
+def joined(states: Sequence[TripState]) -> TripState:
     """States of consecutive tokens as one; what some token never reached is left out."""
     names = [name for name in states[0] if all(name in state for state in states)]
     return {name: torch.cat([state[name] for state in states], 1) for name in names}

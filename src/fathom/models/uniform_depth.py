@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .roles import Cost, Mechanism, State, ValueMixer
+from .roles import Cost, Mechanism, ValueMixer
 from .schedule import ScheduleOptions, grid_sources, trip_rule
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class UniformDepth(ValueMixer):
 
     across_trips = staticmethod(trip_rule)
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: State) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """The mean of the own value and the sources' mixed values."""
         if not sources:
             return value

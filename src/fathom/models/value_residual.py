@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .roles import Cost, Mechanism, State, ValueMixer
+from .roles import Cost, Mechanism, ValueMixer
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -26,7 +26,7 @@ class ValueResidual(ValueMixer):
         """Layer 0."""
         return (0,) if layer_idx else ()
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: State) -> Tensor:
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """½ v_0 + ½ v_ℓ."""
         return torch.lerp(value, sources[1], 0.5) if sources else value
 

@@ -246,7 +246,7 @@ def token_losses_and_trips(
 
 def _most_trips(model: nn.Module) -> int:
     recurrence = getattr(getattr(model, "model", None), "recurrence", None)
-    return 1 if recurrence is None else int(recurrence.depth) + 1
+    return 1 if recurrence is None else int(recurrence.trips)
 
 
 def _score(loss: float, tokens: float, num_bytes: int) -> Score:

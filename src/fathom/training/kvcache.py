@@ -57,4 +57,4 @@ def compressions(recipe: Recipe) -> int:
     if kvcache.method == "full" or kvcache.window is None:
         return 0
     schedule = METHODS[kvcache.method].plan(kvcache.window, kvcache.sinks, kvcache.ratio, None)
-    return schedule.rounds(recipe.data.sequence_length)
+    return schedule.compressions(recipe.data.sequence_length)

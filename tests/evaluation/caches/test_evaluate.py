@@ -219,7 +219,7 @@ def test_a_compression_is_among_the_decoded_tokens() -> None:
         lengths = [n * schedule.window for n in (1, 2, 3, 5)]
         decoded = cache_evaluation._decoded(schedule, lengths)
         assert decoded <= schedule.freed
-        assert all(schedule.rounds(length + decoded) > schedule.rounds(length) for length in lengths)
+        assert all(schedule.compressions(length + decoded) > schedule.compressions(length) for length in lengths)
 
 
 def test_a_model_without_a_spectrum_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

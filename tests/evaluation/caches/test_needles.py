@@ -66,15 +66,15 @@ def test_compressions_are_those_between_needle_and_answer() -> None:
     planted, asked = torch.tensor([[0, 0, 0, 70, 63, 64]]), torch.tensor([[63, 64, 96, 95, 64, 96]])
     rows = Rows(torch.zeros(1, 100, dtype=torch.long), torch.zeros(1, 6, dtype=torch.long), planted, asked)
     # The token at 64 is the first that finds a full memory; the one at 96 the second.
-    assert rows.rounds(SCHEDULE).tolist() == [[0, 1, 2, 0, 1, 1]]
+    assert rows.compressions(SCHEDULE).tolist() == [[0, 1, 2, 0, 1, 1]]
 
 
 def test_a_needle_is_in_the_memory_with_its_last_token() -> None:
-    """The round at token 64 finds two of its three tokens, and the question comes before the next round."""
+    """The round at token 64 finds two of its three tokens, and the question comes before the next compression."""
     kinds, generator = needles(3), torch.Generator().manual_seed(0)
     rows = plant(torch.zeros(4000, 96, dtype=torch.long), kinds, 1, generator)
     across = (rows.planted == 65) & (rows.asked < 96)
-    assert across.any() and not rows.rounds(SCHEDULE)[across].any()
+    assert across.any() and not rows.compressions(SCHEDULE)[across].any()
 
 
 @pytest.mark.parametrize("within", [64, None])
@@ -89,7 +89,7 @@ def test_every_number_of_compressions_gets_its_questions(within: int | None) -> 
         return plant(text, kinds, 2, source, within)
 
     rows = enough(draw, SCHEDULE, 4, 20)
-    counts = torch.bincount(rows.rounds(SCHEDULE).flatten(), minlength=5)
+    counts = torch.bincount(rows.compressions(SCHEDULE).flatten(), minlength=5)
     assert (counts >= 20).all() and len(rows.ids) < drawn
     last = rows.asked.max(1).values
     assert torch.equal(last, last.sort().values)

@@ -29,7 +29,7 @@ from fathom.report.progress import ProgressBar
 
 TASKS = {"1 needle": (1, True), "4 needles": (4, True), "4 needles, anywhere": (4, False)}
 """How many in a text, and whether all are planted in its first window."""
-ROUNDS = 8
+COMPRESSIONS = 8
 """Compressions up to which needles are asked for."""
 QUESTIONS = 200
 """For each task and number of compressions, at least."""
@@ -41,7 +41,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Plan:
+class Asked:
     """What is asked of every cache."""
 
     methods: tuple[str, ...]
@@ -67,7 +67,7 @@ class Plan:
             raise EvaluateError(f"--kvcache: {error}") from error
 
 
-def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, plan: Plan) -> dict[str, Any]:
+def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, asked: Asked) -> dict[str, Any]:
     """Every checkpoint through every cache; returns what `report.json` holds."""
     if settings.tasks:
         raise EvaluateError("--tasks reads short prompts, in which no cache is ever full: leave out --kvcache")
@@ -75,24 +75,24 @@ def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, plan:
         raise EvaluateError("--max-trips and --kvcache: ask one question at a time")
     named = name_checkpoints(checkpoints, settings)
     domains = settings.texts()
-    schedules = [plan.schedule(checkpoint) for checkpoint in named]
+    schedules = [asked.schedule(checkpoint) for checkpoint in named]
     found = {}
     for checkpoint, schedule in zip(named, schedules, strict=True):
-        found[checkpoint.name] = _checkpoint(checkpoint, schedule, plan, domains, settings)
+        found[checkpoint.name] = _checkpoint(checkpoint, schedule, asked, domains, settings)
         checkpoint.close()
-    report = summarize(found, plan.methods, plan.at)
+    report = summarize(found, asked.methods, asked.at)
     if settings.out is not None:
         write_report(report, settings.out)
     return report
 
 
-def make_plan(
+def ask(
     kvcache: str,
     at: str = "1x,2x,4x,8x",
     window: int | None = None,
     sinks: int | None = None,
     ratio: float | None = None,
-) -> Plan:
+) -> Asked:
     """What is asked, checked before anything is opened.
 
     Args:
@@ -110,24 +110,24 @@ def make_plan(
     if not methods or not all(number.isdigit() and int(number) for number in numbers):
         raise EvaluateError(f"--at {at}: expected numbers of windows, as in 1x,2x,4x")
     given = {"window": window, "sinks": sinks, "ratio": ratio}
-    return Plan(methods, tuple(sorted({int(number) for number in numbers})), given)
+    return Asked(methods, tuple(sorted({int(number) for number in numbers})), given)
 
 
 def _checkpoint(
-    checkpoint: Checkpoint, schedule: Schedule, plan: Plan, domains: Sequence[Domain], settings: Settings
+    checkpoint: Checkpoint, schedule: Schedule, asked: Asked, domains: Sequence[Domain], settings: Settings
 ) -> dict[str, Any]:
     """Everything about one checkpoint."""
-    length = max(plan.at) * schedule.window
-    # Texts of needles hold a window and ROUNDS compressions, whatever the lengths asked for.
-    size = schedule.window + ROUNDS * schedule.freed
+    length = max(asked.at) * schedule.window
+    # Texts of needles hold a window and COMPRESSIONS compressions, whatever the lengths asked for.
+    size = schedule.window + COMPRESSIONS * schedule.freed
     texts = _texts(checkpoint, domains, length + 1, max(length + 1, size)) if domains else []
     key = {
         "checkpoint": checkpoint.fingerprint(),
         "dtype": settings.dtype,
         "schedule": asdict(schedule),
-        "at": list(plan.at),
+        "at": list(asked.at),
         "questions": QUESTIONS,
-        "rounds": ROUNDS,
+        "compressions": COMPRESSIONS,
         "texts": [hash_of(text) for text in texts],
     }
     values: dict[str, Any] = {
@@ -138,9 +138,9 @@ def _checkpoint(
         "haystack": "documents" if any(text.shape[1] >= size for text in texts) else "random tokens",
         "caches": {},
     }
-    for method in plan.methods:
-        policy = plan.policy(checkpoint, method)
-        work = partial(_cache, checkpoint, policy, schedule, plan.at, texts)
+    for method in asked.methods:
+        policy = asked.policy(checkpoint, method)
+        work = partial(_cache, checkpoint, policy, schedule, asked.at, texts)
         values["caches"][method] = kept(checkpoint, settings.out, "kvcache", method, {**key, "policy": policy}, work)
     work = partial(_spectrum, checkpoint, schedule, texts)
     values["spectrum"] = kept(checkpoint, settings.out, "kvcache", "spectrum", key, work)
@@ -183,8 +183,8 @@ def _cache(
 
         found = {}
         for name, batches in tasks.items():
-            new = partial(made_for, schedule.window + ROUNDS * schedule.freed)
-            found[name] = asdict(recall(scorer(model, new, width), told(batches), needles, schedule, ROUNDS))
+            new = partial(made_for, schedule.window + COMPRESSIONS * schedule.freed)
+            found[name] = asdict(recall(scorer(model, new, width), told(batches), needles, schedule, COMPRESSIONS))
         decode = _decoded(schedule, lengths)
         ids = usable[torch.randint(0, len(usable), (1, lengths[-1] + decode), generator=generator)]
         costs = [asdict(load) for load in told(each_length(model, ids, made_for, lengths, decode, width))]
@@ -201,14 +201,14 @@ def _planted(
 ) -> list[Rows]:
     """Batches of texts that ask QUESTIONS after each number of compressions, and end with their last question."""
     count, early = task
-    size = schedule.window + ROUNDS * schedule.freed
+    size = schedule.window + COMPRESSIONS * schedule.freed
     batch = max(1, READ_AT_ONCE // size)
 
     def draw() -> Rows:
         text = _haystack(texts, usable, batch, size, generator)
         return plant(text, needles, count, generator, schedule.window if early else None, after=schedule.sinks)
 
-    rows = enough(draw, schedule, ROUNDS, QUESTIONS)
+    rows = enough(draw, schedule, COMPRESSIONS, QUESTIONS)
     return [rows.pick(slice(start, start + batch)).cut() for start in range(0, len(rows.ids), batch)]
 
 

@@ -86,10 +86,10 @@ class Rows:
     asked: Tensor
     """`[B, n]`: where its question ends, which is where the answer is predicted."""
 
-    def rounds(self, schedule: Schedule) -> Tensor:
+    def compressions(self, schedule: Schedule) -> Tensor:
         """`[B, n]`: compressions that each needle went through before its answer is predicted."""
         # The question's last token may itself set one off.
-        asked, planted = ((at + 1).clone().apply_(schedule.rounds) for at in (self.asked, self.planted))
+        asked, planted = ((at + 1).clone().apply_(schedule.compressions) for at in (self.asked, self.planted))
         return asked - planted
 
     def pick(self, chosen: Tensor | slice) -> Rows:
@@ -152,21 +152,21 @@ IDLE = 50
 """Batches without a wanted question after which no more are drawn."""
 
 
-def enough(draw: Callable[[], Rows], schedule: Schedule, rounds: int, questions: int) -> Rows:
-    """Rows of `draw` until each number of compressions up to `rounds` has its questions, those with early ones first.
+def enough(draw: Callable[[], Rows], schedule: Schedule, compressions: int, questions: int) -> Rows:
+    """Rows of `draw` until each number of compressions up to the one given has its questions, the early ones first.
 
     A row is taken if it asks for a number that still lacks questions, so that few rows serve all; numbers that are
     never drawn go without.
     """
-    taken, lacks, idle = [], torch.full((rounds + 1,), questions), 0
+    taken, lacks, idle = [], torch.full((compressions + 1,), questions), 0
     while (lacks > 0).any() and idle < IDLE:
         rows = draw()
-        counts, chosen = rows.rounds(schedule), []
+        counts, chosen = rows.compressions(schedule), []
         for row, here in enumerate(counts):
-            here = here[here <= rounds]
+            here = here[here <= compressions]
             if (lacks[here] > 0).any():
                 chosen.append(row)
-                lacks -= torch.bincount(here, minlength=rounds + 1)
+                lacks -= torch.bincount(here, minlength=compressions + 1)
         idle = 0 if chosen else idle + 1
         taken.append(rows.pick(torch.tensor(chosen, dtype=torch.long)))
     parts = ([getattr(part, name) for part in taken] for name in ("ids", "value", "planted", "asked"))
@@ -182,9 +182,9 @@ class Recall:
     asked: list[int]
 
     @classmethod
-    def empty(cls, rounds: int) -> Recall:
-        """Nothing asked yet, for 0 to `rounds` compressions."""
-        return cls([0] * (rounds + 1), [0] * (rounds + 1))
+    def empty(cls, compressions: int) -> Recall:
+        """Nothing asked yet, for 0 to `compressions` compressions."""
+        return cls([0] * (compressions + 1), [0] * (compressions + 1))
 
     @property
     def accuracy(self) -> list[float | None]:
@@ -196,15 +196,15 @@ class Recall:
         """95 % intervals of the accuracies."""
         return [wilson(r, n) if n else None for r, n in zip(self.right, self.asked, strict=True)]
 
-    def add(self, right: Tensor, rounds: Tensor) -> None:
+    def add(self, right: Tensor, compressions: Tensor) -> None:
         """Count answers `[B, n]`; what went through more compressions than are counted is left out."""
         for r in range(len(self.asked)):
-            here = rounds == r
+            here = compressions == r
             self.right[r] += int((right & here).sum())
             self.asked[r] += int(here.sum())
 
 
-def recall(score: Scorer, batches: Iterable[Rows], needles: Needles, schedule: Schedule, rounds: int) -> Recall:
+def recall(score: Scorer, batches: Iterable[Rows], needles: Needles, schedule: Schedule, compressions: int) -> Recall:
     """Ask a model about every needle: the likeliest of the values is its answer.
 
     Args:
@@ -212,12 +212,12 @@ def recall(score: Scorer, batches: Iterable[Rows], needles: Needles, schedule: S
         batches: Texts.
         needles: What is planted in them.
         schedule: By which compressions are counted, for every memory alike.
-        rounds: Count up to so many.
+        compressions: Count up to so many.
     """
-    found = Recall.empty(rounds)
+    found = Recall.empty(compressions)
     for rows in batches:
         logits = score(rows.ids, needles.answers)  # [B, T, V]
         at = rows.asked.unsqueeze(-1).expand(-1, -1, logits.shape[-1])
         answer = logits.cpu().gather(1, at).argmax(-1)  # [B, n]
-        found.add(answer == rows.value, rows.rounds(schedule))
+        found.add(answer == rows.value, rows.compressions(schedule))
     return found

@@ -1,0 +1,452 @@
+"""How a forward call of several trips runs: what each trip reads and stores, without a cache and with one.
+
+Where no trip reads another one (view SAME, no halting) every trip is an ordinary forward pass with a bank of its own,
+and any Hugging Face cache serves (`Banked`). Otherwise: without a cache, which is training, keys and values of earlier
+trips enter each layer as tensors (`Dense`), or, under ALL, all slots go through the stack side by side
+(`Interleaved`); with one, which is inference, they are found in the slot cache (`Stored`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from .reading import MASKED, read_mask, side_by_side
+from .roles import TripState, View
+from .slot_cache import Placement, SlotTable, Tags
+from .slots import Out, TokenSubset, Turn, Visit, jacobi, joined, sweep
+
+if TYPE_CHECKING:
+    from .modeling import FathomModel
+
+KeyValue = tuple[Tensor, Tensor]
+AT_ONCE = 1024
+"""Prefill chunk size for slot caches; bounds mask memory (chunk x cache length)."""
+
+
+@dataclass
+class Inputs:
+    """What a call of several trips was given beside its embeddings."""
+
+    trips: int
+    positions: Tensor
+    """`[1 or B, T]`"""
+    packed: Tensor | None
+    """The positions, where they were given and may restart."""
+    padding: Any
+    """`[B, past + T]`, or nothing is padded."""
+    cache: Cache | None
+    """As the caller gave it."""
+    dtype: torch.dtype
+    """Of masks that hold numbers."""
+    head: nn.Module | None
+    """Turns hidden states into logits, for recurrences that feed on them."""
+    extra: dict[str, Any]
+    """For the attention backend."""
+    hidden: list[Tensor] | None = None
+    """Filled with every visit's input, in the plan's order."""
+
+    @property
+    def live(self) -> Tensor | None:
+        """`[B, T]`: which of the new tokens are not padding."""
+        return None if self.padding is None else self.padding[:, -self.positions.shape[1] :].bool()
+
+    def columns(self, start: int, stop: int) -> Inputs:
+        """The same for some of the new tokens."""
+        padding = None
+        if self.padding is not None:
+            padding = self.padding[:, : self.padding.shape[1] - self.positions.shape[1] + stop]
+        return replace(self, positions=self.positions[:, start:stop], padding=padding)
+
+    def documents(self) -> Tensor | None:
+        """`[1 or B, T]`: which document each token belongs to, where positions restart."""
+        if self.packed is None:
+            return None
+        starts = self.packed[:, 1:] != self.packed[:, :-1] + 1
+        return torch.nn.functional.pad(starts.long().cumsum(1), (1, 0))
+
+
+@dataclass
+class Store:
+    """A cache whose layers hold slots, and their table."""
+
+    cache: Cache
+    table: SlotTable
+
+
+def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | None) -> TripState:
+    """All trips of all tokens: the final state of the recurrence.
+
+    Args:
+        model: The decoder.
+        x: Trip 0's input, `[B, T, hidden_size]`.
+        inputs: What else the call was given.
+        cache: With a bank for every visit; or, of a model that keeps slots, its slots.
+    """
+    recurrence = model.recurrence
+    if not isinstance(cache, Store) and not model.slotted:
+        return sweep(recurrence, x, Banked(model, inputs, x, cache), inputs.trips)[0]
+    store = cache if isinstance(cache, Store) else None
+    solve = recurrence.view is View.ALL and inputs.trips > 1
+    if recurrence.view is View.DUO or (recurrence.halts and (solve or store is not None)):
+        check_backend(model, inputs.trips)
+    if store is not None:
+        return _stored(model, x, inputs, store, solve)
+    if not solve:
+        return sweep(recurrence, x, Dense(model, inputs, x), inputs.trips, live=inputs.live)[0]
+    exact = recurrence.exact() and not model.training
+    rounds = recurrence.rounds("train" if model.training else "evaluate", x.shape[1])
+    if exact:
+        rounds = (x.shape[1] - 1) * (inputs.trips - 1)
+    still = exact and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    return jacobi(recurrence, x, Interleaved(model, inputs), inputs.trips, rounds, inputs.live, until_still=still)
+
+
+def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: bool) -> TripState:
+    """With a slot cache: in pieces, one token at a time where the solver must be exact."""
+    recurrence, table, length = model.recurrence, store.table, x.shape[1]
+    table.open(x.shape[0], table.columns + length, x.device)
+    exact = recurrence.exact()
+    step = AT_ONCE if not solve else 1 if exact else length
+    if length > step and inputs.hidden is None and inputs.packed is None:
+        pieces = [(t, min(t + step, length)) for t in range(0, length, step)]
+        return joined([_stored(model, x[:, a:b], inputs.columns(a, b), store, solve) for a, b in pieces])
+    table.columns += length
+    if not solve or length == 1:
+        pick = recurrence.halts and inputs.hidden is None
+        return sweep(recurrence, x, Stored(model, inputs, x, store), inputs.trips, live=inputs.live, pick=pick)[0]
+    rounds = (length - 1) * (inputs.trips - 1) if exact else recurrence.rounds("prefill", length)
+    return jacobi(recurrence, x, Interleaved(model, inputs, store), inputs.trips, rounds, inputs.live)
+
+
+def check_backend(model: FathomModel, trips: int) -> None:
+    """Refuse, before anything is computed, a backend that knows causal masks only."""
+    backend = str(model.config._attn_implementation)
+    if trips > 1 and backend not in MASKED:
+        raise ValueError(f"trips that read one another need attn_implementation {' or '.join(MASKED)}, not {backend}")
+
+
+@dataclass
+class Pass:
+    """Everything that one pass through the layers needs beside its input."""
+
+    visits: Sequence[Visit]
+    masks: dict[str, Any]
+    position_embeddings: KeyValue
+    position_ids: Tensor
+    cache: Any = None
+    """Whatever has `update(key, value, layer)`."""
+    by_bank: bool = False
+    """Whether the cache has a layer for every visit, or one for every layer."""
+    earlier: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
+    """By layer: keys and values of earlier trips of the same tokens."""
+    alive: Tensor | None = None
+    """`[B, 1, M, 1]`; the others keep the keys and values that they had."""
+    sources: dict[int, KeyValue] = field(default_factory=dict)
+    """By visit: what earlier trips kept for mixers."""
+    keep: bool = False
+    """Whether every layer's keys and values are wanted afterwards, not only what mixers read."""
+
+
+@dataclass
+class Passed:
+    """What a pass left."""
+
+    residual: Tensor
+    pairs: dict[int, KeyValue]
+    """By visit: key and mixed value."""
+    hidden: list[Tensor]
+    """Every visit's input, if asked for."""
+
+
+class TripMaker:
+    """Makes the trips of one call; how, its subclasses say."""
+
+    def __init__(self, model: FathomModel, inputs: Inputs) -> None:
+        self.model, self.inputs, self.view = model, inputs, model.recurrence.view
+        self.plan = model.plans[inputs.trips]
+        self.reach = {
+            kind: model.config.sliding_window if kind == "sliding_attention" else None
+            for kind in dict.fromkeys(model.config.layer_types)
+        }
+        """By layer type: how many tokens back it reads; None for all."""
+
+    def out(self, residual: Tensor, trip: int) -> Out:
+        """What the recurrence sees of a trip."""
+        model, last = self.model, trip == self.inputs.trips - 1
+        return Out(residual, model.norm, self.inputs.head, model.embed_tokens, model.config.embedding_scale, trip, last)
+
+    def through(self, x: Tensor, one: Pass) -> Passed:
+        """Once through the layers of a trip."""
+        model = self.model
+        state = model.final_residual.begin(x)
+        passed = Passed(x, {}, [])
+        for visit in one.visits:
+            if self.inputs.hidden is not None:
+                passed.hidden.append(model.final_residual(state)[0] if passed.hidden else x)
+            found = (passed.pairs[i] if i in passed.pairs else one.sources[i] for i in visit.sources)
+            earlier = one.earlier.get(visit.layer, ())
+            *after, key, value = model.layers[visit.layer](
+                *state,
+                sources=tuple(tensor for pair in found for tensor in pair),
+                attention_mask=one.masks[model.config.layer_types[visit.layer]],
+                position_embeddings=one.position_embeddings,
+                position_ids=one.position_ids,
+                past_key_values=one.cache,
+                bank=visit.index if one.by_bank else visit.layer,
+                **({"earlier": earlier} if earlier else {}),
+                **({} if one.alive is None else {"alive": one.alive}),
+                **self.inputs.extra,
+            )
+            state = tuple(after)
+            if visit.kept or one.keep:
+                passed.pairs[visit.index] = (key, value)
+        passed.residual = model.final_residual(state)[0]
+        return passed
+
+    def record(self, passed: Passed, stages: int = 1) -> None:
+        """Keep a pass' hidden states; interleaved stages come apart into trips."""
+        if self.inputs.hidden is not None and stages == 1:
+            self.inputs.hidden.extend(passed.hidden)  # the tensors themselves, so that gradients reach them
+        elif self.inputs.hidden is not None:
+            for j in range(stages):
+                self.inputs.hidden.extend(h.unflatten(1, (-1, stages))[:, :, j] for h in passed.hidden)
+
+    def causal_masks(self, x: Tensor, padding: Tensor | None, packed: Tensor | None) -> dict[str, Any]:
+        """transformers' own: `padding` is `[B, N]`, `packed` the positions where documents are."""
+        return self.model.causal_masks(x, padding, None if self.model.slotted else self.inputs.cache, packed)
+
+    def masks(self, query: Tags, key: Tags) -> dict[str, Tensor]:
+        """Which slot reads which, by layer type."""
+        check_backend(self.model, self.inputs.trips)
+        as_bool = self.model.config._attn_implementation == "sdpa" and key.bias is None
+        dtype = None if as_bool else self.inputs.dtype
+        return {kind: read_mask(self.view, query, key, reach, dtype) for kind, reach in self.reach.items()}
+
+
+class Banked(TripMaker):
+    """SAME, and no token halts: each trip an ordinary pass over a bank of its own."""
+
+    def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, cache: Cache | None) -> None:
+        super().__init__(model, inputs)
+        self.cache = cache
+        self.plain = self.causal_masks(x, inputs.padding, inputs.packed)
+        self.rotary = model.rotary_emb(x, inputs.positions)
+        self.sources: dict[int, KeyValue] = {}
+
+    def __call__(self, turn: Turn) -> Out:
+        """Make one trip."""
+        inputs = self.inputs
+        passed = self.through(
+            turn.x,
+            Pass(
+                self.plan[turn.trip],
+                self.plain,
+                self.rotary,
+                inputs.positions,
+                cache=self.cache,
+                by_bank=True,
+                sources=self.sources,
+            ),
+        )
+        self.sources.update(passed.pairs)
+        self.record(passed)
+        return self.out(passed.residual, turn.trip)
+
+
+class Dense(TripMaker):
+    """SAME with halting, or DUO, without a cache: every token makes every trip, and the halted ones are hidden."""
+
+    def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor) -> None:
+        super().__init__(model, inputs)
+        self.plain = self.causal_masks(x, inputs.padding, inputs.packed)
+        self.rotary = model.rotary_emb(x, inputs.positions)
+        self.earlier: dict[int, tuple[Tensor, ...]] = {}
+        self.sources: dict[int, KeyValue] = {}
+        self.tags: list[Tags] = []
+
+    def __call__(self, turn: Turn) -> Out:
+        """Make one trip."""
+        inputs, view, alive = self.inputs, self.view, turn.tokens.alive
+        visits = self.plan[turn.trip]
+        keep_old = alive if view is View.SAME and turn.trip else None
+        passed = self.through(
+            turn.x,
+            Pass(
+                visits,
+                self._masks(turn),
+                self.rotary,
+                inputs.positions,
+                earlier=self.earlier if view is View.DUO or keep_old is not None else {},
+                alive=None if keep_old is None else keep_old[:, None, :, None],
+                sources=self.sources,
+                keep=True,
+            ),
+        )
+        for visit in visits:
+            before = self.earlier.get(visit.layer, ()) if view is View.DUO else ()
+            self.earlier[visit.layer] = (*before, *passed.pairs[visit.index])
+        self.sources.update(passed.pairs)
+        self.record(passed)
+        return self.out(passed.residual, turn.trip)
+
+    def _masks(self, turn: Turn) -> dict[str, Any]:
+        inputs = self.inputs
+        if self.view is View.SAME:
+            return self.plain
+        token = torch.arange(turn.x.shape[1], device=turn.x.device).unsqueeze(0)
+        live = _both(inputs.live, turn.tokens.alive)
+        query = Tags(token, torch.full_like(token, turn.trip), live, turn.bias, inputs.documents())
+        self.tags.append(query)
+        return self.plain if turn.trip == 0 else self.masks(query, side_by_side(self.tags))
+
+
+class Interleaved(TripMaker):
+    """ALL, all tokens at once: the slots of all trips go through the stack side by side, token by token."""
+
+    def __init__(self, model: FathomModel, inputs: Inputs, store: Store | None = None) -> None:
+        super().__init__(model, inputs)
+        self.store = store
+
+    def __call__(self, turns: Sequence[Turn], final: bool) -> list[Out]:
+        """One pass of the Jacobi solver."""
+        inputs, stages = self.inputs, len(turns)
+        x = torch.stack([turn.x for turn in turns], 2).flatten(1, 2)  # [B, T (m+1), hidden_size]
+        positions = inputs.positions.repeat_interleave(stages, 1)
+        tags = self._tags(turns)
+        reading = Pass(self.plan[0], {}, self.model.rotary_emb(x, positions), positions)
+        placement = None
+        if self.store is not None and (final or self.store.table.end):
+            placement = self.store.table.place(tags, None)
+            fresh = not self.store.table.end
+            reading.cache = Exchange(self.store, placement, own_only=fresh)
+        if placement is None or not self.store.table.end:  # type: ignore[union-attr]
+            reading.masks, reading.position_ids = self._own_masks(x, turns, tags)
+        else:
+            reading.masks = self.masks(tags, self.store.table.tags(placement))  # type: ignore[union-attr]
+        passed = self.through(x, reading)
+        if final:
+            self.record(passed, stages)
+            if self.store is not None and placement is not None:
+                self.store.table.note(tags, placement, stages - 1)
+                self.store.table.commit(tags, placement)
+        apart = passed.residual.unflatten(1, (-1, stages))
+        return [self.out(apart[:, :, j], j) for j in range(stages)]
+
+    def _tags(self, turns: Sequence[Turn]) -> Tags:
+        inputs, documents = self.inputs, self.inputs.documents()
+        first = 0 if self.store is None else self.store.table.columns - inputs.positions.shape[1]
+        column = torch.arange(turns[0].x.shape[1], device=turns[0].x.device).unsqueeze(0) + first
+        parts = [
+            Tags(column, torch.full_like(column, j), _both(inputs.live, turn.tokens.alive), turn.bias, documents)
+            for j, turn in enumerate(turns)
+        ]
+        return side_by_side(parts, interleave=True)
+
+    def _own_masks(self, x: Tensor, turns: Sequence[Turn], tags: Tags) -> tuple[dict[str, Any], Tensor]:
+        """Masks among the slots of this pass, and positions that no kernel can take for the start of a document."""
+        inputs, stages = self.inputs, len(turns)
+        first = torch.arange(stages, device=x.device)
+        slots = (inputs.positions.unsqueeze(2) * stages + first).flatten(1, 2)
+        plain = tags.bias is None and all(turn.tokens.alive is None for turn in turns) and len(self.reach) == 1
+        if plain and None in self.reach.values():
+            padding = None if inputs.padding is None else inputs.padding.repeat_interleave(stages, 1)
+            return self.causal_masks(x, padding, None if inputs.packed is None else slots), slots
+        return self.masks(tags, tags), slots
+
+
+class Stored(TripMaker):
+    """Any view with a slot cache, trip after trip: what halted is neither computed nor stored."""
+
+    def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, store: Store) -> None:
+        super().__init__(model, inputs)
+        self.store = store
+        self.fresh = not store.table.end
+        self.plain = self.causal_masks(x, inputs.padding, inputs.packed) if self.fresh else None
+        first = store.table.columns - x.shape[1]
+        column = torch.arange(x.shape[1], device=x.device) + first
+        self.column = column.expand(x.shape[0], -1)
+        self.positions = inputs.positions.expand(x.shape[0], -1)
+        documents = inputs.documents()
+        self.documents = None if documents is None else documents.expand(x.shape[0], -1)
+        self.sources: dict[int, KeyValue] = {}
+
+    def __call__(self, turn: Turn) -> Out:
+        """Make one trip."""
+        inputs, tokens, table = self.inputs, turn.tokens, self.store.table
+        token = tokens.take(self.column)
+        live = tokens.valid if tokens.valid is not None else _both(inputs.live, tokens.alive)
+        if live is not None and bool(live.all()):
+            live = None
+        query = Tags(
+            token,
+            torch.full_like(token, turn.trip),
+            live,
+            None if turn.bias is None else tokens.take(turn.bias),
+            None if self.documents is None else tokens.take(self.documents),
+        )
+        placement = table.place(query, tokens.batch)
+        table.note(query, placement, turn.trip)
+        positions = tokens.take(self.positions)
+        own_only = self.fresh and turn.trip == 0
+        passed = self.through(
+            tokens.take(turn.x),
+            Pass(
+                self.plan[turn.trip],
+                self.plain if own_only and self.plain is not None else self._masks(query, placement, turn.trip),
+                self.model.rotary_emb(turn.x, positions),
+                positions,
+                cache=Exchange(self.store, placement, own_only),
+                sources={i: (_take(tokens, k), _take(tokens, v)) for i, (k, v) in self.sources.items()},
+            ),
+        )
+        table.commit(query, placement)
+        later = {i for trip in self.plan[turn.trip + 1 :] for visit in trip for i in visit.sources}
+        for visit in self.plan[turn.trip]:
+            if visit.index in later:
+                self.sources[visit.index] = tuple(_put(tokens, x) for x in passed.pairs[visit.index])  # type: ignore
+        self.record(passed)
+        return self.out(passed.residual, turn.trip)
+
+    def _masks(self, query: Tags, placement: Placement, trip: int) -> dict[str, Any]:
+        table = self.store.table
+        everything = {View.ALL: True, View.DUO: trip >= table.deepest, View.SAME: trip == table.deepest == 0}
+        # By the call's tokens, not by those left in this trip: one survivor of a prompt must not read later tokens.
+        alone = self.column.shape[1] == 1 and placement.slot is None and table.bias is None and table.document is None
+        if alone and everything[self.view] and set(self.reach.values()) == {None}:
+            return dict.fromkeys(self.reach)
+        return self.masks(query, table.tags(placement))
+
+
+@dataclass
+class Exchange:
+    """Stands for the cache in one pass."""
+
+    store: Store
+    placement: Placement
+    own_only: bool
+    """Nothing was stored before this pass, so its tokens read one another and nothing else."""
+
+    def update(self, key: Tensor, value: Tensor, layer: int) -> KeyValue:
+        """Store, and return what can be seen."""
+        seen = self.store.cache.layers[layer].exchange(self.placement, (key, value))
+        return (key, value) if self.own_only else seen
+
+
+def _both(a: Tensor | None, b: Tensor | None) -> Tensor | None:
+    if a is None or b is None:
+        return b if a is None else a
+    return a & b
+
+
+def _take(tokens: TokenSubset, x: Tensor) -> Tensor:
+    return tokens.take(x.transpose(1, 2)).transpose(1, 2)  # [B, H_kv, T, D]
+
+
+def _put(tokens: TokenSubset, x: Tensor) -> Tensor:
+    return x if tokens.valid is None else tokens.put(None, x.transpose(1, 2)).transpose(1, 2)
