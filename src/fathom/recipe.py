@@ -376,7 +376,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         path: A YAML file, or the name of a recipe that comes with Fathom.
         overrides: `key=value` words, which win over the file's values.
     """
-    return parse_recipe(_read(find_recipe(path), ()), overrides)
+    return parse_recipe(read_values(find_recipe(path)), overrides)
 
 
 def packaged_recipes() -> dict[str, Path]:
@@ -408,17 +408,28 @@ def summary_of(recipe: Path) -> str:
 
 def parse_recipe(values: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:
     """A checked recipe from nested values and `key=value` overrides."""
+    values = overridden(values, overrides)
+    sections = {name: _section(name, values.get(name)) for name in SECTIONS}
+    for name in values:
+        if name not in SECTIONS and name != "model":
+            raise unknown_key(str(name), ["model", *SECTIONS])
+    model = values.get("model")
+    return Recipe(model={} if model is None else model, **sections)
+
+
+def read_values(path: Path) -> dict[str, Any]:
+    """The values of a YAML file on top of those of its `base`, unchecked."""
+    return _read(path, ())
+
+
+def overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+    """Nested values with dotted `key=value` words applied."""
     for assignment in overrides:
         key, equals, text = assignment.partition("=")
         if not equals or not key:
             raise RecipeError(f"{assignment}: an override is written key=value, as in optim.lr=3e-4")
         values = _merge(values, _nest(key, _yaml(text, key)))
-    sections = {name: _section(name, values.get(name)) for name in SECTIONS}
-    for name in values:
-        if name not in SECTIONS and name != "model":
-            raise _unknown(str(name), ["model", *SECTIONS])
-    model = values.get("model")
-    return Recipe(model={} if model is None else model, **sections)
+    return values
 
 
 def cache_policy(
@@ -462,9 +473,9 @@ def differences(a: Recipe, b: Recipe, ignore: Sequence[str] = FREE_ON_RESUME) ->
 
 def describe() -> list[tuple[str, str, str, str]]:
     """Every key as (dotted key, allowed values, default, help), for `fathom train --help`."""
-    rows = [("model.*", "see config.json", "", _help(Recipe)["model"])]
+    rows = [("model.*", "see config.json", "", help_of(Recipe)["model"])]
     for name, section in SECTIONS.items():
-        defaults, hints, help_ = section(), typing.get_type_hints(section), _help(section)
+        defaults, hints, help_ = section(), typing.get_type_hints(section), help_of(section)
         for key in hints:
             rows.append((f"{name}.{key}", allowed(hints[key]), _show(getattr(defaults, key)), help_[key]))
     return rows
@@ -521,7 +532,7 @@ def _config(model: dict[str, Any]) -> FathomConfig:
     known = {f.name for f in dataclasses.fields(FathomConfig)} | set(FathomConfig().to_dict())
     for key in keys:
         if key not in known:
-            raise _unknown(f"model.{key}", [f"model.{name}" for name in sorted(known)])
+            raise unknown_key(f"model.{key}", [f"model.{name}" for name in sorted(known)])
     if not isinstance(source, (str, Path, types.NoneType)):
         raise RecipeError(f"model.from_pretrained={_show(source)}: allowed: a path, or null")
     if source is not None and not (Path(source) / CONFIG).is_file() and run_and_step(source) is None:
@@ -542,7 +553,7 @@ def _section(name: str, values: Any) -> Any:
     hints = typing.get_type_hints(section)
     for key in values:
         if key not in hints:
-            raise _unknown(f"{name}.{key}", [f"{name}.{known}" for known in hints])
+            raise unknown_key(f"{name}.{key}", [f"{name}.{known}" for known in hints])
     return section(**values)
 
 
@@ -619,8 +630,8 @@ def allowed(hint: Any) -> str:
     return "null" if hint is types.NoneType else names.get(hint, str(hint))
 
 
-def _help(section: type) -> dict[str, str]:
-    """The text under each field."""
+def help_of(section: type) -> dict[str, str]:
+    """The text under each field of a section."""
     (definition,) = ast.parse(inspect.cleandoc(inspect.getsource(section))).body
     found = {}
     for field_, text in itertools.pairwise(typing.cast("ast.ClassDef", definition).body):
@@ -629,7 +640,8 @@ def _help(section: type) -> dict[str, str]:
     return found
 
 
-def _unknown(key: str, known: Sequence[str]) -> RecipeError:
+def unknown_key(key: str, known: Sequence[str]) -> RecipeError:
+    """What to say of a key that does not exist: the nearest one that does, or all."""
     close = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(known)}"
     return RecipeError(f"{key}: unknown key; {hint}")

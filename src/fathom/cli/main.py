@@ -14,6 +14,7 @@ from fathom.errors import FathomError
 COMMANDS = {
     "train": "train a recipe, or continue its run",
     "prepare": "turn text into token shards",
+    "corpus": "turn documents into a deduplicated, decontaminated, mixed corpus with a card",
     "recipes": "list the recipes that come with Fathom, or copy one",
     "export": "write a run or a model as a Hugging Face directory",
     "mechanisms": "show every mechanism and what it would add to a model",

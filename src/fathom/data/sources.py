@@ -275,15 +275,26 @@ def _split_domain(text: str) -> tuple[str, str]:
 
 
 def _expand(name: str, file_format: FileFormat) -> list[Path]:
+    return find_files(name, lambda file: file_format != "auto" or _is_known(file), _known_suffixes())
+
+
+def find_files(name: str, is_known: Callable[[Path], bool], known_words: str) -> list[Path]:
+    """The files that a path, a directory or a glob means, in a fixed order.
+
+    Args:
+        name: As the user wrote it.
+        is_known: Which files of a directory count.
+        known_words: What to say of them where there is none.
+    """
     path = Path(name).expanduser()
     if path.is_file():
         return [path]
     if path.is_dir():
         files = [file for file in _walk(path) if not _hidden(file.relative_to(path))]
-        known = [file for file in files if file_format != "auto" or _is_known(file)]
+        known = [file for file in files if is_known(file)]
         # Beside other files a plain .json is some program's settings; alone it is what was meant.
-        if not (known := known or [file for file in files if _suffix(file) == JSON]):
-            raise DataError(f"{name}: a directory without any readable file ({_known_suffixes()})")
+        if not (known := known or [file for file in files if suffix_of(file) == JSON]):
+            raise DataError(f"{name}: a directory without any readable file ({known_words})")
         return known
     if glob.has_magic(name):
         matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
@@ -294,7 +305,7 @@ def _expand(name: str, file_format: FileFormat) -> list[Path]:
 
 
 def _is_known(file: Path) -> bool:
-    suffix = _suffix(file)
+    suffix = suffix_of(file)
     return suffix in (*JSONL, *PARQUET, *TEXT) or (suffix == JSON and file.suffix.lower() in COMPRESSIONS)
 
 
@@ -321,7 +332,8 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
 
 
-def _suffix(path: Path) -> str:
+def suffix_of(path: Path) -> str:
+    """The extension below those of compression, in lower case."""
     suffixes = [suffix.lower() for suffix in path.suffixes]
     while suffixes and suffixes[-1] in COMPRESSIONS:
         suffixes.pop()
@@ -333,7 +345,7 @@ def _known_suffixes() -> str:
 
 
 def _kind(path: Path, reading: Reading, file_format: FileFormat) -> Kind:
-    suffix, compression = _suffix(path), path.suffix.lower()
+    suffix, compression = suffix_of(path), path.suffix.lower()
     if compression in COMPRESSIONS:
         _require(COMPRESSIONS[compression], str(path))
     if file_format == "parquet" or (file_format == "auto" and suffix in PARQUET):

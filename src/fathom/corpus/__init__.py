@@ -1,0 +1,1 @@
+"""Documents to clean, deduplicated, decontaminated, mixed collections of tokens, each step accounted for."""

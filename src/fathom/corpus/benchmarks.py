@@ -1,0 +1,213 @@
+"""Benchmarks: items of many makers in one form, and what is wrong with a benchmark itself."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fathom.corpus.normalization import normalize
+from fathom.corpus.stage import CorpusError
+from fathom.corpus.words import words_of
+from fathom.data.shards import DataError
+from fathom.data.sources import JSON, Reading, Source, suffix_of
+
+QUESTIONS = ("question", "stem", "query", "goal", "premise", "sentence", "ctx", "prompt", "text", "sentence_good")
+ANSWERS = ("answer", "answerKey", "gold", "label", "correct_answer", "target")
+CONTEXTS = ("context", "passage", "support")
+LETTERS = "ABCDEFGHIJ"
+FLAT = re.compile(r"\s*(?:Choose from|Options)?:?\s*(?=\(?A[.):]\s)", re.IGNORECASE)
+OPTION = re.compile(r"(?:^|\s)\(?([A-J])[.):]\s+")
+SHOWN = 20
+"""Faults of one kind that a report lists."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One question of a benchmark."""
+
+    id: str
+    stem: str
+    choices: tuple[str, ...] = ()
+    answer: int | None = None
+    """Which choice is right; None where there are none, or where it is none of them."""
+    gold: str = ""
+    """The right answer's text."""
+    context: str = ""
+
+    def texts(self) -> list[tuple[str, str]]:
+        """(what it is, text) of everything by which a document may give the item away."""
+        listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, self.choices, strict=False))
+        found = [("stem", self.stem), *(("choice", choice) for choice in self.choices)]
+        found.append(("stem and answer", f"{self.stem} {self.gold}"))
+        found.append(("prompt", f"{self.context}\n{self.stem}\n{listed}"))
+        return found
+
+
+def plain(text: str) -> str:
+    """A text as its words, in lower case, one blank between."""
+    words = words_of([text])
+    return " ".join(text[a:b].lower() for a, b in zip(words.starts.tolist(), words.ends.tolist(), strict=True))
+
+
+def read_items(path: Path, name: str, question: str | None = None) -> list[Item]:
+    """The items of a benchmark's file: JSON lines, a JSON list, or an object of columns; `#KEY` selects a part."""
+    items = []
+    for number, row in enumerate(_rows(path, name)):
+        if not isinstance(row, Mapping):
+            raise CorpusError(f"decontaminate.benchmarks.{name}: item {number + 1} is {type(row).__name__}, no object")
+        try:
+            items.append(item_of(row, number, question))
+        except (KeyError, ValueError) as error:
+            said = error.args[0] if error.args else error
+            raise CorpusError(f"decontaminate.benchmarks.{name}: item {number + 1}: {said}") from None
+    if not items:
+        raise CorpusError(f"decontaminate.benchmarks.{name}: {path} holds no item")
+    return items
+
+
+def _rows(path: Path, name: str) -> Iterator[Any]:
+    place, _, key = str(path).partition("#")
+    path = Path(place)
+    try:
+        if suffix_of(path) == JSON and path.suffix == JSON:
+            try:
+                values = json.loads(path.read_bytes())
+            except ValueError:
+                values = None  # JSON lines under another name
+            if values is not None:
+                yield from _of_json(values, key)
+                return
+        for record in Source("jsonl", place, "", (path,)).records(Reading()):
+            if record.payload and record.payload.strip():
+                yield json.loads(record.payload.decode("utf-8-sig"))
+    except (DataError, ValueError) as error:
+        raise CorpusError(f"decontaminate.benchmarks.{name}: {path}: {' '.join(str(error).split())}") from None
+
+
+def _of_json(values: Any, key: str) -> Iterator[Any]:
+    if key:
+        if not isinstance(values, Mapping) or key not in values:
+            raise ValueError(f"no key {key!r}")
+        values = values[key]
+    if isinstance(values, Mapping):
+        columns = {name: column for name, column in values.items() if isinstance(column, list)}
+        if not columns or len({len(column) for column in columns.values()}) != 1:
+            raise ValueError("neither a list of items nor columns of one length; FILE#KEY selects a part")
+        yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
+        return
+    yield from values
+
+
+def item_of(row: Mapping[str, Any], number: int, question: str | None = None) -> Item:
+    """An item from the fields of any of the usual forms."""
+    inner = row.get("question")
+    if isinstance(inner, Mapping):  # ARC: {"question": {"stem": ..., "choices": [...]}, "answerKey": ...}
+        row = {**row, **inner, "question": inner.get("stem")}
+    key = question or next((key for key in QUESTIONS if isinstance(row.get(key), str)), None)
+    if key is None or not isinstance(row.get(key), str):
+        raise ValueError(f"no question: name its field; there are {', '.join(row)}")
+    stem = str(row[key])
+    choices, labels = _choices(row)
+    if not choices:
+        stem, choices, labels = _flat(stem)
+    given = next((row[name] for name in ANSWERS if row.get(name) is not None), None)
+    answer, gold = _gold(given, choices, labels, row)
+    context = next((str(row[name]) for name in CONTEXTS if isinstance(row.get(name), str)), "")
+    return Item(
+        str(row.get("id", number)), normalize(stem), tuple(map(normalize, choices)), answer, normalize(gold),
+        normalize(context),
+    )  # fmt: skip
+
+
+def _choices(row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """The options of an item and how they are called."""
+    found = row.get("choices", row.get("options", row.get("endings")))
+    if isinstance(found, Mapping):  # {"text": [...], "label": [...]}, or {"A": ..., "B": ...}
+        if isinstance(found.get("text"), list):
+            return list(map(str, found["text"])), list(map(str, found.get("label", LETTERS)))
+        return list(map(str, found.values())), list(map(str, found))
+    if isinstance(found, list):
+        if all(isinstance(one, Mapping) for one in found):
+            return [str(one.get("text", "")) for one in found], [str(one.get("label", "")) for one in found]
+        return ["" if one is None else str(one) for one in found], list(LETTERS[: len(found)])
+    if "correct_answer" in row:
+        wrong = sorted(key for key in row if re.fullmatch(r"distractor\d", key))
+        return [str(row["correct_answer"]), *(str(row[key]) for key in wrong)], []
+    for pattern in (r"sol\d", r"choice\d", r"option\d", r"[A-J]"):
+        if keys := sorted(key for key in row if re.fullmatch(pattern, key)):
+            return [str(row[key]) for key in keys], keys
+    return [], []
+
+
+def _flat(question: str) -> tuple[str, list[str], list[str]]:
+    """A question that lists its options itself: `... Choose from: A. ... B. ...`."""
+    begins = list(OPTION.finditer(question))
+    letters = [match[1] for match in begins]
+    if len(begins) < 2 or letters != list(LETTERS[: len(letters)]):
+        return question, [], []
+    ends = [*(match.start() for match in begins[1:]), len(question)]
+    stem = re.sub(r"\s*(?:choose from|options)\s*:?\s*$", "", question[: begins[0].start()], flags=re.IGNORECASE)
+    options = [question[match.end() : end].strip() for match, end in zip(begins, ends, strict=True)]
+    return stem, options, letters
+
+
+def _gold(given: Any, choices: Sequence[str], labels: Sequence[str], row: Mapping[str, Any]) -> tuple[int | None, str]:
+    """Which choice is right, and its text; the text alone where there are no choices."""
+    if given is None:
+        return None, ""
+    if not choices:
+        return None, str(given)
+    text = str(given).strip()
+    if text in choices and "correct_answer" in row:
+        return choices.index(text), text
+    if isinstance(given, int) and not isinstance(given, bool):
+        first = 1 if any(re.fullmatch(r"\D+1", label) for label in labels[:1]) and "label" not in row else 0
+        place = given - first
+    elif text in labels:
+        place = labels.index(text)
+    elif text in choices:
+        place = choices.index(text)
+    elif text.isdigit():
+        place = int(text) - (1 if any(re.fullmatch(r"option1", label) for label in labels[:1]) else 0)
+    else:
+        place = LETTERS.find(text.rstrip(".").upper()) if len(text.rstrip(".")) == 1 else -1
+    return (place, choices[place]) if 0 <= place < len(choices) else (None, "")
+
+
+def self_check(items: Sequence[Item]) -> dict[str, Any]:
+    """What is wrong with a benchmark, and what a guesser would score."""
+    stems: dict[str, list[Item]] = {}
+    whole: dict[tuple[str, tuple[str, ...]], list[Item]] = {}
+    for item in items:
+        stems.setdefault(plain(item.stem), []).append(item)
+        whole.setdefault((plain(item.stem), tuple(sorted(map(plain, item.choices)))), []).append(item)
+    contradictory = [same for same in whole.values() if len({plain(item.gold) for item in same if item.gold}) > 1]
+    with_choices = [item for item in items if item.choices]
+    faults: dict[str, list[Any]] = {
+        "duplicate_stems": [[item.id for item in same] for same in stems.values() if len(same) > 1],
+        "contradictory": [[item.id for item in same] for same in contradictory],
+        "repeated_options": [item.id for item in with_choices if len(set(map(_key, item.choices))) < len(item.choices)],
+        "empty_options": [item.id for item in with_choices if not all(choice.strip() for choice in item.choices)],
+        "answer_out_of_range": [item.id for item in with_choices if item.answer is None],
+    }
+    letters = Counter(LETTERS[item.answer] for item in with_choices if item.answer is not None and item.answer < 10)
+    return {
+        "items": len(items),
+        "questions": len(whole),
+        "question_answer_pairs": len({(key, plain(item.gold)) for key, same in whole.items() for item in same}),
+        "with_choices": len(with_choices),
+        "letters": dict(sorted(letters.items())),
+        "majority_score": round(max(letters.values()) / len(with_choices), 6) if letters else None,
+        "counts": {name: len(found) for name, found in faults.items()},
+        "faults": {name: found[:SHOWN] for name, found in faults.items()},
+    }
+
+
+def _key(choice: str) -> str:
+    """Two options that differ in case or outer blanks alone are one; punctuation may be all that tells them apart."""
+    return " ".join(choice.lower().split())

@@ -1,0 +1,71 @@
+"""How many tokens a mixture takes of each collection, how often each is read, and whether that can be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from fathom.corpus.stage import CorpusError
+from fathom.data.mixture import whole_weights
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A feasible mixture."""
+
+    tokens: int
+    weights: dict[str, int]
+    """Shares as the smallest whole numbers."""
+    available: dict[str, int]
+    epochs: dict[str, float]
+    """How often each collection is read."""
+    largest: int
+    """Tokens that the cap on epochs would allow."""
+    limited_by: str
+    """The collection that sets it."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+def plan_budget(
+    available: Mapping[str, int], shares: Mapping[str, float], tokens: int | None, most_epochs: float
+) -> Budget:
+    """The budget of a mixture; one that cannot be is an error that names the collection and the largest that can.
+
+    Args:
+        available: Tokens of each collection.
+        shares: Of the tokens that are read; empty for as many as there are.
+        tokens: The budget; None for one epoch of the collection that runs out first.
+        most_epochs: How often a collection may be read.
+    """
+    for name in shares:
+        if not available.get(name):
+            raise CorpusError(f"mix.shares.{name}: nothing of this collection is left", 1)
+    names = list(shares) or [name for name, count in available.items() if count]
+    if not names:
+        raise CorpusError("nothing is left to train on", 1)
+    weights = whole_weights([shares.get(name, available[name]) for name in names])
+    total = sum(weights)
+    # N w / a <= e in whole numbers, as far as e is one: N <= e a W / w.
+    limits = {name: most_epochs * available[name] * total / weight for name, weight in zip(names, weights, strict=True)}
+    scarce = min(limits, key=lambda name: limits[name])
+    largest = int(limits[scarce])
+    wanted = int(limits[scarce] / most_epochs) if tokens is None else tokens
+    if wanted > largest:
+        epochs = wanted * weights[names.index(scarce)] / total / available[scarce]
+        raise CorpusError(
+            f"mix.tokens={wanted}: {scarce} has {available[scarce]:,} tokens and would be read {epochs:.3g} times, "
+            f"over mix.epochs={most_epochs:g}; at most {largest:,} tokens are possible",
+            1,
+        )
+    return Budget(
+        tokens=wanted,
+        weights=dict(zip(names, weights, strict=True)),
+        available={name: available[name] for name in names},
+        epochs={name: wanted * weight / total / available[name] for name, weight in zip(names, weights, strict=True)},
+        largest=largest,
+        limited_by=scarce,
+    )

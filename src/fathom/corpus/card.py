@@ -1,0 +1,157 @@
+"""card.md: what a corpus is made of, from the manifests of its stages alone."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
+
+from fathom.corpus.clean import RULES
+from fathom.corpus.contamination import checks_of
+from fathom.corpus.extraction import FAILURES
+from fathom.corpus.stage import MANIFEST, Workspace
+from fathom.corpus.tokens import SHARDS
+from fathom.report.files import digest, read_json, write_atomically
+
+CARD = "card.md"
+
+
+def write_card(workspace: Workspace) -> Path:
+    """Write the card; returns where."""
+    path = workspace.directory / CARD
+    write_atomically(path, "\n".join(_lines(workspace)) + "\n")
+    return path
+
+
+def _lines(workspace: Workspace) -> Iterator[str]:
+    yield f"# A corpus of {', '.join(workspace.recipe.collections)}"
+    yield ""
+    yield "Made by `fathom corpus` from `recipe.yaml`; every number here is of the manifests below `stages/`."
+    yield from _section("Collections", _collections(workspace))
+    yield from _section("What was left out", _dropped(workspace))
+    yield from _section("The mixture", _mixture(workspace))
+    yield from _section("Benchmarks", _benchmarks(workspace))
+    yield from _section("Hashes", _hashes(workspace))
+
+
+def _section(title: str, lines: Iterable[str]) -> Iterator[str]:
+    yield from ("", f"## {title}", "", *lines)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[str]:
+    yield "| " + " | ".join(head) + " |"
+    yield "| --- |" + " --: |" * (len(head) - 1)
+    for row in rows:
+        yield "| " + " | ".join(f"{cell:,}" if isinstance(cell, int) else str(cell) for cell in row) + " |"
+
+
+def _collections(workspace: Workspace) -> Iterator[str]:
+    counts = workspace.manifest("tokenize")["counts"]
+    licenses: dict[str, Counter[str]] = {}
+    for one in workspace.outputs("tokenize", SHARDS):
+        facts = read_json(workspace.path(one))
+        licenses.setdefault(facts["collection"], Counter()).update(facts["licenses"])
+    rows = []
+    for name in workspace.recipe.collections:
+        found = [f"{key} ({count:,})" for key, count in sorted(licenses.get(name, {}).items())]
+        of_split = [
+            counts.get(f"{name} {split} {key}", 0) for split in ("train", "val") for key in ("documents", "tokens")
+        ]
+        rows.append([name, ", ".join(found) or "none left", *of_split, sum(of_split[0::2])])
+    head = ("collection", "licences (documents)", "train documents", "train tokens", "val documents", "val tokens")
+    yield from _table(head, [row[:-1] for row in rows])
+
+
+def _by_collection(workspace: Workspace, stage: str) -> dict[str, Counter[str]]:
+    found: dict[str, Counter[str]] = {name: Counter() for name in workspace.recipe.collections}
+    for task in workspace.manifest(stage)["tasks"]:
+        found[task["arguments"]["collection"]].update(task["counts"])
+    return found
+
+
+def _dropped(workspace: Workspace) -> Iterator[str]:
+    """One row for each reason, one column for each collection."""
+    names = list(workspace.recipe.collections)
+    read, cleaned = _by_collection(workspace, "ingest"), _by_collection(workspace, "clean")
+    gone = workspace.manifest("duplicates")["counts"]
+    rows = [["read", *(read[name]["documents"] for name in names)]]
+    rows += [[f"unreadable: {status}", *(read[name][status] for name in names)] for status in FAILURES]
+    rows += [[f"filter: {rule}", *(cleaned[name][rule] for name in names)] for rule in ("empty", *RULES)]
+    rows.append(["duplicate", *(gone.get(f"removed from {name}", 0) for name in names)])
+    actions = _actions(workspace)
+    rows += [[f"contaminated: {word}", *(actions[name][word] for name in names)] for word in ("drop", "cut", "report")]
+    kept = workspace.manifest("tokenize")["counts"]
+    last = ["kept", *(sum(kept.get(f"{name} {split} documents", 0) for split in ("train", "val")) for name in names)]
+    yield from _table(("documents", *names), [row for row in rows if row[0] == "read" or any(row[1:])] + [last])
+    yield ""
+    yield "Each document that a rule left out is in `stages/clean/*/dropped.jsonl`, each duplicate with what it matched"
+    yield "in `stages/duplicates/*/duplicates.jsonl`, each unreadable file in `stages/ingest/*/failed.jsonl`."
+
+
+def _actions(workspace: Workspace) -> dict[str, Counter[str]]:
+    """Documents that give an item away, by what was done with them."""
+    found: dict[str, Counter[str]] = {name: Counter() for name in workspace.recipe.collections}
+    parts = {task["inputs"][0]["path"]: task for task in workspace.manifest("contamination")["tasks"]}
+    collections = {
+        f"stages/clean/{task['key']}/{name}": task["arguments"]["collection"]
+        for task in workspace.manifest("clean")["tasks"]
+        for name in task["outputs"]
+    }
+    for path, task in parts.items():
+        for word, count in (("drop", "dropped"), ("cut", "cut"), ("report", "reported")):
+            found[collections[path]][word] += task["counts"][count]
+    return found
+
+
+def _mixture(workspace: Workspace) -> Iterator[str]:
+    mixture = read_json(workspace.directory / "mixture.json")
+    total = sum(mixture["weights"].values())
+    rows = [
+        [name, f"{weight / total:.4f}", mixture["available"][name], f"{mixture['epochs'][name]:.3f}"]
+        for name, weight in mixture["weights"].items()
+    ]
+    yield from _table(("collection", "share of tokens", "train tokens", "epochs"), rows)
+    yield ""
+    cap = workspace.recipe.mix.epochs
+    yield (
+        f"A budget of {mixture['tokens']:,} tokens in rows of {mixture['block']:,}; with at most {cap:g} epochs of a "
+        f"collection {mixture['largest']:,} would be possible, limited by {mixture['limited_by']}."
+    )
+
+
+def _benchmarks(workspace: Workspace) -> Iterator[str]:
+    checks = checks_of(workspace)
+    if not checks:
+        yield "None was named: nothing is known of what these documents give away."
+        return
+    dirty = {task["arguments"]["benchmark"]: task["counts"] for task in workspace.manifest("flags")["tasks"]}
+    rows = [
+        [
+            check["benchmark"],
+            check["items"],
+            dirty[check["benchmark"]]["dirty"],
+            len(check["too_short_to_find"]),
+            *(
+                check["counts"][key]
+                for key in ("duplicate_stems", "contradictory", "repeated_options", "empty_options")
+            ),
+            check["counts"]["answer_out_of_range"],
+        ]
+        for check in checks
+    ]
+    head = ("benchmark", "items", "dirty", "too short to find", "duplicate stems", "contradictory", "repeated options")
+    yield from _table((*head, "empty options", "answer out of range"), rows)
+    yield ""
+    rules = workspace.recipe.decontaminate
+    yield (
+        f"Dirty is an item of which {rules.words} words in a row occur in a document, or all of it where it has "
+        f"{rules.whole} to {rules.words - 1}; what was done with the document is counted above. `benchmark/NAME.jsonl` "
+        "flags every item."
+    )
+
+
+def _hashes(workspace: Workspace) -> Iterator[str]:
+    rows = []
+    for place in sorted((workspace.directory / "stages").glob(f"*/{MANIFEST}")):
+        rows.append([place.parent.name, f"`{digest(place)['sha256'][:32]}`"])
+    yield from _table(("stage", "SHA-256 of its manifest, first half"), rows)

@@ -1,0 +1,102 @@
+"""Normalise, give each document its id, and keep it or say which rule it breaks."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from fathom.corpus.conversations import contents
+from fathom.corpus.documents import Document, PartWriter, read_part, write_lines
+from fathom.corpus.normalization import normalize
+from fathom.corpus.quality import broken_rules, language_of
+from fathom.corpus.recipe import Filter
+from fathom.corpus.stage import CorpusError, Stage, Task
+
+RULES = (*(one.name for one in fields(Filter) if one.name != "languages"), "language")
+ONE_PART = 1 << 62
+
+
+def text_digest(text: str) -> bytes:
+    """What two documents of the same text share."""
+    return hashlib.sha256(text.encode("utf-8")).digest()
+
+
+class Clean(Stage):
+    """One task for each file of documents; what it drops is listed beside what it keeps."""
+
+    name = "clean"
+
+    def settings(self) -> dict[str, Any]:
+        """What of the recipe decides the outcome."""
+        return {"normalize": asdict(self.recipe.normalize)}
+
+    def tasks(self) -> list[Task]:
+        """The work, when the stages before are done."""
+        wanted = any(self.recipe.filter_of(name).languages for name in self.recipe.collections)
+        if wanted and importlib.util.find_spec("py3langid") is None:
+            raise CorpusError("filter.languages needs py3langid: pip install 'fathom-lm[corpus]'")
+        found = []
+        for entry in self.workspace.manifest("ingest")["tasks"]:
+            collection = entry["arguments"]["collection"]
+            kind = entry["arguments"]["kind"]
+            limits = asdict(self.recipe.filter_of(collection)) if kind == "documents" else None
+            arguments = {"collection": collection, "kind": kind, "filter": limits}
+            found += [Task((part,), arguments) for part in self.workspace.parts("ingest", entry["key"])]
+        return found
+
+    def run(self, task: Task, folder: Path) -> dict[str, int]:
+        """Do one task; returns what was counted."""
+        limits = None
+        if task.arguments["filter"] is not None:
+            values = task.arguments["filter"]
+            limits = Filter(**values | {"languages": tuple(values["languages"])})
+        counts = dict.fromkeys(("documents", "kept", "bytes", "empty", *RULES), 0)
+        with PartWriter(folder, limit=ONE_PART) as writer:
+            dropped = self._dropped(self.workspace.path(task.inputs[0]), limits, writer, counts)
+            write_lines(folder / "dropped.jsonl", dropped)
+        return counts
+
+    def _dropped(
+        self, path: Path, limits: Filter | None, writer: PartWriter, counts: dict[str, int]
+    ) -> Iterator[dict[str, Any]]:
+        """What is not kept, while what is kept goes to the writer."""
+        for document in read_part(path):
+            counts["documents"] += 1
+            self._normalize(document)
+            reasons = _reasons(document, limits)
+            if not reasons:
+                counts["kept"] += 1
+                counts["bytes"] += len(document.text.encode("utf-8"))
+                writer.write(document)
+                continue
+            counts[reasons[0]["rule"]] += 1
+            yield {"id": document.id, "path": document.path, "reason": reasons[0]["rule"], "all": reasons}
+
+    def _normalize(self, document: Document) -> None:
+        normal = self.recipe.normalize
+        if document.messages is None:
+            document.text = normalize(document.text, normal.strip, normal.blank_lines)
+        else:
+            for message in document.messages:
+                message["content"] = normalize(message["content"], normal.strip, normal.blank_lines)
+            document.text = contents(document.messages)
+        document.id = text_digest(document.text).hex()[:16]
+        document.n_chars, document.n_words = len(document.text), len(document.text.split())
+
+
+def _reasons(document: Document, limits: Filter | None) -> list[dict[str, Any]]:
+    """Every rule that a document breaks, the first first."""
+    if not document.text.strip():
+        return [{"rule": "empty"}]
+    if limits is None:
+        return []
+    reasons: list[dict[str, Any]] = [rule._asdict() for rule in broken_rules(document.text, limits)]
+    if limits.languages:
+        document.lang = language_of(document.text)
+        if document.lang not in limits.languages:
+            reasons.append({"rule": "language", "value": document.lang, "limit": list(limits.languages)})
+    return reasons

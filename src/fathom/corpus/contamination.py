@@ -1,0 +1,322 @@
+"""Documents that give evaluation items away, and the items that are given away.
+
+`benchmarks` reads, checks and indexes the benchmarks, `contamination` looks for them in each file of documents, and
+`flags` says of every item whether it is dirty. A leak is a shared run of 13 words; an item of 8 to 12 words is one
+where it occurs whole, and a shorter one where its answer follows.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fathom.corpus.benchmarks import Item, plain, read_items, self_check
+from fathom.corpus.documents import Document, read_lines, read_part, write_lines
+from fathom.corpus.recipe import Decontaminate
+from fathom.corpus.stage import CorpusError, Input, Stage, Task
+from fathom.corpus.words import BLOCK, Numbers, words_of
+from fathom.report.files import digest, read_json, write_json
+
+SNIPPET = 300
+"""Characters of a document that a report quotes."""
+SIEVE_BITS = 20
+
+
+class Benchmarks(Stage):
+    """One task for each benchmark."""
+
+    name = "benchmarks"
+
+    def settings(self) -> dict[str, Any]:
+        """What of the recipe decides the outcome."""
+        leaks = self.recipe.decontaminate
+        return {key: getattr(leaks, key) for key in ("words", "whole", "shortest")}
+
+    def tasks(self) -> list[Task]:
+        """The work, when the stages before are done."""
+        found = []
+        for name, one in self.recipe.decontaminate.benchmarks.items():
+            place = Path(one.path.partition("#")[0]).expanduser()
+            if not place.is_file():
+                raise CorpusError(f"decontaminate.benchmarks.{name}: {place}: no such file")
+            facts = digest(place)
+            entry = Input(str(place.absolute()), facts["sha256"], facts["bytes"])
+            arguments = {"name": name, "question": one.question, "part": one.path.partition("#")[2]}
+            found.append(Task((entry,), arguments))
+        return found
+
+    def run(self, task: Task, folder: Path) -> dict[str, int]:
+        """Do one task; returns what was counted."""
+        name, part = task.arguments["name"], task.arguments["part"]
+        place = task.inputs[0].path + (f"#{part}" if part else "")
+        items = read_items(Path(place), name, task.arguments["question"])
+        check = self_check(items)
+        index, unchecked = build_index(items, self.recipe.decontaminate)
+        np.savez(folder / "index.npz", allow_pickle=False, **index)
+        write_lines(folder / "items.jsonl", (asdict(item) for item in items))
+        write_json(folder / "check.json", {"benchmark": name, **check, "too_short_to_find": unchecked})
+        return {"items": len(items), "unchecked": len(unchecked), "contradictory": check["counts"]["contradictory"]}
+
+    def finish(self, counts: dict[str, int]) -> None:
+        """Refuse an outcome that cannot be used."""
+        if self.recipe.decontaminate.strict and counts.get("contradictory"):
+            raise CorpusError(
+                f"benchmarks: {counts['contradictory']} questions have two answers: see check.json below "
+                f"{self.workspace.stage(self.name)}; decontaminate.strict=false goes on",
+                1,
+            )
+
+
+def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[dict[str, NDArray[Any]], list[str]]:
+    """Numbers of runs by their length, sorted, with the item of each; and ids of items too short to be found."""
+    runs: dict[int, list[tuple[int, int]]] = {}
+    unchecked = []
+    for number, item in enumerate(items):
+        found = False
+        for what, text in item.texts():
+            words = words_of([text])
+            count = len(words.numbers)
+            length = min(count, rules.words)
+            if count < (rules.shortest if what == "stem and answer" else rules.whole):
+                continue
+            found = True
+            for value in words.runs(length)[0].tolist():
+                runs.setdefault(length, []).append((value, number))
+        if not found:
+            unchecked.append(item.id)
+    index: dict[str, NDArray[Any]] = {}
+    for length, pairs in sorted(runs.items()):
+        ordered = sorted(set(pairs))
+        index[f"runs_{length}"] = np.array([value for value, _ in ordered], np.uint64)
+        index[f"items_{length}"] = np.array([number for _, number in ordered], np.int64)
+    return index, unchecked
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A passage of a text that an item shares."""
+
+    item: int
+    start: int
+    end: int
+    words: int
+
+
+class Matcher:
+    """Finds the items of one benchmark in texts."""
+
+    def __init__(self, index: dict[str, NDArray[Any]], items: Sequence[Item]) -> None:
+        self._items = items
+        self._index: dict[int, tuple[Numbers, NDArray[np.int64], NDArray[np.bool_]]] = {}
+        self._plain: dict[int, list[str]] = {}
+        for key in index:
+            if key.startswith("runs_"):
+                length = int(key.removeprefix("runs_"))
+                sieve = np.zeros(1 << SIEVE_BITS, np.bool_)
+                sieve[_low(index[key])] = True
+                self._index[length] = (index[key], index[f"items_{length}"], sieve)
+
+    def hits(self, texts: Sequence[str]) -> Iterator[list[Hit]]:
+        """For each text its hits, in order."""
+        words = words_of(texts)
+        found: list[list[Hit]] = [[] for _ in texts]
+        for length, (known, items, sieve) in self._index.items():
+            runs, bounds = words.runs(length)
+            maybe = np.flatnonzero(sieve[_low(runs)])
+            first = np.searchsorted(known, runs[maybe], "left")
+            last = np.searchsorted(known, runs[maybe], "right")
+            for run, low, high in zip(maybe.tolist(), first.tolist(), last.tolist(), strict=True):
+                if low == high:
+                    continue
+                text = int(np.searchsorted(bounds, run, "right")) - 1
+                begin = int(words.bounds[text] + run - bounds[text])
+                start, end = int(words.starts[begin]), int(words.ends[begin + length - 1])
+                for item in items[low:high].tolist():
+                    # Numbers may agree by chance: the words decide.
+                    if self._holds(item, plain(texts[text][start:end])):
+                        found[text].append(Hit(item, start, end, length))
+        for hits in found:
+            yield sorted(hits, key=lambda hit: (hit.start, hit.end, hit.item))
+
+    def _holds(self, item: int, passage: str) -> bool:
+        if item not in self._plain:
+            self._plain[item] = [f" {plain(text)} " for _, text in self._items[item].texts()]
+        return any(f" {passage} " in text for text in self._plain[item])
+
+
+def _low(numbers: Numbers) -> NDArray[np.int64]:
+    return (numbers & np.uint64((1 << SIEVE_BITS) - 1)).astype(np.int64)
+
+
+class Contamination(Stage):
+    """One task for each file of documents: what is done with each that gives an item away, and why."""
+
+    name = "contamination"
+
+    def settings(self) -> dict[str, Any]:
+        """What of the recipe decides the outcome."""
+        return {"margin": self.recipe.decontaminate.margin, "actions": self._actions()}
+
+    def _actions(self) -> dict[str, str]:
+        leaks = self.recipe.decontaminate
+        return {name: one.action or leaks.action for name, one in leaks.benchmarks.items()}
+
+    def tasks(self) -> list[Task]:
+        """The work, when the stages before are done."""
+        indices, items = (self.workspace.outputs("benchmarks", name) for name in ("index.npz", "items.jsonl"))
+        names = [task["arguments"]["name"] for task in self.workspace.manifest("benchmarks")["tasks"]]
+        removed = self.workspace.outputs("duplicates", ".npy")
+        parts = self.workspace.parts("clean") if names else []
+        return [
+            Task((part, gone, *indices, *items), {"benchmarks": names})
+            for part, gone in zip(parts, removed, strict=False)
+        ]
+
+    def run(self, task: Task, folder: Path) -> dict[str, int]:
+        """Do one task; returns what was counted."""
+        names = task.arguments["benchmarks"]
+        paths = [self.workspace.path(one) for one in task.inputs]
+        matchers = {
+            name: (Matcher(dict(np.load(index)), items := read_index_items(lines)), items)
+            for name, index, lines in zip(names, paths[2 : 2 + len(names)], paths[2 + len(names) :], strict=True)
+        }
+        removed = set(np.load(paths[1]).tolist())
+        counts = dict.fromkeys(("documents", "hits", "dropped", "cut", "reported"), 0)
+        verdicts: dict[str, list[Any]] = {}
+        with (folder / "hits.jsonl").open("w", encoding="utf-8") as out:
+            for row, document, found in self._search(paths[0], removed, matchers, counts):
+                action, spans = self._action(document, found)
+                counts[{"drop": "dropped", "cut": "cut", "report": "reported"}[action]] += 1
+                counts["hits"] += len(found)
+                if action != "report":
+                    verdicts[str(row)] = spans if action == "cut" else []
+                for line in _lines(row, document, found, matchers, action):
+                    out.write(line)
+        write_json(folder / "verdicts.json", verdicts)
+        return counts
+
+    def _search(
+        self, path: Path, removed: set[int], matchers: dict[str, Any], counts: dict[str, int]
+    ) -> Iterator[tuple[int, Document, list[tuple[str, Hit]]]]:
+        """Rows in which something was found."""
+        for batch in _row_batches(path, removed):
+            counts["documents"] += len(batch)
+            texts = [document.text for _, document in batch]
+            found: list[list[tuple[str, Hit]]] = [[] for _ in batch]
+            for name, (matcher, _) in matchers.items():
+                for hits, mine in zip(matcher.hits(texts), found, strict=True):
+                    mine += [(name, hit) for hit in hits]
+            for (row, document), hits in zip(batch, found, strict=True):
+                if hits:
+                    yield row, document, hits
+
+    def _action(self, document: Document, found: Sequence[tuple[str, Hit]]) -> tuple[str, list[list[int]]]:
+        """The strictest of what the benchmarks want, and the passages to cut."""
+        actions = self._actions()
+        wanted = {actions[name] for name, _ in found}
+        if "drop" in wanted or ("cut" in wanted and document.messages is not None):
+            return "drop", []
+        if "cut" not in wanted:
+            return "report", []
+        margin = self.recipe.decontaminate.margin
+        spans: list[list[int]] = []
+        for hit in sorted((hit for name, hit in found if actions[name] == "cut"), key=lambda hit: hit.start):
+            low, high = max(hit.start - margin, 0), min(hit.end + margin, len(document.text))
+            if spans and low <= spans[-1][1]:
+                spans[-1][1] = max(spans[-1][1], high)
+            else:
+                spans.append([low, high])
+        return "cut", spans
+
+
+def _row_batches(path: Path, removed: set[int]) -> Iterator[list[tuple[int, Document]]]:
+    batch: list[tuple[int, Document]] = []
+    size = 0
+    for row, document in enumerate(read_part(path)):
+        if row in removed:
+            continue
+        if batch and size + len(document.text) > BLOCK // 4:
+            yield batch
+            batch, size = [], 0
+        batch.append((row, document))
+        size += len(document.text)
+    if batch:
+        yield batch
+
+
+def _lines(
+    row: int, document: Document, found: Sequence[tuple[str, Hit]], matchers: dict[str, Any], action: str
+) -> Iterator[str]:
+    """What a report says of a document: one line for each item, with the longest passage that is shared."""
+    spans: dict[tuple[str, int], list[list[int]]] = {}
+    for name, hit in found:
+        mine = spans.setdefault((name, hit.item), [])
+        if mine and hit.start <= mine[-1][1]:
+            mine[-1][1] = max(mine[-1][1], hit.end)
+        else:
+            mine.append([hit.start, hit.end])
+    for (name, number), mine in sorted(spans.items()):
+        start, end = max(mine, key=lambda span: (span[1] - span[0], -span[0]))
+        item = matchers[name][1][number]
+        row_values = {
+            "benchmark": name,
+            "item": item.id,
+            "item_number": number,
+            "row": row,
+            "id": document.id,
+            "path": document.path,
+            "collection": document.collection,
+            "action": action,
+            "start": start,
+            "end": end,
+            "words": len(plain(document.text[start:end]).split()),
+            "document_says": document.text[start:end][:SNIPPET],
+            "item_says": f"{item.stem} {item.gold}".strip()[:SNIPPET],
+        }
+        yield json.dumps(row_values, ensure_ascii=False) + "\n"
+
+
+def read_index_items(path: Path) -> list[Item]:
+    """The items of a benchmark as its task wrote them."""
+    return [Item(**{**row, "choices": tuple(row["choices"])}) for row in read_lines(path)]
+
+
+class Flags(Stage):
+    """One file for each benchmark: of every item whether it is dirty, and where."""
+
+    name = "flags"
+
+    def tasks(self) -> list[Task]:
+        """The work, when the stages before are done."""
+        items = self.workspace.outputs("benchmarks", "items.jsonl")
+        names = [task["arguments"]["name"] for task in self.workspace.manifest("benchmarks")["tasks"]]
+        hits = self.workspace.outputs("contamination", "hits.jsonl")
+        return [Task((one, *hits), {"benchmark": name}) for name, one in zip(names, items, strict=True)]
+
+    def run(self, task: Task, folder: Path) -> dict[str, int]:
+        """Do one task; returns what was counted."""
+        name = task.arguments["benchmark"]
+        items = read_index_items(self.workspace.path(task.inputs[0]))
+        where: dict[int, list[dict[str, Any]]] = {}
+        for one in task.inputs[1:]:
+            for row in read_lines(self.workspace.path(one)):
+                if row["benchmark"] == name:
+                    found = {key: row[key] for key in ("collection", "path", "id", "words", "action")}
+                    where.setdefault(row["item_number"], []).append(found)
+        rows = (
+            {"id": item.id, "number": number, "dirty": number in where, "documents": where.get(number, [])[:10]}
+            for number, item in enumerate(items)
+        )
+        write_lines(folder / f"{name}.jsonl", rows)
+        return {"items": len(items), "dirty": len(where)}
+
+
+def checks_of(workspace: Any) -> list[dict[str, Any]]:
+    """What each benchmark's self-check found."""
+    return [read_json(workspace.path(one)) for one in workspace.outputs("benchmarks", "check.json")]

@@ -1,0 +1,60 @@
+"""Conversations: rows of many makers as one list of messages."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"} | {
+    "human": "user",
+    "gpt": "assistant",
+    "observation": "tool",
+    "function": "tool",
+}
+
+
+class ConversationError(ValueError):
+    """A row that is no conversation."""
+
+
+def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The messages of a row.
+
+    It holds `messages` of role and content, `conversations` of from and value, or instruction, input and output. A
+    message may say `train: false`.
+    """
+    given = row.get("messages", row.get("conversations"))
+    if given is not None:
+        if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+            raise ConversationError("messages: expected a list that is not empty")
+        return [_message(number, one) for number, one in enumerate(given)]
+    if "instruction" not in row or "output" not in row:
+        raise ConversationError("neither messages nor instruction and output")
+    question = "\n\n".join(_text(row.get(key) or "", key) for key in ("instruction", "input") if row.get(key))
+    system = [{"role": "system", "content": _text(row["system"], "system")}] if row.get("system") else []
+    answer = _text(row["output"], "output")
+    return [*system, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def _message(number: int, one: Any) -> dict[str, Any]:
+    if not isinstance(one, Mapping):
+        raise ConversationError(f"message {number + 1} is {type(one).__name__}, not role and content")
+    role = one.get("role", one.get("from"))
+    if role not in ROLES:
+        raise ConversationError(f"message {number + 1}: role {role!r} is none of {', '.join(ROLES)}")
+    content = _text(one.get("content", one.get("value")), f"message {number + 1}")
+    train = one.get("train", True)
+    if not isinstance(train, bool):
+        raise ConversationError(f"message {number + 1}: train is {train!r}, neither true nor false")
+    return {"role": ROLES[role], "content": content} | ({} if train else {"train": False})
+
+
+def _text(value: Any, name: str) -> str:
+    if not isinstance(value, str):
+        raise ConversationError(f"{name} is {type(value).__name__}, not text")
+    return value
+
+
+def contents(messages: Sequence[Mapping[str, Any]]) -> str:
+    """What is said in a conversation, as one text."""
+    return "\n\n".join(str(message["content"]) for message in messages)

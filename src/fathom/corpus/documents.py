@@ -1,0 +1,106 @@
+"""A document as one JSON line, and files of them that are read in constant memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any
+
+PART_BYTES = 1 << 26
+"""Of text in one file of documents, about: what a task of a later stage reads."""
+
+
+@dataclass
+class Document:
+    """One document, or one conversation, with its origin."""
+
+    text: str
+    path: str
+    """Where it comes from: the input's name below what the recipe names, and its place in there."""
+    collection: str = ""
+    mime: str = "text/plain"
+    license: str = "unknown"
+    id: str = ""
+    """The first 16 hexadecimal digits of the SHA-256 of the normalised text."""
+    lang: str = ""
+    n_chars: int = 0
+    n_words: int = 0
+    meta: dict[str, Any] = field(default_factory=dict)
+    messages: list[dict[str, Any]] | None = None
+    """Of a conversation; its text is then their contents, one after the other."""
+
+    def to_json(self) -> str:
+        """One line."""
+        values = {key: value for key, value in vars(self).items() if key != "messages" or value is not None}
+        return json.dumps(values, ensure_ascii=False)
+
+    @classmethod
+    def from_json(cls, line: str | bytes) -> Document:
+        """The reverse of `to_json`."""
+        return cls(**json.loads(line))
+
+
+class PartWriter:
+    """Writes documents to numbered files of about `PART_BYTES` each."""
+
+    def __init__(self, folder: Path, limit: int = PART_BYTES) -> None:
+        self._folder, self._limit = folder, limit
+        self._file: IO[bytes] | None = None
+        self._written = 0
+        self.parts = 0
+
+    def write(self, document: Document) -> None:
+        """Append one document."""
+        if self._file is None or self._written >= self._limit:
+            self.close()
+            self._file = (self._folder / f"part-{self.parts:05d}.jsonl").open("wb")
+            self._written = 0
+            self.parts += 1
+        self._written += self._file.write(document.to_json().encode("utf-8") + b"\n")
+
+    def close(self) -> None:
+        """Finish the last file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def __enter__(self) -> PartWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_part(path: Path) -> Iterator[Document]:
+    """The documents of a file, one at a time."""
+    with path.open("rb") as file:
+        for line in file:
+            yield Document.from_json(line)
+
+
+def read_at(file: IO[bytes], offset: int) -> Document:
+    """The document whose line begins at an offset."""
+    file.seek(offset)
+    return Document.from_json(file.readline())
+
+
+def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> int:
+    """Plain values as JSON lines; returns how many."""
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            count += 1
+    return count
+
+
+def read_lines(path: Path) -> Iterator[dict[str, Any]]:
+    """JSON lines as plain values."""
+    with path.open(encoding="utf-8") as file:
+        for line in file:
+            yield json.loads(line)

@@ -1,0 +1,400 @@
+"""Which documents are kept of several that are the same, or nearly: five stages, none of which holds all texts.
+
+`signatures` makes a few numbers of each document, `exact` finds equal texts, `candidates` finds documents that agree
+in a band, `verify` compares the runs of words of such pairs themselves, and `duplicates` joins the pairs to clusters,
+keeps one document of each and says of every other which it matched. A document is addressed by its file's number and
+its row.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fathom.corpus.clean import text_digest
+from fathom.corpus.documents import Document, read_at, write_lines
+from fathom.corpus.minhash import NOTHING, band_numbers, jaccard, run_set
+from fathom.corpus.stage import Input, Stage, Task
+from fathom.corpus.words import Numbers, batches, words_of
+from fathom.report.mixing import mixed
+
+ROW_BITS = 32
+BUCKET_DOCUMENTS = 1 << 24
+"""Documents of which a task holds one number each."""
+VERIFY_PAIRS = 1 << 16
+"""Pairs that a task compares, about."""
+CROWD, NEIGHBOURS = 64, 32
+"""Of so many documents that agree in a band, each is compared with so many that are next in length, and the longest."""
+CACHED_RUNS = 1 << 24
+
+
+def address(part: int, rows: NDArray[np.int64]) -> Numbers:
+    """Documents of one file, each as one number."""
+    return (np.uint64(part) << np.uint64(ROW_BITS)) | rows.astype(np.uint64)
+
+
+class Signatures(Stage):
+    """Digest, length, place and bands of every document."""
+
+    name = "signatures"
+
+    def settings(self) -> dict[str, Any]:
+        """What of the recipe decides the outcome."""
+        near = self.recipe.deduplicate
+        return {key: getattr(near, key) for key in ("near", "shingle", "bands", "rows", "seed")}
+
+    def tasks(self) -> list[Task]:
+        """The work, when the stages before are done."""
+        return [Task((part,)) for part in self.workspace.parts("clean")]
+
+    def run(self, task: Task, folder: Path) -> dict[str, int]:
+        """Do one task; returns what was counted."""
+        near = self.recipe.deduplicate
+        digests: list[bytes] = []
+        offsets: list[int] = []
+        sizes: list[int] = []
+        bands: list[Numbers] = []
+        with self.workspace.path(task.inputs[0]).open("rb") as file:
+            for batch in batches(_texts(file, digests, offsets, sizes)):
+                if near.near:
+                    bands.append(band_numbers(words_of(batch), near.shingle, near.bands, near.rows, near.seed))
+        np.save(folder / "digests.npy", np.array(digests, "V16"))
+        np.save(folder / "offsets.npy", np.array(offsets, "<i8"))
+        np.save(folder / "sizes.npy", np.array(sizes, "<i8"))
+        if near.near:
+            np.save(folder / "bands.npy", np.concatenate(bands, axis=1) if bands else np.empty((near.bands, 0), "<u8"))
+        return {"documents": len(sizes)}
+
+
+def _texts(file: IO[bytes], digests: list[bytes], offsets: list[int], sizes: list[int]) -> Iterator[str]:
+    """The texts of a file, noting of each where its line begins, how long it is and what it is."""
+    offset = 0
+    for line in file:
+        document = Document.from_json(line)
+        digests.append(text_digest(document.text)[:16])
+        offsets.append(offset)
+        sizes.append(document.n_chars)
+        offset += len(line)
+        yield document.text
+
+
+class _Global(Stage):
+    """A stage whose tasks look at the numbers of all documents."""
+
+    def signatures(self, name: str) -> list[Input]:
+        """One file for each file of documents, in their order."""
+        return self.workspace.outputs("signatures", name)
+
+    def buckets(self) -> int:
+        """Into how many parts the documents are divided, so that one fits in memory."""
+        return -(-self.workspace.manifest("signatures")["counts"].get("documents", 0) // BUCKET_DOCUMENTS) or 1
+
+    def priorities(self) -> list[int]:
+        """Of the collection of each file of documents."""
+        tasks = self.workspace.manifest("clean")["tasks"]
+        return [
+            self.recipe.collections[task["arguments"]["collection"]].priority
+            for task in tasks
+            for name in task["outputs"]
+            if name.startswith("part-")
+        ]
+
+
+class Exact(_Global):
+    """Pairs (a document, the one of the same text that is kept)."""
+
+    name = "exact"
+
+    def settings(self) -> dict[str, Any]:
+        """What of the recipe decides the outcome."""
+        return {"exact": self.recipe.deduplicate.exact, "priorities": self.priorities()}
+
+    def tasks(self) -> list[Task]:
+        """The work, when the stages before are done."""
+        inputs = (*self.workspace.parts("clean"), *self.signatures("digests.npy"), *self.signatures("offsets.npy"))
+        count = self.buckets()
+        return [Task(inputs, {"bucket": bucket, "of": count}) for bucket in range(count)]
+
+    def run(self, task: Task, folder: Path) -> dict[str, int]:
+        """Do one task; returns what was counted."""
+        parts = len(task.inputs) // 3
+        pairs = np.empty((0, 2), "<u8")
+        if self.recipe.deduplicate.exact:
+            digests, places = self._read(task, task.inputs[parts : 2 * parts])
+            rows = _Rows(self.workspace, task.inputs[:parts], task.inputs[2 * parts :])
+            pairs = _equal_pairs(digests, places, rows, self.priorities())
+        np.save(folder / "pairs.npy", pairs)
+        return {"pairs": len(pairs)}
+
+    def _read(self, task: Task, files: Sequence[Input]) -> tuple[NDArray[Any], Numbers]:
+        """The digests of a bucket and their addresses."""
+        bucket, count = task.arguments["bucket"], task.arguments["of"]
+        digests, places = [], []
+        for part, one in enumerate(files):
+            found = np.load(self.workspace.path(one))
+            numbers = np.frombuffer(found.tobytes(), "<u8").reshape(-1, 2)[:, 0]
+            mine = np.flatnonzero(numbers % np.uint64(count) == np.uint64(bucket))
+            digests.append(found[mine])
+            places.append(address(part, mine))
+        return np.concatenate(digests), np.concatenate(places)
+
+
+def _equal_pairs(digests: NDArray[Any], places: Numbers, rows: _Rows, priorities: Sequence[int]) -> Numbers:
+    """Each document that is not the first of its text, with the first: of the highest priority, then by path."""
+    keys = np.frombuffer(digests.tobytes(), ">u8").reshape(-1, 2)
+    order = np.lexsort((places, keys[:, 1], keys[:, 0]))
+    keys, places = keys[order], places[order]
+    same = (keys[1:] == keys[:-1]).all(axis=1)
+    found: list[tuple[int, int]] = []
+    edges = np.flatnonzero(np.diff(np.concatenate([[False], same, [False]]).astype(np.int8)))
+    for first, last in zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True):
+        members = places[first : last + 1].tolist()
+        best = min(members, key=lambda one: (-priorities[one >> ROW_BITS], rows.read(one).path, one))
+        found += [(one, best) for one in members if one != best]
+    return np.array(found, "<u8").reshape(-1, 2)
+
+
+class Candidates(_Global):
+    """Pairs of documents that agree in a band; of equal texts one alone takes part."""
+
+    name = "candidates"
+
+    def tasks(self) -> list[Task]:
+        """The work, when the stages before are done."""
+        near = self.recipe.deduplicate
+        if not near.near:
+            return []
+        inputs = (*self.workspace.outputs("exact", "pairs.npy"), *self.signatures("bands.npy"))
+        inputs += (*self.signatures("sizes.npy"), *self.signatures("digests.npy"))
+        count, exact = self.buckets(), len(self.workspace.outputs("exact", "pairs.npy"))
+        return [
+            Task(inputs, {"band": band, "bucket": bucket, "of": count, "exact": exact})
+            for band in range(near.bands)
+            for bucket in range(count)
+        ]
+
+    def run(self, task: Task, folder: Path) -> dict[str, int]:
+        """Do one task; returns what was counted."""
+        exact = task.arguments["exact"]
+        parts = (len(task.inputs) - exact) // 3
+        gone = np.concatenate([np.load(self.workspace.path(one))[:, 0] for one in task.inputs[:exact]])
+        gone.sort()
+        numbers, places, sizes, digests = [], [], [], []
+        for part in range(parts):
+            files = [self.workspace.path(task.inputs[exact + kind * parts + part]) for kind in range(3)]
+            band = np.load(files[0], mmap_mode="r")[task.arguments["band"]]
+            mine = (band != NOTHING) & (band % np.uint64(task.arguments["of"]) == np.uint64(task.arguments["bucket"]))
+            rows = np.flatnonzero(mine)
+            here = address(part, rows)
+            stays = ~_contains(gone, here)
+            rows, here = rows[stays], here[stays]
+            numbers.append(band[rows])
+            places.append(here)
+            sizes.append(np.load(files[1], mmap_mode="r")[rows])
+            digests.append(np.frombuffer(np.load(files[2], mmap_mode="r")[rows].tobytes(), "<u8").reshape(-1, 2)[:, 0])
+        pairs = _meeting(*(np.concatenate(one) for one in (numbers, places, sizes, digests)))
+        np.save(folder / "pairs.npy", pairs)
+        return {"pairs": len(pairs)}
+
+
+def _contains(sorted_numbers: Numbers, numbers: Numbers) -> NDArray[np.bool_]:
+    if not len(sorted_numbers):
+        return np.zeros(len(numbers), np.bool_)
+    places = np.minimum(np.searchsorted(sorted_numbers, numbers), len(sorted_numbers) - 1)
+    return sorted_numbers[places] == numbers
+
+
+def _meeting(numbers: Numbers, places: Numbers, sizes: NDArray[np.int64], digests: Numbers) -> Numbers:
+    """Pairs of documents with the same number, smaller address first.
+
+    The longest comes first in a group, so that which pairs a crowd gives depends on the texts, not on their order.
+    """
+    order = np.lexsort((places, digests, -sizes, numbers))
+    numbers, places = numbers[order], places[order]
+    found = []
+    begins = np.flatnonzero(np.concatenate([[True], numbers[1:] != numbers[:-1]]))
+    group = np.cumsum(np.concatenate([[0], (numbers[1:] != numbers[:-1]).astype(np.int64)]))
+    counts = np.diff(np.concatenate([begins, [len(numbers)]]))
+    largest = int(counts.max(initial=0))
+    for step in range(1, largest if largest <= CROWD else max(CROWD, NEIGHBOURS + 1)):
+        same = numbers[step:] == numbers[:-step]
+        if step > NEIGHBOURS:
+            same &= counts[group[step:]] <= CROWD
+        if not same.any():
+            break
+        found.append(np.stack([places[:-step][same], places[step:][same]], axis=1))
+    crowded = np.flatnonzero(counts[group] > CROWD)
+    if len(crowded):
+        longest = places[begins[group[crowded]]]
+        found.append(np.stack([longest, places[crowded]], axis=1)[longest != places[crowded]])
+    pairs = np.concatenate(found) if found else np.empty((0, 2), np.uint64)
+    return np.unique(np.sort(pairs, axis=1), axis=0).astype("<u8")
+
+
+class Verify(_Global):
+    """The exact similarity of pairs that met, where it is high enough."""
+
+    name = "verify"
+
+    def settings(self) -> dict[str, Any]:
+        """What of the recipe decides the outcome."""
+        near = self.recipe.deduplicate
+        return {"jaccard": near.jaccard, "shingle": near.shingle}
+
+    def tasks(self) -> list[Task]:
+        """The work, when the stages before are done."""
+        pairs = self.workspace.outputs("candidates", "pairs.npy")
+        count = -(-self.workspace.manifest("candidates")["counts"].get("pairs", 0) // VERIFY_PAIRS)
+        inputs = (*self.workspace.parts("clean"), *self.signatures("offsets.npy"), *pairs)
+        return [Task(inputs, {"share": share, "of": count, "pairs": len(pairs)}) for share in range(count)]
+
+    def run(self, task: Task, folder: Path) -> dict[str, int]:
+        """Do one task; returns what was counted."""
+        count = task.arguments["pairs"]
+        parts = (len(task.inputs) - count) // 2
+        rows = _Rows(self.workspace, task.inputs[:parts], task.inputs[parts : 2 * parts])
+        pairs = self._mine(task, task.inputs[2 * parts :])
+        runs = _RunSets(rows, self.recipe.deduplicate.shingle)
+        similar = np.array([jaccard(runs.of(one), runs.of(other)) for one, other in pairs.tolist()], "<f8")
+        kept = similar >= self.recipe.deduplicate.jaccard
+        np.save(folder / "edges.npy", pairs[kept])
+        np.save(folder / "similarities.npy", similar[kept])
+        return {"pairs": len(pairs), "verified": int(kept.sum())}
+
+    def _mine(self, task: Task, files: Sequence[Input]) -> Numbers:
+        """This task's share of the different pairs of all bands, by their first document."""
+        found = [np.empty((0, 2), "<u8")]
+        for one in files:
+            pairs = np.load(self.workspace.path(one))
+            share = mixed(pairs[:, 0]) % np.uint64(task.arguments["of"])
+            found.append(pairs[share == np.uint64(task.arguments["share"])])
+        return np.unique(np.concatenate(found), axis=0)
+
+
+class _Rows:
+    """Documents by their address, read where they lie."""
+
+    def __init__(self, workspace: Any, parts: Sequence[Input], offsets: Sequence[Input]) -> None:
+        self._paths = [workspace.path(one) for one in parts]
+        self._offsets = [np.load(workspace.path(one), mmap_mode="r") for one in offsets]
+        self._files: OrderedDict[int, IO[bytes]] = OrderedDict()
+
+    def read(self, place: int) -> Document:
+        """One document."""
+        part, row = place >> ROW_BITS, place & ((1 << ROW_BITS) - 1)
+        if part not in self._files:
+            if len(self._files) >= 64:
+                self._files.popitem(last=False)[1].close()
+            self._files[part] = self._paths[part].open("rb")
+        return read_at(self._files[part], int(self._offsets[part][row]))
+
+
+class _RunSets:
+    """The runs of words of documents, those last used in memory."""
+
+    def __init__(self, rows: _Rows, shingle: int) -> None:
+        self._rows, self._shingle = rows, shingle
+        self._known: OrderedDict[int, Numbers] = OrderedDict()
+        self._held = 0
+
+    def of(self, place: int) -> Numbers:
+        """The set of one document."""
+        if place in self._known:
+            self._known.move_to_end(place)
+            return self._known[place]
+        found = run_set(words_of([self._rows.read(place).text]), self._shingle)
+        self._known[place] = found
+        self._held += len(found)
+        while self._held > CACHED_RUNS and len(self._known) > 2:
+            self._held -= len(self._known.popitem(last=False)[1])
+        return found
+
+
+class Duplicates(_Global):
+    """What is removed: the rows of each file, and of each document what it matched."""
+
+    name = "duplicates"
+
+    def settings(self) -> dict[str, Any]:
+        """What of the recipe decides the outcome."""
+        return {"priorities": self.priorities(), "deduplicate": asdict(self.recipe.deduplicate)}
+
+    def tasks(self) -> list[Task]:
+        """The work, when the stages before are done."""
+        exact = self.workspace.outputs("exact", "pairs.npy")
+        edges = self.workspace.outputs("verify", "edges.npy")
+        parts = self.workspace.parts("clean")
+        inputs = (*parts, *self.signatures("offsets.npy"), *exact, *edges)
+        inputs += tuple(self.workspace.outputs("verify", "similarities.npy"))
+        return [Task(inputs, {"parts": len(parts), "exact": len(exact), "edges": len(edges)})]
+
+    def run(self, task: Task, folder: Path) -> dict[str, int]:
+        """Do one task; returns what was counted."""
+        parts, exact, edges = (task.arguments[key] for key in ("parts", "exact", "edges"))
+        files = task.inputs[2 * parts :]
+        load = [np.load(self.workspace.path(one)) for one in files]
+        same = np.concatenate([np.empty((0, 2), "<u8"), *load[:exact]])
+        near = np.concatenate([np.empty((0, 2), "<u8"), *load[exact : exact + edges]])
+        similar = np.concatenate([np.ones(len(same)), *load[exact + edges :]])
+        rows = _Rows(self.workspace, task.inputs[:parts], task.inputs[parts : 2 * parts])
+        removed = list(_removed(np.concatenate([same, near]), similar, rows, self.priorities()))
+        gone: dict[int, list[int]] = {}
+        for place, _ in removed:
+            gone.setdefault(place >> ROW_BITS, []).append(place & ((1 << ROW_BITS) - 1))
+        for part in range(parts):
+            np.save(folder / f"removed-{part:06d}.npy", np.array(sorted(gone.get(part, [])), "<i8"))
+        write_lines(folder / "duplicates.jsonl", (row for _, row in removed))
+        found = {"removed": len(removed), "exact": sum(row["kind"] == "exact" for _, row in removed)}
+        for name in self.recipe.collections:
+            found[f"removed from {name}"] = sum(row["collection"] == name for _, row in removed)
+        return found
+
+
+def _removed(
+    pairs: Numbers, similar: NDArray[np.float64], rows: _Rows, priorities: Sequence[int]
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """(address, what is said of it) of each document that is not the one kept of its cluster."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import connected_components
+
+    if not len(pairs):
+        return
+    places, indices = np.unique(pairs, return_inverse=True)
+    indices = indices.reshape(-1, 2)
+    graph = coo_array((np.ones(len(pairs), np.int8), (indices[:, 0], indices[:, 1])), shape=(len(places),) * 2)
+    _, labels = connected_components(graph, directed=False)
+    neighbours: dict[int, list[tuple[float, int]]] = {}
+    for (one, other), value in zip(indices.tolist(), similar.tolist(), strict=True):
+        neighbours.setdefault(one, []).append((value, other))
+        neighbours.setdefault(other, []).append((value, one))
+    order = np.argsort(labels, kind="stable")
+    for members in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
+        known = {}
+        for one in members.tolist():
+            place = int(places[one])
+            document = rows.read(place)
+            rank = (-priorities[place >> ROW_BITS], -document.n_chars, document.id, document.path, place)
+            known[one] = (rank, document.id, document.path, document.collection)
+        kept = min(known, key=lambda one: known[one][0])
+        for one in sorted(known, key=lambda one: known[one][0]):
+            if one == kept:
+                continue
+            value, nearest = min(neighbours[one], key=lambda pair: (-pair[0], known[pair[1]][0]))
+            yield int(places[one]), _said(known[one], known[nearest], known[kept], value)
+
+
+def _said(one: Any, nearest: Any, kept: Any, value: float) -> dict[str, Any]:
+    names = ("id", "path", "collection")
+    return {
+        **dict(zip(names, one[1:], strict=True)),
+        "kind": "exact" if one[1] == nearest[1] else "near",
+        "jaccard": round(value, 6),
+        "matched": dict(zip(names, nearest[1:], strict=True)),
+        "kept": dict(zip(names, kept[1:], strict=True)),
+    }

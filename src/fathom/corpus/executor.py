@@ -1,0 +1,164 @@
+"""Who carries out the tasks of a stage: processes of this machine, or datatrove's schedulers.
+
+An executor gets the directory of a corpus, a stage and the numbers of tasks in the plan file that lies there. What
+comes of a task is on the disk, so nothing is handed back, and what is done does not depend on who did it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from fathom.corpus.stage import PLAN, CorpusError, Task, Workspace
+from fathom.corpus.worker import carry_out
+from fathom.report.files import write_json
+
+WORKER = """
+import signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+from fathom.corpus.worker import serve
+serve()
+"""
+ATTEMPTS = 2
+POOL_BYTES = 1 << 23
+"""Less work than this is done sooner than a pool is started."""
+
+Tick = Callable[[], None]
+Executing = Callable[[Workspace, str, Sequence[Task], Tick], None]
+
+
+def cores() -> int:
+    """How many processes this machine runs at once."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def write_plan(workspace: Workspace, stage: str, tasks: Sequence[Task]) -> None:
+    """Leave the tasks where every worker finds them."""
+    place = workspace.stage(stage)
+    place.mkdir(parents=True, exist_ok=True)
+    write_json(place / PLAN, {"recipe": workspace.recipe.to_dict(), "tasks": [task.to_dict() for task in tasks]})
+
+
+def local(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Tick) -> None:
+    """Processes of this machine, as many as `executor.workers`; this one does what is little, or is asked of one."""
+    workers = min(workspace.recipe.executor.workers or cores(), len(tasks))
+    if workers <= 1 or sum(one.bytes for task in tasks for one in task.inputs) < POOL_BYTES:
+        for number in range(len(tasks)):
+            carry_out(str(workspace.directory), stage, [number])
+            tick()
+        return
+    pool = _Pool(workspace.directory, stage, len(tasks), tick)
+    pool.run(workers)
+
+
+class _Pool:
+    """Threads that each hand tasks to a process of their own."""
+
+    def __init__(self, directory: Path, stage: str, count: int, tick: Tick) -> None:
+        self._directory, self._stage, self._tick = str(directory), stage, tick
+        self._todo: queue.SimpleQueue[int] = queue.SimpleQueue()
+        for number in range(count):
+            self._todo.put(number)
+        self._failure: BaseException | None = None
+        self._processes: list[subprocess.Popen[str]] = []
+        self._lock = threading.Lock()
+
+    def run(self, workers: int) -> None:
+        """Do one task; returns what was counted."""
+        threads = [threading.Thread(target=self._thread, daemon=True) for _ in range(workers)]
+        try:
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.1)
+        except BaseException as error:
+            self._failure = error
+        finally:
+            self._stop()
+        if self._failure is not None:
+            raise self._failure
+
+    def _thread(self) -> None:
+        process = None
+        try:
+            while self._failure is None:
+                try:
+                    number = self._todo.get_nowait()
+                except queue.Empty:
+                    return
+                process = self._do(number, process)
+                with self._lock:
+                    self._tick()
+        except BaseException as error:
+            self._failure = self._failure or error
+        finally:
+            if process is not None and process.stdin is not None:
+                process.stdin.close()
+
+    def _do(self, number: int, process: subprocess.Popen[str] | None) -> subprocess.Popen[str]:
+        """Have a task done, in a new process where the old one died."""
+        for _ in range(ATTEMPTS):
+            process = process or self._start()
+            answer = _ask(process, [self._directory, self._stage, number])
+            if answer is None:
+                status = process.wait()
+                process = None
+                if self._failure is not None:
+                    break
+                continue
+            if "bug" in answer:
+                raise RuntimeError(f"task {number} of {self._stage}:\n{answer['bug']}")
+            if "error" in answer:
+                raise CorpusError(answer["error"], int(answer["code"]))
+            return process
+        raise CorpusError(
+            f"{self._stage}: the process that did task {number} died twice (exit status {status}); run again to go on",
+            1,
+        )
+
+    def _start(self) -> subprocess.Popen[str]:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+            "TOKENIZERS_PARALLELISM": "false",
+            "OMP_NUM_THREADS": "1",
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-c", WORKER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            encoding="utf-8",
+            env=environment,
+        )
+        with self._lock:
+            self._processes.append(process)
+        return process
+
+    def _stop(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+
+
+def _ask(process: subprocess.Popen[str], request: list[str | int]) -> dict[str, str] | None:
+    """One line to a worker and one back; None where it died."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(json.dumps(request) + "\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+    except (BrokenPipeError, OSError):
+        return None
+    answer: dict[str, str] | None = json.loads(line) if line.endswith("\n") else None
+    return answer
+
+
+EXECUTORS: dict[str, Executing] = {"local": local}

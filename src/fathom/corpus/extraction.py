@@ -1,0 +1,30 @@
+"""What comes of a file that is no plain text: a status, and its text where there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+Status = Literal["ok", "empty", "encrypted", "no_text_layer", "parse_error", "too_large", "too_slow"]
+FAILURES: tuple[Status, ...] = ("empty", "encrypted", "no_text_layer", "parse_error", "too_large", "too_slow")
+
+
+@dataclass
+class Extracted:
+    """The outcome for one file."""
+
+    status: Status
+    text: str = ""
+    detail: str = ""
+    """What is wrong, in a few words."""
+    meta: dict[str, Any] = field(default_factory=dict)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+
+Extractor = Callable[[Path, dict[str, Any]], Extracted]
+"""Reads a file under the values of the recipe's ingest section."""

@@ -1,0 +1,96 @@
+"""Text of web pages: the main text by trafilatura, or all that a reader sees by the standard library."""
+
+from __future__ import annotations
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+from fathom.corpus.extraction import Extracted
+
+SILENT = ("script", "style", "template", "noscript", "head", "svg", "math", "iframe", "object")
+BLOCKS = {
+    *("p", "div", "br", "li", "tr", "table", "section", "article", "blockquote", "pre", "hr", "ul", "ol", "dl", "dt"),
+    *("dd", "header", "footer", "main", "figure", "figcaption", *(f"h{level}" for level in range(1, 7))),
+}
+PARAGRAPHS = {"p", "section", "article", "blockquote", "table", "pre", *(f"h{level}" for level in range(1, 7))}
+CHARSET = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([\w-]+)""", re.IGNORECASE)
+LICENSE = re.compile(r"""<(?:a|link)\b[^>]{0,500}?\brel\s*=\s*["']?license["']?[^>]{0,500}?>""", re.IGNORECASE)
+ADDRESS = re.compile(r"""\bhref\s*=\s*["']([^"'>]+)""", re.IGNORECASE)
+
+
+def extract(path: Path, settings: dict[str, Any]) -> Extracted:
+    """The text of a page, with the licence that it declares."""
+    data = path.read_bytes()
+    if not data.strip():
+        return Extracted("empty", detail="a file of no text")
+    try:
+        page = decode(data)
+    except (UnicodeDecodeError, LookupError) as error:
+        return Extracted("parse_error", detail=str(error))
+    text = _main_text(page) if settings["html"] == "trafilatura" else all_text(page)
+    if not text.strip():
+        return Extracted("empty", detail="a page without text")
+    declared = LICENSE.search(page)
+    address = ADDRESS.search(declared[0]) if declared else None
+    return Extracted("ok", text, meta={"license": address[1]} if address else {})
+
+
+def decode(data: bytes) -> str:
+    """A page as text, by its byte-order mark, the encoding that it names, or as UTF-8."""
+    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
+        return data.decode("utf-16")
+    named = CHARSET.search(data[:4096])
+    return data.decode(named[1].decode("ascii") if named else "utf-8").removeprefix("\ufeff")
+
+
+def _main_text(page: str) -> str:
+    import trafilatura
+
+    return trafilatura.extract(page, include_comments=False, include_tables=True, deduplicate=False) or ""
+
+
+def all_text(page: str) -> str:
+    """Everything that a reader of the page sees; blocks on lines of their own, paragraphs apart."""
+    reader = _Reader()
+    reader.feed(page)
+    reader.close()
+    lines = (re.sub(r"[ \t\r\f\v]+", " ", line).strip() for line in "".join(reader.found).split("\n"))
+    return re.sub(r"\n{3,}", "\n\n", "\n".join(lines)).strip()
+
+
+class _Reader(HTMLParser):
+    """Collects visible text."""
+
+    def __init__(self) -> None:
+        super().__init__(convert_charrefs=True)
+        self.found: list[str] = []
+        self._silent: list[str] = []
+        self._verbatim = 0
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag in SILENT:
+            self._silent.append(tag)
+        self._verbatim += tag == "pre"
+        self._break(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._break(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag in self._silent:
+            while self._silent.pop() != tag:
+                pass
+        self._verbatim -= tag == "pre" and self._verbatim > 0
+        self._break(tag)
+
+    def handle_data(self, data: str) -> None:
+        if not self._silent:
+            self.found.append(data if self._verbatim else re.sub(r"\s+", " ", data))
+
+    def _break(self, tag: str) -> None:
+        if tag in ("td", "th"):
+            self.found.append(" ")
+        elif tag in BLOCKS:
+            self.found.append("\n\n" if tag in PARAGRAPHS else "\n")

@@ -1,0 +1,272 @@
+"""Files of many kinds to rows of text; a document that cannot be read gets a status and stops nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from fathom.corpus.conversations import ConversationError, contents, messages_of
+from fathom.corpus.documents import Document, PartWriter, write_lines
+from fathom.corpus.extraction import FAILURES, Extracted
+from fathom.corpus.recipe import Collection
+from fathom.corpus.sandbox import Sandbox
+from fathom.corpus.stage import CorpusError, Input, Stage, Task
+from fathom.data.shards import DataError
+from fathom.data.sources import COMPRESSIONS, JSON, JSONL, PARQUET, TEXT, Kind, Reading, Source, find_files, suffix_of
+from fathom.report.files import digest, read_json, write_json
+from fathom.report.progress import ProgressBar
+
+TASK_BYTES, TASK_FILES = 1 << 27, 512
+"""A task reads files until they are so large, or so many; one larger file is a task."""
+HTML, PDF, TEI = (".html", ".htm", ".xhtml"), (".pdf",), (".tei",)
+MIMES = {"jsonl": "text/plain", "parquet": "text/plain", "text": "text/plain", "html": "text/html"} | {
+    "pdf": "application/pdf",
+    "tei": "application/tei+xml",
+}
+NEEDS = {"pdf": "pypdfium2", "html": "trafilatura", "parquet": "pyarrow"}
+KEPT_FIELDS = ("id", "title", "url", "source", "date")
+"""Fields of a JSON row that its document keeps in `meta`."""
+DIGESTS = ".digests.json"
+
+
+def kind_of(path: Path) -> str | None:
+    """How a file is read; None for what is not known."""
+    suffix = suffix_of(path)
+    if suffix in (*JSONL, JSON):
+        return "jsonl"
+    if suffix in PARQUET:
+        return "parquet"
+    if suffix in (*HTML, *PDF, *TEI, ".xml") and path.suffix.lower() in COMPRESSIONS:
+        return None
+    if suffix in PDF:
+        return "pdf"
+    if suffix in HTML:
+        return "html"
+    if suffix in TEI or suffix == ".xml":
+        return "tei" if suffix in TEI or _begins_as_tei(path) else "text"
+    return "text" if suffix in TEXT else None
+
+
+def _begins_as_tei(path: Path) -> bool:
+    with path.open("rb") as file:
+        return b"<TEI" in file.read(1 << 12)
+
+
+class Ingest(Stage):
+    """Reads what the collections name."""
+
+    name = "ingest"
+
+    def settings(self) -> dict[str, Any]:
+        """What of the recipe decides the outcome."""
+        return asdict(self.recipe.ingest) | {"identify": None, "max_seconds": None}
+
+    def tasks(self) -> list[Task]:
+        """The work, when the stages before are done."""
+        files = [
+            (name, label, path, kind)
+            for name, collection in self.recipe.collections.items()
+            for label, path, kind in collection_files(name, collection)
+        ]
+        self._require({kind for *_, kind in files})
+        identities = self._identities([path for _, _, path, _ in files])
+        found: list[Task] = []
+        group: list[tuple[str, str, Path, str]] = []
+        size = 0
+        for file in [*files, None]:
+            bytes_ = file[2].stat().st_size if file else 0
+            other = file is None or (group and group[0][0] != file[0])
+            if group and (other or size + bytes_ > TASK_BYTES or len(group) >= TASK_FILES):
+                found.append(self._task(group, identities))
+                group, size = [], 0
+            if file is not None:
+                group.append(file)
+                size += bytes_
+        return found
+
+    def _task(self, group: list[tuple[str, str, Path, str]], identities: dict[Path, str]) -> Task:
+        collection = asdict(self.recipe.collections[group[0][0]])
+        keys = ("kind", "license", "text_field", "separator", "encoding")
+        arguments = {key: collection[key] for key in keys} | {
+            "collection": group[0][0],
+            "files": [[label, kind] for _, label, _, kind in group],
+        }
+        inputs = (Input(str(path.absolute()), identities[path], path.stat().st_size) for _, _, path, _ in group)
+        return Task(tuple(inputs), arguments)
+
+    def _require(self, kinds: set[str]) -> None:
+        for kind in sorted(kinds & NEEDS.keys()):
+            if kind == "html" and self.recipe.ingest.html == "plain":
+                continue
+            if importlib.util.find_spec(NEEDS[kind]) is None:
+                extra = "data" if kind == "parquet" else "corpus"
+                raise CorpusError(f"reading {kind} needs {NEEDS[kind]}: pip install 'fathom-lm[{extra}]'")
+
+    def _identities(self, paths: list[Path]) -> dict[Path, str]:
+        """What tells each file's contents; those seen before are not read again while size and time stay the same."""
+        stamps = {path: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
+        if self.recipe.ingest.identify == "stamp":
+            names = {path: json.dumps([path.name, *stamp]) for path, stamp in stamps.items()}
+            return {path: hashlib.sha256(name.encode()).hexdigest() for path, name in names.items()}
+        place = self.workspace.directory / DIGESTS
+        known = read_json(place) if place.is_file() else {}
+        found: dict[Path, str] = {}
+        fresh = [path for path in paths if known.get(str(path.absolute()), [None])[:-1] != stamps[path]]
+        total = sum(stamps[path][0] for path in fresh)
+        with ProgressBar("reading inputs", total) as bar, ThreadPoolExecutor(4) as pool:
+            done = 0
+            for path, facts in zip(fresh, pool.map(digest, fresh), strict=True):
+                found[path] = facts["sha256"]
+                done += stamps[path][0]
+                bar.update(done)
+        found |= {path: known[str(path.absolute())][-1] for path in paths if path not in found}
+        if fresh and self.workspace.directory.is_dir():
+            write_json(place, {str(path.absolute()): [*stamps[path], found[path]] for path in paths})
+        return found
+
+    def run(self, task: Task, folder: Path) -> dict[str, int]:
+        """Do one task; returns what was counted."""
+        reader = _Reader(task.arguments, asdict(self.recipe.ingest))
+        counts = dict.fromkeys(("documents", "bytes", "ok", *FAILURES), 0)
+        failures: list[dict[str, Any]] = []
+        with PartWriter(folder) as writer, reader.sandbox:
+            for (label, kind), file in zip(task.arguments["files"], task.inputs, strict=True):
+                for found in reader.read(label, kind, Path(file.path)):
+                    counts["documents"] += 1
+                    if isinstance(found, Document):
+                        counts["ok"] += 1
+                        counts["bytes"] += len(found.text.encode("utf-8"))
+                        writer.write(found)
+                    else:
+                        counts[found["status"]] += 1
+                        failures.append(found)
+        write_lines(folder / "failed.jsonl", failures)
+        return counts
+
+
+def collection_files(name: str, collection: Collection) -> Iterator[tuple[str, Path, str]]:
+    """(label, path, kind) of each file of a collection, in a fixed order."""
+    words = f"known are {' '.join([*JSONL, *PARQUET, *PDF, *HTML, '.tei.xml', *TEXT[:4]])} ..."
+    for text in collection.inputs:
+        try:
+            paths = find_files(text, lambda file: kind_of(file) is not None, words)
+        except DataError as error:
+            raise CorpusError(f"collections.{name}: {error}") from None
+        place = Path(text).expanduser()
+        base = place.parent if place.exists() else Path(text.split("*")[0].split("?")[0].split("[")[0] + "x").parent
+        for path in paths:
+            kind = kind_of(path)
+            if kind is None:
+                raise CorpusError(f"collections.{name}: {path}: unknown extension; {words}")
+            yield path.relative_to(base.expanduser()).as_posix(), path, kind
+
+
+class _Reader:
+    """Reads the files of one task."""
+
+    def __init__(self, arguments: dict[str, Any], settings: dict[str, Any]) -> None:
+        self._arguments, self._settings = arguments, settings
+        self._limit = settings["max_document_bytes"]
+        self.sandbox = Sandbox(settings)
+
+    def read(self, label: str, kind: str, path: Path) -> Iterator[Document | dict[str, Any]]:
+        """Documents of a file, and what is to be said of those that are none."""
+        if kind in ("pdf", "html", "tei"):
+            yield self._outcome(label, kind, self.sandbox.extract(kind, path))
+            return
+        number = 0
+        try:
+            for payload in self._records(kind, path):
+                number += 1
+                place = label if kind == "text" and self._arguments["separator"] is None else f"{label}:{number}"
+                if payload is None:
+                    yield _failure(place, Extracted("too_large", detail=f"over {self._limit:,} bytes"))
+                elif (found := self._row(place, kind, payload)) is not None:
+                    yield found
+        except DataError as error:
+            # What came before the damage is kept; the user's own place is not part of the outcome.
+            said = str(error).replace(str(path), label)
+            yield _failure(f"{label}:{number + 1}", Extracted("parse_error", detail=said))
+
+    def _records(self, kind: str, path: Path) -> Iterator[Any]:
+        reading = Reading(
+            self._arguments["text_field"],
+            separator=self._arguments["separator"],
+            oversize="skip",
+            max_record_bytes=self._limit,
+        )
+        kinds: dict[str, Kind] = {"jsonl": "jsonl", "parquet": "parquet", "text": "text"}
+        for record in Source(kinds[kind], str(path), "", (path,)).records(reading):
+            yield record.payload
+
+    def _row(self, place: str, kind: str, payload: Any) -> Document | dict[str, Any] | None:
+        """One record as a document; None for an empty line."""
+        meta: dict[str, Any] = {}
+        messages = license_ = None
+        try:
+            if kind == "parquet":
+                text = payload[0] or ""
+                if not isinstance(text, str):
+                    raise ValueError(f"{self._arguments['text_field']} is {type(text).__name__}, not text")
+            elif kind == "text":
+                encoding = self._arguments["encoding"]
+                text = payload.decode("utf-8-sig" if encoding == "utf-8" else encoding)
+            elif not payload.strip():
+                return None
+            else:
+                text, meta, messages, license_ = self._json(payload)
+            text.encode("utf-8")
+        except (UnicodeError, ValueError, RecursionError, ConversationError) as error:
+            said = " ".join(str(error).split())[:300]
+            return _failure(place, Extracted("parse_error", detail=said or type(error).__name__))
+        extracted = Extracted("ok" if text.strip() else "empty", text, meta=meta)
+        return self._outcome(place, kind, extracted, messages, license_)
+
+    def _json(self, line: bytes) -> tuple[str, dict[str, Any], list[dict[str, Any]] | None, str | None]:
+        values = json.loads(line.decode("utf-8-sig"))
+        if not isinstance(values, dict):
+            raise ValueError(f"expected a JSON object, found {type(values).__name__}")
+        meta = {key: values[key] for key in KEPT_FIELDS if isinstance(values.get(key), (str, int))}
+        license_ = values.get("license") if isinstance(values.get("license"), str) else None
+        if self._arguments["kind"] == "conversations":
+            messages = messages_of(values)
+            return contents(messages), meta, messages, license_
+        field = self._arguments["text_field"]
+        if field not in values:
+            raise ValueError(f"no field {field!r}: it has {', '.join(values) or 'none'}")
+        text = values[field]
+        if text is not None and not isinstance(text, str):
+            raise ValueError(f"field {field!r} is {type(text).__name__}, not text")
+        return text or "", meta, None, license_
+
+    def _outcome(
+        self,
+        place: str,
+        kind: str,
+        extracted: Extracted,
+        messages: list[dict[str, Any]] | None = None,
+        license_: str | None = None,
+    ) -> Document | dict[str, Any]:
+        if extracted.status != "ok":
+            return _failure(place, extracted)
+        meta = dict(extracted.meta)
+        declared = license_ or meta.pop("license", None) or self._arguments["license"]
+        return Document(
+            text=extracted.text,
+            path=place,
+            collection=self._arguments["collection"],
+            mime=MIMES[kind],
+            license=declared,
+            meta=meta,
+            messages=messages,
+        )
+
+
+def _failure(place: str, extracted: Extracted) -> dict[str, Any]:
+    return {"path": place, "status": extracted.status, "detail": extracted.detail}

@@ -1,0 +1,55 @@
+"""One way to write a text: NFKC outside of formulas, no control characters, no heaps of blank lines. Twice is once."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+
+FORMULA = re.compile(
+    r"\[START_FORMULA\].{0,4000}?\[END_FORMULA\]|\$\$.{1,4000}?\$\$|\\\[.{1,4000}?\\\]|\\\(.{1,1000}?\\\)"
+    r"|(?<![\\$])\$(?!\s)[^$\n]{1,1000}?(?<![\s\\])\$(?![$\d])",
+    re.DOTALL,
+)
+"""Compatibility forms are content there: x² must not become x2."""
+CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+LINE_ENDS = re.compile(r"\r\n?|\u2028")
+
+
+def normalize(text: str, strip: Sequence[str] = (), blank_lines: int = 2) -> str:
+    """A text as it is kept.
+
+    Args:
+        text: Any.
+        strip: Regular expressions whose matches are removed.
+        blank_lines: More in a row become so many.
+    """
+    before = None
+    # What is stripped may bring together what is to be stripped next, and NFKC what is to be composed.
+    while text != before:
+        before = text
+        text = _once(text, strip, blank_lines)
+    return text
+
+
+def _once(text: str, strip: Sequence[str], blank_lines: int) -> str:
+    text = LINE_ENDS.sub("\n", text)
+    text = CONTROLS.sub("", text.replace("\f", "\n"))
+    for pattern in strip:
+        text = re.sub(pattern, "", text, flags=re.MULTILINE)
+    if not text.isascii():
+        text = _composed(text)
+    text = "\n".join(line.rstrip(" \t") for line in text.split("\n"))
+    text = re.sub(f"\n{{{blank_lines + 2},}}", "\n" * (blank_lines + 1), text)
+    return text.strip("\n")
+
+
+def _composed(text: str) -> str:
+    """NFKC between formulas."""
+    if not any(mark in text for mark in ("$", "\\", "[START_FORMULA]")):
+        return unicodedata.normalize("NFKC", text)
+    parts, end = [], 0
+    for match in FORMULA.finditer(text):
+        parts += [unicodedata.normalize("NFKC", text[end : match.start()]), match[0]]
+        end = match.end()
+    return "".join([*parts, unicodedata.normalize("NFKC", text[end:])])

@@ -1,0 +1,112 @@
+"""Text of PDF files by PDFium: running heads removed, words and lines put together again."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fathom.corpus.extraction import Extracted
+
+EDGE_LINES = 3
+"""Lines at the top and at the bottom of a page among which running heads are looked for."""
+EDGE_SHARE = 0.4
+"""Of the pages on which such a line occurs, its digits aside."""
+LAYER_CHARACTERS = 16
+"""A page with pictures and less text than this, on average, has no text layer."""
+FULL_LINE = 0.75
+"""A line of this share of the usual length goes on in the next one."""
+PASSWORD, IMAGE = 4, 3  # PDFium's FPDF_ERR_PASSWORD and FPDF_PAGEOBJ_IMAGE
+
+
+def extract(path: Path, settings: dict[str, Any]) -> Extracted:
+    """The text of a PDF file."""
+    import pypdfium2
+
+    if path.stat().st_size == 0:
+        return Extracted("empty", detail="a file of no bytes")
+    try:
+        document = pypdfium2.PdfDocument(path)
+    except pypdfium2.PdfiumError as error:
+        if getattr(error, "err_code", None) == PASSWORD or "password" in str(error).lower():
+            return Extracted("encrypted", detail="it needs a password")
+        return Extracted("parse_error", detail=" ".join(str(error).split()))
+    try:
+        pages, pictures, size = [], 0, 0
+        for number in range(len(document)):
+            try:
+                page = document[number]
+                pages.append(page.get_textpage().get_text_range().replace("\r\n", "\n").replace("\r", "\n"))
+                pictures += any(True for _ in page.get_objects(filter=[IMAGE], max_depth=3))
+                page.close()
+            except pypdfium2.PdfiumError as error:
+                return Extracted("parse_error", detail=f"page {number + 1}: {' '.join(str(error).split())}")
+            size += len(pages[-1])
+            if size > settings["max_document_bytes"]:
+                return Extracted("too_large", detail=f"over {settings['max_document_bytes']:,} bytes of text")
+    finally:
+        document.close()
+    letters = sum(len("".join(page.split())) for page in pages)
+    if pictures and letters < LAYER_CHARACTERS * len(pages):
+        return Extracted("no_text_layer", detail=f"{len(pages)} pages of pictures")
+    if not letters:
+        return Extracted("empty", detail=f"{len(pages)} pages without text")
+    return Extracted("ok", flow(without_running_heads(pages)), meta={"pages": len(pages)})
+
+
+def without_running_heads(pages: Sequence[str]) -> list[list[str]]:
+    """The lines of each page, without those that most pages have at their edges."""
+    lines = [[line.rstrip() for line in page.split("\n")] for page in pages]
+    filled = [[number for number, line in enumerate(page) if line.strip()] for page in lines]
+    edges = [{*one[:EDGE_LINES], *one[-EDGE_LINES:]} for one in filled]
+    seen = Counter(
+        key
+        for page, places in zip(lines, edges, strict=True)
+        for key in {_without_digits(page[number]) for number in places}
+    )
+    # On a single page, or on two, nothing can be told from coincidence.
+    needed = max(3, EDGE_SHARE * len(pages))
+    return [
+        [line for number, line in enumerate(page) if number not in places or seen[_without_digits(line)] < needed]
+        for page, places in zip(lines, edges, strict=True)
+    ]
+
+
+def _without_digits(line: str) -> str:
+    return " ".join(re.sub(r"\d+", "", line).split())
+
+
+def flow(pages: Sequence[Sequence[str]]) -> str:
+    """Lines as paragraphs: a full line goes on in the next, and a hyphen at its end is one of spelling or of layout.
+
+    It is layout's where the joined word occurs elsewhere in the document.
+    """
+    lines = [line.strip() for page in pages for line in page]
+    lengths = sorted(len(line) for line in lines if line)
+    if not lengths:
+        return ""
+    usual = lengths[min(len(lengths) - 1, int(0.9 * len(lengths)))]
+    words = {word.lower() for line in lines for word in re.findall(r"\w+(?!\w*-$)", line)}
+    text: list[str] = []
+    joins = False
+    for line in lines:
+        if not line:
+            joins = False
+            if text and text[-1] != "\n\n":
+                text.append("\n\n")
+            continue
+        if joins:
+            tail = re.search(r"(\w+)[-\u00ad\u0002\ufffe]$", text[-1])
+            head = re.match(r"\w+", line)
+            if tail and head and head[0][0].islower():
+                if (tail[1] + head[0]).lower() in words or text[-1][-1] != "-":
+                    text[-1] = text[-1][:-1]
+            else:
+                text.append(" ")
+        elif text and text[-1] != "\n\n":
+            text.append("\n")
+        text.append(line)
+        joins = len(line) >= FULL_LINE * usual
+    return "".join(text).strip("\n")

@@ -1,0 +1,218 @@
+"""`fathom corpus`: every stage in its order, only what changed, and what comes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fathom.checkpoints.layout import LOCK
+from fathom.corpus.budget import plan_budget
+from fathom.corpus.card import write_card
+from fathom.corpus.executor import EXECUTORS, write_plan
+from fathom.corpus.ingest import collection_files
+from fathom.corpus.publish import SHARD_FOLDER, budget_of, publish
+from fathom.corpus.recipe import CorpusRecipe
+from fathom.corpus.stage import (
+    DRAFT,
+    MANIFEST,
+    PLAN,
+    STAGES,
+    CorpusError,
+    Stage,
+    Task,
+    Workspace,
+    conclude,
+    package_versions,
+    times_of,
+)
+from fathom.corpus.stages import ORDER
+from fathom.report.files import HeldError, lock, read_json, write_atomically, write_json
+from fathom.report.progress import ProgressBar
+
+RECIPE, RUN = "recipe.yaml", "run.json"
+PACKAGES = (
+    "numpy",
+    "tokenizers",
+    "transformers",
+    "pypdfium2",
+    "trafilatura",
+    "py3langid",
+    "pyarrow",
+    "datatrove",
+    "ray",
+)
+BYTES_PER_TOKEN = 4.0
+"""Of English under a large vocabulary: what a dry run guesses with before any token is counted."""
+
+
+@dataclass
+class StageReport:
+    """What a stage did in this run, and what its manifest says."""
+
+    tasks: int
+    done: int
+    """Tasks of this run; the others were done before."""
+    seconds: float
+    """Of this run."""
+    counts: dict[str, int]
+    times: dict[str, float] = field(default_factory=dict)
+    """Of all its tasks, whenever they were done."""
+
+
+@dataclass
+class Report:
+    """What `fathom corpus` made."""
+
+    directory: Path
+    stages: dict[str, StageReport]
+    budget: dict[str, Any]
+    card: Path
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return {**asdict(self), "directory": str(self.directory), "card": str(self.card)}
+
+    def __str__(self) -> str:
+        """A few lines for a person."""
+        counts = {name: stage.counts for name, stage in self.stages.items()}
+        seconds, done = (sum(getattr(one, key) for one in self.stages.values()) for key in ("seconds", "done"))
+        tokens = counts["tokenize"].get("tokens", 0)
+        lines = [
+            f"{self.directory}: {tokens:,} tokens of {counts['tokenize'].get('documents', 0):,} documents; "
+            + (f"{done} tasks in {seconds:.1f} s" if done else "nothing had changed")
+        ]
+        read, kept = counts["ingest"], counts["clean"].get("kept", 0)
+        lines.append(
+            f"  read {read.get('documents', 0):,}, unreadable {read.get('documents', 0) - read.get('ok', 0):,}, "
+            f"filtered {read.get('ok', 0) - kept:,}, duplicate {counts['duplicates'].get('removed', 0):,}, "
+            f"contaminated {counts['contamination'].get('dropped', 0):,} dropped and "
+            f"{counts['contamination'].get('cut', 0):,} cut"
+        )
+        epochs = ", ".join(f"{name} {value:.2f}" for name, value in self.budget["epochs"].items())
+        lines.append(f"  a budget of {self.budget['tokens']:,} tokens reads, in epochs: {epochs}")
+        lines.append(f"  {self.card}")
+        return "\n".join(lines)
+
+
+def build(recipe: CorpusRecipe, directory: Path) -> Report:
+    """Make a corpus. Killed at any moment and run again it goes on, and ends with the same bytes.
+
+    Args:
+        recipe: What is asked for.
+        directory: Where everything goes; made if it is not there.
+    """
+    workspace = Workspace(directory, recipe)
+    with _locked(directory):
+        write_atomically(directory / RECIPE, recipe.to_yaml())
+        reports = {stage.name: _carry_out(stage(workspace)) for stage in ORDER}
+        budget = publish(workspace)
+        card = write_card(workspace)
+        report = Report(directory, reports, budget.to_dict(), card)
+        write_json(directory / RUN, {**report.to_dict(), "versions": package_versions(PACKAGES)})
+    return report
+
+
+def _carry_out(stage: Stage) -> StageReport:
+    """Do what is not done of a stage."""
+    started = time.perf_counter()
+    tasks = stage.tasks()
+    todo = [task for task in tasks if not stage.done(task)]
+    place = stage.workspace.stage(stage.name)
+    for draft in place.glob(f".*{DRAFT}"):
+        shutil.rmtree(draft)
+    if todo:
+        write_plan(stage.workspace, stage.name, todo)
+        with ProgressBar(stage.name, len(todo)) as bar:
+            finished = 0
+
+            def tick() -> None:
+                nonlocal finished
+                finished += 1
+                bar.update(finished, f"{finished} of {len(todo)} tasks")
+
+            EXECUTORS[stage.recipe.executor.name](stage.workspace, stage.name, todo, tick)
+        if missing := [task for task in todo if not stage.done(task)]:
+            raise CorpusError(f"{stage.name}: {len(missing)} of {len(todo)} tasks are not done; run again to go on", 1)
+    manifest = conclude(stage, tasks)
+    (place / PLAN).unlink(missing_ok=True)
+    seconds = round(time.perf_counter() - started, 3)
+    return StageReport(len(tasks), len(todo), seconds, manifest["counts"], times_of(stage, tasks))
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    if directory.exists() and not directory.is_dir():
+        raise CorpusError(f"{directory} is not a directory")
+    known = (RECIPE, RUN, STAGES, LOCK)
+    if directory.is_dir() and any(directory.iterdir()) and not any((directory / name).exists() for name in known):
+        raise CorpusError(f"{directory} holds other files: choose another directory with --out")
+    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        with lock(directory / LOCK):
+            yield
+    except HeldError as held:
+        raise CorpusError(f"{directory} is being made by another process{held.advice}") from None
+
+
+def preview(recipe: CorpusRecipe, directory: Path) -> dict[str, Any]:
+    """What `build` would do, as far as it can be told before it is done: inputs, stages, budget. Writes nothing."""
+    workspace = Workspace(directory, recipe)
+    inputs: dict[str, dict[str, int]] = {}
+    for name, collection in recipe.collections.items():
+        files = list(collection_files(name, collection))
+        inputs[name] = {"files": len(files), "bytes": sum(path.stat().st_size for _, path, _ in files)}
+    stages: dict[str, dict[str, Any]] = {}
+    known = True
+    for kind in ORDER:
+        stage = kind(workspace)
+        if not known:
+            stages[stage.name] = {"state": "waits for the stages before"}
+            continue
+        tasks = stage.tasks()
+        todo = sum(not stage.done(task) for task in tasks)
+        stages[stage.name] = {"state": f"{todo} of {len(tasks)} tasks to do" if todo else "unchanged", "to_do": todo}
+        stages[stage.name]["key"] = _key(stage, tasks)
+        known = not todo and _is_current(stage, tasks)
+    return {
+        "recipe": recipe.digest(),
+        "inputs": inputs,
+        "stages": stages,
+        "budget": _expected(workspace, inputs, known),
+    }
+
+
+def _key(stage: Stage, tasks: list[Task]) -> str:
+    return hashlib.sha256(json.dumps([stage.key(task) for task in tasks]).encode()).hexdigest()[:16]
+
+
+def _is_current(stage: Stage, tasks: list[Task]) -> bool:
+    """Whether a stage's manifest is of these tasks."""
+    place = stage.workspace.stage(stage.name) / MANIFEST
+    return place.is_file() and [entry["key"] for entry in read_json(place)["tasks"]] == [
+        stage.key(one) for one in tasks
+    ]
+
+
+def _expected(workspace: Workspace, inputs: dict[str, dict[str, int]], known: bool) -> dict[str, Any]:
+    """The budget from tokens that were counted, or from a guess at them."""
+    mix = workspace.recipe.mix
+    try:
+        if known:
+            return {"counted": True, **budget_of(workspace).to_dict()}
+        names = [name for name, one in workspace.recipe.collections.items() if one.kind == "documents"]
+        guess = {name: int(inputs[name]["bytes"] / BYTES_PER_TOKEN) for name in names}
+        return {"counted": False, **plan_budget(guess, mix.shares, mix.tokens, mix.epochs).to_dict()}
+    except CorpusError as error:
+        return {"counted": known, "infeasible": str(error)}
+
+
+def shard_directory(directory: Path) -> Path:
+    """What `data.directory` of a training recipe names."""
+    return directory / SHARD_FOLDER

@@ -1,0 +1,116 @@
+"""The finished corpus beside its stages: token shards that `fathom train` reads, the mixture, and flags of items."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from fathom.checkpoints.layout import TOKENIZER, TOKENIZER_JSON
+from fathom.checkpoints.tokenizers import identity
+from fathom.corpus.budget import Budget, plan_budget
+from fathom.corpus.stage import CorpusError, Workspace
+from fathom.corpus.tokens import FACTS, SHARDS, shard_place
+from fathom.data.mixture import row_order
+from fathom.data.shards import FORMAT, INDEX, VERSION, shard_files, token_dtype, write_index
+from fathom.data.tokenizer import tokenizer_checksums
+from fathom.report.files import read_json, write_json
+
+SHARD_FOLDER, BENCHMARK_FOLDER = "shards", "benchmark"
+MIXTURE, ORDER = "mixture.json", "mixture.u8"
+
+
+def available_tokens(workspace: Workspace) -> dict[str, int]:
+    """Training tokens of each collection of documents."""
+    counts = workspace.manifest("tokenize")["counts"]
+    names = [name for name, one in workspace.recipe.collections.items() if one.kind == "documents"]
+    return {name: counts.get(f"{name} train tokens", 0) for name in names}
+
+
+def budget_of(workspace: Workspace) -> Budget:
+    """What the mixture takes of each collection, or why it cannot."""
+    mix = workspace.recipe.mix
+    return plan_budget(available_tokens(workspace), mix.shares, mix.tokens, mix.epochs)
+
+
+def publish(workspace: Workspace) -> Budget:
+    """Lay out what a training run reads; an infeasible mixture is refused before anything is."""
+    budget = budget_of(workspace)
+    _publish_shards(workspace)
+    block = workspace.recipe.mix.block
+    period = sum(budget.weights.values())
+    mixture = {**budget.to_dict(), "collections": list(budget.weights), "block": block}
+    mixture |= {"rows": -(-budget.tokens // block), "period": period}
+    (workspace.directory / ORDER).write_bytes(row_order(list(budget.weights.values()), period).tobytes())
+    write_json(workspace.directory / MIXTURE, mixture)
+    _publish_flags(workspace)
+    return budget
+
+
+def _shards(workspace: Workspace) -> Iterator[tuple[str, str, dict[str, int], tuple[Path, Path]]]:
+    """(split, collection, entry, files) of every shard, in order."""
+    for one in workspace.outputs("tokenize", SHARDS):
+        facts = read_json(workspace.path(one))
+        for split, entry in facts["shards"].items():
+            files = shard_place(workspace.path(one).parent, split, facts["collection"])
+            yield split, facts["collection"], entry, files
+
+
+def _publish_shards(workspace: Workspace) -> None:
+    """The shards of all tasks as one corpus, linked and not copied where the file system can."""
+    (facts_file,) = workspace.outputs("tokenizer", FACTS)
+    facts, tokenizer = read_json(workspace.path(facts_file)), workspace.path(facts_file).parent
+    splits: dict[str, dict[str, list[dict[str, int]]]] = {}
+    places: list[tuple[Path, tuple[str, str, int]]] = []
+    for split, collection, entry, files in _shards(workspace):
+        entries = splits.setdefault(split, {}).setdefault(collection, [])
+        places += [(file, (split, collection, len(entries))) for file in files]
+        entries.append(entry)
+    if not splits.get("train"):
+        raise CorpusError("every document was held out or removed: nothing is left to train on", 1)
+    index: dict[str, Any] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "settings": {"corpus": workspace.recipe.to_dict() | {"executor": None}},
+        "left_out": 0,
+        **facts,
+        "dtype": token_dtype(facts["vocab_size"]).name,
+        "tokenizer_crc32": tokenizer_checksums(tokenizer),
+        "tokenizer_sha256": identity((tokenizer / TOKENIZER / TOKENIZER_JSON).read_text(encoding="utf-8")),
+        "splits": {split: dict(sorted(splits[split].items())) for split in sorted(splits)},
+    }
+    draft, final = workspace.directory / f".{SHARD_FOLDER}.new", workspace.directory / SHARD_FOLDER
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    write_index(draft, index)
+    if (final / INDEX).is_file() and (final / INDEX).read_bytes() == (draft / INDEX).read_bytes():
+        shutil.rmtree(draft)
+        return
+    shutil.copytree(tokenizer / TOKENIZER, draft / TOKENIZER)
+    for file, place in places:
+        target = next(one for one in shard_files(draft, *place) if one.suffix == file.suffix)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        _link(file, target)
+    shutil.rmtree(final, ignore_errors=True)
+    draft.rename(final)
+
+
+def _link(file: Path, target: Path) -> None:
+    try:
+        os.link(file, target)
+    except OSError:  # a file system without links
+        shutil.copyfile(file, target)
+
+
+def _publish_flags(workspace: Workspace) -> None:
+    """Of every benchmark its self-check and which items are dirty."""
+    place = workspace.directory / BENCHMARK_FOLDER
+    shutil.rmtree(place, ignore_errors=True)
+    for one in workspace.outputs("flags", ".jsonl"):
+        place.mkdir(exist_ok=True)
+        shutil.copyfile(workspace.path(one), place / Path(one.path).name)
+    for one in workspace.outputs("benchmarks", "check.json"):
+        check = read_json(workspace.path(one))
+        write_json(place / f"{check['benchmark']}.check.json", check)

@@ -1,0 +1,127 @@
+"""Gopher's rules: what a text measures, and the first rule that it breaks."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fathom.corpus.recipe import Filter
+from fathom.corpus.words import Numbers, Words, run_numbers, words_of
+
+STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
+BULLETS = ("-", "*", "•", "‣", "◦", "▪", "●", "–")
+ELLIPSES = ("...", "…")
+LETTER = re.compile(r"[^\W\d_]")
+TOP_RUNS, REPEATED_RUNS = (2, 3, 4), (5, 6, 7, 8, 9, 10)
+
+
+class Broken(NamedTuple):
+    """A rule that a document breaks."""
+
+    rule: str
+    value: float
+    limit: float
+
+
+def broken_rules(text: str, limits: Filter) -> list[Broken]:
+    """Every rule that a text breaks, in the order of the recipe's keys."""
+    return [
+        Broken(rule, round(value, 6), limit)
+        for rule, value in measures(text, limits)
+        if (limit := getattr(limits, rule)) is not None
+        and (value < limit if rule.startswith("min_") else value > limit)
+    ]
+
+
+def measures(text: str, limits: Filter) -> Iterator[tuple[str, float]]:
+    """(rule, value) for each rule that is on."""
+    spaced = text.split()
+    count = len(spaced)
+    yield "min_words", count
+    yield "max_words", count
+    if not count:
+        return
+    mean = sum(map(len, spaced)) / count
+    yield "min_word_length", mean
+    yield "max_word_length", mean
+    yield "max_symbol_ratio", max(text.count("#"), text.count("...") + text.count("…")) / count
+    lines = [line.strip() for line in text.split("\n") if line.strip()]
+    yield "max_bullet_lines", sum(line.startswith(BULLETS) for line in lines) / len(lines)
+    yield "max_ellipsis_lines", sum(line.endswith(ELLIPSES) for line in lines) / len(lines)
+    yield "min_alphabetic_words", sum(1 for word in spaced if word.isalpha() or LETTER.search(word)) / count
+    yield "min_stop_words", len(STOP_WORDS.intersection(text.lower().split()))
+    for name, pieces in (("line", lines), ("paragraph", re.split(r"\n\s*\n", text.strip()))):
+        again, characters = repeated(pieces)
+        yield f"max_duplicate_{name}s", again / len(pieces)
+        yield f"max_duplicate_{name}_characters", characters / max(sum(map(len, pieces)), 1)
+    yield from _runs(words_of([text]), limits)
+
+
+def repeated(pieces: list[str]) -> tuple[int, int]:
+    """How many pieces occurred before, and the characters in them."""
+    counts = Counter(pieces)
+    return len(pieces) - len(counts), sum((count - 1) * len(piece) for piece, count in counts.items() if count > 1)
+
+
+def _runs(words: Words, limits: Filter) -> Iterator[tuple[str, float]]:
+    lengths = words.ends - words.starts  # [W]
+    total = int(lengths.sum())
+    if not total:
+        return
+    ends = np.concatenate([[0], np.cumsum(lengths)])
+    for size in TOP_RUNS:
+        if getattr(limits, f"max_top_{size}gram") is not None:
+            yield f"max_top_{size}gram", _top(words.numbers, ends, size) / total
+    for size in REPEATED_RUNS:
+        if getattr(limits, f"max_duplicate_{size}grams") is not None:
+            covered = _covered(words.numbers, lengths, size)
+            yield f"max_duplicate_{size}grams", covered / total
+            if not covered:  # a longer run cannot occur twice where this one does not
+                return
+
+
+def _top(numbers: Numbers, ends: NDArray[np.int64], size: int) -> int:
+    """Characters in all occurrences of the run that occurs most often, the longest of several; 0 if none does twice."""
+    if len(numbers) <= size:
+        return 0
+    runs = run_numbers(numbers, size)
+    _, first, counts = np.unique(runs, return_index=True, return_counts=True)
+    most = int(counts.max())
+    if most < 2:
+        return 0
+    places = first[counts == most]
+    return most * int((ends[places + size] - ends[places]).max())
+
+
+def _covered(numbers: Numbers, lengths: NDArray[np.int64], size: int) -> int:
+    """Characters of words that lie in a run which occurred before, each counted once."""
+    if len(numbers) <= size:
+        return 0
+    runs = run_numbers(numbers, size)
+    first = np.unique(runs, return_index=True)[1]
+    if len(first) == len(runs):
+        return 0
+    again = np.ones(len(runs), np.int64)
+    again[first] = 0
+    edges = np.zeros(len(numbers) + 1, np.int64)
+    edges[: len(again)] += again
+    edges[size:] -= again
+    return int(lengths[np.cumsum(edges[:-1]) > 0].sum())
+
+
+@functools.cache
+def _identifier() -> Any:
+    from py3langid.langid import MODEL_FILE, LanguageIdentifier
+
+    return LanguageIdentifier.from_pickled_model(MODEL_FILE, norm_probs=True)
+
+
+def language_of(text: str) -> str:
+    """The ISO 639-1 code of the language that a text is most likely in, by its first 10,000 characters."""
+    return str(_identifier().classify(text[:10_000])[0])

@@ -1,0 +1,419 @@
+"""What `fathom corpus` is asked for: collections of documents and what is done to them, as dataclasses.
+
+As in a training recipe, the docstring under a field is its help, an unknown key is refused by name, and `key=value`
+words win over the file.
+"""
+
+from __future__ import annotations
+
+import codecs
+import dataclasses
+import hashlib
+import json
+import re
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+
+from fathom.recipe import RecipeError, allowed, convert, help_of, overridden, read_values, unknown_key
+
+
+@dataclass(frozen=True)
+class Collection:
+    """A named body of documents with one licence and one mixing weight."""
+
+    inputs: tuple[str, ...] = ()
+    """files, directories and globs; a directory is searched to any depth for known extensions"""
+    kind: Literal["documents", "conversations"] = "documents"
+    """documents to continue on, or conversations to tune on"""
+    license: str = "unknown"
+    """of every document that names none itself"""
+    priority: int = 0
+    """of two near-duplicates the one of the higher priority is kept"""
+    text_field: str = "text"
+    """the JSON field or Parquet column that holds the text"""
+    separator: str | None = None
+    """a line that separates documents within text files; null: a file is a document"""
+    encoding: str = "utf-8"
+    """of text files"""
+    filter: dict[str, Any] = field(default_factory=dict)
+    """keys of the filter section that are otherwise for this collection"""
+
+
+@dataclass(frozen=True)
+class Ingest:
+    """How files become text."""
+
+    html: Literal["trafilatura", "plain"] = "trafilatura"
+    """who finds the text of a web page: trafilatura (its main text), or plain (all of it)"""
+    identify: Literal["content", "stamp"] = "content"
+    """what tells that an input is unchanged: its bytes, or its name, size and time where reading all is too slow"""
+    max_file_bytes: int = 1 << 28
+    """a PDF, HTML or TEI file of more bytes is left out as too_large"""
+    max_document_bytes: int = 1 << 24
+    """a document of more bytes of text is left out as too_large"""
+    max_seconds: float = 60.0
+    """a PDF or a page that takes longer is left out as too_slow"""
+    max_memory: int = 1 << 30
+    """a PDF or a page that takes more bytes of memory is left out as parse_error"""
+    sentinels: bool = False
+    """mark figures, tables, formulas and citations of TEI as [START_FIGURE]...[END_FIGURE]"""
+
+
+@dataclass(frozen=True)
+class Normalize:
+    """How text is written."""
+
+    strip: tuple[str, ...] = ()
+    """regular expressions whose matches are removed, such as a library's header; ^ and $ are those of a line"""
+    blank_lines: int = 2
+    """more blank lines in a row than this become so many"""
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which documents are kept; null turns a rule off. Values as in Gopher's rules."""
+
+    min_words: int | None = 50
+    """words at least"""
+    max_words: int | None = 100_000
+    """words at most"""
+    min_word_length: float | None = 3.0
+    """mean characters of a word at least"""
+    max_word_length: float | None = 10.0
+    """mean characters of a word at most"""
+    max_symbol_ratio: float | None = 0.1
+    """number signs and ellipses for each word"""
+    max_bullet_lines: float | None = 0.9
+    """share of lines that begin with a bullet"""
+    max_ellipsis_lines: float | None = 0.3
+    """share of lines that end in an ellipsis"""
+    min_alphabetic_words: float | None = 0.8
+    """share of words with a letter"""
+    min_stop_words: int | None = 2
+    """how many of the, be, to, of, and, that, have, with occur"""
+    max_duplicate_lines: float | None = 0.3
+    """share of lines that occurred before"""
+    max_duplicate_line_characters: float | None = 0.2
+    """share of characters in them"""
+    max_duplicate_paragraphs: float | None = 0.3
+    """share of paragraphs that occurred before"""
+    max_duplicate_paragraph_characters: float | None = 0.2
+    """share of characters in them"""
+    max_top_2gram: float | None = 0.20
+    """share of characters in the most frequent pair of words"""
+    max_top_3gram: float | None = 0.18
+    """the same of three words"""
+    max_top_4gram: float | None = 0.16
+    """the same of four words"""
+    max_duplicate_5grams: float | None = 0.15
+    """share of characters in runs of five words that occurred before"""
+    max_duplicate_6grams: float | None = 0.14
+    """the same of six words"""
+    max_duplicate_7grams: float | None = 0.13
+    """the same of seven words"""
+    max_duplicate_8grams: float | None = 0.12
+    """the same of eight words"""
+    max_duplicate_9grams: float | None = 0.11
+    """the same of nine words"""
+    max_duplicate_10grams: float | None = 0.10
+    """the same of ten words"""
+    languages: tuple[str, ...] = ()
+    """ISO 639-1 codes that py3langid may find; empty looks for none"""
+
+
+@dataclass(frozen=True)
+class Deduplicate:
+    """Which documents count as the same."""
+
+    exact: bool = True
+    """keep one of several documents of the same text"""
+    near: bool = True
+    """keep one of several documents that share most runs of words"""
+    jaccard: float = 0.8
+    """share of runs that two documents have in common, of all that either has, from which on they are the same"""
+    shingle: int = 5
+    """words in a run"""
+    bands: int = 14
+    """groups of hashes; documents meet where one group agrees"""
+    rows: int = 8
+    """hashes in a group"""
+    seed: int = 0
+    """of the hashes"""
+
+
+@dataclass(frozen=True)
+class BenchmarkFile:
+    """Where a benchmark's items are, and what is done with documents that hold one."""
+
+    path: str = ""
+    """JSON lines, or a JSON list: question, choices and answer, or other fields by the names below"""
+    question: str | None = None
+    """the field of the question or text; null tries question, stem, query, sentence, text"""
+    action: Literal["drop", "cut", "report"] | None = None
+    """null takes decontaminate.action"""
+
+
+@dataclass(frozen=True)
+class Decontaminate:
+    """What evaluation items must not be learnt from."""
+
+    benchmarks: dict[str, BenchmarkFile] = field(default_factory=dict)
+    """their files, by name"""
+    action: Literal["drop", "cut", "report"] = "drop"
+    """drop the document, cut the passage out, or only report it"""
+    words: int = 13
+    """a shared run of so many words is a leak"""
+    whole: int = 8
+    """an item of fewer than `words` but so many is a leak if it occurs whole; a shorter one only with its answer"""
+    shortest: int = 5
+    """a question with its answer that is shorter than this is not looked for"""
+    margin: int = 200
+    """characters that are cut on either side of a leak"""
+    strict: bool = False
+    """end with exit code 1 if a benchmark gives one question two answers"""
+
+
+@dataclass(frozen=True)
+class Tokenize:
+    """How text becomes tokens."""
+
+    tokenizer: str | None = None
+    """a tokenizer's directory or file, or a name on the Hub"""
+    train: int | None = None
+    """train a byte-level BPE of so many tokens on the kept documents instead"""
+    train_bytes: int = 1 << 28
+    """text that it learns from at most, an equal share of each collection"""
+    eos_token: str | None = None
+    """the token that ends a document, if not the one that the tokenizer names"""
+    held_out: float = 0.01
+    """share of documents that go to the validation split, by a hash of their text"""
+    shard_bytes: int = 1 << 28
+    """text that goes into one shard, about"""
+
+
+@dataclass(frozen=True)
+class Mix:
+    """What a training run is to read."""
+
+    shares: dict[str, float] = field(default_factory=dict)
+    """share of tokens of each collection; empty: as many as each has"""
+    tokens: int | None = None
+    """the budget; null: as many as one epoch of the collection that runs out first allows"""
+    epochs: float = 4.0
+    """how often a collection may be read at most"""
+    block: int = 2048
+    """tokens in a training row"""
+
+
+@dataclass(frozen=True)
+class Executor:
+    """Who carries out the tasks of a stage; what they write does not depend on it."""
+
+    name: Literal["local", "datatrove", "slurm", "ray"] = "local"
+    """local: processes of this machine; the others through datatrove: its own processes, Slurm's job arrays, Ray"""
+    workers: int | None = None
+    """processes at once; null: one for each core here, 100 elsewhere"""
+    partition: str = "cpu"
+    """slurm: where jobs run"""
+    time: str = "24:00:00"
+    """slurm: how long a job may take"""
+    memory_gb: int = 2
+    """slurm and ray: memory of a worker"""
+    environment: str = ""
+    """slurm: a shell command that sets up a job, such as the activation of an environment"""
+
+
+@dataclass(frozen=True)
+class CorpusRecipe:
+    """A corpus: collections, and what is done to them."""
+
+    collections: dict[str, Collection] = field(default_factory=dict)
+    """what is read, by name"""
+    ingest: Ingest = field(default_factory=Ingest)
+    """files to text"""
+    normalize: Normalize = field(default_factory=Normalize)
+    """how text is written"""
+    filter: Filter = field(default_factory=Filter)
+    """what is kept"""
+    deduplicate: Deduplicate = field(default_factory=Deduplicate)
+    """what counts as the same"""
+    decontaminate: Decontaminate = field(default_factory=Decontaminate)
+    """what must not be learnt from"""
+    tokenize: Tokenize = field(default_factory=Tokenize)
+    """text to tokens"""
+    mix: Mix = field(default_factory=Mix)
+    """what a training run is to read"""
+    executor: Executor = field(default_factory=Executor)
+    """who does the work; may be written as the name alone"""
+
+    def filter_of(self, collection: str) -> Filter:
+        """The filter of a collection: the section under its own keys."""
+        own = self.collections[collection].filter
+        return typing.cast(
+            "Filter", fill(Filter, f"collections.{collection}.filter", dataclasses.asdict(self.filter) | own)
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, dicts and scalars."""
+        return typing.cast("dict[str, Any]", json.loads(json.dumps(dataclasses.asdict(self))))
+
+    def to_yaml(self) -> str:
+        """The resolved recipe."""
+        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+
+    def digest(self) -> str:
+        """Of every value."""
+        return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def load_corpus_recipe(path: Path, overrides: Sequence[str] = ()) -> CorpusRecipe:
+    """Read a recipe, apply overrides, check everything that can be checked without looking at a document."""
+    if not path.is_file():
+        raise RecipeError(f"{path}: no such recipe")
+    return parse_corpus_recipe(overridden(read_values(path), overrides))
+
+
+def parse_corpus_recipe(values: dict[str, Any]) -> CorpusRecipe:
+    """A checked recipe from nested values."""
+    recipe = typing.cast("CorpusRecipe", fill(CorpusRecipe, "", values))
+    for holds, key, words in _rules(recipe):
+        if not holds:
+            raise RecipeError(f"{key}: {words}")
+    for name in recipe.collections:
+        recipe.filter_of(name)
+    return recipe
+
+
+SHORT: dict[Any, str] = {BenchmarkFile: "path", Executor: "name"}
+"""Sections that may be written as one of their values."""
+
+
+def fill(section: type, name: str, values: Any) -> Any:
+    """A dataclass from a mapping; sections and named sections in it too."""
+    hints = typing.get_type_hints(section)
+    if values is None:
+        values = {}
+    if not isinstance(values, dict):
+        raise RecipeError(f"{name}={values}: expected keys: {', '.join(hints)}")
+    dot = f"{name}." if name else ""
+    for key in values:
+        if key not in hints:
+            raise unknown_key(f"{dot}{key}", [f"{dot}{known}" for known in hints])
+    return section(**{key: _value(hints[key], f"{dot}{key}", value) for key, value in values.items()})
+
+
+def _value(hint: Any, name: str, value: Any) -> Any:
+    if isinstance(value, str) and hint in SHORT:
+        value = {SHORT[hint]: value}
+    if isinstance(value, str) and typing.get_origin(hint) is tuple and not value.startswith("["):
+        value = [value]
+    if dataclasses.is_dataclass(hint):
+        return fill(typing.cast("type", hint), name, value)
+    if typing.get_origin(hint) is dict:
+        inner = typing.get_args(hint)[1]
+        if not isinstance(value, dict):
+            raise RecipeError(f"{name}={value}: expected names and what they stand for")
+        return {str(key): _value(inner, f"{name}.{key}", item) for key, item in value.items()}
+    if hint is Any:
+        return value
+    try:
+        return convert(hint, value)
+    except ValueError:
+        raise RecipeError(f"{name}={value}: allowed: {allowed(hint)}") from None
+
+
+def describe_corpus() -> list[tuple[str, str, str, str]]:
+    """Every key as (dotted key, allowed values, default, help), for `fathom corpus --help`."""
+    return list(_describe(CorpusRecipe, ""))
+
+
+def _describe(section: type, name: str) -> Iterator[tuple[str, str, str, str]]:
+    hints, texts = typing.get_type_hints(section), help_of(section)
+    for one in dataclasses.fields(section):
+        hint, key = hints[one.name], f"{name}{one.name}"
+        if dataclasses.is_dataclass(hint):
+            yield from _describe(typing.cast("type", hint), f"{key}.")
+            continue
+        inner = typing.get_args(hint)[1] if typing.get_origin(hint) is dict else None
+        if dataclasses.is_dataclass(inner):
+            yield from _describe(typing.cast("type", inner), f"{key}.NAME.")
+            continue
+        default = one.default if one.default is not dataclasses.MISSING else "{}"
+        shown = {"None": "null", "True": "true", "False": "false", "()": "[]"}.get(str(default), str(default))
+        words = "names and numbers" if inner is float else "keys and values" if inner else _words(hint)
+        yield key, words, shown, texts[one.name]
+
+
+def _words(hint: Any) -> str:
+    return "a list of names" if isinstance(hint, types.GenericAlias) else allowed(hint)
+
+
+def _rules(recipe: CorpusRecipe) -> Iterator[tuple[bool, str, str]]:
+    """(holds, key, what is allowed) for everything that a type cannot say."""
+    yield bool(recipe.collections), "collections", "name at least one"
+    for name, collection in recipe.collections.items():
+        key = f"collections.{name}"
+        yield bool(re.fullmatch(r"[\w-]+", name)), key, "a name is made of letters, digits, - and _"
+        yield bool(collection.inputs), f"{key}.inputs", "name at least one file, directory or glob"
+        yield _is_encoding(collection.encoding), f"{key}.encoding", f"{collection.encoding} is no encoding"
+    for number, pattern in enumerate(recipe.normalize.strip):
+        yield _compiles(pattern), f"normalize.strip[{number}]", f"{pattern!r} is not a regular expression"
+    yield recipe.normalize.blank_lines >= 0, "normalize.blank_lines", "allowed: 0 or more"
+    for key in ("max_file_bytes", "max_document_bytes", "max_seconds", "max_memory"):
+        yield getattr(recipe.ingest, key) > 0, f"ingest.{key}", "allowed: a positive number"
+    near = recipe.deduplicate
+    yield 0 < near.jaccard <= 1, "deduplicate.jaccard", "allowed: a share above 0, 1 at most"
+    for key in ("shingle", "bands", "rows"):
+        yield getattr(near, key) >= 1, f"deduplicate.{key}", "allowed: 1 or more"
+    yield near.seed >= 0, "deduplicate.seed", "allowed: 0 or more"
+    leaks = recipe.decontaminate
+    ordered = 1 <= leaks.shortest <= leaks.whole <= leaks.words
+    yield ordered, "decontaminate", "allowed: 1 <= shortest <= whole <= words"
+    yield leaks.margin >= 0, "decontaminate.margin", "allowed: 0 or more"
+    for name, benchmark in leaks.benchmarks.items():
+        yield bool(re.fullmatch(r"[\w-]+", name)), f"decontaminate.benchmarks.{name}", "letters, digits, - and _"
+        yield bool(benchmark.path), f"decontaminate.benchmarks.{name}.path", "name a file"
+    tokens = recipe.tokenize
+    one = (tokens.tokenizer is None) != (tokens.train is None)
+    yield one, "tokenize", "give either tokenize.tokenizer or tokenize.train"
+    yield 0 <= tokens.held_out < 1, "tokenize.held_out", "allowed: a share from 0 to less than 1"
+    for key in ("train_bytes", "shard_bytes"):
+        yield getattr(tokens, key) >= 1, f"tokenize.{key}", "allowed: 1 or more"
+    yield from _mix_rules(recipe)
+
+
+def _mix_rules(recipe: CorpusRecipe) -> Iterator[tuple[bool, str, str]]:
+    mix = recipe.mix
+    names = [name for name, one in recipe.collections.items() if one.kind == "documents"]
+    for name, share in mix.shares.items():
+        yield name in names, f"mix.shares.{name}", f"no such collection of documents; there are {', '.join(names)}"
+        yield share > 0, f"mix.shares.{name}", "allowed: a positive number"
+    if mix.shares:
+        total = sum(mix.shares.values())
+        yield abs(total - 1) < 1e-9, "mix.shares", f"they add up to {total:g}, not to 1"
+    yield mix.tokens is None or mix.tokens >= 1, "mix.tokens", "allowed: 1 or more, or null"
+    yield mix.epochs > 0, "mix.epochs", "allowed: a positive number"
+    yield mix.block >= 2, "mix.block", "allowed: 2 or more"
+    yield recipe.executor.workers is None or recipe.executor.workers >= 1, "executor.workers", "allowed: 1 or more"
+
+
+def _is_encoding(name: str) -> bool:
+    try:
+        codecs.lookup(name)
+    except LookupError:
+        return False
+    return True
+
+
+def _compiles(pattern: str) -> bool:
+    try:
+        re.compile(pattern)
+    except re.error:
+        return False
+    return True

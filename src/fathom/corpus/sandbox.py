@@ -1,0 +1,134 @@
+"""A process apart for files that may crash, hang or swell: it dies in place of the run.
+
+Requests and replies are JSON lines. The process ends with its parent, and at the limit of time or memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from fathom.corpus import html, pdf, tei
+from fathom.corpus.extraction import Extracted, Extractor
+
+EXTRACTORS: dict[str, Extractor] = {"pdf": pdf.extract, "html": html.extract, "tei": tei.extract}
+CHILD = "from fathom.corpus.sandbox import serve; serve()"
+
+
+class Sandbox:
+    """Extracts text elsewhere; what goes wrong there is a status here."""
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        self._settings = settings
+        self._process: subprocess.Popen[str] | None = None
+
+    def extract(self, kind: str, path: Path) -> Extracted:
+        """What comes of one file."""
+        size = path.stat().st_size
+        if size > self._settings["max_file_bytes"]:
+            return Extracted("too_large", detail=f"{size:,} bytes")
+        process = self._process or self._start()
+        late = threading.Event()
+
+        def stop() -> None:
+            late.set()
+            process.kill()
+
+        timer = threading.Timer(self._settings["max_seconds"], stop)
+        timer.start()
+        try:
+            reply = self._ask(process, {"kind": kind, "path": str(path.absolute()), "settings": self._settings})
+        finally:
+            timer.cancel()
+        if reply is None:
+            self.close()
+            if late.is_set():
+                return Extracted("too_slow", detail=f"over {self._settings['max_seconds']:g} seconds")
+            return Extracted("parse_error", detail="its reader died")
+        extracted = Extracted(**reply)
+        if extracted.detail == "out of memory":
+            self.close()  # what is left of that process is not to be trusted
+        return extracted
+
+    def close(self) -> None:
+        """End the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def __enter__(self) -> Sandbox:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _start(self) -> subprocess.Popen[str]:
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", CHILD],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,  # libraries complain there about what the status says anyway
+            text=True,
+            encoding="utf-8",
+            env=environment,
+        )
+        return self._process
+
+    def _ask(self, process: subprocess.Popen[str], request: dict[str, Any]) -> dict[str, Any] | None:
+        assert process.stdin is not None and process.stdout is not None
+        try:
+            process.stdin.write(json.dumps(request) + "\n")
+            process.stdin.flush()
+            line = process.stdout.readline()
+        except OSError:
+            return None
+        reply: dict[str, Any] | None = json.loads(line) if line.endswith("\n") else None
+        return reply
+
+
+def serve() -> None:
+    """Answer requests until standard input closes."""
+    replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    limited = False
+    for line in sys.stdin:
+        request = json.loads(line)
+        extractor = EXTRACTORS[request["kind"]]
+        if not limited:
+            _limit(request["settings"]["max_memory"])
+            limited = True
+        try:
+            found = extractor(Path(request["path"]), request["settings"])
+            if len(found.text.encode("utf-8", "replace")) > request["settings"]["max_document_bytes"]:
+                found = Extracted(
+                    "too_large", detail=f"over {request['settings']['max_document_bytes']:,} bytes of text"
+                )
+            # JSON and PDF may spell a lone surrogate, which no UTF-8 can hold.
+            found.text = found.text.encode("utf-8", "replace").decode("utf-8")
+        except ImportError:
+            raise
+        except MemoryError:
+            found = Extracted("parse_error", detail="out of memory")
+        except Exception as error:  # a library met a file that it cannot read; the run goes on and names it
+            said = " ".join(str(error).split())
+            found = Extracted("parse_error", detail=f"{type(error).__name__}: {said}"[:300])
+        replies.write(json.dumps(found.to_dict()) + "\n")
+        replies.flush()
+
+
+def _limit(max_memory: int) -> None:
+    """Let this process have so much more memory than it has, where the system can say that."""
+    try:
+        import resource
+    except ImportError:
+        return
+    pages = Path("/proc/self/statm")
+    now = int(pages.read_text().split()[0]) * resource.getpagesize() if pages.exists() else 0
+    resource.setrlimit(resource.RLIMIT_AS, (now + max_memory, resource.RLIM_INFINITY))

@@ -1,0 +1,256 @@
+"""What every stage of a corpus is: a pure function of files, cut into tasks that any scheduler may carry out.
+
+A task's key is a hash of the stage's name, version and settings and of the contents that the task reads. What it
+writes lies in a folder of that name, which appears at once, whole, by a rename: a folder that is there is finished,
+whatever killed the process that came before or beside, and a task whose folder is there is not done again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, ClassVar
+
+from fathom.corpus.recipe import CorpusRecipe
+from fathom.errors import FathomError
+from fathom.report.files import digest, read_json, sync_directory, write_json
+
+STAGES = "stages"
+MANIFEST, TASK, TIMES, PLAN = "manifest.json", "task.json", "times.json", "plan.json"
+DRAFT = ".new"
+
+
+class CorpusError(FathomError):
+    """A corpus that cannot be made, explained in one line."""
+
+    def __init__(self, message: str, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+@dataclass(frozen=True)
+class Input:
+    """A file that a task reads, and what tells whether it is the same."""
+
+    path: str
+    """below the corpus' directory, or a place of the user's"""
+    sha256: str
+    bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Task:
+    """A piece of a stage's work: plain data, so that any scheduler can carry it."""
+
+    inputs: tuple[Input, ...]
+    arguments: dict[str, Any] = field(default_factory=dict)
+    """what else decides the outcome"""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> Task:
+        """The reverse of `to_dict`."""
+        return cls(tuple(Input(**one) for one in values["inputs"]), dict(values["arguments"]))
+
+
+def stage_folder(directory: Path, name: str) -> Path:
+    """Where a stage of the corpus in a directory keeps what it makes."""
+    return directory / STAGES / name
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A corpus' directory and the recipe that makes it."""
+
+    directory: Path
+    recipe: CorpusRecipe
+
+    def stage(self, name: str) -> Path:
+        """The folder of a stage."""
+        return stage_folder(self.directory, name)
+
+    def manifest(self, name: str) -> dict[str, Any]:
+        """What a finished stage says of itself."""
+        return read_json(self.stage(name) / MANIFEST)
+
+    def outputs(self, stage: str, suffix: str) -> list[Input]:
+        """Files of a finished stage whose names end so, in the order of its tasks."""
+        found = []
+        for task in self.manifest(stage)["tasks"]:
+            for name, facts in task["outputs"].items():
+                if name.endswith(suffix):
+                    path = f"{STAGES}/{stage}/{task['key']}/{name}"
+                    found.append(Input(path, facts["sha256"], facts["bytes"]))
+        return found
+
+    def parts(self, stage: str, key: str | None = None) -> list[Input]:
+        """Files of documents of a finished stage, or of one of its tasks."""
+        found = [one for one in self.outputs(stage, ".jsonl") if Path(one.path).name.startswith("part-")]
+        return [one for one in found if key in (None, Path(one.path).parent.name)]
+
+    def path(self, one: Input) -> Path:
+        """Where an input lies; a user's own place may be absolute."""
+        return self.directory / one.path
+
+
+class Stage(ABC):
+    """One step from documents to tokens."""
+
+    name: ClassVar[str]
+    version: ClassVar[int] = 1
+    """of what the stage computes: another one makes all its tasks new"""
+
+    def __init__(self, workspace: Workspace) -> None:
+        self.workspace = workspace
+
+    @property
+    def recipe(self) -> CorpusRecipe:
+        """What is asked for."""
+        return self.workspace.recipe
+
+    def settings(self) -> dict[str, Any]:
+        """The part of the recipe that decides what all tasks of this stage compute."""
+        return {}
+
+    @abstractmethod
+    def tasks(self) -> list[Task]:
+        """The work, given that the stages before are finished; the same list on every machine."""
+
+    @abstractmethod
+    def run(self, task: Task, folder: Path) -> dict[str, int]:
+        """Do one task: write files into an empty folder, and return what was counted."""
+
+    def finish(self, counts: dict[str, int]) -> None:  # noqa: B027 most stages have nothing to refuse
+        """Refuse the outcome of the whole stage, where it cannot be used."""
+
+    def key(self, task: Task) -> str:
+        """Equal where equal work is done on equal contents."""
+        content = [self.name, self.version, self.settings(), [one.sha256 for one in task.inputs], task.arguments]
+        return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
+
+    def folder(self, task: Task) -> Path:
+        """Where a task's outcome lies."""
+        return self.workspace.stage(self.name) / self.key(task)
+
+    def done(self, task: Task) -> bool:
+        """Whether a task's outcome is there, all of it."""
+        folder = self.folder(task)
+        if not (folder / TASK).is_file():
+            return False
+        outputs = read_json(folder / TASK)["outputs"]
+        sizes = [_size(folder / name) == facts["bytes"] for name, facts in outputs.items()]
+        if not all(sizes):
+            shutil.rmtree(folder)
+        return all(sizes)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.is_file() else -1
+
+
+def perform(stage: Stage, task: Task) -> None:
+    """Do one task unless it is done; its folder appears whole or not at all."""
+    if stage.done(task):
+        return
+    final = stage.folder(task)
+    draft = final.with_name(f".{final.name}.{os.getpid()}{DRAFT}")
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir(parents=True)
+    started, busy = time.perf_counter(), time.process_time()
+    counts = stage.run(task, draft)
+    times = {
+        "seconds": round(time.perf_counter() - started, 4),
+        "cpu_seconds": round(time.process_time() - busy, 4),
+        "peak_bytes": peak_memory(),
+        "input_bytes": sum(one.bytes for one in task.inputs),
+    }
+    names = sorted(path.relative_to(draft).as_posix() for path in draft.rglob("*") if path.is_file())
+    outputs = {name: digest(draft / name) for name in names}
+    for name in names:
+        _sync(draft / name)
+    write_json(draft / TASK, {"key": final.name, "counts": counts, "outputs": outputs})
+    write_json(draft / TIMES, times)
+    try:
+        draft.rename(final)
+    except OSError:
+        # Another process did the same task meanwhile, with the same bytes.
+        if not (final / TASK).is_file():
+            raise
+        shutil.rmtree(draft)
+    sync_directory(final.parent)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def peak_memory() -> int:
+    """The most bytes that this process held at once; 0 where the system does not say."""
+    try:
+        import resource
+    except ImportError:  # Windows
+        return 0
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def conclude(stage: Stage, tasks: Sequence[Task]) -> dict[str, Any]:
+    """Write the manifest of a stage whose tasks are all done, and remove what an earlier recipe left."""
+    place = stage.workspace.stage(stage.name)
+    place.mkdir(parents=True, exist_ok=True)
+    entries: list[dict[str, Any]] = []
+    totals: dict[str, int] = {}
+    for task in tasks:
+        entry = read_json(stage.folder(task) / TASK)
+        for name, count in entry["counts"].items():
+            totals[name] = totals.get(name, 0) + count
+        entries.append({**entry, "arguments": task.arguments, "inputs": [_named(one) for one in task.inputs]})
+    manifest = {
+        "stage": stage.name,
+        "version": stage.version,
+        "settings": stage.settings(),
+        "counts": dict(sorted(totals.items())),
+        "tasks": entries,
+    }
+    stage.finish(totals)
+    write_json(place / MANIFEST, manifest)
+    keep = {entry["key"] for entry in entries}
+    for path in place.iterdir():
+        if path.is_dir() and path.name not in keep:
+            shutil.rmtree(path, ignore_errors=True)
+    return manifest
+
+
+def _named(one: Input) -> dict[str, Any]:
+    """An input for a manifest; where the user keeps it says nothing about it."""
+    return {**asdict(one), "path": Path(one.path).name if Path(one.path).is_absolute() else one.path}
+
+
+def times_of(stage: Stage, tasks: Sequence[Task]) -> dict[str, float]:
+    """What the tasks of a stage took, whenever they were done."""
+    found = [read_json(stage.folder(task) / TIMES) for task in tasks]
+    total = {key: sum(one[key] for one in found) for key in ("seconds", "cpu_seconds", "input_bytes")}
+    return {**total, "peak_bytes": max((one["peak_bytes"] for one in found), default=0)}
+
+
+def package_versions(names: Sequence[str]) -> dict[str, str]:
+    """Of the packages that a corpus was made with, where they are installed."""
+    found = {}
+    for name in names:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

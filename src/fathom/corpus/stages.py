@@ -1,0 +1,16 @@
+"""All stages, in the order in which they follow each other."""
+
+from __future__ import annotations
+
+from fathom.corpus.clean import Clean
+from fathom.corpus.contamination import Benchmarks, Contamination, Flags
+from fathom.corpus.duplicates import Candidates, Duplicates, Exact, Signatures, Verify
+from fathom.corpus.ingest import Ingest
+from fathom.corpus.stage import Stage
+from fathom.corpus.tokens import Tokenize, Tokenizer
+
+ORDER: tuple[type[Stage], ...] = (
+    *(Ingest, Clean, Signatures, Exact, Candidates, Verify, Duplicates),
+    *(Benchmarks, Contamination, Flags, Tokenizer, Tokenize),
+)
+STAGES = {stage.name: stage for stage in ORDER}

@@ -1,0 +1,184 @@
+"""GROBID's TEI to Markdown: headings, paragraphs, tables, captions; what a reference shows is kept.
+
+A figure or table stands where it is first referred to, or at the end, and once. With `sentinels` figures, tables,
+formulas, notes and citations are between [START_X] and [END_X], a citation as the title of what it cites.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+from xml.etree.ElementTree import Element
+
+from fathom.corpus.extraction import Extracted
+
+IDENTITY = "{http://www.w3.org/XML/1998/namespace}id"
+SECTION = re.compile(r"[1-9]\.[0-9]")
+
+
+def extract(path: Path, settings: dict[str, Any]) -> Extracted:
+    """The Markdown of a TEI file."""
+    data = path.read_bytes()
+    if not data.strip():
+        return Extracted("empty", detail="a file of no text")
+    if b"<!ENTITY" in data:
+        return Extracted("parse_error", detail="it declares entities, which GROBID never does")
+    try:
+        root = ElementTree.fromstring(data)
+    except ElementTree.ParseError as error:
+        return Extracted("parse_error", detail=str(error))
+    if _tag(root) != "TEI":
+        return Extracted("parse_error", detail=f"a <{_tag(root)}>, not TEI")
+    converter = _Converter(root, settings["sentinels"])
+    text = converter.markdown()
+    if not text:
+        return Extracted("empty", detail="a document without text")
+    meta = {"dangling_references": converter.dangling} if converter.dangling else {}
+    return Extracted("ok", text, meta=meta)
+
+
+def _tag(element: Element) -> str:
+    return element.tag.rpartition("}")[2] if isinstance(element.tag, str) else ""
+
+
+def _find(root: Element, *names: str) -> Element | None:
+    """The first descendant by a path of local names, each at any depth below the one before."""
+    for name in names:
+        found = next((one for one in root.iter() if one is not root and _tag(one) == name), None)
+        if found is None:
+            return None
+        root = found
+    return root
+
+
+def _words(text: str) -> str:
+    return re.sub(r"\s+", " ", text)
+
+
+class _Converter:
+    """One document on its way to Markdown."""
+
+    def __init__(self, root: Element, sentinels: bool) -> None:
+        self._root, self._sentinels = root, sentinels
+        self.dangling = 0
+        """References whose target is not there."""
+        self._blocks = {one.get(IDENTITY): one for one in root.iter() if _tag(one) == "figure" and one.get(IDENTITY)}
+        self._shown: set[str] = set()
+        self._titles = {
+            one.get(IDENTITY): self._title_of(one)
+            for one in root.iter()
+            if _tag(one) == "biblStruct" and one.get(IDENTITY)
+        }
+
+    def markdown(self) -> str:
+        """The whole document."""
+        found = []
+        title = _find(self._root, "titleStmt", "title")
+        if title is not None and (text := self._plain(title)):
+            found.append(f"# {text}")
+        abstract = _find(self._root, "profileDesc", "abstract")
+        if abstract is not None and (body := self._paragraphs(abstract)):
+            found += ["## Abstract", *body]
+        body_element = _find(self._root, "text", "body")
+        if body_element is not None:
+            for division in body_element:
+                if _tag(division) == "div":
+                    found += self._paragraphs(division)
+            for name in self._blocks:
+                if name not in self._shown:
+                    found += self._block(str(name))
+        return "\n\n".join(found)
+
+    def _paragraphs(self, division: Element) -> list[str]:
+        """Headings, paragraphs, formulas and notes of a division, in order; each figure after its first reference."""
+        found: list[str] = []
+        for child in division:
+            name = _tag(child)
+            wanted: list[str] = []
+            if name == "head":
+                if text := self._plain(child):
+                    found.append(f"{'###' if SECTION.search(text) else '##'} {text}")
+            elif name == "p":
+                if text := _words(self._inline(child, wanted)).strip():
+                    found.append(text)
+            elif name in ("formula", "note"):
+                if text := self._inline(child, wanted).strip():
+                    found.append(self._marked(name, _words(text)))
+            elif name == "div":
+                found += self._paragraphs(child)
+            for identity in wanted:
+                found += self._block(identity)
+        return found
+
+    def _inline(self, element: Element, wanted: list[str]) -> str:
+        """Text with that of everything inside; figures that it refers to are added to `wanted`."""
+        parts = [element.text or ""]
+        for child in element:
+            name, inner = _tag(child), self._inline(child, wanted)
+            if name == "ref":
+                inner = self._reference(child, inner, wanted)
+            elif name in ("formula", "note") and inner.strip():
+                inner = self._marked(name, inner.strip())
+            parts += [inner, child.tail or ""]
+        return "".join(parts)
+
+    def _reference(self, element: Element, shown: str, wanted: list[str]) -> str:
+        target = (element.get("target") or "").removeprefix("#")
+        if not target:
+            return shown
+        if target in self._blocks:
+            wanted.append(target)
+        elif target in self._titles:
+            if self._sentinels and self._titles[target]:
+                return f"{shown} [START_REF]{self._titles[target]}[END_REF]"
+        else:
+            self.dangling += 1
+        return shown
+
+    def _block(self, identity: str) -> list[str]:
+        """A figure or table, the first time that it is asked for."""
+        if identity in self._shown:
+            return []
+        self._shown.add(identity)
+        element = self._blocks[identity]
+        kind = "table" if element.get("type") == "table" or _find(element, "table") is not None else "figure"
+        children = {_tag(child): child for child in element}
+        lines = [text for name in ("head", "figDesc") if name in children and (text := self._plain(children[name]))]
+        if "table" in children and (rows := self._table(children["table"])):
+            lines.append(rows)
+        if "note" in children and (text := self._plain(children["note"])):
+            lines.append(self._marked("note", text))
+        if not lines:
+            return []
+        if not self._sentinels:
+            return ["\n\n".join(lines)]
+        return [f"[START_{kind.upper()}]\n" + "\n".join(lines) + f"\n[END_{kind.upper()}]"]
+
+    def _table(self, table: Element) -> str:
+        """A pipe table whose first row is its header."""
+        rows = [
+            [self._plain(cell).replace("|", "\\|") for cell in row if _tag(cell) == "cell"]
+            for row in table.iter()
+            if _tag(row) == "row"
+        ]
+        width = max((len(row) for row in rows), default=0)
+        if not width:
+            return ""
+        lines = ["| " + " | ".join(row + [""] * (width - len(row))) + " |" for row in rows]
+        return "\n".join([lines[0], "|" + " --- |" * width, *lines[1:]])
+
+    def _plain(self, element: Element) -> str:
+        return _words("".join(element.itertext())).strip()
+
+    def _marked(self, name: str, text: str) -> str:
+        already = text.startswith(f"[START_{name.upper()}]")
+        return f"[START_{name.upper()}]{text}[END_{name.upper()}]" if self._sentinels and not already else text
+
+    def _title_of(self, entry: Element) -> str:
+        for level in ("a", "m", "j"):
+            for one in entry.iter():
+                if _tag(one) == "title" and one.get("level") == level and (text := self._plain(one)):
+                    return text
+        return ""
