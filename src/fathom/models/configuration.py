@@ -35,6 +35,7 @@ class FathomConfig(Qwen3Config):
         k_norm_position: Keys are normed `before_rope`, or `after_rope` as the released Depth-Attention weights need.
         embedding_scale: Factor on the input embeddings.
         output_init: `plain`, or `depth`: smaller initial output projections, the deeper the model.
+        max_trips: A budget of trips per token, of those that the model was trained for; None is as many as it makes.
 
     Every other key is `Qwen3Config`'s.
     """
