@@ -1,0 +1,75 @@
+"""Shares, epochs and caps, by the published numbers, and the order of rows."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fathom.corpus.budget import plan_budget
+from fathom.corpus.stage import CorpusError
+from fathom.data.mixture import row_order, whole_weights
+
+PUBLISHED = {"geo": 52_721_798_004, "arxiv": 13_704_981_558, "code": 12_424_652_670}
+SHARES = {"geo": 0.8, "arxiv": 0.1, "code": 0.1}
+
+
+def test_published_numbers() -> None:
+    budget = plan_budget(PUBLISHED, SHARES, 61_440_000_000, 4)
+    assert {name: round(value, 2) for name, value in budget.epochs.items()} == {"geo": 0.93, "arxiv": 0.45, "code": 0.49}
+    assert round(budget.largest / 1e9, 1) == 263.6 and budget.limited_by == "geo"
+    assert plan_budget(PUBLISHED, SHARES, 263_600_000_000, 4).tokens == 263_600_000_000
+    with pytest.raises(CorpusError, match=r"geo has 52,721,798,004 tokens and would be read 4\.01 times.*263,608,990,020"):
+        plan_budget(PUBLISHED, SHARES, 264_000_000_000, 4)
+
+
+def test_without_shares_or_budget() -> None:
+    budget = plan_budget({"a": 3000, "b": 1000, "none": 0}, {}, None, 4)
+    assert budget.weights == {"a": 3, "b": 1} and budget.tokens == 4000
+    assert budget.epochs == {"a": 1.0, "b": 1.0}
+    with pytest.raises(CorpusError, match=r"mix\.shares\.b: nothing of this collection is left"):
+        plan_budget({"a": 10, "b": 0}, {"a": 0.5, "b": 0.5}, None, 4)
+
+
+def test_tenths_are_exact_at_every_multiple_of_ten() -> None:
+    order = row_order(whole_weights([0.8, 0.1, 0.1]), 5000)
+    counts = np.stack([np.cumsum(order == one) for one in range(3)])
+    at_tens = counts[:, 9::10]
+    rows = np.arange(10, 5001, 10)
+    assert (at_tens == np.array([[8], [1], [1]]) * rows // 10).all()
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=8), st.integers(1, 700))
+@settings(max_examples=150, deadline=None)
+def test_every_prefix_keeps_its_shares(weights: list[int], rows: int) -> None:
+    order, total = row_order(weights, rows), sum(weights)
+    assert len(order) == rows
+    for one, weight in enumerate(weights):
+        counts = np.cumsum(order == one)
+        ahead = weight * np.arange(1, rows + 1) - total * counts  # W (w n - c)
+        assert (ahead > -total).all() and (ahead < total * max(len(weights) - 1, 1)).all()
+
+
+def test_the_bound_can_be_broken() -> None:
+    """All rows of one collection first would break it."""
+    order = np.sort(row_order([8, 1, 1], 100))
+    counts = np.cumsum(order == 0)
+    assert (8 * np.arange(1, 101) - 10 * counts <= -10).any()
+
+
+def test_error_for_two_or_three_collections_is_below_a_row_in_a_thousand() -> None:
+    chance = np.random.default_rng(0)
+    for count in (2, 3):
+        for _ in range(30):
+            weights = [int(one) for one in chance.integers(1, 1000, count)]
+            order, total = row_order(weights, 1000), sum(weights)
+            for one, weight in enumerate(weights):
+                assert abs(weight * 1000 / total - int((order == one).sum())) < 1
+
+
+def test_shares_to_four_digits() -> None:
+    assert whole_weights([0.7, 0.2, 0.1]) == [7, 2, 1]
+    assert whole_weights([1.0, 1e-9]) == [10_000, 1]
+    with pytest.raises(ValueError, match="positive weights"):
+        row_order([1, 0], 3)

@@ -1,0 +1,167 @@
+"""Leaks: every planted one is found, in every disguise and every collection, and nothing else is."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fathom.corpus.benchmarks import Item, plain
+from fathom.corpus.contamination import Matcher, build_index
+from fathom.corpus.kept import kept_documents, kept_parts
+from fathom.corpus.recipe import Decontaminate
+from fathom.corpus.stage import CorpusError, Workspace
+from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
+from tests.corpus.test_duplicates import until
+
+WORDS = [f"{first}{second}rk" for first in "abcdefgh" for second in "abcdefgh"]
+
+
+def disguises(text: str) -> list[str]:
+    words = text.split()
+    return [text, text.upper(), ", ".join(words) + "!", "\n".join(words), "“" + "” — “".join(words) + "”", "* ".join(words)]
+
+
+def finds(item: Item, text: str, **rules: int) -> bool:
+    index, _ = build_index([item], Decontaminate(**rules))
+    return bool(next(Matcher(index, [item]).hits([text])))
+
+
+def around(text: str) -> str:
+    """The text in the middle of prose that shares no word with it."""
+    prose = Prose(8)
+    return f"{prose.document(40)} {text} {prose.document(40)}"
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_thirteen_words_in_every_disguise(number: int) -> None:
+    item = Item("x", " ".join(WORDS[:30]))
+    assert finds(item, around(disguises(" ".join(WORDS[7:20]))[number]))
+    assert not finds(item, around(disguises(" ".join(WORDS[7:19]))[number]))  # twelve
+    assert not finds(item, around(disguises(" ".join([*WORDS[7:13], "other", *WORDS[13:20]]))[number]))
+
+
+@pytest.mark.parametrize("length", range(8, 13))
+def test_short_items_whole_alone(length: int) -> None:
+    item = Item("x", " ".join(WORDS[:length]))
+    assert finds(item, around(" ".join(WORDS[:length])))
+    assert not finds(item, around(" ".join(WORDS[1:length])))
+    assert not finds(item, around(" ".join(WORDS[: length - 1])))
+
+
+def test_shorter_items_with_their_answer_alone() -> None:
+    item = Item("x", " ".join(WORDS[:6]), ("fish", "fowl"), 0, "fish")
+    assert finds(item, around(" ".join(WORDS[:6]) + "? Fish."))
+    assert not finds(item, around(" ".join(WORDS[:6]) + "?"))
+    assert not finds(item, around(" ".join(WORDS[:6]) + "? Fowl."))
+    tiny = Item("x", "yes or", (), None, "no")
+    assert build_index([tiny], Decontaminate())[1] == ["x"] and not finds(tiny, around("yes or no"))
+    assert finds(tiny, around("yes or no"), shortest=3)
+
+
+def test_choices_and_prompts_count() -> None:
+    choice = " ".join(WORDS[30:40])
+    item = Item("x", " ".join(WORDS[:5]), ("no", choice), 0, "no")
+    assert finds(item, around(choice))
+    rendered = f"{' '.join(WORDS[:5])}\n(A) no\n(B) {choice[:-3]}"
+    assert finds(item, around(rendered))
+
+
+def test_nothing_in_generated_prose() -> None:
+    prose = Prose(11)
+    items = [Item(str(number), prose.sentence(length)) for number, length in enumerate([9, 20, 14] * 30)]
+    index, unchecked = build_index(items, Decontaminate())
+    other = Prose(12)
+    texts = [other.document(300) for _ in range(60)]
+    assert unchecked == [] and not any(Matcher(index, items).hits(texts))
+
+
+def test_numbers_that_agree_by_chance_are_no_leak() -> None:
+    """An index whose numbers belong to other words finds nothing: the words decide."""
+    item, liar = Item("x", " ".join(WORDS[:20])), Item("x", " ".join(WORDS[20:40]))
+    index, _ = build_index([item], Decontaminate())
+    assert next(Matcher(index, [item]).hits([item.stem])) and not next(Matcher(index, [liar]).hits([item.stem]))
+
+
+def test_places_are_exact() -> None:
+    stem = " ".join(WORDS[:13])
+    text = around(stem)
+    index, _ = build_index([Item("x", stem)], Decontaminate())
+    (hit,) = set(next(Matcher(index, [Item("x", stem)]).hits([text])))
+    assert text[hit.start : hit.end] == stem
+
+
+def leaking(tmp_path: Path, **decontaminate: Any) -> tuple[Workspace, list[Item]]:
+    """Three collections, each with every disguise of an item of its own; and items that no document holds."""
+    prose = Prose(13)
+    items = [Item(f"q{number}", prose.sentence(18)) for number in range(24)]
+    rows: list[list[Any]] = []
+    for start in (0, 6, 12):
+        leaks = [
+            f"{prose.document(150)}\n\n{disguises(items[start + number].stem)[number]}\n\n{prose.document(150)}"
+            for number in range(6)
+        ]
+        rows.append([*(prose.document(120) for _ in range(10)), *leaks])
+    rows[2] = [
+        {"messages": [{"role": "user", "content": "the question of"}, {"role": "assistant", "content": text}]}
+        for text in rows[2]
+    ]
+    places = [write_jsonl(tmp_path / f"{name}.jsonl", texts) for name, texts in zip("abc", rows, strict=True)]
+    quiz = tmp_path / "quiz.jsonl"
+    quiz.write_text("".join(json.dumps({"id": one.id, "question": one.stem}) + "\n" for one in items))
+    collections: dict[str, Any] = {
+        "domain": [places[0]],
+        "replay": [places[1]],
+        "talk": {"inputs": [str(places[2])], "kind": "conversations"},
+    }
+    values = recipe_values(collections, decontaminate={"benchmarks": {"quiz": str(quiz)}, **decontaminate})
+    return until("flags", tmp_path / "out", values), items
+
+
+def remaining(workspace: Workspace) -> list[Any]:
+    return [one for part in kept_parts(workspace) for one in kept_documents(workspace, part.inputs(), part.min_words)]
+
+
+def test_dropped_in_all_collections_and_flagged(tmp_path: Path) -> None:
+    workspace, items = leaking(tmp_path)
+    hits = lines(workspace.stage("contamination") / "hits.jsonl")
+    found = {(hit["collection"], hit["item"]) for hit in hits}
+    expected = {("domain", "replay", "talk")[number // 6]: set() for number in range(18)}
+    assert found == {(name, f"q{6 * place + n}") for place, name in enumerate(expected) for n in range(6)}
+    kept = remaining(workspace)
+    assert len(kept) == 30
+    assert not [item for item in items for one in kept if plain(item.stem) in plain(one.text)]
+    flags = lines(workspace.stage("flags") / "quiz.jsonl")
+    assert [row["dirty"] for row in flags] == [number < 18 for number in range(24)]
+
+
+def test_cut_leaves_the_rest(tmp_path: Path) -> None:
+    workspace, items = leaking(tmp_path, action="cut", margin=30)
+    kept = remaining(workspace)
+    assert not [item for item in items for one in kept if plain(item.stem) in plain(one.text)]
+    originals = {row["path"]: row["text"] for row in lines(workspace.stage("clean") / "part-00000.jsonl")}
+    pieces = [one for one in kept if re.search(r"#\d$", one.path)]
+    assert len(pieces) == 24 and len({one.id for one in pieces}) == 24
+    for one in pieces:  # all of the text on either side, but for the margin
+        whole = originals[one.path[:-2]]
+        assert one.text in whole and one.n_words >= 130
+    assert not [one for one in kept if one.collection == "talk" and "#" in one.path]  # a conversation is never cut
+
+
+def test_report_keeps_everything(tmp_path: Path) -> None:
+    workspace, _ = leaking(tmp_path, action="report")
+    assert len(remaining(workspace)) == 48
+    assert workspace.manifest("flags")["counts"]["dirty"] == 18
+
+
+def test_contradictions_can_stop_the_work(tmp_path: Path) -> None:
+    quiz = write_jsonl(tmp_path / "q.jsonl", [{"question": "one two three", "answer": text} for text in ("yes", "no")])
+    file = write_jsonl(tmp_path / "a.jsonl", [Prose().document()])
+    leaks = {"benchmarks": {"quiz": str(quiz)}, "strict": True}
+    with pytest.raises(CorpusError, match="1 questions have two answers") as raised:
+        until("flags", tmp_path / "out", recipe_values({"a": [file]}, decontaminate=leaks))
+    assert raised.value.exit_code == 1
+    until("flags", tmp_path / "out", recipe_values({"a": [file]}, decontaminate={**leaks, "strict": False}))

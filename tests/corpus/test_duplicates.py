@@ -1,0 +1,116 @@
+"""Duplicates, from files to the list of what was removed: all planted, no other, in any order, and each with its match."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fathom.corpus.duplicates import _meeting
+from fathom.corpus.executor import EXECUTORS, write_plan
+from fathom.corpus.minhash import jaccard, run_set
+from fathom.corpus.recipe import parse_corpus_recipe
+from fathom.corpus.stage import Workspace, conclude
+from fathom.corpus.stages import ORDER
+from fathom.corpus.words import words_of
+from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
+
+
+def until(last: str, directory: Path, values: dict[str, Any]) -> Workspace:
+    """Run the stages up to one of them."""
+    directory.mkdir(exist_ok=True)
+    workspace = Workspace(directory, parse_corpus_recipe(values))
+    for kind in ORDER:
+        stage = kind(workspace)
+        tasks = stage.tasks()
+        write_plan(workspace, stage.name, tasks)
+        EXECUTORS["local"](workspace, stage.name, tasks, lambda: None)
+        conclude(stage, tasks)
+        if stage.name == last:
+            break
+    return workspace
+
+
+def similarity(one: str, other: str) -> float:
+    return jaccard(*(run_set(words_of([text]), 5) for text in (one, other)))
+
+
+def test_planted_copies_are_found_and_named(tmp_path: Path) -> None:
+    prose = Prose(3)
+    texts = [prose.document(240) for _ in range(150)]
+    near = [prose.edited(text, 2) for text in texts[:50]]  # about .92
+    far = [prose.edited(text, 40) for text in texts[50:100]]  # below .5
+    exact = texts[100:110]
+    assert min(similarity(*pair) for pair in zip(texts, near, strict=False)) >= 0.9
+    assert max(similarity(*pair) for pair in zip(texts[50:], far, strict=False)) <= 0.5
+    a, b = write_jsonl(tmp_path / "a.jsonl", texts), write_jsonl(tmp_path / "b.jsonl", [*near, *far, *exact])
+    values = recipe_values({"a": {"inputs": [str(a)], "priority": 1}, "b": [b]})
+    until("duplicates", tmp_path / "out", values)
+    removed = lines(tmp_path / "out" / "stages" / "duplicates" / "duplicates.jsonl")
+    by_path = {row["path"]: row for row in removed}
+    for number in range(50):
+        row = by_path[f"b.jsonl:{number + 1}"]
+        assert row["kept"]["path"] == row["matched"]["path"] == f"a.jsonl:{number + 1}"
+        assert row["kind"] == "near" and abs(row["jaccard"] - similarity(texts[number], near[number])) < 1e-5
+    for number in range(10):
+        row = by_path[f"b.jsonl:{101 + number}"]
+        assert row["kept"]["path"] == f"a.jsonl:{101 + number}" and (row["kind"], row["jaccard"]) == ("exact", 1.0)
+    assert len(removed) == 60  # none of the far ones, and none of the originals
+
+
+def test_any_order_keeps_the_same_documents(tmp_path: Path) -> None:
+    """Clusters of several sizes, one a chain, over several files; priorities decide before length."""
+    prose = Prose(4)
+    rows = [{"id": f"single {number}", "text": prose.document(100)} for number in range(20)]
+    for cluster in range(6):
+        text = prose.document(200)
+        for copy in range(cluster + 1):
+            longer = "".join(f" more{number}" for number in range(copy))
+            rows.append({"id": f"{cluster}/{copy}", "text": prose.edited(text, 1) + longer})
+            text = rows[-1]["text"] if cluster == 5 else text
+    rows += [{"id": "twin", "text": rows[0]["text"]}]
+    kept = []
+    for order in range(3):
+        shuffled = random.Random(order).sample(rows, len(rows))
+        cuts = sorted(random.Random(order).sample(range(1, len(rows)), 3))
+        files = [
+            write_jsonl(tmp_path / f"{order}-{number}.jsonl", shuffled[a:b])
+            for number, (a, b) in enumerate(zip([0, *cuts], [*cuts, len(rows)], strict=True))
+        ]
+        workspace = until("duplicates", tmp_path / f"out{order}", recipe_values({"a": files}))
+        removed = lines(workspace.stage("duplicates") / "duplicates.jsonl")
+        cleaned = lines(workspace.stage("clean") / "part-00000.jsonl")
+        gone = {row["path"] for row in removed}
+        kept.append({row["id"] for row in cleaned if row["path"] not in gone})
+        assert len(removed) == sum(range(6)) + 1
+    assert kept[0] == kept[1] == kept[2]
+
+
+def test_one_bucket_or_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prose = Prose(6)
+    texts = [prose.document(100) for _ in range(40)]
+    file = write_jsonl(tmp_path / "a.jsonl", [*texts, *(prose.edited(text, 1) for text in texts[:10]), *texts[5:9]])
+    values = recipe_values({"a": [file]}, deduplicate={"bands": 5, "rows": 4})
+    first = until("duplicates", tmp_path / "one", values)
+    monkeypatch.setattr("fathom.corpus.duplicates.BUCKET_DOCUMENTS", 20)
+    monkeypatch.setattr("fathom.corpus.duplicates.VERIFY_PAIRS", 3)
+    second = until("duplicates", tmp_path / "many", values)
+    assert len(second.manifest("exact")["tasks"]) == 3 and len(second.manifest("verify")["tasks"]) > 3
+    one, many = (lines(place.stage("duplicates") / "duplicates.jsonl") for place in (first, second))
+    assert one == many and len(one) == 14
+
+
+def test_a_crowd_is_compared_with_its_neighbours() -> None:
+    """Of hundreds of documents that agree in a band, thousands of pairs, not all; a small group gives all."""
+    places = np.arange(500, dtype=np.uint64)
+    numbers = np.where(places < 400, 1, 2 + places % 50).astype(np.uint64)
+    sizes, digests = np.arange(500)[::-1].astype(np.int64), places[::-1].copy()
+    pairs = _meeting(numbers, places, sizes, digests)
+    crowd = pairs[pairs[:, 1] < 400]
+    assert len(crowd) < 400 * 34 and len(pairs) - len(crowd) == 50  # fifty groups of two
+    assert {tuple(pair) for pair in crowd.tolist()} >= {(0, other) for other in range(1, 400)}
+    again = _meeting(numbers[::-1].copy(), places[::-1].copy(), sizes[::-1].copy(), digests[::-1].copy())
+    assert (again == pairs).all()

@@ -1,0 +1,68 @@
+"""Each rule, by a text that breaks it and no rule before it, and measures counted by hand."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+
+from fathom.corpus.quality import broken_rules, measures
+from fathom.corpus.recipe import Filter
+from tests.corpus.prose import Prose
+
+GOOD = Prose(1).document(120)
+STOP = "the of "
+
+
+def rules(text: str, **limits: object) -> list[str]:
+    return [broken.rule for broken in broken_rules(text, replace(Filter(), **limits))]  # type: ignore[arg-type]
+
+
+def test_prose_breaks_nothing() -> None:
+    assert rules(GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("rule", "text"),
+    [
+        ("min_words", "the of few words"),
+        ("max_words", GOOD),
+        ("min_word_length", STOP + "a b c d e f g " * 10),
+        ("max_word_length", STOP + " ".join(f"extraordinarily{number}long" for number in range(60))),
+        ("max_symbol_ratio", GOOD + " #" * 40),
+        ("max_bullet_lines", "\n".join(f"- {line}" for line in GOOD.replace(". ", ".\n").split("\n") if line)),
+        ("max_ellipsis_lines", GOOD.replace(". ", "…\n")),
+        ("min_alphabetic_words", GOOD + " " + " ".join(str(number) for number in range(1000, 1200))),
+        ("min_stop_words", " ".join(f"{letter}{other}word" for letter in "abcdefgh" for other in "abcdefgh")),
+        ("max_duplicate_lines", GOOD + "\n" + "\n".join(["a short line", "another one here"] * 8)),
+        ("max_duplicate_paragraphs", GOOD + "\n\n" + "\n\n".join(["short one", "other"] * 8)),
+    ],
+)
+def test_each_rule_can_drop(rule: str, text: str) -> None:
+    found = rules(text, max_words=40) if rule == "max_words" else rules(text)
+    assert rule in found
+    # Without its threshold the rule says nothing.
+    assert rule not in rules(text, **{rule: None})
+
+
+def test_repetition_counted_by_hand() -> None:
+    """Five words of four letters twice: the second half of the characters occurred before, in runs of five."""
+    text = "aaaa bbbb cccc dddd eeee aaaa bbbb cccc dddd eeee"
+    found = dict(measures(text, Filter()))
+    assert found["max_duplicate_5grams"] == 0.5
+    assert found["max_top_2gram"] == 2 * 8 / 40 and found["max_top_4gram"] == 2 * 16 / 40
+    assert found["max_duplicate_6grams"] == 0  # each run of six occurs once, and no longer one is looked for
+    assert "max_duplicate_7grams" not in found
+    assert dict(measures("aaaa bbbb cccc dddd eeee ffff", Filter()))["max_top_2gram"] == 0
+
+
+def test_lines_and_paragraphs_counted_by_hand() -> None:
+    found = dict(measures("abcd\nabcd\nxy\n\nabcd\nabcd\nxy", Filter()))
+    assert found["max_duplicate_lines"] == 4 / 6 and found["max_duplicate_line_characters"] == (3 * 4 + 2) / 20
+    assert found["max_duplicate_paragraphs"] == 1 / 2 and found["max_duplicate_paragraph_characters"] == 0.5
+
+
+def test_every_threshold_is_measured() -> None:
+    """A key of the recipe that no measure answers would be a rule that never drops."""
+    measured = {rule for rule, _ in measures(GOOD + "\n\n" + GOOD, Filter())}
+    assert measured == {one.name for one in fields(Filter)} - {"languages"}
