@@ -14,9 +14,15 @@ from fathom.corpus.stage import CorpusError
 FORMS: list[tuple[dict[str, Any], tuple[str, tuple[str, ...], int | None, str]]] = [
     ({"question": "Q", "choices": ["a", "b"], "answer": 1}, ("Q", ("a", "b"), 1, "b")),
     ({"question": "Q", "choices": ["a", "b"], "answer": "B"}, ("Q", ("a", "b"), 1, "b")),
-    ({"question": "Q", "choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "2"}, ("Q", ("a", "b"), 1, "b")),
     (
-        {"question": {"stem": "Q", "choices": [{"text": "a", "label": "A"}, {"text": "b", "label": "B"}]}, "answerKey": "A"},
+        {"question": "Q", "choices": {"text": ["a", "b"], "label": ["1", "2"]}, "answerKey": "2"},
+        ("Q", ("a", "b"), 1, "b"),
+    ),
+    (
+        {
+            "question": {"stem": "Q", "choices": [{"text": "a", "label": "A"}, {"text": "b", "label": "B"}]},
+            "answerKey": "A",
+        },
         ("Q", ("a", "b"), 0, "a"),
     ),
     ({"query": "Q", "choices": ["a", "b", "c"], "gold": 2}, ("Q", ("a", "b", "c"), 2, "c")),
@@ -25,7 +31,10 @@ FORMS: list[tuple[dict[str, Any], tuple[str, tuple[str, ...], int | None, str]]]
     ({"sentence": "Q", "option1": "a", "option2": "b", "answer": "2"}, ("Q", ("a", "b"), 1, "b")),
     ({"question": "Q", "correct_answer": "r", "distractor1": "a", "distractor2": "b"}, ("Q", ("r", "a", "b"), 0, "r")),
     ({"question": "Q", "A": "a", "B": "b", "answer": "A"}, ("Q", ("a", "b"), 0, "a")),
-    ({"question": "Which? Choose from: A. one B. two C. three", "answer": "C"}, ("Which?", ("one", "two", "three"), 2, "three")),
+    (
+        {"question": "Which? Choose from: A. one B. two C. three", "answer": "C"},
+        ("Which?", ("one", "two", "three"), 2, "three"),
+    ),
     ({"question": "Q", "answer": "free text"}, ("Q", (), None, "free text")),
     ({"text": "only a text"}, ("only a text", (), None, "")),
     ({"question": "Q", "choices": ["a", "b"], "answer": 7}, ("Q", ("a", "b"), None, "")),
@@ -67,12 +76,22 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, text: str, message: str) -
 
 def test_all_planted_faults_and_no_others() -> None:
     good = [
-        {"id": f"good{number}", "question": f"What is thing {number}?", "choices": ["p", "q", "r"], "answer": number % 3}
+        {
+            "id": f"good{number}",
+            "question": f"What is thing {number}?",
+            "choices": ["p", "q", "r"],
+            "answer": number % 3,
+        }
         for number in range(30)
     ]
     planted = [
         {"id": "same", "question": "what is THING 3", "choices": ["x", "y", "z"], "answer": 0},  # other options
-        {"id": "contrary", "question": "What is thing 4?", "choices": ["r", "q", "p"], "answer": 0},  # r, where p was... q
+        {
+            "id": "contrary",
+            "question": "What is thing 4?",
+            "choices": ["r", "q", "p"],
+            "answer": 0,
+        },  # r, where p was... q
         {"id": "twice", "question": "Repeated?", "choices": ["a", "A ", "b"], "answer": 2},
         {"id": "hollow", "question": "Empty?", "choices": ["a", " ", "b"], "answer": 0},
         {"id": "beyond", "question": "Out?", "choices": ["a", "b"], "answer": 5},

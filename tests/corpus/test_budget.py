@@ -17,10 +17,16 @@ SHARES = {"geo": 0.8, "arxiv": 0.1, "code": 0.1}
 
 def test_published_numbers() -> None:
     budget = plan_budget(PUBLISHED, SHARES, 61_440_000_000, 4)
-    assert {name: round(value, 2) for name, value in budget.epochs.items()} == {"geo": 0.93, "arxiv": 0.45, "code": 0.49}
+    assert {name: round(value, 2) for name, value in budget.epochs.items()} == {
+        "geo": 0.93,
+        "arxiv": 0.45,
+        "code": 0.49,
+    }
     assert round(budget.largest / 1e9, 1) == 263.6 and budget.limited_by == "geo"
     assert plan_budget(PUBLISHED, SHARES, 263_600_000_000, 4).tokens == 263_600_000_000
-    with pytest.raises(CorpusError, match=r"geo has 52,721,798,004 tokens and would be read 4\.01 times.*263,608,990,020"):
+    with pytest.raises(
+        CorpusError, match=r"geo has 52,721,798,004 tokens and would be read 4\.01 times.*263,608,990,020"
+    ):
         plan_budget(PUBLISHED, SHARES, 264_000_000_000, 4)
 
 

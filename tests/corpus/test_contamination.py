@@ -22,7 +22,14 @@ WORDS = [f"{first}{second}rk" for first in "abcdefgh" for second in "abcdefgh"]
 
 def disguises(text: str) -> list[str]:
     words = text.split()
-    return [text, text.upper(), ", ".join(words) + "!", "\n".join(words), "“" + "” — “".join(words) + "”", "* ".join(words)]
+    return [
+        text,
+        text.upper(),
+        ", ".join(words) + "!",
+        "\n".join(words),
+        "“" + "” — “".join(words) + "”",
+        "* ".join(words),
+    ]
 
 
 def finds(item: Item, text: str, **rules: int) -> bool:

@@ -1,4 +1,4 @@
-"""Duplicates, from files to the list of what was removed: all planted, no other, in any order, and each with its match."""
+"""Duplicates, from files to the list of what was removed: all planted, no other, in any order, each with its match."""
 
 from __future__ import annotations
 

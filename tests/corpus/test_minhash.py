@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -38,7 +40,7 @@ def test_signatures_are_least_values(monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(6):
         values = (runs ^ masks[number]) * factors[number]
         values = (values ^ (values >> np.uint32(15))) * minhash.FINAL
-        parts = [values[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        parts = [values[a:b] for a, b in pairwise(bounds)]
         assert whole[number].tolist() == [int(part.min()) if len(part) else 0xFFFFFFFF for part in parts]
 
 
@@ -66,7 +68,10 @@ def test_recall_is_what_theory_says() -> None:
         mine = slice(group, pairs, 4)
         chances = np.array([found_share(one) for one in similar[mine]])
         error = np.sqrt((chances * (1 - chances)).sum()) / len(chances)
-        assert abs(met[mine].mean() - chances.mean()) <= max(3 * error, 1 / len(chances)), (group, np.mean(similar[mine]))
+        assert abs(met[mine].mean() - chances.mean()) <= max(3 * error, 1 / len(chances)), (
+            group,
+            np.mean(similar[mine]),
+        )
     # Hashes that are no permutations at all would not pass: with two rows a band of .51 is met far too often.
     loose = band_numbers(words_of(texts), 5, 14, 2, seed=1)
     often = (loose[:, 3:pairs:4] == loose[:, pairs + 3 :: 4]).any(axis=0).mean()

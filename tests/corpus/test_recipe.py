@@ -41,7 +41,10 @@ def test_a_collection_has_its_own_thresholds() -> None:
         ({"collections": {"a": {"inputs": ["x"], "filter": {"words": 1}}}}, "collections.a.filter.words: unknown key"),
         ({"collections": {}}, "collections: name at least one"),
         ({"collections": {"a/b": {"inputs": ["x"]}}}, "collections.a/b: a name is made of letters"),
-        ({"collections": {"a": {"inputs": ["x"], "encoding": "utf-99"}}}, "collections.a.encoding: utf-99 is no encoding"),
+        (
+            {"collections": {"a": {"inputs": ["x"], "encoding": "utf-99"}}},
+            "collections.a.encoding: utf-99 is no encoding",
+        ),
         ({"mix": {"shares": {"b": 1.0}}}, "mix.shares.b: no such collection of documents; there are a"),
         ({"mix": {"shares": {"a": 0.5}}}, "mix.shares: they add up to 0.5, not to 1"),
         ({"tokenize": {}}, "tokenize: give either tokenize.tokenizer or tokenize.train"),

@@ -23,7 +23,15 @@ def found(text: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "one", "Hello, World! x_y 12.5", "“naïve” — Ünïcode\r\nnext\ttab", "a-b-c", " leading and trailing ", "ΑΒΓ абв"],
+    [
+        "",
+        "one",
+        "Hello, World! x_y 12.5",
+        "“naïve” — Ünïcode\r\nnext\ttab",
+        "a-b-c",
+        " leading and trailing ",
+        "ΑΒΓ абв",
+    ],
 )
 def test_the_same_words_as_a_regular_expression(text: str) -> None:
     assert found(text) == of_regex(text)

@@ -39,7 +39,7 @@ def extract(path: Path, settings: dict[str, Any]) -> Extracted:
             try:
                 page = document[number]
                 pages.append(page.get_textpage().get_text_range().replace("\r\n", "\n").replace("\r", "\n"))
-                pictures += any(True for _ in page.get_objects(filter=[IMAGE], max_depth=3))
+                pictures += any(True for _ in page.get_objects(filter=[IMAGE], max_depth=2))
                 page.close()
             except pypdfium2.PdfiumError as error:
                 return Extracted("parse_error", detail=f"page {number + 1}: {' '.join(str(error).split())}")

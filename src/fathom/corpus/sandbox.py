@@ -15,6 +15,7 @@ from typing import Any
 
 from fathom.corpus import html, pdf, tei
 from fathom.corpus.extraction import Extracted, Extractor
+from fathom.corpus.stage import CorpusError
 
 EXTRACTORS: dict[str, Extractor] = {"pdf": pdf.extract, "html": html.extract, "tei": tei.extract}
 CHILD = "from fathom.corpus.sandbox import serve; serve()"
@@ -50,6 +51,8 @@ class Sandbox:
             if late.is_set():
                 return Extracted("too_slow", detail=f"over {self._settings['max_seconds']:g} seconds")
             return Extracted("parse_error", detail="its reader died")
+        if "missing" in reply:
+            raise CorpusError(f"reading {kind}: {reply['missing']}: pip install 'fathom-lm[corpus]'")
         extracted = Extracted(**reply)
         if extracted.detail == "out of memory":
             self.close()  # what is left of that process is not to be trusted
@@ -112,8 +115,10 @@ def serve() -> None:
                 )
             # JSON and PDF may spell a lone surrogate, which no UTF-8 can hold.
             found.text = found.text.encode("utf-8", "replace").decode("utf-8")
-        except ImportError:
-            raise
+        except ImportError as error:
+            replies.write(json.dumps({"missing": " ".join(str(error).split())}) + "\n")
+            replies.flush()
+            continue
         except MemoryError:
             found = Extracted("parse_error", detail="out of memory")
         except Exception as error:  # a library met a file that it cannot read; the run goes on and names it

@@ -1,0 +1,216 @@
+"""Files of many kinds, whole and broken: each broken one has its status, and the run goes on."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fathom.corpus import sandbox
+from fathom.corpus.extraction import Extracted
+from fathom.corpus.ingest import collection_files
+from fathom.corpus.recipe import Collection, parse_corpus_recipe
+from fathom.corpus.stage import CorpusError, Workspace
+from tests.corpus.files import pdf, tei, write
+from tests.corpus.prose import Prose, lines, recipe_values
+from tests.corpus.test_duplicates import until
+
+PAGE = (
+    "<html><head><title>no</title><script>no()</script></head><body><h1>Head</h1><p>One &amp; two<br>three</p></body>"
+)
+
+
+def ingested(tmp_path: Path, inputs: list[Path], collection: dict[str, Any] | None = None, **ingest: Any) -> Workspace:
+    """The workspace after ingest."""
+    one = {"inputs": [str(path) for path in inputs], **(collection or {})}
+    return until("ingest", tmp_path / "out", recipe_values({"a": one}, ingest={"html": "plain", **ingest}))
+
+
+def rows(workspace: Workspace) -> dict[str, dict[str, Any]]:
+    found = lines(workspace.stage("ingest") / "part-00000.jsonl")
+    return {row["path"]: row for row in found}
+
+
+def failures(workspace: Workspace) -> dict[str, str]:
+    return {row["path"]: row["status"] for row in lines(workspace.stage("ingest") / "failed.jsonl")}
+
+
+def test_kinds(tmp_path: Path) -> None:
+    folder = tmp_path / "in"
+    row = json.dumps({"text": "from json", "id": 7, "license": "CC0-1.0", "other": 1})
+    write(folder / "a.jsonl", row + "\n\n" + json.dumps({"text": "second"}) + "\n")
+    write(folder / "b.jsonl.gz", gzip.compress(json.dumps({"text": "zipped"}).encode()))
+    write(folder / "c.jsonl.xz", lzma.compress(json.dumps({"text": "squeezed"}).encode()))
+    write(folder / "deep" / "d.txt", "\ufeffplain text")
+    write(folder / "e.html", PAGE)
+    write(folder / "f.tei.xml", tei("<div><p>From TEI.</p></div>"))
+    write(folder / "g.xml", tei("<div><p>Sniffed.</p></div>"))
+    write(folder / "h.xml", "<other>kept as text</other>")
+    write(folder / "ignored.bin", b"\x00")
+    workspace = ingested(tmp_path, [folder], {"license": "mine"})
+    texts = {path: row["text"] for path, row in rows(workspace).items()}
+    assert texts == {
+        "in/a.jsonl:1": "from json",
+        "in/a.jsonl:3": "second",
+        "in/b.jsonl.gz:1": "zipped",
+        "in/c.jsonl.xz:1": "squeezed",
+        "in/deep/d.txt": "plain text",
+        "in/e.html": "Head\n\nOne & two\nthree",
+        "in/f.tei.xml": "# A title\n\nFrom TEI.",
+        "in/g.xml": "# A title\n\nSniffed.",
+        "in/h.xml": "<other>kept as text</other>",
+    }
+    first = rows(workspace)["in/a.jsonl:1"]
+    assert (first["license"], first["meta"]) == ("CC0-1.0", {"id": 7}) and rows(workspace)["in/e.html"][
+        "license"
+    ] == "mine"
+    assert not failures(workspace)
+
+
+def test_broken_records_have_a_status(tmp_path: Path) -> None:
+    good = json.dumps({"text": "good"})
+    bad = ["{bad", "[1]", '{"other": 1}', '{"text": 5}', '{"text": null}', '{"text": "\\ud800"}', "[" * 1900]
+    long = json.dumps({"text": "x" * 5000})
+    write(tmp_path / "in" / "a.jsonl", "\n".join([good, *bad, long, good]).encode() + b'\n{"text": "\xff"}\n')
+    write(tmp_path / "in" / "cut.jsonl.gz", gzip.compress((good + "\n").encode() * 500)[:-30])
+    write(tmp_path / "in" / "latin.txt", "naïve".encode("latin-1"))
+    write(tmp_path / "in" / "void.txt", " \n")
+    write(tmp_path / "in" / "void.html", "<html><body></body></html>")
+    write(tmp_path / "in" / "bad.tei.xml", "<TEI><unclosed>")
+    write(tmp_path / "in" / "bomb.tei.xml", '<!DOCTYPE a [<!ENTITY b "c">]><TEI>&b;</TEI>')
+    workspace = ingested(tmp_path, [tmp_path / "in"], max_document_bytes=2000)
+    found = failures(workspace)
+    places = [f"in/a.jsonl:{number}" for number in (2, 3, 4, 5, 7, 8, 11)]
+    assert {path for path, status in found.items() if status == "parse_error"} == {
+        *(*places, "in/latin.txt", "in/bad.tei.xml", "in/bomb.tei.xml"),
+        next(path for path in found if path.startswith("in/cut.jsonl.gz:")),
+    }
+    assert [path for path, status in found.items() if status == "too_large"] == ["in/a.jsonl:9"]
+    assert {path for path, status in found.items() if status == "empty"} == {
+        "in/a.jsonl:6",
+        "in/void.txt",
+        "in/void.html",
+    }
+    assert {"in/a.jsonl:1", "in/a.jsonl:10"} <= set(rows(workspace))
+    assert workspace.manifest("ingest")["counts"]["documents"] == len(rows(workspace)) + len(found)
+    assert str(tmp_path) not in json.dumps(lines(workspace.stage("ingest") / "failed.jsonl"))
+
+
+def test_a_bomb_is_never_held(tmp_path: Path) -> None:
+    """Much more text than a document may have, in a few kilobytes."""
+    compressor = lzma.LZMACompressor(preset=0)
+    data = b"".join(compressor.compress(b" " * (1 << 24)) for _ in range(3)) + compressor.flush()
+    write(tmp_path / "in" / "bomb.txt.xz", data)
+    assert failures(ingested(tmp_path, [tmp_path / "in"])) == {"in/bomb.txt.xz": "too_large"}
+
+
+def test_conversations(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Yo"}]
+    good = [
+        {"messages": turns},
+        {"conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Yo"}]},
+        {"instruction": "Hi", "input": "", "output": "Yo"},
+    ]
+    bad = [{"messages": []}, {"messages": [{"role": "alien", "content": "x"}]}, {"text": "none"}]
+    write(tmp_path / "a.jsonl", "\n".join(json.dumps(row) for row in [*good, *bad]))
+    workspace = ingested(tmp_path, [tmp_path / "a.jsonl"], {"kind": "conversations"})
+    found = rows(workspace)
+    assert [row["messages"] for row in found.values()] == [turns] * 3
+    assert {row["text"] for row in found.values()} == {"Hi\n\nYo"} and len(failures(workspace)) == 3
+
+
+def test_what_cannot_be_found_is_named(tmp_path: Path) -> None:
+    write(tmp_path / "x.bin", b"")
+    for name, message in (("nothing", "no such file"), ("x.bin", "unknown extension"), ("*.pdf", "no file matches")):
+        with pytest.raises(CorpusError, match=rf"collections\.a: .*{message}"):
+            list(collection_files("a", Collection(inputs=(str(tmp_path / name),))))
+
+
+def test_a_missing_package_is_named_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    write(tmp_path / "a.pdf", pdf([["x"]]))
+    with pytest.raises(CorpusError, match=r"reading pdf needs pypdfium2: pip install 'fathom-lm\[corpus\]'"):
+        ingested(tmp_path, [tmp_path / "a.pdf"])
+
+
+CRASH = "import os; os.abort()"
+SLEEP = "import time; time.sleep(60)"
+SWELL = """
+from fathom.corpus import sandbox
+from fathom.corpus.extraction import Extracted
+def swell(path, settings):
+    return Extracted("ok", str(len(bytearray(1 << 34))))
+sandbox.EXTRACTORS["html"] = swell
+sandbox.serve()
+"""
+
+
+BROKEN = """
+from fathom.corpus import sandbox
+def broken(path, settings):
+    raise ImportError("No module named 'lxml_html_clean'")
+sandbox.EXTRACTORS["html"] = broken
+sandbox.serve()
+"""
+
+
+def test_a_broken_installation_is_no_broken_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "CHILD", BROKEN)
+    with pytest.raises(CorpusError, match=r"reading html: No module named 'lxml_html_clean': pip install"):
+        ingested(tmp_path, [write(tmp_path / "a.html", PAGE)])
+
+
+@pytest.mark.parametrize(
+    ("child", "status", "detail"),
+    [(CRASH, "parse_error", "its reader died"), (SLEEP, "too_slow", "over 1"), (SWELL, "parse_error", "out of memory")],
+)
+def test_a_reader_that_dies_is_a_status(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, child: str, status: str, detail: str
+) -> None:
+    settings = {"max_file_bytes": 1000, "max_seconds": 1.0 if child == SLEEP else 60.0, "max_memory": 1 << 28}
+    settings |= {"max_document_bytes": 1000, "html": "plain"}
+    page = write(tmp_path / "a.html", PAGE)
+    with sandbox.Sandbox(settings) as box:
+        monkeypatch.setattr(sandbox, "CHILD", child)
+        found = box.extract("html", page)
+        assert found.status == status and detail in found.detail
+        monkeypatch.undo()
+        assert box.extract("html", page).status == "ok"  # the next file has a new reader
+        big = write(tmp_path / "big.html", "x" * 1001)
+        assert box.extract("html", big) == Extracted("too_large", detail="1,001 bytes")
+
+
+def test_adding_a_file_reads_it_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fathom.corpus.ingest.TASK_FILES", 1)
+    prose = Prose()
+    for number in range(3):
+        write(tmp_path / "in" / f"{number}.txt", prose.document())
+    first = ingested(tmp_path, [tmp_path / "in"])
+    stamps = {path: path.stat().st_mtime_ns for path in first.stage("ingest").glob("*/task.json")}
+    write(tmp_path / "in" / "3.txt", prose.document())
+    (tmp_path / "in" / "0.txt").touch()  # another time, the same content
+    second = ingested(tmp_path, [tmp_path / "in"])
+    after = {path: path.stat().st_mtime_ns for path in second.stage("ingest").glob("*/task.json")}
+    assert len(after) == 4 and stamps.items() <= after.items()
+
+
+def test_a_separator_and_an_encoding(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "first é\n%%\nsecond".encode("latin-1"))
+    workspace = ingested(tmp_path, [tmp_path / "a.txt"], {"separator": "%%", "encoding": "latin-1"})
+    assert {path: row["text"] for path, row in rows(workspace).items()} == {"a.txt:1": "first é\n", "a.txt:2": "second"}
+
+
+def test_identify_by_stamp(tmp_path: Path) -> None:
+    write(tmp_path / "a.txt", "text")
+    values = recipe_values({"a": [tmp_path / "a.txt"]}, ingest={"identify": "stamp"})
+    (tmp_path / "out").mkdir()
+    stage_of = Workspace(tmp_path / "out", parse_corpus_recipe(values))
+    from fathom.corpus.ingest import Ingest
+
+    before = Ingest(stage_of).tasks()
+    write(tmp_path / "a.txt", "texts")
+    assert Ingest(stage_of).tasks() != before

@@ -1,0 +1,264 @@
+"""From files to shards: the same bytes whoever does it, wherever, however often it is killed; and no work twice."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from fathom.cli.main import main
+from fathom.corpus import executor
+from fathom.corpus.pipeline import Report, build, preview
+from fathom.corpus.recipe import parse_corpus_recipe
+from fathom.corpus.stage import CorpusError, Workspace
+from fathom.data.shards import TokenDataset
+from fathom.data.tokenizer import plain_encoder
+from tests.corpus.files import write
+from tests.corpus.prose import Prose, recipe_values, tree, write_jsonl
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two collections with duplicates, leaks and bad rows; and a benchmark."""
+    folder = tmp_path_factory.mktemp("corpora")
+    prose = Prose(21)
+    texts = [prose.document(150) for _ in range(60)]
+    leak = prose.sentence(20)
+    domain = [*texts, *(prose.edited(text, 1) for text in texts[:5]), texts[9], "short", {"other": 1}]
+    (folder / "domain").mkdir()
+    write_jsonl(folder / "domain" / "a.jsonl", domain[:30])
+    write_jsonl(folder / "domain" / "b.jsonl", domain[30:])
+    write(folder / "domain" / "c.txt", f"{prose.document(100)} {leak} {prose.document(100)}")
+    write_jsonl(folder / "replay.jsonl", [prose.document(150) for _ in range(30)])
+    write_jsonl(folder / "quiz.jsonl", [{"id": "leaked", "question": leak}, {"question": prose.sentence(20)}])
+    return folder
+
+
+def recipe_of(corpora: Path, tokenizer: str, **sections: Any) -> dict[str, Any]:
+    collections: dict[str, Any] = {
+        "domain": {"inputs": [str(corpora / "domain")], "license": "CC0-1.0"},
+        "replay": [corpora / "replay.jsonl"],
+    }
+    quiz = {"benchmarks": {"quiz": str(corpora / "quiz.jsonl")}}
+    return recipe_values(
+        collections, decontaminate=quiz, tokenize={"tokenizer": tokenizer, "held_out": 0.1}, **sections
+    )
+
+
+def made(directory: Path, values: dict[str, Any]) -> Report:
+    return build(parse_corpus_recipe(values), directory)
+
+
+def test_shards_decode_to_the_documents(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
+    report = made(tmp_path / "out", recipe_of(corpora, tokenizer))
+    encoder = plain_encoder(Path(tokenizer) / "tokenizer.json")
+    documents, tokens = 0, 0
+    kept = {}
+    for split in ("train", "val"):
+        for domain in TokenDataset.open(report.directory / "shards", split).domains:
+            data = TokenDataset.open(report.directory / "shards", split, domain)
+            stream = np.empty(data.num_tokens, np.int64)
+            data.read(0, stream)
+            ends = np.flatnonzero(stream == data.eos_token_id)
+            assert len(ends) == data.num_documents and ends[-1] == len(stream) - 1
+            texts = [encoder.decode(one.tolist()) for one in np.split(stream, ends[:-1] + 1)]
+            kept[split, domain] = [text.removesuffix("<|endoftext|>") for text in texts]
+            assert sum(len(text.encode()) for text in kept[split, domain]) == data.num_bytes
+            documents, tokens = documents + data.num_documents, tokens + data.num_tokens
+    cleaned = Workspace(report.directory, parse_corpus_recipe(recipe_of(corpora, tokenizer)))
+    originals = {
+        json.loads(line)["text"]
+        for part in cleaned.parts("clean")
+        for line in cleaned.path(part).read_text().splitlines()
+    }
+    found = [text for texts in kept.values() for text in texts]
+    assert set(found) <= originals and len(set(found)) == len(found) == documents == 90
+    encoded = sum(len(encoder.encode(text, add_special_tokens=False).ids) + 1 for text in found)
+    assert tokens == encoded == report.stages["tokenize"].counts["tokens"]
+    card = report.card.read_text()
+    for row in ("| duplicate | 6 | 0 |", "| filter: min_words | 1 | 0 |", "| unreadable: parse_error | 1 | 0 |",
+                "| contaminated: drop | 1 | 0 |", "CC0-1.0 (60)", "| quiz | 2 | 1 |"):  # fmt: skip
+        assert row in card, card
+
+
+def test_the_same_bytes_from_anyone_anywhere_and_no_work_twice(
+    corpora: Path, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fathom.corpus.ingest.TASK_FILES", 1)
+    monkeypatch.setattr("fathom.corpus.executor.POOL_BYTES", 0)
+    values = recipe_of(corpora, tokenizer, deduplicate={"bands": 2, "rows": 4})
+    made(tmp_path / "one", values)
+    shutil.copytree(corpora, tmp_path / "moved")
+    copied = recipe_of(tmp_path / "moved", str(shutil.copytree(tokenizer, tmp_path / "tokenizer")), executor={"workers": 3})
+    copied["deduplicate"] = values["deduplicate"]
+    made(tmp_path / "two", copied)
+    one, two = tree(tmp_path / "one"), tree(tmp_path / "two")
+    changed = {name for name in one.keys() | two.keys() if one.get(name) != two.get(name)}
+    assert changed == {"shards/index.json"}  # which says what it was made from
+    indices = [json.loads(found["shards/index.json"]) for found in (one, two)]
+    assert indices[0].pop("settings") != indices[1].pop("settings")
+    assert indices[0].pop("crc32") != indices[1].pop("crc32") and indices[0] == indices[1]
+    before = {
+        path: path.stat().st_mtime_ns for path in (tmp_path / "one").rglob("*") if path.parent.parent.name != "one"
+    }
+    again = made(tmp_path / "one", values)
+    assert sum(stage.done for stage in again.stages.values()) == 0 and "nothing had changed" in str(again)
+    assert tree(tmp_path / "one") == one
+    shards = {path: stamp for path, stamp in before.items() if "shards" in path.parts and path.is_file()}
+    assert shards and all(path.stat().st_mtime_ns == stamp for path, stamp in shards.items() if path.suffix == ".bin")
+
+
+def test_a_threshold_does_again_what_follows_alone(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
+    values = recipe_of(corpora, tokenizer)
+    made(tmp_path / "out", values)
+    stricter = {**values, "deduplicate": {"jaccard": 0.9999}}
+    counts = {name: stage.done for name, stage in made(tmp_path / "out", stricter).stages.items()}
+    assert [name for name, done in counts.items() if done] == ["verify", "duplicates", "contamination", "tokenize"]
+    # Another order of collections in the mixture touches no stage at all.
+    mixed = {**stricter, "mix": {"shares": {"domain": 0.5, "replay": 0.5}, "block": 64}}
+    report = made(tmp_path / "out", mixed)
+    assert not any(stage.done for stage in report.stages.values()) and report.budget["weights"] == {
+        "domain": 1,
+        "replay": 1,
+    }
+    # What is filtered differently, with the same outcome, goes no further.
+    looser = {**mixed, "filter": {"max_words": 90_000}}
+    assert [name for name, stage in made(tmp_path / "out", looser).stages.items() if stage.done] == ["clean"]
+
+
+def test_damage_is_done_again(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
+    values = recipe_of(corpora, tokenizer)
+    made(tmp_path / "out", values)
+    whole = tree(tmp_path / "out")
+    part = next((tmp_path / "out" / "stages" / "clean").rglob("part-*.jsonl"))
+    part.write_bytes(part.read_bytes()[:-10])
+    report = made(tmp_path / "out", values)
+    assert report.stages["clean"].done == 1 and tree(tmp_path / "out") == whole
+
+
+def test_an_infeasible_budget_is_refused_before_shards(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
+    mix = {"shares": {"domain": 0.9, "replay": 0.1}, "tokens": 10**7}
+    values = recipe_of(corpora, tokenizer) | {"mix": mix}
+    with pytest.raises(
+        CorpusError, match=r"mix\.tokens=10000000: domain has .* at most .* tokens are possible"
+    ) as raised:
+        made(tmp_path / "out", values)
+    assert raised.value.exit_code == 1 and not (tmp_path / "out" / "shards").exists()
+
+
+def test_a_preview_writes_nothing(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
+    recipe = parse_corpus_recipe(recipe_of(corpora, tokenizer))
+    found = preview(recipe, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    assert found["inputs"]["domain"]["files"] == 3 and not found["budget"]["counted"]
+    assert found["stages"]["ingest"]["to_do"] == 2 and "waits" in found["stages"]["clean"]["state"]
+    build(recipe, tmp_path / "out")
+    before = tree(tmp_path / "out")
+    after = preview(recipe, tmp_path / "out")
+    assert {stage["state"] for stage in after["stages"].values()} == {"unchanged"} and after["budget"]["counted"]
+    assert tree(tmp_path / "out") == before
+
+
+def test_the_command(corpora: Path, tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    values = recipe_of(corpora, tokenizer)
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text(json.dumps(values))
+    out = str(tmp_path / "out")
+    assert main(["corpus", str(recipe), "--out", out, "--dry-run"]) == 0 and "ingest" in capsys.readouterr().out
+    assert main(["corpus", str(recipe), "--out", out, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["stages"]["duplicates"]["counts"]["removed"] == 6 and Path(report["card"]).is_file()
+    assert main(["corpus", str(recipe), "--out", out, "mix.tokens=99999999", "--dry-run"]) == 1
+    assert "infeasible" in capsys.readouterr().out
+    assert main(["corpus", str(recipe), "--out", out, "filter.min_wrds=3"]) == 2
+    assert capsys.readouterr().err == "fathom: filter.min_wrds: unknown key; did you mean filter.min_words?\n"
+    (tmp_path / "other").mkdir()
+    write(tmp_path / "other" / "thesis.txt", "mine")
+    assert main(["corpus", str(recipe), "--out", str(tmp_path / "other")]) == 2
+    assert "holds other files" in capsys.readouterr().err
+
+
+def test_a_worker_that_dies_is_replaced_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks: list[int] = []
+    dying = "import os, pathlib, sys\nflag = pathlib.Path(%r)\nif flag.exists(): %s\nflag.touch()\nos.abort()"
+    answer = "print('{\"done\": 0}', flush=True); sys.stdin.readlines()"
+    monkeypatch.setattr(
+        executor, "WORKER", "import sys; sys.stdin.readline()\n" + dying % (str(tmp_path / "f"), answer)
+    )
+    executor._Pool(tmp_path, "stage", 1, lambda: ticks.append(1)).run(1)
+    assert ticks == [1]
+    monkeypatch.setattr(executor, "WORKER", "import os; os.abort()")
+    with pytest.raises(CorpusError, match="died twice"):
+        executor._Pool(tmp_path, "stage", 1, lambda: None).run(1)
+
+
+def killed(recipe: Path, out: Path, after: float) -> int:
+    """Start the command in a process group of its own, and kill all of it after so many seconds."""
+    command = [sys.executable, "-m", "fathom", "corpus", str(recipe), "--out", str(out), "--workers", "2"]
+    started = subprocess.Popen(command, start_new_session=True, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        return started.wait(after)
+    except subprocess.TimeoutExpired:
+        os.killpg(started.pid, signal.SIGKILL)
+        return started.wait()
+
+
+@pytest.mark.slow
+def test_killed_at_random_moments(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
+    """Each time it comes further, and it ends with the bytes of a run that nothing stopped."""
+    values = recipe_of(corpora, tokenizer)
+    made(tmp_path / "whole", values)
+    recipe = tmp_path / "r.yaml"
+    recipe.write_text(json.dumps(values))
+    chance = random.Random(0)
+    statuses = [killed(recipe, tmp_path / "out", chance.uniform(0.5, 4)) for _ in range(10)]
+    assert statuses.count(-signal.SIGKILL) >= 3
+    made(tmp_path / "out", values)
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_the_driver_killed_its_workers_end_and_nothing_is_lost(
+    corpora: Path, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed inside a task: the draft is there, its folder is not; the next run sweeps the one and makes the other."""
+    values = recipe_of(corpora, tokenizer)
+    made(tmp_path / "whole", values)
+    script = (
+        "import os, signal, json, sys\n"
+        "from fathom.corpus import clean, stages, worker\n"
+        "from fathom.corpus.pipeline import build\nfrom fathom.corpus.recipe import parse_corpus_recipe\n"
+        "from pathlib import Path\n"
+        "def run(self, task, folder):\n"
+        "    (folder / 'part-00000.jsonl').write_text('half a li')\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
+        "clean.Clean.run = run\n"
+        "build(parse_corpus_recipe(json.loads(sys.argv[1])), Path(sys.argv[2]))\n"
+    )
+    command = [sys.executable, "-c", script, json.dumps(values), str(tmp_path / "out")]
+    assert subprocess.run(command, timeout=120).returncode == -signal.SIGKILL
+    assert list((tmp_path / "out" / "stages" / "clean").glob(".*.new"))
+    made(tmp_path / "out", values)
+    assert not list((tmp_path / "out").rglob(".*.new"))
+    assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_a_worker_ends_with_its_driver(tmp_path: Path) -> None:
+    """Whatever it is doing: its standard input closes when the driver is gone, however it went."""
+    busy = "import time\nfrom fathom.corpus import worker\nworker.carry_out = lambda *_: time.sleep(60)\nworker.serve()"
+    process = subprocess.Popen([sys.executable, "-c", busy], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert process.stdin is not None
+    process.stdin.write('["x", "y", 0]\n')
+    process.stdin.flush()
+    time.sleep(0.2)
+    process.stdin.close()
+    assert process.wait(30) == 0
