@@ -99,7 +99,9 @@ def test_the_same_bytes_from_anyone_anywhere_and_no_work_twice(
     values = recipe_of(corpora, tokenizer, deduplicate={"bands": 2, "rows": 4})
     made(tmp_path / "one", values)
     shutil.copytree(corpora, tmp_path / "moved")
-    copied = recipe_of(tmp_path / "moved", str(shutil.copytree(tokenizer, tmp_path / "tokenizer")), executor={"workers": 3})
+    copied = recipe_of(
+        tmp_path / "moved", str(shutil.copytree(tokenizer, tmp_path / "tokenizer")), executor={"workers": 3}
+    )
     copied["deduplicate"] = values["deduplicate"]
     made(tmp_path / "two", copied)
     one, two = tree(tmp_path / "one"), tree(tmp_path / "two")

@@ -15,7 +15,8 @@ import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fathom.corpus.stage import PLAN, CorpusError, Task, Workspace
+from fathom.checkpoints.layout import PLAN
+from fathom.corpus.stage import CorpusError, Task, Workspace
 from fathom.corpus.worker import carry_out
 from fathom.report.files import write_json
 

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fathom.checkpoints.layout import LOCK
+from fathom.checkpoints.layout import LOCK, PLAN, RECIPE
 from fathom.corpus.budget import plan_budget
 from fathom.corpus.card import write_card
 from fathom.corpus.executor import EXECUTORS, write_plan
@@ -22,7 +22,6 @@ from fathom.corpus.recipe import CorpusRecipe
 from fathom.corpus.stage import (
     DRAFT,
     MANIFEST,
-    PLAN,
     STAGES,
     CorpusError,
     Stage,
@@ -36,7 +35,7 @@ from fathom.corpus.stages import ORDER
 from fathom.report.files import HeldError, lock, read_json, write_atomically, write_json
 from fathom.report.progress import ProgressBar
 
-RECIPE, RUN = "recipe.yaml", "run.json"
+RUN = "run.json"
 PACKAGES = (
     "numpy",
     "tokenizers",

@@ -20,12 +20,13 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
 
+from fathom.checkpoints.layout import MANIFEST
 from fathom.corpus.recipe import CorpusRecipe
 from fathom.errors import FathomError
 from fathom.report.files import digest, read_json, sync_directory, write_json
 
 STAGES = "stages"
-MANIFEST, TASK, TIMES, PLAN = "manifest.json", "task.json", "times.json", "plan.json"
+TASK, TIMES = "task.json", "times.json"
 DRAFT = ".new"
 
 

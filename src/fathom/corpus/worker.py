@@ -12,8 +12,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO
 
+from fathom.checkpoints.layout import PLAN
 from fathom.corpus.recipe import parse_corpus_recipe
-from fathom.corpus.stage import PLAN, Stage, Task, Workspace, perform, stage_folder
+from fathom.corpus.stage import Stage, Task, Workspace, perform, stage_folder
 from fathom.corpus.stages import STAGES
 from fathom.errors import FathomError
 from fathom.report.files import read_json
