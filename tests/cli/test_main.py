@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -76,7 +77,10 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         ([], "the following arguments are required"),
-        (["tain"], "tain: no such command; there are train"),
+        (["tain"], "tain: no such command; did you mean train?"),
+        (["zzz"], "zzz: no such command; there are train"),
+        (["train", "--wrong"], "unrecognized arguments: --wrong"),
+        (["train", "--dryrun"], "did you mean --dry-run?"),
         (["train"], "the following arguments are required: recipe"),
         (["train", "missing.yaml"], "missing.yaml: no such recipe"),
         (["train", str(RECIPES / "tiny.yaml"), "--fast"], "--fast"),
@@ -106,6 +110,31 @@ def test_a_bug_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fathom.cli.mechanisms.run", broken)
     with pytest.raises(ValueError, match="a bug"):
         main(["mechanisms"])
+
+
+def test_only_a_file_that_was_named_is_the_callers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that is missing is the caller's fault where the command line names it or the way to it."""
+    wanted = tmp_path / "folder" / "file"
+    monkeypatch.setattr("fathom.cli.mechanisms.run", lambda options: wanted.read_text())
+    with pytest.raises(FileNotFoundError):
+        main(["mechanisms"])
+    with pytest.raises(FileNotFoundError):
+        main(["mechanisms", "--config", str(tmp_path / "other")])
+    assert main(["mechanisms", "--config", str(wanted)]) == main(["mechanisms", f"--config={wanted / 'below'}"]) == 2
+    assert capsys.readouterr().err == f"fathom: {wanted}: No such file or directory\n" * 2
+
+
+@pytest.mark.parametrize(("number", "code"), [(errno.EISDIR, 2), (errno.EROFS, 2), (errno.ENOSPC, 1), (errno.EIO, 1)])
+def test_what_the_system_says(number: int, code: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A place that cannot be written was asked wrongly; a full disk is nobody's wish."""
+
+    def failing(options: Namespace) -> int:
+        raise OSError(number, os.strerror(number), "place")
+
+    monkeypatch.setattr("fathom.cli.mechanisms.run", failing)
+    assert main(["mechanisms"]) == code
 
 
 def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:

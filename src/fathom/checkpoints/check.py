@@ -10,7 +10,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from fathom.checkpoints.layout import ADAPTER_CONFIG, CONFIG, INDEX_SUFFIX
+from fathom.checkpoints.layout import ADAPTER_CONFIG, CONFIG, GENERATION_CONFIG, INDEX_SUFFIX, TOKENIZER_CONFIG
 from fathom.checkpoints.origin import LocalOrigin, Refused, read_json
 from fathom.checkpoints.tensors import PICKLES, SafetensorsStore, read_header, read_index
 
@@ -19,7 +19,7 @@ def check_checkpoint(directory: str | Path) -> dict[str, Any]:
     """Refuse a model directory that could harm whoever opens it; otherwise its configuration.
 
     Refused are pickles, links and shard names that leave the directory, weights that are missing, truncated,
-    oversized or overlapping, adapters, and a configuration that names code to fetch.
+    oversized or overlapping, adapters, settings that are no JSON objects, and a configuration that names code to fetch.
     """
     directory = Path(directory)
     files = _files(directory)
@@ -36,6 +36,8 @@ def check_checkpoint(directory: str | Path) -> dict[str, Any]:
     origin = LocalOrigin(directory)
     try:
         config = read_json(origin, CONFIG)
+        for name in files & {GENERATION_CONFIG, TOKENIZER_CONFIG}:
+            read_json(origin, name)
         for key in ("attn_implementation", "_attn_implementation"):
             if "/" in str(config.get(key, "")):
                 raise Refused(f"config.json: {key} names code to download ({config[key]!r:.80})")

@@ -73,11 +73,12 @@ def export(
     if directory.exists() and not _is_export(directory):
         raise ExportError(f"{directory} exists and is not an earlier export; choose another place")
     if isinstance(model, str | Path):
+        if directory.exists() and directory.samefile(model):
+            raise ExportError(f"{directory} is the model itself; choose another place")
         opened = open_source(Path(model), tokenizer)
         model, tokenizer, facts = opened.model, opened.tokenizer, {**opened.facts, **(facts or {})}
     shaped = {"fathom": lambda m: m, "qwen3": as_qwen3, "unrolled": as_unrolled, "gguf": as_unrolled}[form](model)
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-") as scratch:
+    with _scratch(directory) as scratch:
         new = Path(scratch) / "new"
         if form == "gguf":
             write_gguf(new, shaped, tokenizer, mechanism_name(model.config))
@@ -97,6 +98,15 @@ def export(
             directory.rename(Path(scratch) / "old")
         new.rename(directory)
     return directory
+
+
+def _scratch(directory: Path) -> tempfile.TemporaryDirectory[str]:
+    """A folder beside a directory that is to be written."""
+    try:
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        return tempfile.TemporaryDirectory(dir=directory.parent, prefix=f".{directory.name}-")
+    except OSError as error:
+        raise ExportError(f"{directory}: {error.strerror}") from None
 
 
 def as_qwen3(model: FathomForCausalLM) -> PreTrainedModel:

@@ -49,12 +49,12 @@ def best_run(comparison: Path) -> Path:
     try:
         report = read_json(comparison / REPORT)
         finished = any(arm["runs"] for arm in report["arms"])
+        best = min(best_arm(report)["runs"], key=lambda run: run["loss"])["directory"] if finished else ""
     except (ValueError, KeyError, TypeError):
         raise RunError(f"{comparison}: its {REPORT} is not a comparison's, and there is no model beside it") from None
     if not finished:
         raise RunError(f"{comparison}: no arm of this comparison is finished")
-    run = min(best_arm(report)["runs"], key=lambda run: run["loss"])
-    return comparison / str(run["directory"])
+    return comparison / str(best)
 
 
 def best_arm(report: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from fathom.report import REPORT as REPORT
 
 # A model directory, in Hugging Face's format.
 CONFIG = "config.json"
+GENERATION_CONFIG = "generation_config.json"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 TOKENIZER_JSON = "tokenizer.json"
 SENTENCEPIECE_MODEL = "tokenizer.model"

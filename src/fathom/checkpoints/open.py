@@ -7,14 +7,17 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from huggingface_hub.errors import HfHubHTTPError, StrictDataclassError
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.find import find_model
 from fathom.checkpoints.origin import Refused, repository_of
-from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.checkpoints.runs import open_decoder, read_config
+from fathom.checkpoints.tokenizers import open_tokenizer
+from fathom.models import FathomConfig
 from fathom.models.published import is_published
 
 # What opening a model needs of a repository: no pickles, and code only for those who let it run.
@@ -71,25 +74,46 @@ def open_checkpoint(
     if dtype not in DTYPES:
         raise Refused(f"dtype {dtype!r}: allowed: {', '.join(DTYPES)}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    _check_device(device)
+    check_device(device)
     directory = find_model(path)
     config = check_checkpoint(directory)
     logging.disable_progress_bar()  # a second's work on a local disk, and not all standard errors are terminals
     kind = config.get("model_type")
     ours = kind == FathomConfig.model_type or is_published(config) or (into_fathom and kind == "qwen3")
-    trust = {} if ours else {"trust_remote_code": trust_remote_code}
+    if ours:
+        settings = read_config(directory)
+        tokenizer = open_tokenizer(directory, settings, trust_remote_code)
+        model: PreTrainedModel = open_decoder(directory, settings, dtype=dtype)
+    else:
+        model, tokenizer = _open_stranger(directory, config, dtype, trust_remote_code)
+    return model.eval().to(device), tokenizer
+
+
+def _open_stranger(
+    directory: Path, config: dict[str, Any], dtype: str, trust_remote_code: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model of transformers' own, or of the directory's code where that is trusted."""
+    for key in ("hidden_act", "hidden_activation"):
+        if isinstance(config.get(key), str) and config[key] not in ACT2FN:
+            raise Refused(f"{directory}: config.json: {key} {config[key]!r}: transformers has no such activation")
+    if not isinstance(config.get("model_type"), str):
+        raise Refused(f"{directory}: config.json: model_type {config.get('model_type')!r}: wanted a name")
+    where = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=trust_remote_code)
-        model = (FathomForCausalLM if ours else AutoModelForCausalLM).from_pretrained(
-            directory, dtype=dtype, local_files_only=True, use_safetensors=True, **trust
+        settings = AutoConfig.from_pretrained(directory, **where)
+        tokenizer = open_tokenizer(directory, settings, trust_remote_code)
+        model = AutoModelForCausalLM.from_pretrained(
+            directory, config=settings, dtype=dtype, use_safetensors=True, **where
         )
-        return model.eval().to(device), tokenizer
-    except (OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+    except (OSError, ValueError, RuntimeError, StrictDataclassError) as error:
+        if isinstance(error, Refused):
+            raise
         hint = "; --trust-remote-code allows it" if "trust_remote_code" in str(error) else ""
         raise Refused(f"{directory}: {' '.join(str(error).split())}{hint}") from error
+    return model, tokenizer
 
 
-def _check_device(device: str) -> None:
+def check_device(device: str) -> None:
     """Refuse a device that is none or is not here, before anything is read."""
     try:
         torch.empty(0, device=device)

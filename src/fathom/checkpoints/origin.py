@@ -30,6 +30,10 @@ class Refused(FathomError, ValueError):
     """Unusable input. The message says what is wrong and, where there is one, what would be accepted."""
 
 
+class Absent(Refused, FileNotFoundError):
+    """A file that a repository does not have."""
+
+
 class Origin(Protocol):
     """A flat place of files that can be read in part."""
 
@@ -137,14 +141,14 @@ class RemoteOrigin:
         if path not in self._sizes:
             try:
                 self._fetch(path, 0, 1)
-            except FileNotFoundError:
+            except Absent:
                 self._sizes[path] = None
         return self._sizes[path] is not None
 
     def size(self, path: str) -> int:
         """Length of a file in bytes."""
         if not self.exists(path):
-            raise FileNotFoundError(f"{self.name}: no file {path}")
+            raise Absent(f"{self.name}: no file {path}")
         size = self._sizes[path]
         assert size is not None
         return size
@@ -167,7 +171,7 @@ class RemoteOrigin:
                 return self._request(url, path, start, stop)
             except urllib.error.HTTPError as error:
                 if error.code == 404:
-                    raise FileNotFoundError(f"{self.name}: no file {path}") from None
+                    raise Absent(f"{self.name}: no file {path}") from None
                 if error.code < 500 or attempt == 3:
                     hint = "; is it gated? `hf auth login`, or HF_TOKEN" if error.code in (401, 403) else ""
                     raise Refused(

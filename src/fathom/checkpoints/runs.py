@@ -15,7 +15,8 @@ import yaml
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
+from transformers.utils import logging
 
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.find import RunError, best_run, holds_comparison
@@ -31,6 +32,7 @@ from fathom.checkpoints.layout import (
     step_name,
     step_number,
 )
+from fathom.checkpoints.tokenizers import open_tokenizer
 from fathom.errors import FathomError
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.report.files import digest, read_json
@@ -77,19 +79,64 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
     if (source / RECIPE).exists():
         facts["recipe"] = (source / RECIPE).read_text(encoding="utf-8")
         if (source / RESULT).exists():
-            facts |= read_json(source / RESULT)
+            try:
+                facts |= read_json(source / RESULT)
+            except ValueError as error:
+                raise RunError(f"{source / RESULT} cannot be read: {reason(error)}") from None
         if not (source / MODEL).exists():
             return _open_unfinished(source, tokenizer, facts)
         directory = source / MODEL
     if not (directory / CONFIG).exists():
         raise RunError(f"{source} is neither a run ({RECIPE}) nor a comparison nor a model directory ({CONFIG})")
     check_checkpoint(directory)
+    config = read_config(directory)
     if tokenizer is None and (directory / TOKENIZER_CONFIG).exists():
-        tokenizer = AutoTokenizer.from_pretrained(directory)
+        tokenizer = open_tokenizer(directory, config)
+    return Opened(open_decoder(directory, config), tokenizer, facts)
+
+
+def read_config(directory: Path) -> FathomConfig:
+    """The configuration of a model directory that is ours, a Qwen3 or a released depth model."""
+    if not (directory / CONFIG).is_file():
+        raise RunError(f"{directory}: no {CONFIG}")
     try:
-        return Opened(FathomForCausalLM.from_pretrained(directory), tokenizer, facts)
+        return FathomConfig.from_pretrained(directory)
     except (ValueError, OSError, StrictDataclassError) as error:
+        raise RunError(f"{directory / CONFIG}: {reason(error)}") from error
+
+
+def open_decoder(directory: Path, config: FathomConfig, **settings: Any) -> FathomForCausalLM:
+    """The model of a directory that was checked.
+
+    Args:
+        directory: Where.
+        config: What `read_config` found there.
+        settings: For `from_pretrained`.
+    """
+    _check_size(directory, config)
+    before = logging.get_verbosity()
+    logging.set_verbosity_error()  # what its report of the loading warns of is an error here
+    try:
+        return FathomForCausalLM.from_pretrained(directory, local_files_only=True, **settings)
+    except (ValueError, OSError) as error:
         raise RunError(f"{directory}: {reason(error)}") from error
+    finally:
+        logging.set_verbosity(before)
+
+
+def _check_size(directory: Path, config: FathomConfig) -> None:
+    """Refuse a configuration of more than the weights can hold, before anything of its size is set aside."""
+    held = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    words = f"{directory}: {CONFIG} describes a larger model than the weights ({held:,} bytes) can hold"
+    if config.num_hidden_layers * config.hidden_size > held:
+        raise RunError(words)
+    try:
+        with torch.device("meta"):
+            needed = sum(parameter.numel() for parameter in FathomForCausalLM(config).parameters())
+    except ValueError as error:  # an attn_implementation that is none, or is not here
+        raise RunError(f"{directory / CONFIG}: {reason(error)}") from error
+    if needed > held:  # a parameter takes a byte at least
+        raise RunError(f"{words}: {needed:,} parameters")
 
 
 def _open_unfinished(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts: dict[str, Any]) -> Opened:
@@ -107,7 +154,7 @@ def _open_unfinished(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts
     model.set_step(saved.step)
     home = Path(recipe["data"]["directory"]) / TOKENIZER
     if tokenizer is None and home.exists():
-        tokenizer = AutoTokenizer.from_pretrained(home)
+        tokenizer = open_tokenizer(home)
     return Opened(model, tokenizer, {**facts, "step": saved.step})
 
 

@@ -1,11 +1,34 @@
-"""How files of tokenizers spell bytes and numbers, and which tokenizer it is."""
+"""Tokenizers of model directories: open one, tell which one it is, and how their files spell bytes and numbers."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
+
+from fathom.checkpoints.origin import Refused
+
+
+def open_tokenizer(directory: Path, config: Any = None, trust_remote_code: bool = False) -> Any:
+    """The tokenizer of a directory, whose files are all that is read.
+
+    Args:
+        directory: A model directory or a tokenizer's own.
+        config: The model's configuration, if it is known already.
+        trust_remote_code: Let transformers run Python files of the directory.
+    """
+    from transformers import AutoTokenizer
+
+    given = {} if config is None else {"config": config}
+    try:
+        return AutoTokenizer.from_pretrained(
+            directory, local_files_only=True, trust_remote_code=trust_remote_code, **given
+        )
+    except Exception as error:  # nothing of ours runs in there: whatever is raised is about the directory's files
+        hint = "; --trust-remote-code allows it" if "trust_remote_code" in str(error) else ""
+        raise Refused(f"{directory}: cannot load the tokenizer: {' '.join(str(error).split())}{hint}") from error
 
 
 def identity(tokenizer_json: str) -> str:

@@ -63,6 +63,8 @@ def run(options: Namespace) -> int:
         raise UsageError("--system says how to answer: give --chat with it")
     if options.batch_size is not None and (options.prompts is None or options.batch_size < 1):
         raise UsageError(f"--batch-size {options.batch_size}: allowed: 1 or more, with --prompts")
+    if options.kvcache is not None and (options.static_cache or options.compile):
+        raise UsageError("--kvcache makes a cache that grows and shrinks: leave out --static-cache and --compile")
     prompt = None if options.chat or options.prompts is not None else prompt_of(options.prompt)
     sampling = Sampling(
         options.max_new_tokens,

@@ -35,7 +35,9 @@ def run(options: Namespace) -> int:
         raise UsageError("give a text or --file FILE, one of them")
     out = options.out or (None if options.json else Path("lens.html"))
     if out is not None and not out.parent.is_dir():
-        raise UsageError(f"{out.parent}: no such directory")
+        raise UsageError(f"{out}: {out.parent} is no directory")
+    if out is not None and out.is_dir():
+        raise UsageError(f"{out} is a directory; the page is a file")
     text = options.text if options.file is None else _read(options.file)
     looked: list[LensData] = []
     first: Any = None

@@ -209,6 +209,10 @@ def search(a: Path, library: Path, top: int = 10) -> Result:
 
     if not library.is_dir():
         raise lineage.Refused(f"{library}: not a directory of cards")
+    if not a.is_file():
+        raise lineage.Refused(f"{a}: no such card")
+    if top < 1:
+        raise lineage.Refused(f"--top {top}: allowed: 1 or more")
     query = lineage.cards.read_card(a)
     others = sorted(path for path in library.iterdir() if path.is_file() and path.suffix in {".json", ".card"})
     found = lineage.cards.search(query, others)
@@ -230,6 +234,8 @@ def attack(a: str, out: Path, kind: Sequence[str], seed: int = 0, dtype: str = "
 
     if out.exists():
         raise lineage.Refused(f"{out} exists already")
+    if seed < 0:
+        raise lineage.Refused(f"--seed {seed}: allowed: 0 or more")
     lineage.attacks.attack(lineage.open_weights(a), list(kind), out, seed, dtype)
     return Result(0, f"{out}: {', '.join(kind)}", {"out": str(out), "kinds": list(kind), "seed": seed})
 
@@ -246,11 +252,15 @@ def commit(a: str, out: Path, blind: bool = False, key_out: Path | None = None) 
 
     if blind and key_out is None:
         raise lineage.Refused("a blinded commitment needs --key-out: without its key it can never be opened")
+    if key_out is not None and not blind:
+        raise lineage.Refused(f"--key-out {key_out}: only a commitment with --blind has a key")
+    if key_out is not None and key_out.absolute() == out.absolute():
+        raise lineage.Refused(f"--key-out {key_out} is --out itself; the key is kept, the commitment published")
     body, key = lineage.commitments.commit(lineage.open_weights(a), blind)
-    write_json(out, body)
-    if key is not None and key_out is not None:
+    if key is not None and key_out is not None:  # first: a commitment whose key is lost can never be opened
         key_out.touch(mode=0o600)
         key_out.write_text(key + "\n")
+    write_json(out, body)
     return Result(0, f"{out}\nroot {body['root']}", body)
 
 
@@ -267,14 +277,25 @@ def verify(statement: Path, a: str | None = None, key: Path | None = None) -> Re
         raise lineage.Refused(f"{statement}: no such file")
     body = lineage.verification.read_statement(statement)
     if "fathom_lineage_report" in body:
-        done = lineage.verification.verify(body)
+        done = lineage.verification.verify(body, str(statement))
     elif a is None:
-        raise lineage.Refused("a commitment is checked against a model: name it")
+        raise lineage.Refused(f"{statement}: a commitment is checked against a model: name it")
     else:
-        done = lineage.commitments.verify(lineage.open_weights(a), body, key.read_text().strip() if key else None)
+        done = lineage.commitments.verify(lineage.open_weights(a), body, _read_key(key), str(statement))
     lines = ["holds" if done.holds else "does not hold", *(f"- {line}" for line in done.findings)]
     lines += [f"not recomputed: {what}" for what in done.not_recomputed]
     return Result(0 if done.holds else 1, "\n".join(lines), vars(done))
+
+
+def _read_key(file: Path | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return file.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise lineage.Refused(
+            f"--key {file}: {error.strerror if isinstance(error, OSError) else 'not a key'}"
+        ) from None
 
 
 def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 0, quiet: bool = False) -> Result:

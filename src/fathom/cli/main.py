@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import sys
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 
 from fathom._version import __version__
 from fathom.cli.parser import Parser, UsageError
@@ -26,6 +29,11 @@ COMMANDS = {
     "lineage": "tell whether one model's weights come from another's",
 }
 """Each is a file in this folder with `add(parser)` and `run(options)`."""
+PLACES = {
+    *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP),
+    *(errno.EACCES, errno.EPERM, errno.EROFS),
+}
+"""What the system says of a place that cannot be read or written as asked."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -35,16 +43,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _dispatch(words)
     except FathomError as error:
         return _complain(error, error.exit_code)
-    except FileNotFoundError as error:
-        return _complain(error, 2)
     except KeyboardInterrupt:
         return _complain(Exception("interrupted"), 130)
     except BrokenPipeError:  # the reader of our output left
         sys.stderr.close()
         return 1
-    except OSError as error:  # a full disk, a directory that is a file, a place that may not be written
+    except FileNotFoundError as error:
+        if not _named(error.filename, words):
+            raise  # a file of our own choosing
+        return _complain(Exception(f"{error.filename}: {error.strerror}"), 2)
+    except OSError as error:  # a directory that is a file, a place that may not be written; a full disk
         where = f"{error.filename}: " if error.filename else ""
-        return _complain(Exception(f"{where}{error.strerror or error}"), 1)
+        return _complain(Exception(f"{where}{error.strerror or error}"), 2 if error.errno in PLACES else 1)
+    except (MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
+            raise
+        return _complain(Exception("not enough memory"), 1)
+
+
+def _named(file: object, words: Sequence[str]) -> bool:
+    """Whether a file is one that the command line names, or a folder on the way to one."""
+    if not isinstance(file, str):
+        return False
+    named = [Path(place).absolute() for word in words for place in (word, word.partition("=")[2]) if place]
+    return any(Path(file).absolute() in (place, *place.parents) for place in named)
 
 
 def _dispatch(words: Sequence[str]) -> int:
@@ -59,9 +81,12 @@ def _dispatch(words: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"fathom {__version__}")
     parser.add_argument("command", help=argparse.SUPPRESS)
+    parser.refuse_unknown(words[:1])
     name = parser.parse_args(words[:1]).command
     if name not in COMMANDS:
-        raise UsageError(f"{name}: no such command; there are {', '.join(COMMANDS)}")
+        close = get_close_matches(name.lower(), COMMANDS, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"there are {', '.join(COMMANDS)}"
+        raise UsageError(f"{name}: no such command; {hint}")
     command = import_module(f"fathom.cli.{name}")
     summary = COMMANDS[name]
     inner = Parser(prog=f"fathom {name}", description=summary[0].upper() + summary[1:] + ".")

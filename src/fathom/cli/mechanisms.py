@@ -32,6 +32,8 @@ def run(options: Namespace) -> int:
     from fathom.comparison.catalogue import mechanism_rows, mechanism_table, vanilla_row
     from fathom.models import FathomConfig
 
+    if options.bytes_per_scalar < 1:
+        raise UsageError(f"--bytes-per-scalar {options.bytes_per_scalar}: allowed: 1 or more")
     config = _model_config(options.config, FathomConfig)
     if options.json:
         rows = list(mechanism_rows(config, options.bytes_per_scalar))
@@ -47,7 +49,6 @@ def _model_config(name: str | None, default: type[FathomConfig]) -> FathomConfig
         return default()
     if not Path(name).is_dir():
         return load_recipe(name).config()
-    try:
-        return default.from_pretrained(name)
-    except (ValueError, OSError) as error:
-        raise UsageError(f"--config {name}: {error}") from error
+    from fathom.checkpoints.runs import read_config
+
+    return read_config(Path(name))

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import difflib
 import inspect
+import itertools
 import re
 import typing
 from argparse import Namespace
@@ -12,6 +14,9 @@ from typing import Any, NoReturn
 
 from fathom.errors import FathomError
 from fathom.recipe import RecipeError, allowed, convert, describe
+
+MAY_BE_EMPTY = {"prompt", "text", "system", "separator", "eos_token", "api_key", "command"}
+"""Arguments to which an empty word is a value like any other, or which say more of it themselves."""
 
 
 class UsageError(FathomError):
@@ -27,7 +32,24 @@ class Parser(argparse.ArgumentParser):
 
     def parse(self, words: Sequence[str]) -> Namespace:
         """Words, in any order of flags and the rest, as options."""
+        if not self._subparsers:
+            self.refuse_unknown(words)
         return self.parse_args(words) if self._subparsers else self.parse_intermixed_args(words)
+
+    def refuse_unknown(self, words: Sequence[str]) -> None:
+        """Complain of a flag that does not exist before argparse complains of what is missing without it."""
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            flag = word.partition("=")[0]
+            if word.startswith("--") and flag not in self._option_string_actions:
+                close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
+                self.error(f"unrecognized arguments: {word}" + (f"; did you mean {close[0]}?" if close else ""))
+
+    def _get_values(self, action: argparse.Action, words: list[str]) -> Any:
+        """As argparse does; an empty word, which a script with an unset variable gives, is no path and no number."""
+        if "" in words and action.dest not in MAY_BE_EMPTY:
+            name = "/".join(action.option_strings) or action.metavar or action.dest
+            self.error(f"argument {name}: empty")
+        return super()._get_values(action, words)  # type: ignore[misc]
 
     def error(self, message: str) -> NoReturn:
         """Complain without the usage, which `--help` prints."""

@@ -7,6 +7,8 @@ from argparse import Namespace
 
 from fathom.cli.parser import Parser, UsageError, add_kvcache
 
+LONGEST_GRACE = 86_400
+
 
 def add(parser: Parser) -> None:
     """Arguments."""
@@ -38,6 +40,8 @@ def run(options: Namespace) -> int:
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'fathom-lm[serve]'") from error
 
+    if not 0 <= options.grace <= LONGEST_GRACE:
+        raise UsageError(f"--grace {options.grace}: allowed: seconds from 0 to {LONGEST_GRACE}")
     given = vars(options)
     serve(given.pop("model"), lens=add_lens if given.pop("lens") else None, **given)
     return 0

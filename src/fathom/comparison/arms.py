@@ -32,7 +32,11 @@ class Arm:
         self._refuse_shared([override.partition("=")[0].strip() for override in self.overrides])
         values = base.to_dict()
         model: dict[str, Any] = values["model"]
-        for axis, chosen in parse_mechanism(self.mechanism).items():
+        try:
+            axes = parse_mechanism(self.mechanism)
+        except ValueError as error:
+            raise RecipeError(f"arm {self.name}: {error}") from error
+        for axis, chosen in axes.items():
             if model.get(axis) != chosen:
                 model.pop(f"{axis}_options", None)  # they belong to another mechanism
             model[axis] = chosen

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -58,10 +59,21 @@ class Plan:
         path = out / PLAN
         if not path.exists():
             raise RecipeError(f"{out}: holds no comparison ({PLAN} is missing)")
-        values = read_json(path)
-        arms = tuple(Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"])
-        recipe = parse_recipe(values["recipe"])
-        return cls(recipe, arms, tuple(values["seeds"]), values["equal"], values["pairs"])
+        try:
+            values = read_json(path)
+            arms = [(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"]]
+            recipe, seeds, equal, pairs = (values[key] for key in ("recipe", "seeds", "equal", "pairs"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RecipeError(f"{path} is damaged: {' '.join(str(error).split())}") from None
+        numbers = isinstance(seeds, list) and seeds and all(type(number) is int for number in (*seeds, pairs))
+        if not arms or not numbers or equal not in typing.get_args(Equal) or not isinstance(recipe, dict):
+            raise RecipeError(f"{path} is damaged: it holds no arms, seeds, budget, rounds and recipe")
+        try:
+            plan = cls(parse_recipe(recipe), tuple(Arm(*arm) for arm in arms), tuple(seeds), equal, pairs)
+            _ = plan.recipes
+        except RecipeError as error:
+            raise RecipeError(f"{path}: {error}") from error
+        return plan
 
 
 @dataclass(frozen=True)

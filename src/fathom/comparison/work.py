@@ -144,6 +144,8 @@ def carry_out(
     refuse_torchrun()
     if workers < 1:
         raise RecipeError(f"--workers {workers}: allowed: 1 or more")
+    if threads is not None and threads < 1:
+        raise RecipeError(f"--threads {threads}: allowed: 1 or more")
     read_looks(out)  # damage is said before work
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / PLAN, plan.to_dict())

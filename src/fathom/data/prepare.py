@@ -16,7 +16,7 @@ import shutil
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -157,6 +157,7 @@ def prepare(
     """
     reading = Reading(text_field, domain_field, separator, undecodable, oversize, max_record_bytes)
     _check_arguments(tokenizer, train_tokenizer, held_out, shard_tokens, model_vocab_size, max_record_bytes)
+    _check_least({"--workers": workers, "--tokenizer-bytes": tokenizer_bytes})
     out = Path(out)
     names = [str(name) for name in ([inputs] if isinstance(inputs, str | Path) else inputs)]
     sources = find_sources(names, reading, file_format)
@@ -180,6 +181,7 @@ def prepare(
         if (out / INDEX).exists():
             (out / JOURNAL).unlink(missing_ok=True)
             return _summary(out, 0, 0.0, resumed=None)
+        begun = (out / JOURNAL).exists()
         try:
             run = _Run(out, sources, reading, settings)
             run.prepare_tokenizer(tokenizer, train_tokenizer, tokenizer_bytes, model_vocab_size)
@@ -188,6 +190,10 @@ def prepare(
             run.finish()
         except OSError as error:
             raise DataError(f"{error.filename or out}: {error.strerror or error}; run again to continue") from error
+        except DataError:
+            if not begun and not _read_journal(out)["documents"]:
+                _clear(out)  # nothing is lost, and the place is free for another try
+            raise
         return _summary(out, run.documents - resumed, time.monotonic() - started, resumed)
 
 
@@ -390,6 +396,12 @@ def _check_arguments(
         require_vocabulary(train_size, model_vocab_size, "--train-tokenizer")
 
 
+def _check_least(given: dict[str, int | None]) -> None:
+    for option, value in given.items():
+        if value is not None and value < 1:
+            raise DataError(f"{option} must be at least 1, not {value}")
+
+
 def _probe(sources: list[Source], reading: Reading) -> None:
     """Read the first record of every source, so that a wrong field or a damaged file is found before the work."""
     for source in sources:
@@ -400,8 +412,6 @@ def _probe(sources: list[Source], reading: Reading) -> None:
 
 def _worker_count(workers: int | None, sources: list[Source]) -> int:
     if workers is not None:
-        if workers < 1:
-            raise DataError(f"--workers must be at least 1, not {workers}")
         return workers
     if all(source.size for source in sources) and sum(source.size for source in sources) < POOL_BYTES:
         return 1
@@ -526,6 +536,7 @@ def _locked(out: Path) -> Iterator[None]:
     """Hold the output directory for this process alone; the system lets go of it however the process ends."""
     if out.exists() and not out.is_dir():
         raise DataError(f"{out} is not a directory")
+    made = [path for path in (out, *out.parents) if not path.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
         if not _is_ours(out):
@@ -533,6 +544,7 @@ def _locked(out: Path) -> Iterator[None]:
     except OSError as error:
         raise DataError(f"{out}: {error.strerror}") from None
     with ExitStack() as stack:
+        stack.callback(_remove_empty, made)
         try:
             stack.enter_context(lock(out / LOCK))
         except HeldError as held:
@@ -542,6 +554,13 @@ def _locked(out: Path) -> Iterator[None]:
         for draft in out.glob(DRAFTS):
             draft.unlink()
         yield
+
+
+def _remove_empty(folders: Sequence[Path]) -> None:
+    """Take back the folders in which nothing was begun, the innermost first."""
+    with suppress(OSError):
+        for folder in folders:
+            folder.rmdir()
 
 
 def _is_ours(out: Path) -> bool:

@@ -188,7 +188,7 @@ def read_domains(
                     found[domain].append(Passage(text, None, size))
     domains += [Domain(label, documents) for label, documents in found.items() if documents]
     if not domains:
-        raise PerplexityError("no documents to score")
+        raise PerplexityError(f"{', '.join(inputs)}: no documents to score")
     names = [domain.name for domain in domains]
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise PerplexityError(f"two inputs have a domain {twice[0]!r}; name one of them: NAME=INPUT")

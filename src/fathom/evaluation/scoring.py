@@ -15,9 +15,10 @@ from urllib.parse import quote
 import torch
 
 from fathom._version import __version__
+from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.find import find_model
 from fathom.checkpoints.layout import CONFIG, REPORT
-from fathom.checkpoints.open import open_checkpoint
+from fathom.checkpoints.open import DTYPES, check_device, open_checkpoint
 from fathom.checkpoints.origin import Refused
 from fathom.data.sources import Reading
 from fathom.errors import FathomError
@@ -82,6 +83,25 @@ class Settings:
     """As `open_checkpoint` takes it."""
     out: Path | None = None
     """Keeps results, so that a second call goes on."""
+
+    def __post_init__(self) -> None:
+        for key in ("context", "stride", "limit", "batch_size"):
+            if (value := getattr(self, key)) is not None and value < 1:
+                raise EvaluateError(f"--{key.replace('_', '-')} {value}: allowed: 1 or more")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise EvaluateError(f"--num-fewshot {self.num_fewshot}: allowed: 0 or more")
+        if self.dtype not in DTYPES:
+            raise EvaluateError(f"--dtype {self.dtype}: allowed: {', '.join(DTYPES)}")
+        if self.device is not None:
+            check_device(self.device)
+        if self.out is not None and not self.out.is_dir():
+            self._check_out(self.out)
+
+    def _check_out(self, out: Path) -> None:
+        """Refuse a place that cannot become a directory before anything is scored."""
+        above = next(path for path in (out, *out.absolute().parents) if path.exists())
+        if not above.is_dir():
+            raise EvaluateError(f"--out {out}: {above} is not a directory")
 
     @property
     def reading(self) -> Reading:
@@ -185,6 +205,7 @@ def name_checkpoints(entries: Sequence[str | Path], settings: Settings) -> list[
         if not equals or "/" in name or Path(entry).exists():
             name, path = "", entry
         directory = find_model(path)
+        check_checkpoint(directory)
         place = directory.resolve()
         name = name or (place.parent.name if place.name == "model" else place.name)
         if any(other.name == name for other in made):
@@ -351,10 +372,14 @@ def kept(
     """What was computed before under the same conditions; else computed now, and kept where there is a place."""
     path = out and out / quote(checkpoint.name, safe=" ") / ".done" / f"{kind}-{quote(name, safe=' ')}.json"
     if path and path.is_file():
-        kept = read_json(path)
-        if kept["key"] == key:
+        try:
+            kept = read_json(path)
+            same, before = kept["key"] == key, kept["value"]
+        except (ValueError, KeyError) as error:
+            raise EvaluateError(f"{path} is damaged ({error}); delete it to compute that anew") from None
+        if same:
             print(f"{checkpoint.name}: {name}: done before", file=sys.stderr)
-            return kept["value"]
+            return before
         print(f"{checkpoint.name}: {name}: done before under other conditions; computing it anew", file=sys.stderr)
     print(f"{checkpoint.name}: {name}", file=sys.stderr)
     value = make()

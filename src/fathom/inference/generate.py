@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import sys
 import time
@@ -35,6 +36,12 @@ WHOLE = {
 """Options that are whole numbers, and the least of each."""
 TOKENS = {"eos_token_id", "bos_token_id", "decoder_start_token_id", "suppress_tokens", "begin_suppress_tokens"}
 LISTS = {"suppress_tokens", "begin_suppress_tokens"}
+SHARES = {
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), (0.0, 1.0)),
+    **dict.fromkeys(("typical_p", "top_h"), (math.ulp(0.0), 1.0)),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (math.ulp(0.0), math.inf)),
+}
+"""Options that are numbers, and between which."""
 LARGEST = 1 << 31
 SEEDS = 1 << 63
 
@@ -71,7 +78,7 @@ class Sampling:
     def __post_init__(self) -> None:
         allowed = {
             "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
-            "temperature": (self.temperature is None or self.temperature >= 0, "0 or more"),
+            "temperature": (self.temperature is None or 0 <= self.temperature < math.inf, "0 or more"),
             "top_k": (self.top_k is None or self.top_k >= 0, "0 or more"),
             "top_p": (self.top_p is None or 0 < self.top_p <= 1, "above 0, up to 1"),
             "seed": (self.seed is None or -SEEDS <= self.seed < SEEDS, f"{-SEEDS} to {SEEDS - 1}"),
@@ -119,6 +126,13 @@ def refusal(name: str, value: Any) -> str | None:
         return None
     if name in WHOLE and not (type(value) is int and WHOLE[name] <= value < LARGEST):
         return f"a whole number, {WHOLE[name]} or more"
+    if name in SHARES:
+        least, most = SHARES[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            return "a positive number" if most == math.inf else f"a number {'above' if least else 'from'} 0, up to 1"
+    if name == "stop_strings":
+        texts = value if isinstance(value, list) and value else [value]
+        return None if all(isinstance(text, str) and text for text in texts) else "a text or a list of them"
     if name in TOKENS:
         several = isinstance(value, list) and all(type(token) is int for token in value)
         if not several and (type(value) is not int or name in LISTS):
@@ -243,6 +257,8 @@ def generate_file(
     """
     if batch_size is not None and batch_size < 1:
         raise GenerateError(f"--batch-size {batch_size}: allowed: 1 or more")
+    if out.exists() and prompts.exists() and out.samefile(prompts):
+        raise GenerateError(f"--out {out} is the file of prompts; choose another")
     records = _read_records(prompts)
     size = batch_size or BATCH["cpu" if model.device.type == "cpu" else "other"]
     if sampling.memory is not None:
@@ -378,12 +394,14 @@ def _read_records(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise GenerateError(f"--prompts {path}: no such file")
     records = []
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
             try:
-                record = json.loads(line)
+                record = json.loads(line.decode())
+            except UnicodeDecodeError:
+                raise GenerateError(f"{path}:{number}: not UTF-8") from None
             except ValueError as error:
                 raise GenerateError(f"{path}:{number}: bad JSON: {error}") from None
             good = isinstance(record, dict) and (
@@ -416,6 +434,8 @@ def _resume(file: IO[bytes], records: Sequence[dict[str, Any]], prompts: Path, o
     done = end = 0
     for line in file:
         if not line.endswith(b"\n"):
+            if done == len(records) or not _half(line, records[done]):
+                raise GenerateError(f"{out}:{done + 1}: not an answer to {prompts}; choose another --out")
             break
         try:
             before = json.loads(line)
@@ -428,6 +448,12 @@ def _resume(file: IO[bytes], records: Sequence[dict[str, Any]], prompts: Path, o
     file.truncate(end)
     file.seek(end)
     return done
+
+
+def _half(line: bytes, record: dict[str, Any]) -> bool:
+    """Whether a line without an end is the beginning of an answer to a record."""
+    answer = json.dumps(record, ensure_ascii=False).encode()[:-1]
+    return line.startswith(answer) or answer.startswith(line)
 
 
 def _generation_options() -> set[str]:

@@ -221,8 +221,9 @@ def look(
         name: What the page calls the model.
         progress: Told after every visit how many are done.
     """
-    if top < 1 or max_tokens < 1:
-        raise LensError(f"top and max_tokens must be 1 or more, got {top} and {max_tokens}")
+    for option, value in (("--top", top), ("--max-tokens", max_tokens)):
+        if value < 1:
+            raise LensError(f"{option} {value}: allowed: 1 or more")
     every_id, pieces = _tokenise(tokenizer, text)
     if not every_id:
         raise LensError("there is no text to look at")

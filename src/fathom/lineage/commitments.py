@@ -164,10 +164,17 @@ class Verification:
     not_recomputed: list[str] = field(default_factory=list)
 
 
-def verify(weights: Weights, body: Mapping[str, Any], key: str | None = None) -> Verification:
-    """Recompute a commitment from weights; the sketch by cosine, since rounding differs between machines."""
+def verify(weights: Weights, body: Mapping[str, Any], key: str | None = None, name: str = "commitment") -> Verification:
+    """Recompute a commitment from weights; the sketch by cosine, since rounding differs between machines.
+
+    Args:
+        weights: What was committed to, it is said.
+        body: The commitment.
+        key: Of a blinded one.
+        name: What a refusal calls it.
+    """
     if body.get("fathom_commitment") != VERSION or not isinstance(body.get("root"), str):
-        raise Refused(f"not a commitment of version {VERSION}")
+        raise Refused(f"{name}: not a commitment of version {VERSION}")
     if bool(body.get("blinded")) != bool(key):
         raise Refused("a blinded commitment needs its key, and only that")
     if key and not re.fullmatch(r"[0-9a-f]{64}", key):

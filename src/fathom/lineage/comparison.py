@@ -70,6 +70,10 @@ class Options:
             raise Refused(f"mode {self.mode!r}: wanted fast or exact")
         if unknown := set(self.align) - set(ALIGNMENTS):
             raise Refused(f"align {min(unknown)!r}: wanted some of {', '.join(ALIGNMENTS)}")
+        if self.layers is not None and self.layers < 1:
+            raise Refused(f"--layers {self.layers}: wanted 1 or more")
+        if self.seed < 0:
+            raise Refused(f"--seed {self.seed}: wanted 0 or more")
 
 
 @dataclass

@@ -29,10 +29,15 @@ def read_statement(file: Path) -> dict[str, Any]:
     return parse_json(file.read_bytes(), str(file))
 
 
-def verify(body: dict[str, Any]) -> Verification:
-    """Make a report again from the models it names, and list what differs and what was not recomputed."""
+def verify(body: dict[str, Any], name: str = "report") -> Verification:
+    """Make a report again from the models it names, and list what differs and what was not recomputed.
+
+    Args:
+        body: The report.
+        name: What a refusal calls it.
+    """
     if body.get("fathom_lineage_report") != report.SCHEMA:
-        raise Refused(f"not a report of version {report.SCHEMA}: earlier ones hold no hashes of the files")
+        raise Refused(f"{name}: not a report of version {report.SCHEMA}: earlier ones hold no hashes of the files")
     try:
         given = Given(**{**body["given"], "null": body["given"]["null"] and Path(body["given"]["null"])})
         options = Options(**{**body["options"], "align": tuple(body["options"]["align"])})
@@ -41,7 +46,7 @@ def verify(body: dict[str, Any]) -> Verification:
     except Refused:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise Refused(f"not a complete report: {error!r}") from None
+        raise Refused(f"{name}: not a complete report: {error!r}") from None
     found = comparison.compare(first, second, controls, given.null, options)
     found.given = given
     again = report.made(found, page.command(found), hashed=True)

@@ -6,7 +6,10 @@ from dataclasses import field
 from difflib import get_close_matches
 from typing import Any
 
+import torch
 from huggingface_hub.dataclasses import strict
+from transformers.activations import ACT2FN
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
 from .published import is_published, published_config
@@ -69,6 +72,8 @@ class FathomConfig(Qwen3Config):
         for key in kwargs:
             if near := get_close_matches(key, OURS, cutoff=0.8):
                 raise ValueError(f"{key} is not a key of the configuration; did you mean {near[0]}?")
+        if isinstance(self.dtype, str) and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"dtype must be a type of torch, such as float32 or bfloat16, got {self.dtype!r}")
         super().__post_init__(**kwargs)
         for name in POSITIVE:
             if getattr(self, name) < 1:
@@ -78,6 +83,12 @@ class FathomConfig(Qwen3Config):
             raise ValueError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) must be even, since rotary embedding turns pairs")
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act must be one of {', '.join(ACT2FN)}, got {self.hidden_act!r}")
+        if not 0 <= self.attention_dropout < 1:
+            raise ValueError(f"attention_dropout must be at least 0 and below 1, got {self.attention_dropout}")
+        if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
+            raise ValueError(f"pad_token_id must be below vocab_size ({self.vocab_size}), got {self.pad_token_id}")
         if self.k_norm_position not in K_NORM_POSITIONS:
             raise ValueError(
                 f"k_norm_position must be one of {', '.join(K_NORM_POSITIONS)}, got {self.k_norm_position!r}"
@@ -92,6 +103,21 @@ class FathomConfig(Qwen3Config):
             raise ValueError(
                 f"max_trips must be between 1 and {most}, the trips of this {self.recurrence}, got {self.max_trips}"
             )
+
+    def validate_rope(self) -> None:
+        """As transformers does, which names neither a kind that it does not know nor the key that lacks another."""
+        given = self.rope_parameters or {}
+        for part in given.values() if given and all(isinstance(part, dict) for part in given.values()) else [given]:
+            kind, theta = part.get("rope_type", part.get("type", "default")), part.get("rope_theta", 1.0)
+            if kind != "default" and kind not in ROPE_INIT_FUNCTIONS:
+                allowed = ", ".join(dict.fromkeys(["default", *ROPE_INIT_FUNCTIONS]))
+                raise ValueError(f"rope_parameters.rope_type must be one of {allowed}, got {kind!r}")
+            if isinstance(theta, int | float) and not theta > 0:
+                raise ValueError(f"rope_parameters.rope_theta must be positive, got {theta}")
+        try:
+            super().validate_rope()
+        except KeyError as error:
+            raise ValueError(f"rope_parameters: {error.args[0]}") from None
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
@@ -115,6 +141,8 @@ class FathomConfig(Qwen3Config):
     def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read `config.json`: ours, any Qwen3's, or one of the released depth models."""
         config_dict, kwargs = super().get_config_dict(*args, **kwargs)
+        if not isinstance(config_dict, dict):
+            raise ValueError(f"{args[0] if args else 'config.json'}: config.json is not a JSON object")
         kind = config_dict.get("model_type")
         if is_published(config_dict):
             config_dict = published_config(config_dict)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor, nn
 
+from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.runs import find_checkpoint, model_directory, read_weights
 from fathom.data.batches import Batch, BatchPlan
 from fathom.data.shards import TokenDataset
@@ -148,6 +149,8 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device) -> F
     if source is not None:
         torch.manual_seed(_seed(recipe.train.seed, "init"))  # of a mechanism that the checkpoint does not have
         directory = model_directory(source)
+        if directory is not None:
+            check_checkpoint(directory)
         weights = None if directory is not None else read_weights(find_checkpoint(source))
         try:
             model = FathomForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32, state_dict=weights)
