@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,12 +30,13 @@ def run(options: Namespace) -> int:
     """Print the table."""
     from rich.console import Console
 
+    from fathom.checkpoints.runs import read_config
     from fathom.comparison.catalogue import mechanism_rows, mechanism_table, vanilla_row
     from fathom.models import FathomConfig
 
     if options.bytes_per_scalar < 1:
         raise UsageError(f"--bytes-per-scalar {options.bytes_per_scalar}: allowed: 1 or more")
-    config = _model_config(options.config, FathomConfig)
+    config = _model_config(options.config, FathomConfig, read_config)
     if options.json:
         rows = list(mechanism_rows(config, options.bytes_per_scalar))
         print(json.dumps({"vanilla": vanilla_row(config, options.bytes_per_scalar), "mechanisms": rows}))
@@ -43,12 +45,10 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _model_config(name: str | None, default: type[FathomConfig]) -> FathomConfig:
+def _model_config(name: str | None, default: type[FathomConfig], read: Callable[[Path], FathomConfig]) -> FathomConfig:
     """The configuration that a directory, a recipe file or the name of a recipe describes."""
     if name is None:
         return default()
     if not Path(name).is_dir():
         return load_recipe(name).config()
-    from fathom.checkpoints.runs import read_config
-
-    return read_config(Path(name))
+    return read(Path(name))

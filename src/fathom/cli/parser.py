@@ -49,7 +49,7 @@ class Parser(argparse.ArgumentParser):
         if "" in words and action.dest not in MAY_BE_EMPTY:
             name = "/".join(action.option_strings) or action.metavar or action.dest
             self.error(f"argument {name}: empty")
-        return super()._get_values(action, words)  # type: ignore[misc]
+        return super()._get_values(action, words)
 
     def error(self, message: str) -> NoReturn:
         """Complain without the usage, which `--help` prints."""
