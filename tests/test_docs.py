@@ -52,6 +52,7 @@ PAGES = [
 # The command that a page is about: whose flags it means when it names one alone.
 SUBJECT = {
     "training": "train",
+    "nodes": "train",
     "data": "prepare",
     "compare": "compare",
     "evaluate": "evaluate",
@@ -418,7 +419,7 @@ def spans(page: Path) -> Iterator[str]:
 def mentions(page: Path) -> Iterator[str]:
     """Commands and words in passing: lines of blocks that are no program, and spans."""
     for language, _, body in fences(page):
-        if language != "python":
+        if language not in ("python", "bash"):
             yield from (line.removeprefix("$ ") for line in re.sub(r"\\\n\s*", "", body).splitlines())
     yield from spans(page)
 

@@ -146,6 +146,13 @@ def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     assert "498,165,888" in text and "sequence_length: 2048" in text and "memory per rank" in text
 
 
+def test_train_help_tells_scripts_how_it_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["train", "--help"])
+    shown = capsys.readouterr().out
+    assert "exit code:" in shown and "SIGTERM" in shown and "result.json" in shown and "recipe keys:" in shown
+
+
 def test_train_and_stop(corpus: Path, tmp_path: Path) -> None:
     """The whole thing, as a user runs it: SIGTERM saves and exits 0, and the same command continues."""
     (tmp_path / "recipe.yaml").write_text(

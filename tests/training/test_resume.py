@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem
 from fathom.data.shards import DataError, file_crc32, read_index, write_index
 from fathom.recipe import Recipe, RecipeError
 from fathom.training import checkpoint, train
-from fathom.training.loop import claimed
+from fathom.training.loop import claimed, stop_signals
 from tests.tiny import tiny_recipe
 
 from . import processes
@@ -128,6 +128,17 @@ def test_a_signal_saves_and_ends_well(
     assert (tmp_path / "latest").read_text().strip() == f"step-{result.step:06d}"
     assert train(recipe, tmp_path).finished
     assert_same_end(tmp_path, undisturbed)
+
+
+def test_a_signal_that_is_passed_on_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    with stop_signals() as received:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
+        assert received == [signal.SIGINT] * 2
+    monkeypatch.setattr("fathom.training.loop.FORWARDED", 0.0)
+    with stop_signals(), pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_a_finished_run_is_not_trained_again(recipe: Recipe, undisturbed: Path) -> None:

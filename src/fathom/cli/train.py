@@ -18,6 +18,14 @@ if TYPE_CHECKING:
     from fathom.training.estimate import Estimate
 
 
+EXIT_CODES = """exit code:
+  0  the last step was taken, and RUN/result.json is there; or SIGTERM or SIGINT came: a checkpoint was written, there
+     is no result.json, and the same command goes on (torchrun, when it is sent SIGTERM itself, ends with 1)
+  1  the run cannot go on
+  2  the recipe or the directory is refused
+  143, 130  a second signal came, three seconds after the first or later"""
+
+
 def add(parser: Parser) -> None:
     """Arguments."""
     add_recipe(parser, runs=True)
@@ -42,6 +50,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--new", action="store_true", help="refuse to continue a run that exists")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and what it costs, and stop")
     parser.add_argument("--json", action="store_true", help="print the result for a program")
+    parser.epilog = f"{EXIT_CODES}\n\n{parser.epilog}"
 
 
 def run(options: Namespace) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -28,6 +29,9 @@ from fathom.training.kvcache import merged
 from fathom.training.meter import Meter
 from fathom.training.parallel import Ranks, start, whole
 from fathom.training.tracking import Display, Tracker, open_trackers, require_backends
+
+FORWARDED = 3.0
+"""Seconds in which signals count as one: a scheduler tells every process, and launchers tell theirs again."""
 
 
 class TrainingError(FathomError):
@@ -292,13 +296,19 @@ class Run:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """A list that fills when SIGTERM or SIGINT arrives; a second one acts as it always did."""
+    """A list that fills when SIGTERM or SIGINT arrives; a later one, past `FORWARDED`, acts as it always did."""
     received: list[int] = []
     before: dict[signal.Signals, Any] = {}
+    first = 0.0
 
     def note(number: int, frame: FrameType | None) -> None:
+        nonlocal first
+        if received and time.monotonic() - first >= FORWARDED:
+            signal.signal(number, before[signal.Signals(number)])
+            signal.raise_signal(number)
+            return
+        first = first if received else time.monotonic()
         received.append(number)
-        signal.signal(number, before[signal.Signals(number)])
 
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
