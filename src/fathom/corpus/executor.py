@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from fathom.checkpoints.layout import PLAN
+from fathom.corpus.remote import remote
 from fathom.corpus.stage import CorpusError, Task, Workspace
 from fathom.corpus.worker import carry_out
 from fathom.report.files import write_json
@@ -162,4 +163,5 @@ def _ask(process: subprocess.Popen[str], request: list[str | int]) -> dict[str, 
     return answer
 
 
-EXECUTORS: dict[str, Executing] = {"local": local}
+EXECUTORS: dict[str, Executing] = {"local": local, "datatrove": remote, "slurm": remote, "ray": remote}
+"""By the name that a recipe gives them."""

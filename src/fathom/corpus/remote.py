@@ -1,0 +1,53 @@
+"""datatrove as the scheduler of a stage's tasks: its own processes, Slurm's job arrays, or Ray. A task is a rank."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+from fathom.corpus.stage import CorpusError, Task, Workspace
+from fathom.corpus.worker import carry_out
+
+POLL_SECONDS = 10.0
+
+
+def rank(directory: str, stage: str, data: object, number: int, world_size: int) -> None:
+    """What datatrove calls for each task, on whatever machine."""
+    carry_out(directory, stage, [number])
+
+
+def remote(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Any) -> None:
+    """Tasks on `executor.workers` processes of datatrove's; what fails is in its logs beside the stages."""
+    try:
+        from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
+    except ImportError as error:
+        raise CorpusError(f"executor.name: {error}: pip install 'fathom-lm[corpus]'") from None
+    wanted, place = workspace.recipe.executor, workspace.directory.absolute()
+    logs = place / "logs" / stage
+    shared: dict[str, Any] = {
+        "pipeline": [partial(rank, str(place), stage)],
+        "tasks": len(tasks),
+        "workers": wanted.workers or 100,
+        "logging_dir": str(logs),
+        "skip_completed": False,  # what is done is told by the disk
+    }
+    try:
+        if wanted.name == "datatrove":
+            LocalPipelineExecutor(**shared).run()
+        elif wanted.name == "ray":
+            RayPipelineExecutor(**shared, mem_per_cpu_gb=wanted.memory_gb).run()
+        else:
+            setting = {"env_command": wanted.environment or None, "job_name": f"fathom-{stage}"}
+            size = {"mem_per_cpu_gb": wanted.memory_gb, "tasks_per_job": -(-len(tasks) // 1000)}
+            job = SlurmPipelineExecutor(**shared, **setting, **size, time=wanted.time, partition=wanted.partition)
+            job.run()
+            while subprocess.run(["squeue", "-h", "-j", str(job.job_id)], capture_output=True).stdout.strip():
+                time.sleep(POLL_SECONDS)
+    except Exception as error:
+        said = " ".join(str(error).split())[:300]
+        raise CorpusError(f"{stage}: {said or type(error).__name__}; see {logs}; run again to go on", 1) from error
+    for _ in tasks:
+        tick()
