@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 
 import yaml
 
-from fathom.checkpoints.layout import CONFIG, run_and_step
+from fathom.checkpoints.layout import CONFIG, PUZZLE, run_and_step
 from fathom.errors import FathomError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class Data(Section):
     """What is read, and in which order."""
 
     directory: str = "data"
-    """directory of token shards that `fathom prepare` wrote"""
+    """directory of token shards that `fathom prepare` wrote; or puzzle:hops, a5, z60, arithmetic, recall"""
     sequence_length: int = 2048
     """tokens in a row"""
     packing: Literal["windows", "documents"] = "windows"
@@ -498,6 +498,8 @@ def _rules(recipe: Recipe) -> Iterator[Rule]:
     fits = not isinstance(context, int) or length <= context
     yield fits, "data.sequence_length", f"allowed: at most model.max_position_embeddings={context}"
     yield from _schedule_rules(recipe.optim, train)
+    has_tokenizer = not (train.export and data.directory.startswith(PUZZLE))
+    yield has_tokenizer, "train.export", f"allowed: false with data.directory={data.directory}, which has no tokenizer"
     rows = train.tokens_per_step % length == 0
     yield rows, "train.tokens_per_step", f"allowed: a multiple of data.sequence_length={length}"
     buckets = recipe.evaluate.position_buckets < length

@@ -50,6 +50,7 @@ LOOKS = "looks.json"
 
 # A prepared corpus.
 TOKENIZER = "tokenizer"
+PUZZLE = "puzzle:"  # begins the name of one that is made, not read
 
 
 def step_name(step: int) -> str:

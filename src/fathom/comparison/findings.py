@@ -337,7 +337,8 @@ def share_in_words(share: Values) -> str:
 
 def _domain(runs: Sequence[Values], name: str) -> Values:
     scores = [run["domains"][name] for run in runs]
-    return {key: statistics.fmean(score[key] for score in scores) for key in ("loss", "bits_per_byte")}
+    keys = [key for key in ("loss", "bits_per_byte", "accuracy") if scores[0].get(key) is not None]
+    return {key: statistics.fmean(score[key] for score in scores) for key in keys}
 
 
 def _control_cache(plan: Plan, out: Path) -> float | None:

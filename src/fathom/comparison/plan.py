@@ -11,7 +11,7 @@ from typing import Any
 from fathom.checkpoints.layout import ARMS, FAILED, MEASURED, PLAN, RECIPE, RESULT
 from fathom.comparison.arms import Arm, Equal, arm_recipes, parse_arms
 from fathom.data.batches import BatchPlan
-from fathom.data.shards import TokenDataset
+from fathom.data.puzzles import open_data
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe, parse_recipe
 from fathom.report.files import read_json
 from fathom.training.parallel import device_of
@@ -136,8 +136,8 @@ def check(plan: Plan, out: Path | None = None) -> None:
     """Open the data as every arm will, and hold existing runs against the plan."""
     for name, recipe in plan.recipes.items():
         device_of(recipe.train.device)
-        data = TokenDataset.open(recipe.data.directory, verify=False)
-        TokenDataset.open(recipe.data.directory, split="val", verify=False)
+        data = open_data(recipe.data.directory, verify=False)
+        open_data(recipe.data.directory, "val", verify=False)
         data.require_vocabulary(recipe.config().vocab_size)
         BatchPlan(data, recipe.data.sequence_length, recipe.rows_per_step, recipe.data_seed, recipe.data.packing)
         rows = recipe.rows_per_step

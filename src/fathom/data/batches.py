@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fathom.data.permutation import Permutation, scatter
+from fathom.data.puzzles import PuzzleDataset
 from fathom.data.shards import DataError, TokenDataset
 
 Packing = Literal["windows", "documents"]
@@ -90,6 +91,7 @@ class BatchPlan:
 
     def __post_init__(self) -> None:
         _require_shape(self.sequence_length, self.packing)
+        _require_rows(self.dataset, self.sequence_length)
         if self.rows_per_step < 1:
             raise DataError(f"rows_per_step must be at least 1, not {self.rows_per_step}")
         if self.num_windows < 1:
@@ -200,6 +202,9 @@ class BatchPlan:
         return rows, micro_batch
 
     def _rank_batch(self, step: int, first: int, rows: int) -> Batch:
+        if isinstance(self.dataset, PuzzleDataset):
+            mine = self.windows(step)[first : first + rows]
+            return _puzzle_batch(self.dataset, mine, self.rows_per_step * self.dataset.puzzle.answers)
         starts = self.windows(step) * self.sequence_length
         length = self.sequence_length
         tokens = np.empty((rows, length), np.int64)
@@ -244,8 +249,19 @@ def evaluation_batches(
         raise DataError(f"cannot evaluate {batch_size} rows at a time as rank {rank} of {world_size}")
     if dataset.num_tokens < 2:
         raise DataError(f"{dataset.directory}: the split {dataset.split!r} holds nothing to predict")
+    _require_rows(dataset, sequence_length)
+    if isinstance(dataset, PuzzleDataset):
+        return _puzzle_batches(dataset, batch_size, windows_of(dataset, sequence_length, max_tokens), rank, world_size)
     windows = evaluation_windows(dataset.num_tokens, sequence_length, max_tokens)
     return _evaluation_batches(dataset, sequence_length, batch_size, windows, rank, world_size, packing)
+
+
+def windows_of(dataset: TokenDataset, sequence_length: int, max_tokens: int | None = None) -> NDArray[np.int64]:
+    """The windows of a dataset that `evaluation_batches` takes: `evaluation_windows`, or rows of a puzzle."""
+    if isinstance(dataset, PuzzleDataset):
+        total = dataset.num_documents
+        return _spread(total, total if max_tokens is None else max_tokens // sequence_length)
+    return evaluation_windows(dataset.num_tokens, sequence_length, max_tokens)
 
 
 def evaluation_windows(num_tokens: int, sequence_length: int, max_tokens: int | None = None) -> NDArray[np.int64]:
@@ -256,7 +272,11 @@ def evaluation_windows(num_tokens: int, sequence_length: int, max_tokens: int | 
     """
     stride = sequence_length - 1
     total = -(-(num_tokens - 1) // stride)
-    count = total if max_tokens is None else min(total, max(1, max_tokens // stride))
+    return _spread(total, total if max_tokens is None else max_tokens // stride)
+
+
+def _spread(total: int, wanted: int) -> NDArray[np.int64]:
+    count = min(total, max(1, wanted))
     edges = np.arange(count + 1, dtype=np.int64) * total // count
     return edges[:-1] + scatter(np.arange(count), np.diff(edges))
 
@@ -296,6 +316,35 @@ def _evaluation_batches(
             labels[row, : stop - start] = separated[0, : stop - start]
         position_ids = torch.from_numpy(positions) if packing == "documents" else None
         yield Batch(torch.from_numpy(tokens), torch.from_numpy(labels), position_ids, num_targets, num_bytes)
+
+
+def _puzzle_batches(
+    dataset: PuzzleDataset, batch_size: int, windows: NDArray[np.int64], rank: int, world_size: int
+) -> Iterator[Batch]:
+    """Rows of one difficulty; what is left of the last batch asks for nothing."""
+    for first in range(0, len(windows), batch_size * world_size):
+        wanted = windows[first : first + batch_size * world_size]
+        mine = wanted[rank * batch_size : (rank + 1) * batch_size]
+        padded = np.concatenate([mine, np.zeros(batch_size - len(mine), np.int64)])
+        answers = int((dataset.rows(wanted).labels != IGNORED).sum())
+        batch = _puzzle_batch(dataset, padded, answers)
+        batch.labels[len(mine) :] = IGNORED
+        batch.num_bytes = answers
+        yield batch
+
+
+def _puzzle_batch(dataset: PuzzleDataset, numbers: NDArray[np.int64], num_targets: int) -> Batch:
+    rows = dataset.rows(numbers)
+    positions = None if rows.positions is None else torch.from_numpy(rows.positions)
+    return Batch(torch.from_numpy(rows.tokens), torch.from_numpy(rows.labels), positions, num_targets)
+
+
+def _require_rows(dataset: TokenDataset, sequence_length: int) -> None:
+    """A puzzle's rows are whole."""
+    if isinstance(dataset, PuzzleDataset) and sequence_length != dataset.puzzle.length:
+        raise DataError(
+            f"data.sequence_length={sequence_length}: allowed: {dataset.puzzle.length}, the row of {dataset.directory}"
+        )
 
 
 def _separate(

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.runs import find_checkpoint, model_directory, read_weights
 from fathom.data.batches import Batch, BatchPlan
+from fathom.data.puzzles import open_data
 from fathom.data.shards import TokenDataset
 from fathom.models.configuration import FathomConfig
 from fathom.models.modeling import FathomForCausalLM
@@ -127,7 +128,7 @@ def build_training(recipe: Recipe, ranks: Ranks | None = None, data: TokenDatase
     rows = _rows_per_rank(recipe, ranks.world_size)
     if data is None:
         # One rank of a machine reads the checksums for all.
-        data = TokenDataset.open(recipe.data.directory, verify=recipe.data.verify and ranks.local_rank == 0)
+        data = open_data(recipe.data.directory, verify=recipe.data.verify and ranks.local_rank == 0)
     data.require_vocabulary(config.vocab_size)
     require_tokenizer(recipe, data)
     plan = BatchPlan(data, recipe.data.sequence_length, rows * ranks.world_size, recipe.data_seed, recipe.data.packing)

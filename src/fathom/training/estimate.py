@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fathom.data.puzzles import is_puzzle
 from fathom.data.shards import DataError, read_index
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import (
@@ -55,7 +56,7 @@ class Estimate:
     tokens: int
     """Seen by the run."""
     epochs: float | None
-    """How many times the run reads the corpus; None where that is not prepared yet."""
+    """How many times the run reads the corpus; None of a puzzle, and where it is not prepared yet."""
     training_flops: float
     """Of the whole run, forward and backward."""
     ranks: int
@@ -123,6 +124,8 @@ def _groups(recipe: Recipe, config: FathomConfig) -> list[Group]:
 
 
 def _epochs(recipe: Recipe) -> float | None:
+    if is_puzzle(recipe.data.directory):
+        return None  # no row comes twice
     try:
         domains = read_index(Path(recipe.data.directory))["splits"]["train"]
     except DataError:

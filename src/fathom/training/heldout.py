@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from fathom.data.batches import evaluation_batches, evaluation_windows
+from fathom.data.batches import IGNORED, Batch, evaluation_batches, windows_of
+from fathom.data.puzzles import PuzzleDataset
 from fathom.data.shards import TokenDataset
 from fathom.recipe import Recipe
 from fathom.report.statistics import rank_correlation
@@ -31,6 +32,8 @@ class Score:
     """Bits per byte of the text: comparable across tokenizers."""
     tokens: int
     """Tokens predicted."""
+    accuracy: float | None = field(default=None, kw_only=True)
+    """Share of answers that are right, of a puzzle; None of text."""
 
     @property
     def perplexity(self) -> float:
@@ -81,6 +84,9 @@ class Evaluation(Score):
         values = {"val/loss": self.loss, "val/perplexity": self.perplexity, "val/bits_per_byte": self.bits_per_byte}
         for name, score in self.domains.items():
             values[f"val/{name}/loss"], values[f"val/{name}/bits_per_byte"] = score.loss, score.bits_per_byte
+        for name, score in {"": self, **{f"{name}/": score for name, score in self.domains.items()}}.items():
+            if score.accuracy is not None:
+                values[f"val/{name}accuracy"] = score.accuracy
         if self.trips is not None:
             values["val/trips"] = self.trips.mean
             values |= {f"val/trips_{k}": share for k, share in enumerate(self.trips.shares, 1)}
@@ -125,15 +131,16 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks,
     share = math.ceil(recipe.evaluate.tokens / len(data.domains))
     # Where target t (0 … length-2) of a row belongs.
     places = torch.arange(length - 1, device=ranks.device) * buckets // (length - 1)
-    sums, counts, num_bytes = [], [], []
+    sums, counts, num_bytes, right = [], [], [], []
     read = available = 0
     tally, rounds = Tally(), list[float]()
     for domain in data.domains:
         total = torch.zeros(2, buckets, dtype=torch.float64, device=ranks.device)
+        solved = torch.zeros((), dtype=torch.float64, device=ranks.device)
         seen_bytes = 0
         part = data.select(domain)
-        read += len(evaluation_windows(part.num_tokens, length, share))
-        available += len(evaluation_windows(part.num_tokens, length))
+        read += len(windows_of(part, length, share))
+        available += part.num_documents if isinstance(part, PuzzleDataset) else len(windows_of(part, length))
         for batch in evaluation_batches(part, length, rows, share, ranks.rank, ranks.world_size, recipe.data.packing):
             batch = batch.to(ranks.device)
             with watching(model) as made:
@@ -144,14 +151,18 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks,
             total[0].index_add_(0, places, losses.double().sum(0))
             total[1].index_add_(0, places, (batch.labels[:, 1:] >= 0).double().sum(0))
             seen_bytes += batch.num_bytes or 0
+            if isinstance(part, PuzzleDataset):
+                solved += right_answers(model, batch)
         total = ranks.sum(total)
+        right.append(float(ranks.sum(solved)) if isinstance(part, PuzzleDataset) else None)
         sums.append(total[0].tolist())
         counts.append(total[1].tolist())
         num_bytes.append(seen_bytes)
     gap = decoding_gap(model, data, recipe, ranks.device) if decode and rounds else None
     model.train(was_training)
-    scores = [_score(sum(s), sum(n), b) for s, n, b in zip(sums, counts, num_bytes, strict=True)]
-    whole = _score(sum(map(sum, sums)), sum(map(sum, counts)), sum(num_bytes))
+    scores = [_score(sum(s), sum(n), b, r) for s, n, b, r in zip(sums, counts, num_bytes, right, strict=True)]
+    known = [count for count in right if count is not None]
+    whole = _score(sum(map(sum, sums)), sum(map(sum, counts)), sum(num_bytes), sum(known) if known else None)
     by_position = [sum(column) for column in zip(*sums, strict=True)]
     targets = [sum(column) for column in zip(*counts, strict=True)]
     return Evaluation(
@@ -231,6 +242,14 @@ def token_losses(model: nn.Module, input_ids: Tensor, labels: Tensor, position_i
 
 
 @torch.no_grad()
+def right_answers(model: nn.Module, batch: Batch) -> Tensor:
+    """How many of a batch's labels are the likeliest token."""
+    logits = model(input_ids=batch.input_ids, position_ids=batch.position_ids, use_cache=False).logits
+    labels = batch.labels[:, 1:]
+    return ((logits[:, :-1].argmax(-1) == labels) & (labels != IGNORED)).sum().double()
+
+
+@torch.no_grad()
 def token_losses_and_trips(
     model: nn.Module, input_ids: Tensor, labels: Tensor, position_ids: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
@@ -249,6 +268,7 @@ def _most_trips(model: nn.Module) -> int:
     return 1 if recurrence is None else int(recurrence.trips)
 
 
-def _score(loss: float, tokens: float, num_bytes: int) -> Score:
+def _score(loss: float, tokens: float, num_bytes: int, right: float | None) -> Score:
     bits = loss / math.log(2) / num_bytes if num_bytes else math.nan
-    return Score(loss / tokens if tokens else math.nan, bits, int(tokens))
+    accuracy = None if right is None or not tokens else right / tokens
+    return Score(loss / tokens if tokens else math.nan, bits, int(tokens), accuracy=accuracy)

@@ -16,6 +16,7 @@ import torch
 from fathom.checkpoints.export import export
 from fathom.checkpoints.layout import ARMS, LOCK, MODEL, RECIPE, RESULT, TRAINER
 from fathom.checkpoints.runs import Saved
+from fathom.data.puzzles import is_puzzle, open_data
 from fathom.data.shards import TokenDataset, read_index
 from fathom.errors import FathomError
 from fathom.models.modeling import FathomForCausalLM
@@ -125,8 +126,9 @@ class Run:
         stack.callback(self.display.close)
         verify = recipe.data.verify and ranks.local_rank == 0
         self.held_out: TokenDataset | None = None
-        if recipe.evaluate.every or "val" in read_index(Path(recipe.data.directory))["splits"]:
-            self.held_out = TokenDataset.open(recipe.data.directory, split="val", verify=verify)
+        directory = recipe.data.directory
+        if recipe.evaluate.every or is_puzzle(directory) or "val" in read_index(Path(directory))["splits"]:
+            self.held_out = open_data(directory, "val", verify)
         self.training = build_training(recipe, ranks)
         keep, later = recipe.train.keep_last, recipe.train.async_save
         self.checkpoints = Checkpointer(run_dir, ranks, keep, later, self.display.say)

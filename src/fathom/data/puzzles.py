@@ -1,0 +1,503 @@
+"""Puzzles whose accuracy says how deep a model computes: data that is made, not read.
+
+    data.directory: puzzle:hops?names=17&hops=8&queries=8
+
+`hops`: a cycle through some names, written as pairs in random order, and queries for the k-th name after one. `a5` and
+`z60`: words over sixty elements of a group, whose running product is asked at every place; A5 is not solvable, Z60 is a
+cycle. `arithmetic`: expressions in prefix notation modulo 23. `recall`: pairs of a key and a value, and queries for the
+value: no depth is needed. A row is a pure function of (seed, split, number), on every machine; train and held-out rows
+have different keys. Labels are -100 but at answers, and a domain of the held-out split is a difficulty.
+
+For bits per byte an answer counts as one byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from functools import cache
+from pathlib import Path
+from typing import Literal
+from urllib.parse import parse_qsl
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fathom.checkpoints.layout import PUZZLE
+from fathom.data.shards import DataError, TokenDataset
+from fathom.report.mixing import mixed
+
+Ids = NDArray[np.int64]
+Chances = NDArray[np.uint64]
+UNASKED = -100
+"""The label of what is no answer."""
+ROWS = {"train": 1 << 40, "val": 1 << 20}
+"""Rows of a split, which nobody reaches the end of."""
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+MODULUS = 23
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows `[rows, T]`, their labels, and where each position stands in its item, if a row holds several."""
+
+    tokens: Ids
+    labels: Ids
+    positions: Ids | None = None
+
+
+@dataclass(frozen=True)
+class Puzzle(ABC):
+    """One kind of puzzle; its fields are the options."""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            if getattr(self, field.name) < 1:
+                raise DataError(f"{field.name}={getattr(self, field.name)}: allowed: 1 or more")
+
+    @property
+    @abstractmethod
+    def length(self) -> int:
+        """Tokens of a row."""
+
+    @property
+    @abstractmethod
+    def vocabulary(self) -> int:
+        """Token ids; the last one ends a row."""
+
+    @property
+    @abstractmethod
+    def answers(self) -> int:
+        """Answers of a training row."""
+
+    @property
+    @abstractmethod
+    def chance(self) -> float:
+        """Accuracy of an even guess among the answers that are possible."""
+
+    @property
+    @abstractmethod
+    def levels(self) -> tuple[int, ...]:
+        """Difficulties that are held out."""
+
+    @abstractmethod
+    def rows(self, chances: Chances, level: int | None) -> Rows:
+        """Rows from chance `[rows, draws]`; of one difficulty, or of all as in training."""
+
+    @property
+    @abstractmethod
+    def draws(self) -> int:
+        """Chances that a row takes."""
+
+    @property
+    def end(self) -> int:
+        """The last token id."""
+        return self.vocabulary - 1
+
+
+@dataclass(frozen=True)
+class Hops(Puzzle):
+    """n pairs `x next(x)`, then queries `<hop k> x <is> y` whose y is the k-th successor of x."""
+
+    names: int = 17
+    """On the cycle. Odd: of 2k names, the k-th after the k-th is the name itself, and an answer gives another away."""
+    hops: int = 8
+    """The largest k."""
+    queries: int = 8
+    """Of each row, from different names."""
+    words: int = 64
+    """Names there are."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.hops < self.names <= self.words or self.queries > self.names:
+            raise DataError("hops: allowed: hops < names <= words, queries <= names")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return 2 * self.names + 4 * self.queries + 1
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids."""
+        return self.words + self.hops + 2
+
+    @property
+    def answers(self) -> int:
+        """Of a training row."""
+        return self.queries
+
+    @property
+    def chance(self) -> float:
+        """Of an even guess."""
+        return 1 / (self.names - 1)
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Difficulties."""
+        return tuple(2**i for i in range(self.hops.bit_length()))
+
+    @property
+    def draws(self) -> int:
+        """Chances of a row."""
+        return self.words + 2 * self.names + self.queries
+
+    def rows(self, chances: Chances, level: int | None) -> Rows:
+        """As `Puzzle.rows`."""
+        count = len(chances)
+        words, order, asked, far = np.split(chances, np.cumsum([self.words, self.names, self.names]).tolist(), axis=1)
+        cycle = shuffled(words)[:, : self.names]  # [rows, n]: each name's successor stands right of it
+        place = shuffled(order)
+        pairs = np.stack([_pick(cycle, place), _pick(cycle, (place + 1) % self.names)], 2)
+        start = shuffled(asked)[:, : self.queries]
+        hop = 1 + below(far, self.hops) if level is None else np.full((count, self.queries), level)
+        answer = _pick(cycle, (start + hop) % self.names)
+        tell = np.full_like(answer, self.words + self.hops)
+        query = np.stack([self.words + hop - 1, _pick(cycle, start), tell, answer], 2)  # [rows, q, 4]
+        end = np.full((count, 1), self.end)
+        tokens = np.concatenate([end, pairs.reshape(count, -1), query.reshape(count, -1)], 1)
+        labels = np.full_like(tokens, UNASKED)
+        places = slice(2 * self.names + 4, None, 4)
+        labels[:, places] = tokens[:, places]
+        return Rows(tokens, labels)
+
+
+@dataclass(frozen=True)
+class Word(Puzzle):
+    """Elements of Z60, one after the other; at each place the sum of all so far is asked."""
+
+    elements: int = 16
+    """Of a word."""
+
+    @property
+    def table(self) -> Ids:
+        """What two elements make, `[60, 60]`."""
+        return np.add.outer(np.arange(60), np.arange(60)) % 60
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self.elements + 1
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids."""
+        return 61
+
+    @property
+    def answers(self) -> int:
+        """Of a training row."""
+        return self.elements
+
+    @property
+    def chance(self) -> float:
+        """Of an even guess."""
+        return 1 / 60
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Difficulties."""
+        return tuple(2**i for i in range(1, self.elements.bit_length()))
+
+    @property
+    def draws(self) -> int:
+        """Chances of a row."""
+        return self.elements
+
+    def rows(self, chances: Chances, level: int | None) -> Rows:
+        """As `Puzzle.rows`."""
+        word = below(chances, 60)
+        table = self.table
+        product, products = word[:, 0], [word[:, 0]]
+        for place in range(1, self.elements):
+            product = table[product, word[:, place]]
+            products.append(product)
+        tokens = np.concatenate([word, np.full((len(word), 1), self.end)], 1)
+        labels = np.full_like(tokens, UNASKED)
+        labels[:, 1:] = np.stack(products, 1)  # the model shifts: what stands at t + 1 is asked at t
+        if level is not None:
+            labels[:, [place for place in range(self.elements + 1) if place != level]] = UNASKED
+        return Rows(tokens, labels)
+
+
+@dataclass(frozen=True)
+class Alternating(Word):
+    """The same over A5, the even permutations of five, whose products no short cut finds."""
+
+    @property
+    def table(self) -> Ids:
+        """What two elements make."""
+        return a5()
+
+
+@dataclass(frozen=True)
+class Arithmetic(Puzzle):
+    """`<len l> expression <is> value`: l operators + - x in prefix notation, operands and value modulo 23."""
+
+    operators: int = 6
+    """The most in an expression."""
+    items: int = 4
+    """Expressions in a row, which do not see each other."""
+
+    @property
+    def slot(self) -> int:
+        """Tokens set aside for an item."""
+        return 2 * self.operators + 4
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return self.items * self.slot
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids."""
+        return MODULUS + 3 + self.operators + 2
+
+    @property
+    def answers(self) -> int:
+        """Of a training row."""
+        return self.items
+
+    @property
+    def chance(self) -> float:
+        """Of an even guess."""
+        return 1 / MODULUS
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Difficulties."""
+        return tuple(range(1, self.operators + 1))
+
+    @property
+    def draws(self) -> int:
+        """Chances of a row."""
+        return self.items * (3 * self.operators + 2)
+
+    def rows(self, chances: Chances, level: int | None) -> Rows:
+        """As `Puzzle.rows`."""
+        tokens = np.full((len(chances), self.length), self.end)
+        labels = np.full_like(tokens, UNASKED)
+        for row, drawn in enumerate(chances.reshape(len(chances), self.items, -1)):
+            for item in range(self.items):
+                chance = iter(drawn[item].tolist())
+                size = 1 + _under(next(chance), self.operators)
+                text, value = self._expression(size if level is None else level, chance)
+                written = [MODULUS + 3 + (size if level is None else level) - 1, *text, self.end - 1, value]
+                first = item * self.slot
+                tokens[row, first : first + len(written)] = written
+                labels[row, first + len(written) - 1] = value
+        positions = np.tile(np.arange(self.slot), (len(tokens), self.items))
+        return Rows(tokens, labels, positions)
+
+    def _expression(self, size: int, chance: Iterator[int]) -> tuple[list[int], int]:
+        """Tokens and value; each node splits what is left of the operators evenly at random."""
+        if size == 0:
+            value = _under(next(chance), MODULUS)
+            return [value], value
+        operator = _under(next(chance), 3)
+        left_size = _under(next(chance), size) if size > 1 else 0
+        left, a = self._expression(left_size, chance)
+        right, b = self._expression(size - 1 - left_size, chance)
+        return [MODULUS + operator, *left, *right], (a + b, a - b, a * b)[operator] % MODULUS
+
+
+@dataclass(frozen=True)
+class Recall(Puzzle):
+    """n pairs `key value`, then queries `key <is> value`."""
+
+    pairs: int = 16
+    """Of a row, with different keys."""
+    queries: int = 8
+    """Of each row, for different keys."""
+    words: int = 64
+    """Keys there are, and as many values."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.queries <= self.pairs <= self.words:
+            raise DataError("recall: allowed: queries <= pairs <= words")
+
+    @property
+    def length(self) -> int:
+        """Tokens of a row."""
+        return 2 * self.pairs + 3 * self.queries + 1
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids."""
+        return 2 * self.words + 2
+
+    @property
+    def answers(self) -> int:
+        """Of a training row."""
+        return self.queries
+
+    @property
+    def chance(self) -> float:
+        """Of an even guess."""
+        return 1 / self.words
+
+    @property
+    def levels(self) -> tuple[int, ...]:
+        """Difficulties."""
+        return (1,)
+
+    @property
+    def draws(self) -> int:
+        """Chances of a row."""
+        return self.words + 2 * self.pairs
+
+    def rows(self, chances: Chances, level: int | None) -> Rows:
+        """As `Puzzle.rows`."""
+        words, values, asked = np.split(chances, [self.words, self.words + self.pairs], axis=1)
+        key = shuffled(words)[:, : self.pairs]
+        value = self.words + below(values, self.words)
+        place = shuffled(asked)[:, : self.queries]
+        tell = np.full_like(place, 2 * self.words)
+        query = np.stack([_pick(key, place), tell, _pick(value, place)], 2)
+        count = len(chances)
+        end = np.full((count, 1), self.end)
+        tokens = np.concatenate([end, np.stack([key, value], 2).reshape(count, -1), query.reshape(count, -1)], 1)
+        labels = np.full_like(tokens, UNASKED)
+        places = slice(2 * self.pairs + 3, None, 3)
+        labels[:, places] = tokens[:, places]
+        return Rows(tokens, labels)
+
+
+KINDS: dict[str, type[Puzzle]] = {
+    **{"hops": Hops, "a5": Alternating, "z60": Word},
+    **{"arithmetic": Arithmetic, "recall": Recall},
+}
+"""The puzzles by name."""
+
+
+class PuzzleDataset(TokenDataset):
+    """One split of a puzzle, all difficulties or one: a corpus whose rows are made when they are read."""
+
+    def __init__(self, name: str, puzzle: Puzzle, seed: int, split: str, domains: Sequence[str], where: str) -> None:
+        self.name, self.puzzle, self.seed, self.split = name, puzzle, seed, split
+        self.directory = Path(where)
+        self.domains = tuple(domains)
+        self.vocab_size, self.eos_token_id = puzzle.vocabulary, puzzle.end
+        self.dtype = np.dtype("<u2")
+        self.tokenizer_identity = None
+        self.fingerprint = zlib.crc32(repr((name, puzzle, seed)).encode())
+        self.num_documents = ROWS[split]
+        self.num_tokens = ROWS[split] * puzzle.length
+        self.num_bytes = ROWS[split] * puzzle.answers
+
+    def has_fingerprint(self, fingerprint: int) -> bool:
+        """Whether a recorded fingerprint is of this puzzle."""
+        return fingerprint == self.fingerprint
+
+    def select(self, domain: str) -> PuzzleDataset:
+        """One difficulty of it."""
+        if domain not in self.domains:
+            raise DataError(f"{self.directory}: no domain {domain!r} here: there is {', '.join(self.domains)}")
+        return PuzzleDataset(self.name, self.puzzle, self.seed, self.split, [domain], str(self.directory))
+
+    def rows(self, numbers: Ids) -> Rows:
+        """Rows by their numbers; those of one difficulty if one is selected."""
+        level = None
+        if self.split != "train":
+            if len(self.domains) != 1:
+                raise DataError(f"{self.directory}: a held-out row has one difficulty: select one")
+            level = int(self.domains[0].rpartition("-")[2])
+        digest = hashlib.blake2b(repr((self.name, self.seed, self.split, self.domains)).encode(), digest_size=8)
+        chances = chances_of(np.frombuffer(digest.digest(), "<u8")[0], numbers, self.puzzle.draws)
+        return self.puzzle.rows(chances, level)
+
+    def read(self, start: int, out: NDArray[np.int64]) -> None:
+        """Copy the tokens that begin at `start` of the endless text of rows."""
+        length = self.puzzle.length
+        first, last = start // length, (start + len(out) - 1) // length
+        text = self.rows(np.arange(first, last + 1)).tokens.ravel()
+        out[:] = text[start - first * length :][: len(out)]
+
+    def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
+        """Where rows begin, `start < p < stop`."""
+        length = self.puzzle.length
+        return np.arange(start // length + 1, -(-stop // length), dtype=np.int64) * length
+
+    def bytes_before(self, position: int) -> int:
+        """One for each answer, spread evenly."""
+        return position * self.puzzle.answers // self.puzzle.length
+
+
+def is_puzzle(directory: str | Path) -> bool:
+    """Whether `data.directory` names a puzzle."""
+    return str(directory).startswith(PUZZLE)
+
+
+def open_data(directory: str | Path, split: str = "train", verify: bool | Literal["cached"] = True) -> TokenDataset:
+    """A split of what `data.directory` names: a puzzle, or a corpus, checked as `TokenDataset.open` does."""
+    return (
+        open_puzzle(str(directory), split)
+        if is_puzzle(directory)
+        else TokenDataset.open(directory, split, None, verify)
+    )
+
+
+def open_puzzle(where: str, split: str = "train") -> PuzzleDataset:
+    """A split of `puzzle:NAME?option=value&...`; `seed` is an option of every puzzle."""
+    name, _, query = where.removeprefix(PUZZLE).partition("?")
+    if name not in KINDS:
+        raise DataError(f"{where}: no such puzzle; there are {', '.join(KINDS)}")
+    if split not in ROWS:
+        raise DataError(f"{where} has no split {split!r}: it has {', '.join(ROWS)}")
+    kind = KINDS[name]
+    options = {field.name for field in fields(kind)}
+    given: dict[str, int] = {}
+    for key, value in parse_qsl(query, keep_blank_values=True):
+        if key not in {*options, "seed"} or not value.isdecimal():
+            raise DataError(f"{where}: {key}={value}: allowed: whole numbers for {', '.join(sorted(options))}, seed")
+        given[key] = int(value)
+    seed = given.pop("seed", 0)
+    try:
+        puzzle = kind(**given)
+    except DataError as error:
+        raise DataError(f"{where}: {error}") from None
+    domains = [f"{name}-{level}" for level in puzzle.levels] if split == "val" else [name]
+    return PuzzleDataset(name, puzzle, seed, split, domains, where)
+
+
+def chances_of(key: np.uint64, numbers: Ids, draws: int) -> Chances:
+    """Chance `[rows, draws]` from a key and the rows' numbers, by hashing alone."""
+    row = mixed(mixed(numbers.astype(np.uint64) * GOLDEN + key) ^ key)
+    return mixed(row[:, None] + GOLDEN * np.arange(1, draws + 1, dtype=np.uint64))
+
+
+def below(chances: Chances, size: int) -> Ids:
+    """Even among `range(size)`."""
+    return (((chances >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)).astype(np.int64)
+
+
+def shuffled(chances: Chances) -> Ids:
+    """A permutation in every row."""
+    return np.argsort(chances, axis=1, kind="stable")
+
+
+@cache
+def a5() -> Ids:
+    """The multiplication table of the even permutations of five: `[60, 60]`, the first factor acts first."""
+    even = [p for p in itertools.permutations(range(5)) if _inversions(p) % 2 == 0]
+    number = {p: i for i, p in enumerate(even)}
+    return np.array([[number[tuple(second[i] for i in first)] for second in even] for first in even])
+
+
+def _inversions(permutation: tuple[int, ...]) -> int:
+    return sum(a > b for a, b in itertools.combinations(permutation, 2))
+
+
+def _pick(values: Ids, places: Ids) -> Ids:
+    return np.take_along_axis(values, places, 1)
+
+
+def _under(chance: int, size: int) -> int:
+    return ((chance >> 32) * size) >> 32
