@@ -6,8 +6,10 @@ import bz2
 import gzip
 import json
 import lzma
+import random
 import subprocess
 import sys
+import warnings
 import zlib
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from fathom.data import sources
 from fathom.data.prepare import prepare
 from fathom.data.shards import DataError
 from fathom.data.sources import Reading
+from fathom.data.tokenizer import PIECE, train_bpe
 from tests.data.corpora import tree, write_documents
 from tests.data.test_prepare import documents
 
@@ -215,3 +218,64 @@ def test_the_reader_alone_is_unchanged(tmp_path: Path) -> None:
     (source,) = sources.find_sources([str(tmp_path / "a.jsonl")], Reading())
     lines = (tmp_path / "a.jsonl").read_bytes().splitlines(keepends=True)
     assert [record.payload for record in source.records(Reading())] == lines
+
+
+def different_words(path: Path, count: int, seed: int) -> Path:
+    """So many words of eight letters, hardly any of them twice, a hundred in a document."""
+    chance = random.Random(seed)
+    words = ["".join(chance.choices("abcdefghijklmnopqrstuvwxyz", k=8)) for _ in range(count)]
+    lines = (json.dumps({"text": " ".join(words[i : i + 100])}) + "\n" for i in range(0, count, 100))
+    path.write_text("".join(lines))
+    return path
+
+
+def test_a_tokenizer_takes_in_so_many_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Different words alone fill it, whatever the order of the inputs; text that repeats itself is read to the end."""
+    seen: list[str] = []
+
+    def note(texts, size):
+        seen[:] = texts
+        return train_bpe(seen, size)
+
+    monkeypatch.setattr("fathom.data.prepare.train_bpe", note)
+    monkeypatch.setattr("fathom.data.prepare.WORDS_AT_MOST", 60_000)
+    a, b = (different_words(tmp_path / f"{name}.jsonl", 10_000, seed) for seed, name in enumerate("ab"))
+    lines = "the depth of a river is measured with rope and lead\n" * 4_000
+    (tmp_path / "c.txt").write_text(lines)
+    out = tmp_path / "out"
+    with pytest.warns(UserWarning, match=r"learnt from 0\.\d MB of text: .* fill the 0\.1 MB .* 2 of 3 inputs"):
+        prepare([str(a), str(b), str(tmp_path / "c.txt")], out, train_tokenizer=300, held_out=0, workers=1)
+    words = {piece for text in seen for piece in PIECE.findall(text)}
+    assert 60_000 * 2 // 3 <= sum(map(len, words)) < 60_000 * 2 // 3 + 2 * 900
+    shares = [sum(text in path.read_text() for text in seen[:-1]) for path in (a, b)]
+    assert abs(shares[0] - shares[1]) <= 1 and seen[-1] == lines
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        prepare([str(tmp_path / "c.txt")], tmp_path / "c", train_tokenizer=300, held_out=0, workers=1)
+    assert seen == [lines]
+
+
+@pytest.mark.slow
+def test_memory_of_a_tokenizer_that_meets_new_words_only(tmp_path: Path) -> None:
+    """Twenty times the limit in different words; unbounded they took 40 bytes of memory for each of theirs."""
+    program = """
+import resource, sys, warnings
+import fathom.data.prepare as data
+from fathom.data.tokenizer import train_bpe
+warnings.simplefilter("ignore")
+data.WORDS_AT_MOST = int(sys.argv[3])
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+train_bpe(["a word or two"], 300)
+before = peak()
+data.prepare([sys.argv[1]], sys.argv[2], train_tokenizer=300, held_out=0, workers=1)
+print(peak() - before)
+"""
+    path = different_words(tmp_path / "a.jsonl", 1_000_000, 0)
+
+    def grown(limit: int) -> float:
+        command = [sys.executable, "-c", program, str(path), str(tmp_path / f"out{limit}"), str(limit)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr
+        return float(done.stdout.split()[-1])
+
+    assert grown(450_000) < 150 < 300 < grown(1 << 30)

@@ -52,7 +52,15 @@ from fathom.data.sources import (
     find_sources,
     parse,
 )
-from fathom.data.tokenizer import load_tokenizer, save_tokenizer, tokenizer_checksums, train_bpe, vocabulary_size
+from fathom.data.tokenizer import (
+    WORDS_AT_MOST,
+    Words,
+    load_tokenizer,
+    save_tokenizer,
+    tokenizer_checksums,
+    train_bpe,
+    vocabulary_size,
+)
 from fathom.report.files import HeldError, lock, write_json
 from fathom.report.progress import ProgressBar
 
@@ -329,19 +337,36 @@ class _Run:
             yield ((number + 1, 0), base), chunk
 
     def _training_texts(self, limit: int) -> Iterator[str]:
-        """Training documents from the start of every source: what is held out teaches the tokenizer nothing."""
+        """Training documents from the start of every source: what is held out teaches the tokenizer nothing.
+
+        Each has an equal share of the text and of the different words, which are what training keeps in memory; what
+        one leaves of the words goes to those after it.
+        """
+        words, cut, taken = Words(), 0, 0
         with ProgressBar("training the tokenizer", None) as bar:
-            for source in self.sources:
-                room = limit // len(self.sources)
+            for place, source in enumerate(self.sources, 1):
+                room, most = limit // len(self.sources), WORDS_AT_MOST * place // len(self.sources)
                 for number, record in enumerate(source.records(self.reading)):
                     documents = parse(source.kind, source.name, source.domain, number, record.payload, self.reading)
                     for document in documents or ():
                         if choose_split(document.lead, self.held_out) == "train":
                             yield document.text
                             room -= document.size
+                            taken += document.size
+                            words.add(document.text)
                             bar.update(0)
                     if room <= 0:
                         break
+                    if words.bytes >= most:
+                        cut += 1
+                        break
+        if cut:
+            warnings.warn(
+                f"{self.out}: the tokenizer learnt from {taken / 1e6:,.1f} MB of text: the different words in it fill "
+                f"the {WORDS_AT_MOST / 1e6:,.1f} MB that training takes in; {cut} of {len(self.sources)} inputs were "
+                "cut short",
+                stacklevel=2,
+            )
 
     def _write_journal(self) -> None:
         for writer in self.writers.values():

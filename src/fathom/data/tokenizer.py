@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
@@ -22,6 +23,26 @@ SMALLEST_VOCABULARY = 258  # every byte, EOS and padding
 PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+
+# The same pieces, nearly, for the standard library: to count them, not to cut text.
+PIECE = re.compile(r"[^\r\n\w]?[^\W\d_]+|\d| ?(?:[^\s\w]|_)+[\r\n]*|\s+")
+WORDS_AT_MOST = 1 << 24
+"""Bytes of different words that a training takes in: it needs 40 to 85 times as much memory, 1.4 GB at most."""
+
+
+class Words:
+    """The different words of some text, up to a limit on their bytes."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._seen: set[str] = set()
+
+    def add(self, text: str) -> int:
+        """Take in a text; the bytes of all different words so far."""
+        new = set(PIECE.findall(text)) - self._seen
+        self._seen |= new
+        self.bytes += sum(len(word.encode("utf-8", "replace")) for word in new)
+        return self.bytes
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
