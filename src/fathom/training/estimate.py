@@ -16,13 +16,15 @@ from fathom.models.cost import (
     cache_bytes_per_token,
     count_parameters,
     flops_per_token,
+    mechanism_cost,
     training_flops_range,
     training_visits,
     vanilla_flops_per_token,
 )
 from fathom.models.loss import chunk_rows
 from fathom.models.modeling import FathomForCausalLM
-from fathom.models.registry import DEFAULTS, mechanism_name
+from fathom.models.registry import mechanism_name, recurrence_class
+from fathom.models.roles import View
 from fathom.recipe import Recipe
 from fathom.training.kvcache import compressions
 from fathom.training.optimizer import Share, freeze, shares
@@ -144,20 +146,60 @@ def _activation_bytes(recipe: Recipe, config: FathomConfig) -> int:
 
 
 def _evaluation_bytes(recipe: Recipe, config: FathomConfig) -> int:
-    """One layer at a time, what later layers read of earlier ones, and the logits of a chunk, thrice in fp32."""
-    kept = 2 * config.num_key_value_heads * config.head_dim if config.mixer != DEFAULTS["mixer"] else 0
-    kept += config.hidden_size if config.residual != DEFAULTS["residual"] else 0
+    """The larger of two moments, beside what later layers and trips read: a layer at work, and a chunk's logits."""
+    recurrence, scalar = recurrence_class(config), _scalar(recipe)
     tokens = (recipe.evaluate.micro_batch or recipe.train.micro_batch) * recipe.data.sequence_length
+    trips, view = recurrence.extra_trips(config) + 1, recurrence.sees(config)
+    slots = trips if view is View.ALL else 1  # under ALL, those of a token go through the stack side by side
+    kept, seen = _kept_numbers(config, trips, view, recurrence.halts)
+    between = 5 * config.hidden_size if trips > 1 else 0  # inputs, outputs and states of trips
+    held = tokens * slots * ((kept + between) * scalar + _transient_bytes(config, scalar))
+    queries, keys = _widths(config)
+    work = 4 * config.hidden_size + max(4 * config.intermediate_size, 3 * queries + 3 * keys) + seen
+    layer = tokens * slots * work * scalar + _mask_bytes(recipe, config, trips, view, recurrence.halts)
     cuda = recipe.train.device == "cuda" or (recipe.train.device == "auto" and torch.cuda.is_available())
-    chunk = chunk_rows(tokens, config.vocab_size, "cuda" if cuda else "cpu") * config.vocab_size
-    per_token = _layer_numbers(config) + config.num_hidden_layers * kept
-    return tokens * per_token * _scalar(recipe) + chunk * (_scalar(recipe) + 8)
+    rows = chunk_rows(tokens, config.vocab_size, "cuda" if cuda else "cpu")
+    # Logits as they come, in fp32 where they are not, and their logarithms.
+    head = rows * config.vocab_size * (8 if scalar == 4 else 10)
+    if recurrence.needs_head(config):  # a mixture: by word its number, its logit and its share
+        head += tokens * min(config.recurrence_options["top_k"] or 0, config.vocab_size) * 20
+    return held + max(layer, head + tokens * config.hidden_size * scalar)
+
+
+def _kept_numbers(config: FathomConfig, trips: int, view: View, halts: bool) -> tuple[int, int]:
+    """By slot: keys and values that wait for later trips, and those that are put together for one that reads them."""
+    queries, keys = _widths(config)
+    if view is View.DUO:
+        return 2 * keys * config.num_hidden_layers * trips, 2 * (keys + queries) * trips
+    if view is View.SAME and halts:  # the old ones, and beside them the new
+        return 4 * keys * config.num_hidden_layers + 8 * config.hidden_size, 0
+    return 0, 0
+
+
+def _transient_bytes(config: FathomConfig, scalar: int) -> int:
+    """By slot: sources and histories, as the mechanisms declare them; streams are rewritten, old, new and normed."""
+    declared = mechanism_cost(config, scalar).transient_bytes
+    return declared * (4 if config.residual == "hyper_connections" else 1)
+
+
+def _mask_bytes(recipe: Recipe, config: FathomConfig, trips: int, view: View, halts: bool) -> int:
+    """Who reads whom, where that is not plainly the past: a byte a pair, and the numbers that are added to logits."""
+    if trips == 1 or view is View.SAME or (view is View.ALL and not halts):
+        return 0
+    rows, length = recipe.evaluate.micro_batch or recipe.train.micro_batch, recipe.data.sequence_length
+    pairs = length * length * (trips * trips if view is View.ALL else trips)
+    return rows * pairs * (1 + (_scalar(recipe) if view is View.ALL else 1))
 
 
 def _layer_numbers(config: FathomConfig) -> int:
     """Made by a layer: four tensors of the residual's width, three of queries, keys and values, four of the MLP's."""
-    queries, keys = (h * config.head_dim for h in (config.num_attention_heads, config.num_key_value_heads))
+    queries, keys = _widths(config)
     return 4 * config.hidden_size + 3 * queries + 3 * keys + 4 * config.intermediate_size
+
+
+def _widths(config: FathomConfig) -> tuple[int, int]:
+    """Of all queries, and of all keys, of a token."""
+    return config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
 
 
 def _scalar(recipe: Recipe) -> int:
