@@ -11,7 +11,9 @@ import pytest
 import torch
 import transformers as tf
 
-from fathom.lineage.comparison import Options, compare, measure, paired_rows, structure_class
+from fathom.checkpoints.origin import Refused
+from fathom.lineage import evidence
+from fathom.lineage.comparison import Options, compare, measure, paired_rows, read_null, structure_class, write_null
 from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, save, tiny_config
 
@@ -108,6 +110,64 @@ def test_missing_tokenizers_pair_rows_by_number(models, tmp_path):
     rows, _, how = paired_rows(plain, plain)
     assert how == "row numbers" and len(rows) == 512
     assert structure_class(plain, plain) == "width 64/64, equal depth"
+
+
+def test_rows_paired_by_number_acquit_nobody(tmp_path):
+    """Without tokenizers, shuffled ids would hide a copy; with them, strangers are strangers."""
+    bare = [open_weights(save(build(tiny_config(), seed), tmp_path / f"bare{seed}")) for seed in (0, 1)]
+    found = compare(*bare)
+    assert found.verdict.label == evidence.INCONCLUSIVE and "for want of a tokenizer" in found.verdict.reasons[-1]
+    assert compare(bare[0], bare[0]).verdict.label == evidence.INITIALISATION, "what is found is said all the same"
+    named = [open_weights(save(build(tiny_config(), seed), tmp_path / f"named{seed}", 512)) for seed in (0, 1)]
+    assert compare(*named).verdict.label == evidence.NONE
+
+
+def test_what_no_test_looks_at_is_said(zoo):
+    assert any(
+        "only the first is compared" in note for note in measure(zoo["mixtral"], zoo["llama"], Options()).skipped
+    )
+    assert not any("expert" in note for note in measure(zoo["llama"], zoo["gemma2"], Options()).skipped)
+
+
+def test_a_null_of_related_models_is_refused(tmp_path, zoo):
+    related = measure(zoo["llama"], zoo["llama"], Options())
+    with pytest.raises(Refused, match="llama and .*llama share weights: a null is made of unrelated models"):
+        write_null(tmp_path / "null.json", {"here": [related]})
+    stranger = measure(zoo["llama"], zoo["mixtral"], Options())
+    write_null(tmp_path / "null.json", {"here": [stranger]})
+    body = json.loads((tmp_path / "null.json").read_text())
+    body["classes"]["here"]["scores"]["awm_canonical"] = [0.02, 0.03]
+    (tmp_path / "null.json").write_text(json.dumps(body))
+    assert read_null(tmp_path / "null.json", "here").pairs == 1
+    body["classes"]["here"]["scores"]["awm_canonical"] = [0.02, 1.0]
+    (tmp_path / "null.json").write_text(json.dumps(body))
+    with pytest.raises(Refused, match="a score of awm_canonical would have to pass 1 to be high"):
+        read_null(tmp_path / "null.json", "here")
+
+
+def test_nemotrons_gains_fold_away(tmp_path):
+    """Norm gains moved into what reads them: the same function, and the same model. They are stored less 1."""
+    model = build(tf.NemotronConfig(**COMMON, num_key_value_heads=2, head_dim=12), 3)
+    save(model, tmp_path / "own", 320)
+    ids = torch.arange(20)[None]
+    with torch.no_grad():
+        before, draw = model(ids).logits, torch.Generator().manual_seed(0)
+        for layer in model.model.layers:
+            attention = layer.self_attn
+            for norm, readers in (
+                (layer.input_layernorm, (attention.q_proj, attention.k_proj, attention.v_proj)),
+                (layer.post_attention_layernorm, (layer.mlp.up_proj,)),
+            ):
+                factor = torch.exp(torch.randn(len(norm.weight), generator=draw, dtype=torch.float64))
+                norm.weight.copy_((norm.weight + 1) * factor - 1)
+                norm.bias.mul_(factor)
+                for linear in readers:
+                    linear.weight.div_(factor)
+        torch.testing.assert_close(model(ids).logits, before)
+    save(model, tmp_path / "other", 320)
+    pair = measure(open_weights(tmp_path / "own"), open_weights(tmp_path / "other"), Options(mode="exact"))
+    assert pair.value("awm_canonical") == pytest.approx(1, abs=1e-6)
+    assert pair.value("awm") < 0.9, "as published, the gains show"
 
 
 def test_options_are_checked():

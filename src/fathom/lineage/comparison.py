@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -147,6 +147,7 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
         _witness_neurons(pair, rows_a, rows_b, options, progress)
     if has_extras(pair, options) and len(rows_a) >= 64:
         _other_scores(pair, rows_a, rows_b, progress)
+    pair.skipped += [note for w in (pair.a, pair.b) for note in _unseen(w)]
     pair.skipped += [
         f"{w.name}: {tensor}: {count} value{'s' if count > 1 else ''} not finite or beyond 1e15, taken as 0"
         for w in (pair.a, pair.b)
@@ -155,6 +156,15 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
     pair.bytes_read = {w.name: w.origin.bytes_read - before[w.name] for w in (first, second)}
     pair.seconds = time.monotonic() - started
     return pair
+
+
+def _unseen(weights: Weights) -> Iterator[str]:
+    """What of a model's feed-forward weights no test looks at."""
+    names = [view.tensor for (role, _), view in weights.views.items() if role == "down"]
+    if not names:
+        yield f"{weights.name}: no feed-forward weights of a known name: T1 of neurons, T2 along them, T4 missing"
+    elif any(".experts." in name for name in names):
+        yield f"{weights.name}: of the experts of a layer only the first is compared; the others may be anybody's"
 
 
 def _small(pair: Pair) -> bool:
@@ -388,6 +398,11 @@ def read_null(path: Path, kind: str) -> Null:
         raise Refused(f"{path}: no null for {kind}; it has {'; '.join(classes)}")
     if not _is_null(classes[kind]):
         raise Refused(f"{path}: class {kind} is malformed")
+    scores = classes[kind]["scores"]
+    if high := [name for name in NAMES.values() if (evidence.score_threshold(scores.get(name, [])) or 0) >= 1]:
+        raise Refused(
+            f"{path}: class {kind}: a score of {high[0]} would have to pass 1 to be high: a pair in it is related"
+        )
     file = {"path": str(path), "sha256": hashlib.sha256(raw).hexdigest(), "class": classes[kind]}
     return Null(f"{path.name} ({kind})", **copy.deepcopy(classes[kind]), file=file)
 
@@ -417,6 +432,9 @@ def _is_null(body: object) -> bool:
 def write_null(path: Path, groups: dict[str, list[Pair]]) -> dict[str, Any]:
     """Write measured unrelated pairs, by structure class."""
     classes = {}
+    for pair in (pair for pairs in groups.values() for pair in pairs):
+        if _convicts(pair):
+            raise Refused(f"{pair.a.name} and {pair.b.name} share weights: a null is made of unrelated models")
     for kind, pairs in groups.items():
         null = null_of(pairs, "", len({w.name for pair in pairs for w in (pair.a, pair.b)}))
         classes[kind] = {key: value for key, value in vars(null).items() if key not in {"origin", "file"}}
@@ -631,9 +649,9 @@ def _findings(
     failed = any(_convicts(p) for _, pairs in measured for p in pairs)
     if measured and name and best >= CLEAR:
         failed |= any((p.value(name) or 0.0) >= best for _, pairs in measured for p in pairs)
-    low = pair.pairing == "nothing" or pair.fixed is None
+    low, by_number = pair.pairing == "nothing" or pair.fixed is None, pair.pairing == "row numbers"
     return (
-        Findings(tests, best, null_scores, coverage, families, tested, blocks, failed, low, tampering),
+        Findings(tests, best, null_scores, coverage, families, tested, blocks, failed, low, tampering, by_number),
         len(good),
         blocks,
     )

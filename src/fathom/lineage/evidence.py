@@ -324,6 +324,8 @@ class Findings:
     control_failed: bool
     low_overlap: bool
     tampering: list[str]
+    by_number: bool = False
+    """Whether rows were paired by their numbers, for want of a tokenizer."""
 
 
 def decide(found: Findings) -> Verdict:
@@ -361,9 +363,11 @@ def _label(found: Findings, p: float, above: bool, threshold: float | None) -> t
         if found.blocks and (some_layers or (len(found.families) == 1 and missing)):
             return PARTIAL, [*reasons, "evidence in: " + ", ".join(found.blocks)]
         return (SHARED if above and found.coverage >= COVERAGE else INITIALISATION), reasons
-    if p < WEAK or above or found.low_overlap or found.tampering:
+    if p < WEAK or above or found.low_overlap or found.by_number or found.tampering:
         if found.low_overlap:
             reasons.append("too few shared strings to align by the embedding")
+        if found.by_number:
+            reasons.append("rows were paired by their numbers, for want of a tokenizer: other ids would hide anything")
         return INCONCLUSIVE, reasons
     return NONE, reasons
 

@@ -164,14 +164,15 @@ NORMS = (
     Scheme({"attn_norm": "self_attn_layer_norm", "ffn_norm": "final_layer_norm"}),
 )
 
-UNIT_OFFSET_GAINS = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma"})  # 1 + γ is stored as γ
+# 1 + γ is stored as γ
+UNIT_OFFSET_GAINS = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "nemotron"})
 CONV1D = frozenset({"gpt2"})
 INTERLEAVED_ROTARY = frozenset({"gptj", "deepseek_v2", "deepseek_v3", "chatglm", "glm", "cohere", "cohere2"})
 UNROTATED = frozenset({"gpt2", "opt", "bloom", "mpt"})
 LAYER_NORM = frozenset(
     {"gpt2", "opt", "bloom", "mpt", "gpt_neox", "gpt_neox_japanese", "falcon", "gptj", "phi", "stablelm"}
 )
-LAYER_NORM |= {"starcoder2", "cohere", "cohere2"}
+LAYER_NORM |= {"starcoder2", "cohere", "cohere2", "nemotron"}
 
 
 def parameter(names: Collection[str], module: str, kind: str = "weight") -> str | None:
