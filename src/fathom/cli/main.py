@@ -22,6 +22,7 @@ COMMANDS = {
     "export": "write a run or a model as a Hugging Face directory",
     "mechanisms": "show every mechanism and what it would add to a model",
     "compare": "compare mechanisms fairly: same tokens, same initial values, several seeds",
+    "ladder": "compare mechanisms at several sizes: how much more compute would match them, and does that grow",
     "generate": "continue a text, talk, or work through a file of prompts",
     "evaluate": "score checkpoints on lm-eval's tasks and on any text, with paired differences",
     "lens": "see how deep a model looked: a page of its depth weights and of what it would say after every layer",

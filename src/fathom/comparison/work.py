@@ -20,7 +20,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -54,19 +54,7 @@ class CompareError(FathomError, RuntimeError):
 def run_task(task: Task, claim: Claim) -> bool:
     """Do a task, or go on with it; False if a signal ended it early."""
     if task.seed is not None:
-        task.run_dir.mkdir(parents=True, exist_ok=True)
-        write_json(task.run_dir / MACHINE, hardware())
-        recipe = task.plan.run_recipe(task.arm, task.seed)
-        try:
-            return train(recipe, task.run_dir, callbacks=[Watch(claim)]).finished
-        except TrainingError as error:
-            last = next((line for line in reversed(read_metrics(task.run_dir)) if "skipped" in line), None)
-            if last is None or not last["skipped"]:
-                raise  # not the arm's fault, as a full disk is not
-            claim.require()
-            failure = {"error": " ".join(str(error).split()), "step": last["step"]}
-            write_json(task.run_dir / FAILED, failure)
-            return True
+        return run_training(task.plan.run_recipe(task.arm, task.seed), task.run_dir, claim)
     arm, control = (task.plan.run_recipe(name, task.plan.seeds[0]) for name in (task.arm, task.plan.control.name))
     with one_thread():
         measured = measure(arm, control, task.plan.pairs)
@@ -76,6 +64,28 @@ def run_task(task: Task, claim: Claim) -> bool:
     recipes = [recipe.to_dict() for recipe in (arm, control)]
     write_json(path, {**measured.to_dict(), "recipes": recipes, "hardware": hardware()})
     return True
+
+
+def run_training(recipe: Recipe, run_dir: Path, claim: Claim, **facts: str) -> bool:
+    """Train, or go on; a run that diverges says so in its directory. False if a signal ended it early.
+
+    Args:
+        recipe: What to train.
+        run_dir: Where.
+        claim: On it.
+        facts: To keep beside the machine's.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_json(run_dir / MACHINE, {**hardware(), **facts})
+    try:
+        return train(recipe, run_dir, callbacks=[Watch(claim)]).finished
+    except TrainingError as error:
+        last = next((line for line in reversed(read_metrics(run_dir)) if "skipped" in line), None)
+        if last is None or not last["skipped"]:
+            raise  # not the arm's fault, as a full disk is not
+        claim.require()
+        write_json(run_dir / FAILED, {"error": " ".join(str(error).split()), "step": last["step"]})
+        return True
 
 
 class Watch:
@@ -153,7 +163,7 @@ def carry_out(
         if task.failure is not None:
             (task.run_dir / FAILED).unlink(missing_ok=True)
     with Progress(plan, out, quiet):
-        finished = work(plan, out, threads) if workers == 1 else _work_together(out, workers, threads or 1)
+        finished = work(plan, out, threads) if workers == 1 else work_together(_resume, out, workers, threads or 1)
     if not finished:
         raise CompareError("stopped; the same command continues")
     report = summarize(plan, out, provenance())
@@ -176,10 +186,10 @@ def rewrite_report(plan: Plan, out: Path) -> dict[str, Any]:
     return report
 
 
-def refuse_torchrun() -> None:
+def refuse_torchrun(command: str = "compare") -> None:
     """Ranks would wait for each other in runs that are not shared."""
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
-        raise RecipeError("compare runs one process per arm: use --workers, not torchrun")
+        raise RecipeError(f"{command} runs one process per arm: use --workers, not torchrun")
 
 
 def work(plan: Plan, out: Path, threads: int | None = None) -> bool:
@@ -196,7 +206,7 @@ def work(plan: Plan, out: Path, threads: int | None = None) -> bool:
         with claim:
             if not task.settled and not run_task(task, claim):
                 return False
-        _tidy()
+        tidy()
     return True
 
 
@@ -207,11 +217,18 @@ def _ready(pending: Sequence[Task]) -> Sequence[Task]:
     return (runs or pending[:1]) if shared else pending
 
 
-def _work_together(out: Path, workers: int, threads: int) -> bool:
-    """Start workers and wait; the first that fails ends the others, which save what they have."""
+def work_together(job: Callable[[Path, int], bool], out: Path, workers: int, threads: int) -> bool:
+    """Start workers and wait; the first that fails ends the others, which save what they have.
+
+    Args:
+        job: What a worker does in `out` with so many threads, importable by name; False if a signal came.
+        out: The directory.
+        workers: Processes.
+        threads: CPU threads of each.
+    """
     context = multiprocessing.get_context("spawn")
     with _environment(OMP_NUM_THREADS=str(threads)):
-        team = [context.Process(target=_worker, args=(out, threads, os.getpid())) for _ in range(workers)]
+        team = [context.Process(target=_worker, args=(job, out, threads, os.getpid())) for _ in range(workers)]
         for process in team:
             process.start()
     try:
@@ -231,11 +248,15 @@ def _work_together(out: Path, workers: int, threads: int) -> bool:
     return not any(process.exitcode for process in team)
 
 
-def _worker(out: Path, threads: int, parent: int) -> None:
+def _resume(out: Path, threads: int) -> bool:
+    return work(Plan.read(out), out, threads)
+
+
+def _worker(job: Callable[[Path, int], bool], out: Path, threads: int, parent: int) -> None:
     """A worker's life: never longer than its parent's."""
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
     try:
-        finished = work(Plan.read(out), out, threads)
+        finished = job(out, threads)
     except KeyboardInterrupt:
         finished = False
     except FathomError as error:
@@ -250,7 +271,7 @@ def _follow(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _tidy() -> None:
+def tidy() -> None:
     """Leave nothing of a finished task for the next one to trip over."""
     gc.collect()
     torch.compiler.reset()

@@ -24,6 +24,7 @@ FAINTEST = 0.004
 """Of a cell that is drawn."""
 TEMPLATE = "report/plots.html.j2"
 DASHES = ("none", "6 3", "2 3", "8 3 2 3", "4 2", "1 2")
+UNSEEN = "1 4"
 SERIES = 8
 """Colours the page defines, `--series-0` (the control) to `--series-7`."""
 Pairs = Collection[tuple[int, int]]
@@ -40,6 +41,10 @@ class Line:
     low: Sequence[float] | None = None
     high: Sequence[float] | None = None
     marks: bool = True
+    joined: bool = True
+    """Whether its points are joined; else marks are all there is."""
+    dashed: bool = False
+    """Whether it is drawn as what was not observed."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +111,8 @@ def line_plot(
         {
             "name": line.name,
             "series": line.series % SERIES,
-            "dash": DASHES[line.series % len(DASHES)],
+            "dash": UNSEEN if line.dashed else DASHES[line.series % len(DASHES)],
+            "joined": line.joined,
             "points": [frame.place(x, y) for x, y in zip(line.x, line.y, strict=True) if math.isfinite(y)],
             "marks": line.marks,
         }

@@ -1,0 +1,83 @@
+"""`fathom ladder LADDER.yaml --arms vanilla,depth_attention --out DIR [key=value ...]`, or `fathom ladder DIR`."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+from rich.console import Console
+
+from fathom.checkpoints.layout import PAGE, REPORT
+from fathom.cli.parser import Parser, UsageError, add_recipe
+from fathom.recipe import RecipeError
+
+STAGES = ("tune", "rungs", "seal", "last", "check")
+
+
+def add(parser: Parser) -> None:
+    """Arguments."""
+    add_recipe(parser)
+    parser.add_argument(
+        "--arms",
+        help="MECHANISM or NAME=MECHANISM[;key=value...], comma between; the first is the control; ladder.layers=1/3 "
+        "gives an arm a share of the rung's layers",
+    )
+    parser.add_argument("--out", type=Path, help="directory (default: runs/ and the ladder file's name)")
+    parser.add_argument("--workers", type=int, default=1, help="processes on this machine; more may join from others")
+    parser.add_argument("--threads", type=int, help="CPU threads of a worker (default: 1 if there are several)")
+    parser.add_argument("--until", choices=STAGES, default=STAGES[-1], help="the last stage to carry out")
+    parser.add_argument("--dry-run", action="store_true", help="print runs, FLOPs, hours and what to resolve, and stop")
+    parser.add_argument("--report", action="store_true", help="only write the report anew from what is finished")
+    parser.add_argument("--retry-failed", action="store_true", help="go on with runs that diverged")
+    parser.add_argument("--json", action="store_true", help="print the report for a program")
+
+
+def run(options: Namespace) -> int:
+    """Plan, run what is missing, and print; an existing ladder's directory in place of a file goes on with it."""
+    from fathom.ladder.budget import budget, budget_rows
+    from fathom.ladder.page import tables
+    from fathom.ladder.rungs import Ladder, checked, find_ladder, load_ladder
+    from fathom.ladder.work import climb, rewrite
+    from fathom.report.tables import terminal_table
+
+    if options.report and (options.retry_failed or options.dry_run):
+        raise UsageError("--report runs nothing: give it alone")
+    source, console = Path(options.recipe), Console(highlight=False)
+    if source.is_dir():
+        if options.arms or options.overrides or options.out:
+            raise RecipeError(f"{source}: a ladder goes on as it was planned; give its file to plan another")
+        out, ladder = source, checked(Ladder.read(source))
+    else:
+        if not options.arms:
+            raise RecipeError("--arms is missing; for example --arms vanilla,uniform_depth,depth_attention")
+        source = find_ladder(source)
+        out = options.out or Path("runs") / f"{source.stem}-ladder"
+        ladder = load_ladder(source, options.arms, options.overrides)
+    if options.dry_run:
+        found = budget(ladder)
+        if options.json:
+            print(json.dumps(found, indent=2))
+        else:
+            console.print(terminal_table(*budget_rows(found)), "")
+            console.print(found["words"], markup=False)
+        return 0
+    if options.report:
+        report = rewrite(ladder, out)
+    else:
+        report = climb(ladder, out, options.workers, options.threads, options.until, options.json, options.retry_failed)
+    if options.json:
+        print((out / REPORT).read_text(encoding="utf-8"), end="")
+        return 0
+    for table in tables(report):
+        console.print(table, "")
+    console.print(report["verdict"], markup=False)
+    sealed = report["prediction"]
+    if sealed is not None and any(row["observed"] is None for row in sealed["rows"]):
+        console.print(
+            f"\nprediction of the last rung sealed: {sealed['sha256']} (commit or post it before the rung runs)",
+            markup=False,
+            soft_wrap=True,
+        )
+    console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)
+    return 0

@@ -1,0 +1,117 @@
+"""What a ladder will take and what it can resolve: `fathom ladder --dry-run`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from typing import Any
+
+import torch
+
+from fathom.ladder.rungs import Ladder, Size
+from fathom.ladder.simulation import Truth, resolution
+from fathom.training import build_training
+
+Values = dict[str, Any]
+TIMED = 5
+"""Steps of the control at each rung, after one that warms up."""
+TOYS = Truth(sigma=(0.02, 0.006), shared=0.02, own=0.006)
+"""Noise of small runs on few tokens; `Truth()` has that of longer ones."""
+
+
+def budget(ladder: Ladder) -> Values:
+    """Runs, FLOPs and hours by rung on this machine, and the width of interval to expect."""
+    rows = [_row(ladder, size) for size in ladder.all_sizes]
+    hours = math.fsum(row["hours"] for row in rows)
+    found: Values = {
+        "rungs": rows,
+        "runs": sum(row["runs"] for row in rows),
+        "flops": math.fsum(row["flops"] for row in rows),
+        "hours": hours,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, one process",
+        "resolution": _resolution(ladder),
+    }
+    return {**found, "words": _words(found)}
+
+
+def _row(ladder: Ladder, size: Size) -> Values:
+    rules, at = ladder.rules, size.index - 1
+    main = size.budget == 0
+    tuned = rules.tune_points[at] * rules.tune_seeds[at] if main and at < len(rules.tune_points) else 0
+    twins = min(rules.twin[at], rules.seeds[at]) if main and at < len(rules.twin) else 0
+    last = main and rules.check and len(ladder.sizes) >= 3 and size == ladder.sizes[-1]
+    runs = {arm.name: rules.seeds[at] + (2 if last else 0) for arm in ladder.every_arm}
+    for arm in ladder.arms:
+        runs[arm.name] += tuned
+    runs[ladder.control.name] += twins
+    flops = math.fsum(count * ladder.flops(arm, size) for arm in ladder.every_arm for count in [runs[arm.name]])
+    seconds = _step_seconds(ladder, size)
+    per_flop = seconds * size.steps / ladder.flops(ladder.control, size)
+    return {
+        "rung": size.name,
+        "parameters": size.parameters,
+        "tokens": size.tokens,
+        "steps": size.steps,
+        "runs": sum(runs.values()),
+        "flops": flops,
+        "step_seconds": seconds,
+        "hours": flops * per_flop / 3600,
+    }
+
+
+def _step_seconds(ladder: Ladder, size: Size) -> float:
+    """Of the control, as fast as it was in a few steps."""
+    recipe = ladder.run(ladder.control, size, ladder.recipe.optim.lr, ladder.first_seed())
+    training = build_training(recipe)
+    times = []
+    for step in range(TIMED + 1):
+        began = time.perf_counter()
+        float(training.step(step).loss)
+        times.append(time.perf_counter() - began)
+    return sorted(times[1:])[TIMED // 2]
+
+
+def _resolution(ladder: Ladder) -> Values | None:
+    """Half-widths that simulated ladders of these rungs and seeds have; None where there is nothing to fit."""
+    if len(ladder.sizes) < 2 or max(ladder.rules.seeds) < 2:
+        return None
+    flops = [ladder.flops(ladder.control, size) for size in ladder.sizes]
+    decades = math.log10(flops[-1] / flops[0])
+    if decades <= 0:
+        return None
+    found: Values = {"decades": decades}
+    for name, noise in (("text", Truth()), ("toy", TOYS)):
+        truth = dataclasses.replace(noise, decades=decades, seeds=ladder.rules.seeds, start=flops[0])
+        top, trend = resolution(truth)
+        found[name] = {"last_rung": top, "per_decade": trend}
+    return found
+
+
+def _words(found: Values) -> str:
+    text = f"{found['runs']} runs, {found['flops']:.3g} FLOPs, {found['hours']:.2g} hours on {found['device']}."
+    width = found["resolution"]
+    if width is None:
+        return text + " No multiplier can be had: it needs two rungs, one of them with two seeds."
+    return (
+        f"{text} Over {width['decades']:.2f} decades the multiplier of the last rung would be known to × ÷ "
+        f"{width['text']['last_rung']:.2f} with the noise of long runs, × ÷ {width['toy']['last_rung']:.2f} with that "
+        f"of short ones; its trend to × ÷ {width['text']['per_decade']:.2f} and {width['toy']['per_decade']:.2f} per "
+        "decade."
+    )
+
+
+def budget_rows(found: Values) -> tuple[str, list[str], list[list[str]]]:
+    """Caption, columns, rows."""
+    columns = ["rung", "parameters", "tokens", "steps", "runs", "FLOPs", "s/step", "hours"]
+    rows = [
+        [
+            row["rung"],
+            *(f"{row[key]:,}" for key in ("parameters", "tokens", "steps", "runs")),
+            f"{row['flops']:.3g}",
+            f"{row['step_seconds']:.3f}",
+            f"{row['hours']:.3g}",
+        ]
+        for row in found["rungs"]
+    ]
+    return "Arms at the control's speed for each FLOP; without points that tuning may add", columns, rows

@@ -1,0 +1,611 @@
+"""From a ladder's runs to its numbers, and to the one sentence that they bear."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from fathom.checkpoints.layout import RESULT
+from fathom.comparison.arms import Arm
+from fathom.comparison.plan import Plan, Task, read_measured
+from fathom.data.puzzles import is_puzzle, open_puzzle
+from fathom.ladder.rungs import MATCHED, RUNGS, Size, rounded, without_embeddings
+from fathom.ladder.scaling import (
+    DECADE,
+    ESTIMATOR,
+    Horizontal,
+    Interval,
+    Posterior,
+    Rung,
+    agree,
+    horizontal,
+    noise_of,
+    posterior,
+)
+from fathom.ladder.stages import SURE, NotReadyError, Run, State, beyond
+from fathom.ladder.trips import Looped, refusal, worth
+from fathom.ladder.tuning import EDGE, FLAT
+from fathom.models.cost import cache_bytes_per_token, training_visits
+from fathom.models.registry import DEFAULTS, recurrence_class
+from fathom.recipe import Recipe
+from fathom.report.files import read_json
+from fathom.report.statistics import holm, paired_difference, wilson
+from fathom.training import read_metrics
+
+Values = dict[str, Any]
+SOLVED = 0.9
+"""Accuracy at which a run has solved a puzzle."""
+UNSETTLED, OUTSIDE, DISAGREE = "rate not settled", "outside the control's range", "the two estimators disagree"
+CROSS = ("t", "t_low", "t_high")
+MATCHES = (0.9, 1.1)
+"""A multiplier known to lie in here is no effect to speak of."""
+WIDEST = 2.0
+"""An extrapolation whose interval spans more than this factor is withheld."""
+
+
+@dataclass(frozen=True)
+class Study:
+    """One arm beside the control."""
+
+    state: State
+    arm: Arm
+
+    @cached_property
+    def sizes(self) -> list[Size]:
+        """Rungs at which both have a seed."""
+        return [size for size in self.state.ladder.sizes if self.state.rung(size, self.arm) is not None]
+
+    @cached_property
+    def rungs(self) -> list[Rung]:
+        """Their losses."""
+        return self.state.rungs(self.arm, self.sizes)
+
+    @cached_property
+    def fit(self) -> Posterior | None:
+        """The posterior; None where there is none to speak of."""
+        found = self.state.fit(self.arm, self.sizes)
+        return found if found is not None and found.usable else None
+
+    @cached_property
+    def line(self) -> Horizontal | None:
+        """The cross-check."""
+        return horizontal(self.rungs) if self.fit is not None else None
+
+    @property
+    def top(self) -> float:
+        """ln FLOPs of the arm at its last rung."""
+        return self.rungs[-1].x_arm
+
+
+def summarize(state: State, source: Mapping[str, Any]) -> Values:
+    """Everything that `report.json` holds, from the directory alone."""
+    ladder = state.ladder
+    stage, pending = progress(state)
+    try:
+        tuned = bool(state.tuned) or not ladder.rules.tune_points
+    except NotReadyError:
+        tuned = False
+    studies = [Study(state, arm) for arm in ladder.every_arm[1:]] if tuned else []
+    arms = [_arm(state, arm, studies) for arm in ladder.every_arm] if tuned else []
+    _judge(arms, studies)
+    report: Values = {
+        **source,
+        "ladder": ladder.sha256,
+        "estimator": ESTIMATOR,
+        "stage": stage,
+        "pending": pending,
+        "control": ladder.control.name,
+        "tokens_per_parameter": list(ladder.rules.tokens_per_parameter),
+        "rungs": [_rung(state, size, tuned) for size in ladder.all_sizes],
+        "arms": arms,
+        "tuning": _tuning(state),
+        "law": _law(studies),
+        "noise": _noise(studies),
+        "prediction": _prediction(state) if tuned else None,
+        "twin": _twin(state) if tuned else None,
+        "phi": _phi(state) if tuned else None,
+        "puzzle": _puzzle(state) if tuned else None,
+        "diverged": _diverged(state),
+        "plan": ladder.to_dict(),
+    }
+    return {"verdict": verdict(report), **report}
+
+
+def progress(state: State) -> tuple[str, int]:
+    """The stage that a ladder is in, and how many of its known runs are left."""
+    stage, tasks = list(state.stages())[-1]
+    left = sum(not task.settled for task in tasks)
+    return (stage, left) if left else ("done", 0)
+
+
+def _rung(state: State, size: Size, tuned: bool) -> Values:
+    ladder = state.ladder
+    sealed = ladder.rules.sealed and size == ladder.sizes[-1]
+    seeds = ladder.rules.seeds[size.index - 1]
+    return {
+        **asdict(size),
+        "head_dim": ladder.recipe.config().head_dim,
+        "batch": size.rows * ladder.recipe.data.sequence_length,
+        "sealed": sealed,
+        "seeds": list(range(ladder.first_seed(), ladder.first_seed() + seeds)),
+        "directory": f"{RUNGS}/{size.name}",
+        "flops": state.flops(ladder.control, size),
+        "rate": state.rate(ladder.control, size) if tuned else None,
+    }
+
+
+def _arm(state: State, arm: Arm, studies: Sequence[Study]) -> Values:
+    ladder = state.ladder
+    values: Values = {
+        **asdict(arm),
+        "matched": arm.name.startswith(MATCHED),
+        "rate_ratio": state.ratio(arm),
+        "rungs": [_cell(state, arm, size) for size in ladder.sizes],
+        "flags": _tuning_flags(state, arm),
+        "diverged": _lost(state, arm),
+        "check": _check(state, arm),
+        "p": None,
+        "p_holm": None,
+        "multiplier": [],
+        "per_decade": None,
+    }
+    study = next((study for study in studies if study.arm is arm), None)
+    if values["check"] and values["check"]["better"]:
+        values["flags"].append(UNSETTLED)
+    if study is None or not study.rungs:
+        return values
+    for row, size in zip(values["rungs"], ladder.sizes, strict=True):
+        if size in study.sizes:
+            rung = study.rungs[study.sizes.index(size)]
+            gap = paired_difference(rung.arm, rung.control)
+            row["difference"] = {**asdict(gap), "low": gap.low, "high": gap.high}
+    if study.fit is not None and study.line is not None:
+        values |= _multipliers(study, values["rungs"])
+        values["views"] = _views(study)
+        if _outside(study):
+            values["flags"].append(OUTSIDE)
+        top = next(row for row in reversed(values["multiplier"]) if row["kind"] == "rung")
+        if top["t_low"] is not None and not agree((top["low"], top["high"]), (top["t_low"], top["t_high"])):
+            values["flags"].append(DISAGREE)
+    return values
+
+
+def _cell(state: State, arm: Arm, size: Size) -> Values:
+    """An arm at a rung."""
+    config = state.plan(size).recipes[arm.name].config()
+    recipe = state.plan(size).recipes[arm.name]
+    losses = state.losses(size, arm)
+    return {
+        "index": size.index,
+        "rate": state.rate(arm, size),
+        "weight_decay": recipe.optim.weight_decay,
+        "layers": config.num_hidden_layers,
+        "parameters": without_embeddings(config),
+        "flops": state.flops(arm, size),
+        "seeds": list(losses),
+        "loss": list(losses.values()),
+        "difference": None,
+        "ln_m": None,
+        "error": None,
+    }
+
+
+def _multipliers(study: Study, rows: Sequence[Values]) -> Values:
+    """M at each rung, in the middle and beyond, by both estimators; the trend per decade."""
+    fit, line = study.fit, study.line
+    assert fit is not None and line is not None
+    places = [("rung", rung.x_arm) for rung in study.rungs]
+    places = [("middle", fit.centre), *places, *beyond(study.top)]
+    found = []
+    for kind, x in places:
+        t = _crossed(line.interval(x))
+        found.append({"kind": kind, "ln_flops": x, **_factor(Interval.of(fit.log_multiplier(x))), **t})
+    for size, h, error in zip(study.sizes, line.log_m, line.errors, strict=True):
+        row = next(row for row in rows if row["index"] == size.index)
+        row |= {"ln_m": float(h), "error": float(error)}
+    growth, slope = Interval.of(fit.growth * DECADE), line.growth_interval()
+    per_decade = None if slope is None else (slope[0] * DECADE, slope[1] * DECADE, slope[2] * DECADE)
+    t = _crossed(per_decade)
+    curve = np.linspace(study.rungs[0].x_control, study.top + DECADE, 25)
+    return {
+        "multiplier": found,
+        "per_decade": {**_factor(growth), **t},
+        "curve": [
+            {
+                "ln_flops": float(x),
+                **{f"control_{k}": v for k, v in asdict(Interval.of(fit.control_loss(x))).items()},
+                **{f"arm_{k}": v for k, v in asdict(Interval.of(fit.arm_loss(x))).items()},
+                **{f"m_{k}": v for k, v in _factor(Interval.of(fit.log_multiplier(x))).items()},
+            }
+            for x in curve.tolist()
+        ],
+        "floor": asdict(Interval.of(fit.floor)),
+        "slope": asdict(Interval.of(fit.slope)),
+        "own_deviation": asdict(Interval.of(fit.own)),
+        "noise": {**asdict(fit.noise), "correlation": fit.noise.correlation},
+    }
+
+
+def _crossed(found: tuple[float, float, float] | None, names: tuple[str, str, str] = CROSS) -> dict[str, float | None]:
+    """The cross-check's numbers as factors; None where two rungs leave it none."""
+    return {
+        name: None if found is None else _exp(value) for name, value in zip(names, found or (0.0,) * 3, strict=True)
+    }
+
+
+def _factor(interval: Interval) -> Values:
+    return {key: _exp(value) for key, value in asdict(interval).items()}
+
+
+def _exp(value: float) -> float:
+    return math.exp(max(min(value, 700.0), -700.0))
+
+
+def _outside(study: Study) -> bool:
+    """Whether the control would need compute more than half a decade beyond what was run."""
+    line, xs = study.line, [rung.x_control for rung in study.rungs]
+    assert line is not None
+    wanted = [rung.x_arm + float(h) for rung, h in zip(study.rungs, line.log_m, strict=True)]
+    return min(wanted) < min(xs) - DECADE / 2 or max(wanted) > max(xs) + DECADE / 2
+
+
+def _views(study: Study) -> Values:
+    """M at the last rung in other currencies than FLOPs, from the same draws."""
+    state, name = study.state, study.arm.name
+    plans = [state.plan(size) for size in study.sizes]
+    places = [state.rung_dir(size) for size in study.sizes]
+    found: Values = {"time": None}
+    measured = [read_measured(plan, place, name) for plan, place in zip(plans, places, strict=True)]
+    timed = [values for values in measured if values is not None]
+    if len(timed) == len(plans):
+        seconds = [_seconds(plan, name, values["time"]) for plan, values in zip(plans, timed, strict=True)]
+        last = timed[-1]
+        found["time"] = {**_view(study, seconds), "clock": last["time"]["clock"], "hardware": last["hardware"]}
+    configs = [(plan.recipes[plan.control.name], plan.recipes[name]) for plan in plans]
+    sizes = [(without_embeddings(a.config()), without_embeddings(b.config())) for a, b in configs]
+    found["parameters"] = _view(study, sizes)
+    found["bytes_weights_once"] = _view(study, [(_read(a, False), _read(b, False)) for a, b in configs])
+    found["bytes_weights_each_trip"] = _view(study, [(_read(a, True), _read(b, True)) for a, b in configs])
+    return found
+
+
+def _seconds(plan: Plan, arm: str, time: Values) -> tuple[float, float]:
+    """Of a run of the control and of an arm, from steps that took turns."""
+    control, own = (plan.recipes[name].train.steps for name in (plan.control.name, arm))
+    return control * time["seconds"][1], own * time["seconds"][1] * time["median"]
+
+
+def _read(recipe: Recipe, each_trip: bool) -> float:
+    """Bytes that decoding a token at the end of the context reads: bfloat16 weights and the cache."""
+    config = recipe.config()
+    layers = without_embeddings(config)
+    again = training_visits(config)[0] / config.num_hidden_layers if each_trip else 1.0
+    head = config.vocab_size * config.hidden_size
+    return 2.0 * (layers * again + head) + cache_bytes_per_token(config) * recipe.data.sequence_length
+
+
+def _view(study: Study, costs: Sequence[tuple[float, float]]) -> Values:
+    """M in a currency: what the control would cost that matches the arm, over what the arm costs."""
+    fit = study.fit
+    assert fit is not None
+    xs = np.array([rung.x_control for rung in study.rungs])
+    wanted = study.top + fit.log_multiplier(study.top)
+    control = _interpolated(wanted, xs, np.log([cost[0] for cost in costs]))
+    return _factor(Interval.of(control - math.log(costs[-1][1])))
+
+
+def _interpolated(x: np.ndarray, xs: np.ndarray, ys: np.ndarray) -> np.ndarray:
+    """Piecewise linear, going on straight beyond both ends."""
+    place = np.clip(np.searchsorted(xs, x) - 1, 0, len(xs) - 2)
+    share = (x - xs[place]) / (xs[place + 1] - xs[place])
+    made: np.ndarray = ys[place] + share * (ys[place + 1] - ys[place])
+    return made
+
+
+def _tuning_flags(state: State, arm: Arm) -> list[str]:
+    if arm.name.startswith(MATCHED):
+        return ["at the control's rate"]
+    flags = []
+    for number, rows in enumerate(state.tuned, 1):
+        for flag in rows[arm.name].bowl.flags:
+            words = {EDGE: "rate at an edge", FLAT: "rate not found, the control's is taken"}
+            flags.append(f"{words.get(flag, flag)} (rung {number})")
+    return flags
+
+
+def _tuning(state: State) -> list[Values]:
+    """Every tuned rung so far, by arm."""
+    return [{name: tuned.to_dict() for name, tuned in rows.items()} for rows in state.tuning()[1]]
+
+
+def _check(state: State, arm: Arm) -> Values | None:
+    """Half and twice the rate at the top beside the chosen one, with the same seed."""
+    mine = [run for run in state.checks() if run.run_dir.parent.parent.name == arm.name]
+    if not mine or not all(run.settled for run in mine):
+        return None
+    size, seed = state.ladder.sizes[-1], state.ladder.first_seed()
+    chosen = state.losses(size, arm).get(seed)
+    if chosen is None:
+        return None
+    fits = [state.fit(other, state.ladder.sizes) for other in state.ladder.every_arm[1:]]
+    noise = max(fit.noise.paired for fit in fits if fit is not None)
+    below, above = (run.loss() for run in mine)
+    better = min(below, above) < chosen - 2 * noise * math.sqrt(2)
+    excess = None
+    bend = (below + above) / 2 - chosen
+    if math.isfinite(bend) and bend > 0:
+        excess = ((above - below) / 2) ** 2 / (4 * bend)
+    rates = [rounded(state.rate(arm, size) * factor) for factor in (0.5, 1, 2)]
+    return {"rates": rates, "losses": [below, chosen, above], "better": better, "excess": excess}
+
+
+def _lost(state: State, arm: Arm) -> list[int]:
+    """How many of its runs diverged for good, of how many."""
+    plans = [(state.plan(size), state.rung_dir(size)) for size in state.ladder.all_sizes]
+    mine = [Task(plan, place, arm.name, seed) for plan, place in plans for seed in plan.seeds]
+    return [sum(task.failure is not None for task in mine), len(mine)]
+
+
+def _diverged(state: State) -> list[Values]:
+    """Runs that cannot go on, wherever they are."""
+    rows = []
+    for stage, tasks in state.stages():
+        for task in tasks:
+            if task.failure is not None:
+                rows.append({"stage": stage, "run": str(task.run_dir.relative_to(state.out)), **task.failure})
+    return rows
+
+
+def _judge(arms: Sequence[Values], studies: Sequence[Study]) -> None:
+    """Tail probabilities of M = 1 at the last rung, Holm's over all arms."""
+    tested = [study for study in studies if study.fit is not None]
+    values = [study.fit.sides(study.top) for study in tested if study.fit is not None]
+    for study, p, adjusted in zip(tested, values, holm(values), strict=True):
+        row = next(arm for arm in arms if arm["name"] == study.arm.name)
+        row |= {"p": p, "p_holm": adjusted}
+
+
+def _law(studies: Sequence[Study]) -> Values | None:
+    """The control's law, as the first arm's posterior has it."""
+    fit = next((study.fit for study in studies if study.fit is not None), None)
+    return None if fit is None else {"E": asdict(Interval.of(fit.floor)), "alpha": asdict(Interval.of(fit.slope))}
+
+
+def _noise(studies: Sequence[Study]) -> Values | None:
+    """Standard deviations over seeds: of a run by rung, of a paired difference, and how two arms go together."""
+    study = next((study for study in studies if study.fit is not None), None)
+    if study is None or study.fit is None:
+        return None
+    single = [noise_of([rung]) for rung in study.rungs]
+    return {
+        "single_by_rung": [None if noise is None else noise.single for noise in single],
+        "paired": {s.arm.name: s.fit.noise.paired for s in studies if s.fit is not None},
+        "correlation": {s.arm.name: s.fit.noise.correlation for s in studies if s.fit is not None},
+        "own_deviation": {s.arm.name: asdict(Interval.of(s.fit.own)) for s in studies if s.fit is not None},
+    }
+
+
+def _prediction(state: State) -> Values | None:
+    """What was sealed beside what came."""
+    sealed = state.sealed()
+    if sealed is None:
+        return None
+    size = state.ladder.sizes[-1]
+    rows = []
+    for row in sealed["rows"]:
+        arm = next(arm for arm in state.ladder.every_arm if arm.name == row["arm"])
+        rung = state.rung(size, arm)
+        observed = None if rung is None else rung.means[1] - rung.means[0]
+        forecast = row["difference"]
+        known = forecast is not None and observed is not None
+        inside = forecast["low"] <= observed <= forecast["high"] if known else None
+        rows.append({**row, "observed": observed, "inside": inside})
+    stale = sealed["results"] != state.digests(state.ladder.sizes[:-1])
+    return {"sha256": sealed["sha256"], "stale": stale, "rows": rows}
+
+
+def _twin(state: State) -> Values | None:
+    """The control beside itself with other initial values: its multiplier must cover 1."""
+    runs = [run for run in state.twins() if run.done]
+    rungs, rows = [], []
+    for size in state.ladder.sizes:
+        control = state.losses(size, state.ladder.control)
+        own = {_seed(run): run.loss() for run in runs if run.run_dir.parent.name == size.name}
+        seeds = [seed for seed in sorted(own) if seed in control and math.isfinite(own[seed])]
+        if not seeds:
+            continue
+        x = math.log(state.flops(state.ladder.control, size))
+        rung = Rung(x, x, tuple(control[seed] for seed in seeds), tuple(own[seed] for seed in seeds))
+        gap = paired_difference(rung.arm, rung.control)
+        rungs.append(rung)
+        rows.append({"index": size.index, "difference": {**asdict(gap), "low": gap.low, "high": gap.high}})
+    if not rows:
+        return None
+    multiplier = None
+    if len(rungs) > 1 and noise_of(rungs) is not None and (fit := posterior(rungs)).usable:
+        multiplier = _factor(Interval.of(fit.log_multiplier(fit.centre)))
+    covers = None if multiplier is None else multiplier["low"] <= 1 <= multiplier["high"]
+    return {"rungs": rows, "multiplier": multiplier, "covers": covers}
+
+
+def _seed(run: Run) -> int:
+    return int(run.run_dir.name.removeprefix("seed-"))
+
+
+def _phi(state: State) -> Values | None:
+    """What a trip is worth, from the control and the plain loops at every budget; None where nothing loops."""
+    found: list[Looped] = []
+    for size in state.ladder.all_sizes:
+        for arm in state.ladder.arms:
+            config = state.plan(size).recipes[arm.name].config()
+            plain = config.mixer == DEFAULTS["mixer"] and config.residual == DEFAULTS["residual"]
+            losses = list(state.losses(size, arm).values())
+            if config.recurrence not in (DEFAULTS["recurrence"], "loop") or not plain or not losses:
+                continue
+            recurrence = recurrence_class(config)
+            trips = recurrence.extra_trips(config) + 1
+            first, last = recurrence.span(config)
+            every = without_embeddings(config)
+            inside = (last - first) * every / config.num_hidden_layers if trips > 1 else 0.0
+            loss = statistics.fmean(losses)
+            found.append(Looped(every - inside, inside, trips, size.tokens, loss, size.name))
+    if all(run.trips == 1 for run in found):
+        return None
+    why = refusal(found)
+    return {"refused": why} if why is not None else {"refused": None, **asdict(worth(found))}
+
+
+def _puzzle(state: State) -> Values | None:
+    """Accuracy by difficulty, runs that solved it, and the FLOPs that took."""
+    directory = state.ladder.recipe.data.directory
+    if not is_puzzle(directory):
+        return None
+    data = open_puzzle(directory, "val")
+    rows = []
+    for size in state.ladder.sizes:
+        plan = state.plan(size)
+        for arm in state.ladder.every_arm:
+            runs = [Task(plan, state.rung_dir(size), arm.name, seed) for seed in plan.seeds]
+            done = [run for run in runs if run.done]
+            results = [read_json(run.run_dir / RESULT)["evaluation"]["domains"] for run in done]
+            flops, domains = state.flops(arm, size), {}
+            for name in data.domains:
+                reached = [_reached(run, name, flops) for run in done]
+                domains[name] = _solved([result[name]["accuracy"] for result in results], reached)
+            row = {"index": size.index, "arm": arm.name, "flops": flops, "seeds": [run.seed for run in done]}
+            rows.append({**row, "domains": domains})
+    return {"domains": list(data.domains), "chance": data.puzzle.chance, "solved_at": SOLVED, "rows": rows}
+
+
+def _solved(shares: Sequence[float], reached: Sequence[float | None]) -> Values:
+    solved = sum(share >= SOLVED for share in shares)
+    low, high = wilson(solved, len(shares)) if shares else (0.0, 1.0)
+    median = statistics.median(shares) if shares else None
+    found = {"accuracy": list(shares), "median": median, "solved": solved, "low": low, "high": high}
+    return {**found, "flops_to_solve": list(reached)}
+
+
+def _reached(run: Task, domain: str, flops: float) -> float | None:
+    """Training FLOPs until a look at held-out rows first found a domain solved."""
+    steps = run.plan.recipes[run.arm].train.steps
+    for line in read_metrics(run.run_dir):
+        if line.get(f"val/{domain}/accuracy", 0.0) >= SOLVED:
+            return flops * line["step"] / steps
+    return None
+
+
+def verdict(report: Values) -> str:
+    """One sentence by rule: what is missing, what is doubtful, the sealed rung, then the finding."""
+    if not report["arms"] or not any(row["loss"] for arm in report["arms"] for row in arm["rungs"]):
+        return "No rung has been finished yet, so there is nothing to say."
+    arms = [arm for arm in report["arms"][1:] if not arm["matched"]]
+    parts = [*_missing(report), *_doubts(report), *_seal_words(report)]
+    if report["puzzle"] is not None:
+        parts += _puzzle_words(report)
+    told = [arm for arm in arms if arm["multiplier"]]
+    parts += [_finding(report, arm) for arm in told]
+    if not told and report["puzzle"] is None:
+        parts.append(
+            "cannot tell: a multiplier needs two rungs, one of them with two seeds, and losses that fall with compute"
+        )
+    text = "; ".join(parts)
+    return f"{text[0].upper()}{text[1:]}."
+
+
+def _missing(report: Values) -> list[str]:
+    found = []
+    if report["stage"] != "done":
+        found.append(f"not finished: {report['pending']} runs are left of the stage `{report['stage']}`")
+    counts = {arm["name"]: arm["diverged"] for arm in report["arms"]}
+    lost = [f"{name} {count} of {runs}" for name, (count, runs) in counts.items() if count]
+    return found + ([f"runs diverged and are left out: {', '.join(lost)}"] if lost else [])
+
+
+def _doubts(report: Values) -> list[str]:
+    found = []
+    for arm in report["arms"]:
+        for flag in arm["flags"]:
+            if not arm["matched"]:
+                found.append(f"{arm['name']}: {flag}")
+    twin = report["twin"]
+    if twin is not None and twin["covers"] is False:
+        found.append("the twin of the control is told apart from it, so the intervals are too narrow here")
+    return found
+
+
+def _seal_words(report: Values) -> list[str]:
+    sealed = report["prediction"]
+    rows = [] if sealed is None else [row for row in sealed["rows"] if row["inside"] is not None]
+    if not rows:
+        return []
+    words = f"of the sealed predictions {sum(row['inside'] for row in rows)} of {len(rows)} came true"
+    return [words + (", but earlier results changed after the seal" if sealed["stale"] else "")]
+
+
+def _puzzle_words(report: Values) -> list[str]:
+    """The hardest difficulty at the last rung: runs solved, and whether that can be told from the control."""
+    puzzle = report["puzzle"]
+    hardest = puzzle["domains"][-1]
+    last = max(row["index"] for row in puzzle["rows"])
+    rows = {row["arm"]: row["domains"][hardest] for row in puzzle["rows"] if row["index"] == last and row["seeds"]}
+    control = rows.pop(report["control"], None)
+    if control is None:
+        return []
+
+    def words(name: str, row: Values) -> str:
+        return f"{name} solved {row['solved']} of {len(row['accuracy'])} (median accuracy {row['median']:.2f})"
+
+    parts = [words(report["control"], control)]
+    for name, row in rows.items():
+        apart = row["low"] > control["high"] or row["high"] < control["low"]
+        parts.append(words(name, row) + ("" if apart else ", cannot be told apart by solved runs"))
+    return [f"on {hardest}, {', '.join(parts)}"]
+
+
+def _finding(report: Values, arm: Values) -> str:
+    """What an arm's intervals bear."""
+    top = next(row for row in reversed(arm["multiplier"]) if row["kind"] == "rung")
+    count = sum(row["kind"] == "rung" for row in arm["multiplier"])
+    span = f"{top['low']:.2f} to {top['high']:.2f}"
+    at = f"at {math.exp(top['ln_flops']):.2g} FLOPs and {report['tokens_per_parameter'][0]:g} tokens per parameter"
+    signs = [row["ln_m"] for row in arm["rungs"] if row["ln_m"] is not None][-2:]
+    steady = all(value > 0 for value in signs) or all(value < 0 for value in signs)
+    if MATCHES[0] <= top["low"] and top["high"] <= MATCHES[1]:
+        said = f"{arm['name']} has no effect above 10 % {at}: the multiplier lies in {span}"
+    elif arm["p_holm"] < SURE and steady:
+        times = f"{top['median']:.2f} times the compute (95 % interval {span})"
+        said = f"{report['control']} needs {times} to match {arm['name']} {at}"
+    else:
+        said = f"{arm['name']} and {report['control']} cannot be told apart {at}: the multiplier is between {span}"
+    if DISAGREE in arm["flags"]:
+        said += f" by the grid, between {top['t_low']:.2f} and {top['t_high']:.2f} by the line"
+    return f"{said}; {_trend(arm, count)}{_extrapolation(report, arm)}"
+
+
+def _trend(arm: Values, count: int) -> str:
+    trend = arm["per_decade"]
+    span = f"between × {trend['low']:.2f} and × {trend['high']:.2f} per decade"
+    if trend["low"] <= 1 <= trend["high"]:
+        return f"no trend can be seen: {span} are compatible"
+    way = "grows" if trend["median"] > 1 else "shrinks"
+    if count <= 3:
+        return f"the {count} rungs suggest that it {way} with scale, {span}"
+    return f"the multiplier {way} with scale, {span}"
+
+
+def _extrapolation(report: Values, arm: Values) -> str:
+    """Half a decade on, if nothing forbids to say it."""
+    row = next((row for row in arm["multiplier"] if row["kind"] == "half a decade above"), None)
+    sealed = report["prediction"]
+    missed = sealed is not None and any(r["arm"] == arm["name"] and r["inside"] is False for r in sealed["rows"])
+    flags = arm["flags"] + report["arms"][0]["flags"]
+    doubtful = any(flag == UNSETTLED or flag.startswith("rate at an edge") for flag in flags)
+    if row is None or missed or doubtful or row["high"] / row["low"] > WIDEST:
+        return ""
+    return f"; if the law holds, {row['low']:.2f} to {row['high']:.2f} half a decade above"

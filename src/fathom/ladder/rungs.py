@@ -1,0 +1,416 @@
+"""A ladder as data: its sizes by one rule, and what a run of an arm at a size and a rate is."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fathom.comparison.arms import Arm, parse_arms, training_flops
+from fathom.comparison.plan import Plan, check
+from fathom.data.puzzles import open_data
+from fathom.ladder.scaling import ESTIMATOR
+from fathom.models.configuration import FathomConfig
+from fathom.models.cost import count_parameters
+from fathom.recipe import Recipe, RecipeError, allowed, convert, packaged_recipes, parse_recipe, read_values
+from fathom.report.files import read_json, write_json
+
+SECTION = "ladder"
+LADDER = "ladder.json"
+RUNGS, TUNE, TWIN, CHECK = "rungs", "tune", "twin", "check"
+LAYERS = "ladder.layers"
+"""Override of an arm: its depth as a share of the rung's, as in ladder.layers=1/3."""
+TUNING_SEED = 10_000
+"""Added to the seed of tuning runs, which are never a ladder's: the best of several looks better than it is."""
+TWIN_SEED = 1_000_000
+RATE_RULES = {"adamw": (-0.28, -0.37, 0.5), "muon": (-0.32, 0.0, 0.56)}
+"""Exponents of tokens, width and batch in the rate's rule."""
+EXTRA = 0.005
+"""Share of parameters that an arm may add before a control is widened to match it."""
+
+
+@dataclass(frozen=True)
+class Rules:
+    """The `ladder` section: sizes, budgets, seeds, and what is run beside the rungs."""
+
+    layers: tuple[int, ...]
+    """depth of each rung, small to large"""
+    hidden: tuple[int, ...]
+    """width of each rung; heads keep their width, the MLP is 8/3 of it"""
+    seeds: tuple[int, ...]
+    """seeds of each rung"""
+    tokens_per_parameter: tuple[float, ...] = (10.0,)
+    """tokens of a run over the control's parameters without embeddings; further budgets are for φ alone"""
+    tokens: int | None = None
+    """tokens of every run, whatever its size; null takes tokens_per_parameter"""
+    mlp_multiple: int = 16
+    """the MLP's width is rounded to a multiple of this"""
+    batch_exponent: float = 0.5
+    """of tokens: a batch grows as (tokens of the rung / tokens of the first rung) to this power"""
+    rate_exponents: tuple[float, float, float] | None = None
+    """of tokens, width and batch in the rule that carries the learning rate; null takes those of optim.name"""
+    tune_points: tuple[int, ...] = (4, 3)
+    """learning rates a factor 2 apart that each arm tries, at the first rung, the second, ...; empty tunes nothing"""
+    tune_seeds: tuple[int, ...] = (2, 1)
+    """seeds of each of them"""
+    tune_domains: tuple[str, ...] = ()
+    """held-out domains whose mean loss is tuned; empty tunes the loss of all"""
+    twin: tuple[int, ...] = (5, 2)
+    """seeds of the control with other initial values, at the first rung, the second, ..."""
+    parameters: bool = True
+    """add a control with a wider MLP for each arm that adds more than 0.5 % of parameters"""
+    seal: bool = True
+    """of three rungs or more: predict the last one, keep the prediction's hash, and only then run it"""
+    check: bool = True
+    """after the last rung, try half and twice the rate there"""
+    pairs: int = 12
+    """A B B A rounds when timing an arm; 0 times nothing"""
+
+    @property
+    def sealed(self) -> bool:
+        """Whether the last rung is predicted before it runs."""
+        return self.seal and len(self.layers) >= 3
+
+
+@dataclass(frozen=True)
+class Size:
+    """One rung under one token budget."""
+
+    index: int
+    """From 1."""
+    budget: int
+    """Which of the token budgets; the first is the ladder's."""
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    parameters: int
+    """The control's, embeddings left out."""
+    tokens: int
+    rows: int
+    """Of a step."""
+    steps: int
+
+    @property
+    def name(self) -> str:
+        """Of its directory."""
+        return str(self.index) if self.budget == 0 else f"{self.index}-budget-{self.budget + 1}"
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Everything that defines a ladder."""
+
+    recipe: Recipe
+    rules: Rules
+    arms: tuple[Arm, ...]
+
+    @property
+    def control(self) -> Arm:
+        """What the others are measured against."""
+        return self.arms[0]
+
+    @cached_property
+    def sizes(self) -> list[Size]:
+        """The rungs of the first token budget."""
+        return [size for size in self.all_sizes if size.budget == 0]
+
+    @cached_property
+    def all_sizes(self) -> list[Size]:
+        """Every rung under every token budget."""
+        made: list[Size] = []
+        for budget in range(len(self.rules.tokens_per_parameter)):
+            for index in range(len(self.rules.layers)):
+                made.append(self._size(index, budget, made[0] if made else None))
+        return made
+
+    @cached_property
+    def every_arm(self) -> tuple[Arm, ...]:
+        """The arms, and the controls with as many parameters as they."""
+        return (*self.arms, *(matched for matched in map(self._matched_name, self.arms[1:]) if matched is not None))
+
+    def first_seed(self) -> int:
+        """Of the ladder's runs."""
+        return self.recipe.train.seed
+
+    def arm_at(self, arm: Arm, size: Size, rate: float | None = None) -> Arm:
+        """An arm of a rung's comparison: its depth there, its rate, and the weight decay that goes with it."""
+        if arm.name.startswith(MATCHED):
+            arm = self._matched(arm, size)
+        overrides = []
+        for override in arm.overrides:
+            key, _, value = override.partition("=")
+            overrides.append(override if key != LAYERS else f"model.num_hidden_layers={share_of(size.layers, value)}")
+        rate = self.recipe.optim.lr if rate is None else rate
+        overrides += [f"optim.lr={rate!r}", f"optim.weight_decay={self.decay(size, rate)!r}"]
+        return Arm(arm.name, arm.mechanism, tuple(overrides))
+
+    def base(self, size: Size) -> Recipe:
+        """What all arms of a rung share."""
+        micro = self.recipe.train.micro_batch
+        length = self.recipe.data.sequence_length
+        return self.recipe.override(
+            f"model.num_hidden_layers={size.layers}",
+            f"model.hidden_size={size.hidden}",
+            f"model.num_attention_heads={size.heads}",
+            f"model.num_key_value_heads={size.kv_heads}",
+            f"model.intermediate_size={size.mlp}",
+            f"train.tokens_per_step={size.rows * length}",
+            f"train.micro_batch={next(m for m in range(min(micro, size.rows), 0, -1) if size.rows % m == 0)}",
+            f"train.steps={size.steps}",
+            f"train.checkpoint_every={max(1, min(self.recipe.train.checkpoint_every, size.steps))}",
+            "track.display=none",
+        )
+
+    def plan(self, size: Size, rates: Mapping[str, float]) -> Plan:
+        """The comparison that a rung is, at a rate for each arm."""
+        arms = tuple(self.arm_at(arm, size, rates[arm.name]) for arm in self.every_arm)
+        first, count = self.first_seed(), self.rules.seeds[size.index - 1]
+        return Plan(self.base(size), arms, tuple(range(first, first + count)), "tokens", self.rules.pairs)
+
+    def run(self, arm: Arm, size: Size, rate: float, seed: int) -> Recipe:
+        """The recipe of one run of its own, outside of a rung."""
+        recipe = self.arm_at(arm, size, rate).recipe(self.base(size))
+        return recipe.override(f"train.seed={seed}")
+
+    def decay(self, size: Size, rate: float) -> float:
+        """Weight decay that keeps the time scale batch / (rate · decay · tokens) of the first rung."""
+        first, optim = self.all_sizes[0], self.recipe.optim
+        factor = (size.rows / first.rows) * (optim.lr / rate) * (first.tokens / size.tokens)
+        return rounded(optim.weight_decay * factor)
+
+    def rule(self, size: Size) -> float:
+        """What the carry rule says of a rung's rate, as a ratio to the first rung's."""
+        first, optim = self.all_sizes[0], self.recipe.optim.name
+        by_tokens, by_width, by_batch = self.rules.rate_exponents or RATE_RULES[optim]
+        return float(
+            (size.tokens / first.tokens) ** by_tokens
+            * (size.hidden / first.hidden) ** by_width
+            * (size.rows / first.rows) ** by_batch
+        )
+
+    def flops(self, arm: Arm, size: Size) -> float:
+        """Training FLOPs of a run."""
+        return training_flops(self.arm_at(arm, size).recipe(self.base(size)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        rules = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self.rules).items()}
+        arms = [{**asdict(arm), "overrides": list(arm.overrides)} for arm in self.arms]
+        return {"recipe": self.recipe.to_dict(), "rules": rules, "arms": arms, "estimator": ESTIMATOR}
+
+    @cached_property
+    def sha256(self) -> str:
+        """Names the ladder."""
+        return sha256_of(self.to_dict())
+
+    def write(self, out: Path) -> None:
+        """Put the plan in place, with a hash of each of its parts."""
+        values = self.to_dict()
+        write_json(out / LADDER, {**values, "sha256": {key: sha256_of(value) for key, value in values.items()}})
+
+    @classmethod
+    def read(cls, out: Path) -> Ladder:
+        """The plan of an existing ladder; one that was changed by hand is refused."""
+        path = out / LADDER
+        if not path.exists():
+            raise RecipeError(f"{out}: holds no ladder ({LADDER} is missing)")
+        try:
+            values = read_json(path)
+            sealed = values.pop("sha256")
+            changed = [key for key in sealed if sha256_of(values.get(key)) != sealed[key]]
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise RecipeError(f"{path} is damaged: it is not the plan that was written") from None
+        if changed:
+            raise RecipeError(f"{path}: {', '.join(changed)} is not what was planned; another plan needs another --out")
+        if values["estimator"] != ESTIMATOR:
+            raise RecipeError(f"{path}: estimator {values['estimator']}; this version has {ESTIMATOR}")
+        arms = tuple(Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"])
+        return cls(parse_recipe(values["recipe"]), parse_rules(values["rules"], str(path)), arms)
+
+    def _size(self, index: int, budget: int, first: Size | None) -> Size:
+        rules, model = self.rules, self.recipe.config()
+        hidden, head_dim = rules.hidden[index], model.head_dim
+        if hidden % head_dim:
+            raise RecipeError(f"ladder.hidden={hidden}: allowed: a multiple of model.head_dim={head_dim}")
+        heads = hidden // head_dim
+        kv_heads = max(1, heads * model.num_key_value_heads // model.num_attention_heads)
+        if heads % kv_heads:
+            kv_heads = heads
+        mlp = max(1, round(8 * hidden / 3 / rules.mlp_multiple)) * rules.mlp_multiple
+        shape = Size(index + 1, budget, rules.layers[index], hidden, heads, kv_heads, mlp, 0, 1, 1, 1)
+        length = self.recipe.data.sequence_length
+        shaped = self.recipe.override(
+            f"model.num_hidden_layers={shape.layers}",
+            f"model.hidden_size={hidden}",
+            f"model.num_attention_heads={heads}",
+            f"model.num_key_value_heads={kv_heads}",
+            f"model.intermediate_size={mlp}",
+        )
+        plain = self.control.overrides
+        overrides = tuple(o for o in plain if not o.startswith(f"{LAYERS}="))
+        parameters = without_embeddings(
+            Arm(self.control.name, self.control.mechanism, overrides).recipe(shaped).config()
+        )
+        tokens = rules.tokens or parameters * rules.tokens_per_parameter[budget]
+        rows = self.recipe.rows_per_step
+        if first is not None:
+            micro = min(self.recipe.train.micro_batch, rows)
+            rows = max(1, round(rows * (tokens / first.tokens) ** rules.batch_exponent / micro)) * micro
+        steps = max(1, round(tokens / (rows * length)))
+        return dataclasses.replace(shape, parameters=parameters, tokens=steps * rows * length, rows=rows, steps=steps)
+
+    def _matched_name(self, arm: Arm) -> Arm | None:
+        """The control for an arm that adds parameters at the first rung."""
+        size = self.sizes[0]
+        if not self.rules.parameters or self._parameters(arm, size) <= (1 + EXTRA) * size.parameters:
+            return None
+        return Arm(f"{MATCHED}{arm.name}", self.control.mechanism, self.control.overrides)
+
+    def _matched(self, matched: Arm, size: Size) -> Arm:
+        """The control with the narrowest MLP that gives it at least an arm's parameters."""
+        arm = next(arm for arm in self.arms if arm.name == matched.name.removeprefix(MATCHED))
+        wanted, width = self._parameters(arm, size), size.mlp
+        one = self._parameters(self._widened(matched, width + 1), size) - size.parameters
+        width += max(0, math.ceil((wanted - size.parameters) / one))
+        return self._widened(matched, width)
+
+    def _widened(self, arm: Arm, width: int) -> Arm:
+        return Arm("widened", arm.mechanism, (*arm.overrides, f"model.intermediate_size={width}"))
+
+    def _parameters(self, arm: Arm, size: Size) -> int:
+        return without_embeddings(self.arm_at(arm, size).recipe(self.base(size)).config())
+
+
+MATCHED = "as-large-as-"
+"""Begins the name of a control with an arm's parameters."""
+
+
+def find_ladder(name: Path) -> Path:
+    """The file of a ladder, given as a file or by the name of one that comes with Fathom; a file goes first."""
+    if name.is_file():
+        return name
+    folder = next(iter(packaged_recipes().values())).parent / "ladders"
+    packaged = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    if str(name) not in packaged:
+        raise RecipeError(f"{name}: no such ladder; there are {', '.join(packaged)}")
+    return packaged[str(name)]
+
+
+def load_ladder(path: Path, arms: str, overrides: Sequence[str] = ()) -> Ladder:
+    """A checked ladder from a file: a recipe with a `ladder` section.
+
+    Args:
+        path: A YAML file.
+        arms: As for `fathom compare`; the first is the control.
+        overrides: `key=value` words; `ladder.key=value` too.
+    """
+    values = read_values(path)
+    rules = values.pop(SECTION, None)
+    if not isinstance(rules, dict):
+        raise RecipeError(f"{path}: a ladder file is a recipe with a section `{SECTION}`")
+    own = [word for word in overrides if word.startswith(f"{SECTION}.")]
+    for word in own:
+        key, _, value = word.removeprefix(f"{SECTION}.").partition("=")
+        rules[key] = value
+    recipe = parse_recipe(values, [word for word in overrides if word not in own])
+    return checked(Ladder(recipe, parse_rules(rules, str(path)), tuple(parse_arms(arms))))
+
+
+def parse_rules(values: Mapping[str, Any], source: str) -> Rules:
+    """The `ladder` section; whatever is wrong is said in one line."""
+    hints = typing.get_type_hints(Rules)
+    given = {}
+    for key, value in values.items():
+        if key not in hints:
+            close = difflib.get_close_matches(key, hints, n=1)
+            raise RecipeError(f"{SECTION}.{key}: unknown key; did you mean {(close or list(hints))[0]}?")
+        try:
+            given[key] = convert(hints[key], value)
+        except ValueError:
+            raise RecipeError(f"{SECTION}.{key}={value}: allowed: {allowed(hints[key])}") from None
+    for key in ("layers", "hidden", "seeds"):
+        if not given.get(key):
+            raise RecipeError(f"{source}: {SECTION}.{key} is missing")
+    rules = Rules(**given)
+    for holds, key, words in _rules(rules):
+        if not holds:
+            raise RecipeError(f"{SECTION}.{key}={getattr(rules, key)}: allowed: {words}")
+    return rules
+
+
+def checked(ladder: Ladder) -> Ladder:
+    """Open the data as every run will, build every arm's recipe, and see that no rung reads a row twice."""
+    rates = {arm.name: ladder.recipe.optim.lr for arm in ladder.every_arm}
+    for arm in ladder.arms:
+        if arm.name.startswith(MATCHED):
+            raise RecipeError(f"--arms {arm.name}: a name that begins with {MATCHED} is a control's")
+    data = open_data(ladder.recipe.data.directory, verify=False)
+    for size in ladder.all_sizes:
+        if size.tokens > data.num_tokens:
+            raise RecipeError(
+                f"rung {size.name} reads {size.tokens:,} tokens, {data.directory} has {data.num_tokens:,}: allowed: "
+                "rungs that read nothing twice"
+            )
+        check(ladder.plan(size, rates))
+    return ladder
+
+
+def share_of(layers: int, text: str) -> int:
+    """`1/3` of a rung's layers."""
+    try:
+        share = Fraction(text)
+    except (ValueError, ZeroDivisionError):
+        raise RecipeError(f"{LAYERS}={text}: allowed: a share such as 1/3") from None
+    found = layers * share
+    if found.denominator != 1 or found < 1:
+        raise RecipeError(f"{LAYERS}={text}: of {layers} layers that is {float(found):g}; allowed: a whole number")
+    return int(found)
+
+
+def without_embeddings(config: FathomConfig) -> int:
+    """Parameters but those of the embedding and the head."""
+    tables = 1 if config.tie_word_embeddings else 2
+    return count_parameters(config) - tables * config.vocab_size * config.hidden_size
+
+
+def rounded(value: float) -> float:
+    """To four digits: a rate that reads well and is the same everywhere."""
+    return float(f"{value:.4g}")
+
+
+def sha256_of(value: Any) -> str:
+    """Of canonical JSON: sorted keys, no spaces."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _rules(rules: Rules) -> typing.Iterator[tuple[bool, str, str]]:
+    count = len(rules.layers)
+    yield all(layers >= 1 for layers in rules.layers), "layers", "1 or more"
+    yield len(rules.hidden) == count, "hidden", f"as many as ladder.layers, {count}"
+    yield len(rules.seeds) == count, "seeds", f"as many as ladder.layers, {count}"
+    yield all(seeds >= 1 for seeds in rules.seeds), "seeds", "1 or more for each rung"
+    yield (
+        all(t > 0 for t in rules.tokens_per_parameter) and bool(rules.tokens_per_parameter),
+        ("tokens_per_parameter"),
+        "positive numbers, at least one",
+    )
+    yield rules.tokens is None or rules.tokens >= 1, "tokens", "1 or more, or null"
+    yield len(rules.tune_points) <= count, "tune_points", f"at most one number for each of {count} rungs"
+    yield all(points >= 3 for points in rules.tune_points), "tune_points", "3 or more: fewer make no parabola"
+    enough = len(rules.tune_seeds) >= len(rules.tune_points) and all(seeds >= 1 for seeds in rules.tune_seeds)
+    yield enough, "tune_seeds", "a number of seeds for each of ladder.tune_points"
+    yield all(seeds >= 0 for seeds in rules.twin), "twin", "0 or more"
+    yield rules.pairs >= 0, "pairs", "0 or more"
+    yield rules.mlp_multiple >= 1, "mlp_multiple", "1 or more"

@@ -1,0 +1,119 @@
+"""Ladders whose truth is known: what an estimator must recover, and what a planned ladder can hope to resolve."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from fathom.ladder.scaling import DECADE, Rung, posterior
+from fathom.ladder.trips import Looped
+
+
+@dataclass(frozen=True)
+class Truth:
+    """A law, an arm's place on it, and the noise."""
+
+    decades: float = 1.5
+    seeds: tuple[int, ...] = (5, 3, 3, 2)
+    multiplier: float = 1.25
+    """At the geometric middle."""
+    growth: float = 0.0
+    """g."""
+    floor: float = 1.7
+    arm_floor: float | None = None
+    """Of an arm that has a floor of its own; None shares the control's."""
+    reducible: float = 2.6
+    """Of the control at the first rung."""
+    slope: float = 0.15
+    sigma: tuple[float, float] = (0.006, 0.0015)
+    """Standard deviation of a run, at the first and at the last rung."""
+    correlation: float = 0.5
+    shared: float = 0.01
+    own: float = 0.003
+    excess: tuple[float, ...] = ()
+    """Nats by which the arm is mis-tuned at the last rungs, the last one last."""
+    ratio: float = 1.0
+    """The arm's FLOPs over the control's at the same rung."""
+    start: float = 4e12
+    """FLOPs of the first rung."""
+
+    @property
+    def x(self) -> np.ndarray:
+        """ln FLOPs of the control."""
+        return math.log(self.start) + np.linspace(0.0, self.decades * DECADE, len(self.seeds))
+
+    def log_multiplier(self, x: float) -> float:
+        """The truth at an arm's ln FLOPs."""
+        centre = float(self.x.mean()) + math.log(self.ratio)
+        return math.log(self.multiplier) + self.growth * (x - centre)
+
+    def loss(self, x: float) -> float:
+        """The control's law."""
+        return self.floor + self.reducible * math.exp(-self.slope * (x - math.log(self.start)))
+
+
+def simulate(truth: Truth, draw: int) -> list[Rung]:
+    """One ladder; every draw is a random stream of its own."""
+    chance = np.random.default_rng([draw, 20])
+    excess = (0.0,) * (len(truth.seeds) - len(truth.excess)) + truth.excess
+    sigmas = np.geomspace(*truth.sigma, len(truth.seeds)) if truth.sigma[0] else np.zeros(len(truth.seeds))
+    rungs = []
+    for x, seeds, sigma, lost in zip(truth.x.tolist(), truth.seeds, sigmas.tolist(), excess, strict=True):
+        x_arm = x + math.log(truth.ratio)
+        arm = truth.loss(x_arm + truth.log_multiplier(x_arm)) + lost
+        if truth.arm_floor is not None:
+            arm += truth.arm_floor - truth.floor
+        rung = truth.shared * chance.normal()
+        own = truth.own * chance.normal()
+        seed = math.sqrt(truth.correlation) * sigma * chance.normal(size=seeds)
+        each = math.sqrt(1 - truth.correlation) * sigma * chance.normal(size=(2, seeds))
+        control = truth.loss(x) + rung + seed + each[0]
+        rungs.append(Rung(x, x_arm, tuple(control.tolist()), tuple((arm + rung + own + seed + each[1]).tolist())))
+    return rungs
+
+
+def resolution(truth: Truth, draws: int = 20) -> tuple[float, float]:
+    """Median 95 % half-width, as a factor, of M at the last rung and of the trend per decade."""
+    tops, trends = [], []
+    for draw in range(draws):
+        found = posterior(simulate(truth, draw), draws=1000)
+        low, high = np.quantile(found.log_multiplier(float(truth.x[-1])), [0.025, 0.975])
+        tops.append((high - low) / 2)
+        low, high = np.quantile(found.growth, [0.025, 0.975])
+        trends.append((high - low) / 2 * DECADE)
+    return math.exp(float(np.median(tops))), math.exp(float(np.median(trends)))
+
+
+PHI = 0.46
+
+
+def simulate_trips(
+    draw: int,
+    noise: tuple[float, float, float],
+    budgets: tuple[float, ...] = (10.0, 40.0),
+    trips: tuple[int, ...] = (1, 2, 3, 6),
+    phi: float = PHI,
+) -> list[Looped]:
+    """Models of eight layers in effect, six of them in the loop, at four widths.
+
+    Args:
+        draw: A random stream of its own.
+        noise: Standard deviations of a run's seed, of its own deviation, and of its cell's.
+        budgets: Tokens per parameter of the model that makes one trip.
+        trips: Through 6 / trips layers.
+        phi: The truth.
+    """
+    chance = np.random.default_rng([draw, 25])
+    runs = []
+    for width in (64, 96, 128, 192):
+        layer = 12.0 * width**2
+        for budget in budgets:
+            tokens, cell = budget * 8 * layer, noise[2] * chance.normal()
+            for r in trips:
+                size = 2 * layer + r**phi * 6 * layer / r
+                law = 1.7 + 1.3 * (size / 393_216) ** -0.34 + 1.3 * (tokens / 3_932_160) ** -0.28
+                loss = law + cell + math.hypot(*noise[:2]) * chance.normal()
+                runs.append(Looped(2 * layer, 6 * layer / r, r, tokens, loss, f"{width}x{budget:g}"))
+    return runs

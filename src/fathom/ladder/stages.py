@@ -1,0 +1,429 @@
+"""Which runs a ladder needs next, as a function of its directory alone: two machines that look see the same.
+
+tune    every arm at several rates, at the first rungs
+rungs   all rungs but a sealed last one, each a comparison, and the twins of the control
+seal    the last rung predicted, its hash kept
+last    the last rung
+check   half and twice the rate at the top
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from fathom.checkpoints.layout import FAILED, PLAN, RESULT
+from fathom.comparison.arms import Arm
+from fathom.comparison.plan import Plan, Task, tasks
+from fathom.ladder.rungs import (
+    CHECK,
+    MATCHED,
+    RUNGS,
+    TUNE,
+    TUNING_SEED,
+    TWIN,
+    TWIN_SEED,
+    Ladder,
+    Size,
+    rounded,
+    sha256_of,
+)
+from fathom.ladder.scaling import DECADE, ESTIMATOR, Noise, Posterior, Rung, noise_of, posterior
+from fathom.ladder.tuning import Bowl, Points, bowl, first_places, next_place, pooled_sigma
+from fathom.recipe import Recipe, RecipeError
+from fathom.report.files import digest, read_json, write_json
+from fathom.report.statistics import holm
+
+STAGES = ("tune", "rungs", "seal", "last", "check")
+PREDICTION = "prediction.json"
+SURE = 0.05
+
+
+class NotReadyError(RecipeError):
+    """A stage whose forerunners are not finished."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """An ordinary training run of a ladder outside of its rungs; `comparison.plan.Task` is one inside."""
+
+    name: str
+    run_dir: Path
+    recipe: Recipe
+
+    @property
+    def done(self) -> bool:
+        """Whether its result is there."""
+        return (self.run_dir / RESULT).exists()
+
+    @property
+    def failure(self) -> dict[str, Any] | None:
+        """Why it cannot go on, if it cannot."""
+        path = self.run_dir / FAILED
+        return None if self.done or not path.exists() else read_json(path)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.done or self.failure is not None
+
+    def loss(self, domains: Sequence[str] = ()) -> float:
+        """Held-out loss, or its mean over some domains; infinite of a run that diverged."""
+        if not self.done:
+            return math.inf
+        found = read_json(self.run_dir / RESULT)["evaluation"]
+        losses = [found["domains"][name]["loss"] for name in domains] or [found["loss"]]
+        mean = math.fsum(losses) / len(losses)
+        return mean if math.isfinite(mean) else math.inf
+
+
+Work = Run | Task
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One arm at one tuned rung."""
+
+    centre: float
+    """The rate at place 0."""
+    points: Points
+    bowl: Bowl
+
+    @property
+    def rate(self) -> float:
+        """The optimum."""
+        return self.centre * 2**self.bowl.place
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        rates = {str(place): rounded(self.centre * 2**place) for place in sorted(self.points)}
+        losses = {str(place): list(self.points[place]) for place in sorted(self.points)}
+        return {"centre": self.centre, "rates": rates, "losses": losses, "rate": self.rate, **asdict(self.bowl)}
+
+
+@dataclass(frozen=True)
+class State:
+    """A ladder in its directory."""
+
+    ladder: Ladder
+    out: Path
+    _kept: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+    """What costs time to make and does not change."""
+
+    def _keep(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        if key not in self._kept:
+            self._kept[key] = make()
+        return self._kept[key]
+
+    # Tuning
+
+    def tuning(self) -> tuple[list[Run], list[dict[str, Tuned]]]:
+        """Tuning runs so far, and each finished rung's bowls by arm; the last runs are unsettled while it goes on."""
+        rules, runs, found = self.ladder.rules, list[Run](), list[dict[str, Tuned]]()
+        for index, first in enumerate(rules.tune_points):
+            centres = self._centres(index, found)
+            places = {arm.name: first_places(first) for arm in self.ladder.arms}
+            mine = self._tuning_runs(index, centres, places)
+            while all(run.settled for rows in mine.values() for cell in rows.values() for run in cell):
+                points = {arm: self._points(cells) for arm, cells in mine.items()}
+                wanted = {arm: next_place(rows, first) for arm, rows in points.items()}
+                for arm, place in wanted.items():
+                    if place is not None:
+                        places[arm].append(place)
+                if not any(place is not None for place in wanted.values()):
+                    found.append(self._bowls(index, first, centres, points, found))
+                    break
+                mine = self._tuning_runs(index, centres, places)
+            runs += self._ordered(mine, rules.tune_seeds[index])
+            if len(found) <= index:
+                return runs, found
+        return runs, found
+
+    def _centres(self, index: int, found: Sequence[dict[str, Tuned]]) -> dict[str, float]:
+        """The rate at place 0: the base's, then the optimum carried from the rung before."""
+        if index == 0:
+            return {arm.name: self.ladder.recipe.optim.lr for arm in self.ladder.arms}
+        before, sizes = found[index - 1], self.ladder.sizes
+        grown = self.ladder.rule(sizes[index]) / self.ladder.rule(sizes[index - 1])
+        control = before[self.ladder.control.name]
+        return {
+            name: rounded((tuned.rate if tuned.bowl.known else control.rate) * grown) for name, tuned in before.items()
+        }
+
+    def _tuning_runs(
+        self, index: int, centres: dict[str, float], places: dict[str, list[int]]
+    ) -> dict[str, dict[int, list[Run]]]:
+        """By arm, place and seed."""
+        return {
+            arm.name: {
+                place: [
+                    self._tuning_run(index, arm, place, rounded(centres[arm.name] * 2.0**place), seed)
+                    for seed in range(self.ladder.rules.tune_seeds[index])
+                ]
+                for place in places[arm.name]
+            }
+            for arm in self.ladder.arms
+        }
+
+    def _tuning_run(self, index: int, arm: Arm, place: int, rate: float, seed: int) -> Run:
+        size = self.ladder.sizes[index]
+        number = self.ladder.first_seed() + TUNING_SEED + seed
+        recipe: Recipe = self._keep(
+            (TUNE, index, arm.name, rate, seed), lambda: self.ladder.run(arm, size, rate, number)
+        )
+        where = self.out / TUNE / size.name / arm.name / f"lr{place:+d}" / f"seed-{seed}"
+        return Run(f"{TUNE}-{size.name}-{arm.name}-lr{place:+d}-seed-{seed}", where, recipe)
+
+    def _ordered(self, mine: dict[str, dict[int, list[Run]]], seeds: int) -> list[Run]:
+        """Whole seeds first, the control before the others."""
+        return [cell[seed] for seed in range(seeds) for rows in mine.values() for cell in rows.values()]
+
+    def _points(self, cells: dict[int, list[Run]]) -> dict[int, list[float]]:
+        domains = self.ladder.rules.tune_domains
+        return {place: [run.loss(domains) for run in cell] for place, cell in cells.items()}
+
+    def _bowls(
+        self,
+        index: int,
+        first: int,
+        centres: dict[str, float],
+        points: dict[str, dict[int, list[float]]],
+        found: Sequence[dict[str, Tuned]],
+    ) -> dict[str, Tuned]:
+        """Each arm's optimum, doubted by the noise of all arms together."""
+        before = [tuned.points for tuned in found[0].values()] if found else []
+        sigma = pooled_sigma([*points.values(), *before])
+        return {name: Tuned(centres[name], rows, bowl(rows, first, sigma)) for name, rows in points.items()}
+
+    @cached_property
+    def tuned(self) -> list[dict[str, Tuned]]:
+        """Every tuned rung; asked once tuning is over."""
+        runs, found = self.tuning()
+        if not all(run.settled for run in runs):
+            raise NotReadyError(f"{self.out}: tuning is not finished")
+        return found
+
+    def ratio(self, arm: Arm) -> float:
+        """An arm's rate over the control's, pooled over the tuned rungs; 1 where it has no rate of its own."""
+        control = self.ladder.control.name
+        if arm.name == control or arm.name.startswith(MATCHED):
+            return 1.0
+        logs = [
+            math.log(rows[arm.name].rate / rows[control].rate)
+            for rows in self.tuned
+            if rows[arm.name].bowl.known and rows[control].bowl.known
+        ]
+        if logs:
+            return math.exp(math.fsum(logs) / len(logs))
+        last = self.tuned[-1] if self.tuned else None
+        if last is None or math.isfinite(_loss_at(last[arm.name], last[control].rate)):
+            return 1.0
+        return last[arm.name].rate / last[control].rate  # it diverges at the control's rate
+
+    def rate(self, arm: Arm, size: Size) -> float:
+        """The rate of an arm at a size: one rule for all, and a ratio of the arm's own."""
+        ladder = self.ladder
+        if not self.tuned:
+            return rounded(ladder.recipe.optim.lr * ladder.rule(size))
+        reference = ladder.sizes[len(self.tuned) - 1]
+        control = self.tuned[-1][ladder.control.name].rate
+        return rounded(self.ratio(arm) * control * ladder.rule(size) / ladder.rule(reference))
+
+    # Rungs
+
+    def plan(self, size: Size) -> Plan:
+        """The comparison that a rung is."""
+        made: Plan = self._keep(
+            (RUNGS, size.name),
+            lambda: self.ladder.plan(size, {arm.name: self.rate(arm, size) for arm in self.ladder.every_arm}),
+        )
+        return made
+
+    def flops(self, arm: Arm, size: Size) -> float:
+        """Training FLOPs of a run."""
+        return float(self._keep(("flops", arm.name, size.name), lambda: self.ladder.flops(arm, size)))
+
+    def rung_dir(self, size: Size) -> Path:
+        """Where it lies."""
+        return self.out / RUNGS / size.name
+
+    def rung_tasks(self, size: Size) -> list[Task]:
+        """Its runs and measurements."""
+        return tasks(self.plan(size), self.rung_dir(size))
+
+    def twins(self) -> list[Run]:
+        """The control with the same batches and other initial values."""
+        found, first = [], self.ladder.first_seed()
+        for size, count in zip(self.ladder.sizes, self.ladder.rules.twin, strict=False):
+            seeds = self.ladder.rules.seeds[size.index - 1]
+            for seed in range(first, first + min(count, seeds)):
+                recipe = self._keep((TWIN, size.name, seed), partial(self._twin, size, seed))
+                where = self.out / TWIN / size.name / f"seed-{seed}"
+                found.append(Run(f"{TWIN}-{size.name}-seed-{seed}", where, recipe))
+        return found
+
+    def _twin(self, size: Size, seed: int) -> Recipe:
+        control = self.ladder.control
+        recipe = self.ladder.run(control, size, self.rate(control, size), seed + TWIN_SEED)
+        return recipe.override(f"data.seed={seed}")
+
+    def main_sizes(self) -> list[Size]:
+        """All that run before the seal."""
+        last = self.ladder.sizes[-1]
+        return [size for size in self.ladder.all_sizes if not (self.ladder.rules.sealed and size == last)]
+
+    def losses(self, size: Size, arm: Arm) -> dict[int, float]:
+        """Final losses by seed, of what is finished."""
+        found = {}
+        for seed in self.plan(size).seeds:
+            path = Task(self.plan(size), self.rung_dir(size), arm.name, seed).run_dir / RESULT
+            if path.exists():
+                found[seed] = float(read_json(path)["evaluation"]["loss"])
+        return {seed: loss for seed, loss in found.items() if math.isfinite(loss)}
+
+    def rung(self, size: Size, arm: Arm) -> Rung | None:
+        """An arm beside the control with the seeds that both finished."""
+        control, own = self.losses(size, self.ladder.control), self.losses(size, arm)
+        seeds = sorted(set(control) & set(own))
+        if not seeds:
+            return None
+        x_control, x_arm = (math.log(self.flops(one, size)) for one in (self.ladder.control, arm))
+        return Rung(x_control, x_arm, tuple(control[s] for s in seeds), tuple(own[s] for s in seeds))
+
+    def rungs(self, arm: Arm, sizes: Sequence[Size]) -> list[Rung]:
+        """Of all rungs that have any."""
+        return [rung for size in sizes if (rung := self.rung(size, arm)) is not None]
+
+    def fit(self, arm: Arm, sizes: Sequence[Size]) -> Posterior | None:
+        """The posterior of an arm; None where two rungs or the noise of a seed are missing."""
+        found = self.rungs(arm, sizes)
+        noise: Noise | None = noise_of(found)
+        return None if len(found) < 2 or noise is None else posterior(found, noise)
+
+    # The seal
+
+    def prediction(self) -> dict[str, Any]:
+        """What is written before the last rung runs."""
+        last, before = self.ladder.sizes[-1], self.ladder.sizes[:-1]
+        rows = []
+        for arm in self.ladder.every_arm[1:]:
+            found = self.fit(arm, before)
+            row: dict[str, Any] = {"arm": arm.name, "difference": None, "ln_m": None}
+            if found is not None and found.usable:
+                x_control, x_arm = (math.log(self.flops(one, last)) for one in (self.ladder.control, arm))
+                seeds = self.ladder.rules.seeds[last.index - 1]
+                difference, ln_m = found.predict(x_control, x_arm, seeds)
+                row |= {"difference": asdict(difference), "ln_m": asdict(ln_m)}
+            rows.append(row)
+        body = {"ladder": self.ladder.sha256, "estimator": ESTIMATOR, "rung": last.index, "rows": rows}
+        return {**body, "results": self.digests(before)}
+
+    def digests(self, sizes: Sequence[Size]) -> dict[str, str]:
+        """SHA-256 of the results that a prediction stands on."""
+        paths = [task.run_dir / RESULT for size in sizes for task in self.rung_tasks(size) if task.seed is not None]
+        return {str(path.relative_to(self.out)): digest(path)["sha256"] for path in paths if path.exists()}
+
+    def seal(self) -> None:
+        """Write the prediction, unless it is there; who comes second changes nothing."""
+        path = self.out / PREDICTION
+        if not path.exists():
+            body = self.prediction()
+            write_json(path, {**body, "sha256": sha256_of(body)})
+
+    def sealed(self) -> dict[str, Any] | None:
+        """The prediction as it was sealed; None before. One that was changed is refused."""
+        path = self.out / PREDICTION
+        if not path.exists():
+            return None
+        try:
+            values = read_json(path)
+            named = values.pop("sha256")
+        except (ValueError, KeyError):
+            raise RecipeError(f"{path} is damaged: it is not the prediction that was sealed") from None
+        if sha256_of(values) != named:
+            raise RecipeError(f"{path}: sha256 does not fit: it is not the prediction that was sealed")
+        if values["ladder"] != self.ladder.sha256:
+            raise RecipeError(f"{path}: ladder: the prediction is of another plan")
+        return {**values, "sha256": named}
+
+    # The check at the top
+
+    def judged(self) -> list[tuple[Arm, float, float]]:
+        """Arms with the median of ln M at the last rung and its p by Holm, where there is a posterior."""
+        found = []
+        for arm in self.ladder.every_arm[1:]:
+            fitted = self.fit(arm, self.ladder.sizes)
+            if fitted is not None and fitted.usable:
+                x = math.log(self.flops(arm, self.ladder.sizes[-1]))
+                draws = sorted(fitted.log_multiplier(x).tolist())
+                found.append((arm, draws[len(draws) // 2], fitted.sides(x)))
+        adjusted = holm([p for _, _, p in found])
+        return [(arm, median, p) for (arm, median, _), p in zip(found, adjusted, strict=True)]
+
+    def checks(self) -> list[Run]:
+        """Half and twice the rate at the top, of the control and of each arm that is called better or worse."""
+        sure = [arm for arm, _, p in self.judged() if p < SURE and not arm.name.startswith(MATCHED)]
+        if not self.ladder.rules.check or len(self.ladder.sizes) < 3 or not sure:
+            return []
+        size, seed = self.ladder.sizes[-1], self.ladder.first_seed()
+        return [
+            Run(
+                f"{CHECK}-{arm.name}-lr{place:+d}",
+                self.out / CHECK / arm.name / f"lr{place:+d}" / f"seed-{seed}",
+                self.ladder.run(arm, size, rounded(self.rate(arm, size) * 2.0**place), seed),
+            )
+            for arm in (self.ladder.control, *sure)
+            for place in (-1, 1)
+        ]
+
+    # What comes next
+
+    def work(self, stage: str) -> list[Work]:
+        """The runs of a stage, finished ones too; those before it must be settled."""
+        last = self.ladder.sizes[-1]
+        sealed = self.ladder.rules.sealed
+        if stage == "tune":
+            return list(self.tuning()[0])
+        if stage == "rungs":
+            found: list[Work] = [task for size in self.main_sizes() for task in self.rung_tasks(size)]
+            return [*found, *self.twins()]
+        if stage == "last":
+            return list(self.rung_tasks(last)) if sealed else []
+        return list(self.checks()) if stage == "check" else []
+
+    def stages(self, until: str = STAGES[-1]) -> Iterator[tuple[str, list[Work]]]:
+        """Stage by stage up to one, as far as they are settled; the last one given has work left, or is `until`."""
+        for stage in STAGES[: STAGES.index(until) + 1]:
+            if stage == "seal" and self.ladder.rules.sealed:
+                self.seal()
+            if stage == "last" and self.ladder.rules.sealed and self.sealed() is None:
+                raise RecipeError(f"{self.out}: rung {self.ladder.sizes[-1].index} does not start unsealed")
+            found = self.work(stage)
+            yield stage, found
+            if not all(task.settled for task in found):
+                return
+
+    def begin(self, stage: str) -> None:
+        """Put the plans of the rungs of a stage in place, so that each is a comparison by itself."""
+        sizes = {"rungs": self.main_sizes(), "last": self.ladder.sizes[-1:]}.get(stage, [])
+        for size in sizes:
+            path = self.rung_dir(size) / PLAN
+            if not path.exists():
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, self.plan(size).to_dict())
+
+
+def _loss_at(tuned: Tuned, rate: float) -> float:
+    """An arm's mean loss at the tried place nearest to a rate."""
+    wanted = math.log2(rate / tuned.centre)
+    place = min(tuned.points, key=lambda place: (abs(place - wanted), place))
+    return math.fsum(tuned.points[place]) / len(tuned.points[place])
+
+
+def beyond(x: float) -> list[tuple[str, float]]:
+    """Where an extrapolation is shown: half a decade and a decade above."""
+    return [("half a decade above", x + DECADE / 2), ("a decade above", x + DECADE)]

@@ -1,0 +1,168 @@
+"""φ: what a further trip through a layer is worth beside a further layer.
+
+    L = E + A (N_once + r^φ N_rec)^-α + B D^-β
+
+N_once and N_rec are the parameters outside and inside of the loop, counted once, r the trips, D the tokens. With φ = 1
+a trip is worth as much as a layer of its own, with φ = 0 nothing. Models of one width and token budget make a cell:
+they share batches and shape, and with them a deviation from the law. With one budget φ cannot be told from the law.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy import optimize
+from scipy.special import stdtrit
+
+Floats = NDArray[np.float64]
+SHARES = (0.0, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
+"""Variance of a cell over that of a run within it: the candidates."""
+STARTS = ((0.3, 0.3, 0.5), (0.15, 0.3, 0.3), (0.3, 0.15, 0.8), (0.5, 0.4, 0.5), (0.2, 0.2, 0.2))
+"""Of α, β and φ."""
+LEAST_CELLS = 4
+ONE_BUDGET = "one token budget: φ cannot be told from the law; another budget at the same sizes resolves it"
+
+
+@dataclass(frozen=True)
+class Looped:
+    """One size and budget with so many trips."""
+
+    once: float
+    """Parameters outside of the loop, embeddings left out."""
+    inside: float
+    """Parameters inside of it, counted once."""
+    trips: int
+    tokens: float
+    loss: float
+    cell: str
+    """Models of one cell share width, depth in layers times trips, and tokens."""
+
+
+@dataclass(frozen=True)
+class Worth:
+    """φ and its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+    budgets: int
+    cells: int
+    without: tuple[float, ...]
+    """φ with each cell left out."""
+
+
+def refusal(runs: Sequence[Looped]) -> str | None:
+    """Why these runs say nothing of φ; None where they do."""
+    by_size: dict[tuple[float, float], set[float]] = {}
+    for run in runs:
+        by_size.setdefault((run.once, run.inside * run.trips), set()).add(run.tokens)
+    if not any(len(budgets) > 1 for budgets in by_size.values()):
+        return ONE_BUDGET
+    if len({run.trips for run in runs}) < 2:
+        return "one number of trips: there is nothing to compare"
+    cells = len({run.cell for run in runs})
+    if cells < LEAST_CELLS:
+        return f"{cells} cells of width and tokens; the law alone needs {LEAST_CELLS}"
+    return None if len(runs) > 7 else f"{len(runs)} runs for six unknowns"
+
+
+def worth(runs: Sequence[Looped], check: bool = True) -> Worth:
+    """φ by least squares with a random effect of each cell, Student's t on two degrees of freedom less than cells.
+
+    Args:
+        runs: Means over seeds; `refusal` says whether they are enough.
+        check: Fit again without each cell.
+    """
+    why = refusal(runs)
+    if why is not None:
+        raise ValueError(why)
+    fit = _Fit(runs)
+    value, error = fit.best()
+    cells = sorted({run.cell for run in runs})
+    half = float(stdtrit(len(cells) - 2, 0.975)) * error
+    without = []
+    for cell in cells if check else ():
+        rest = [run for run in runs if run.cell != cell]
+        without.append(_Fit(rest).best()[0] if refusal(rest) is None else float("nan"))
+    budgets = len({run.tokens / (run.once + run.inside * run.trips) for run in runs})
+    return Worth(value, value - half, value + half, budgets, len(cells), tuple(without))
+
+
+class _Fit:
+    """The law through some runs."""
+
+    def __init__(self, runs: Sequence[Looped]) -> None:
+        self.once, self.inside, self.trips, self.tokens, self.loss = (
+            np.array([getattr(run, name) for run in runs], float)
+            for name in ("once", "inside", "trips", "tokens", "loss")
+        )
+        names = sorted({run.cell for run in runs})
+        self.cells = [np.flatnonzero([run.cell == name for run in runs]) for name in names]
+        self.scale_n = float(np.exp(np.log(self.once + self.inside * self.trips).mean()))
+        self.scale_d = float(np.exp(np.log(self.tokens).mean()))
+
+    def best(self) -> tuple[float, float]:
+        """φ and its standard error, at the share of the cells' variance that is likeliest."""
+        start = min((self.solve(0.0, self.start(*start)) for start in STARTS), key=lambda found: found[1])[0]
+        likeliest, answer = -np.inf, (0.0, np.inf)
+        for share in SHARES:
+            values, squares, jacobian = self.solve(share, start)
+            freedom = len(self.loss) - len(values)
+            variance = squares / freedom
+            sign, size = np.linalg.slogdet(jacobian.T @ jacobian)
+            determinant = sum(np.log1p(share * len(cell)) for cell in self.cells)
+            likelihood = -0.5 * (freedom * np.log(max(variance, 1e-30)) + determinant + (size if sign > 0 else np.inf))
+            if likelihood > likeliest:
+                spread = np.linalg.pinv(jacobian.T @ jacobian) * variance
+                likeliest, answer = likelihood, (float(values[5]), float(np.sqrt(max(spread[5, 5], 0.0))))
+        return answer
+
+    def start(self, alpha: float, beta: float, phi: float) -> Floats:
+        """E, ln A, ln B, α, β, φ from exponents alone: the rest is linear."""
+        n, d = self.terms(alpha, beta, phi)
+        design = np.stack([np.ones_like(n), n, d], 1)
+        floor, a, b = optimize.nnls(design, self.loss)[0]
+        return np.array([floor, np.log(max(a, 1e-6)), np.log(max(b, 1e-6)), alpha, beta, phi])
+
+    def terms(self, alpha: float, beta: float, phi: float) -> tuple[Floats, Floats]:
+        """The two falling terms without their factors, in units of the middle run."""
+        n = (self.once + self.trips**phi * self.inside) / self.scale_n
+        return n**-alpha, (self.tokens / self.scale_d) ** -beta
+
+    def solve(self, share: float, start: Floats) -> tuple[Floats, float, Floats]:
+        """Values, sum of squares and Jacobian, whitened for a cell variance of `share`."""
+
+        def residual(values: Floats) -> Floats:
+            floor, a, b, alpha, beta, phi = values
+            n, d = self.terms(alpha, beta, phi)
+            return self.whiten(floor + np.exp(a) * n + np.exp(b) * d - self.loss, share)
+
+        def jacobian(values: Floats) -> Floats:
+            _, a, b, alpha, beta, phi = values
+            n, d = self.terms(alpha, beta, phi)
+            n, d = np.exp(a) * n, np.exp(b) * d
+            grown = self.trips**phi * self.inside
+            by_n = np.log((self.once + grown) / self.scale_n)
+            by_phi = -alpha * n * grown * np.log(self.trips) / (self.once + grown)
+            rows = [np.ones_like(n), n, d, -n * by_n, -d * np.log(self.tokens / self.scale_d), by_phi]
+            return np.stack([self.whiten(row, share) for row in rows], 1)
+
+        low = [0.0, -20.0, -20.0, 0.01, 0.01, -3.0]
+        high = [np.inf, 20.0, 20.0, 3.0, 3.0, 4.0]
+        found = optimize.least_squares(
+            residual, np.clip(start, low, high), jacobian, bounds=(low, high), x_scale="jac", max_nfev=200
+        )
+        return found.x, float(2 * found.cost), found.jac
+
+    def whiten(self, values: Floats, share: float) -> Floats:
+        """Divide out what a cell shares: (I + s 11ᵀ)^-½ within each."""
+        if share == 0:
+            return values
+        made = values.copy()
+        for cell in self.cells:
+            size = len(cell)
+            made[cell] -= (1 - 1 / np.sqrt(1 + share * size)) * values[cell].mean()
+        return made

@@ -1,0 +1,132 @@
+"""A learning rate for each arm: points a factor 2 apart, a parabola in log2 of the rate, and what to doubt of it.
+
+A rate is named by its place: so many doublings above the centre. A diverged run has an infinite loss, which brackets an
+optimum as any other loss does but bends no parabola.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+EXTENSIONS = 3
+"""Points that may be added beyond the first ones."""
+WIDEST = 5
+"""Points that the parabola goes through, around the best."""
+UNCERTAIN = 1.0
+"""Doublings: an optimum with a wider 68 % interval is not known."""
+EDGE, FLAT, UNKNOWN = "edge", "flat", "diverged everywhere"
+
+Points = Mapping[int, Sequence[float]]
+"""Losses at each place, one for each seed."""
+
+
+@dataclass(frozen=True)
+class Bowl:
+    """What the runs at several rates say."""
+
+    place: float
+    """The optimum in doublings above the centre, clipped to what was tried; of the best point where no parabola is."""
+    low: float
+    high: float
+    """Ends of its 68 % interval."""
+    curvature: float | None
+    """Nats per doubling squared; a step of d doublings from the optimum costs curvature · d²."""
+    least: float | None
+    """The parabola's loss at the optimum."""
+    flags: tuple[str, ...]
+    extended: int
+    """Points beyond the first ones."""
+
+    @property
+    def known(self) -> bool:
+        """Whether the optimum may be taken for the arm's own."""
+        return FLAT not in self.flags and UNKNOWN not in self.flags
+
+
+def first_places(count: int) -> list[int]:
+    """So many places around the centre; of an even number, one more above than below."""
+    return list(range(-((count - 1) // 2), count // 2 + 1))
+
+
+def next_place(points: Points, first: int) -> int | None:
+    """Where another run is needed, since the best point lies at an edge; None where the optimum is bracketed.
+
+    Args:
+        points: All places tried so far.
+        first: How many of them were planned.
+    """
+    if len(points) - first >= EXTENSIONS:
+        return None
+    means = _means(points)
+    if not math.isfinite(min(means.values())):
+        return min(means) - 1  # smaller steps diverge less
+    best = min(means, key=lambda place: (means[place], abs(place)))
+    if best == min(means):
+        return best - 1
+    return best + 1 if best == max(means) else None
+
+
+def bowl(points: Points, first: int, sigma: float | None = None) -> Bowl:
+    """The optimum and its doubts.
+
+    Args:
+        points: Losses at each place.
+        first: How many places were planned.
+        sigma: Standard deviation of one run; where several seeds are at hand these are asked first.
+    """
+    means = _means(points)
+    extended = max(0, len(means) - first)
+    finite = sorted(place for place, loss in means.items() if math.isfinite(loss))
+    if not finite:
+        return Bowl(0.0, -math.inf, math.inf, None, None, (UNKNOWN,), extended)
+    best = min(finite, key=lambda place: (means[place], abs(place)))
+    flags = [EDGE] if best in (min(means), max(means)) else []
+    near = sorted(sorted(finite, key=lambda place: (abs(place - best), place))[:WIDEST])
+    if len(near) < 3:
+        return Bowl(float(best), -math.inf, math.inf, None, None, (*flags, FLAT), extended)
+    x, y = np.array(near, float), np.array([means[place] for place in near])
+    weight = np.sqrt([len(points[place]) for place in near])
+    design = np.stack([np.ones_like(x), x - best, (x - best) ** 2], 1)
+    a, b, c = np.linalg.lstsq(design * weight[:, None], y * weight, rcond=None)[0].tolist()
+    if c <= 0:
+        return Bowl(float(best), -math.inf, math.inf, c, None, (*flags, FLAT), extended)
+    place = best - b / (2 * c)
+    noise = _noise(points, near, design @ [a, b, c], weight) if sigma is None else sigma
+    spread = np.linalg.inv((design * weight[:, None]).T @ (design * weight[:, None]))
+    slope = np.array([0.0, -1 / (2 * c), b / (2 * c * c)])
+    error = noise * math.sqrt(float(slope @ spread @ slope))
+    if error > UNCERTAIN:
+        flags.append(FLAT)
+    clipped = min(max(place, finite[0]), finite[-1])
+    least = a + b * (clipped - best) + c * (clipped - best) ** 2
+    return Bowl(clipped, place - error, place + error, c, least, tuple(flags), extended)
+
+
+def pooled_sigma(bowls: Sequence[Points]) -> float | None:
+    """Standard deviation of a run from all points with several seeds; None where there are none."""
+    squares, freedom = 0.0, 0
+    for points in bowls:
+        for losses in points.values():
+            if len(losses) > 1 and all(map(math.isfinite, losses)):
+                squares += float(np.var(losses)) * len(losses)
+                freedom += len(losses) - 1
+    return math.sqrt(squares / freedom) if freedom else None
+
+
+def _noise(points: Points, near: Sequence[int], fitted: np.ndarray, weight: np.ndarray) -> float:
+    """From seeds where there are several, else from what the parabola leaves."""
+    known = pooled_sigma([points])
+    if known is not None:
+        return known
+    means = np.array([float(np.mean(points[place])) for place in near])
+    freedom = len(near) - 3
+    # Three points lie on a parabola whatever their noise: nothing is known of it.
+    return math.sqrt(float((((means - fitted) * weight) ** 2).sum()) / freedom) if freedom else math.nan
+
+
+def _means(points: Points) -> dict[int, float]:
+    return {place: float(np.mean(losses)) for place, losses in points.items()}

@@ -1,0 +1,218 @@
+"""`fathom ladder`: stages of ordinary runs and comparisons in one directory, by any number of processes and machines.
+
+out/ladder.json                     the plan, with a hash of each of its parts
+out/tune/1/ARM/lr+1/seed-0/         tuning runs: places count doublings of the rate from the centre
+out/tune/rates.json                 points, parabolas, rates: a function of these runs
+out/rungs/1/                        a comparison, as `fathom compare` knows them
+out/twin/1/seed-0/                  the control with other initial values
+out/prediction.json                 the sealed forecast of the last rung
+out/check/ARM/lr+1/seed-0/          half and twice the rate at the top
+out/claims/                         who works on what outside of the rungs
+out/report.json, .html, runs.jsonl  written from the above alone
+out/ladder.sbatch                   a Slurm array that carries it out
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fathom.checkpoints.layout import CLAIMS, FAILED, REPORT, RESULT
+from fathom.comparison.leases import Claim, Claims
+from fathom.comparison.plan import Task
+from fathom.comparison.work import (
+    POLL_SECONDS,
+    CompareError,
+    refuse_torchrun,
+    rewrite_report,
+    run_task,
+    run_training,
+    tidy,
+    work_together,
+)
+from fathom.ladder.findings import Values, summarize
+from fathom.ladder.page import write_report
+from fathom.ladder.rungs import LADDER, TUNE, Ladder
+from fathom.ladder.stages import STAGES, NotReadyError, Run, State, Work
+from fathom.recipe import RecipeError
+from fathom.report.files import read_json, write_atomically, write_json
+from fathom.report.provenance import provenance
+
+RATES = "rates.json"
+SLURM = "ladder.sbatch"
+
+
+def climb(
+    ladder: Ladder,
+    out: Path,
+    workers: int = 1,
+    threads: int | None = None,
+    until: str = STAGES[-1],
+    quiet: bool = False,
+    retry_failed: bool = False,
+) -> Values:
+    """Run whatever is missing up to a stage, then write the report; returns what `report.json` holds.
+
+    Args:
+        ladder: The plan.
+        out: The directory; further calls, on other machines too, may work on it at the same time.
+        workers: Processes on this machine.
+        threads: CPU threads of each; one if there are several workers, else torch's choice.
+        until: The last stage to carry out.
+        quiet: Say nothing on the way.
+        retry_failed: Go on with runs that diverged; without it they stay left out.
+    """
+    refuse_torchrun("ladder")
+    if workers < 1:
+        raise RecipeError(f"--workers {workers}: allowed: 1 or more")
+    settle(ladder, out, workers)
+    if retry_failed:
+        _forget_failures(State(ladder, out))
+    job = partial(_resume, until=until, quiet=quiet)
+    finished = (
+        work(ladder, out, threads, until, quiet) if workers == 1 else work_together(job, out, workers, threads or 1)
+    )
+    if not finished:
+        raise CompareError("stopped; the same command continues")
+    return report(ladder, out)
+
+
+def settle(ladder: Ladder, out: Path, workers: int = 1) -> None:
+    """Put the plan in place, or see that it is the one that is there."""
+    out.mkdir(parents=True, exist_ok=True)
+    if (out / LADDER).exists():
+        before = Ladder.read(out)
+        changed = [key for key, value in ladder.to_dict().items() if before.to_dict()[key] != value]
+        if changed:
+            raise RecipeError(f"{out} holds a ladder of another plan; different: {', '.join(changed)}")
+        return
+    ladder.write(out)
+    write_atomically(out / SLURM, slurm(out, max(workers, len(ladder.arms))))
+
+
+def work(ladder: Ladder, out: Path, threads: int | None = None, until: str = STAGES[-1], quiet: bool = False) -> bool:
+    """Take one run after another until a stage is over; False if a signal came."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    state, claims = State(ladder, out), dict[Path, Claims]()
+    while True:
+        stage, tasks = list(state.stages(until))[-1]
+        state.begin(stage)
+        pending = [task for task in tasks if not task.settled]
+        if not pending:
+            return True
+        claimed = next(((task, claim) for task in _ready(pending) if (claim := _take(claims, out, task))), None)
+        if claimed is None:  # others are at all of them; should one die, its claim goes stale and is ours
+            time.sleep(POLL_SECONDS)
+            continue
+        task, claim = claimed
+        with claim:
+            if not task.settled and not _do(state, stage, task, claim):
+                return False
+        if not quiet:
+            print(
+                f"{_said(task)}  ({len(tasks) - len(pending) + 1} of {len(tasks)} in {stage})",
+                file=sys.stderr,
+                flush=True,
+            )
+        tidy()
+
+
+def report(ladder: Ladder, out: Path, source: Values | None = None) -> Values:
+    """Write the reports of the ladder and of its rungs from what is finished."""
+    state = State(ladder, out)
+    source = source or provenance()
+    try:
+        rates = [{name: tuned.to_dict() for name, tuned in rows.items()} for rows in state.tuned]
+    except NotReadyError:
+        rates = []
+    if rates:
+        write_json(out / TUNE / RATES, {"rungs": rates})
+        for size in ladder.all_sizes:
+            if any(task.done for task in state.rung_tasks(size)):
+                rewrite_report(state.plan(size), state.rung_dir(size))
+    found = summarize(state, source)
+    write_report(found, out)
+    return found
+
+
+def rewrite(ladder: Ladder, out: Path) -> Values:
+    """The report from what is finished, its provenance that of the last report where there is one."""
+    source = provenance()
+    if (out / REPORT).exists():
+        before = read_json(out / REPORT)
+        source = {key: before[key] for key in source}
+    return report(ladder, out, source)
+
+
+def slurm(out: Path, tasks: int) -> str:
+    """A Slurm script whose tasks all work on one directory, and go on when they are requeued."""
+    place = shlex.quote(str(out.resolve()))
+    return f"""#!/bin/bash
+# Each task of the array takes whatever run is free; send it again until the report is there.
+#SBATCH --job-name=fathom-ladder
+#SBATCH --array=0-{tasks - 1}
+#SBATCH --cpus-per-task=1
+#SBATCH --time=04:00:00
+#SBATCH --requeue
+#SBATCH --signal=B:TERM@120
+#SBATCH --output={place}/slurm-%A-%a.log
+trap 'kill -TERM "$pid"; wait "$pid"' TERM
+fathom ladder {place} --threads "${{SLURM_CPUS_PER_TASK:-1}}" & pid=$!
+wait "$pid"
+"""
+
+
+def _resume(out: Path, threads: int, until: str, quiet: bool) -> bool:
+    return work(Ladder.read(out), out, threads, until, quiet)
+
+
+def _take(claims: dict[Path, Claims], out: Path, task: Work) -> Claim | None:
+    """A claim where a comparison of that rung would look for it."""
+    place = (task.out if isinstance(task, Task) else out) / CLAIMS
+    return claims.setdefault(place, Claims(place)).take(task.name)
+
+
+def _do(state: State, stage: str, task: Work, claim: Claim) -> bool:
+    """Do a run, or go on with it; False if a signal ended it early."""
+    if isinstance(task, Run):
+        return run_training(task.recipe, task.run_dir, claim)
+    if stage != "last" or task.seed is None:
+        return run_task(task, claim)
+    sealed = state.sealed()
+    if sealed is None:
+        raise RecipeError(f"{state.out}: the last rung does not start unsealed")
+    recipe = task.plan.run_recipe(task.arm, task.seed)
+    return run_training(recipe, task.run_dir, claim, prediction=sealed["sha256"])
+
+
+def _ready(pending: list[Work]) -> list[Work]:
+    """What may be begun: an accelerator is timed by the wall clock, so nothing else of ours may run on it."""
+    runs: list[Work] = [task for task in pending if isinstance(task, Run) or task.seed is not None]
+    timed = next((task for task in pending if isinstance(task, Task)), None)
+    shared = torch.cuda.is_available() and (timed is None or timed.plan.recipe.train.device != "cpu")
+    return (runs or pending[:1]) if shared else pending
+
+
+def _said(task: Work) -> str:
+    """How a run ended, in a line."""
+    name = task.name if isinstance(task, Run) else f"rung {task.out.name}, {task.name}"
+    if task.failure is not None:
+        return f"{name}: diverged at step {task.failure['step']}"
+    if isinstance(task, Task) and task.seed is None:
+        return f"{name}: timed"
+    evaluation: dict[str, Any] = read_json(task.run_dir / RESULT)["evaluation"]
+    return f"{name}: held-out loss {evaluation['loss']:.4f}"
+
+
+def _forget_failures(state: State) -> None:
+    for _, tasks in state.stages():
+        for task in tasks:
+            if task.failure is not None:
+                (task.run_dir / FAILED).unlink(missing_ok=True)
