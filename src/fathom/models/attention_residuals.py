@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
 from .numerics import softmax_list, weighted_sum, widen
@@ -91,14 +92,9 @@ class AttentionResiduals(Residual):
     def read(self, state: ResidualState) -> tuple[Tensor, Any]:
         """The weighted sum of the un-normed sources."""
         query = self.norm(self.pseudo_query)  # [hidden_size]
-        scores = []
-        for source in state:
-            x = widen(source)
-            inverse_rms = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
-            scores.append((x * query).sum(-1, keepdim=True) * inverse_rms)  # [B, T, 1]
-        if self.recency_bias is not None:
-            scores[-1] = scores[-1] + self.recency_bias
-        return weighted_sum([w.to(state[0].dtype) for w in softmax_list(scores)], state), None
+        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return pool(state, query, self.eps, self.recency_bias), None
+        return _Pool.apply(query, self.recency_bias, self.eps, *state), None
 
     def write(self, state: ResidualState, update: Tensor, context: Any) -> ResidualState:
         """Add to the current sum, or start one; `snapshot` adds to the stream and keeps a copy at a block's end."""
@@ -108,6 +104,71 @@ class AttentionResiduals(Residual):
         if self.starts_block or len(state) == 1:  # a trip of a loop may begin inside a block
             return (*state, update)
         return (*state[:-1], state[-1] + update)
+
+
+def pool(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Tensor | None = None) -> Tensor:
+    """Σ_s α_s s, `[B, T, hidden_size]`.
+
+    Args:
+        sources: `[B, T, hidden_size]` each.
+        query: w ⊙ p, `[hidden_size]`.
+        eps: Of the sources' rms.
+        recency_bias: Added to the last source's score, `[1]`.
+    """
+    scores = []
+    for source in sources:
+        x = widen(source)
+        inverse_rms = torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + eps)
+        scores.append((x * query).sum(-1, keepdim=True) * inverse_rms)  # [B, T, 1]
+    if recency_bias is not None:
+        scores[-1] = scores[-1] + recency_bias
+    return weighted_sum([weight.to(sources[0].dtype) for weight in softmax_list(scores)], sources)
+
+
+class _Pool(torch.autograd.Function):
+    """`pool` with the backward pass written out: it keeps the sources and two numbers of each.
+
+    With r_s = 1 / rms(s), z_s = (q · s) r_s, d = ∂loss/∂h and dz_s = α_s (d · s - Σ_j α_j d · j):
+
+        ds = α_s d + dz_s r_s (q - z_s r_s s / D)        dq = Σ_s dz_s r_s s
+    """
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, recency_bias: Tensor | None, eps: float, *sources: Tensor) -> Tensor:
+        width = query.shape[0]
+        squares = torch.stack([torch.linalg.vector_norm(s, dim=-1, dtype=query.dtype) for s in sources]).square()
+        inverse_rms = torch.rsqrt(squares / width + eps)  # [S, B, T]
+        with torch.autocast(query.device.type, enabled=False):  # else the product is rounded to half precision
+            scores = torch.stack([widen(s) @ query for s in sources]) * inverse_rms
+        weights = _weights(scores, recency_bias)
+        ctx.save_for_backward(query, recency_bias, inverse_rms, scores, *sources)
+        return weighted_sum(list(weights.to(sources[0].dtype).unsqueeze(-1)), sources)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, recency_bias, inverse_rms, scores, *sources = ctx.saved_tensors
+        weights, wide = _weights(scores, recency_bias), widen(grad)
+        gains = torch.stack([(wide * s).sum(-1) for s in sources])  # [S, B, T]
+        grad_scores = weights * (gains - (weights * gains).sum(0))
+        along = grad_scores * inverse_rms
+        back = -along * scores * inverse_rms / query.shape[0]
+        grad_query, grad_sources = torch.zeros_like(query), []
+        for source, weight, a, b in zip(sources, weights, along, back, strict=True):
+            x = widen(source)
+            with torch.autocast(query.device.type, enabled=False):
+                grad_query += a.flatten() @ x.flatten(0, -2)
+            made = torch.addcmul(wide * weight.unsqueeze(-1), x, b.unsqueeze(-1))
+            grad_sources.append(made.addcmul_(a.unsqueeze(-1), query).to(source.dtype))
+        grad_bias = None if recency_bias is None else grad_scores[-1].sum().reshape(1).to(recency_bias.dtype)
+        return grad_query, grad_bias, None, *grad_sources
+
+
+def _weights(scores: Tensor, recency_bias: Tensor | None) -> Tensor:
+    """α of scores `[S, B, T]`."""
+    if recency_bias is not None:
+        scores = torch.cat((scores[:-1], scores[-1:] + recency_bias))
+    return scores.softmax(0)
 
 
 def source_counts(config: FathomConfig, visits: Sequence[Visit]) -> list[tuple[int, int]]:

@@ -1,0 +1,111 @@
+"""What a training step keeps for its backward pass, by `benchmarks/saved.py`: near theory, and exact gradients."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from benchmarks.saved import ARMS, config_of, measure, saved_bytes
+from torch.autograd import gradcheck
+
+from fathom.models import FathomForCausalLM, attention_residuals, hyper_connections
+from fathom.models.attention_residuals import pool
+from fathom.models.hyper_connections import _Balance, sinkhorn
+from fathom.models.registry import MECHANISMS
+
+BOUNDS = {"attention_residuals": 1.2, "hyper_connections": 1.6}
+
+
+def test_every_mechanism_has_a_row():
+    assert {name for name, _ in ARMS.values()} == {*MECHANISMS, "vanilla"} - {"none", "plain", "once"}
+
+
+@pytest.mark.parametrize("arm", [arm for arm in ARMS if ARMS[arm][0] in BOUNDS])
+def test_residuals_keep_their_inputs_and_scalars(arm):
+    assert measure(arm, torch.bfloat16, 64).times <= BOUNDS[ARMS[arm][0]]
+
+
+@pytest.mark.parametrize("arm", BOUNDS)
+def test_the_measure_sees_what_the_plain_form_keeps(arm, monkeypatch):
+    """The same model by autograd alone."""
+    ids = torch.arange(3, 67).unsqueeze(0)
+    model = FathomForCausalLM(config_of(arm, layers=2)).bfloat16().train()
+    kept = saved_bytes(model, ids)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert saved_bytes(model, ids) > 1.3 * kept
+
+
+def sources(count, *, bias):
+    generator = torch.Generator().manual_seed(0)
+    made = [torch.randn(2, 3, 5, dtype=torch.float64, generator=generator) for _ in range(count)]
+    query = torch.randn(5, dtype=torch.float64, generator=generator)
+    return [x.requires_grad_() for x in (query, *made, *[torch.tensor([0.7], dtype=torch.float64)] * bias)]
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_pool_and_its_gradient(count, bias):
+    query, *rest = sources(count, bias=bias)
+    recency = rest.pop() if bias else None
+
+    def call(query, recency, *made):
+        return attention_residuals._Pool.apply(query, recency, 1e-6, *made)
+
+    assert torch.allclose(call(query, recency, *rest), pool(rest, query, 1e-6, recency), rtol=0, atol=1e-13)
+    assert gradcheck(call, (query, recency, *rest))
+
+
+def test_scalars_of_another_token_are_seen(monkeypatch):
+    backward = attention_residuals._Pool.backward
+
+    def faulty(ctx, grad):
+        query, bias, inverse, scores, *rest = ctx.saved_tensors
+        kept = (query, bias, inverse, scores.roll(1, 1), *rest)
+        return backward(SimpleNamespace(saved_tensors=kept), grad)
+
+    query, *rest = sources(3, bias=False)
+    monkeypatch.setattr(attention_residuals._Pool, "backward", staticmethod(faulty))
+    with pytest.raises(RuntimeError, match="Jacobian mismatch"):
+        gradcheck(lambda q, *made: attention_residuals._Pool.apply(q, None, 1e-6, *made), (query, *rest))
+
+
+@pytest.mark.parametrize("n,iterations", [(1, 1), (2, 1), (3, 4), (4, 20)])
+def test_balance_is_sinkhorn(n, iterations):
+    logits = torch.randn(n, n, 5, dtype=torch.float64, requires_grad=True)
+    made = _Balance.apply(logits, iterations)
+    assert torch.allclose(made.movedim(-1, 0), sinkhorn(logits.movedim(-1, 0), iterations), rtol=0, atol=1e-13)
+    assert gradcheck(lambda x: _Balance.apply(x, iterations), (logits,))
+
+
+@pytest.mark.parametrize(
+    "logits", [[[-1e4, -1e4], [-1e4, -1e4]], [[0.0, -1e4], [-1e4, 0.0]], [[0.0, 0.0], [-1e4, -1e4]]]
+)
+def test_balance_survives_extreme_logits(logits):
+    extreme = torch.tensor(logits).unsqueeze(-1).requires_grad_()
+    made = _Balance.apply(extreme, 20)
+    assert torch.allclose(made[..., 0], sinkhorn(extreme[..., 0], 20), atol=1e-6)
+    (grad,) = torch.autograd.grad(made[0, 0, 0], extreme)
+    assert grad.isfinite().all()
+
+
+@pytest.mark.parametrize("n,iterations", [(1, 3), (3, 0), (3, 5)])
+def test_streams_and_their_gradients(n, iterations):
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(*shape):
+        return torch.randn(*shape, dtype=torch.float64, generator=generator).requires_grad_()
+
+    maps = n * n + 2 * n
+    inputs = drawn(2, 2, n, 3), drawn(3 * n), drawn(maps, 3 * n), drawn(maps), drawn(maps)
+    assert gradcheck(lambda *x: hyper_connections._Read.apply(*x, 1e-6, iterations), inputs)
+    assert gradcheck(
+        hyper_connections._Write.apply, (drawn(2, 2, n, 3), drawn(2, 2, n), drawn(2, 2, n, n), drawn(2, 2, 3))
+    )
+
+
+def test_an_adapter_on_the_projection_is_called():
+    """What stands around a weight would be left out by reading the weight alone."""
+    model = FathomForCausalLM(config_of("hyper_connections", layers=1)).train()
+    module, ids = model.model.layers[0].attn_residual, torch.arange(3, 9).unsqueeze(0)
+    plain, called = model(ids, labels=ids).loss, []
+    module.projection.register_forward_hook(lambda *_: called.append(1))
+    assert not module.bare and torch.allclose(model(ids, labels=ids).loss, plain, atol=1e-5) and called == [1]
