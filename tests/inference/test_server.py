@@ -20,11 +20,11 @@ import openai
 import pytest
 import torch
 import uvicorn
-from transformers.cli.serving.model_manager import ModelManager
 
 from fathom.checkpoints.open import open_checkpoint
 from fathom.cli.main import main
-from fathom.inference import server
+from fathom.inference import answers, gate, server
+from fathom.inference.batches import token_bytes
 from fathom.inference.generate import Sampling, encode, generate_batch
 from fathom.lens.live import add_lens
 from tests.inference.tiny import TEXT, export_tiny
@@ -73,7 +73,7 @@ class Served:
         """Send a request and leave before it is answered; of a stream, after its first words."""
         with socket.create_connection(("127.0.0.1", self.port), timeout=60) as connection:
             raw = json.dumps(body).encode()
-            lines = ["POST /v1/completions HTTP/1.1", "Host: x", "Content-Type: application/json"]
+            lines = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
             head = "\r\n".join([*lines, f"Content-Length: {len(raw)}", "", ""])
             connection.sendall(head.encode() + raw)
             if body.get("stream"):
@@ -105,7 +105,7 @@ def served(process):
 def in_thread(app, key=None):
     """The application in this process."""
     listener = server._bind("127.0.0.1", 0)
-    running = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    running = uvicorn.Server(uvicorn.Config(app, log_level="warning", http=gate.Timed))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()
     while not running.started:
@@ -115,7 +115,7 @@ def in_thread(app, key=None):
     finally:
         running.should_exit = True
         thread.join()
-        app.state.worker.join(10)
+        app.state.engine.join(10)
 
 
 # Answers.
@@ -137,11 +137,13 @@ def test_completion_is_what_generate_makes(served, directory):
 
 
 def test_streams_say_the_same(served):
-    chunks = list(served.chat("Sound the depth", stream=True))
-    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    chunks = list(served.chat("Sound the depth", stream=True, stream_options={"include_usage": True}))
+    streamed = "".join(chunk.choices[0].delta.content or "" for chunk in chunks[:-1])
     assert streamed == served.chat("Sound the depth").choices[0].message.content
-    assert chunks[-1].choices[0].finish_reason == "length" and chunks[-1].usage.completion_tokens == 12
+    assert chunks[-2].choices[0].finish_reason == "length" and chunks[-1].usage.completion_tokens == 12
+    assert not chunks[-1].choices and not any(chunk.usage for chunk in chunks[:-1])
     chunks = list(served.complete("Sound the depth", stream=True))
+    assert not any(chunk.usage for chunk in chunks), "not asked for"
     assert "".join(c.choices[0].text for c in chunks) == served.complete("Sound the depth").choices[0].text
     assert len(chunks) > 3, "token by token"
 
@@ -198,7 +200,78 @@ def test_stop_strings_end_and_are_left_out(served):
     ],
 )
 def test_before_stop(text, stops, before, held):
-    assert server.before_stop(text, stops) == (before, held)
+    assert answers.before_stop(text, stops) == (before, held)
+
+
+def test_a_stop_on_the_last_token_is_a_stop(served):
+    whole = served.complete("The sailors", max_tokens=6)
+    last = served.complete("The sailors", max_tokens=6, stop=whole.choices[0].text[-1])
+    assert whole.choices[0].finish_reason == "length"
+    assert last.choices[0].finish_reason == "stop" and last.usage.completion_tokens <= 6
+
+
+def test_a_temperature_however_small(served):
+    likeliest = served.complete("The sailors").choices[0].text
+    assert served.complete("The sailors", temperature=1e-300).choices[0].text == likeliest
+
+
+def test_several_texts_and_prompts(served):
+    """`n` texts of a prompt differ, and each is what it is alone; prompts may be ids."""
+    both = served.complete(["The sailors", "The lead"], n=3, temperature=1, seed=5, max_tokens=8)
+    assert [choice.index for choice in both.choices] == list(range(6))
+    alone = served.complete("The lead", n=3, temperature=1, seed=5, max_tokens=8)
+    assert [c.text for c in both.choices[3:]] == [c.text for c in alone.choices] and len(
+        {c.text for c in both.choices}
+    ) > 3
+    ids = served.post("/tokenize", prompt="The lead")[1]["tokens"]
+    by_ids = served.complete(ids, n=3, temperature=1, seed=5, max_tokens=8)
+    assert [c.text for c in by_ids.choices] == [c.text for c in alone.choices]
+    assert served.post("/detokenize", tokens=ids)[1] == {"prompt": "The lead"}
+
+
+def test_log_probabilities_are_the_models(served, directory):
+    """Of new tokens and, with `echo`, of the prompt: as a plain forward pass has them."""
+    model, tokenizer = open_checkpoint(directory, "cpu")
+    ids = tokenizer("The sailors let the lead fall")["input_ids"]
+    answer = served.complete(ids, logprobs=2, echo=True, max_tokens=3, logit_bias={"9": 1.0})
+    scored = answer.choices[0].logprobs
+    assert answer.choices[0].text.startswith("The sailors let the lead fall")
+    with torch.no_grad():
+        logs = model(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = [float(logs[i, token]) for i, token in enumerate(ids[1:])]
+    assert scored.token_logprobs[0] is None and len(scored.tokens) == len(ids) + 3
+    assert scored.token_logprobs[1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+    assert scored.top_logprobs[0] is None and all(2 <= len(top) <= 3 for top in scored.top_logprobs[1:])
+    assert scored.text_offset[: len(ids)] == [len(tokenizer.decode(ids[:i])) for i in range(len(ids))]
+    greedy = served.complete(ids, logprobs=1, max_tokens=3).choices[0].logprobs
+    assert [max(top, key=top.get) for top in greedy.top_logprobs] == greedy.tokens
+    chat = served.chat("Sound", logprobs=True, top_logprobs=3, max_tokens=4).choices[0].logprobs.content
+    assert len(chat) == 4 and all(one.logprob == one.top_logprobs[0].logprob for one in chat)
+    streamed = served.complete(ids, logprobs=1, max_tokens=3, stream=True)
+    assert [
+        t for chunk in streamed if chunk.choices[0].logprobs for t in chunk.choices[0].logprobs.tokens
+    ] == greedy.tokens
+
+
+def test_what_is_drawn_from(served):
+    """Biases and limits reach the draw."""
+    forced = served.complete("The sailors", temperature=2, logit_bias={"40": 100}, max_tokens=4, logprobs=0)
+    assert set(forced.choices[0].logprobs.tokens) == {served.post("/detokenize", tokens=[40])[1]["prompt"]}
+    likeliest = served.complete("The sailors").choices[0].text
+    for limit in ({"top_k": 1}, {"min_p": 1.0}, {"top_p": 1e-9}):
+        assert served.complete("The sailors", temperature=2, extra_body=limit).choices[0].text == likeliest
+    varied = served.complete("The sailors", max_tokens=40, frequency_penalty=2, logprobs=0).choices[0].logprobs.tokens
+    plain = served.complete("The sailors", max_tokens=40, logprobs=0).choices[0].logprobs.tokens
+    assert len(set(varied)) > len(set(plain))
+
+
+def test_what_prometheus_reads(served):
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    connection.request("GET", "/metrics")
+    lines = connection.getresponse().read().decode().splitlines()
+    values = dict(line.split(" ") for line in lines if not line.startswith("#"))
+    assert float(values["fathom_generation_tokens_total"]) > 100 and float(values["fathom_texts_finished_total"]) > 10
+    assert values["fathom_texts_running"] == values["fathom_texts_waiting"] == values["fathom_cache_bytes"] == "0"
 
 
 # Errors.
@@ -208,13 +281,18 @@ BAD = {
     "too long": ({"prompt": "depth " * 20_000}, 400, "context_length_exceeded"),
     "too much asked": ({"prompt": "x", "max_tokens": CONTEXT}, 400, "context_length_exceeded"),
     "no prompt": ({}, 400, None),
-    "list": ({"prompt": ["x", "y"]}, 400, None),
+    "empty list": ({"prompt": []}, 400, None),
+    "no such token": ({"prompt": [5, 999]}, 400, None),
+    "no such bias": ({"prompt": "x", "logit_bias": {"a": 1}}, 400, None),
     "number": ({"prompt": "x", "temperature": "hot"}, 400, None),
     "range": ({"prompt": "x", "top_p": 0}, 400, None),
     "infinite": ({"prompt": "x", "temperature": float("nan")}, 400, None),
     "negative": ({"prompt": "x", "max_tokens": -1}, 400, None),
-    "several": ({"prompt": "x", "n": 3}, 400, None),
-    "unsupported": ({"prompt": "x", "logprobs": 3}, 400, None),
+    "too many": ({"prompt": "x", "n": 300}, 400, None),
+    "nothing": ({"prompt": "x", "max_tokens": 0}, 400, None),
+    "stream options": ({"prompt": "x", "stream": True, "stream_options": {"zzz": 1}}, 400, None),
+    "unsupported": ({"prompt": "x", "suffix": "y"}, 400, None),
+    "trips": ({"prompt": "x", "max_trips": 2}, 400, None),
     "generation_config": ({"prompt": "x", "generation_config": '{"num_beams": 999}'}, 400, None),
     "surrogate": ({"prompt": "\ud800"}, 400, None),
     "surrogate model": ({"prompt": "x", "model": "\ud800"}, 404, "model_not_found"),
@@ -225,6 +303,12 @@ BAD_CHATS = {
     "not a list": ({"messages": "x"}, 400, None),
     "no role": ({"messages": [{"content": "x"}]}, 400, None),
     "picture": ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, 400, None),
+    "tools": ({"messages": [{"role": "user", "content": "x"}], "tools": [{"type": "function"}]}, 400, None),
+    "schema": (
+        {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}},
+        400,
+        None,
+    ),
     "tool call": ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]}, 400, None),
     "own template": (
         {"messages": [{"role": "user", "content": "x"}], "chat_template_kwargs": {"chat_template": "{{ 1 }}"}},
@@ -269,7 +353,8 @@ def test_a_body_that_is_too_large(served):
 
 
 def test_what_other_routes_there_are(served):
-    """Those of transformers that load, drop or list other models are gone."""
+    """None that loads, drops or lists other models; what vLLM alone does is said."""
+    check_error(served.post("/v1/embeddings", input="x"), 404, "not_supported")
     check_error(served.raw("GET", "/nothing"), 404)
     check_error(served.raw("GET", "/v1/completions"), 405)
     check_error(served.raw("GET", "/v1/models/other"), 404, "model_not_found")
@@ -347,18 +432,50 @@ def test_200_bad_requests_leave_memory_flat(served):
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_planted_leak_is_seen(directory, monkeypatch):
     """A server that keeps every body, measured alike over half the requests."""
-    read, kept = server._Gate._read, []
+    read, kept = gate.Gate._read, []
 
     async def hoarding(self, receive, chunks):
         kept.append(chunks)
         return await read(self, receive, chunks)
 
-    monkeypatch.setattr(server._Gate, "_read", hoarding)
+    monkeypatch.setattr(gate.Gate, "_read", hoarding)
     with in_thread(server.build_app(*open_checkpoint(directory, "cpu"), "tiny")) as leaking:
         assert steady_growth(leaking, 100) > BOUND
 
 
+def test_who_sends_too_slowly(directory, monkeypatch):
+    """Half a head, and half a body."""
+    monkeypatch.setattr(gate, "PATIENCE", 0.5)
+    with in_thread(server.build_app(*open_checkpoint(directory, "cpu"), "tiny")) as waiting:
+        with socket.create_connection(("127.0.0.1", waiting.port), timeout=30) as half:
+            half.sendall(b"POST /v1/comp")
+            assert half.recv(100) == b"", "closed"
+        with socket.create_connection(("127.0.0.1", waiting.port), timeout=30) as half:
+            half.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: 99\r\n\r\n{")
+            assert b"408" in half.recv(100).splitlines()[0]
+
+
+def test_memory_for_the_cache_is_a_limit(directory):
+    """What cannot fit is refused, what can waits; a budget for one row serves eight one after another."""
+    model, tokenizer = open_checkpoint(directory, "cpu")
+    rows = token_bytes(model, None) * 256
+    with in_thread(server.build_app(model, tokenizer, "tiny", memory=rows)) as small:
+        check_error(small.post(prompt="x", max_tokens=300), 400, "cache_memory_exceeded")
+        assert small.post(prompt="x")[1]["usage"]["total_tokens"] <= 256, "no more than there is room for"
+        with ThreadPoolExecutor(8) as pool:
+            found = list(pool.map(lambda i: small.complete(PROMPTS[i], max_tokens=100).choices[0].text, range(8)))
+    with in_thread(server.build_app(model, tokenizer, "tiny", memory=100 * rows)) as large:
+        assert found == [large.complete(PROMPTS[i], max_tokens=100).choices[0].text for i in range(8)]
+
+
 # Keys, templates, the lens, addresses.
+
+
+def test_another_name_is_not_ours(served):
+    """A page of another site that was made to point here: refused, by a server without a key."""
+    check_error(served.raw("GET", "/v1/models", headers={"Host": "evil.example"}), 403, "wrong_host")
+    for name in ("localhost", f"127.0.0.1:{served.port}", "[::1]:80"):
+        assert served.raw("GET", "/v1/models", headers={"Host": name})[0] == 200
 
 
 def test_an_api_key_is_asked_for(directory):
@@ -419,44 +536,36 @@ def test_asked_wrongly(directory, capsys, monkeypatch):
     assert "warning" not in refused("nowhere", "--port", "0", "--host", "0.0.0.0")
 
 
-def test_transformers_own_server_refuses_our_class(directory):
-    """Why there is a server of ours: theirs takes classes of the `transformers` module only."""
-    with pytest.raises(AttributeError, match="FathomForCausalLM"):
-        ModelManager(device="cpu", force_model=str(directory))
-
-
 # The end.
 
 
 def test_sigterm_ends_cleanly(served, process):
     """A request under way is answered, one that outlives the grace period is told why it ends; exit code 0."""
-    answers = {}
+    heard = {}
 
     def short():
-        answers["short"] = served.complete("The sailors", max_tokens=60).choices[0].text
+        heard["short"] = served.complete("The sailors", max_tokens=60).choices[0].text
 
     def long():
         try:
             for chunk in served.complete(ENDLESS, max_tokens=LONG, stream=True):
-                answers["long"] = answers.get("long", "") + chunk.choices[0].text
+                heard["long"] = heard.get("long", "") + chunk.choices[0].text
         except openai.APIError as error:
-            answers["error"] = error
+            heard["error"] = error
 
     expected = served.complete("The sailors", max_tokens=60).choices[0].text
     threads = [threading.Thread(target=short), threading.Thread(target=long)]
     threads[0].start()
     time.sleep(0.05)
     threads[1].start()
-    while "long" not in answers:
+    while "long" not in heard:
         time.sleep(0.01)
-    began = time.perf_counter()
     process.send_signal(signal.SIGTERM)
     for thread in threads:
         thread.join(30)
     assert process.wait(30) == 0
-    assert time.perf_counter() - began < GRACE + 8
-    assert answers["short"] == expected
-    assert "shutting down" in str(answers["error"])
+    assert heard["short"] == expected
+    assert "shutting down" in str(heard["error"])
     assert "Traceback" not in process.stderr.read()
 
 
@@ -478,5 +587,6 @@ def test_serve_and_generate_stop_alike(directory, own):
 
     wanted = [1, 1 if own in (2, [2], [2, 0]) else 4, 4]
     assert [made for made, _ in lengths()] == wanted
-    server.build_app(model, tokenizer, "tiny")
+    service = server.Service(model, tokenizer, "tiny", memory=1 << 20)
+    service.engine.join(10)
     assert list(lengths()) == [(length, length) for length in wanted]

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
-from argparse import Namespace
+from argparse import ArgumentTypeError, Namespace
 
 from fathom.cli.parser import Parser, UsageError, add_kvcache
 
 LONGEST_GRACE = 86_400
+UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
 def add(parser: Parser) -> None:
@@ -23,6 +24,12 @@ def add(parser: Parser) -> None:
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     add_kvcache(parser)
     parser.add_argument("--max-trips", type=int, metavar="N", help="trips per token at most, unless a request says so")
+    parser.add_argument(
+        "--cache-memory",
+        type=size,
+        metavar="SIZE",
+        help="for keys and values of all requests: 2GiB, 512MiB (default: a quarter of the free memory; of a GPU most)",
+    )
     parser.add_argument("--lens", action="store_true", help="offer the lens at /lens")
     parser.add_argument(
         "--grace", type=float, default=20.0, help="seconds to finish requests when told to stop (default: 20)"
@@ -30,6 +37,19 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run Python files of the directory, for unknown architectures"
     )
+
+
+def size(text: str) -> int:
+    """Bytes from a number with `KiB`, `MiB`, `GiB` or nothing behind it."""
+    number = text.strip().lower()
+    unit = next((name for name in UNITS if number.endswith(name)), "")
+    try:
+        found = int(float(number.removesuffix(unit)) * UNITS.get(unit, 1))
+    except (ValueError, OverflowError):
+        found = 0
+    if found < 1:
+        raise ArgumentTypeError(f"{text}: expected a size above 0, as 2GiB or 512MiB")
+    return found
 
 
 def run(options: Namespace) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from fathom.kvcache import METHODS, NAMES, build_cache, prefill
 from fathom.kvcache.method import Linear
@@ -23,6 +24,10 @@ class Policy:
     sinks: int
     ratio: float
 
+    def empty(self, model: Any) -> Cache:
+        """A cache that has read nothing."""
+        return build_cache(model, self.method, self.window, self.sinks, self.ratio)
+
     def read(
         self, model: Any, prompt: Tensor, beams: int = 1, after_chunk: Callable[[], None] | None = None
     ) -> dict[str, Any]:
@@ -34,7 +39,7 @@ class Policy:
             beams: Rows that each row becomes in `generate`.
             after_chunk: As `prefill` takes it.
         """
-        cache = build_cache(model, self.method, self.window, self.sinks, self.ratio)
+        cache = self.empty(model)
         if prompt.shape[1] > 1:
             prefill(model, prompt[:, :-1], cache, after_chunk=after_chunk)
             cache.batch_repeat_interleave(beams)

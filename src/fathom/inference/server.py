@@ -1,527 +1,320 @@
-"""`fathom serve`: transformers' OpenAI-compatible server around one checked model.
+"""`fathom serve`: OpenAI's routes over one model whose requests share running batches.
 
-transformers brings the routes, chat templates, token streams and the shape of every answer. Its own command loads any
-model that a request names, and no class of ours; here it is handed one open model, and every route that could load or
-drop another is taken away. What a server that meets strangers needs is added: requests are checked before they are
-read by anyone else, errors have OpenAI's form, an API key may be asked for, work for a client that hung up stops, and
-SIGTERM lets the requests under way end.
-
-Generations run one after another on one thread, so an answer never depends on who else is asking.
+A request is checked (`api.py`), becomes one job for each of its texts (`engine.py`), and is answered as its tokens
+come (`answers.py`). In front stands the gate (`gate.py`). Everything here is asyncio on one thread; the model runs on
+another, so a slow client holds up nobody.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import hmac
 import inspect
 import ipaddress
 import json
 import signal
 import socket
 import sys
-import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextvars import ContextVar
+from collections.abc import AsyncIterator, Callable, Collection
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from jinja2 import TemplateError
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
-from transformers.cli.serving.chat_completion import ChatCompletionHandler
-from transformers.cli.serving.completion import CompletionHandler
-from transformers.cli.serving.model_manager import ModelManager
-from transformers.cli.serving.server import build_server
-from transformers.cli.serving.utils import DirectStreamer, GenerateManager, GenerationState
 from transformers.utils import logging
 
 from fathom.checkpoints.open import open_checkpoint
-from fathom.checkpoints.special_tokens import settle_generation
+from fathom.checkpoints.special_tokens import as_list, settle_generation
 from fathom.errors import FathomError
 from fathom.evaluation.budgets import check_trips, most_trips
+from fathom.inference.answers import Envelope, Text, Words
+from fathom.inference.api import ApiError, Body, ChatBody, CompletionBody, TextBody, TokensBody, parsed, seed_of
 from fathom.inference.cache import Policy, choose
+from fathom.inference.engine import Engine, EngineError, Event, Job, Scored
+from fathom.inference.gate import Gate, Timed
 
-logger = logging.get_logger(__name__)
-
-ROUTES = {"/v1/chat/completions", "/v1/completions", "/v1/models", "/health"}
-NEW_TOKENS = 1024  # where a request names no number, as in transformers
+NEW_TOKENS = 1024  # where a request names no number
 ENDLESS = 1 << 20  # tokens of context that are offered where a cache of constant size sets no limit
-WAITING = 256  # requests at a time; each holds its tokens and a socket
-BODIES = 1 << 28  # bytes of all requests at a time
-AddPages = Callable[[FastAPI, Any, Any, str, GenerateManager], None]
-"""Adds routes to the server: from the application, model, tokenizer, name and the thread that runs models."""
+FREE = 1 << 32  # bytes, where a system does not say
+STATUS = {"rate_limit_exceeded": 429, "shutting_down": 503, "cache_memory_exceeded": 400, "failed": 500}
+AddPages = Callable[[FastAPI, Any, Any, str, Engine], None]
+"""Adds routes to the server: from the application, model, tokenizer, name and the engine."""
 
 
 class ServeError(FathomError, ValueError):
     """Something that cannot be served as asked; the message is one line."""
 
 
-class ApiError(HTTPException):
-    """An error that a client is told about, in OpenAI's words."""
+class Service:
+    """One model with its engine, and what the routes do with them.
 
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
-        super().__init__(status, message)
-        self.code, self.param = code, param
+    Args:
+        model: An open causal language model.
+        tokenizer: Its tokenizer.
+        name: What clients call it.
+        memory: Bytes that keys and values may take; by default as `default_memory` says.
+        policy: A cache of constant size for every text.
+        max_trips: Trips per token at most, where a request does not say.
+    """
 
-    def body(self) -> dict[str, Any]:
-        """The JSON that OpenAI's clients understand."""
-        kind = "invalid_request_error" if self.status_code < 500 else "server_error"
-        message = str(self.detail).encode("utf-8", "replace").decode()  # a lone surrogate is JSON, but not UTF-8
-        return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
-
-    def response(self) -> JSONResponse:
-        """The answer."""
-        return JSONResponse(self.body(), self.status_code, headers=self.headers)
-
-
-# What a request may say. transformers ignores much that it does not know; here what cannot be done is refused.
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    type: Literal["text"]
-    text: str
-
-
-class _Message(BaseModel):
-    model_config = ConfigDict(strict=True)
-    role: str
-    content: str | list[_Part] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
-    tool_call_id: str | None = None
-
-
-class _Body(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid")
-    model: str | None = None
-    stream: bool | None = None
-    stream_options: dict[str, Any] | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
-    top_p: float | None = Field(None, gt=0, le=1)
-    seed: int | None = Field(None, ge=0, lt=1 << 63)
-    stop: str | list[str] | None = Field(None, max_length=1024)
-    frequency_penalty: float | None = Field(None, ge=0, le=2)
-    presence_penalty: float | None = Field(None, ge=0, le=0)
-    n: int | None = Field(None, ge=1, le=1)
-    user: str | None = None
-    max_trips: int | None = Field(None, ge=1)
-
-
-class _CompletionBody(_Body):
-    prompt: str
-    best_of: int | None = Field(None, ge=1, le=1)
-    echo: Literal[False] | None = None
-
-
-class _Format(BaseModel):
-    type: Literal["text"]
-
-
-class _ChatBody(_Body):
-    messages: list[_Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    logprobs: Literal[False] | None = None
-    response_format: _Format | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto"] | None = None
-    chat_template_kwargs: dict[str, bool | int | str] | None = None
-
-
-class _Call:
-    """One request: what it asked for, and its generation once there is one."""
-
-    def __init__(self) -> None:
-        self.body: dict[str, Any] = {}
-        self.streamer: _Streamer | None = None
-
-
-# The manager that transformers hands a request to sees tensors only; this carries the rest of the request there.
-_CALL: ContextVar[_Call] = ContextVar("call")
-
-
-class _Tokens(asyncio.Queue):
-    """Text as it comes; an exception that was put is raised by whoever gets it."""
-
-    def _get(self) -> Any:
-        item = super()._get()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-
-class _Finished(Exception):
-    """Ends a generation whose answer is complete."""
-
-
-class _Streamer(DirectStreamer):
-    """transformers' streamer that also ends at a stop string, which it leaves out, and can be told to give up."""
-
-    def __init__(self, tokenizer: Any, queue: _Tokens, stops: list[str], parser: Any) -> None:
-        super().__init__(tokenizer._tokenizer, asyncio.get_running_loop(), queue, response_parser=parser)
-        self.ids: list[int] = []
-        self._decode = tokenizer.decode
-        self._stops, self._said, self._held = stops, "", ""
-        self._halt: Exception | None = None
-
-    def put(self, value: torch.Tensor) -> None:
-        """Called with the prompt, then with each new token."""
-        self.heed()
-        if not self._first:
-            self.ids += value.tolist()
-        super().put(value)
-        self.heed()
-
-    def heed(self) -> None:
-        """Raise what `cancel` left."""
-        if self._halt is not None:
-            raise self._halt
-
-    def end(self) -> None:
-        """Say what was held back, a stop string or a character that may have begun, and end."""
-        if self._parser is None and self._halt is None:
-            whole = self._decode(self.ids, skip_special_tokens=True)
-            rest = whole[len(self._said) :] if whole.startswith(self._said) else self._held
-            if rest:
-                super()._enqueue(rest)
-        super().end()
-
-    def cancel(self, reason: Exception | None = None) -> None:
-        """Give up at the next token, or the next chunk of the prompt."""
-        self._halt = self._halt or reason or ApiError(503, "the request was cancelled")
-
-    def fail(self, error: Exception) -> None:
-        """End the answer with an error."""
-        super()._enqueue(error)
-
-    def _enqueue(self, item: Any) -> None:
-        if self._stops and type(item) is str and self._halt is None:
-            item, rest = before_stop(self._held + item, self._stops)
-            self._held = rest or ""
-            if rest is None:
-                self._halt = _Finished()
-            if not item:
-                return
-        if type(item) is str:
-            self._said += item
-        super()._enqueue(item)
-
-
-def before_stop(text: str, stops: list[str]) -> tuple[str, str | None]:
-    """The text that surely comes before any stop string, and what may begin one; None once one was found."""
-    found = [at for stop in stops if (at := text.find(stop)) >= 0]
-    if found:
-        return text[: min(found)], None
-    held = max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
-    return text[: len(text) - held], text[len(text) - held :]
-
-
-class _Generation(GenerateManager):
-    """One generation after another on one thread, each of which can be given up."""
-
-    def __init__(self, context: int, memory: Policy | None = None, max_trips: int | None = None) -> None:
-        super().__init__()
-        self.context, self.memory, self.max_trips = context, memory, max_trips
-        self._under_way: set[_Streamer] = set()
-        self._closed = False
-
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str, response_parser: Any = None
-    ) -> tuple[asyncio.Queue, DirectStreamer]:
-        """Start, and hand back the text as it comes."""
-        queue = _Tokens()
-        return queue, self._start(model, processor, inputs, gen_config, queue, response_parser)
-
-    async def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, gen_config: Any, request_id: str
-    ) -> tuple[str, int, list[int]]:
-        """Run to the end: text, length of the prompt, new tokens."""
-        queue = _Tokens()
-        streamer = self._start(model, processor, inputs, gen_config, queue, None)
-        while await queue.get() is not None:
-            pass
-        text = processor.decode(streamer.ids, skip_special_tokens=True)
-        return before_stop(text, _stops())[0] if streamer._halt else text, inputs["input_ids"].shape[-1], streamer.ids
-
-    def _start(self, model: Any, tokenizer: Any, inputs: Any, config: Any, queue: _Tokens, parser: Any) -> _Streamer:
-        if self._closed:
-            raise ApiError(503, "the server is shutting down")
-        if len(self._under_way) >= WAITING:
-            raise ApiError(429, f"{WAITING} requests are waiting already; try again later", "rate_limit_exceeded")
-        prompt, wanted = inputs["input_ids"].shape[-1], config.max_new_tokens
-        room = self.context - prompt
-        if room < (wanted or 1):
-            asked = f" and {wanted} more were asked for" if wanted else ""
-            raise ApiError(
-                400,
-                f"this model's context is {self.context} tokens; the prompt has {prompt}{asked}",
-                "context_length_exceeded",
-            )
-        config.max_new_tokens = wanted or min(NEW_TOKENS, room)
-
-        call = _CALL.get()
-        seed, most = call.body.get("seed"), call.body.get("max_trips", self.max_trips)
-        budget = {} if most is None else {"max_trips": most}
-        streamer = call.streamer = _Streamer(tokenizer, queue, _stops(), parser)
-        self._under_way.add(streamer)
-
-        def run() -> None:
-            try:
-                streamer.heed()  # it may have waited in vain
-                if seed is not None:  # here, not where the request came in: others may run in between
-                    torch.manual_seed(seed)
-                ids = inputs["input_ids"]
-                cache = self.memory.read(model, ids, after_chunk=streamer.heed) if self.memory else {}
-                model.generate(**inputs, **cache, **budget, generation_config=config, streamer=streamer)
-            except _Finished:
-                streamer.end()
-            except ApiError as error:
-                streamer.fail(error)
-            except Exception as error:
-                logger.exception("generation failed")
-                streamer.fail(ApiError(500, f"generation failed: {type(error).__name__}"))
-            finally:
-                self._under_way.discard(streamer)
-
-        self.submit(run)
-        return streamer
-
-    def close(self) -> None:
-        """Take nothing more on, and end what is under way with an error that says why."""
-        self._closed = True
-        for streamer in list(self._under_way):
-            streamer.cancel(ApiError(503, "the server is shutting down"))
-
-    def join(self, seconds: float) -> None:
-        """Wait until the thread is idle."""
-        idle = threading.Event()
-        self.submit(idle.set)
-        idle.wait(seconds)
-
-
-def _stops() -> list[str]:
-    stop = _CALL.get().body.get("stop") or []
-    return [s for s in ([stop] if isinstance(stop, str) else stop) if s]
-
-
-class _OneWorker(GenerationState):
-    """Every request goes to the same worker."""
-
-    def __init__(self, worker: _Generation) -> None:
-        super().__init__()
-        self.worker = worker
-
-    def get_manager(self, model_id: str, use_cb: bool = False) -> Any:
-        """The worker."""
-        return self.worker
-
-
-class _OneModel(ModelManager):
-    """The model that is served, and no way to another."""
-
-    def __init__(self, model: Any, tokenizer: Any, name: str, context: int) -> None:
-        super().__init__(device=str(model.device), model_timeout=-1)
-        self.model, self.tokenizer, self.name = model, tokenizer, name
+    def __init__(
+        self,
+        model: Any,
+        tokenizer: Any,
+        name: str,
+        memory: int | None = None,
+        policy: Policy | None = None,
+        max_trips: int | None = None,
+    ) -> None:
+        settle_generation(model.generation_config, tokenizer)
+        self.model, self.tokenizer, self.name, self.max_trips = model, tokenizer, name, max_trips
+        self.context = model.config.max_position_embeddings if policy is None else ENDLESS
+        self.stops = frozenset(as_list(model.generation_config.eos_token_id))
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.engine = Engine(model, memory or default_memory(model), policy, self._hand_over)
+        self.first_tokens, self.first_seconds, self.refused = 0, 0.0, 0
         self.card = {
             "id": name,
             "object": "model",
             "created": int(time.time()),
             "owned_by": "fathom",
-            "max_model_len": context,
+            "max_model_len": self.context,
         }
 
-    def load_model_and_processor(self, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """What was opened before the server started."""
-        return self.model, self.tokenizer
+    def _hand_over(self, out: list[tuple[Job, Event]]) -> None:
+        """From the engine's thread to this one."""
+        if self.loop is not None and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(_deliver, out)
 
-    def get_gen_models(self, cache_dir: str | None = None) -> list[dict]:
-        """The one model, not what happens to lie in this machine's cache."""
-        return [self.card]
+    def known(self, asked: str | None) -> None:
+        """Refuse another model's name."""
+        if asked not in (None, self.name):
+            raise ApiError(404, f"no model {asked!r:.120}; this server has {self.name!r}", "model_not_found", "model")
 
+    async def encode(self, body: Body) -> list[tuple[str, list[int]]]:
+        """The prompts as text and ids."""
+        if isinstance(body, ChatBody):
+            variables = body.chat_template_kwargs or {}
+            # A template of the client's, or padding to a length of its choice, would be more than variables.
+            reserved = set(inspect.signature(self.tokenizer.apply_chat_template).parameters)
+            for key in variables:
+                if key in reserved:
+                    raise ApiError(400, f"chat_template_kwargs.{key}: not allowed", param="chat_template_kwargs")
+            return [await asyncio.to_thread(self._conversation, body.messages, variables)]
+        assert isinstance(body, CompletionBody)
+        return [await asyncio.to_thread(self._prompt, prompt) for prompt in body.prompts()]
 
-class _Checked:
-    """Before either of transformers' handlers: the request is checked; after it: a stream ends as OpenAI's do."""
+    def _prompt(self, prompt: str | list[int]) -> tuple[str, list[int]]:
+        if not isinstance(prompt, str):
+            return self.tokenizer.decode(prompt), prompt
+        if not prompt:  # starts a new document
+            begin = self.tokenizer.bos_token_id
+            return "", [self.tokenizer.eos_token_id if begin is None else begin]
+        return prompt, self._ids(prompt)
 
-    body_type: type[_Body]
-    model_manager: _OneModel
-
-    def _validate_request(self, body: dict) -> None:
-        for key in [key for key, value in body.items() if value is None]:
-            del body[key]
+    def _ids(self, text: str, special: bool = True) -> list[int]:
         try:
-            self.body_type.model_validate(body)
-        except ValidationError as error:
-            first = error.errors(include_url=False, include_input=False)[0]
-            where = ".".join(str(part) for part in first["loc"])
-            what = "not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
-            raise ApiError(400, f"{where}: {what}", param=str(first["loc"][0])) from None
-        most = most_trips(self.model_manager.model)
-        if (asked := body.get("max_trips", 1)) > most:
-            raise ApiError(400, f"max_trips: {asked}; a token of this model makes {most} at most", param="max_trips")
-        _CALL.get().body = body
+            # A length beyond the context is our own error.
+            return list(self.tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"])
+        except (UnicodeError, TypeError, ValueError) as error:
+            raise ApiError(400, f"this text cannot be read: {_one_line(error)}", param="prompt") from error
 
-    def _resolve_model(self, body: dict) -> tuple[str, Any, Any]:
-        served = self.model_manager
-        if (asked := body.get("model", served.name)) != served.name:
-            raise ApiError(404, f"no model {asked!r:.120}; this server has {served.name!r}", "model_not_found", "model")
-        return served.name, served.model, served.tokenizer
-
-    def _build_generation_config(self, body: dict, model_generation_config: Any, use_cb: bool = False) -> Any:
-        asked = {
-            key: value for key, value in body.items() if key not in ("seed", "stop", "max_trips")
-        }  # the worker sees to these
-        config = super()._build_generation_config(asked, model_generation_config, use_cb)  # type: ignore[misc]
-        if "max_tokens" not in body and "max_completion_tokens" not in body:
-            config.max_new_tokens = None  # as much as there is room for
-        if body.get("temperature") == 0:
-            config.do_sample, config.temperature = False, None
-        elif "temperature" in body or "top_p" in body:
-            config.do_sample = True
-            if model_generation_config.top_k is None:
-                config.top_k = 0  # transformers would draw from the 50 likeliest tokens
-        return config
-
-    async def handle_request(self, body: dict, request_id: str) -> Any:
-        """As transformers does."""
-        try:
-            response = await super().handle_request(body, request_id)  # type: ignore[misc]
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, TemplateError) as error:
-            raise ApiError(400, f"this request cannot be read: {' '.join(str(error).split()):.300}") from error
-        if isinstance(response, StreamingResponse):
-            response.body_iterator = _to_the_end(response.body_iterator)
-        return response
-
-
-async def _to_the_end(chunks: Any) -> AsyncIterator[Any]:
-    try:
-        async for chunk in chunks:
-            yield chunk
-    except ApiError as error:
-        yield f"data: {json.dumps(error.body())}\n\n"
-    yield "data: [DONE]\n\n"
-
-
-class _Chat(_Checked, ChatCompletionHandler):
-    body_type = _ChatBody
-
-    def _validate_request(self, body: dict) -> None:
-        super()._validate_request(body)
-        tokenizer = self.model_manager.tokenizer
-        if not tokenizer.chat_template:
+    def _conversation(self, messages: Any, variables: dict[str, Any]) -> tuple[str, list[int]]:
+        if not self.tokenizer.chat_template:
             raise ApiError(
                 400,
                 "this model has no chat template, so it was not trained to converse; use /v1/completions",
                 "no_chat_template",
             )
-        # A template of the client's, or padding to a length of its choice, would be more than variables.
-        reserved = set(inspect.signature(tokenizer.apply_chat_template).parameters)
-        for key in body.get("chat_template_kwargs", {}):
-            if key in reserved:
-                raise ApiError(400, f"chat_template_kwargs.{key}: not allowed", param="chat_template_kwargs")
-
-
-class _Completion(_Checked, CompletionHandler):
-    body_type = _CompletionBody
-
-    def _validate_request(self, body: dict) -> None:
-        super()._validate_request(body)
-        tokenizer = self.model_manager.tokenizer
-        if not body["prompt"]:  # starts a new document
-            body["prompt"] = tokenizer.bos_token or tokenizer.eos_token or ""
-
-
-class _Gate:
-    """The outermost layer: key and size of a request, and an end to the work of one whose client hung up."""
-
-    def __init__(self, app: Any, api_key: str | None, body_limit: int) -> None:
-        self.app, self.body_limit, self.held = app, body_limit, 0
-        self.key = api_key.encode() if api_key is not None else None
-
-    async def __call__(self, scope: Any, receive: Callable[[], Awaitable[Any]], send: Any) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        chunks: list[bytes] = []
+        turns = [message.model_dump(exclude_none=True) for message in messages]
+        for turn in turns:
+            if isinstance(turn.get("content"), list):
+                turn["content"] = "".join(part["text"] for part in turn["content"])
         try:
-            self._authorise(scope)
-            whole = await self._read(receive, chunks)
-        except ApiError as error:
-            await error.response()(scope, receive, send)
-        else:
-            if whole:
-                await self._answer(chunks[0], scope, receive, send)
-        finally:
-            self.held -= sum(map(len, chunks))
+            text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError, TemplateError) as error:
+            raise ApiError(400, f"this conversation cannot be read: {_one_line(error)}", param="messages") from error
+        return text, self._ids(text, special=False)
 
-    async def _answer(self, body: bytes, scope: Any, receive: Callable[[], Awaitable[Any]], send: Any) -> None:
-        unread = [{"type": "http.request", "body": body, "more_body": False}]
-        gone = asyncio.create_task(_hang_up(receive))
+    def jobs(self, body: Body, prompts: list[tuple[str, list[int]]], queue: asyncio.Queue) -> list[Job]:
+        """One for each prompt and each of the `n` texts that are asked for."""
+        most = most_trips(self.model)
+        if body.max_trips is not None and body.max_trips > most:
+            message = f"max_trips: {body.max_trips}; a token of this model makes {most} at most"
+            raise ApiError(400, message, param="max_trips")
+        made: list[Job] = []
+        seed = seed_of(body)
+        for _, ids in prompts:
+            wanted = self._new_tokens(len(ids), body.most_tokens())
+            for i in range(body.n or 1):
+                job = Job(
+                    ids,
+                    wanted,
+                    body.choice(self.model.generation_config, i, seed),
+                    deliver=partial(_put, queue, len(made)),
+                    stops=self.stops,
+                    logprobs=body.scored(),
+                    score_prompt=isinstance(body, CompletionBody) and bool(body.echo) and body.scored() is not None,
+                    trips=body.max_trips or self.max_trips,
+                )
+                made.append(job)
+        return made
 
-        async def again() -> Any:
-            if unread:
-                return unread.pop()
-            await asyncio.wait({gone})
-            return {"type": "http.disconnect"}
+    def _new_tokens(self, prompt: int, wanted: int | None) -> int:
+        room = self.context - prompt
+        if room < (1 if wanted is None else wanted):
+            asked = "" if wanted is None else f" and {wanted} more were asked for"
+            raise ApiError(
+                400,
+                f"this model's context is {self.context} tokens; the prompt has {prompt}{asked}",
+                "context_length_exceeded",
+            )
+        held = self.engine.most_tokens(self.max_trips) - prompt
+        return max(1, min(NEW_TOKENS, room, held)) if wanted is None else wanted
 
-        call = _Call()
-        _CALL.set(call)
-        answer = asyncio.create_task(self.app(scope, again, send))
+    async def answer(self, body: Body) -> Response:
+        """Whole, or as a stream."""
+        self.known(body.model)
+        body.check(self.model.config.vocab_size)
+        self.loop = asyncio.get_running_loop()
+        prompts = await self.encode(body)
+        queue: asyncio.Queue = asyncio.Queue()
+        jobs, began = self.jobs(body, prompts, queue), time.perf_counter()
         try:
-            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if answer.done():
-                answer.result()
+            self.engine.submit(jobs)
+        except EngineError as error:
+            self.refused += 1
+            raise _told(error) from error
+        echoed = isinstance(body, CompletionBody) and bool(body.echo)
+        texts = [Text(Words(self.tokenizer), body.stops, body.scored() is not None) for _ in jobs]
+        envelope = Envelope(self.name, isinstance(body, ChatBody), self.tokenizer)
+        length = sum(len(ids) for _, ids in prompts)
+        n = body.n or 1
+        parts = self._parts(
+            jobs, texts, queue, [prompts[i // n][0] if echoed else None for i in range(len(jobs))], began
+        )
+        if body.stream:
+            return StreamingResponse(_stream(parts, texts, envelope, body, length), media_type="text/event-stream")
+        async for _ in parts:
+            pass
+        return JSONResponse(envelope.whole(texts, length))
+
+    async def _parts(
+        self, jobs: list[Job], texts: list[Text], queue: asyncio.Queue, echoes: list[str | None], began: float
+    ) -> AsyncIterator[tuple[int, str]]:
+        """Which text has grown by what, until all have ended; a client that leaves takes its jobs along."""
+        open_texts = set(range(len(jobs)))
+        try:
+            while open_texts:
+                index, event = await queue.get()
+                text, new = texts[index], ""
+                if isinstance(event, Exception):
+                    raise _told(event)
+                if index not in open_texts:
+                    continue
+                if (echo := echoes[index]) is not None:  # before the first of its own
+                    new, echoes[index] = text.echo(echo, event if isinstance(event, list) else []), None
+                if isinstance(event, Scored):
+                    if not text.tokens:
+                        self.first_tokens += 1
+                        self.first_seconds += time.perf_counter() - began
+                    new += text.add(event)
+                elif isinstance(event, str):
+                    new += text.end(event)
+                if text.finish is not None:
+                    open_texts.discard(index)
+                    if not isinstance(event, str):  # a stop string, of which the engine knows nothing
+                        self.engine.cancel([jobs[index]])
+                if new or text.finish is not None or text.scores:
+                    yield index, new
         finally:
-            if call.streamer is not None:
-                call.streamer.cancel()
-            for task in (answer, gone):
-                task.cancel()
-            await asyncio.gather(answer, gone, return_exceptions=True)
+            if open_texts:
+                self.engine.cancel([jobs[i] for i in open_texts])
 
-    def _authorise(self, scope: Any) -> None:
-        if self.key is None or scope["path"] == "/health":
-            return
-        given = dict(scope["headers"]).get(b"authorization", b"")
-        scheme, _, value = given.partition(b" ")
-        if scheme.lower() == b"basic":  # what a browser sends for the lens: any name, the key as password
-            try:
-                value = base64.b64decode(value, validate=True).partition(b":")[2]
-            except ValueError:
-                value = b""
-        elif scheme.lower() != b"bearer":
-            value = b""
-        if not hmac.compare_digest(value.strip(), self.key):
-            error = ApiError(401, "wrong or missing API key", "invalid_api_key")
-            error.headers = {"WWW-Authenticate": "Basic" if scope["path"].startswith("/lens") else "Bearer"}
-            raise error
-
-    async def _read(self, receive: Callable[[], Awaitable[Any]], chunks: list[bytes]) -> bool:
-        """Gather the body in `chunks`, in one piece at last; False where the client left before its end."""
-        size, more = 0, True
-        while more:
-            message = await receive()
-            if message["type"] == "http.disconnect":
-                return False
-            chunks.append(message.get("body", b""))
-            size += len(chunks[-1])
-            self.held += len(chunks[-1])
-            if size > self.body_limit:
-                raise ApiError(413, f"the body has more than {self.body_limit:,} bytes", "body_too_large")
-            if self.held > max(BODIES, self.body_limit):
-                raise ApiError(429, "the requests under way fill the memory; try again later", "rate_limit_exceeded")
-            more = message.get("more_body", False)
-        chunks[:] = [b"".join(chunks)]
-        return True
+    def metrics(self) -> str:
+        """For Prometheus."""
+        engine, counts = self.engine, self.engine.counts
+        values = {
+            "prompt_tokens_total": ("counter", counts["prompt_tokens"]),
+            "generation_tokens_total": ("counter", counts["tokens"]),
+            "steps_total": ("counter", counts["steps"]),
+            "texts_finished_total": ("counter", counts["finished"]),
+            "texts_cancelled_total": ("counter", counts["cancelled"]),
+            "texts_failed_total": ("counter", counts["failed"]),
+            "requests_refused_total": ("counter", self.refused),
+            "first_token_seconds_sum": ("counter", round(self.first_seconds, 6)),
+            "first_token_seconds_count": ("counter", self.first_tokens),
+            "texts_running": ("gauge", engine.running),
+            "texts_waiting": ("gauge", len(engine.waiting)),
+            "cache_bytes": ("gauge", engine.cache_bytes),
+            "cache_budget_bytes": ("gauge", engine.budget),
+        }
+        return "".join(f"# TYPE fathom_{k} {kind}\nfathom_{k} {value}\n" for k, (kind, value) in values.items())
 
 
-async def _hang_up(receive: Callable[[], Awaitable[Any]]) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+async def _stream(
+    parts: AsyncIterator[tuple[int, str]], texts: list[Text], envelope: Envelope, body: Body, prompt_tokens: int
+) -> AsyncIterator[str]:
+    try:
+        for i in range(len(texts) if envelope.chat else 0):
+            yield _line(envelope.begin(i))
+        async for index, new in parts:
+            yield _line(envelope.chunk(index, texts[index], new))
+        if body.usage:
+            yield _line(envelope.last(texts, prompt_tokens))
+    except ApiError as error:
+        yield _line(error.body())
+    yield "data: [DONE]\n\n"
+
+
+def _line(value: Any) -> str:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def _deliver(out: list[tuple[Job, Event]]) -> None:
+    for job, event in out:
+        job.deliver(event)
+
+
+def _put(queue: asyncio.Queue, index: int, event: Event) -> None:
+    queue.put_nowait((index, event))
+
+
+def _told(error: Exception) -> ApiError:
+    if not isinstance(error, EngineError):
+        return ApiError(500, f"generation failed: {type(error).__name__}")
+    return ApiError(STATUS[error.code], str(error), None if error.code == "failed" else error.code)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:300]
+
+
+def default_memory(model: Any) -> int:
+    """Bytes for keys and values where nobody says: most of what a GPU has left, a quarter of what a machine has."""
+    if model.device.type == "cuda":
+        return int(torch.cuda.mem_get_info(model.device)[0] * 0.8)
+    return free_memory() // 4
+
+
+def free_memory() -> int:
+    """Bytes of this machine that nobody uses, or of the container that this runs in, if that is less."""
+    try:
+        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
+        free = int(lines["MemAvailable"].split()[0]) << 10
+    except (OSError, KeyError, ValueError):  # not Linux
+        return FREE
+    try:
+        limit, used = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+        return max(0, min(free, limit - used))
+    except (OSError, ValueError):  # no container, or one without a limit
+        return free
 
 
 def build_app(
@@ -530,8 +323,8 @@ def build_app(
     name: str,
     api_key: str | None = None,
     lens: AddPages | None = None,
-    memory: Policy | None = None,
-    max_trips: int | None = None,
+    hosts: Collection[str] | None = None,
+    **settings: Any,
 ) -> FastAPI:
     """The server as an ASGI application.
 
@@ -541,36 +334,78 @@ def build_app(
         name: What clients call it.
         api_key: What clients must send as `Authorization: Bearer KEY`.
         lens: Adds pages of its own; `fathom.lens.live.add_lens` offers the lens at /lens.
-        memory: A cache of constant size for every request, in place of one that holds all of its text.
-        max_trips: Trips per token at most, where a request does not say.
+        hosts: Names by which clients may call the server; None for any.
+        settings: As `Service` takes them.
     """
-    settle_generation(model.generation_config, tokenizer)
-    context = model.config.max_position_embeddings if memory is None else ENDLESS
-    worker, manager = _Generation(context, memory, max_trips), _OneModel(model, tokenizer, name, context)
-    state = _OneWorker(worker)
-    # Handlers of routes that are not kept: their number differs between versions of transformers.
-    handlers: dict[str, Any] = {h: None for h in inspect.signature(build_server).parameters if h.endswith("_handler")}
-    handlers["chat_handler"] = _Chat(manager, state)
-    handlers["completion_handler"] = _Completion(manager, state)
-    app = build_server(manager, generation_state=state, **handlers)
-    app.router.routes[:] = [route for route in app.router.routes if getattr(route, "path", None) in ROUTES]
-    app.state.worker = worker
+    service = Service(model, tokenizer, name, **settings)
+    app = FastAPI(title="Fathom", docs_url=None, redoc_url=None, openapi_url=None)
+    app.state.service, app.state.engine = service, service.engine
+
+    @app.post("/v1/completions")
+    async def complete(body: dict[str, Any]) -> Response:
+        return await service.answer(parsed(CompletionBody, body))
+
+    @app.post("/v1/chat/completions")
+    async def chat(body: dict[str, Any]) -> Response:
+        return await service.answer(parsed(ChatBody, body))
+
+    @app.post("/v1/embeddings")
+    async def embed() -> Response:
+        raise ApiError(404, "embeddings are not made here; vLLM serves them", "not_supported")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [service.card]}
 
     @app.get("/v1/models/{model:path}")
-    def show_model(model: str) -> dict[str, Any]:
-        if model != name:
-            raise ApiError(404, f"no model {model!r:.120}; this server has {name!r}", "model_not_found", "model")
-        return manager.card
+    async def show_model(model: str) -> dict[str, Any]:
+        service.known(model)
+        return service.card
+
+    @app.post("/tokenize")
+    async def tokenize(body: dict[str, Any]) -> dict[str, Any]:
+        asked = parsed(TextBody, body)
+        service.known(asked.model)
+        if (asked.prompt is None) == (asked.messages is None):
+            raise ApiError(400, "give prompt or messages", param="prompt")
+        if asked.prompt is None:
+            _, ids = await asyncio.to_thread(service._conversation, asked.messages, {})
+        else:
+            ids = await asyncio.to_thread(service._ids, asked.prompt, asked.add_special_tokens)
+        return {"tokens": ids, "count": len(ids), "max_model_len": service.context}
+
+    @app.post("/detokenize")
+    async def detokenize(body: dict[str, Any]) -> dict[str, Any]:
+        asked = parsed(TokensBody, body)
+        service.known(asked.model)
+        if not all(0 <= token < model.config.vocab_size for token in asked.tokens):
+            raise ApiError(400, f"tokens: must be 0 to {model.config.vocab_size - 1}", param="tokens")
+        return {"prompt": tokenizer.decode(asked.tokens)}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        return PlainTextResponse(service.metrics(), media_type="text/plain; version=0.0.4")
+
+    @app.get("/health")
+    async def health() -> dict[str, str]:
+        return {"status": "ok"}
 
     if lens is not None:
-        lens(app, model, tokenizer, name, worker)
+        lens(app, model, tokenizer, name, service.engine)
+    _say_errors(app)
+    # Every character may be escaped into six bytes, and few tokens have more than ten characters.
+    app.add_middleware(Gate, api_key=api_key, body_limit=max(1 << 20, 64 * service.context), hosts=hosts)
+    return app
+
+
+def _say_errors(app: FastAPI) -> None:
+    """Every error in OpenAI's form."""
 
     @app.exception_handler(HTTPException)
     async def say_why(request: Request, error: HTTPException) -> JSONResponse:
         if not isinstance(error, ApiError):
-            error = ApiError(
-                error.status_code, str(error.detail), "malformed_body" if error.status_code == 400 else None
-            )
+            malformed = "malformed_body" if error.status_code == 400 else None
+            error = ApiError(error.status_code, str(error.detail), malformed)
         return error.response()
 
     @app.exception_handler(RequestValidationError)
@@ -581,17 +416,13 @@ def build_app(
     async def say_failed(request: Request, error: Exception) -> JSONResponse:
         return ApiError(500, f"the server failed: {type(error).__name__}").response()
 
-    # Every character may be escaped into six bytes, and few tokens have more than ten characters.
-    app.add_middleware(_Gate, api_key=api_key, body_limit=max(1 << 20, 64 * context))
-    return app
-
 
 class _Server(uvicorn.Server):
     """uvicorn that says where it is, and ends generations that outlive the grace period."""
 
-    def __init__(self, config: uvicorn.Config, worker: _Generation, grace: float, ready: str) -> None:
+    def __init__(self, config: uvicorn.Config, engine: Engine, grace: float, ready: str) -> None:
         super().__init__(config)
-        self.worker, self.grace, self.ready = worker, grace, ready
+        self.engine, self.grace, self.ready = engine, grace, ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Start, then say so."""
@@ -600,10 +431,10 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Let requests under way finish, for so long."""
-        late = asyncio.get_running_loop().call_later(self.grace, self.worker.close)
+        late = asyncio.get_running_loop().call_later(self.grace, self.engine.close)
         await super().shutdown(sockets)
         late.cancel()
-        self.worker.close()
+        self.engine.close()
 
 
 def _bind(host: str, port: int) -> socket.socket:
@@ -640,6 +471,7 @@ def serve(
     kvcache_sinks: int | None = None,
     kvcache_ratio: float | None = None,
     max_trips: int | None = None,
+    cache_memory: int | None = None,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C.
 
@@ -659,6 +491,7 @@ def serve(
         kvcache_sinks: First entries that are never compressed.
         kvcache_ratio: Share that a compression leaves.
         max_trips: Trips per token at most, where a request does not say.
+        cache_memory: Bytes that the keys and values of all requests may take.
     """
     if api_key is not None and not api_key.strip():
         raise ServeError("the API key is empty (--api-key or FATHOM_API_KEY)")
@@ -676,18 +509,22 @@ def serve(
         model, tokenizer = open_checkpoint(path, device, dtype, trust_remote_code, into_fathom=lens is not None)
         name = name or Path(path).resolve().name
         check_trips(model, max_trips)
-        memory = choose(model, kvcache, kvcache_window, kvcache_sinks, kvcache_ratio)
-        app = build_app(model, tokenizer, name, api_key, lens, memory, max_trips)
-        worker: _Generation = app.state.worker
+        policy = choose(model, kvcache, kvcache_window, kvcache_sinks, kvcache_ratio)
+        loopback = ipaddress.ip_address(address).is_loopback
+        hosts = {"localhost", "127.0.0.1", "[::1]", host.lower()} if loopback and api_key is None else None
+        app = build_app(
+            model, tokenizer, name, api_key, lens, hosts, memory=cache_memory, policy=policy, max_trips=max_trips
+        )
+        engine: Engine = app.state.engine
         url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
         ready = f"{name} at {url}/v1" + (f", lens at {url}/lens" if lens else "")
         # Generations end themselves after the grace period; this limit is for connections that then still hang.
-        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=int(grace) + 5)
+        config = uvicorn.Config(app, log_level="warning", http=Timed, timeout_graceful_shutdown=int(grace) + 5)
         logging.get_logger("transformers").setLevel(logging.ERROR)  # it warns of every request
         try:
-            _Server(config, worker, grace, ready).run(sockets=[listener])
+            _Server(config, engine, grace, ready).run(sockets=[listener])
         finally:
-            worker.join(10.0)
+            engine.join(10.0)
     finally:
         listener.close()
         signal.signal(signal.SIGTERM, before)

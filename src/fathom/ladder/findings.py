@@ -449,7 +449,7 @@ def _phi(state: State) -> Values | None:
             if config.recurrence not in (DEFAULTS["recurrence"], "loop") or not plain or not losses:
                 continue
             recurrence = recurrence_class(config)
-            trips = recurrence.extra_trips(config) + 1
+            trips = recurrence.trips_of(config)
             first, last = recurrence.span(config)
             every = without_embeddings(config)
             inside = (last - first) * every / config.num_hidden_layers if trips > 1 else 0.0

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from functools import partial
 from typing import Any
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse
-from transformers.cli.serving.utils import GenerateManager
 
-from fathom.inference.server import ApiError, ServeError
+from fathom.inference.api import ApiError
+from fathom.inference.engine import Engine
+from fathom.inference.server import ServeError
 from fathom.lens.look import LensError, look
 from fathom.lens.page import lens_page, pack
 from fathom.models import FathomForCausalLM
@@ -18,14 +20,14 @@ TEXT = "To fathom: to measure a depth; to understand after much thought."
 """What the page shows before anything was asked."""
 
 
-def add_lens(app: FastAPI, model: Any, tokenizer: Any, name: str, worker: GenerateManager) -> None:
+def add_lens(app: FastAPI, model: Any, tokenizer: Any, name: str, engine: Engine) -> None:
     """Offer the lens at /lens."""
     if not isinstance(model, FathomForCausalLM):
         raise ServeError(f"--lens looks into Fathom's decoder; this is a {type(model).__name__}")
 
     async def looked(text: str) -> Any:
         # Shielded: the thread cannot be stopped, and would find nobody to give its result to.
-        return await asyncio.shield(worker.async_submit(look, model, tokenizer, text, name=name))
+        return await asyncio.shield(asyncio.wrap_future(engine.call(partial(look, model, tokenizer, text, name=name))))
 
     @app.get("/lens")
     async def page() -> HTMLResponse:

@@ -193,6 +193,70 @@ class SlotTable:
         # A place is in use as long as there are columns, if only padding: "nothing was seen" is said by `end` 0.
         self.columns, self.end, self.order = columns, max(int(self.count.max()), min(columns, 1)), order
 
+    def absorb(self, other: SlotTable) -> None:
+        """Take in another table's rows below these. All rows then end at one column, as padding on the left would do.
+
+        The other table is used up.
+        """
+        assert self.count is not None and other.count is not None and self.halt is not None
+        assert other.halt is not None and self.token is not None and other.token is not None
+        mine, theirs = len(self.count), len(other.count)
+        for table in (self, other):
+            table._end_at(max(self.columns, other.columns))
+        capacity = max(self.capacity, other.capacity)
+        for name in ("token", "trip", "bias", "document"):
+            fill, pair = EMPTY if name == "token" else 0, (getattr(self, name), getattr(other, name))
+            like = next((x for x in pair if x is not None), None)
+            if like is None:
+                continue
+            rows = (mine, self.end), (theirs, other.end)
+            parts = [
+                grown(like.new_full((n, end + 1), fill) if x is None else x, capacity, end, fill)
+                for x, (n, end) in zip(pair, rows, strict=True)
+            ]
+            setattr(self, name, torch.cat(parts))
+        self.count, self.halt = torch.cat((self.count, other.count)), torch.cat((self.halt, other.halt))
+        self.capacity, self.deepest = capacity, max(self.deepest, other.deepest)
+        self.settle()
+
+    def settle(self) -> None:
+        """After rows came or went: forget columns that are padding in all of them, and know how far they are filled."""
+        assert self.count is not None and self.halt is not None and self.token is not None and self.trip is not None
+        used = (self.halt != EMPTY).any(0).nonzero()
+        self._end_at(self.columns - int(used[0]) if len(used) else self.columns)
+        self.end = int(self.count.max())
+        alike = [(x[:, : self.end] == x[:1, : self.end]).all() for x in (self.token, self.trip)]
+        self.even = all(map(bool, alike)) and bool((self.count == self.end).all())
+
+    def _end_at(self, columns: int) -> None:
+        """Count columns so that the last one is at this place."""
+        assert self.token is not None and self.halt is not None
+        by = columns - self.columns
+        self.token = torch.where(self.token == EMPTY, EMPTY, self.token + by)
+        self.halt = torch.nn.functional.pad(self.halt, (by, 0), value=EMPTY)  # below 0 it takes away
+        self.columns = columns
+
+
+def merge_slots(cache: Cache, other: Cache) -> None:
+    """Put the rows of another slot cache below those of this one; the other is used up."""
+    mine, theirs = cache.layers[0].table, other.layers[0].table
+    capacity = max(mine.capacity, theirs.capacity)
+    for layer, added in zip(cache.layers, other.layers, strict=True):
+        pairs = zip(layer.stored, added.stored, strict=True)
+        layer.stored = tuple(
+            torch.cat((grown(a, capacity, mine.end), grown(b, capacity, theirs.end))) for a, b in pairs
+        )
+    mine.absorb(theirs)
+
+
+def drop_row(cache: Cache, row: int) -> None:
+    """Take a row out of a slot cache that has others."""
+    count = cache.layers[0].table.count
+    keep = torch.tensor([i for i in range(len(count)) if i != row], device=count.device)
+    for layer in cache.layers:
+        layer.batch_select_indices(keep)
+    cache.layers[0].table.settle()
+
 
 def grown(buffer: Tensor, capacity: int, used: int, fill: int = 0) -> Tensor:
     """A buffer `[B, capacity + 1, ...]` that holds what the old one held in its first `used` places."""

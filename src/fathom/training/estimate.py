@@ -149,7 +149,7 @@ def _evaluation_bytes(recipe: Recipe, config: FathomConfig) -> int:
     """The larger of two moments, beside what later layers and trips read: a layer at work, and a chunk's logits."""
     recurrence, scalar = recurrence_class(config), _scalar(recipe)
     tokens = (recipe.evaluate.micro_batch or recipe.train.micro_batch) * recipe.data.sequence_length
-    trips, view = recurrence.extra_trips(config) + 1, recurrence.sees(config)
+    trips, view = recurrence.trips_of(config), recurrence.sees(config)
     slots = trips if view is View.ALL else 1  # under ALL, those of a token go through the stack side by side
     kept, seen = _kept_numbers(config, trips, view, recurrence.halts)
     between = 5 * config.hidden_size if trips > 1 else 0  # inputs, outputs and states of trips

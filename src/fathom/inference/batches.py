@@ -1,0 +1,373 @@
+"""Batches whose rows join and leave between tokens, each row as if it were alone.
+
+A row's prompt is read alone, in chunks, then it joins; one step makes one token for every row that has joined. Which
+cache holds them is the model's affair:
+
+    SlabBatch    one trip, or several that do not read one another: a slab of keys and values for each bank, in which a
+                 row starts at the left and is written in place
+    SlotBatch    slots (views other than SAME, halting): the slot cache, merged and cut by rows. A token that halted
+                 early takes no part in later trips, so it costs nothing, whoever else thinks on
+    LoneBatch    everything else, such as caches of constant size: a cache for each row, one after the other
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from fathom.inference.cache import Policy
+from fathom.kvcache.prefill import chunks
+from fathom.models import FathomForCausalLM
+from fathom.models.slot_cache import SPARE, drop_row, merge_slots
+from fathom.models.slots import plan
+
+PLAIN = ("qwen3", "qwen2", "llama", "mistral", "smollm3", "olmo2")
+"""Other people's decoders whose attention takes any mask and whose cache is keys and values alone."""
+GRAIN = 256
+"""Tokens by which a slab grows."""
+
+
+class Batch(ABC):
+    """Rows in the order in which they joined, but that the last takes the place of one that leaves a slab."""
+
+    def __init__(self, model: Any, trips: int | None) -> None:
+        self.model, self.trips = model, trips
+        self.arguments = {} if trips is None else {"max_trips": trips}
+        self.lengths: list[int] = []
+        """Tokens that each row's cache holds."""
+        self.read_already = 0
+        """Of the row that is joining."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @abstractmethod
+    def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
+        """Read a part of the joining row's prompt: logits `[1, V]` of its last token, or of each, `[T, V]`."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """The row that was read becomes the last one."""
+
+    @abstractmethod
+    def forget(self) -> None:
+        """The row that was being read does not join."""
+
+    @abstractmethod
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """One more token for each row: logits `[rows, V]`."""
+
+    @abstractmethod
+    def leave(self, row: int) -> int:
+        """A row goes; the place of the row that takes its number."""
+
+    def reserve(self, rows: int, tokens: int) -> None:  # noqa: B027
+        """Make room for so many rows of so many tokens, where a cache does not grow by itself."""
+
+    def _call(self, ids: Tensor, positions: Tensor | None, cache: Any, every: bool = False, mask: Any = None) -> Tensor:
+        device = self.model.device
+        keep: dict[str, Any] = {} if every else {"logits_to_keep": 1}
+        if positions is not None:
+            keep["position_ids"] = positions.to(device)
+        out = self.model(
+            input_ids=ids.to(device),
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            **keep,
+            **self.arguments,
+        )
+        return out.logits.float()
+
+    def _chunk(self, chunk: Sequence[int]) -> tuple[Tensor, Tensor]:
+        first = self.read_already
+        self.read_already += len(chunk)
+        return torch.tensor([chunk]), torch.arange(first, self.read_already).unsqueeze(0)
+
+
+class Slab:
+    """The rectangle that all banks share: which rows a call is about, and how far each is filled."""
+
+    def __init__(self) -> None:
+        self.rows, self.tokens = 0, 0
+        """Room."""
+        self.first, self.filled = 0, torch.zeros(0, dtype=torch.long)
+        """The rows of this call start here and hold so many tokens, `[n]`."""
+        self.most = 0
+
+
+class SlabLayer(CacheLayerMixin):
+    """One bank: `[rows, H_kv, tokens, D]`, written in place."""
+
+    is_sliding = False
+    is_croppable = False
+
+    def __init__(self, slab: Slab) -> None:
+        super().__init__()
+        self.slab = slab
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """Room for the whole slab."""
+        self.keys, self.values = (
+            states.new_zeros(self.slab.rows, states.shape[1], self.slab.tokens, states.shape[3])
+            for states in (key_states, value_states)
+        )
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def fit(self) -> None:
+        """Follow the slab, one tensor at a time, so that no more than one is there twice."""
+        if not self.is_initialized:
+            return
+        for name in ("keys", "values"):
+            old = getattr(self, name)
+            new = old.new_zeros(self.slab.rows, old.shape[1], self.slab.tokens, old.shape[3])
+            new[: old.shape[0], :, : old.shape[2]] = old
+            setattr(self, name, new)
+
+    def move(self, source: int, target: int, tokens: int) -> None:
+        """Copy a row over another."""
+        for stored in (self.keys, self.values):
+            stored[target, :, :tokens] = stored[source, :, :tokens]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Write the call's `[n, H_kv, T, D]` behind what its rows hold, and return all of these rows."""
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        slab, (n, _, new, _) = self.slab, key_states.shape
+        rows = slice(slab.first, slab.first + n)
+        if n == 1:
+            place = slice(slab.most, slab.most + new)
+            self.keys[rows, :, place], self.values[rows, :, place] = key_states, value_states
+        else:
+            at = torch.arange(n, device=key_states.device)
+            self.keys[at, :, slab.filled], self.values[at, :, slab.filled] = key_states[:, :, 0], value_states[:, :, 0]
+        end = slab.most + new
+        return self.keys[rows, :, :end], self.values[rows, :, :end]
+
+    def get_seq_length(self) -> int:
+        """Of the longest row of the call."""
+        return self.slab.most
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Keys that the call sees."""
+        return self.slab.most + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class SlabBatch(Batch):
+    """Trips that do not read one another, or one: masks say how far each row is filled."""
+
+    def __init__(self, model: Any, trips: int | None) -> None:
+        super().__init__(model, trips)
+        self.slab = Slab()
+        self.cache = Cache(layers=[SlabLayer(self.slab) for _ in range(banks(model, trips))])
+        config = model.config
+        kinds = getattr(config, "layer_types", None) or ["full_attention"]
+        self.windows = {kind: config.sliding_window if kind == "sliding_attention" else None for kind in kinds}
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Grow all banks if they are too small."""
+        slab = self.slab
+        if rows <= slab.rows and tokens <= slab.tokens:
+            return
+        slab.rows, slab.tokens = max(rows, slab.rows), max(tokens, slab.tokens)
+        for layer in self.cache.layers:
+            layer.fit()
+
+    def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
+        """As `Batch.read`."""
+        self._about(len(self), [self.read_already])
+        ids, positions = self._chunk(chunk)
+        return self._call(ids, positions, self.cache, every, self._mask(positions))[0]
+
+    def join(self) -> None:
+        """As `Batch.join`."""
+        self.lengths.append(self.read_already)
+        self.read_already = 0
+
+    def forget(self) -> None:
+        """As `Batch.forget`."""
+        self.read_already = 0
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """As `Batch.step`."""
+        self._about(0, self.lengths)
+        positions = torch.tensor(self.lengths).unsqueeze(1)
+        logits = self._call(torch.tensor(tokens).unsqueeze(1), positions, self.cache, mask=self._mask(positions))
+        self.lengths = [length + 1 for length in self.lengths]
+        return logits[:, 0]
+
+    def leave(self, row: int) -> int:
+        """The last row moves into the place, and one that is being read to where that was."""
+        last = len(self) - 1
+        for layer in self.cache.layers:
+            if row != last:
+                layer.move(last, row, self.lengths[last])
+            if self.read_already:
+                layer.move(last + 1, last, self.read_already)
+        self.lengths[row] = self.lengths[last]
+        self.lengths.pop()
+        return last
+
+    def _about(self, first: int, filled: Sequence[int]) -> None:
+        self.slab.first, self.slab.most = first, max(filled)
+        self.slab.filled = torch.tensor(filled, device=self.model.device)
+
+    def _mask(self, positions: Tensor) -> Any:
+        """Which of its keys each new token sees, where that is not all of them; `positions` is `[n, T]`."""
+        end = self.slab.most + positions.shape[1]
+        at = torch.arange(end)
+        masks = {}
+        for kind, window in self.windows.items():
+            far = positions.unsqueeze(2) - at  # [n, T, N]
+            seen = far >= 0 if window is None else (far >= 0) & (far < window)
+            masks[kind] = self._as_backend_takes(seen.unsqueeze(1))
+        alone = masks["full_attention"] if set(masks) == {"full_attention"} else masks
+        return alone if not isinstance(self.model, FathomForCausalLM) else masks
+
+    def _as_backend_takes(self, seen: Tensor) -> Tensor | None:
+        if bool(seen.all()):
+            return None if seen.shape[2] == 1 else seen.to(self.model.device)
+        seen = seen.to(self.model.device)
+        if self.model.config._attn_implementation == "sdpa":
+            return seen
+        least = torch.finfo(self.model.dtype).min
+        return torch.zeros(seen.shape, dtype=self.model.dtype, device=seen.device).masked_fill(~seen, least)
+
+
+class SlotBatch(Batch):
+    """Models that need slots: a prompt has a cache of its own until its row is merged."""
+
+    def __init__(self, model: Any, trips: int | None) -> None:
+        super().__init__(model, trips)
+        self.cache: Cache | None = None
+        self.fresh: Cache | None = None
+
+    def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
+        """As `Batch.read`."""
+        self.fresh = self.fresh or DynamicCache(config=self.model.config)
+        return self._call(*self._chunk(chunk), self.fresh, every)[0]
+
+    def join(self) -> None:
+        """Merge the caches."""
+        assert self.fresh is not None
+        if self.cache is None:
+            self.cache = self.fresh
+        else:
+            merge_slots(self.cache, self.fresh)
+        self.lengths.append(self.read_already)
+        self.forget()
+
+    def forget(self) -> None:
+        """As `Batch.forget`."""
+        self.fresh, self.read_already = None, 0
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """As `Batch.step`."""
+        positions = torch.tensor(self.lengths).unsqueeze(1)
+        logits = self._call(torch.tensor(tokens).unsqueeze(1), positions, self.cache)
+        self.lengths = [length + 1 for length in self.lengths]
+        return logits[:, 0]
+
+    def leave(self, row: int) -> int:
+        """The others keep their order."""
+        if len(self) == 1:
+            self.cache = None
+        else:
+            drop_row(self.cache, row)
+        self.lengths.pop(row)
+        return row
+
+
+class LoneBatch(Batch):
+    """A cache for each row, and a call for each row."""
+
+    def __init__(self, model: Any, trips: int | None, policy: Policy | None = None) -> None:
+        super().__init__(model, trips)
+        self.policy = policy
+        self.caches: list[Any] = []
+        self.fresh: Any = None
+
+    def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
+        """As `Batch.read`, in pieces that end where the memory is compressed."""
+        if self.fresh is None:
+            self.fresh = (
+                DynamicCache(config=self.model.config) if self.policy is None else self.policy.empty(self.model)
+            )
+        ids, _ = self._chunk(chunk)
+        logits = [self._call(piece, None, self.fresh, every)[0] for piece in chunks(ids, self.fresh)]
+        return torch.cat(logits) if every else logits[-1]
+
+    def join(self) -> None:
+        """As `Batch.join`."""
+        self.caches.append(self.fresh)
+        self.lengths.append(self.read_already)
+        self.forget()
+
+    def forget(self) -> None:
+        """As `Batch.forget`."""
+        self.fresh, self.read_already = None, 0
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """As `Batch.step`."""
+        rows = zip(tokens, self.caches, strict=True)
+        logits = [self._call(torch.tensor([[token]]), None, cache)[0] for token, cache in rows]
+        self.lengths = [length + 1 for length in self.lengths]
+        return torch.cat(logits)
+
+    def leave(self, row: int) -> int:
+        """As `Batch.leave`."""
+        self.caches.pop(row)
+        self.lengths.pop(row)
+        return row
+
+
+def batch_for(model: Any, trips: int | None = None, policy: Policy | None = None) -> Batch:
+    """An empty batch of the kind that the model needs.
+
+    Args:
+        model: An open causal language model.
+        trips: Trips per token at most, of those that the model was trained for.
+        policy: A cache of constant size for each row.
+    """
+    if policy is not None:
+        return LoneBatch(model, trips, policy)
+    if isinstance(model, FathomForCausalLM):
+        return SlotBatch(model, trips) if model.model.slotted else SlabBatch(model, trips)
+    return SlabBatch(model, trips) if model.config.model_type in PLAIN else LoneBatch(model, trips)
+
+
+def banks(model: Any, trips: int | None) -> int:
+    """Layers of keys and values that a row fills at most: one for each visit."""
+    if not isinstance(model, FathomForCausalLM):
+        return int(model.config.num_hidden_layers)
+    depth = (trips or model.config.max_trips or model.model.recurrence.depth + 1) - 1
+    return sum(len(trip) for trip in plan(model.config, depth))
+
+
+def token_bytes(model: Any, trips: int | None) -> int:
+    """What a token's keys and values take at most."""
+    config = model.config
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    whole = 2 * heads * width * model.dtype.itemsize * banks(model, trips)
+    slotted = isinstance(model, FathomForCausalLM) and model.model.slotted
+    return whole + whole // SPARE if slotted else whole
+
+
+def may_chunk(model: Any) -> bool:
+    """Whether a prompt may be read in parts without a change of what is computed."""
+    if not isinstance(model, FathomForCausalLM):
+        return True
+    policy = model.model.recurrence
+    return policy.view.depth_parallel or policy.exact() or not policy.depth

@@ -1,0 +1,379 @@
+"""The thread that makes texts: requests join and leave running batches between tokens.
+
+In turn it reads up to `READ` tokens of waiting prompts, first come first served, and makes one token for every row. A
+prompt is let in when the rectangle of keys and values that its batch then needs, all rows as long as the longest may
+become, fits into the budget; so no request under way is ever put off again. Nothing here knows text or HTTP.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+
+from fathom.errors import FathomError
+from fathom.inference.batches import GRAIN, Batch, batch_for, may_chunk, token_bytes
+from fathom.inference.cache import Policy
+from fathom.inference.sampling import Choice, likeliest
+
+logger = logging.get_logger(__name__)
+
+READ = 512
+"""Tokens of prompts that are read between two tokens of the rows."""
+SCORED = 64
+"""Of a prompt whose own tokens are scored, since each needs the logits of the whole vocabulary."""
+ROWS = 64
+"""Texts at a time."""
+
+
+class EngineError(FathomError, ValueError):
+    """A request that the engine does not take, or does not finish; the message is one line."""
+
+    def __init__(self, message: str, code: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Scored:
+    """A token, its log-probability and the likeliest ones in its place, where they were asked for."""
+
+    token: int
+    logprob: float | None = None
+    top: Sequence[tuple[int, float]] = ()
+
+
+Event = Scored | list[Scored] | str | Exception
+"""A new token; a prompt's tokens; why the text ended (`stop` or `length`); what went wrong."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One text to be made."""
+
+    prompt: Sequence[int]
+    new_tokens: int
+    """At most."""
+    choice: Choice
+    deliver: Callable[[Event], None]
+    stops: frozenset[int] = frozenset()
+    """Tokens that end it; the one that did is delivered."""
+    logprobs: int | None = None
+    """With how many of the likeliest tokens; None for no log-probabilities."""
+    score_prompt: bool = False
+    trips: int | None = None
+    cancelled: bool = False
+    made: list[int] = field(default_factory=list)
+    read: int = 0
+    prompt_scores: list[Scored] = field(default_factory=list)
+
+    @property
+    def longest(self) -> int:
+        """Tokens that its row may come to hold."""
+        return len(self.prompt) + self.new_tokens
+
+
+@dataclass
+class Lane:
+    """A batch and the jobs of its rows."""
+
+    batch: Batch
+    token_bytes: int
+    jobs: list[Job] = field(default_factory=list)
+    rectangle: tuple[int, int] = (0, 0)
+    """Rows and tokens of room."""
+
+    def bytes(self, rectangle: tuple[int, int]) -> int:
+        """Of its keys and values."""
+        return rectangle[0] * rectangle[1] * self.token_bytes
+
+
+class Engine:
+    """Makes texts with one model, on one thread.
+
+    Args:
+        model: An open causal language model.
+        budget: Bytes that keys and values may take.
+        policy: A cache of constant size for every text.
+        hand_out: Receives, after each turn, the jobs with something new; by default delivers at once.
+        waiting: Jobs that may wait.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        budget: int,
+        policy: Policy | None = None,
+        hand_out: Callable[[list[tuple[Job, Event]]], None] | None = None,
+        waiting: int = 256,
+    ) -> None:
+        self.model, self.budget, self.policy, self.most_waiting = model, budget, policy, waiting
+        self.hand_out = hand_out or deliver
+        self.lanes: dict[int | None, Lane] = {}
+        self.waiting: deque[Job] = deque()
+        self.calls: deque[tuple[Callable[[], Any], Future]] = deque()
+        self.joining: tuple[Lane, Job] | None = None
+        self.counts = {"prompt_tokens": 0, "tokens": 0, "steps": 0, "finished": 0, "cancelled": 0, "failed": 0}
+        """Since the start, for whoever watches."""
+        self._out: list[tuple[Job, Event]] = []
+        self._wake, self._closing, self._reason = threading.Condition(), False, "the server is shutting down"
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+        self._thread.start()
+
+    # What other threads call.
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Take jobs on, all or none of them."""
+        for job in jobs:
+            needed = self.token_bytes(job.trips) * self._tokens(job)
+            if needed > self.budget:
+                raise EngineError(
+                    f"this request may need {_mebibytes(needed)} of cache for its {job.longest} tokens; the server has "
+                    f"{_mebibytes(self.budget)} (--cache-memory)",
+                    "cache_memory_exceeded",
+                )
+        with self._wake:
+            if self._closing:
+                raise EngineError(self._reason, "shutting_down")
+            if len(self.waiting) + len(jobs) > self.most_waiting:
+                raise EngineError(
+                    f"{len(self.waiting)} requests are waiting already; try again later", "rate_limit_exceeded"
+                )
+            self.waiting.extend(jobs)
+            self._wake.notify()
+
+    def cancel(self, jobs: Sequence[Job]) -> None:
+        """Give jobs up at the next token, or the next chunk of a prompt."""
+        for job in jobs:
+            job.cancelled = True
+        with self._wake:
+            self._wake.notify()
+
+    def call(self, function: Callable[[], Any]) -> Future:
+        """Run something else on the thread that runs the model."""
+        future: Future = Future()
+        with self._wake:
+            if self._closing:
+                raise EngineError(self._reason, "shutting_down")
+            self.calls.append((function, future))
+            self._wake.notify()
+        return future
+
+    def close(self) -> None:
+        """Take nothing more on, and end what is under way with an error that says why."""
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+
+    def join(self, seconds: float) -> None:
+        """Close, and wait for the thread."""
+        self.close()
+        self._thread.join(seconds)
+
+    @property
+    def running(self) -> int:
+        """Rows under way."""
+        return sum(len(lane.jobs) for lane in list(self.lanes.values()))
+
+    @property
+    def cache_bytes(self) -> int:
+        """Room that keys and values have now."""
+        return sum(lane.bytes(lane.rectangle) for lane in list(self.lanes.values()))
+
+    def token_bytes(self, trips: int | None) -> int:
+        """Of keys and values."""
+        return token_bytes(self.model, trips)
+
+    def most_tokens(self, trips: int | None) -> int:
+        """That one text may hold, prompt included."""
+        return self.budget // self.token_bytes(trips) if self.policy is None else sys.maxsize
+
+    # The thread.
+
+    @torch.inference_mode()
+    def _run(self) -> None:
+        while True:
+            with self._wake:
+                self._wake.wait_for(lambda: self._closing or self.calls or self.waiting or self.lanes)
+                if self._closing:
+                    break
+                calls, self.calls = self.calls, deque()
+            for function, future in calls:
+                _fulfil(function, future)
+            self._drop_cancelled()
+            self._read_prompts()
+            for trips, lane in list(self.lanes.items()):
+                self._guarded(lane, self._step, lane)
+                if not lane.jobs and (self.joining is None or self.joining[0] is not lane):
+                    del self.lanes[trips]  # and its memory
+            self._flush()
+        for _, future in self.calls:
+            future.set_exception(EngineError(self._reason, "shutting_down"))
+        left = [*self.waiting, *(job for lane in self.lanes.values() for job in lane.jobs)]
+        left += [self.joining[1]] if self.joining else []
+        self._out += [(job, EngineError(self._reason, "shutting_down")) for job in left]
+        self.waiting.clear()
+        self.lanes.clear()
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._out:
+            out, self._out = self._out, []
+            self.hand_out(out)
+
+    def _drop_cancelled(self) -> None:
+        with self._wake:
+            gone = [job for job in self.waiting if job.cancelled]
+            self.waiting = deque(job for job in self.waiting if not job.cancelled)
+        for lane in self.lanes.values():
+            for job in [job for job in lane.jobs if job.cancelled]:
+                gone.append(job)
+                self._leave(lane, job)
+        if self.joining is not None and self.joining[1].cancelled:
+            lane, job = self.joining
+            gone.append(job)
+            lane.batch.forget()
+            self.joining = None
+        self.counts["cancelled"] += len(gone)
+
+    def _read_prompts(self) -> None:
+        """Read waiting prompts, until so many tokens were read or there is no room for the next."""
+        left = READ
+        while left > 0 and (self.joining is not None or self._admit()):
+            assert self.joining is not None
+            left -= self._guarded(self.joining[0], self._read, left) or 1
+
+    def _admit(self) -> bool:
+        """Let the first that waits begin, if there is room."""
+        with self._wake:
+            if not self.waiting or self.running >= ROWS:
+                return False
+            job = self.waiting[0]
+            lane = self.lanes.get(job.trips)
+            if lane is None or not lane.jobs:
+                lane = Lane(batch_for(self.model, job.trips, self.policy), self.token_bytes(job.trips))
+            others = sum(one.bytes(one.rectangle) for trips, one in self.lanes.items() if trips != job.trips)
+            rows, tokens = lane.rectangle
+            wanted = max(rows, len(lane.jobs) + 1), max(tokens, self._tokens(job))
+            if lane.bytes(wanted) + others > self.budget and (lane.jobs or others):
+                return False
+            generous = 1 << (wanted[0] - 1).bit_length(), wanted[1]  # so that a slab is not copied for every row
+            if lane.bytes(generous) + others <= self.budget:
+                wanted = generous
+            self.waiting.popleft()
+        self.lanes[job.trips] = lane
+        lane.batch.reserve(*wanted)
+        lane.rectangle = wanted
+        self.joining = lane, job
+        return True
+
+    def _read(self, left: int) -> int:
+        """A chunk of the joining prompt; the first new token at its end."""
+        assert self.joining is not None
+        lane, job = self.joining
+        whole = len(job.prompt) if not may_chunk(self.model) else SCORED if job.score_prompt else left
+        chunk = job.prompt[job.read : job.read + whole]
+        logits = lane.batch.read(chunk, every=job.score_prompt)
+        if job.score_prompt:
+            job.prompt_scores += self._scored(job, logits)
+        job.read += len(chunk)
+        self.counts["prompt_tokens"] += len(chunk)
+        if job.read < len(job.prompt):
+            return len(chunk)
+        self.joining = None
+        lane.batch.join()
+        lane.jobs.append(job)
+        if job.score_prompt:
+            self._out.append((job, job.prompt_scores))
+        if not job.new_tokens:
+            self._end(lane, job, "length")
+        else:
+            self._take(lane, job, logits[-1], None)
+        return len(chunk)
+
+    def _scored(self, job: Job, logits: Tensor) -> list[Scored]:
+        """The prompt's tokens that a chunk's logits `[T, V]` foretell; the first token is foretold by nothing."""
+        first = [Scored(job.prompt[0])] if job.read == 0 else []
+        after = job.prompt[job.read + 1 : job.read + 1 + len(logits)]
+        return first + [
+            Scored(token, *likeliest(row, token, job.logprobs or 0)) for token, row in zip(after, logits, strict=False)
+        ]
+
+    def _step(self, lane: Lane) -> None:
+        if not lane.jobs:
+            return
+        logits = lane.batch.step([job.made[-1] for job in lane.jobs])
+        self.counts["steps"] += 1
+        likely = logits.argmax(-1).tolist()
+        rows = list(zip(list(lane.jobs), logits, likely, strict=True))  # before any of them leaves
+        for job, row, best in rows:
+            self._take(lane, job, row, best)
+
+    def _take(self, lane: Lane, job: Job, logits: Tensor, best: int | None) -> None:
+        """Choose a job's next token; `best` is the likeliest, where it is known."""
+        plain = job.choice.plain and best is not None
+        token = best if plain and best is not None else job.choice.token(logits, job.prompt, job.made)
+        job.made.append(token)
+        self.counts["tokens"] += 1
+        scored = Scored(token) if job.logprobs is None else Scored(token, *likeliest(logits, token, job.logprobs))
+        self._out.append((job, scored))
+        if token in job.stops:
+            self._end(lane, job, "stop")
+        elif len(job.made) == job.new_tokens:
+            self._end(lane, job, "length")
+
+    def _end(self, lane: Lane, job: Job, why: str) -> None:
+        self._out.append((job, why))
+        self.counts["finished"] += 1
+        self._leave(lane, job)
+
+    def _leave(self, lane: Lane, job: Job) -> None:
+        row = lane.jobs.index(job)
+        moved = lane.batch.leave(row)
+        lane.jobs[row] = lane.jobs[moved]
+        lane.jobs.pop(moved)
+
+    def _guarded(self, lane: Lane, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Work on a lane; what goes wrong in it ends its own jobs and no others."""
+        try:
+            return work(*arguments)
+        except Exception as error:
+            logger.exception("generation failed")
+            failed = list(lane.jobs)
+            if self.joining is not None and self.joining[0] is lane:
+                failed.append(self.joining[1])
+                self.joining = None
+            self.counts["failed"] += len(failed)
+            self._out += [(job, EngineError(f"generation failed: {type(error).__name__}", "failed")) for job in failed]
+            self.lanes = {trips: other for trips, other in self.lanes.items() if other is not lane}
+            return None
+
+    def _tokens(self, job: Job) -> int:
+        """That a job's row holds at most, rounded up as slabs are."""
+        longest = job.longest if self.policy is None else min(job.longest, self.policy.window)
+        return -(-longest // GRAIN) * GRAIN
+
+
+def deliver(out: list[tuple[Job, Event]]) -> None:
+    """Tell each job what is new."""
+    for job, event in out:
+        job.deliver(event)
+
+
+def _fulfil(function: Callable[[], Any], future: Future) -> None:
+    try:
+        future.set_result(function())
+    except BaseException as error:  # whoever asked gets it
+        future.set_exception(error)
+
+
+def _mebibytes(count: int) -> str:
+    return f"{count / (1 << 20):.1f} MiB"

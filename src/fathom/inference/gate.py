@@ -1,0 +1,164 @@
+"""The outermost layer of the server: who may come in, how large and how slow a request may be, and hang-ups."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hmac
+from collections.abc import Awaitable, Callable, Collection
+from typing import Any
+
+import h11
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from fathom.inference.api import ApiError
+
+BODIES = 1 << 28
+"""Bytes of the bodies of all requests at a time."""
+PATIENCE = 20.0
+"""Seconds for the head of a request, and again for its body."""
+Receive = Callable[[], Awaitable[Any]]
+
+
+class Gate:
+    """An ASGI layer.
+
+    Args:
+        app: What is behind it.
+        api_key: What clients must send, as `Authorization: Bearer KEY`.
+        body_limit: Bytes of one body.
+        hosts: Names by which the server may be called; None for any. A page of another name that was made to point at
+            this machine would otherwise speak for its visitor.
+    """
+
+    def __init__(self, app: Any, api_key: str | None, body_limit: int, hosts: Collection[str] | None = None) -> None:
+        self.app, self.body_limit, self.hosts, self.held = app, body_limit, hosts, 0
+        self.key = api_key.encode() if api_key is not None else None
+
+    async def __call__(self, scope: Any, receive: Receive, send: Any) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            return await self.app(scope, receive, send)
+        chunks: list[bytes] = []
+        try:
+            self._authorise(scope)
+            whole = await self._read_in_time(receive, chunks)
+        except ApiError as error:
+            await error.response()(scope, receive, send)
+        else:
+            if whole:
+                await self._answer(chunks[0], scope, receive, send)
+        finally:
+            self.held -= sum(map(len, chunks))
+
+    async def _answer(self, body: bytes, scope: Any, receive: Receive, send: Any) -> None:
+        unread = [{"type": "http.request", "body": body, "more_body": False}]
+        gone = asyncio.create_task(_hang_up(receive))
+
+        async def again() -> Any:
+            if unread:
+                return unread.pop()
+            await asyncio.wait({gone})
+            return {"type": "http.disconnect"}
+
+        answer = asyncio.create_task(self.app(scope, again, send))
+        try:
+            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                answer.result()
+        finally:
+            for task in (answer, gone):
+                task.cancel()
+            await asyncio.gather(answer, gone, return_exceptions=True)
+
+    def _authorise(self, scope: Any) -> None:
+        headers = dict(scope["headers"])
+        if self.hosts is not None:
+            host = headers.get(b"host", b"").decode("latin-1").lower()
+            name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
+            if name not in self.hosts:
+                raise ApiError(403, f"this server is not called {name!r:.80}", "wrong_host")
+        if self.key is None or scope["path"] == "/health":
+            return
+        scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
+        if scheme.lower() == b"basic":  # what a browser sends for the lens: any name, the key as password
+            try:
+                value = base64.b64decode(value, validate=True).partition(b":")[2]
+            except ValueError:
+                value = b""
+        elif scheme.lower() != b"bearer":
+            value = b""
+        if not hmac.compare_digest(value.strip(), self.key):
+            error = ApiError(401, "wrong or missing API key", "invalid_api_key")
+            error.headers = {"WWW-Authenticate": "Basic" if scope["path"].startswith("/lens") else "Bearer"}
+            raise error
+
+    async def _read_in_time(self, receive: Receive, chunks: list[bytes]) -> bool:
+        try:
+            return await asyncio.wait_for(self._read(receive, chunks), PATIENCE)
+        except asyncio.TimeoutError:
+            raise ApiError(408, f"the body did not come within {PATIENCE:.0f} seconds", "timeout") from None
+
+    async def _read(self, receive: Receive, chunks: list[bytes]) -> bool:
+        """Gather the body in `chunks`, in one piece at last; False where the client left before its end."""
+        size, more, error = 0, True, None
+        while more:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                return False
+            body, more = message.get("body", b""), message.get("more_body", False)
+            size += len(body)
+            if error is None:
+                chunks.append(body)
+                self.held += len(body)
+            if size > self.body_limit:
+                error = ApiError(413, f"the body has more than {self.body_limit:,} bytes", "body_too_large")
+            elif self.held > max(BODIES, self.body_limit):
+                error = ApiError(429, "the requests under way fill the memory; try again later", "rate_limit_exceeded")
+            if error is not None and chunks:  # the rest is read and dropped: a client that still sends reads no answer
+                self.held -= sum(map(len, chunks))
+                chunks.clear()
+        if error is not None:
+            raise error
+        chunks[:] = [b"".join(chunks)]
+        return True
+
+
+async def _hang_up(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Timed(H11Protocol):
+    """uvicorn's HTTP, which would wait for the head of a request for ever."""
+
+    late: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        """A head is due from now on."""
+        super().connection_made(transport)
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        """Some of a request."""
+        super().data_received(data)
+        self._expect()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The end."""
+        super().connection_lost(exc)
+        if self.late is not None:
+            self.late.cancel()
+
+    def _expect(self) -> None:
+        if self.conn.their_state is not h11.IDLE:
+            if self.late is not None:
+                self.late.cancel()
+                self.late = None
+        elif self.late is None:
+            self.late = self.loop.call_later(PATIENCE, self._give_up)
+
+    def _give_up(self) -> None:
+        self.late = None
+        if self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE:
+            self.transport.close()

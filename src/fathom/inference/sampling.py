@@ -1,0 +1,109 @@
+"""How one text's next token is chosen: a pure function of its logits, its tokens, its seed and the place.
+
+A draw is a number in [0, 1) made of (seed, choice, place) by a hash, looked up in the running sum of the
+probabilities. So a text does not depend on which others are made beside it, nor on how often the server was asked.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+
+@dataclass(frozen=True)
+class Choice:
+    """The settings of one text."""
+
+    temperature: float = 0.0
+    """Divides the logits; 0 takes the likeliest token."""
+    top_k: int = 0
+    """Draw from the k likeliest tokens; 0 from all."""
+    top_p: float = 1.0
+    """Draw from the likeliest tokens that make up this probability."""
+    min_p: float = 0.0
+    """Leave out tokens below this share of the likeliest one's probability."""
+    repetition_penalty: float = 1.0
+    """transformers': divides positive logits, multiplies negative ones, of tokens in prompt and text."""
+    presence_penalty: float = 0.0
+    """OpenAI's: taken from the logits of tokens that the text has."""
+    frequency_penalty: float = 0.0
+    """OpenAI's: taken once for each time that the text has the token."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to logits."""
+    seed: int = 0
+    index: int = 0
+    """Which of several texts for one prompt."""
+
+    @property
+    def plain(self) -> bool:
+        """Whether the likeliest token is all that is asked for."""
+        return self.temperature == 0 and not self._changes
+
+    @property
+    def _changes(self) -> bool:
+        penalties = self.repetition_penalty != 1, self.presence_penalty, self.frequency_penalty, self.logit_bias
+        return any(map(bool, penalties))
+
+    def scores(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> Tensor:
+        """Logits `[V]` after penalties and biases, in float64."""
+        scores = logits.double()
+        if self.repetition_penalty != 1:
+            ids = torch.tensor([[*prompt, *made]], device=logits.device)
+            scores = RepetitionPenaltyLogitsProcessor(self.repetition_penalty)(ids, scores.unsqueeze(0))[0]
+        taken = {token: self.presence_penalty + self.frequency_penalty * n for token, n in Counter(made).items()}
+        for changes, sign in ((taken, -1), (self.logit_bias, 1)):
+            if changes and any(changes.values()):
+                at = torch.tensor(list(changes), device=logits.device)
+                by = torch.tensor(list(changes.values()), dtype=scores.dtype, device=logits.device)
+                scores = scores.index_add(0, at, by, alpha=sign)
+        return scores
+
+    def probabilities(self, scores: Tensor) -> Tensor:
+        """What is drawn from, `[V]`, given `scores`."""
+        # The likeliest at 0: a temperature however small then leaves it, where a plain division would overflow.
+        cooled = (scores - scores.max()) / self.temperature
+        warpers: list[LogitsProcessor] = []
+        if self.top_k:
+            warpers.append(TopKLogitsWarper(self.top_k))
+        if self.top_p < 1:
+            warpers.append(TopPLogitsWarper(self.top_p))
+        if self.min_p:
+            warpers.append(MinPLogitsWarper(self.min_p))
+        ids = torch.zeros(1, 1, dtype=torch.long, device=scores.device)  # which these do not look at
+        return LogitsProcessorList(warpers)(ids, cooled.unsqueeze(0))[0].softmax(-1)
+
+    def token(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> int:
+        """The next token, given its logits `[V]`."""
+        scores = self.scores(logits, prompt, made) if self._changes else logits
+        if self.temperature == 0:
+            return int(scores.argmax())
+        running = self.probabilities(scores.double()).cumsum(0)
+        place = uniform(self.seed, self.index, len(made)) * running[-1]
+        return min(int(torch.searchsorted(running, place, right=True)), len(running) - 1)
+
+
+def uniform(seed: int, index: int, place: int) -> float:
+    """A number in [0, 1) for one draw."""
+    digest = hashlib.blake2b(struct.pack("<QQQ", seed % (1 << 64), index, place), digest_size=8).digest()
+    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
+
+
+def likeliest(logits: Tensor, token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
+    """The log-probability of a token and the `count` likeliest ones with theirs, under the model alone, `[V]`."""
+    logs = logits.float().log_softmax(-1)
+    best = logs.topk(min(count, len(logs)))
+    return float(logs[token]), list(zip(best.indices.tolist(), best.values.tolist(), strict=True))

@@ -1,0 +1,296 @@
+"""Rows that join and leave a running batch, each as if it were alone."""
+
+import contextlib
+import random
+import threading
+
+import pytest
+import scipy.stats
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from fathom.inference import batches, sampling
+from fathom.inference.batches import LoneBatch, SlabBatch, SlotBatch, batch_for
+from fathom.inference.cache import Policy
+from fathom.inference.engine import Engine, EngineError, Job
+from fathom.inference.sampling import Choice
+from fathom.models import slot_cache
+from tests.models.cases import SHAPE, build, config_of
+
+KINDS = {
+    "vanilla": SlabBatch,
+    "depth_attention": SlabBatch,
+    "loop+depth_attention-grid": SlabBatch,
+    "loop-middle": SlabBatch,
+    "ponder": SlabBatch,
+    "hyper_connections": SlabBatch,
+    "ponder-hidden-duo": SlotBatch,
+    "ponder2": SlotBatch,
+    "ponder3": SlotBatch,
+    "adaponder+depth_attention": SlotBatch,
+    "latent_cot": SlotBatch,
+}
+BUDGET = 1 << 26
+
+
+def prompts_of(chance, count):
+    return [[chance.randrange(3, 61) for _ in range(chance.randint(1, 30))] for _ in range(count)]
+
+
+def alone(model, prompt, new, **arguments):
+    model.generation_config.eos_token_id = None
+    made = model.generate(torch.tensor([prompt]), max_new_tokens=new, do_sample=False, pad_token_id=0, **arguments)
+    return made[0, len(prompt) :].tolist()
+
+
+class Collected:
+    """What an engine said to a job."""
+
+    def __init__(self, *given, **settings):
+        self.events, self.done = [], threading.Event()
+        self.job = Job(*given, deliver=self.take, **settings)
+
+    def take(self, event):
+        self.events.append(event)
+        if isinstance(event, str | Exception):
+            self.done.set()
+
+    def wait(self):
+        assert self.done.wait(60)
+        return self.events[-1]
+
+    @property
+    def tokens(self):
+        return [event.token for event in self.events if hasattr(event, "token")]
+
+
+def run(model, cases, trips=None, policy=None, seed=0):
+    """The batch itself, rows joining, stepping and leaving at random."""
+    chance, batch = random.Random(seed), batch_for(model, trips, policy)
+    waiting, rows, made = list(enumerate(cases)), [], {i: [] for i in range(len(cases))}
+    batch.reserve(len(cases), 64)
+    reading = None
+    with torch.inference_mode():
+        while waiting or rows or reading:
+            if reading is None and waiting and (not rows or chance.random() < 0.5):
+                reading = [*waiting.pop(0), 0]
+            if reading is not None:
+                i, (prompt, _), at = reading
+                size = chance.randint(1, 12) if batches.may_chunk(model) else len(prompt)
+                logits = batch.read(prompt[at : at + size])
+                reading[2] = at + size
+                if reading[2] >= len(prompt):
+                    batch.join()
+                    made[i].append(int(logits[-1].argmax()))
+                    rows.append(i)
+                    reading = None
+            if rows and (chance.random() < 0.8 or reading is None):
+                logits = batch.step([made[i][-1] for i in rows])
+                for i, row in zip(list(rows), logits, strict=True):
+                    made[i].append(int(row.argmax()))
+            for i in [i for i in rows if len(made[i]) >= cases[i][1]]:
+                place = rows.index(i)
+                moved = batch.leave(place)
+                rows[place] = rows[moved]
+                rows.pop(moved)
+    return [made[i][:new] for i, (_, new) in enumerate(cases)]
+
+
+def compared(case, **shape):
+    """What a batch makes of random rows, and what each row makes alone."""
+    model, chance = build(config_of(case, **shape)), random.Random(case)
+    cases = [(prompt, chance.randint(1, 12)) for prompt in prompts_of(chance, 7)]
+    return run(model, cases, seed=1), [alone(model, *one) for one in cases]
+
+
+@pytest.mark.parametrize("case", KINDS)
+def test_rows_come_and_go_exactly(case):
+    assert type(batch_for(build(config_of(case)))) is KINDS[case]
+    together, one_by_one = compared(case)
+    assert together == one_by_one
+
+
+def test_windows_slide_in_each_row():
+    kinds = ["full_attention", "sliding_attention"] * 2
+    together, one_by_one = compared("loop", layer_types=kinds, use_sliding_window=True, sliding_window=5)
+    assert together == one_by_one
+
+
+def test_fewer_trips_and_other_peoples_models():
+    model, chance = build(config_of("loop")), random.Random(3)
+    cases = [(prompt, 6) for prompt in prompts_of(chance, 4)]
+    assert run(model, cases, trips=2) == [alone(model, *one, max_trips=2) for one in cases]
+    torch.manual_seed(0)
+    qwen3 = Qwen3ForCausalLM(Qwen3Config(**SHAPE, initializer_range=0.5)).eval()
+    assert type(batch_for(qwen3)) is SlabBatch
+    assert run(qwen3, cases) == [alone(qwen3, *one) for one in cases]
+
+
+def test_caches_of_constant_size_take_turns():
+    model, chance = build(config_of("vanilla")), random.Random(3)
+    policy = Policy("sinks", 16, 2, 0.5)
+    cases = [(prompt, 9) for prompt in prompts_of(chance, 3)]
+    assert type(batch_for(model, policy=policy)) is LoneBatch
+    expected = []
+    for prompt, new in cases:
+        ids = torch.tensor([prompt])
+        with torch.no_grad():
+            made = model.generate(
+                ids, max_new_tokens=new, do_sample=False, eos_token_id=None, **policy.read(model, ids)
+            )
+        expected.append(made[0, len(prompt) :].tolist())
+    assert run(model, cases, policy=policy) == expected
+
+
+def test_controls(monkeypatch):
+    """With a fault planted in a slab's masks, or in the columns of merged slots, rows are wrong."""
+    with monkeypatch.context() as planted:
+        planted.setattr(SlabBatch, "_mask", lambda self, positions: None)
+        together, one_by_one = compared("depth_attention")
+        assert together != one_by_one
+    monkeypatch.setattr(slot_cache.SlotTable, "_end_at", lambda self, columns: None)
+    with contextlib.suppress(IndexError, RuntimeError):
+        together, one_by_one = compared("latent_cot")
+        assert together != one_by_one
+
+
+def test_rows_that_halt_cost_nothing():
+    """Of a batch, a layer computes as many tokens as it computes of each row alone."""
+    model, chance = build(config_of("adaponder")), random.Random(5)
+    cases = [(prompt, 8) for prompt in prompts_of(chance, 5)]
+    seen = []
+    layer = model.model.layers[1].mlp
+    layer.register_forward_hook(lambda module, given, out: seen.append(out.shape[0] * out.shape[1]))
+
+    def computed(some):
+        seen.clear()
+        run(model, some, seed=2)
+        return sum(seen)
+
+    whole = computed(cases)
+    assert whole == sum(computed([one]) for one in cases)
+    assert whole < 3 * sum(len(prompt) + new - 1 for prompt, new in cases), "and some do halt early"
+
+
+# The engine.
+
+
+@pytest.fixture
+def engine():
+    made = []
+
+    def make(case="loop+depth_attention", budget=BUDGET, **settings):
+        model = build(config_of(case))
+        made.append(Engine(model, budget, **settings))
+        return made[-1], model
+
+    yield make
+    for one in made:
+        one.join(10)
+        assert not one._thread.is_alive()
+
+
+def test_draws_do_not_depend_on_company(engine):
+    running, _ = engine()
+    prompts = prompts_of(random.Random(0), 6)
+
+    def ask(some):
+        jobs = [Collected(prompt, 10, Choice(1.0, seed=i)) for i, prompt in some]
+        running.submit([one.job for one in jobs])
+        assert [one.wait() for one in jobs] == ["length"] * len(jobs)
+        return [one.tokens for one in jobs]
+
+    apart = [ask([pair])[0] for pair in enumerate(prompts)]
+    assert ask(list(enumerate(prompts))) == apart
+
+
+def test_greedy_texts_of_an_engine(engine):
+    """Requests with budgets of trips of their own, long prompts in chunks, an end token."""
+    running, model = engine()
+    chance = random.Random(1)
+    prompts = [*prompts_of(chance, 4), [chance.randrange(3, 61) for _ in range(90)]]
+    jobs = [Collected(prompt, 12, Choice(), trips=1 + i % 2) for i, prompt in enumerate(prompts)]
+    running.submit([one.job for one in jobs])
+    for i, one in enumerate(jobs):
+        assert one.wait() == "length" and one.tokens == alone(model, prompts[i], 12, max_trips=1 + i % 2)
+    end = jobs[0].tokens[4]
+    stopped = Collected(prompts[0], 12, Choice(), trips=1, stops=frozenset([end]))
+    running.submit([stopped.job])
+    assert stopped.wait() == "stop" and stopped.tokens == jobs[0].tokens[: jobs[0].tokens.index(end) + 1]
+    assert running.cache_bytes >= 0 and running.counts["finished"] == 6
+
+
+def test_what_an_engine_refuses(engine):
+    running, model = engine(budget=batches.token_bytes(build(config_of("loop+depth_attention")), None) * 512, waiting=3)
+    with pytest.raises(EngineError, match=r"for its 600 tokens; the server has .* MiB .--cache-memory"):
+        running.submit([Collected([5], 599, Choice()).job])
+    with pytest.raises(EngineError, match="waiting already"):
+        running.submit([Collected([5], 2, Choice()).job for _ in range(4)])
+    many = [Collected([5 + i], 100, Choice()) for i in range(6)]  # two have room at a time
+    most = 0
+    for half in (many[:3], many[3:]):
+        running.submit([one.job for one in half])
+        while not all(one.done.is_set() for one in half):
+            most = max(most, running.cache_bytes)
+    assert 0 < most <= running.budget
+    assert [one.tokens for one in many] == [alone(model, [5 + i], 100) for i in range(6)]
+
+
+def test_giving_up_and_failing(engine, monkeypatch):
+    running, _ = engine()
+    endless, waits = Collected([5, 6], 10_000, Choice()), Collected([7], 3, Choice())
+    running.submit([endless.job])
+    while len(endless.tokens) < 3:
+        pass
+    running.cancel([endless.job])
+    running.submit([waits.job])
+    assert waits.wait() == "length" and not endless.done.is_set() and running.counts["cancelled"] == 1
+    assert running.call(lambda: 7).result(10) == 7
+    with pytest.raises(ZeroDivisionError):
+        running.call(lambda: 1 / 0).result(10)
+    monkeypatch.setattr(SlabBatch, "step", lambda self, tokens: 1 / 0)
+    failed = Collected([5, 6], 4, Choice())
+    running.submit([failed.job])
+    assert "ZeroDivisionError" in str(failed.wait())
+    monkeypatch.undo()
+    after = Collected([7], 3, Choice())
+    running.submit([after.job])
+    assert after.wait() == "length" and after.tokens == waits.tokens
+    endless = Collected([5, 6], 10_000, Choice())
+    running.submit([endless.job])
+    running.close()
+    assert "shutting down" in str(endless.wait())
+
+
+# Draws.
+
+
+def test_draws_follow_the_probabilities():
+    """Chi-square over 20,000 draws; one by one they are alike at any time."""
+    logits, choice = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.1, -2.5]), Choice(0.8, seed=11)
+    expected = (logits.double() / 0.8).softmax(0)
+    running = expected.cumsum(0)
+    places = torch.tensor([sampling.uniform(11, 0, i) for i in range(20_000)], dtype=torch.float64)
+    counts = torch.searchsorted(running, places, right=True).bincount(minlength=6)
+    assert scipy.stats.chisquare(counts, 20_000 * expected.numpy()).pvalue > 1e-3
+    made = [choice.token(logits, [1], [0] * i) for i in range(40)]
+    assert made == torch.searchsorted(running, places[:40], right=True).tolist()
+
+
+def test_limits_and_penalties():
+    logits = torch.tensor([1.0, 3.0, 2.0, 0.0])
+    zeros = [
+        (Choice(1.0, top_k=2), [0, 3]),
+        (Choice(1.0, top_p=0.6), [0, 2, 3]),
+        (Choice(1.0, min_p=0.3), [0, 3]),
+        (Choice(1.0), []),
+    ]
+    for choice, left_out in zeros:
+        probabilities = choice.probabilities(choice.scores(logits, [], []))
+        assert [i for i, p in enumerate(probabilities.tolist()) if p == 0] == left_out
+    both = Choice(presence_penalty=0.5, frequency_penalty=0.25, logit_bias={3: 2.0}).scores(logits, [0], [1, 1, 2])
+    assert both.tolist() == [1.0, 3.0 - 0.5 - 0.5, 2.0 - 0.75, 2.0]
+    repeated = Choice(repetition_penalty=2.0).scores(torch.tensor([1.0, -1.0, 2.0]), [0], [1])
+    assert repeated.tolist() == [0.5, -2.0, 2.0]
+    assert Choice(1e-300, seed=3).token(logits, [], []) == 1
+    assert Choice().plain and not Choice(frequency_penalty=0.1).plain
