@@ -5,12 +5,14 @@ The rules are those of `vllm/model_executor/models/transformers` (base.py, fuser
 """
 
 import ast
+import importlib.util
 import inspect
 import json
 import sys
 import textwrap
 from importlib.metadata import entry_points
-from types import ModuleType
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -243,8 +245,13 @@ def test_the_registry_finds_the_class(tmp_path, monkeypatch):
     """`getattr(transformers, architecture)`, `is_backend_compatible()`, a plan by names, `AutoModel` in auto_map."""
     registry = ModuleType("vllm.model_executor.models.registry")
     registry.transformers = ModuleType("transformers")  # the one that was there before transformers replaced itself
+    models = {}
+    registry.ModelRegistry = SimpleNamespace(register_model=lambda name, where: models.update({name: where}))
     monkeypatch.setitem(sys.modules, registry.__name__, registry)
     vllm_plugin.register()
+    file, _, name = models["FathomForCausalLM"].partition(":")
+    source = Path(importlib.util.find_spec(file).origin).read_text()
+    assert name in {node.name for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
     directory = export_tiny(tmp_path / "tiny")
     raw = json.loads((directory / "config.json").read_text())
     assert "AutoModel" in raw["auto_map"]

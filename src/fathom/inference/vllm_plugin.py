@@ -2,8 +2,8 @@
 
 vLLM's transformers backend puts its own attention, linear layers and embeddings into a transformers model and keeps
 one key-value cache per layer. It looks the class up as an attribute of `transformers`, asks whether it is compatible,
-and opens it with `AutoModel.from_config`. Models of several trips refuse it themselves (`models/engines.py`).
-Nothing of vLLM is imported here.
+and opens it with `AutoModel.from_config`. A model of several trips needs a cache for every visit, of which vLLM has to
+be told (`vllm_model.py`); one that needs slots refuses it (`models/engines.py`). Nothing of vLLM is imported here.
 """
 
 from __future__ import annotations
@@ -20,3 +20,6 @@ def register() -> None:
     for module in (sys.modules["transformers"], getattr(registry, "transformers", None)):
         if module is not None:
             setattr(module, FathomForCausalLM.__name__, FathomForCausalLM)
+    if registry is not None:
+        where = "fathom.inference.vllm_model:FathomForVllm"
+        registry.ModelRegistry.register_model(FathomForCausalLM.__name__, where)

@@ -3,23 +3,26 @@
 transformers' continuous batching, vLLM and SGLang look keys and values up by a layer's `layer_idx`. A model of several
 trips needs a bank for each visit (layer, trip): in a bank that trips share, the later one overwrites the earlier, and
 the tokens are wrong without an error. So the engine is told of as many layers as the plan has visits
-(`engine_config`), and its attention gets, in place of the layer, a `Seat` at the visit's bank. What cannot be served so
-is refused by name. This file travels with every export, and the refusal with it.
+(`engine_config`), and its attention gets, in place of the layer, a `Seat` at the visit's bank; vLLM, which hangs a bank
+on each module that calls attention, finds a `Bank` for it (`take_banks`). What cannot be served so is refused by name.
+This file travels with every export, and the refusal with it.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sized
+from collections.abc import Callable, Iterable, Mapping, Sized
 from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from .roles import View
 from .slots import Visit
 
 if TYPE_CHECKING:
-    from torch import nn
-
     from .configuration import FathomConfig
+    from .modeling import Attention
     from .roles import Recurrence
 
 Trips = tuple[tuple[Visit, ...], ...]
@@ -29,6 +32,8 @@ BACKENDS = ("sdpa", "eager", "paged|eager", "flash", "flex", "kernels-community/
 """Attention backends, by their beginning, that leave the cache to the model or find it by a seat."""
 ENGINES = ("vllm", "sglang")
 """Backends that find their cache in `attention_instances`, by `layer_idx`."""
+HUNG = "attn"
+"""What vLLM calls the bank that it hangs on a module."""
 HANDED_OVER = ("cache", "attention_instances", "forward_batch")
 """Arguments by which an engine hands over a cache of its own: continuous batching, vLLM and SGLang, SGLang."""
 
@@ -36,18 +41,53 @@ HANDED_OVER = ("cache", "attention_instances", "forward_batch")
 class Seat:
     """An attention module at the place of one visit: everything is the module's own but `layer_idx`."""
 
-    def __init__(self, attention: nn.Module, bank: int) -> None:
+    def __init__(self, attention: Attention, bank: int) -> None:
         self.attention, self.layer_idx = attention, bank
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.attention, name)
 
 
-def seat(attention: nn.Module, bank: int | None, arguments: Mapping[str, Any]) -> Any:
+class Bank(nn.Module):
+    """One visit's bank, for an engine that looks for the modules which call attention: vLLM hangs its cache on it."""
+
+    def __init__(self, attention: Attention, bank: int) -> None:
+        super().__init__()
+        self.layer_idx, self.config, self.scaling = bank, attention.config, attention.scaling
+        self.num_key_value_groups, self.is_causal = attention.num_key_value_groups, attention.is_causal
+        self.sliding_window = attention.sliding_window
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **kwargs: Any) -> Any:
+        """Attention over this bank. Written out, since vLLM reads this source to know what it found."""
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
+        return attend(self, query, key, value, mask, scaling=self.scaling, **kwargs)
+
+
+def take_banks(attentions: Iterable[Attention], plan: Trips) -> nn.ModuleDict:
+    """A module for every visit: a layer's own for its first one, a `Bank` for each further one, by number.
+
+    The layers know theirs afterwards (`banks`).
+    """
+    layers, made = list(attentions), nn.ModuleDict()
+    for attention in layers:
+        attention.banks = {}
+    for visit in (visit for trip in plan for visit in trip):
+        attention = layers[visit.layer]
+        if not attention.banks:
+            attention.layer_idx = visit.index
+            attention.banks[visit.index] = attention
+        else:
+            made[str(visit.index)] = attention.banks[visit.index] = Bank(attention, visit.index)
+    return made
+
+
+def seat(attention: Attention, bank: int | None, arguments: Mapping[str, Any]) -> Any:
     """What the attention backend takes for the module: itself, or its seat where an engine holds the cache."""
-    if bank is None or bank == attention.layer_idx or not any(name in arguments for name in HANDED_OVER):
+    if bank is None or bank == attention.layer_idx:
         return attention
-    return Seat(attention, bank)
+    if any(name in arguments for name in HANDED_OVER):
+        return Seat(attention, bank)
+    return attention.banks[bank] if attention.banks else attention
 
 
 def engine_config(config: FathomConfig, plan: Trips) -> FathomConfig:
@@ -60,7 +100,11 @@ def engine_config(config: FathomConfig, plan: Trips) -> FathomConfig:
 
 
 def check_engine(
-    config: FathomConfig, policy: Recurrence, plan: Trips, arguments: Mapping[str, Any] | None = None
+    config: FathomConfig,
+    policy: Recurrence,
+    plan: Trips,
+    arguments: Mapping[str, Any] | None = None,
+    attentions: Iterable[Attention] = (),
 ) -> None:
     """Refuse an engine that would make a model of several trips answer wrongly.
 
@@ -69,6 +113,7 @@ def check_engine(
         policy: Its recurrence.
         plan: The visits of a forward pass.
         arguments: Further keyword arguments of the call; None while the model is made.
+        attentions: Its layers' attention, which may have banks.
     """
     backend = str(config._attn_implementation)
     foreign = next((name for name in HANDED_OVER if name in (arguments or ())), None)
@@ -84,7 +129,10 @@ def check_engine(
         )
     if foreign is None and (arguments is None and backend.startswith(ENGINES)):
         return  # how many banks it has is seen with the first call
-    held = 0 if foreign is None or arguments is None else _banks(arguments[foreign])
+    if foreign is None or arguments is None:
+        held = sum(hasattr(bank, HUNG) for attention in attentions for bank in attention.banks.values())
+    else:
+        held = _banks(arguments[foreign])
     if held < needed:
         unrolled = config.recurrence == "loop" and config.mixer == "none" and config.residual == "plain"
         raise ValueError(

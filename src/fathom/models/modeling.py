@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from os import PathLike
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration import FathomConfig
-from .engines import check_engine, engine_config, seat
+from .engines import check_engine, engine_config, seat, take_banks
 from .loss import causal_lm_loss, shifted, token_losses
 from .published import HUB_KEYS, released
 from .registry import AXES, DEFAULTS, mechanism, recurrence_class
@@ -65,6 +65,7 @@ class Attention(nn.Module):
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+        self.banks: dict[int, nn.Module] = {}  # by number, where an engine hangs its cache on modules
         self.norm_rotated_keys = config.k_norm_position == "after_rope"
 
         width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
@@ -291,6 +292,8 @@ class FathomModel(FathomPreTrainedModel):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
             self._tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
         check_engine(self.config, self.recurrence, self.plan)
+        if config._attn_implementation == "vllm" and len(self.plan) > 1:
+            self.banks = take_banks(self._attentions(), plan(config, self._trips(None)))
         self.post_init()
 
     @merge_with_config_defaults
@@ -312,7 +315,7 @@ class FathomModel(FathomPreTrainedModel):
         `max_trips` is a budget at run time."""
         x = self._embed(input_ids, inputs_embeds)  # [B, T, hidden_size]
         trips = self._trips(max_trips)
-        check_engine(self.config, self.recurrence, self._plan_of(trips), kwargs)
+        check_engine(self.config, self.recurrence, self._plan_of(trips), kwargs, self._attentions())
         keep_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
 
         # Masks look at what the caller gave: without a cache or a mask of theirs, and with positions that restart,
@@ -373,6 +376,9 @@ class FathomModel(FathomPreTrainedModel):
         if trips not in self.plans:
             self.plans[trips] = plan(self.config, trips)
         return self.plans[trips]
+
+    def _attentions(self) -> Iterator[Attention]:
+        return (module for module in self.layers.modules() if isinstance(module, Attention))
 
     def _trips(self, max_trips: int | None) -> int:
         if max_trips is None and not self.training:

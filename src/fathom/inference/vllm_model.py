@@ -1,0 +1,51 @@
+"""Fathom's decoder in vLLM: its transformers backend, told of a layer of cache for every visit.
+
+vLLM imports this file by the name that `vllm_plugin.py` registers; it is of no use without vLLM.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, nn
+from vllm.model_executor.models.transformers import TransformersForCausalLM
+
+from fathom.models import FathomConfig
+from fathom.models.engines import engine_config
+from fathom.models.slots import plan
+
+
+class FathomForVllm(TransformersForCausalLM):
+    """Any mechanism whose trips do not read one another."""
+
+    text_config: FathomConfig
+
+    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+        if vllm_config.parallel_config.pipeline_parallel_size > 1:
+            raise ValueError(
+                "Fathom's models cannot be split over pipeline stages: a layer reads what earlier layers left, which "
+                "vLLM does not pass on. Use --tensor-parallel-size, or several servers"
+            )
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        if hasattr(self.model, "lm_head"):  # of a recurrence that feeds on logits: the one that vLLM has loaded
+            self.model.lm_head = _Head(self)
+
+    def _create_attention_instances(self, prefix: str = "") -> None:
+        whole = self.text_config
+        self.text_config = engine_config(whole, plan(whole, self.model._trips(None)))
+        try:
+            super()._create_attention_instances(prefix)
+        finally:
+            self.text_config = whole
+
+
+class _Head(nn.Module):
+    """Hidden states to logits by vLLM's own head."""
+
+    def __init__(self, owner: FathomForVllm) -> None:
+        super().__init__()
+        self.__dict__["owner"] = owner  # a plain reference: it holds this module
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        owner = self.__dict__["owner"]
+        return owner.compute_logits(hidden.flatten(0, -2)).unflatten(0, hidden.shape[:-1])
