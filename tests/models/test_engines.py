@@ -60,10 +60,10 @@ def drawn(seed: int):
     options: dict[str, dict] = {}
     if recurrence == "loop":
         kept = {"prelude": chance.randint(0, 1), "coda": chance.randint(0, 1)}
-        options["recurrence_options"] = {"count": chance.randint(1, 4), **kept}
+        options["recurrence_options"] = {"trips": chance.randint(1, 4), **kept}
     elif recurrence == "ponder":
         options["recurrence_options"] = {
-            "depth": chance.randint(1, 2),
+            "trips": chance.randint(2, 3),
             "top_k": chance.choice([0, 7]),
             "feed": chance.choice(["mixture", "hidden"]),
         }

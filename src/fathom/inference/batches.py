@@ -24,7 +24,6 @@ from fathom.inference.cache import Policy
 from fathom.kvcache.prefill import chunks
 from fathom.models import FathomForCausalLM
 from fathom.models.slot_cache import SPARE, drop_row, merge_slots
-from fathom.models.slots import plan
 
 PLAIN = ("qwen3", "qwen2", "llama", "mistral", "smollm3", "olmo2")
 """Other people's decoders whose attention takes any mask and whose cache is keys and values alone."""
@@ -351,8 +350,8 @@ def banks(model: Any, trips: int | None) -> int:
     """Layers of keys and values that a row fills at most: one for each visit."""
     if not isinstance(model, FathomForCausalLM):
         return int(model.config.num_hidden_layers)
-    depth = (trips or model.config.max_trips or model.model.recurrence.depth + 1) - 1
-    return sum(len(trip) for trip in plan(model.config, depth))
+    made = trips or model.config.max_trips or model.model.recurrence.trips
+    return sum(len(trip) for trip in model.model.plan_of(made))
 
 
 def token_bytes(model: Any, trips: int | None) -> int:
@@ -370,4 +369,4 @@ def may_chunk(model: Any) -> bool:
     if not isinstance(model, FathomForCausalLM):
         return True
     policy = model.model.recurrence
-    return policy.view.depth_parallel or policy.exact() or not policy.depth
+    return policy.view.depth_parallel or policy.exact() or policy.trips == 1

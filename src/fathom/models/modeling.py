@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from os import PathLike
 from types import SimpleNamespace
 from typing import Any
@@ -50,6 +51,7 @@ from .several_trips import Inputs, Store
 from .several_trips import run as run_trips
 from .slot_cache import with_slots
 from .slots import Visit, plan, with_banks
+from .speculation import Speculation, decode
 
 
 class Attention(nn.Module):
@@ -315,7 +317,7 @@ class FathomModel(FathomPreTrainedModel):
         `max_trips` is a budget at run time."""
         x = self._embed(input_ids, inputs_embeds)  # [B, T, hidden_size]
         trips = self._trips(max_trips)
-        check_engine(self.config, self.recurrence, self._plan_of(trips), kwargs, self._attentions())
+        check_engine(self.config, self.recurrence, self.plan_of(trips), kwargs, self._attentions())
         keep_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
 
         # Masks look at what the caller gave: without a cache or a mask of theirs, and with positions that restart,
@@ -372,7 +374,8 @@ class FathomModel(FathomPreTrainedModel):
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
-    def _plan_of(self, trips: int) -> tuple[tuple[Visit, ...], ...]:
+    def plan_of(self, trips: int) -> tuple[tuple[Visit, ...], ...]:
+        """The visits of so many trips."""
         if trips not in self.plans:
             self.plans[trips] = plan(self.config, trips)
         return self.plans[trips]
@@ -404,7 +407,7 @@ class FathomModel(FathomPreTrainedModel):
         elif self.slotted:
             store = Store(cache, with_slots(cache, self.config.num_hidden_layers, trips))
         else:
-            store = with_banks(cache, [visit.layer for trip in self._plan_of(trips) for visit in trip])
+            store = with_banks(cache, [visit.layer for trip in self.plan_of(trips) for visit in trip])
         inputs.hidden = [] if keep_hidden else None
         state = run_trips(self, x, inputs, store)
         hidden = self.recurrence.readout(state)
@@ -490,10 +493,34 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
                 "result depends on where it is cut; set recurrence_options.prefill=exact, or leave the chunk size out"
             )
 
-    def generate(self, inputs: Tensor | None = None, generation_config: Any = None, **kwargs: Any) -> Any:
-        """As in transformers; what could not be exact is refused."""
+    def generate(
+        self,
+        inputs: Tensor | None = None,
+        generation_config: Any = None,
+        draft_trips: int | None = None,
+        draft_tokens: int = 6,
+        speculation: Speculation | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """As in transformers; what could not be exact is refused.
+
+        Args:
+            inputs: As in transformers.
+            generation_config: As in transformers.
+            draft_trips: Draft with the first so many trips and check with the rest (`speculation.py`).
+            draft_tokens: Tokens that are drafted at a time, to begin with.
+            speculation: In place of these two; says afterwards what was drafted and accepted.
+            kwargs: As in transformers.
+        """
         own = generation_config or self.generation_config
         self.check_chunks(kwargs.get("prefill_chunk_size", own.prefill_chunk_size))
+        if draft_trips is not None:
+            speculation = Speculation(draft_trips, draft_tokens)
+        if speculation is not None:
+            if (kwargs.get("num_beams") or own.num_beams or 1) > 1 or kwargs.get("return_dict_in_generate"):
+                raise ValueError("draft_trips: one text at a time, as tokens: leave out beams and dictionaries")
+            speculation.streamer = kwargs.get("streamer")
+            kwargs["custom_generate"] = partial(decode, speculation=speculation)
         return super().generate(inputs, generation_config, **kwargs)
 
     def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:

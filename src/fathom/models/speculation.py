@@ -1,0 +1,273 @@
+"""Speculative trips: a model of several trips drafts with its first ones and checks with the rest, exactly.
+
+Tokens are drafted one by one with the first `draft_trips` trips, read out early. Then the remaining trips of all of
+them are made in one pass that starts where the drafts stopped: in view SAME the first trips' keys and values do not
+depend on how many follow, so none of that work is done twice. The longest run of drafts that the whole model would have
+made is kept, its own token takes the place of the first that differs, and the caches of the others are cropped. Greedy
+tokens are those of plain decoding; sampled ones have its distribution (accept with probability min(1, p/q), else draw
+from what p has more than q).
+
+Rows of a batch advance together, as far as the row with the shortest run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from .roles import TripState, View
+from .several_trips import Banked, Inputs, KeyValue
+from .slots import TokenSubset, Turn
+
+if TYPE_CHECKING:
+    from .modeling import FathomForCausalLM
+
+
+@dataclass
+class Speculation:
+    """What drafting is allowed to do, and what it did."""
+
+    draft_trips: int = 1
+    draft_tokens: int = 6
+    """Tokens per round to begin with: one more after a round in which all were kept, one fewer after any other."""
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    """Of the drafted, those that the whole model would have made."""
+    tokens: int = 0
+    """New tokens, all rows."""
+    streamer: Any = field(default=None, repr=False)
+
+    @property
+    def acceptance(self) -> float:
+        """Share of drafted tokens that were accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @property
+    def tokens_per_round(self) -> float:
+        """New tokens for each verification."""
+        return self.tokens / self.rounds if self.rounds else 0.0
+
+
+def check_speculation(model: FathomForCausalLM, asked: Speculation, trips: int) -> None:
+    """Refuse a model whose first trips are not a beginning of the whole."""
+    config, policy = model.config, model.model.recurrence
+    if policy.view is not View.SAME or policy.halts:
+        raise ValueError(
+            f"draft_trips: {config.recurrence} keeps slots; only trips that read no other can be made apart"
+        )
+    if policy.span(config)[1] < config.num_hidden_layers:
+        raise ValueError("draft_trips: a coda belongs to the last trip alone, so that earlier ones cannot be read out")
+    if not 1 <= asked.draft_trips < trips:
+        raise ValueError(
+            f"draft_trips must be between 1 and {trips - 1}, fewer than all trips, got {asked.draft_trips}"
+        )
+    if asked.draft_tokens < 1:
+        raise ValueError(f"draft_tokens must be 1 or more, got {asked.draft_tokens}")
+
+
+class Stages:
+    """The trips of some tokens, made in two parts over one cache."""
+
+    def __init__(self, model: FathomForCausalLM, trips: int) -> None:
+        self.model, self.decoder, self.cache, self.trips = model, model.model, DynamicCache(), trips
+        self.plan = self.decoder.plan_of(trips)
+
+    def make(
+        self, x: Tensor, positions: Tensor, padding: Tensor | None, trips: range, sources: dict[int, KeyValue]
+    ) -> tuple[Tensor, Tensor]:
+        """Make some trips: the last one's hidden state, and what the next one starts from, `[B, T, hidden_size]` each.
+
+        Args:
+            x: What the first of these trips starts from.
+            positions: `[B, T]`
+            padding: `[B, past + T]`, or nothing is padded.
+            trips: Which.
+            sources: By visit, what earlier trips of these tokens left for mixers; these trips add theirs.
+        """
+        first = self.plan[trips.start][-1].index
+        held = self.cache.layers[first : first + 1]  # masks ask this one, for the other part's banks are longer
+        seen = Cache(layers=held) if held else DynamicCache()
+        inputs = Inputs(self.trips, positions, None, padding, seen, x.dtype, self.model.lm_head, {})
+        banked, policy = Banked(self.decoder, inputs, x, self.cache), self.decoder.recurrence
+        banked.sources = sources
+        state: TripState = {}
+        for trip in trips:
+            out = banked(Turn(trip, x, TokenSubset()))
+            state = {**state, **policy.gate(out, state)}
+            x = x if out.last else policy.feed(x, out, state)
+        return (policy.readout(state) if out.last else out.hidden), x
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """The first trip's input."""
+        return self.decoder.embed_tokens(ids) * self.decoder.config.embedding_scale
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last so many tokens."""
+        for layer in self.cache.layers if tokens else ():
+            layer.crop(-tokens)
+
+
+@dataclass
+class Drafts:
+    """A round's drafts, `count` for each row."""
+
+    tokens: Tensor
+    """`[B, count]`"""
+    starts: Tensor
+    """What the remaining trips start from, `[B, count, hidden_size]`; the first is of the last token before."""
+    positions: Tensor
+    sources: dict[int, KeyValue]
+    probabilities: Tensor | None
+    """What each was drawn from, `[B, count, V]`; None where the likeliest was taken."""
+
+
+def decode(
+    model: FathomForCausalLM,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    speculation: Speculation,
+    **given: Any,
+) -> Tensor:
+    """Continue `[B, T]` as `generate` does; transformers calls it in place of its own loop."""
+    asked, sampled = speculation, bool(generation_config.do_sample)
+    trips = given.get("max_trips") or model.config.max_trips or model.model.recurrence.trips
+    check_speculation(model, asked, trips)
+    if (past := given.get("past_key_values")) is not None and past.get_seq_length():
+        raise ValueError("draft_trips: start from an empty cache")
+    mask = given.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    run = _Run(Stages(model, trips), asked.draft_trips, mask, logits_processor, sampled)
+    run.read(input_ids[:, :-1])
+    pad = _pad(generation_config)
+    going = torch.ones(len(input_ids), dtype=torch.bool, device=input_ids.device)
+    count = asked.draft_tokens
+    while True:
+        room = (generation_config.max_length or input_ids.shape[1] + count) - input_ids.shape[1]
+        drafts = run.draft(input_ids, max(1, min(count, room)))
+        new, accepted = run.verify(input_ids, drafts)
+        whole, drafted = drafts.tokens.shape[1], int(going.sum()) * drafts.tokens.shape[1]
+        kept = int((accepted[going] + 1).clamp(max=whole).min())
+        run.stages.crop(whole - kept)
+        asked.rounds, asked.drafted = asked.rounds + 1, asked.drafted + drafted
+        asked.accepted += int(accepted[going].sum())
+        count = count + 1 if kept == whole else max(1, count - 1)
+        for column in new[:, :kept].unbind(1):
+            asked.tokens += int(going.sum())
+            input_ids = torch.cat((input_ids, torch.where(going, column, pad).unsqueeze(1)), 1)
+            if asked.streamer is not None:
+                asked.streamer.put(input_ids[:, -1].cpu())
+            going = going & ~stopping_criteria(input_ids, None)
+            if not going.any():
+                if asked.streamer is not None:
+                    asked.streamer.end()
+                return input_ids
+
+
+class _Run:
+    """The two halves of a round."""
+
+    def __init__(self, stages: Stages, draft_trips: int, mask: Tensor, logits_processor: Any, sampled: bool) -> None:
+        self.stages, self.drafting = stages, range(draft_trips)
+        self.checking = range(draft_trips, len(stages.plan))
+        self.padding = mask if not bool(mask.all()) else None
+        self.before = mask.sum(1) - mask.shape[1]  # [B]: positions count no padding
+        self.process, self.sampled = logits_processor, sampled
+
+    def read(self, ids: Tensor) -> None:
+        """The prompt but for its last token, whole."""
+        if ids.shape[1]:
+            every = range(len(self.stages.plan))
+            self.stages.make(self.stages.embed(ids), self._positions(0, ids), self._padding(ids.shape[1]), every, {})
+
+    def draft(self, ids: Tensor, count: int) -> Drafts:
+        """So many tokens, each from the first trips of the one before."""
+        length, starts, drawn_from = ids.shape[1], [], []
+        sources: list[dict[int, KeyValue]] = []
+        for i in range(count):
+            last = self.stages.embed(ids[:, -1:])
+            positions, padding = self._positions(length - 1 + i, ids[:, -1:]), self._padding(length + i)
+            found: dict[int, KeyValue] = {}
+            hidden, start = self.stages.make(last, positions, padding, self.drafting, found)
+            scores = self._scores(ids, hidden[:, -1])
+            if self.sampled:
+                drawn_from.append(scores.softmax(-1))
+                token = torch.multinomial(drawn_from[-1], 1)
+            else:
+                token = scores.argmax(-1, keepdim=True)
+            starts.append(start)
+            sources.append(found)
+            ids = torch.cat((ids, token), 1)
+        return Drafts(
+            ids[:, length:],
+            torch.cat(starts, 1),
+            self._positions(length - 1, ids[:, length:]),
+            {i: _side_by_side([one[i] for one in sources]) for i in sources[0]},
+            torch.stack(drawn_from, 1) if self.sampled else None,
+        )
+
+    def verify(self, ids: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
+        """The tokens of this round if the shortest run allows, `[B, count]`, and how many drafts each row accepts."""
+        count, whole = drafts.tokens.shape[1], torch.cat((ids, drafts.tokens), 1)
+        padding = self._padding(whole.shape[1] - 1)
+        hidden, _ = self.stages.make(drafts.starts, drafts.positions, padding, self.checking, drafts.sources)
+        length = ids.shape[1]
+        scores = torch.stack([self._scores(whole[:, : length + i], hidden[:, i]) for i in range(count)], 1)  # [B, n, V]
+        if drafts.probabilities is None:
+            right = scores.argmax(-1)
+            accepted = (right == drafts.tokens).long().cumprod(1).sum(1)
+            return right, accepted  # as long as drafts are accepted they are the right ones
+        return accept(scores.softmax(-1), drafts.probabilities, drafts.tokens)
+
+    def _scores(self, ids: Tensor, hidden: Tensor) -> Tensor:
+        return self.process(ids, self.stages.model.lm_head(hidden).float())
+
+    def _positions(self, first: int, ids: Tensor) -> Tensor:
+        columns = torch.arange(first, first + ids.shape[1], device=ids.device)
+        return (columns + self.before.unsqueeze(1)).clamp(min=0)
+
+    def _padding(self, length: int) -> Tensor | None:
+        if self.padding is None:
+            return None
+        new = length - self.padding.shape[1]
+        return self.padding[:, :length] if new <= 0 else torch.nn.functional.pad(self.padding, (0, new), value=1)
+
+
+def accept(p: Tensor, q: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
+    """The tokens `[B, n]` of which the first `accepted + 1` are distributed as p, and `accepted`, `[B]`.
+
+    Args:
+        p: Of the whole model, `[B, n, V]`, each after the drafts before it.
+        q: What the drafts were drawn from.
+        drafts: `[B, n]`
+    """
+    at = drafts.unsqueeze(-1)
+    ratio = p.gather(-1, at).squeeze(-1) / q.gather(-1, at).squeeze(-1)  # [B, n]
+    accepted = (torch.rand_like(ratio) < ratio).long().cumprod(1).sum(1)
+    place = accepted.clamp(max=drafts.shape[1] - 1).view(-1, 1, 1).expand(-1, 1, p.shape[-1])
+    p, q = p.gather(1, place).squeeze(1), q.gather(1, place).squeeze(1)
+    more = (p - q).clamp(min=0)
+    other = torch.multinomial(torch.where(more.sum(-1, keepdim=True) > 0, more, p), 1)
+    here = torch.arange(drafts.shape[1], device=drafts.device) == accepted.unsqueeze(1)
+    return torch.where(here, other, drafts), accepted
+
+
+def _side_by_side(pairs: Sequence[KeyValue]) -> KeyValue:
+    """Keys and values `[B, H_kv, 1, D]` of tokens one after another."""
+    keys, values = zip(*pairs, strict=True)
+    return torch.cat(keys, 2), torch.cat(values, 2)
+
+
+def _pad(generation_config: Any) -> int:
+    """What fills up rows that ended."""
+    pad, end = generation_config.pad_token_id, generation_config.eos_token_id
+    if pad is not None:
+        return int(pad)
+    return int(end[0] if isinstance(end, list | tuple) else end or 0)

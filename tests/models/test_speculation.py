@@ -1,0 +1,159 @@
+"""Drafting with the first trips: the tokens, or the distribution, of plain decoding."""
+
+import random
+
+import pytest
+import scipy.stats
+import torch
+
+from fathom.models import FathomConfig, speculation
+from fathom.models.registry import parse_mechanism
+from fathom.models.speculation import Speculation, Stages, accept
+
+from .cases import SHAPE, build, config_of
+
+MIXERS = ["", "+depth_attention", "+uniform_depth", "+value_residual"]
+RESIDUALS = ["", "+denseformer", "+attention_residuals", "+hyper_connections"]
+
+
+def greedy(model, prompts, new, **arguments):
+    """Left-padded rows in one call."""
+    model.generation_config.eos_token_id = None
+    width = max(map(len, prompts))
+    ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    made = model.generate(ids, attention_mask=mask, max_new_tokens=new, do_sample=False, pad_token_id=0, **arguments)
+    return made[:, width:].tolist()
+
+
+def drawn(seed):
+    """A model of two to four trips whose drafts are often right, and prompts."""
+    chance = random.Random(seed)
+    recurrence, trips = chance.choice(["loop", "ponder"]), chance.randint(2, 4)
+    if recurrence == "loop":
+        options = {"trips": trips, "prelude": chance.randint(0, 1)}
+    else:
+        options = {"trips": trips, "top_k": chance.choice([0, 7]), "feed": chance.choice(["mixture", "hidden"])}
+    name = recurrence + chance.choice(MIXERS) + chance.choice(RESIDUALS)
+    shape = {
+        "layer_types": ["full_attention", "sliding_attention"] * 2,
+        "use_sliding_window": True,
+        "sliding_window": 5,
+    }
+    fields = {**SHAPE, **parse_mechanism(name), "recurrence_options": options, **(shape if seed % 5 == 4 else {})}
+    model = build(FathomConfig(**fields), seed)
+    with torch.no_grad():  # the later trips change less, so that drafts are accepted now and then
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.mul_(0.3)
+            layer.self_attn.o_proj.weight.mul_(0.3)
+    rows = 1 if seed % 2 else chance.randint(2, 4)
+    prompts = [[chance.randrange(3, 61) for _ in range(chance.randint(1, 20))] for _ in range(rows)]
+    asked = Speculation(chance.randint(1, trips - 1), chance.randint(1, 8))
+    return name, model, prompts, chance.randint(1, 24), asked
+
+
+@pytest.mark.parametrize(
+    "seed", [pytest.param(seed, marks=() if seed < 10 else pytest.mark.slow) for seed in range(250)]
+)
+def test_greedy_tokens_are_those_of_generate(seed):
+    name, model, prompts, new, asked = drawn(seed)
+    assert greedy(model, prompts, new, speculation=asked) == greedy(model, prompts, new), name
+    assert asked.tokens == new * len(prompts) and 0 <= asked.acceptance <= 1
+
+
+def test_drafts_are_accepted_and_counted():
+    """Where later trips hardly matter most drafts are right, and rounds are few; where they do, rounds are many."""
+    model = build(config_of("loop"))
+    prompts, wild, tame = [[5, 9, 31, 7]], Speculation(1, 6), Speculation(1, 6)
+    greedy(model, prompts, 40, speculation=wild)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.mul_(1e-4)
+            layer.self_attn.o_proj.weight.mul_(1e-4)
+    assert greedy(model, prompts, 40, speculation=tame) == greedy(model, prompts, 40)
+    assert tame.tokens == wild.tokens == 40 and tame.rounds == 5 and wild.rounds > 12, "6 + 7 + 8 + 9 + 10 tokens"
+    assert tame.acceptance == 1 and tame.tokens_per_round == 8 and wild.acceptance < 0.5
+
+
+def test_controls(monkeypatch):
+    """Caches that are not cropped, or drafts taken as they are, give other tokens."""
+    _, model, prompts, _, asked = drawn(1)
+    expected = greedy(model, prompts, 20)
+    with monkeypatch.context() as planted:
+        planted.setattr(Stages, "crop", lambda self, tokens: None)
+        assert greedy(model, prompts, 20, speculation=asked) != expected
+    everything = lambda self, ids, drafts: (drafts.tokens, torch.full((len(ids),), drafts.tokens.shape[1]))  # noqa: E731
+    monkeypatch.setattr(speculation._Run, "verify", everything)
+    assert greedy(model, prompts, 20, speculation=asked) != expected
+
+
+def test_stops_processors_and_budgets():
+    """End tokens row by row, penalties, `max_trips`, a streamer."""
+    _, model, _, _, _ = drawn(2)
+    prompts = [[5, 9, 31, 7], [44, 3], [8]]
+    for settings in ({"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, {"max_trips": 2}):
+        assert greedy(model, prompts, 15, draft_trips=1, **settings) == greedy(model, prompts, 15, **settings)
+    plain = greedy(model, prompts, 15)
+    end = [plain[0][4], plain[1][2]]
+    given = {"attention_mask": torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1], [0, 0, 0, 1]]), "max_new_tokens": 15}
+    ids = torch.tensor([[5, 9, 31, 7], [0, 0, 44, 3], [0, 0, 0, 8]])
+    stopped = [
+        model.generate(ids, do_sample=False, eos_token_id=end, pad_token_id=0, **given, **more).tolist()
+        for more in ({}, {"draft_trips": 1, "draft_tokens": 5})
+    ]
+    assert stopped[0] == stopped[1]
+
+
+def test_draws_have_the_distribution():
+    """Chi-square over 50,000 rounds: the first token, and the one after an accepted draft, are as the whole model's."""
+    torch.manual_seed(0)
+    p, q = torch.randn(2, 3, 7, dtype=torch.float64).mul(1.5).softmax(-1)
+    rows = 50_000
+    drafts = torch.stack([torch.multinomial(one, rows, replacement=True) for one in q], 1)
+    new, accepted = accept(p.expand(rows, 3, 7), q.expand(rows, 3, 7), drafts)
+    for place in range(3):
+        reached = new[accepted >= place, place]
+        counts = reached.bincount(minlength=7)
+        assert scipy.stats.chisquare(counts, len(reached) * p[place].numpy()).pvalue > 1e-3
+    taken = drafts[:, 0].bincount(minlength=7)
+    assert scipy.stats.chisquare(taken, rows * p[0].numpy()).pvalue < 1e-6, "drafts as they are would be seen"
+
+
+@pytest.mark.slow
+def test_sampled_texts_have_the_distribution():
+    """Two tokens of a whole model over a vocabulary of seven, against their probabilities: chi-square, 50,000 draws."""
+    model = build(FathomConfig(**{**SHAPE, "vocab_size": 7, "recurrence": "loop", "pad_token_id": 0}))
+    model.generation_config.eos_token_id = None
+    ids = torch.tensor([[5, 3, 6]])
+    with torch.no_grad():
+        first = model(ids).logits[0, -1].softmax(-1)
+        after = [model(torch.cat((ids, torch.tensor([[t]])), 1)).logits[0, -1].softmax(-1) for t in range(7)]
+    joint = torch.stack([first[t] * after[t] for t in range(7)]).flatten()
+    torch.manual_seed(1)
+    counts = torch.zeros(49, dtype=torch.long)
+    for _ in range(6250):
+        made = model.generate(
+            ids.expand(8, -1), max_new_tokens=2, do_sample=True, top_k=0, pad_token_id=0, draft_trips=1, draft_tokens=2
+        )
+        counts += (made[:, 3] * 7 + made[:, 4]).bincount(minlength=49)
+    large = joint * 50_000 > 5
+    expected = torch.cat((joint[large], joint[~large].sum().clamp(min=1e-12)[None])).double() * 50_000
+    found = torch.cat((counts[large], counts[~large].sum()[None]))
+    assert scipy.stats.chisquare(found, expected * found.sum() / expected.sum()).pvalue > 1e-3
+
+
+@pytest.mark.parametrize(
+    "case,settings,words",
+    [
+        ("ponder2", {"draft_trips": 1}, "ponder2 keeps slots"),
+        ("adaponder", {"draft_trips": 1}, "adaponder keeps slots"),
+        ("loop-middle", {"draft_trips": 1}, "a coda"),
+        ("loop", {"draft_trips": 3}, "between 1 and 2"),
+        ("vanilla", {"draft_trips": 1}, "between 1 and 0"),
+        ("loop", {"draft_trips": 1, "draft_tokens": 0}, "draft_tokens"),
+        ("loop", {"draft_trips": 1, "num_beams": 2}, "leave out beams"),
+    ],
+)
+def test_what_cannot_be_drafted(case, settings, words):
+    with pytest.raises(ValueError, match=words):
+        greedy(build(config_of(case)), [[5, 6]], 4, **settings)
