@@ -54,6 +54,7 @@ FOREIGN = {
     "lm_eval": "evaluation",
     "peft": "kvcache.lora training.build training.kvcache",
     "gguf": "checkpoints.to_gguf",
+    "vllm": "inference.vllm_model",
     **dict.fromkeys(("trafilatura", "pypdfium2", "py3langid"), "corpus"),
     "fastapi": "inference lens.live",
     **dict.fromkeys(("starlette", "pydantic", "uvicorn", "h11", "psutil"), "inference"),

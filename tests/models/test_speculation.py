@@ -142,6 +142,30 @@ def test_sampled_texts_have_the_distribution():
     assert scipy.stats.chisquare(found, expected * found.sum() / expected.sum()).pvalue > 1e-3
 
 
+@pytest.mark.parametrize("name", ["loop", "loop+depth_attention", "ponder"])
+def test_early_loss_is_of_what_fewer_trips_say(name):
+    """loss + w times the mean loss under budgets of fewer trips, gradients too; nothing where it is off."""
+    fields = {**SHAPE, **parse_mechanism(name)}
+    model = build(FathomConfig(**fields, recurrence_options={"trips": 3, "early_loss": 0.5})).train()
+    ids = torch.randint(3, 61, (2, 12), generator=torch.Generator().manual_seed(0))
+
+    def gradient(loss):
+        model.zero_grad()
+        loss.backward()
+        return model.model.layers[1].mlp.up_proj.weight.grad.clone()
+
+    out = model(ids, labels=ids)
+    found, term = gradient(out.loss), out.aux_losses["early"]
+    model.model.recurrence.early_weight = 0.0
+    plain = model(ids, labels=ids)
+    assert not plain.aux_losses
+    fewer = [model(ids, labels=ids, max_trips=trips).loss for trips in (1, 2)]
+    assert float(term) == pytest.approx(0.5 * sum(map(float, fewer)) / 2, rel=1e-5)
+    torch.testing.assert_close(found, gradient(plain.loss + 0.25 * (fewer[0] + fewer[1])), rtol=1e-4, atol=1e-6)
+    with pytest.raises(ValueError, match="early_loss"):
+        FathomConfig(**{**fields, "recurrence_options": {"early_loss": -1.0}})
+
+
 @pytest.mark.parametrize(
     "case,settings,words",
     [

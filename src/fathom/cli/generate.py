@@ -41,6 +41,14 @@ def add(parser: Parser) -> None:
     )
     parser.add_argument("--seed", type=int, help="draw the same text every time")
     parser.add_argument("--max-trips", type=int, metavar="N", help="trips per token at most (default: all it may make)")
+    parser.add_argument(
+        "--speculate",
+        nargs="?",
+        type=int,
+        const=1,
+        metavar="TRIPS",
+        help="draft with the first trip, or TRIPS, and check with the rest: the same texts",
+    )
     parser.add_argument("--static-cache", action="store_true", help="reserve the cache for the whole text at once")
     parser.add_argument("--compile", action="store_true", help="compile decoding, with a static cache")
     add_kvcache(parser)
@@ -75,6 +83,7 @@ def run(options: Namespace) -> int:
         options_of(options.set),
         options.static_cache,
         options.compile,
+        speculate=options.speculate,
     )
     model, tokenizer = open_checkpoint(
         options.model, options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code
@@ -98,7 +107,7 @@ def run(options: Namespace) -> int:
             print(json.dumps({"prompt": prompt, **vars(made), "tokens_per_second": made.tokens_per_second}))
         else:
             print(flush=True)
-        report_speed(made.tokens, made.seconds, made.trips)
+        report_speed(made.tokens, made.seconds, made.trips, made.acceptance)
     return 0
 
 

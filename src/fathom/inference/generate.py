@@ -19,6 +19,8 @@ from fathom.checkpoints.special_tokens import as_list, pad_token, stop_tokens
 from fathom.errors import FathomError
 from fathom.evaluation.budgets import stored_trips
 from fathom.inference.cache import Policy
+from fathom.models import FathomForCausalLM
+from fathom.models.speculation import Speculation
 from fathom.report.files import HeldError, lock
 from fathom.report.progress import ProgressBar
 
@@ -74,6 +76,8 @@ class Sampling:
     """A cache of constant size: prompts go one by one, and the context has no end."""
     max_trips: int | None = None
     """Trips per token at most, of those that the model was trained for."""
+    speculate: int | None = None
+    """Draft with the first so many trips and check with the rest: the same texts, faster where drafts are good."""
 
     def __post_init__(self) -> None:
         allowed = {
@@ -90,6 +94,8 @@ class Sampling:
             raise GenerateError(
                 "--kvcache makes a cache that grows and shrinks: leave out --static-cache and --compile"
             )
+        if self.speculate is not None and (self.memory is not None or self.static_cache or self.compile):
+            raise GenerateError("--speculate crops its cache: leave out --kvcache, --static-cache and --compile")
         if unknown := sorted(set(self.options) - _generation_options()):
             raise GenerateError(f"--set {unknown[0]}: transformers' GenerationConfig has no such option to set here")
         for name, value in self.options.items():
@@ -157,6 +163,8 @@ class Generated:
     """`stop` where the model ended the text, else `length`."""
     trips: float | None = None
     """Mean trips per token, the prompt's included; None for a model of one trip."""
+    acceptance: float | None = None
+    """Share of drafted tokens that were right, of all rows of a batch; None without drafts."""
 
     @property
     def tokens_per_second(self) -> float:
@@ -243,7 +251,7 @@ def chat(
         made = _stream(model, tokenizer, ids, sampling, write)
         messages.append({"role": "assistant", "content": made.text})
         write("\n")
-        report_speed(made.tokens, made.seconds, made.trips)
+        report_speed(made.tokens, made.seconds, made.trips, made.acceptance)
 
 
 def generate_file(
@@ -322,6 +330,11 @@ def _run(
         **sampling.arguments(model.generation_config),
         "eos_token_id": stops or None,
     }
+    drafts = None if sampling.speculate is None else Speculation(sampling.speculate)
+    if drafts is not None:
+        if not isinstance(model, FathomForCausalLM):
+            raise GenerateError(f"--speculate: a {type(model).__name__} makes one trip, there is nothing to draft with")
+        arguments["speculation"] = drafts
     began = time.perf_counter()
     try:
         if sampling.memory is not None:
@@ -349,7 +362,8 @@ def _run(
         made.append(Generated(text, len(prompt), len(kept), seconds, finish))
     columns = [width + one.tokens for one in made]
     trips = stored_trips(model, out.past_key_values, len(made), columns, sampling.max_trips)
-    return [replace(one, trips=mean) for one, mean in zip(made, trips, strict=True)]
+    share = None if drafts is None else drafts.acceptance
+    return [replace(one, trips=mean, acceptance=share) for one, mean in zip(made, trips, strict=True)]
 
 
 def _room(model: Any, ids: Sequence[int], sampling: Sampling) -> int:
@@ -468,10 +482,11 @@ def _seed(seed: int | None) -> None:
         torch.manual_seed(seed)
 
 
-def report_speed(tokens: int, seconds: float, trips: float | None = None) -> None:
+def report_speed(tokens: int, seconds: float, trips: float | None = None, acceptance: float | None = None) -> None:
     """Tokens, seconds and their ratio, on standard error."""
     speed = tokens / seconds if seconds else 0.0
     depth = "" if trips is None else f", {trips:.2f} trips per token"
+    depth += "" if acceptance is None else f", {acceptance:.0%} of drafts right"
     print(f"{tokens} tokens, {seconds:.1f} s, {speed:.1f} tokens/s{depth}", file=sys.stderr, flush=True)
 
 

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .arithmetic import layer_cache_bytes, layer_flops
-from .roles import Cost, Mechanism, Recurrence, RecurrenceOptions, TripState
+from .early_loss import EarlyReadout, check_early_loss
+from .roles import Cost, Mechanism, RecurrenceOptions, TripState
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -32,10 +33,15 @@ class LoopOptions(RecurrenceOptions):
     """Layers that run once, before the loop."""
     coda: int = 0
     """Layers that run once, after the loop."""
+    early_loss: float = 0.0
+    """Weight of the mean loss of what earlier trips would say; for drafts (`generate(draft_trips=...)`)."""
 
     def resolve(self, config: FathomConfig) -> LoopOptions:
         """Refuse a loop without layers."""
         self.check_trips()
+        check_early_loss(self.early_loss)
+        if self.early_loss and self.coda:
+            raise ValueError("recurrence_options.early_loss: a coda belongs to the last trip alone; set coda to 0")
         if self.prelude < 0 or self.coda < 0 or self.prelude + self.coda >= config.num_hidden_layers:
             raise ValueError(
                 f"recurrence_options.prelude + coda must leave at least one of the {config.num_hidden_layers} layers "
@@ -44,7 +50,7 @@ class LoopOptions(RecurrenceOptions):
         return self
 
 
-class Loop(Recurrence):
+class Loop(EarlyReadout):
     """Feeds the residual stream back into the stack."""
 
     @staticmethod

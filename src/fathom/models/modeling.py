@@ -517,8 +517,8 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         if draft_trips is not None:
             speculation = Speculation(draft_trips, draft_tokens)
         if speculation is not None:
-            if (kwargs.get("num_beams") or own.num_beams or 1) > 1 or kwargs.get("return_dict_in_generate"):
-                raise ValueError("draft_trips: one text at a time, as tokens: leave out beams and dictionaries")
+            if (kwargs.get("num_beams") or own.num_beams or 1) > 1:
+                raise ValueError("draft_trips: each row is one text; leave out beams")
             speculation.streamer = kwargs.get("streamer")
             kwargs["custom_generate"] = partial(decode, speculation=speculation)
         return super().generate(inputs, generation_config, **kwargs)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from .draws import between
+from .early_loss import EarlyReadout, check_early_loss
 from .pondering import MixtureOptions, Pondering, SolverOptions, check_range, mixed, mixture_cost, trips_cost
 from .roles import Cost, Mechanism, TripState, View
 
@@ -34,11 +35,14 @@ class PonderOptions(MixtureOptions, SolverOptions):
     """`mixture` of the vocabulary, or the `hidden` state itself."""
     view: str = "same"
     """`same`, `duo` or `all`: which trips of earlier tokens a trip reads."""
+    early_loss: float = 0.0
+    """Weight of the mean loss of what earlier trips would say; for drafts (`generate(draft_trips=...)`)."""
 
     def resolve(self, config: FathomConfig) -> PonderOptions:
         """Refuse what is impossible."""
         self.check(config)
         self.check_solver()
+        check_early_loss(self.early_loss)
         if self.feed not in ("mixture", "hidden"):
             raise ValueError(f"recurrence_options.feed must be mixture or hidden, got {self.feed!r}")
         if self.view not in [view.value for view in View]:
@@ -51,7 +55,7 @@ class PonderOptions(MixtureOptions, SolverOptions):
         return replace(self, trips_range=[least, most])
 
 
-class Ponder(Pondering[PonderOptions]):
+class Ponder(EarlyReadout, Pondering[PonderOptions]):
     """Feeds back a mixture of word embeddings."""
 
     options_class = PonderOptions

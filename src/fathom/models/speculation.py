@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerateDecoderOnlyOutput
 
 from .roles import TripState, View
 from .several_trips import Banked, Inputs, KeyValue
@@ -135,7 +136,7 @@ def decode(
     generation_config: Any,
     speculation: Speculation,
     **given: Any,
-) -> Tensor:
+) -> Tensor | GenerateDecoderOnlyOutput:
     """Continue `[B, T]` as `generate` does; transformers calls it in place of its own loop."""
     asked, sampled = speculation, bool(generation_config.do_sample)
     trips = given.get("max_trips") or model.config.max_trips or model.model.recurrence.trips
@@ -168,6 +169,8 @@ def decode(
             if not going.any():
                 if asked.streamer is not None:
                     asked.streamer.end()
+                if generation_config.return_dict_in_generate:
+                    return GenerateDecoderOnlyOutput(sequences=input_ids, past_key_values=run.stages.cache)
                 return input_ids
 
 

@@ -1,0 +1,199 @@
+"""What `fathom serve` makes of several clients: tokens per second, work per token, time to the first token.
+
+    python benchmarks/serving.py                                      # 25M parameters, random; minutes on two cores
+    python benchmarks/serving.py --mechanism adaponder --device cuda  # any mechanism, any device
+
+Takes turns A B B A: one client, several clients, the same prompts offline one by one (`generate`) and at once
+(`generate_batch`, where transformers' engine can run the model). Greedy; prompts are token ids. Answers of all four are
+compared. Last, many clients at once: errors, and how long each waits for its first token. Seconds are of the clock and
+of the processor; on a machine that others use, look at the latter and at ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast
+
+from fathom.checkpoints.export import export
+from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models.registry import parse_mechanism
+from fathom.report.provenance import provenance
+
+SHAPE = {
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 7,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.2,
+}
+TICK = os.sysconf("SC_CLK_TCK")
+Prompts = Sequence[Sequence[int]]
+
+
+def build(mechanism: str, directory: Path) -> FathomForCausalLM:
+    """A random model, exported with a tokenizer of numbered words."""
+    torch.manual_seed(0)
+    model = FathomForCausalLM(FathomConfig(**{**SHAPE, **parse_mechanism(mechanism)})).eval()
+    words = Tokenizer(models.WordLevel({f"w{i}": i for i in range(SHAPE["vocab_size"])}, unk_token="w0"))  # type: ignore[arg-type]
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    export(model, directory, PreTrainedTokenizerFast(tokenizer_object=words, unk_token="w0"))
+    return model
+
+
+class Server:
+    """`fathom serve` in a process of its own."""
+
+    def __init__(self, directory: Path, device: str) -> None:
+        command = [sys.executable, "-m", "fathom", "serve", str(directory), "--port", "0", "--device", device]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        self.port = int(line.rsplit(":", 1)[1].split("/")[0])
+
+    def processor(self) -> float:
+        """Seconds that it has worked."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / TICK
+
+    def ask(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+        """A text, and when it and its first token came."""
+        body = {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "stream": True, "logprobs": 0}
+        began, first, made = time.perf_counter(), None, []
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        for raw in response:
+            line = raw.decode().strip()
+            if line.startswith("data: {"):
+                chunk = json.loads(line[6:])
+                first = first or time.perf_counter() - began
+                for choice in chunk.get("choices", ()):
+                    made += (choice["logprobs"] or {}).get("tokens", ())
+        connection.close()
+        ids = [int(word[1:]) for word in made]
+        return {"status": response.status, "ids": ids, "first": first, "whole": time.perf_counter() - began}
+
+    def many(self, prompts: Prompts, tokens: int) -> list[dict[str, Any]]:
+        """All of them at once."""
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            return list(pool.map(lambda prompt: self.ask(prompt, tokens), prompts))
+
+
+def timed(work: Callable[[], list[list[int]]], processor: Callable[[], float]) -> dict[str, Any]:
+    """Tokens made, and seconds of clock and processor."""
+    began, before = time.perf_counter(), processor()
+    made = work()
+    return {"made": made, "seconds": time.perf_counter() - began, "processor": processor() - before}
+
+
+def offline(model: FathomForCausalLM, prompts: Prompts, tokens: int) -> list[list[int]]:
+    """One by one with `generate`."""
+    rows = [torch.tensor([list(prompt)], device=model.device) for prompt in prompts]
+    return [
+        model.generate(row, max_new_tokens=tokens, do_sample=False, pad_token_id=0)[0, row.shape[1] :].tolist()
+        for row in rows
+    ]
+
+
+def at_once(model: FathomForCausalLM, prompts: Prompts, tokens: int) -> list[list[int]]:
+    """With transformers' continuous batching."""
+    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    pages = ContinuousBatchingConfig(page_size=32, num_blocks=256, max_batch_tokens=512)
+    found = model.generate_batch([list(p) for p in prompts], config, pages, progress_bar=False)
+    return [found[name].generated_tokens for name in sorted(found, key=lambda name: int(name.split("_")[-1]))]
+
+
+def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
+    """Everything, for one mechanism."""
+    model = build(arguments.mechanism, work / "model").to(arguments.device)
+    model.generation_config.eos_token_id = None
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(1, 8192, (32,), generator=generator).tolist() for _ in range(arguments.many)]
+    several, tokens = prompts[: arguments.clients], arguments.tokens
+    server = Server(work / "model", arguments.device)
+    ways = {
+        "one client": (lambda: [server.ask(p, tokens)["ids"] for p in several], server.processor),
+        "clients": (lambda: [one["ids"] for one in server.many(several, tokens)], server.processor),
+        "generate": (lambda: offline(model, several, tokens), time.process_time),
+    }
+    if not model.model.slotted:
+        ways["generate_batch"] = (lambda: at_once(model, several, tokens), time.process_time)
+    try:
+        server.many(several, 2), offline(model, several[:1], 2)  # what is made once
+        turns = [*ways, *reversed(ways)] * arguments.repeats
+        found: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
+        for name in turns:
+            found[name].append(timed(*ways[name]))
+        answers = {name: [run.pop("made") for run in runs] for name, runs in found.items()}
+        right = answers["generate"][0]
+        crowd = server.many(prompts, tokens)
+    finally:
+        server.process.terminate()
+        server.process.wait(60)
+    made = len(several) * tokens
+    speed = {name: made / min(run["seconds"] for run in runs) for name, runs in found.items()}
+    work_of = {name: min(run["processor"] for run in runs) / made for name, runs in found.items()}
+    waits = sorted(one["first"] or one["whole"] for one in crowd)
+    return {
+        "mechanism": arguments.mechanism,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "clients": len(several),
+        "new_tokens": tokens,
+        "identical": {name: all(run == right for run in runs) for name, runs in answers.items()},
+        "tokens_per_second": speed,
+        "processor_ms_per_token": {name: 1000 * value for name, value in work_of.items()},
+        "clients_to_one": {
+            "clock": speed["clients"] / speed["one client"],
+            "work": work_of["one client"] / work_of["clients"],
+        },
+        "crowd": {
+            "clients": len(crowd),
+            "errors": sum(one["status"] != 200 or len(one["ids"]) != tokens for one in crowd),
+            "first_token_p50": statistics.median(waits),
+            "first_token_p95": waits[int(0.95 * (len(waits) - 1))],
+        },
+        "runs": found,
+    }
+
+
+def main() -> None:
+    """Measure and print, or write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--mechanism", nargs="+", default=["vanilla"], help="one or several (default: vanilla)")
+    parser.add_argument("--clients", type=int, default=8)
+    parser.add_argument("--many", type=int, default=64, help="clients of the last measurement (default: 64)")
+    parser.add_argument("--tokens", type=int, default=24, help="new tokens of each answer (default: 24)")
+    parser.add_argument("--repeats", type=int, default=2, help="turns A B B A (default: 2)")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--out", type=Path, help="write the log there")
+    arguments = parser.parse_args()
+    results = []
+    for mechanism in arguments.mechanism:
+        with tempfile.TemporaryDirectory() as work:
+            results.append(measure(argparse.Namespace(**{**vars(arguments), "mechanism": mechanism}), Path(work)))
+        print(json.dumps({key: value for key, value in results[-1].items() if key != "runs"}, indent=1), flush=True)
+    if arguments.out is not None:
+        arguments.out.write_text(json.dumps({"provenance": provenance(), "results": results}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""`early_loss`: training reads the head after early trips too, so that they can draft for the rest (`speculation.py`).
+
+    loss + w · mean over the trips k before the last of CE(head(norm(r_k)))
+
+What is read after trip k is what the model makes with a budget of k trips. Off by default.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from .arithmetic import head_flops
+from .loss import causal_lm_loss
+from .roles import Recurrence, TripState
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+    from .slots import Out
+
+NAME = "early{}"
+
+
+def early_weight(config: FathomConfig) -> float:
+    """w."""
+    options: dict[str, Any] = config.recurrence_options
+    return float(options.get("early_loss", 0.0))
+
+
+def check_early_loss(weight: float) -> None:
+    """Refuse a negative weight."""
+    if weight < 0:
+        raise ValueError(f"recurrence_options.early_loss must not be negative, got {weight}")
+
+
+class EarlyReadout(Recurrence):
+    """A recurrence whose early trips may be read out in training."""
+
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__(config)
+        self.early_weight = early_weight(config)
+
+    @classmethod
+    def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
+        """The head after every trip but the last, forward and backward."""
+        early = 3 * (cls.trips_of(config) - 1) * head_flops(config) if early_weight(config) else 0
+        return super().penalty_flops(config, sequence_length) + early
+
+    def gate(self, out: Out, state: TripState) -> TripState:
+        """Also what an early trip would be read out as."""
+        new = super().gate(out, state)
+        if self.training and self.early_weight and not out.last:
+            new[NAME.format(out.trip)] = out.hidden
+        return new
+
+    def aux_losses(
+        self, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
+    ) -> dict[str, Tensor]:
+        """w times the mean loss of the early trips."""
+        terms = super().aux_losses(state, targets, num_items_in_batch, head)
+        early = [state[NAME.format(k)] for k in range(self.trips) if NAME.format(k) in state]
+        if early:
+            losses = [causal_lm_loss(hidden, head, targets, num_items_in_batch) for hidden in early]
+            terms = {**terms, "early": self.early_weight * torch.stack(losses).mean()}
+        return terms
