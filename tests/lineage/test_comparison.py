@@ -131,7 +131,7 @@ def test_what_no_test_looks_at_is_said(zoo):
 
 def test_a_null_of_related_models_is_refused(tmp_path, zoo):
     related = measure(zoo["llama"], zoo["llama"], Options())
-    with pytest.raises(Refused, match="llama and .*llama share weights: a null is made of unrelated models"):
+    with pytest.raises(Refused, match=r"llama and .*llama share weights: a null is made of unrelated models"):
         write_null(tmp_path / "null.json", {"here": [related]})
     stranger = measure(zoo["llama"], zoo["mixtral"], Options())
     write_null(tmp_path / "null.json", {"here": [stranger]})
