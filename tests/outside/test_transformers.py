@@ -20,8 +20,8 @@ CASES: dict[str, dict[str, Any]] = {
     "vanilla": {},
     "depth_attention": {},
     "hyper_connections": {},
-    "loop": {"recurrence_options": {"count": 2}},
-    "ponder2": {"recurrence_options": {"depth": 1}},
+    "loop": {"recurrence_options": {"trips": 2}},
+    "ponder2": {"recurrence_options": {"trips": 2}},
 }
 TWO_TRIPS = ("loop", "ponder2")
 

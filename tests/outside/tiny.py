@@ -25,9 +25,9 @@ SHAPE: dict[str, Any] = dict(
     tie_word_embeddings=False,
 )
 OPTIONS: dict[str, dict[str, Any]] = {
-    "loop": {"recurrence_options": {"count": 2}},
+    "loop": {"recurrence_options": {"trips": 2}},
     # As many Jacobi rounds in training as in evaluation, so that both are one function.
-    "ponder2": {"recurrence_options": {"depth": 1, "jacobi_train": [4, 4], "jacobi_eval": 4}},
+    "ponder2": {"recurrence_options": {"trips": 2, "jacobi_train": [4, 4], "jacobi_eval": 4}},
 }
 CLIENTS = ("vanilla", "depth_attention", "hyper_connections", "loop", "ponder2")
 """One of each kind: nothing, a mixer, a residual, trips that see only themselves, trips that see everything."""
