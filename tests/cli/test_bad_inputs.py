@@ -641,6 +641,9 @@ LINEAGE = [
     ("calibrate model plain --out new --mode slow", "slow"),
 ]
 OTHERS = [
+    ("corpus", "required"),
+    ("corpus nowhere.yaml", "nowhere.yaml"),
+    ("corpus folder", "folder"),
     ("mechanisms --config nowhere", "nowhere"),
     ("mechanisms --config folder", "folder"),
     ("mechanisms --config file", "file"),
@@ -855,7 +858,6 @@ def test_a_traceback_is_no_complaint(
     here: Path, taken: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bug planted in a command comes through as itself."""
-    monkeypatch.setattr("fathom.checkpoints.runs.find_model", lambda path: {}["arms"])
     monkeypatch.setattr("fathom.checkpoints.open.find_model", lambda path: {}["arms"])
     with pytest.raises(KeyError, match="arms"):
         _tried(CASES["generate nowhere x"], here, taken, capsys)

@@ -277,7 +277,7 @@ def test_a_run_and_a_comparison_lead_to_their_model(exported: Path, tmp_path: Pa
         (["MODEL", "a", "--set", "min_p"], "--set min_p: expected key=value"),
         (["MODEL", "a", "--chat"], "one of them"),
         (["MODEL", "--prompts", "x.jsonl"], "--prompts and --out belong together"),
-        (["MODEL", "a", "--set", "min_p=7"], "transformers: "),
+        (["MODEL", "a", "--set", "min_p=7"], "min_p=7: allowed: a number"),
         (["MODEL", "a", "--seed", "9" * 23], f"--seed {'9' * 23}: allowed: "),
         (["MODEL", "a", "--set", "num_beams=0"], "--set num_beams=0: allowed: a whole number, 1 or more"),
         (["MODEL", "a", "--set", "num_beams=two"], "--set num_beams=two: allowed: a whole number, 1 or more"),
