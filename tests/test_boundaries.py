@@ -55,7 +55,7 @@ FOREIGN = {
     "peft": "kvcache.lora training.build training.kvcache",
     "gguf": "checkpoints.to_gguf",
     "vllm": "inference.vllm_model",
-    **dict.fromkeys(("trafilatura", "pypdfium2", "py3langid"), "corpus"),
+    **dict.fromkeys(("trafilatura", "pypdfium2", "py3langid", "datatrove", "ray"), "corpus"),
     "fastapi": "inference lens.live",
     **dict.fromkeys(("starlette", "pydantic", "uvicorn", "h11", "psutil"), "inference"),
     **dict.fromkeys(("wandb", "trackio"), "training.tracking"),
