@@ -55,6 +55,19 @@ def test_attentions_and_hidden_states_by_visit():
     assert torch.equal(model.lm_head(out.hidden_states[-1]), out.logits)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("case", ["vanilla", "hyper_connections", "loop", "ponder2"])
+def test_hidden_states_by_number(case):
+    """Some are asked for by their place, which may be 0 or counted from the end; None stands for the others."""
+    model, ids = build(config_of(case)), tokens(2, 5)
+    every = model(ids, output_hidden_states=True).hidden_states
+    for wanted, found in ((0, {0}), (-1, {len(every) - 1}), ([0, 2, -1, 99], {0, 2, len(every) - 1})):
+        some = model(ids, output_hidden_states=wanted).hidden_states
+        assert [i for i, hidden in enumerate(some) if hidden is not None] == sorted(found)
+        assert all(torch.equal(some[i], every[i]) for i in found)
+    assert model(ids, output_hidden_states=False).hidden_states is None
+
+
 @pytest.mark.parametrize("case", ["vanilla", "depth_attention", "hyper_connections", "loop", "ponder2", "adaponder"])
 def test_outputs_are_ordered_as_qwen3s(case):
     """Everything that takes outputs by position, `model(ids)[0]` first of all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import unittest
 from typing import Any
 
@@ -28,6 +29,11 @@ TWO_TRIPS = ("loop", "ponder2")
 # The tests tell a bare decoder from one with a head by these tables, which know transformers' own models only.
 MODEL_MAPPING_NAMES["fathom"] = FathomModel.__name__
 MODEL_FOR_CAUSAL_LM_MAPPING_NAMES["fathom"] = FathomForCausalLM.__name__
+# And whether it can be asked for attentions, by a parameter of its forward or by the type of its keyword arguments.
+for model in (FathomModel, FathomForCausalLM):
+    parameters = [*inspect.signature(model.forward).parameters.values()]
+    asked = inspect.Parameter("output_attentions", inspect.Parameter.KEYWORD_ONLY, default=None)
+    model.forward.__signature__ = inspect.Signature([*parameters[:-1], asked, parameters[-1]])  # type: ignore[attr-defined]
 
 
 class Small:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
@@ -52,6 +52,9 @@ from .several_trips import run as run_trips
 from .slot_cache import with_slots
 from .slots import Visit, plan, with_banks
 from .speculation import Speculation, decode
+
+Places = bool | int | Sequence[int]
+"""What `output_hidden_states` may be: all or none, one, or some of them."""
 
 
 class Attention(nn.Module):
@@ -253,6 +256,15 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
                 module.set_step(step, steps)
 
 
+def _at_places(hidden: tuple[Tensor, ...], places: Places) -> tuple[Tensor | None, ...]:
+    """All hidden states, or those of some places, which may be counted from the end; None stands for the others."""
+    if isinstance(places, bool):
+        return hidden
+    count, asked = len(hidden), [places] if isinstance(places, int) else places
+    found = {i % count for i in asked if -count <= i < count}
+    return tuple(x if i in found else None for i, x in enumerate(hidden))
+
+
 def _new_mechanisms(model: nn.Module, missing: set[str], own: dict[str, Any]) -> set[str]:
     """The tensors of mechanisms that are missing as a whole and that the checkpoint's configuration does not name."""
     roles: dict[str, type[MechanismModule]] = {"mixer": ValueMixer, "residual": Residual, "recurrence": Recurrence}
@@ -308,7 +320,7 @@ class FathomModel(FathomPreTrainedModel):
         past_key_values: Cache | None = None,
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
-        output_hidden_states: bool | None = None,
+        output_hidden_states: Places | None = None,
         head: nn.Module | None = None,
         max_trips: int | None = None,
         **kwargs: Any,
@@ -318,7 +330,8 @@ class FathomModel(FathomPreTrainedModel):
         x = self._embed(input_ids, inputs_embeds)  # [B, T, hidden_size]
         trips = self._trips(max_trips)
         check_engine(self.config, self.recurrence, self.plan_of(trips), kwargs, self._attentions())
-        keep_hidden = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        places = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        places = None if places is False else places  # 0 is one
 
         # Masks look at what the caller gave: without a cache or a mask of theirs, and with positions that restart,
         # documents are packed; positions that are made here never are.
@@ -333,7 +346,7 @@ class FathomModel(FathomPreTrainedModel):
         if self.config.recurrence != DEFAULTS["recurrence"]:
             head = getattr(self, "lm_head", None) if head is None else head
             inputs = Inputs(trips, position_ids, packed, attention_mask, given, x.dtype, head, kwargs)
-            return self._several_trips(x, inputs, past_key_values, bool(use_cache), keep_hidden)
+            return self._several_trips(x, inputs, past_key_values, bool(use_cache), places)
 
         if past_key_values is not None:
             with_banks(past_key_values, range(len(self.layers)))  # refuses the cache of a model of several trips
@@ -343,7 +356,7 @@ class FathomModel(FathomPreTrainedModel):
         hidden: list[Tensor] = []  # every layer's input, if asked for
         written: dict[int, tuple[Tensor, Tensor]] = {}  # by visit: key and mixed value
         for visit in self.plan[0]:
-            if keep_hidden:
+            if places is not None:
                 hidden.append(self.final_residual(state)[0] if hidden else x)
             *after, key, value = self.layers[visit.layer](
                 *state,
@@ -361,7 +374,7 @@ class FathomModel(FathomPreTrainedModel):
         return FathomModelOutput(
             last_hidden_state=x,
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=(*hidden, x) if keep_hidden else None,
+            hidden_states=None if places is None else _at_places((*hidden, x), places),
             recurrence_state={"hidden": x},
         )
 
@@ -396,7 +409,7 @@ class FathomModel(FathomPreTrainedModel):
         return max_trips
 
     def _several_trips(
-        self, x: Tensor, inputs: Inputs, cache: Cache | None, use_cache: bool, keep_hidden: bool
+        self, x: Tensor, inputs: Inputs, cache: Cache | None, use_cache: bool, places: Places | None
     ) -> FathomModelOutput:
         """What `forward` returns where a token may make more than one trip: see `several_trips.py`."""
         trips = inputs.trips
@@ -408,13 +421,13 @@ class FathomModel(FathomPreTrainedModel):
             store = Store(cache, with_slots(cache, self.config.num_hidden_layers, trips))
         else:
             store = with_banks(cache, [visit.layer for trip in self.plan_of(trips) for visit in trip])
-        inputs.hidden = [] if keep_hidden else None
+        inputs.hidden = None if places is None else []
         state = run_trips(self, x, inputs, store)
         hidden = self.recurrence.readout(state)
         return FathomModelOutput(
             last_hidden_state=hidden,
             past_key_values=cache if use_cache else None,
-            hidden_states=None if inputs.hidden is None else (*inputs.hidden, hidden),
+            hidden_states=None if places is None else _at_places((*(inputs.hidden or ()), hidden), places),
             recurrence_state=state,
         )
 
