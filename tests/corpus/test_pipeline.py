@@ -25,6 +25,7 @@ from fathom.data.shards import TokenDataset
 from fathom.data.tokenizer import plain_encoder
 from tests.corpus.files import write
 from tests.corpus.prose import Prose, recipe_values, tree, write_jsonl
+from tests.corpus.test_duplicates import until
 
 
 @pytest.fixture(scope="module")
@@ -252,6 +253,17 @@ def test_the_driver_killed_its_workers_end_and_nothing_is_lost(
     made(tmp_path / "out", values)
     assert not list((tmp_path / "out").rglob(".*.new"))
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_a_users_file_is_no_module(
+    corpora: Path, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker is started where the user is, who may have an html.py of her own."""
+    write(tmp_path / "html.py", "raise SystemExit(3)")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("fathom.corpus.executor.POOL_BYTES", 0)
+    values = recipe_of(corpora, tokenizer, executor={"workers": 2})
+    assert until("clean", tmp_path / "out", values).manifest("clean")["counts"]["kept"] == 97
 
 
 def test_a_worker_ends_with_its_driver(tmp_path: Path) -> None:

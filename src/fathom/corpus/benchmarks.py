@@ -50,8 +50,17 @@ class Item:
 
 def plain(text: str) -> str:
     """A text as its words, in lower case, one blank between."""
-    words = words_of([text])
-    return " ".join(text[a:b].lower() for a, b in zip(words.starts.tolist(), words.ends.tolist(), strict=True))
+    return plain_all([text])[0]
+
+
+def plain_all(texts: Sequence[str]) -> list[str]:
+    """`plain` of each."""
+    words = words_of(texts)
+    starts, ends, bounds = words.starts.tolist(), words.ends.tolist(), words.bounds.tolist()
+    return [
+        " ".join(text[a:b].lower() for a, b in zip(starts[low:high], ends[low:high], strict=True))
+        for text, low, high in zip(texts, bounds, bounds[1:], strict=False)
+    ]
 
 
 def read_items(path: Path, name: str, question: str | None = None) -> list[Item]:
@@ -183,10 +192,15 @@ def self_check(items: Sequence[Item]) -> dict[str, Any]:
     """What is wrong with a benchmark, and what a guesser would score."""
     stems: dict[str, list[Item]] = {}
     whole: dict[tuple[str, tuple[str, ...]], list[Item]] = {}
-    for item in items:
-        stems.setdefault(plain(item.stem), []).append(item)
-        whole.setdefault((plain(item.stem), tuple(sorted(map(plain, item.choices)))), []).append(item)
-    contradictory = [same for same in whole.values() if len({plain(item.gold) for item in same if item.gold}) > 1]
+    golds = plain_all([item.gold for item in items])
+    options = iter(plain_all([choice for item in items for choice in item.choices]))
+    answers: dict[tuple[str, tuple[str, ...]], set[str]] = {}
+    for item, stem, gold in zip(items, plain_all([item.stem for item in items]), golds, strict=True):
+        key = stem, tuple(sorted(next(options) for _ in item.choices))
+        stems.setdefault(stem, []).append(item)
+        whole.setdefault(key, []).append(item)
+        answers.setdefault(key, set()).add(gold)
+    contradictory = [same for key, same in whole.items() if len(answers[key] - {""}) > 1]
     with_choices = [item for item in items if item.choices]
     faults: dict[str, list[Any]] = {
         "duplicate_stems": [[item.id for item in same] for same in stems.values() if len(same) > 1],
@@ -199,7 +213,7 @@ def self_check(items: Sequence[Item]) -> dict[str, Any]:
     return {
         "items": len(items),
         "questions": len(whole),
-        "question_answer_pairs": len({(key, plain(item.gold)) for key, same in whole.items() for item in same}),
+        "question_answer_pairs": sum(map(len, answers.values())),
         "with_choices": len(with_choices),
         "letters": dict(sorted(letters.items())),
         "majority_score": round(max(letters.values()) / len(with_choices), 6) if letters else None,

@@ -75,27 +75,30 @@ class Benchmarks(Stage):
 
 def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[dict[str, NDArray[Any]], list[str]]:
     """Numbers of runs by their length, sorted, with the item of each; and ids of items too short to be found."""
-    runs: dict[int, list[tuple[int, int]]] = {}
-    unchecked = []
+    texts, owners, limits = [], [], []
     for number, item in enumerate(items):
-        found = False
         for what, text in item.texts():
-            words = words_of([text])
-            count = len(words.numbers)
-            length = min(count, rules.words)
-            if count < (rules.shortest if what == "stem and answer" else rules.whole):
-                continue
-            found = True
-            for value in words.runs(length)[0].tolist():
-                runs.setdefault(length, []).append((value, number))
-        if not found:
-            unchecked.append(item.id)
+            texts.append(text)
+            owners.append(number)
+            limits.append(rules.shortest if what == "stem and answer" else rules.whole)
+    words = words_of(texts)
+    counts = np.diff(words.bounds)
+    # A text is looked for in runs of so many words; of none where it is too short.
+    lengths = np.where(counts >= np.array(limits), np.minimum(counts, rules.words), 0)
+    owner = np.array(owners)
     index: dict[str, NDArray[Any]] = {}
-    for length, pairs in sorted(runs.items()):
-        ordered = sorted(set(pairs))
-        index[f"runs_{length}"] = np.array([value for value, _ in ordered], np.uint64)
-        index[f"items_{length}"] = np.array([number for _, number in ordered], np.int64)
-    return index, unchecked
+    for length, runs, places in words.runs_of(lengths[lengths > 0].tolist()):
+        text = np.searchsorted(words.bounds, places, "right") - 1
+        mine = lengths[text] == length
+        runs, holders = runs[mine], owner[text[mine]]
+        order = np.lexsort((holders, runs))
+        runs, holders = runs[order], holders[order]
+        new = np.ones(len(runs), np.bool_)
+        new[1:] = (runs[1:] != runs[:-1]) | (holders[1:] != holders[:-1])
+        index[f"runs_{length}"], index[f"items_{length}"] = runs[new], holders[new]
+    found = np.zeros(len(items), np.bool_)
+    found[owner[lengths > 0]] = True
+    return index, [items[number].id for number in np.flatnonzero(~found).tolist()]
 
 
 @dataclass(frozen=True)
@@ -126,16 +129,16 @@ class Matcher:
         """For each text its hits, in order."""
         words = words_of(texts)
         found: list[list[Hit]] = [[] for _ in texts]
-        for length, (known, items, sieve) in self._index.items():
-            runs, bounds = words.runs(length)
+        for length, runs, places in words.runs_of(self._index):
+            known, items, sieve = self._index[length]
             maybe = np.flatnonzero(sieve[_low(runs)])
             first = np.searchsorted(known, runs[maybe], "left")
             last = np.searchsorted(known, runs[maybe], "right")
             for run, low, high in zip(maybe.tolist(), first.tolist(), last.tolist(), strict=True):
                 if low == high:
                     continue
-                text = int(np.searchsorted(bounds, run, "right")) - 1
-                begin = int(words.bounds[text] + run - bounds[text])
+                begin = int(places[run])
+                text = int(np.searchsorted(words.bounds, begin, "right")) - 1
                 start, end = int(words.starts[begin]), int(words.ends[begin + length - 1])
                 for item in items[low:high].tolist():
                     # Numbers may agree by chance: the words decide.

@@ -21,7 +21,10 @@ from fathom.corpus.stage import CorpusError, Task, Workspace
 from fathom.corpus.worker import carry_out
 from fathom.report.files import write_json
 
+# With -c, Python looks for modules in the working directory first: a file there named as one of its own would win.
 WORKER = """
+import sys
+sys.path[:] = [path for path in sys.path if path]
 import signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 from fathom.corpus.worker import serve

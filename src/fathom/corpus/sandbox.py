@@ -18,7 +18,8 @@ from fathom.corpus.extraction import Extracted, Extractor
 from fathom.corpus.stage import CorpusError
 
 EXTRACTORS: dict[str, Extractor] = {"pdf": pdf.extract, "html": html.extract, "tei": tei.extract}
-CHILD = "from fathom.corpus.sandbox import serve; serve()"
+# As for workers: nothing that lies in the working directory is taken for a module.
+CHILD = "import sys; sys.path[:] = filter(None, sys.path); from fathom.corpus.sandbox import serve; serve()"
 
 
 class Sandbox:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import unicodedata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -49,6 +49,20 @@ class Words:
         text = np.repeat(np.arange(len(counts)), counts)
         places = np.arange(bounds[-1]) - bounds[text] + self.bounds[text]
         return all_runs[places], bounds
+
+    def runs_of(self, lengths: Iterable[int]) -> Iterator[tuple[int, Numbers, NDArray[np.int64]]]:
+        """(length, numbers, place of the first word) of all runs within a text, for each of several lengths."""
+        wanted = set(lengths)
+        text = np.repeat(np.arange(len(self.bounds) - 1), np.diff(self.bounds))  # [W]
+        grown = self.numbers.copy()
+        for length in range(1, max(wanted, default=0) + 1):
+            if length > 1:
+                grown = grown[:-1] * np.uint64(WORD) + self.numbers[length - 1 :]
+            if not len(grown):
+                return
+            if length in wanted:
+                places = np.flatnonzero(text[: len(grown)] == text[length - 1 :])
+                yield length, mixed(grown[places]), places
 
 
 def run_numbers(numbers: Numbers, length: int) -> Numbers:
