@@ -2,6 +2,7 @@
 
     python benchmarks/saved.py                                  # every mechanism, one small shape, float32 and bfloat16
     python benchmarks/saved.py --only ponder3 --length 2048     # one, at the papers' length
+    python benchmarks/saved.py --only ponder3 --dtype bfloat16 --length 2048 --recompute --peak   # a whole step
 
 Counted by `saved_tensors_hooks`: every storage that is not a parameter, once, however many views of it are kept. The
 unit is one vanilla forward pass over the same tokens. `passes` is how many of those the mechanism makes in training, so
@@ -11,7 +12,9 @@ that `per pass` says what is kept beyond the arithmetic.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
+import weakref
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -73,19 +76,29 @@ def config_of(arm: str, layers: int = 8, width: int = 256, **recurrence: object)
     return FathomConfig(**shape, **parse_mechanism(name), **options)
 
 
+class _Held:
+    """A tensor that autograd keeps, and that goes with its graph: gates of a pass whose output nothing reads."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
 def saved_bytes(model: FathomForCausalLM, ids: Tensor) -> int:
     """Bytes that a training forward pass of the decoder keeps, without parameters and without the loss."""
     own = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    kept: dict[int, Tensor] = {}
+    kept: list[weakref.ref[_Held]] = []
 
-    def pack(x: Tensor) -> Tensor:
-        kept.setdefault(x.untyped_storage().data_ptr(), x)  # held, so that no other storage takes its address
-        return x
+    def pack(x: Tensor) -> _Held:
+        held = _Held(x)
+        kept.append(weakref.ref(held))
+        return held
 
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda held: held.tensor):
         out = model.model(input_ids=ids, use_cache=False, head=model.lm_head)
     assert out.last_hidden_state.requires_grad
-    return sum(x.untyped_storage().nbytes() for address, x in kept.items() if address not in own)
+    gc.collect()
+    alive = [held.tensor.untyped_storage() for ref in kept if (held := ref()) is not None]
+    return sum({x.data_ptr(): x.nbytes() for x in alive if x.data_ptr() not in own}.values())
 
 
 def measure(arm: str, dtype: torch.dtype, length: int, batch: int = 1, **recurrence: object) -> Kept:
@@ -99,6 +112,24 @@ def measure(arm: str, dtype: torch.dtype, length: int, batch: int = 1, **recurre
     passes = training_visits(config)[0] / config.num_hidden_layers
     times = found[arm] / found["vanilla"]
     return Kept(arm, str(dtype).removeprefix("torch."), length, passes, found[arm], times, times / passes)
+
+
+def peak_bytes(arm: str, dtype: torch.dtype, length: int, **recurrence: object) -> tuple[int, int]:
+    """Peak of a training step above the process that holds the model, and the bytes of its weights. Only the first such
+    step of a process says anything, since a process seldom gives memory back."""
+    torch.manual_seed(0)
+    model = FathomForCausalLM(config_of(arm, **recurrence)).to(dtype).train()
+    ids = torch.randint(3, 1000, (1, length), generator=torch.Generator().manual_seed(0))
+    saved_bytes(model, ids[:, :32])  # what the first call alone loads
+    before = status("VmRSS")
+    model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    return status("VmHWM") - before, sum(p.nbytes for p in model.parameters())
+
+
+def status(name: str) -> int:
+    """A number of bytes from /proc/self/status."""
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{name}:"))
+    return int(line.split()[1]) * 1024
 
 
 def table(rows: Sequence[Kept]) -> str:
@@ -117,17 +148,28 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=ARMS, default=list(ARMS))
     parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--recompute", action="store_true", help="make every pass again in backward")
+    parser.add_argument("--peak", action="store_true", help="a whole step of one arm, and its peak")
     parser.add_argument("--dtype", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--out", type=Path, help="also write a JSON log")
     options = parser.parse_args()
-    rows = []
-    for arm in options.only:
-        for dtype in options.dtype:
-            rows.append(measure(arm, getattr(torch, dtype), options.length))
-            print(table(rows[-1:]).splitlines()[-1], flush=True)
-    print("\n" + table(rows))
+    more = {"recompute": True} if options.recompute else {}
+    found: dict[str, object] = {}
+    if options.peak:
+        (arm,), (name,) = options.only, options.dtype
+        peak, weights = peak_bytes(arm, getattr(torch, name), options.length, **more)
+        print(f"{arm} {name} T={options.length} {more}: {peak / 1e9:.2f} GB above weights of {weights / 1e9:.2f} GB")
+        found = {"arm": arm, "dtype": name, "length": options.length, **more, "peak": peak, "weights": weights}
+    else:
+        rows = []
+        for arm in options.only:
+            for name in options.dtype:
+                rows.append(measure(arm, getattr(torch, name), options.length, **more))
+                print(table(rows[-1:]).splitlines()[-1], flush=True)
+        print("\n" + table(rows))
+        found = {"rows": [asdict(row) for row in rows]}
     if options.out is not None:
-        options.out.write_text(json.dumps({**provenance(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
+        options.out.write_text(json.dumps({**provenance(), **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

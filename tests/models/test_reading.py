@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fathom.models.reading import read_mask, side_by_side
+from fathom.models.reading import read_mask, side_by_side, with_key_bias
 from fathom.models.roles import View
 from fathom.models.several_trips import Inputs
 from fathom.models.slot_cache import Tags
@@ -140,3 +140,63 @@ def test_a_lone_survivor_in_a_prompt_reads_no_future(method, monkeypatch):
         assert error(model(later).logits[:, :5], cached.logits[:, :5]) < 1e-12, "a later token changed an earlier one"
     assert cached.trips.tolist() == [[1, 1, 4, 1, 1, 1, 1, 1]]
     assert error(cached.logits, logits(model, ids)) < 1e-12
+
+
+# --- a bias of keys without a mask ------------------------------------------------------------------------------------
+
+
+def attended(query, key, value, mask, bias, scaling, channels=with_key_bias):
+    """By channels and a mask of bools; `channels` None adds the bias to the mask."""
+    group, width = query.shape[1] // key.shape[1], query.shape[-1]
+    if channels is not None:
+        query, key, value = channels(query, key, value, bias, scaling)
+        mask = torch.where(mask, 0.0, -torch.inf).to(query.dtype)
+    else:
+        mask = torch.where(mask, bias[:, None, None].to(query.dtype), -torch.inf)
+    key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
+    return ((query @ key.mT * scaling + mask).softmax(-1) @ value)[..., :width]
+
+
+def drawn(heads, kv_heads, width, dtype=torch.float64):
+    generator = torch.Generator().manual_seed(heads * width)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+
+    bias = (6 * torch.rand(2, 7, generator=generator) - 9).requires_grad_()  # about log 1e-4 and above
+    mask = torch.ones(7, 7, dtype=torch.bool).tril()
+    return (normal(2, heads, 7, width), *(normal(2, kv_heads, 7, width) for _ in range(2)), mask, bias, width**-0.5)
+
+
+@pytest.mark.parametrize("heads,kv_heads,width", [(1, 1, 4), (4, 2, 6), (4, 1, 64), (2, 2, 10)])
+def test_channels_are_the_bias(heads, kv_heads, width):
+    query, key, value, mask, bias, scaling = drawn(heads, kv_heads, width)
+    inputs = query, key, value, bias.double().detach().requires_grad_()
+    found, truth = (
+        attended(query, key, value, mask, inputs[-1], scaling, channels) for channels in (with_key_bias, None)
+    )
+    assert error(found, truth) < 1e-14
+    weights = torch.randn_like(truth)
+    for a, b in zip(*(torch.autograd.grad(out, inputs, weights) for out in (found, truth)), strict=True):
+        assert error(a, b) < 1e-13
+
+
+def test_a_scale_by_the_wider_head_is_seen():
+    """1 / √(D + 8): the content's own scale would change, as in third-party code."""
+    query, key, value, mask, bias, scaling = drawn(4, 2, 64)
+    truth = attended(query, key, value, mask, bias.double(), scaling, None)
+    assert error(attended(query, key, value, mask, bias.double(), 72**-0.5), truth) > 1e-3
+
+
+def test_half_precision_needs_the_rest_of_the_bias():
+    """One channel rounds log w, and so errs by up to 3 % of a weight; the second holds what the first has lost."""
+    query, key, value, _, bias, scaling = drawn(2, 2, 64, torch.bfloat16)
+    truth = query.double() @ key.double().mT * scaling + bias[:, None, None]
+    query, key, _ = with_key_bias(query, key, value, bias, scaling)
+
+    def off(width):
+        found = query[..., :width].double() @ key[..., :width].double().mT * scaling
+        return float((found - truth).detach().abs().max())
+
+    assert query.shape[-1] == 66 and off(66) < 2e-4
+    assert 5e-3 < off(65) < 0.04

@@ -7,10 +7,11 @@ import torch
 from benchmarks.saved import ARMS, config_of, measure, saved_bytes
 from torch.autograd import gradcheck
 
-from fathom.models import FathomForCausalLM, attention_residuals, hyper_connections
+from fathom.models import FathomForCausalLM, attention_residuals, hyper_connections, modeling
 from fathom.models.attention_residuals import pool
 from fathom.models.hyper_connections import _Balance, sinkhorn
 from fathom.models.registry import MECHANISMS
+from fathom.models.several_trips import Interleaved
 
 BOUNDS = {"attention_residuals": 1.2, "hyper_connections": 1.6}
 
@@ -109,3 +110,51 @@ def test_an_adapter_on_the_projection_is_called():
     plain, called = model(ids, labels=ids).loss, []
     module.projection.register_forward_hook(lambda *_: called.append(1))
     assert not module.bare and torch.allclose(model(ids, labels=ids).loss, plain, atol=1e-5) and called == [1]
+
+
+# --- trips that read one another --------------------------------------------------------------------------------------
+
+SEVERAL = ("loop", "ponder", "adaponder", "latent_cot", "ponder2", "ponder3")
+
+
+@pytest.mark.parametrize("arm", SEVERAL)
+def test_passes_keep_what_vanilla_keeps(arm):
+    assert measure(arm, torch.bfloat16, 64).per_pass <= 1.15
+
+
+def test_a_mask_with_a_gradient_is_seen(monkeypatch):
+    """The bias of dead and fading thoughts added to a mask, as one would write it down."""
+
+    def masked(self, x, turns, tags):
+        return self.masks(tags, tags), self.inputs.positions.repeat_interleave(len(turns), 1)
+
+    monkeypatch.setattr(Interleaved, "_own_masks", masked)
+    monkeypatch.setattr(Interleaved, "_own_bias", lambda self, tags: None)
+    assert measure("ponder3", torch.bfloat16, 64).per_pass > 1.3
+
+
+def test_copied_history_is_seen(monkeypatch):
+    def beside(attend, earlier, module, query, key, value, mask, **kwargs):
+        keys, values = torch.cat((*earlier[::2], key), 2), torch.cat((*earlier[1::2], value), 2)
+        return attend(module, query, keys, values, mask, **kwargs)
+
+    monkeypatch.setattr(modeling, "attend_beside", beside)
+    assert measure("latent_cot", torch.bfloat16, 64).per_pass > 1.15
+
+
+@pytest.mark.parametrize("arm", SEVERAL)
+def test_recomputed_passes_keep_their_inputs_and_all_gradients(arm):
+    ids = torch.arange(3, 35).unsqueeze(0)
+    losses, grads, kept = [], [], []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = FathomForCausalLM(config_of(arm, layers=2, width=128, recompute=recompute)).double().train()
+        model.set_step(5000, 5001)
+        kept.append(saved_bytes(model, ids))
+        losses.append(model(ids, labels=ids).loss)
+        losses[-1].backward()
+        grads.append({name: p.grad for name, p in model.named_parameters()})
+    assert torch.equal(*losses) and grads[0].keys() == grads[1].keys()
+    assert all(torch.allclose(grads[0][name], grads[1][name], rtol=0, atol=1e-12) for name in grads[0])
+    assert any(grad.abs().max() > 1e-4 for grad in grads[0].values())
+    assert kept[1] < 0.4 * kept[0]

@@ -53,6 +53,10 @@ class LoopOptions(RecurrenceOptions):
 class Loop(EarlyReadout):
     """Feeds the residual stream back into the stack."""
 
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__(config)
+        self.recompute = LoopOptions.of(config).recompute
+
     @staticmethod
     def trips_of(config: FathomConfig) -> int:
         """As the option says."""

@@ -43,6 +43,7 @@ from .configuration import FathomConfig
 from .engines import check_engine, engine_config, seat, take_banks
 from .loss import causal_lm_loss, shifted, token_losses
 from .published import HUB_KEYS, released
+from .reading import attend_beside, with_key_bias
 from .registry import AXES, DEFAULTS, mechanism, recurrence_class
 from .rms_norm import RMSNorm
 from .roles import MechanismModule, Recurrence, Residual, ResidualState, TripState, ValueMixer, View
@@ -92,12 +93,14 @@ class Attention(nn.Module):
         sources: tuple[Tensor, ...] = (),
         earlier: tuple[Tensor, ...] = (),
         alive: Tensor | None = None,
+        key_bias: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """The output, the weights if the backend returns them, and the new tokens' key and mixed value.
 
         `earlier` holds keys and values of the same tokens' earlier trips through this layer. They are read beside the
-        new ones, or, where `alive` (`[B, 1, T, 1]`) is False, in their place.
+        new ones, or, where `alive` (`[B, 1, T, 1]`) is False, in their place. `key_bias` (`[B, T]`) is added to the
+        logit of every query that reads the slot.
         """
         shape = hidden_states.shape[:-1]
         heads = (*shape, -1, self.head_dim)
@@ -115,14 +118,16 @@ class Attention(nn.Module):
             key, value = (torch.where(alive, new, old) for new, old in zip((key, value), earlier, strict=True))
             earlier = ()
         keys, values = key, value
-        if earlier:
-            keys, values = torch.cat((*earlier[::2], key), 2), torch.cat((*earlier[1::2], value), 2)
         if past_key_values is not None:
             keys, values = past_key_values.update(key, value, self.layer_idx if bank is None else bank)
+        if key_bias is not None:
+            query, keys, values = with_key_bias(query, keys, values, key_bias, self.scaling)
 
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
+        if earlier:
+            attend = partial(attend_beside, attend, earlier)
         output, weights = attend(
             seat(self, bank, kwargs),
             query,
@@ -134,6 +139,8 @@ class Attention(nn.Module):
             sliding_window=self.sliding_window,
             **kwargs,
         )
+        if key_bias is not None:
+            output = output[..., : self.head_dim]
         return self.o_proj(output.reshape(*shape, -1).contiguous()), weights, key, value
 
 

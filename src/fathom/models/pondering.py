@@ -92,6 +92,7 @@ class Pondering(Recurrence, Generic[Chosen]):
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
         self.options = self.options_class.of(config)
+        self.recompute = self.options.recompute
         Pondering.set_step(self, 0)
 
     @staticmethod

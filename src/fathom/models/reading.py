@@ -1,18 +1,24 @@
-"""What a slot may read: the views of a recurrence as masks.
+"""What a slot may read: the views of a recurrence as masks, and what is added to a key's logit.
 
-SAME    t' <= t  and  k' = min(k, halt of t')
-DUO     t' <= t  and  k' <= k
-ALL     t' <  t,  or  t' = t and k' <= k
+    SAME    t' <= t  and  k' = min(k, halt of t')
+    DUO     t' <= t  and  k' <= k
+    ALL     t' <  t,  or  t' = t and k' <= k
+
+A mask that carried a gradient would drive attention out of the flash kernels and keep a number for every query, key
+and head. So a bias of keys is two more channels of queries and keys, which any kernel takes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
+from .numerics import widen
 from .roles import View
 from .slot_cache import Tags
 
@@ -45,6 +51,56 @@ def read_mask(view: View, query: Tags, key: Tags, reach: int | None, dtype: torc
         return seen
     bias = torch.zeros((), dtype=dtype, device=seen.device) if key.bias is None else key.bias.to(dtype)[:, None, None]
     return torch.where(seen, bias, torch.finfo(dtype).min)
+
+
+def with_key_bias(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor, scaling: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values with more channels, whose attention is that of the given ones with `bias` on the logits.
+
+    A query's new channel is a power of two c near 1 / scaling, so that it is exact; a key's is bias / (scaling c), in
+    half precision split into what fits and the rest. The output's new channels are nothing.
+
+    Args:
+        query: `[B, H, M, D]`
+        key: `[B, H_kv, N, D]`
+        value: `[B, H_kv, N, D]`
+        bias: `[B, N]`
+        scaling: What the kernel multiplies logits with.
+    """
+    channel = 2.0 ** round(-math.log2(scaling))
+    wide = widen(bias) / (scaling * channel)
+    parts = [wide.to(key.dtype)]
+    if parts[0].dtype != wide.dtype:
+        parts.append((wide - parts[0]).to(key.dtype))
+    more = torch.stack(parts, -1)[:, None].expand(-1, key.shape[1], -1, -1)  # [B, H_kv, N, 1 or 2]
+    ones = query.new_full((), channel).expand(*query.shape[:-1], more.shape[-1])
+    nothing = value.new_zeros(()).expand(more.shape)
+    return torch.cat((query, ones), -1), torch.cat((key, more), -1), torch.cat((value, nothing), -1)
+
+
+def attend_beside(
+    attend: Callable[..., tuple[Tensor, Tensor | None]],
+    earlier: tuple[Tensor, ...],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """Attention to keys and values of earlier trips, (key, value, key, value, …), beside the new ones.
+
+    Their concatenation is made again in backward; else every trip would keep a copy of all trips before it.
+    """
+
+    def read(query: Tensor, key: Tensor, value: Tensor, *earlier: Tensor) -> tuple[Tensor, Tensor | None]:
+        keys, values = torch.cat((*earlier[::2], key), 2), torch.cat((*earlier[1::2], value), 2)
+        return attend(module, query, keys, values, mask, **kwargs)
+
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        return read(query, key, value, *earlier)
+    return checkpoint(read, query, key, value, *earlier, use_reentrant=False)
 
 
 def side_by_side(parts: Sequence[Tags], interleave: bool = False) -> Tags:

@@ -106,6 +106,9 @@ class RecurrenceOptions(MechanismOptions):
 
     trips: int = 1
     """How many trips a token makes at most, the first included."""
+    recompute: bool = False
+    """Whether training makes every pass through the layers again in backward, and keeps its input alone. Gradients flow
+    as ever."""
 
     def check_trips(self) -> None:
         """Refuse a token that makes no trip."""
@@ -210,6 +213,8 @@ class Recurrence(MechanismModule):
     have halted.
     """
 
+    recompute = False
+    """Whether training makes every pass through the layers again in backward."""
     halts = False
     """Whether tokens may stop before the last trip; `gate` then leaves `alive` (`[B, T]`, bool) in the state."""
 

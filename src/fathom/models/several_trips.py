@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
 from .reading import MASKED, read_mask, side_by_side
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     from .modeling import FathomModel
 
 KeyValue = tuple[Tensor, Tensor]
+DEAD = -1e4
+"""The bias of a slot that is not there: its weight is 0 in every precision."""
 AT_ONCE = 1024
 """Prefill chunk size for slot caches; bounds mask memory (chunk x cache length)."""
 
@@ -151,6 +154,8 @@ class Pass:
     """By visit: what earlier trips kept for mixers."""
     keep: bool = False
     """Whether every layer's keys and values are wanted afterwards, not only what mixers read."""
+    key_bias: Tensor | None = None
+    """`[B, M]`: added to the logit of every query that reads a slot of this pass."""
 
 
 @dataclass
@@ -183,6 +188,11 @@ class TripMaker:
 
     def through(self, x: Tensor, one: Pass) -> Passed:
         """Once through the layers of a trip."""
+        if self.model.recurrence.recompute and self.model.training and torch.is_grad_enabled():
+            return checkpoint(self._through, x, one, use_reentrant=False)
+        return self._through(x, one)
+
+    def _through(self, x: Tensor, one: Pass) -> Passed:
         model = self.model
         state = model.final_residual.begin(x)
         passed = Passed(x, {}, [])
@@ -201,6 +211,7 @@ class TripMaker:
                 bank=visit.index if one.by_bank else visit.layer,
                 **({"earlier": earlier} if earlier else {}),
                 **({} if one.alive is None else {"alive": one.alive}),
+                **({} if one.key_bias is None else {"key_bias": one.key_bias}),
                 **self.inputs.extra,
             )
             state = tuple(after)
@@ -225,6 +236,7 @@ class TripMaker:
         """Which slot reads which, by layer type."""
         check_backend(self.model, self.inputs.trips)
         as_bool = self.model.config._attn_implementation == "sdpa" and key.bias is None
+        as_bool = as_bool and not torch.is_grad_enabled()  # else every layer would keep a copy of it as numbers
         dtype = None if as_bool else self.inputs.dtype
         return {kind: read_mask(self.view, query, key, reach, dtype) for kind, reach in self.reach.items()}
 
@@ -251,7 +263,7 @@ class Banked(TripMaker):
                 inputs.positions,
                 cache=self.cache,
                 by_bank=True,
-                sources=self.sources,
+                sources=dict(self.sources),
             ),
         )
         self.sources.update(passed.pairs)
@@ -282,9 +294,9 @@ class Dense(TripMaker):
                 self._masks(turn),
                 self.rotary,
                 inputs.positions,
-                earlier=self.earlier if view is View.DUO or keep_old is not None else {},
+                earlier=dict(self.earlier) if view is View.DUO or keep_old is not None else {},  # as it is now
                 alive=None if keep_old is None else keep_old[:, None, :, None],
-                sources=self.sources,
+                sources=dict(self.sources),
                 keep=True,
             ),
         )
@@ -312,6 +324,8 @@ class Interleaved(TripMaker):
     def __init__(self, model: FathomModel, inputs: Inputs, store: Store | None = None) -> None:
         super().__init__(model, inputs)
         self.store = store
+        self.causal = set(self.reach.values()) == {None}
+        """Whether every layer reads everything before: then a slot's place on the axis says all about its view."""
 
     def __call__(self, turns: Sequence[Turn], final: bool) -> list[Out]:
         """One pass of the Jacobi solver."""
@@ -327,6 +341,7 @@ class Interleaved(TripMaker):
             reading.cache = Exchange(self.store, placement, own_only=fresh)
         if placement is None or not self.store.table.end:  # type: ignore[union-attr]
             reading.masks, reading.position_ids = self._own_masks(x, turns, tags)
+            reading.key_bias = self._own_bias(tags)
         else:
             reading.masks = self.masks(tags, self.store.table.tags(placement))  # type: ignore[union-attr]
         passed = self.through(x, reading)
@@ -353,11 +368,21 @@ class Interleaved(TripMaker):
         inputs, stages = self.inputs, len(turns)
         first = torch.arange(stages, device=x.device)
         slots = (inputs.positions.unsqueeze(2) * stages + first).flatten(1, 2)
-        plain = tags.bias is None and all(turn.tokens.alive is None for turn in turns) and len(self.reach) == 1
-        if plain and None in self.reach.values():
-            padding = None if inputs.padding is None else inputs.padding.repeat_interleave(stages, 1)
-            return self.causal_masks(x, padding, None if inputs.packed is None else slots), slots
-        return self.masks(tags, tags), slots
+        if not self.causal:
+            tags = replace(tags, bias=None)
+            return self.masks(tags, tags), slots
+        padding = None if inputs.padding is None else inputs.padding.repeat_interleave(stages, 1)
+        if self._own_bias(tags) is not None:
+            padding = None  # is in the keys
+        return self.causal_masks(x, padding, None if inputs.packed is None else slots), slots
+
+    def _own_bias(self, tags: Tags) -> Tensor | None:
+        """What readers of the slots of this pass add to their logits, `[B, N]`. Where attention is plainly causal, dead
+        slots are hidden by it too, once some token may halt."""
+        if not self.causal or not (self.model.recurrence.halts and tags.live is not None):
+            return tags.bias
+        bias = torch.zeros((), device=tags.live.device) if tags.bias is None else tags.bias
+        return torch.where(tags.live, bias, DEAD)
 
 
 class Stored(TripMaker):
