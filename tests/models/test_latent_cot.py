@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from fathom.models import latent_cot, reading, several_trips
 from fathom.models.roles import View
-from fathom.models.slots import Out, sweep
+from fathom.models.slots import Out, TokenSubset, sweep
 
 from .cases import config_of, tokens
 from .slot_oracle import Decoder, thinker
@@ -21,7 +21,7 @@ WIDTH = 6
     tau=st.floats(1e-6, 0.99),
     bias=st.floats(-12, 12),
     seed=st.integers(0, 10**6),
-    pick=st.booleans(),
+    pick=st.sampled_from([None, TokenSubset.pick, TokenSubset.pack]),
     budget=st.integers(1, 6),
 )
 def test_shares_sum_to_one(depth, tau, bias, seed, pick, budget):

@@ -230,7 +230,7 @@ def test_sweep_gates_and_feeds_in_order():
 def test_halted_tokens_are_left_out_or_kept_as_they_were():
     x = torch.tensor([[[0.1], [1.0], [2.0]], [[5.0], [0.2], [6.0]], [[7.0], [8.0], [9.0]]])
     dense, _ = sweep(Adds(), x, made, 4)
-    picked, turns = sweep(Adds(), x, made, 4, pick=True)
+    picked, turns = sweep(Adds(), x, made, 4, pick=TokenSubset.pick)
     assert dense.keys() == picked.keys()
     assert all(torch.equal(dense[name], picked[name]) for name in dense)
     assert dense["trips"].tolist() == [[4, 2, 1], [1, 3, 1], [1, 1, 1]]
@@ -239,7 +239,7 @@ def test_halted_tokens_are_left_out_or_kept_as_they_were():
 
 def test_padding_makes_one_trip():
     live = torch.tensor([[False, True, True]])
-    for pick in (False, True):
+    for pick in (None, TokenSubset.pick, TokenSubset.pack):
         state, _ = sweep(Adds(), torch.full((1, 3, 1), 0.1), made, 3, live=live, pick=pick)
         assert state["trips"].tolist() == [[1, 3, 3]]
 

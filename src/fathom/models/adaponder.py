@@ -36,7 +36,7 @@ from .pondering import (
     ramp,
     trips_cost,
 )
-from .roles import Cost, Mechanism, TripState, valid_mean
+from .roles import Cost, HaltingOptions, Mechanism, TripState, valid_mean
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class AdaponderOptions(MixtureOptions):
+class AdaponderOptions(MixtureOptions, HaltingOptions):
     """Options of `adaponder`."""
 
     tau: float = 1e-4

@@ -15,7 +15,7 @@ from .draws import between, draw
 from .loss import IGNORE
 from .mixture import mixture, mixture_flops
 from .numerics import lowest_mean, widen
-from .roles import Cost, Recurrence, RecurrenceOptions
+from .roles import Cost, HaltingOptions, Recurrence, RecurrenceOptions
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -70,8 +70,8 @@ class MixtureOptions(RecurrenceOptions):
 
 
 @dataclass(frozen=True)
-class SampleOptions(RecurrenceOptions):
-    """A penalty that is measured on a part of the tokens."""
+class SampleOptions(HaltingOptions):
+    """Halting, with a penalty that is measured on a part of the tokens."""
 
     penalty_token_fraction: float = 0.125
     """Part of the tokens on which the penalty is measured, drawn for every step."""
@@ -93,6 +93,7 @@ class Pondering(Recurrence, Generic[Chosen]):
         super().__init__(config)
         self.options = self.options_class.of(config)
         self.recompute = self.options.recompute
+        self.skip_dead_rows = isinstance(self.options, HaltingOptions) and self.options.skip_dead_rows
         Pondering.set_step(self, 0)
 
     @staticmethod

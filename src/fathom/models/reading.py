@@ -104,16 +104,16 @@ def attend_beside(
 
 
 def side_by_side(parts: Sequence[Tags], interleave: bool = False) -> Tags:
-    """The slots of several trips of the same tokens on one axis."""
+    """The slots of several trips on one axis; interleaved, they are trips of the same tokens."""
     batch = max(len(x) for part in parts for x in (part.token, part.live, part.bias, part.document) if x is not None)
 
     def join(name: str, fill: Any) -> Tensor | None:
         found = [getattr(part, name) for part in parts]
         if all(x is None for x in found):
             return None
-        shape = (batch, parts[0].token.shape[1])
         like = next(x for x in found if x is not None)
-        full = [like.new_full(shape, fill) if x is None else x.expand(shape) for x in found]
+        shapes = [(batch, part.token.shape[1]) for part in parts]
+        full = [like.new_full(s, fill) if x is None else x.expand(s) for x, s in zip(found, shapes, strict=True)]
         return torch.stack(full, 2).flatten(1, 2) if interleave else torch.cat(full, 1)
 
     token, trip = join("token", 0), join("trip", 0)

@@ -117,6 +117,15 @@ class RecurrenceOptions(MechanismOptions):
 
 
 @dataclass(frozen=True)
+class HaltingOptions(RecurrenceOptions):
+    """Options of a recurrence whose tokens may halt."""
+
+    skip_dead_rows: bool = False
+    """Whether training leaves halted tokens out of a trip. The same numbers for less, at a word with the host per trip;
+    by default they are computed and forgotten."""
+
+
+@dataclass(frozen=True)
 class Mechanism:
     """One value of one axis: the declaration at the end of every mechanism file."""
 
@@ -215,6 +224,8 @@ class Recurrence(MechanismModule):
 
     recompute = False
     """Whether training makes every pass through the layers again in backward."""
+    skip_dead_rows = False
+    """Whether training leaves halted tokens out of a trip instead of computing and forgetting them."""
     halts = False
     """Whether tokens may stop before the last trip; `gate` then leaves `alive` (`[B, T]`, bool) in the state."""
 

@@ -9,7 +9,7 @@ trips enter each layer as tensors (`Dense`), or, under ALL, all slots go through
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -100,6 +100,9 @@ def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | No
         check_backend(model, inputs.trips)
     if store is not None:
         return _stored(model, x, inputs, store, solve)
+    skip = recurrence.skip_dead_rows and model.training and inputs.hidden is None
+    if not solve and skip:
+        return sweep(recurrence, x, Packed(model, inputs, x), inputs.trips, live=inputs.live, pick=TokenSubset.pack)[0]
     if not solve:
         return sweep(recurrence, x, Dense(model, inputs, x), inputs.trips, live=inputs.live)[0]
     exact = recurrence.exact() and not model.training
@@ -107,7 +110,8 @@ def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | No
     if exact:
         rounds = (x.shape[1] - 1) * (inputs.trips - 1)
     still = exact and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
-    return jacobi(recurrence, x, Interleaved(model, inputs), inputs.trips, rounds, inputs.live, until_still=still)
+    through = Interleaved(model, inputs, skip=skip)
+    return jacobi(recurrence, x, through, inputs.trips, rounds, inputs.live, until_still=still)
 
 
 def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: bool) -> TripState:
@@ -121,7 +125,7 @@ def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: 
         return joined([_stored(model, x[:, a:b], inputs.columns(a, b), store, solve) for a, b in pieces])
     table.columns += length
     if not solve or length == 1:
-        pick = recurrence.halts and inputs.hidden is None
+        pick = TokenSubset.pick if recurrence.halts and inputs.hidden is None else None
         return sweep(recurrence, x, Stored(model, inputs, x, store), inputs.trips, live=inputs.live, pick=pick)[0]
     rounds = (length - 1) * (inputs.trips - 1) if exact else recurrence.rounds("prefill", length)
     return jacobi(recurrence, x, Interleaved(model, inputs, store), inputs.trips, rounds, inputs.live)
@@ -321,10 +325,10 @@ class Dense(TripMaker):
 class Interleaved(TripMaker):
     """ALL, all tokens at once: the slots of all trips go through the stack side by side, token by token."""
 
-    def __init__(self, model: FathomModel, inputs: Inputs, store: Store | None = None) -> None:
+    def __init__(self, model: FathomModel, inputs: Inputs, store: Store | None = None, skip: bool = False) -> None:
         super().__init__(model, inputs)
-        self.store = store
-        self.causal = set(self.reach.values()) == {None}
+        self.store, self.skip = store, skip
+        self.causal = set(self.reach.values()) == {None} and not (skip and inputs.packed is not None)
         """Whether every layer reads everything before: then a slot's place on the axis says all about its view."""
 
     def __call__(self, turns: Sequence[Turn], final: bool) -> list[Out]:
@@ -333,6 +337,10 @@ class Interleaved(TripMaker):
         x = torch.stack([turn.x for turn in turns], 2).flatten(1, 2)  # [B, T (m+1), hidden_size]
         positions = inputs.positions.repeat_interleave(stages, 1)
         tags = self._tags(turns)
+        slots = TokenSubset()
+        if self.skip and tags.live is not None:
+            slots = TokenSubset.pack(tags.live.expand(x.shape[:2]))
+            x, positions, tags = slots.take(x), slots.take(positions.expand(x.shape[:2])), _taken(slots, tags)
         reading = Pass(self.plan[0], {}, self.model.rotary_emb(x, positions), positions)
         placement = None
         if self.store is not None and (final or self.store.table.end):
@@ -341,6 +349,8 @@ class Interleaved(TripMaker):
             reading.cache = Exchange(self.store, placement, own_only=fresh)
         if placement is None or not self.store.table.end:  # type: ignore[union-attr]
             reading.masks, reading.position_ids = self._own_masks(x, turns, tags)
+            if slots.index is not None:
+                reading.position_ids = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
             reading.key_bias = self._own_bias(tags)
         else:
             reading.masks = self.masks(tags, self.store.table.tags(placement))  # type: ignore[union-attr]
@@ -350,8 +360,12 @@ class Interleaved(TripMaker):
             if self.store is not None and placement is not None:
                 self.store.table.note(tags, placement, stages - 1)
                 self.store.table.commit(tags, placement)
-        apart = passed.residual.unflatten(1, (-1, stages))
-        return [self.out(apart[:, :, j], j) for j in range(stages)]
+        residuals = list(slots.put(None, passed.residual).unflatten(1, (-1, stages)).unbind(2))
+        if slots.alive is not None:
+            for j, turn in enumerate(turns[1:], 1):  # a slot that a later round revives goes on from the last trip made
+                if turn.tokens.alive is not None:
+                    residuals[j] = torch.where(turn.tokens.alive.unsqueeze(-1), residuals[j], residuals[j - 1])
+        return [self.out(residual, j) for j, residual in enumerate(residuals)]
 
     def _tags(self, turns: Sequence[Turn]) -> Tags:
         inputs, documents = self.inputs, self.inputs.documents()
@@ -385,36 +399,95 @@ class Interleaved(TripMaker):
         return torch.where(tags.live, bias, DEAD)
 
 
-class Stored(TripMaker):
-    """Any view with a slot cache, trip after trip: what halted is neither computed nor stored."""
+class Picking(TripMaker):
+    """Trips of the tokens that go on, and of no others."""
 
-    def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, store: Store) -> None:
+    def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, first: int = 0) -> None:
         super().__init__(model, inputs)
-        self.store = store
-        self.fresh = not store.table.end
-        self.plain = self.causal_masks(x, inputs.padding, inputs.packed) if self.fresh else None
-        first = store.table.columns - x.shape[1]
-        column = torch.arange(x.shape[1], device=x.device) + first
-        self.column = column.expand(x.shape[0], -1)
-        self.positions = inputs.positions.expand(x.shape[0], -1)
-        documents = inputs.documents()
-        self.documents = None if documents is None else documents.expand(x.shape[0], -1)
+        shape = x.shape[:2]
+        self.column = (torch.arange(shape[1], device=x.device) + first).expand(shape)
+        self.positions, documents = inputs.positions.expand(shape), inputs.documents()
+        self.documents = None if documents is None else documents.expand(shape)
         self.sources: dict[int, KeyValue] = {}
 
-    def __call__(self, turn: Turn) -> Out:
-        """Make one trip."""
-        inputs, tokens, table = self.inputs, turn.tokens, self.store.table
+    def tags(self, turn: Turn) -> Tags:
+        """The slots that a trip is about to make."""
+        tokens = turn.tokens
+        live = tokens.valid if tokens.valid is not None else _both(self.inputs.live, tokens.alive)
         token = tokens.take(self.column)
-        live = tokens.valid if tokens.valid is not None else _both(inputs.live, tokens.alive)
-        if live is not None and bool(live.all()):
-            live = None
-        query = Tags(
+        return Tags(
             token,
             torch.full_like(token, turn.trip),
-            live,
+            None if live is not None and bool(live.all()) else live,
             None if turn.bias is None else tokens.take(turn.bias),
             None if self.documents is None else tokens.take(self.documents),
         )
+
+    def found(self, tokens: TokenSubset) -> dict[int, KeyValue]:
+        """What earlier trips of these tokens left for mixers."""
+        return {i: (_take(tokens, k), _take(tokens, v)) for i, (k, v) in self.sources.items()}
+
+    def leave(self, turn: Turn, passed: Passed) -> None:
+        """Keep what mixers of later trips read."""
+        later = {i for trip in self.plan[turn.trip + 1 :] for visit in trip for i in visit.sources}
+        for visit in self.plan[turn.trip]:
+            if visit.index in later:
+                key, value = passed.pairs[visit.index]
+                self.sources[visit.index] = _put(turn.tokens, key), _put(turn.tokens, value)
+
+
+class Packed(Picking):
+    """SAME with halting, or DUO, without a cache: halted tokens are not computed."""
+
+    def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor) -> None:
+        super().__init__(model, inputs, x)
+        self.plain = self.causal_masks(x, inputs.padding, inputs.packed)
+        self.halt = torch.zeros_like(self.column)
+        self.earlier: dict[int, tuple[Tensor, ...]] = {}
+        self.made: list[Tags] = []
+
+    def __call__(self, turn: Turn) -> Out:
+        """Make one trip."""
+        tokens, visits = turn.tokens, self.plan[turn.trip]
+        query = self.tags(turn)
+        self.made.append(query)
+        masks = self.plain
+        if tokens.alive is not None:
+            self.halt = torch.where(tokens.alive, turn.trip, self.halt)
+            keys = side_by_side(self.made)
+            masks = self.masks(query, replace(keys, halt=self.halt.gather(1, keys.token.expand(len(self.halt), -1))))
+        positions = tokens.take(self.positions)
+        passed = self.through(
+            tokens.take(turn.x),
+            Pass(
+                visits,
+                masks,
+                self.model.rotary_emb(turn.x, positions),
+                positions,
+                earlier=dict(self.earlier),  # as it is now
+                sources=self.found(tokens),
+                keep=True,
+            ),
+        )
+        for visit in visits:
+            self.earlier[visit.layer] = (*self.earlier.get(visit.layer, ()), *passed.pairs[visit.index])
+        self.leave(turn, passed)
+        return self.out(passed.residual, turn.trip)
+
+
+class Stored(Picking):
+    """Any view with a slot cache, trip after trip: what halted is neither computed nor stored."""
+
+    def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, store: Store) -> None:
+        super().__init__(model, inputs, x, store.table.columns - x.shape[1])
+        self.store = store
+        self.fresh = not store.table.end
+        self.plain = self.causal_masks(x, inputs.padding, inputs.packed) if self.fresh else None
+
+    def __call__(self, turn: Turn) -> Out:
+        """Make one trip."""
+        tokens, table = turn.tokens, self.store.table
+        query = self.tags(turn)
         placement = table.place(query, tokens.batch)
         table.note(query, placement, turn.trip)
         positions = tokens.take(self.positions)
@@ -427,14 +500,11 @@ class Stored(TripMaker):
                 self.model.rotary_emb(turn.x, positions),
                 positions,
                 cache=Exchange(self.store, placement, own_only),
-                sources={i: (_take(tokens, k), _take(tokens, v)) for i, (k, v) in self.sources.items()},
+                sources=self.found(tokens),
             ),
         )
         table.commit(query, placement)
-        later = {i for trip in self.plan[turn.trip + 1 :] for visit in trip for i in visit.sources}
-        for visit in self.plan[turn.trip]:
-            if visit.index in later:
-                self.sources[visit.index] = tuple(_put(tokens, x) for x in passed.pairs[visit.index])  # type: ignore
+        self.leave(turn, passed)
         self.record(passed)
         return self.out(passed.residual, turn.trip)
 
@@ -475,3 +545,11 @@ def _take(tokens: TokenSubset, x: Tensor) -> Tensor:
 
 def _put(tokens: TokenSubset, x: Tensor) -> Tensor:
     return x if tokens.valid is None else tokens.put(None, x.transpose(1, 2)).transpose(1, 2)
+
+
+def _taken(slots: TokenSubset, tags: Tags) -> Tags:
+    """The tags of some slots; the places that only fill a rectangle are dead."""
+    whole = {f.name: getattr(tags, f.name) for f in fields(Tags)}
+    assert slots.alive is not None
+    taken = {name: None if x is None else slots.take(x.expand(slots.alive.shape)) for name, x in whole.items()}
+    return Tags(**{**taken, "live": slots.valid})  # type: ignore[arg-type]

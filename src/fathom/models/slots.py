@@ -164,13 +164,21 @@ class TokenSubset:
     def pick(cls, alive: Tensor) -> TokenSubset:
         """Leave out rows without a living token, and the tokens that halted."""
         batch = alive.any(1).nonzero().squeeze(1)
-        inside = alive[batch]
+        return cls._left(alive, None if len(batch) == len(alive) else batch)
+
+    @classmethod
+    def pack(cls, alive: Tensor) -> TokenSubset:
+        """Leave out the tokens that halted, as far as some row has none in their place."""
+        return cls._left(alive, None)
+
+    @classmethod
+    def _left(cls, alive: Tensor, batch: Tensor | None) -> TokenSubset:
+        inside = alive if batch is None else alive[batch]
         most = int(inside.sum(1).max())
-        whole = None if len(batch) == len(alive) else batch
         if most == alive.shape[1]:
-            return cls(alive, whole, None, inside)
+            return cls(alive, batch, None, inside)
         index = (~inside).to(torch.int8).argsort(dim=1, stable=True)[:, :most]  # the living first, in their order
-        return cls(alive, whole, index, inside.gather(1, index))
+        return cls(alive, batch, index, inside.gather(1, index))
 
     def take(self, x: Tensor) -> Tensor:
         """`[B, T, ...]` to `[B', M, ...]`."""
@@ -221,7 +229,7 @@ def sweep(
     trips: int,
     *,
     live: Tensor | None = None,
-    pick: bool = False,
+    pick: Callable[[Tensor], TokenSubset] | None = None,
     stop: int | None = None,
     state: TripState | None = None,
 ) -> tuple[TripState, list[Turn]]:
@@ -236,7 +244,7 @@ def sweep(
         make: Runs the stack once over the tokens of a turn.
         trips: Of a token at most, the first included.
         live: `[B, T]`, False for padding, which makes one trip only when tokens may halt.
-        pick: Leave halted tokens out.
+        pick: How halted tokens are left out; None computes and forgets them.
         stop: Stop after so many trips, having fed the next one; with 0 all are made and none is fed.
         state: What an earlier round left.
     """
@@ -252,11 +260,11 @@ def sweep(
         if recurrence.halts:
             alive = state["alive"] if live is None else state["alive"] & live
             made = made if made is not None else torch.ones_like(alive, dtype=torch.long)
-            if pick:
+            if pick is not None:
                 if not alive.any():
                     break
                 residual = tokens.put(residual, out.residual)
-                tokens = TokenSubset.pick(alive)
+                tokens = pick(alive)
                 out = out.of(tokens.take(residual))
             else:
                 tokens = TokenSubset(alive)
