@@ -30,12 +30,14 @@ if TYPE_CHECKING:
     from fathom.lineage.weights import open_weights
     from fathom.models import FathomConfig, FathomForCausalLM
     from fathom.recipe import Recipe, load_recipe
+    from fathom.training.hooks import Hook
     from fathom.training.loop import train
 
 __all__ = [
     "FathomConfig",
     "FathomError",
     "FathomForCausalLM",
+    "Hook",
     "Recipe",
     "Sampling",
     "Settings",
@@ -58,6 +60,7 @@ _HOMES = {
     "FathomConfig": "fathom.models",
     "FathomError": "fathom.errors",
     "FathomForCausalLM": "fathom.models",
+    "Hook": "fathom.training.hooks",
     "Recipe": "fathom.recipe",
     "Sampling": "fathom.inference.generate",
     "Settings": "fathom.evaluation.scoring",

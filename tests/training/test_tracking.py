@@ -50,7 +50,7 @@ def test_every_run_is_one_of_its_own(
     for run in [*runs, runs[0]]:
         run.mkdir(parents=True, exist_ok=True)
         for tracker in open_trackers(recipe.override(f"track.backends=[{backend}]"), run, 0, print):
-            tracker.close()
+            tracker.after_run(None, None)
     begun = [call for call in sys.modules[backend].calls if isinstance(call, dict)]
     keys = [settings[key] for settings in begun]
     assert len(set(keys[:4])) == 4 and keys[4] == keys[0]

@@ -40,7 +40,7 @@ from fathom.errors import FathomError
 from fathom.recipe import Recipe, RecipeError
 from fathom.report.files import read_json, write_json
 from fathom.report.provenance import hardware, provenance
-from fathom.training import TrainingError, read_metrics, train
+from fathom.training import Hook, TrainingError, read_metrics, train
 
 POLL_SECONDS = 1.0
 STOPPED = 3
@@ -88,7 +88,7 @@ def run_training(recipe: Recipe, run_dir: Path, claim: Claim, **facts: str) -> b
         return True
 
 
-class Watch:
+class Watch(Hook):
     """Stops a run whose claim was taken over: two writers in one directory would ruin it."""
 
     def __init__(self, claim: Claim) -> None:
@@ -97,9 +97,6 @@ class Watch:
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Look once per logged step."""
         self.claim.require()
-
-    def close(self) -> None:
-        """Nothing is held open."""
 
 
 def compare(

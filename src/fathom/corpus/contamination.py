@@ -88,9 +88,9 @@ def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[dict[str, 
     owner = np.array(owners)
     index: dict[str, NDArray[Any]] = {}
     for length, runs, places in words.runs_of(lengths[lengths > 0].tolist()):
-        text = np.searchsorted(words.bounds, places, "right") - 1
-        mine = lengths[text] == length
-        runs, holders = runs[mine], owner[text[mine]]
+        of = np.searchsorted(words.bounds, places, "right") - 1
+        mine = lengths[of] == length
+        runs, holders = runs[mine], owner[of[mine]]
         order = np.lexsort((holders, runs))
         runs, holders = runs[order], holders[order]
         new = np.ones(len(runs), np.bool_)

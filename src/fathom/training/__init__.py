@@ -4,14 +4,16 @@ from fathom.training.build import StepMetrics, Training, build_training
 from fathom.training.change import Change, branch, extension, read_history
 from fathom.training.checkpoint import CheckpointError
 from fathom.training.heldout import Evaluation, Score, evaluate
+from fathom.training.hooks import Hook, Tracker
 from fathom.training.loop import TrainingError, TrainResult, train
 from fathom.training.parallel import Ranks, start
-from fathom.training.tracking import Tracker, read_metrics
+from fathom.training.tracking import read_metrics
 
 __all__ = [
     "Change",
     "CheckpointError",
     "Evaluation",
+    "Hook",
     "Ranks",
     "Score",
     "StepMetrics",

@@ -69,6 +69,11 @@ class Checkpointer:
         if not self.asynchronous:
             self.wait()
 
+    @property
+    def written(self) -> bool:
+        """Whether this rank has nothing left to write: `wait` then returns as soon as the others have come."""
+        return self._pending is None or self._pending.done()
+
     def wait(self) -> bool:
         """Wait for a save under way; whether the last one succeeded on every rank."""
         if self._pending is None:

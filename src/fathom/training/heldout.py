@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -19,7 +19,12 @@ from fathom.data.shards import TokenDataset
 from fathom.recipe import Recipe
 from fathom.report.statistics import rank_correlation
 from fathom.training.gap import SAMPLE, WINDOWS, Gap, Row, gap_of, read_both_ways, watching
+from fathom.training.hooks import Hook
 from fathom.training.parallel import Ranks
+
+if TYPE_CHECKING:
+    from fathom.training.build import StepMetrics
+    from fathom.training.loop import Run
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,41 @@ class Evaluation(Score):
         if values.get("gap") is not None:
             values["gap"] = Gap(**values["gap"])
         return cls(**values)
+
+
+class HeldOut(Hook):
+    """Scores the held-out split every `evaluate.every` steps, and whenever it is asked to."""
+
+    every_rank = True
+
+    def __init__(self, data: TokenDataset | None) -> None:
+        self.data = data
+        """The split; None in a corpus without one."""
+        self.last: Evaluation | None = None
+        """The last evaluation of this call."""
+
+    def after_step(self, run: Run, metrics: StepMetrics) -> None:
+        """Evaluate if it is time."""
+        if run.due(run.recipe.evaluate.every):
+            self.score(run)
+
+    def score(self, run: Run) -> Evaluation | None:
+        """Evaluate now, and tell the other hooks; None without a split."""
+        if self.data is None:
+            return None
+        run.read()
+        with run.meter.paused():
+            last = run.step == run.recipe.train.steps
+            self.last = evaluation = evaluate(run.training.model, self.data, run.recipe, run.ranks, decode=last)
+            values = {"tokens": run.tokens, "seconds": run.meter.seconds}
+            run.log({**values, **evaluation.flat()})
+            run.say(
+                f"step {run.step}: held-out loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}, "
+                f"{evaluation.bits_per_byte:.4f} bits per byte{evaluation.how}"
+            )
+            for hook in run.hooks:
+                hook.after_evaluation(run, evaluation)
+        return evaluation
 
 
 def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks, decode: bool = False) -> Evaluation:

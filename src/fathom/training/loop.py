@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from fathom.checkpoints.export import export
-from fathom.checkpoints.layout import ARMS, LOCK, MODEL, RECIPE, RESULT, TRAINER
+from fathom.checkpoints.layout import ARMS, LOCK, MODEL, RECIPE, RESULT, TRAINER, step_name
 from fathom.checkpoints.runs import Saved
 from fathom.data.puzzles import is_puzzle, open_data
 from fathom.data.shards import TokenDataset, read_index
@@ -25,11 +25,12 @@ from fathom.report.files import HeldError, lock, read_json, write_atomically, wr
 from fathom.training.build import Training, build_training
 from fathom.training.change import CHANGEABLE, Change, begin, record
 from fathom.training.checkpoint import Checkpointer
-from fathom.training.heldout import Evaluation, evaluate
+from fathom.training.heldout import Evaluation, HeldOut
+from fathom.training.hooks import Hook, Hooks, Tracker
 from fathom.training.kvcache import merged
 from fathom.training.meter import Meter
 from fathom.training.parallel import Ranks, start, whole
-from fathom.training.tracking import Display, Tracker, open_trackers, require_backends
+from fathom.training.tracking import Display, open_trackers, require_backends
 
 FORWARDED = 3.0
 """Seconds in which signals count as one: a scheduler tells every process, and launchers tell theirs again."""
@@ -64,7 +65,7 @@ def train(
     run_dir: str | Path | None = None,
     *,
     resume: bool = True,
-    callbacks: Sequence[Tracker] = (),
+    callbacks: Sequence[Hook | Tracker] = (),
     command: str = "",
 ) -> TrainResult:
     """Train a recipe in a run directory, continuing where an earlier call ended.
@@ -73,7 +74,7 @@ def train(
         recipe: What to train; or what `extension` or `branch` made, which knows its directory.
         run_dir: Where the resolved recipe, metrics and checkpoints go.
         resume: Whether a run that exists may be continued; if not, one that exists is an error.
-        callbacks: Receive the same numbers as the trackers; on the first rank alone.
+        callbacks: Hooks, called at fixed points of the run; objects with `log` and `close` alone receive its numbers.
         command: How the run's history names what changed it.
     """
     change = recipe if isinstance(recipe, Change) else _as_planned(recipe, run_dir)
@@ -118,20 +119,21 @@ class Run:
     """One run directory being trained."""
 
     def __init__(
-        self, change: Change, ranks: Ranks, callbacks: Sequence[Tracker], stack: ExitStack, command: str = ""
+        self, change: Change, ranks: Ranks, callbacks: Sequence[Hook | Tracker], stack: ExitStack, command: str = ""
     ) -> None:
         self.recipe, self.run_dir, self.ranks = change.recipe, change.run_dir, ranks
         recipe, run_dir = self.recipe, self.run_dir
         self.display = Display(recipe.track.display if ranks.first else "none", run_dir.name, recipe.train.steps)
         stack.callback(self.display.close)
         verify = recipe.data.verify and ranks.local_rank == 0
-        self.held_out: TokenDataset | None = None
+        split: TokenDataset | None = None
         directory = recipe.data.directory
         if recipe.evaluate.every or is_puzzle(directory) or "val" in read_index(Path(directory))["splits"]:
-            self.held_out = open_data(directory, "val", verify)
+            split = open_data(directory, "val", verify)
+        self.held_out = HeldOut(split)
         self.training = build_training(recipe, ranks)
         keep, later = recipe.train.keep_last, recipe.train.async_save
-        self.checkpoints = Checkpointer(run_dir, ranks, keep, later, self.display.say)
+        self.checkpoints = Checkpointer(run_dir, ranks, keep, later, self.say)
         stack.callback(self.checkpoints.close)
         saved = change.origin or self.checkpoints.newest()
         self._require_corpus(saved)
@@ -139,44 +141,84 @@ class Run:
         if ranks.first:
             self._settle(change, saved, command)
         ranks.barrier()
-        self.step, seconds = self._restore(saved)
-        self.trackers: list[Tracker] = [self.display, *callbacks] if ranks.first else []
-        if ranks.first:
-            self.trackers += open_trackers(recipe, run_dir, self.step, self.display.say)
-        for tracker in self.trackers[1:]:
-            stack.callback(tracker.close)
-        self.meter = Meter(self.training, seconds)
-        self.evaluation: Evaluation | None = None
+        self.step, trainer = self._restore(saved)
+        self.meter = Meter(self.training, float(trainer.get("seconds", 0.0)))
         self._look_at = self._next_look()
+        self._stopping = False
+        self._unannounced: int | None = None
+        """The step of a save that the hooks do not know of yet."""
         if self.epochs > 1:
             data = self.training.data
-            self.display.say(f"{self.epochs:.3g} epochs: every one of {data.num_tokens:,} tokens is read so many times")
+            self.say(f"{self.epochs:.3g} epochs: every one of {data.num_tokens:,} tokens is read so many times")
+        trackers = open_trackers(recipe, run_dir, self.step, self.say) if ranks.first else []
+        self.hooks = Hooks([self.display, *callbacks, self.held_out, *trackers], ranks.first)
+        self._hook_states: dict[str, Any] = trainer.get("hooks", {})  # an older checkpoint has none
 
     @property
     def epochs(self) -> float:
         """How many times the run reads the corpus."""
         return self.recipe.train.steps * self.recipe.rows_per_step / self.training.plan.num_windows
 
+    @property
+    def tokens(self) -> int:
+        """Tokens trained on so far."""
+        return self.step * self.recipe.train.tokens_per_step
+
     def train(self) -> TrainResult:
         """The loop."""
         settings, training = self.recipe.train, self.training
-        with stop_signals() as stopped:
+        with self.hooks.around(self, self._hook_states), stop_signals() as stopped:
             for step, batches in training.batches(self.step, settings.steps):
-                self.meter.add(training.step(step, batches))
+                for hook in self.hooks:
+                    hook.before_step(self)
+                metrics = training.step(step, batches)
+                self.meter.add(metrics)
                 self.step = step + 1
-                stopping = self.ranks.any(bool(stopped))
-                if stopping or self._due(settings.log_every) or self._refused_too_often():
-                    self._log()
-                if self._due(self.recipe.evaluate.every):
-                    self.evaluation = self._evaluate()
-                if stopping or self._due(settings.checkpoint_every):
+                stopping = self.ranks.any(self._stopping or bool(stopped))
+                if stopping or self.due(settings.log_every) or self._refused_too_often():
+                    self.read()
+                self._announce()
+                for hook in self.hooks:
+                    hook.after_step(self, metrics)
+                if stopping or self.due(settings.checkpoint_every):
                     self._save()
                 if stopping:
                     break
             return self._finish()
 
-    def _due(self, every: int) -> bool:
+    def due(self, every: int) -> bool:
+        """Whether it is time for what happens every so many steps and after the last one; 0 is never."""
         return bool(every) and (self.step % every == 0 or self.step == self.recipe.train.steps)
+
+    def log(self, values: Mapping[str, float]) -> None:
+        """Give numbers known after this step to the display, the trackers and every other hook."""
+        for hook in self.hooks:
+            hook.log(self.step, values)
+
+    def say(self, text: str) -> None:
+        """Show a sentence."""
+        self.display.say(text)
+
+    def stop(self) -> None:
+        """End after the next step as a signal would: with a checkpoint, from which the same command continues."""
+        self._stopping = True
+
+    def read(self) -> None:
+        """Read the steps since the last look, and stop if too many in a row were refused."""
+        for line in self.meter.read():
+            step = int(line.pop("step"))
+            for hook in self.hooks:
+                hook.log(step, line)
+            if line["skipped"]:
+                self.say(f"step {step} skipped: loss {line['loss']:.4g}, gradient norm {line['grad_norm']:.4g}")
+        if self.meter.refused_in_a_row >= self.recipe.train.max_skipped:
+            self._settle_save()
+            kept = self.checkpoints.steps()
+            where = f"the checkpoint of step {kept[-1]} is intact" if kept else "no checkpoint was written yet"
+            raise TrainingError(
+                f"stopped at step {self.step}: {self.meter.refused_in_a_row} steps in a row had a non-finite loss or a "
+                f"gradient spike and were skipped; {where}; {self._advice()}"
+            )
 
     def _refused_too_often(self) -> bool:
         """Whether the run must stop; the device is asked no sooner than that could have come about."""
@@ -189,76 +231,60 @@ class Run:
         refused = int(self.training.guard.refused_in_a_row.item())
         return self.step + self.recipe.train.max_skipped - refused
 
-    def _log(self) -> None:
-        """Read the steps since the last look, and stop if too many in a row were refused."""
-        for line in self.meter.read():
-            step = int(line.pop("step"))
-            for tracker in self.trackers:
-                tracker.log(step, line)
-            if line["skipped"]:
-                self.display.say(f"step {step} skipped: loss {line['loss']:.4g}, gradient norm {line['grad_norm']:.4g}")
-        if self.meter.refused_in_a_row >= self.recipe.train.max_skipped:
-            self.checkpoints.wait()
-            kept = self.checkpoints.steps()
-            where = f"the checkpoint of step {kept[-1]} is intact" if kept else "no checkpoint was written yet"
-            raise TrainingError(
-                f"stopped at step {self.step}: {self.meter.refused_in_a_row} steps in a row had a non-finite loss or a "
-                f"gradient spike and were skipped; {where}; {self._advice()}"
-            )
-
     def _advice(self) -> str:
         """What may help a run that diverges, as its directory accepts it."""
         if self.run_dir.resolve().parent.parent.name == ARMS:
             return "a comparison with a lower optim.lr may help"
         return f"`fathom train {self.run_dir} optim.lr={self.recipe.optim.lr / 2:g}` goes on at half the rate"
 
-    def _evaluate(self) -> Evaluation | None:
-        """Score the held-out split, if the corpus has one."""
-        if self.held_out is None:
-            return None
-        self._log()
-        with self.meter.paused():
-            last = self.step == self.recipe.train.steps
-            evaluation = evaluate(self.training.model, self.held_out, self.recipe, self.ranks, decode=last)
-            values = {"tokens": self.step * self.recipe.train.tokens_per_step, "seconds": self.meter.seconds}
-            for tracker in self.trackers:
-                tracker.log(self.step, {**values, **evaluation.flat()})
-            self.display.say(
-                f"step {self.step}: held-out loss {evaluation.loss:.4f}, perplexity {evaluation.perplexity:.2f}, "
-                f"{evaluation.bits_per_byte:.4f} bits per byte{evaluation.how}"
-            )
-        return evaluation
-
     def _save(self) -> None:
-        self._log()
+        self.read()
         with self.meter.paused():
+            self._settle_save()
             trainer = {
                 "seconds": self.meter.seconds,
-                "tokens": self.step * self.recipe.train.tokens_per_step,
+                "tokens": self.tokens,
                 "corpus": self.training.data.fingerprint,
                 "tokenizer": self.training.data.tokenizer_identity,
                 "world_size": self.ranks.world_size,
                 "torch": torch.__version__,
+                "hooks": self.hooks.state(),
             }
             self.checkpoints.save(self.step, self.training.state(), trainer, self.recipe.to_yaml())
+        self._unannounced = self.step
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tell the hooks of a checkpoint as soon as every rank has finished it."""
+        if self._unannounced is not None and not self.ranks.any(not self.checkpoints.written):
+            with self.meter.paused():
+                self._settle_save()
+
+    def _settle_save(self) -> bool:
+        """Wait for a save under way, and tell the hooks; whether the last one succeeded."""
+        step, self._unannounced = self._unannounced, None
+        succeeded = self.checkpoints.wait()
+        if step is not None and succeeded:
+            for hook in self.hooks:
+                hook.after_save(self, self.run_dir / step_name(step))
+        return succeeded
 
     def _finish(self) -> TrainResult:
         """Wait for the last checkpoint; after the last step, evaluate and export."""
-        if not self.checkpoints.wait():
+        if not self._settle_save():
             raise TrainingError(f"step {self.step} is not on disk; free some space and run the same command again")
-        tokens = self.step * self.recipe.train.tokens_per_step
         if self.step < self.recipe.train.steps:
-            self.display.say(f"stopped after step {self.step}; the same command continues")
-            return TrainResult(self.run_dir, self.step, False, tokens, self.meter.seconds)
-        evaluation = self.evaluation or self._evaluate()
+            self.say(f"stopped after step {self.step}; the same command continues")
+            return TrainResult(self.run_dir, self.step, False, self.tokens, self.meter.seconds)
+        evaluation = self.held_out.last or self.held_out.score(self)
         scores = evaluation and evaluation.to_dict()
-        facts = {"step": self.step, "tokens": tokens, "evaluation": scores}
+        facts = {"step": self.step, "tokens": self.tokens, "evaluation": scores}
         model = export_model(self.training, self.run_dir / MODEL, facts) if self.recipe.train.export else None
-        result = TrainResult(self.run_dir, self.step, True, tokens, self.meter.seconds, evaluation, model)
+        result = TrainResult(self.run_dir, self.step, True, self.tokens, self.meter.seconds, evaluation, model)
         if self.ranks.first:
             values = {
                 "step": self.step,
-                "tokens": tokens,
+                "tokens": self.tokens,
                 "seconds": result.seconds,
                 "epochs": self.epochs,
                 "evaluation": scores,
@@ -282,18 +308,18 @@ class Run:
             begin(change)
         write_atomically(self.run_dir / RECIPE, self.recipe.to_yaml())
         if change.keys:
-            self.display.say(str(change))
+            self.say(str(change))
 
-    def _restore(self, saved: Saved | None) -> tuple[int, float]:
-        """Continue from a checkpoint; (steps, seconds) so far."""
+    def _restore(self, saved: Saved | None) -> tuple[int, dict[str, Any]]:
+        """Continue from a checkpoint; the steps so far, and what `trainer.json` says."""
         if saved is None:
-            return 0, 0.0
+            return 0, {}
         self.training.optimizer.materialize()
         tensors = self.training.state()
         trainer = self.checkpoints.load(saved, tensors)
         self.training.guard.load({k.removeprefix("guard."): v for k, v in tensors.items() if k.startswith("guard.")})
-        self.display.say(f"continuing after step {saved.step} from {saved.directory}")
-        return saved.step, float(trainer["seconds"])
+        self.say(f"continuing after step {saved.step} from {saved.directory}")
+        return saved.step, trainer
 
 
 @contextmanager

@@ -11,24 +11,18 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from fathom.checkpoints.layout import ARMS, IDENTITY, METRICS
 from fathom.recipe import Recipe, RecipeError
 from fathom.report.files import read_json, write_atomically, write_json
+from fathom.training.hooks import Hook
+
+if TYPE_CHECKING:
+    from fathom.training.loop import Run
 
 
-class Tracker(Protocol):
-    """Receives numbers. `train` takes any number of these as `callbacks`."""
-
-    def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers known after so many steps."""
-
-    def close(self) -> None:
-        """The run ends here."""
-
-
-class JsonLines:
+class JsonLines(Hook):
     """One JSON object per line. A full disk delays lines; it does not lose them or stop the run."""
 
     def __init__(self, path: Path, step: int, say: Callable[[str], None]) -> None:
@@ -59,9 +53,6 @@ class JsonLines:
                 self.say(f"{self.path}: {error.strerror}; metrics wait in memory")
             self._complained = True
 
-    def close(self) -> None:
-        """Nothing is held open."""
-
 
 @dataclass(frozen=True)
 class Identity:
@@ -86,7 +77,7 @@ class Identity:
         return cls(read_json(path)["id"], f"{place.parent.name} {place.name}", place.parents[2].name)
 
 
-class Service:
+class Service(Hook):
     """A tracking service that is handed whole lines."""
 
     _run: Any
@@ -96,7 +87,7 @@ class Service:
         """Send."""
         self._run.log(dict(values), step=step)
 
-    def close(self) -> None:
+    def after_run(self, run: Run, error: BaseException | None) -> None:
         """Finish the run."""
         self._run.finish()
 
@@ -127,7 +118,7 @@ class Trackio(Service):
         self._run = trackio
 
 
-class TensorBoard:
+class TensorBoard(Hook):
     """TensorBoard event files in the run directory."""
 
     def __init__(self, run_dir: Path, recipe: Recipe) -> None:
@@ -140,12 +131,12 @@ class TensorBoard:
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def close(self) -> None:
+    def after_run(self, run: Run, error: BaseException | None) -> None:
         """Flush."""
         self._writer.close()
 
 
-BACKENDS: dict[str, Callable[[Path, Recipe], Tracker]] = {
+BACKENDS: dict[str, Callable[[Path, Recipe], Hook]] = {
     "wandb": Wandb,
     "trackio": Trackio,
     "tensorboard": TensorBoard,
@@ -159,7 +150,7 @@ def require_backends(recipe: Recipe) -> None:
             raise RecipeError(f"track.backends={name}: not installed; pip install 'fathom-lm[{name}]'")
 
 
-def open_trackers(recipe: Recipe, run_dir: Path, step: int, say: Callable[[str], None]) -> list[Tracker]:
+def open_trackers(recipe: Recipe, run_dir: Path, step: int, say: Callable[[str], None]) -> list[Hook]:
     """The trackers that a recipe names, positioned after `step`."""
     return [
         JsonLines(run_dir / METRICS, step, say),
@@ -197,7 +188,7 @@ def _lines(path: Path) -> Sequence[bytes]:
     return path.read_bytes().removesuffix(b"\n").split(b"\n") if path.exists() and path.stat().st_size else []
 
 
-class Display:
+class Display(Hook):
     """The terminal: a live panel where there is one, a line per log interval elsewhere."""
 
     def __init__(self, mode: str, title: str, steps: int) -> None:
