@@ -156,7 +156,7 @@ def _evaluation_bytes(recipe: Recipe, config: FathomConfig) -> int:
     held = tokens * slots * ((kept + between) * scalar + _transient_bytes(config, scalar))
     queries, keys = _widths(config)
     work = 4 * config.hidden_size + max(4 * config.intermediate_size, 3 * queries + 3 * keys) + seen
-    layer = tokens * slots * work * scalar + _mask_bytes(recipe, config, trips, view, recurrence.halts)
+    layer = tokens * slots * work * scalar + _mask_bytes(recipe, trips, view)
     cuda = recipe.train.device == "cuda" or (recipe.train.device == "auto" and torch.cuda.is_available())
     rows = chunk_rows(tokens, config.vocab_size, "cuda" if cuda else "cpu")
     # Logits as they come, in fp32 where they are not, and their logarithms.
@@ -182,13 +182,12 @@ def _transient_bytes(config: FathomConfig, scalar: int) -> int:
     return declared * (4 if config.residual == "hyper_connections" else 1)
 
 
-def _mask_bytes(recipe: Recipe, config: FathomConfig, trips: int, view: View, halts: bool) -> int:
-    """Who reads whom, where that is not plainly the past: a byte a pair, and the numbers that are added to logits."""
-    if trips == 1 or view is View.SAME or (view is View.ALL and not halts):
+def _mask_bytes(recipe: Recipe, trips: int, view: View) -> int:
+    """Who reads whom, where that is not plainly the past: a byte a pair, and the one that it is added to."""
+    if trips == 1 or view is not View.DUO:
         return 0
     rows, length = recipe.evaluate.micro_batch or recipe.train.micro_batch, recipe.data.sequence_length
-    pairs = length * length * (trips * trips if view is View.ALL else trips)
-    return rows * pairs * (1 + (_scalar(recipe) if view is View.ALL else 1))
+    return 2 * rows * length * length * trips
 
 
 def _layer_numbers(config: FathomConfig) -> int:
