@@ -22,15 +22,16 @@ from vllm.distributed import cleanup_dist_env_and_memory
 
 
 def answer(prompts: list[list[int]], length: int, arguments: dict[str, object]) -> dict[str, object]:
-    """The tokens after each prompt, or why there are none."""
+    """The tokens after each prompt, or why there are none: some are refused when they are opened, some at the first."""
+    sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
+    asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     try:
         llm = LLM(
             dtype="float32", enforce_eager=True, max_model_len=256, gpu_memory_utilization=0.1, seed=0, **arguments
         )
+        outputs = llm.generate(asked, sampling, use_tqdm=False)
     except ValueError as error:
         return {"refused": str(error)}
-    sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
-    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], sampling, use_tqdm=False)
     return {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
 
 
