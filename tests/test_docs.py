@@ -54,6 +54,7 @@ SUBJECT = {
     "training": "train",
     "nodes": "train",
     "data": "prepare",
+    "corpus": "corpus",
     "compare": "compare",
     "evaluate": "evaluate",
     "generate": "generate",
@@ -237,6 +238,12 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files("books", ".txt", 6, words=800)  # longer than a window that fills twice
     files("usr/lib/python3.12", ".py", 200)
     (here / "chapter.txt").write_text(sentence(chance, 20))
+    files("papers", ".txt", 60, words=120)
+    recipe = next(body for _, _, body in fences(ROOT / "docs" / "corpus.md") if "geology.yaml" in body)
+    (here / "geology.yaml").write_text(recipe.replace("min_words: 20", "min_words: 5"))
+    (here / "quiz.jsonl").write_text(
+        json.dumps({"question": "how deep is the water below the old bridge today"}) + "\n"
+    )
 
     tokenizer = train_bpe((sentence(chance) for _ in range(100)), 300)
     tokenizer.chat_template = CHAT

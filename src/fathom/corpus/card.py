@@ -8,6 +8,7 @@ from pathlib import Path
 
 from fathom.corpus.clean import RULES
 from fathom.corpus.contamination import checks_of
+from fathom.corpus.converse import REASONS
 from fathom.corpus.extraction import FAILURES
 from fathom.corpus.stage import MANIFEST, Workspace
 from fathom.corpus.tokens import SHARDS
@@ -46,9 +47,9 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> Iterator[st
 
 
 def _collections(workspace: Workspace) -> Iterator[str]:
-    counts = workspace.manifest("tokenize")["counts"]
+    counts = _token_counts(workspace)
     licenses: dict[str, Counter[str]] = {}
-    for one in workspace.outputs("tokenize", SHARDS):
+    for one in [*workspace.outputs("tokenize", SHARDS), *workspace.outputs("converse", SHARDS)]:
         facts = read_json(workspace.path(one))
         licenses.setdefault(facts["collection"], Counter()).update(facts["licenses"])
     rows = []
@@ -60,6 +61,18 @@ def _collections(workspace: Workspace) -> Iterator[str]:
         rows.append([name, ", ".join(found) or "none left", *of_split, sum(of_split[0::2])])
     head = ("collection", "licences (documents)", "train documents", "train tokens", "val documents", "val tokens")
     yield from _table(head, [row[:-1] for row in rows])
+
+
+def _token_counts(workspace: Workspace) -> dict[str, int]:
+    """Documents and tokens of every collection's splits, conversations among them."""
+    found: dict[str, int] = {}
+    for one in [*workspace.outputs("tokenize", SHARDS), *workspace.outputs("converse", SHARDS)]:
+        facts = read_json(workspace.path(one))
+        for split, entry in facts["shards"].items():
+            for key in ("documents", "tokens"):
+                name = f"{facts['collection']} {split} {key}"
+                found[name] = found.get(name, 0) + entry[key]
+    return found
 
 
 def _by_collection(workspace: Workspace, stage: str) -> dict[str, Counter[str]]:
@@ -80,7 +93,11 @@ def _dropped(workspace: Workspace) -> Iterator[str]:
     rows.append(["duplicate", *(gone.get(f"removed from {name}", 0) for name in names)])
     actions = _actions(workspace)
     rows += [[f"contaminated: {word}", *(actions[name][word] for name in names)] for word in ("drop", "cut", "report")]
-    kept = workspace.manifest("tokenize")["counts"]
+    kept = _token_counts(workspace)
+    rejected: dict[str, Counter[str]] = {name: Counter() for name in names}
+    for task in workspace.manifest("converse")["tasks"]:
+        rejected[task["arguments"]["collection"]].update({key: task["counts"][key] for key in REASONS})
+    rows += [[f"conversation: {reason}", *(rejected[name][reason] for name in names)] for reason in REASONS]
     last = ["kept", *(sum(kept.get(f"{name} {split} documents", 0) for split in ("train", "val")) for name in names)]
     yield from _table(("documents", *names), [row for row in rows if row[0] == "read" or any(row[1:])] + [last])
     yield ""
@@ -104,6 +121,9 @@ def _actions(workspace: Workspace) -> dict[str, Counter[str]]:
 
 
 def _mixture(workspace: Workspace) -> Iterator[str]:
+    if not (workspace.directory / "mixture.json").is_file():
+        yield "Conversations alone: each is seen once in an epoch."
+        return
     mixture = read_json(workspace.directory / "mixture.json")
     total = sum(mixture["weights"].values())
     rows = [

@@ -71,7 +71,8 @@ class Report:
 
     directory: Path
     stages: dict[str, StageReport]
-    budget: dict[str, Any]
+    budget: dict[str, Any] | None
+    """None where there are only conversations."""
     card: Path
 
     def to_dict(self) -> dict[str, Any]:
@@ -94,8 +95,14 @@ class Report:
             f"contaminated {counts['contamination'].get('dropped', 0):,} dropped and "
             f"{counts['contamination'].get('cut', 0):,} cut"
         )
-        epochs = ", ".join(f"{name} {value:.2f}" for name, value in self.budget["epochs"].items())
-        lines.append(f"  a budget of {self.budget['tokens']:,} tokens reads, in epochs: {epochs}")
+        if talk := counts["converse"]:
+            lines.append(
+                f"  {talk['conversations']:,} conversations: {talk['targets']:,} of {talk['tokens']:,} tokens are "
+                f"learnt, too long {talk['too_long']:,}, without an answer {talk['no_target']:,}"
+            )
+        if self.budget:
+            epochs = ", ".join(f"{name} {value:.2f}" for name, value in self.budget["epochs"].items())
+            lines.append(f"  a budget of {self.budget['tokens']:,} tokens reads, in epochs: {epochs}")
         lines.append(f"  {self.card}")
         return "\n".join(lines)
 
@@ -113,7 +120,7 @@ def build(recipe: CorpusRecipe, directory: Path) -> Report:
         reports = {stage.name: _carry_out(stage(workspace)) for stage in ORDER}
         budget = publish(workspace)
         card = write_card(workspace)
-        report = Report(directory, reports, budget.to_dict(), card)
+        report = Report(directory, reports, budget.to_dict() if budget else None, card)
         write_json(directory / RUN, {**report.to_dict(), "versions": package_versions(PACKAGES)})
     return report
 
@@ -202,6 +209,8 @@ def _is_current(stage: Stage, tasks: list[Task]) -> bool:
 def _expected(workspace: Workspace, inputs: dict[str, dict[str, int]], known: bool) -> dict[str, Any]:
     """The budget from tokens that were counted, or from a guess at them."""
     mix = workspace.recipe.mix
+    if all(one.kind != "documents" for one in workspace.recipe.collections.values()):
+        return {"counted": known, "tokens": 0, "epochs": {}}
     try:
         if known:
             return {"counted": True, **budget_of(workspace).to_dict()}

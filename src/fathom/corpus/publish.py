@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +11,14 @@ from fathom.checkpoints.layout import TOKENIZER, TOKENIZER_JSON
 from fathom.checkpoints.tokenizers import identity
 from fathom.corpus.budget import Budget, plan_budget
 from fathom.corpus.stage import CorpusError, Workspace
-from fathom.corpus.tokens import FACTS, SHARDS, shard_place
+from fathom.corpus.tokens import FACTS, SHARDS
 from fathom.data.mixture import row_order
-from fathom.data.shards import FORMAT, INDEX, VERSION, shard_files, token_dtype, write_index
+from fathom.data.shards import FORMAT, INDEX, VERSION, file_crc32, shard_files, token_dtype, write_index
+from fathom.data.targets import targets_file
 from fathom.data.tokenizer import tokenizer_checksums
 from fathom.report.files import read_json, write_json
 
-SHARD_FOLDER, BENCHMARK_FOLDER = "shards", "benchmark"
+SHARD_FOLDER, CONVERSATION_FOLDER, BENCHMARK_FOLDER = "shards", "conversations", "benchmark"
 MIXTURE, ORDER = "mixture.json", "mixture.u8"
 
 
@@ -35,41 +35,51 @@ def budget_of(workspace: Workspace) -> Budget:
     return plan_budget(available_tokens(workspace), mix.shares, mix.tokens, mix.epochs)
 
 
-def publish(workspace: Workspace) -> Budget:
-    """Lay out what a training run reads; an infeasible mixture is refused before anything is."""
-    budget = budget_of(workspace)
-    _publish_shards(workspace)
+def publish(workspace: Workspace) -> Budget | None:
+    """Lay out what a training run reads; an infeasible mixture is refused before anything is.
+
+    Returns the budget of the documents, None where there are only conversations.
+    """
+    kinds = {one.kind for one in workspace.recipe.collections.values()}
+    budget = budget_of(workspace) if "documents" in kinds else None
+    if budget is not None:
+        _publish_shards(workspace, "tokenize", SHARD_FOLDER)
+        _publish_mixture(workspace, budget)
+    if "conversations" in kinds:
+        _publish_shards(workspace, "converse", CONVERSATION_FOLDER)
+    _publish_flags(workspace)
+    return budget
+
+
+def _publish_mixture(workspace: Workspace, budget: Budget) -> None:
     block = workspace.recipe.mix.block
     period = sum(budget.weights.values())
     mixture = {**budget.to_dict(), "collections": list(budget.weights), "block": block}
     mixture |= {"rows": -(-budget.tokens // block), "period": period}
     (workspace.directory / ORDER).write_bytes(row_order(list(budget.weights.values()), period).tobytes())
     write_json(workspace.directory / MIXTURE, mixture)
-    _publish_flags(workspace)
-    return budget
 
 
-def _shards(workspace: Workspace) -> Iterator[tuple[str, str, dict[str, int], tuple[Path, Path]]]:
-    """(split, collection, entry, files) of every shard, in order."""
-    for one in workspace.outputs("tokenize", SHARDS):
-        facts = read_json(workspace.path(one))
-        for split, entry in facts["shards"].items():
-            files = shard_place(workspace.path(one).parent, split, facts["collection"])
-            yield split, facts["collection"], entry, files
-
-
-def _publish_shards(workspace: Workspace) -> None:
-    """The shards of all tasks as one corpus, linked and not copied where the file system can."""
+def _publish_shards(workspace: Workspace, stage: str, name: str) -> None:
+    """The shards of all tasks of a stage as one corpus, linked and not copied where the file system can."""
     (facts_file,) = workspace.outputs("tokenizer", FACTS)
     facts, tokenizer = read_json(workspace.path(facts_file)), workspace.path(facts_file).parent
     splits: dict[str, dict[str, list[dict[str, int]]]] = {}
     places: list[tuple[Path, tuple[str, str, int]]] = []
-    for split, collection, entry, files in _shards(workspace):
-        entries = splits.setdefault(split, {}).setdefault(collection, [])
-        places += [(file, (split, collection, len(entries))) for file in files]
-        entries.append(entry)
+    targets: dict[str, int] = {}
+    for one in workspace.outputs(stage, SHARDS):
+        shards = read_json(workspace.path(one))
+        collection = shards["collection"]
+        for split, entry in shards["shards"].items():
+            entries = splits.setdefault(split, {}).setdefault(collection, [])
+            files = list(shard_files(workspace.path(one).parent, split, collection, 0))
+            if (bits := targets_file(files[0])).is_file():
+                targets[f"{split}/{collection}/{len(entries):05d}{bits.suffix}"] = file_crc32(bits)
+                files.append(bits)
+            places += [(file, (split, collection, len(entries))) for file in files]
+            entries.append(entry)
     if not splits.get("train"):
-        raise CorpusError("every document was held out or removed: nothing is left to train on", 1)
+        raise CorpusError(f"{name}: every document was held out or removed: nothing is left to train on", 1)
     index: dict[str, Any] = {
         "format": FORMAT,
         "version": VERSION,
@@ -80,8 +90,9 @@ def _publish_shards(workspace: Workspace) -> None:
         "tokenizer_crc32": tokenizer_checksums(tokenizer),
         "tokenizer_sha256": identity((tokenizer / TOKENIZER / TOKENIZER_JSON).read_text(encoding="utf-8")),
         "splits": {split: dict(sorted(splits[split].items())) for split in sorted(splits)},
+        **({"targets_crc32": targets} if targets else {}),
     }
-    draft, final = workspace.directory / f".{SHARD_FOLDER}.new", workspace.directory / SHARD_FOLDER
+    draft, final = workspace.directory / f".{name}.new", workspace.directory / name
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir()
     write_index(draft, index)
@@ -90,7 +101,7 @@ def _publish_shards(workspace: Workspace) -> None:
         return
     shutil.copytree(tokenizer / TOKENIZER, draft / TOKENIZER)
     for file, place in places:
-        target = next(one for one in shard_files(draft, *place) if one.suffix == file.suffix)
+        target = shard_files(draft, *place)[0].with_suffix(file.suffix)
         target.parent.mkdir(parents=True, exist_ok=True)
         _link(file, target)
     shutil.rmtree(final, ignore_errors=True)

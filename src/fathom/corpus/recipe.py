@@ -198,6 +198,16 @@ class Tokenize:
 
 
 @dataclass(frozen=True)
+class Converse:
+    """How conversations become tokens, and which of these are learnt."""
+
+    template: Literal["chatml", "alpaca", "react"] = "chatml"
+    """chatml: Qwen's; alpaca: headings; react: thoughts, actions and observations"""
+    max_tokens: int = 2048
+    """of a longer conversation the oldest exchanges are left out; one whose last exchange is longer is rejected"""
+
+
+@dataclass(frozen=True)
 class Mix:
     """What a training run is to read."""
 
@@ -247,6 +257,8 @@ class CorpusRecipe:
     """what must not be learnt from"""
     tokenize: Tokenize = field(default_factory=Tokenize)
     """text to tokens"""
+    converse: Converse = field(default_factory=Converse)
+    """conversations to tokens"""
     mix: Mix = field(default_factory=Mix)
     """what a training run is to read"""
     executor: Executor = field(default_factory=Executor)
@@ -385,6 +397,7 @@ def _rules(recipe: CorpusRecipe) -> Iterator[tuple[bool, str, str]]:
     yield 0 <= tokens.held_out < 1, "tokenize.held_out", "allowed: a share from 0 to less than 1"
     for key in ("train_bytes", "shard_bytes"):
         yield getattr(tokens, key) >= 1, f"tokenize.{key}", "allowed: 1 or more"
+    yield recipe.converse.max_tokens >= 2, "converse.max_tokens", "allowed: 2 or more"
     yield from _mix_rules(recipe)
 
 

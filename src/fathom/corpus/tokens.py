@@ -13,9 +13,9 @@ import numpy as np
 from fathom.checkpoints.layout import TOKENIZER_JSON
 from fathom.corpus.documents import Document
 from fathom.corpus.kept import KeptPart, kept_documents, kept_parts
-from fathom.corpus.stage import CorpusError, Input, Stage, Task
+from fathom.corpus.stage import CorpusError, Input, Stage, Task, Workspace
 from fathom.data.encode import choose_split
-from fathom.data.shards import ShardWriter, shard_entries, shard_files, token_dtype
+from fathom.data.shards import ShardWriter, shard_entries, token_dtype
 from fathom.data.tokenizer import load_tokenizer, plain_encoder, save_tokenizer, train_bpe, vocabulary_size
 from fathom.report.files import digest, read_json, write_json
 
@@ -41,9 +41,7 @@ class Tokenizer(Stage):
         """The work, when the stages before are done."""
         name = self.recipe.tokenize.tokenizer
         if name is None:
-            parts = [part for part in kept_parts(self.workspace) if part.kind == "documents"]
-            if not parts:
-                raise CorpusError("tokenize.train: no collection of documents to train a tokenizer on")
+            parts = kept_parts(self.workspace)
             arguments = [[part.collection, len(part.inputs()), part.min_words] for part in parts]
             return [Task(tuple(one for part in parts for one in part.inputs()), {"parts": arguments})]
         place = Path(name).expanduser()
@@ -100,24 +98,8 @@ class Tokenize(Stage):
 
     def tasks(self) -> list[Task]:
         """The work, when the stages before are done."""
-        tokenizer = tuple(one for name in (TOKENIZER_JSON, FACTS) for one in self.workspace.outputs("tokenizer", name))
-        found: list[Task] = []
-        group: list[KeptPart] = []
-        for part in [*(part for part in kept_parts(self.workspace) if part.kind == "documents"), None]:
-            size = sum(one.documents.bytes for one in group)
-            ends = part is None or (group and part.collection != group[0].collection)
-            if group and (ends or size >= self.recipe.tokenize.shard_bytes):
-                inputs = tuple(one for member in group for one in member.inputs())
-                arguments = {
-                    "collection": group[0].collection,
-                    "parts": [len(member.inputs()) for member in group],
-                    "min_words": group[0].min_words,
-                }
-                found.append(Task((*tokenizer, *inputs), arguments))
-                group = []
-            if part is not None:
-                group.append(part)
-        return found
+        parts = [part for part in kept_parts(self.workspace) if part.kind == "documents"]
+        return groups_of(self.workspace, parts, self.recipe.tokenize.shard_bytes)
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Do one task; returns what was counted."""
@@ -150,6 +132,28 @@ class Tokenize(Stage):
             for document in kept_documents(self.workspace, tuple(islice(inputs, count)), task.arguments["min_words"]):
                 licenses[document.license] = licenses.get(document.license, 0) + 1
                 yield document
+
+
+def groups_of(workspace: Workspace, parts: list[KeptPart], shard_bytes: int) -> list[Task]:
+    """Tasks of neighbouring files of one collection, of about so many bytes each, with the tokenizer."""
+    tokenizer = tuple(one for name in (TOKENIZER_JSON, FACTS) for one in workspace.outputs("tokenizer", name))
+    found: list[Task] = []
+    group: list[KeptPart] = []
+    for part in [*parts, None]:
+        size = sum(one.documents.bytes for one in group)
+        ends = part is None or (group and part.collection != group[0].collection)
+        if group and (ends or size >= shard_bytes):
+            inputs = tuple(one for member in group for one in member.inputs())
+            arguments = {
+                "collection": group[0].collection,
+                "parts": [len(member.inputs()) for member in group],
+                "min_words": group[0].min_words,
+            }
+            found.append(Task((*tokenizer, *inputs), arguments))
+            group = []
+        if part is not None:
+            group.append(part)
+    return found
 
 
 def _batches(documents: Iterator[Document]) -> Iterator[list[str]]:
@@ -204,8 +208,3 @@ def _cut(text: str) -> Iterator[str]:
         yield text[begin:end]
         begin = end
     yield text[begin:]
-
-
-def shard_place(folder: Path, split: str, collection: str) -> tuple[Path, Path]:
-    """The two files that a task wrote for a split."""
-    return shard_files(folder, split, collection, 0)

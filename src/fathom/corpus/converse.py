@@ -1,0 +1,101 @@
+"""Kept conversations to shards with a bit for each token: whether it is learnt."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fathom.corpus.documents import Document, write_lines
+from fathom.corpus.kept import kept_documents, kept_parts
+from fathom.corpus.stage import CorpusError, Stage, Task
+from fathom.corpus.templates import ConversationEncoder, TemplateError
+from fathom.corpus.tokens import ENDLESS, SHARDS, groups_of
+from fathom.data.encode import choose_split
+from fathom.data.shards import ShardWriter, shard_entries, shard_files, token_dtype
+from fathom.data.targets import write_targets
+from fathom.data.tokenizer import plain_encoder
+from fathom.report.files import read_json, write_json
+
+REASONS = ("too_long", "no_target", "no_template")
+
+
+class Converse(Stage):
+    """One task for so many files of conversations as make a shard; what a template cannot say is listed."""
+
+    name = "converse"
+
+    def settings(self) -> dict[str, Any]:
+        """What of the recipe decides the outcome."""
+        return {"held_out": self.recipe.tokenize.held_out, **asdict(self.recipe.converse)}
+
+    def tasks(self) -> list[Task]:
+        """The work, when the stages before are done."""
+        parts = [part for part in kept_parts(self.workspace) if part.kind == "conversations"]
+        return groups_of(self.workspace, parts, self.recipe.tokenize.shard_bytes)
+
+    def run(self, task: Task, folder: Path) -> dict[str, int]:
+        """Do one task; returns what was counted."""
+        facts = read_json(self.workspace.path(task.inputs[1]))
+        collection, dtype = task.arguments["collection"], token_dtype(facts["vocab_size"])
+        encoder = self._encoder(self.workspace.path(task.inputs[0]), facts["eos_token_id"])
+        writers = {split: ShardWriter(folder, split, collection, dtype, ENDLESS) for split in ("train", "val")}
+        bits: dict[str, list[np.ndarray[Any, Any]]] = {split: [] for split in writers}
+        counts = dict.fromkeys(("conversations", "tokens", "targets", "shortened", *REASONS), 0)
+        rejected: list[dict[str, str]] = []
+        licenses: dict[str, int] = {}
+        for document in self._documents(task):
+            counts["conversations"] += 1
+            found = self._encoded(encoder, document)
+            if isinstance(found, str):
+                counts[found] += 1
+                rejected.append({"id": document.id, "path": document.path, "reason": found})
+                continue
+            ids, learnt, dropped = found
+            split = choose_split(document.text, self.recipe.tokenize.held_out)
+            sizes = np.array([len(ids)], np.int64), np.array([len(document.text.encode("utf-8"))], np.int64)
+            writers[split].append(np.array(ids, dtype), *sizes)
+            bits[split].append(np.array(learnt, np.bool_))
+            licenses[document.license] = licenses.get(document.license, 0) + 1
+            counts["tokens"] += len(ids)
+            counts["targets"] += sum(learnt)
+            counts["shortened"] += dropped > 0
+            counts[f"{collection} {split} conversations"] = counts.get(f"{collection} {split} conversations", 0) + 1
+        shards = {}
+        for split, writer in writers.items():
+            if writer.shards:
+                (shards[split],) = shard_entries(writer.shards)
+                write_targets(shard_files(folder, split, collection, 0)[0], np.concatenate(bits[split]))
+        write_lines(folder / "rejected.jsonl", rejected)
+        write_json(folder / SHARDS, {"collection": collection, "shards": shards, "licenses": licenses})
+        return counts
+
+    def _encoder(self, file: Path, eos_token_id: int) -> ConversationEncoder:
+        wanted = self.recipe.converse
+        encoder = ConversationEncoder(plain_encoder(file), eos_token_id, wanted.template, wanted.max_tokens)
+        if missing := encoder.missing_tokens():
+            raise CorpusError(
+                f"converse.template={wanted.template}: the tokenizer has no token {', '.join(missing)}: choose another "
+                "template, or a tokenizer that has"
+            )
+        return encoder
+
+    @staticmethod
+    def _encoded(encoder: ConversationEncoder, document: Document) -> tuple[list[int], list[bool], int] | str:
+        """Tokens, bits and what was left out; or why there are none."""
+        try:
+            found = encoder.encode(document.messages or [])
+        except TemplateError:
+            return "no_template"
+        if found is None:
+            return "too_long"
+        return found if any(found.learnt) else "no_target"
+
+    def _documents(self, task: Task) -> Iterator[Document]:
+        inputs = iter(task.inputs[2:])
+        for count in task.arguments["parts"]:
+            yield from kept_documents(self.workspace, tuple(islice(inputs, count)), 1)

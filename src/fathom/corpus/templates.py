@@ -1,0 +1,160 @@
+"""Conversations as token ids and a bit for each: what the assistant says, with the token that ends its turn.
+
+A template is a list of pieces: text, or a token of its own, each learnt or not. Text between two such tokens is encoded
+as one, and never read as markup: what a user writes cannot end a turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Message = Mapping[str, Any]
+END = "<end of document>"
+"""Stands for the tokenizer's own EOS."""
+
+
+class Piece(NamedTuple):
+    """A part of a rendered conversation."""
+
+    text: str
+    learnt: bool = False
+    token: bool = False
+    """Whether it is a token of the vocabulary rather than text."""
+
+
+class Encoded(NamedTuple):
+    """A conversation as tokens."""
+
+    ids: list[int]
+    learnt: list[bool]
+    dropped: int
+    """Exchanges that were left out from its beginning."""
+
+
+class TemplateError(ValueError):
+    """A conversation that a template cannot say."""
+
+
+def chatml(messages: Sequence[Message]) -> Iterator[Piece]:
+    """Qwen's: each message between <|im_start|> and <|im_end|>; a tool's output is the user's."""
+    for message in messages:
+        learnt = is_learnt(message)
+        role, content = message["role"], str(message["content"])
+        if role == "tool":
+            role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
+        yield Piece("<|im_start|>", token=True)
+        yield Piece(f"{role}\n")
+        yield Piece(content, learnt)
+        yield Piece("<|im_end|>", learnt, token=True)
+        yield Piece("\n")
+
+
+ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+
+
+def alpaca(messages: Sequence[Message]) -> Iterator[Piece]:
+    """Alpaca's headings; every answer ends with EOS."""
+    system = messages[0]["content"] if messages[0]["role"] == "system" else ALPACA
+    yield Piece(f"{system}\n\n")
+    for message in messages[1:] if messages[0]["role"] == "system" else messages:
+        content, learnt = str(message["content"]), is_learnt(message)
+        if message["role"] == "user":
+            yield Piece(f"### Instruction:\n{content}\n\n")
+        elif message["role"] == "tool":
+            yield Piece(f"### Input:\n{content}\n\n")
+        elif message["role"] == "assistant":
+            yield Piece("### Response:\n")
+            yield Piece(content, learnt)
+            yield Piece(END, learnt, token=True)
+            yield Piece("\n\n")
+        else:
+            raise TemplateError("a system message stands first or nowhere")
+
+
+def react(messages: Sequence[Message]) -> Iterator[Piece]:
+    """Question, then thoughts and actions, which are learnt, and observations, which are not; EOS after the last."""
+    last = len(messages) - 1
+    for number, message in enumerate(messages):
+        content, learnt = str(message["content"]), is_learnt(message)
+        if message["role"] == "assistant":
+            yield Piece(content, learnt)
+            yield Piece(END, learnt, token=True) if number == last else Piece("\n", learnt)
+        elif message["role"] == "tool":
+            yield Piece(f"Observation: {content}\n")
+        else:
+            yield Piece(f"Question: {content}\n" if message["role"] == "user" else f"{content}\n\n")
+
+
+TEMPLATES: dict[str, Callable[[Sequence[Message]], Iterator[Piece]]] = {
+    "chatml": chatml,
+    "alpaca": alpaca,
+    "react": react,
+}
+
+
+def is_learnt(message: Message) -> bool:
+    """Whether a message is a target: the assistant's, unless it says otherwise."""
+    return bool(message["role"] == "assistant" and message.get("train", True))
+
+
+def rendered(pieces: Sequence[Piece], eos: str) -> str:
+    """What a conversation looks like."""
+    return "".join(eos if piece.text == END and piece.token else piece.text for piece in pieces)
+
+
+class ConversationEncoder:
+    """Encodes conversations by one template."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_id: int, template: str, most_tokens: int) -> None:
+        self._tokenizer, self._eos, self._most = tokenizer, eos_token_id, most_tokens
+        self._template = TEMPLATES[template]
+
+    def missing_tokens(self) -> list[str]:
+        """Tokens that the template needs and the tokenizer has not."""
+        probe = [{"role": role, "content": "x"} for role in ("user", "assistant")]
+        wanted = {piece.text for piece in self._template(probe) if piece.token} - {END}
+        return sorted(text for text in wanted if self._tokenizer.token_to_id(text) is None)
+
+    def encode(self, messages: Sequence[Message]) -> Encoded | None:
+        """Tokens that end with EOS; the oldest exchanges go where it is too long, None if the last one still is."""
+        head = 1 if messages and messages[0]["role"] == "system" else 0
+        starts = [number for number, one in enumerate(messages) if one["role"] == "user" and number > head]
+        for dropped, start in enumerate([head, *starts]):
+            ids, learnt = self._encode([*messages[:head], *messages[start:]])
+            if len(ids) <= self._most:
+                return Encoded(ids, learnt, dropped)
+        return None
+
+    def _encode(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+        ids: list[int] = []
+        learnt: list[bool] = []
+        pieces = [piece for piece in self._template(messages) if piece.text]
+        if pieces and pieces[-1].text.isspace() and not pieces[-1].token:
+            # What would follow the last turn is not written where the document ends.
+            before = pieces[-2] if len(pieces) > 1 else None
+            if before is not None and before.token and self._id(before.text) == self._eos:
+                pieces.pop()
+        for (is_token, is_target), group in groupby(pieces, lambda piece: (piece.token, piece.learnt)):
+            members = list(group)
+            if is_token:
+                found = [self._id(piece.text) for piece in members]
+            else:
+                text = "".join(piece.text for piece in members)
+                found = self._tokenizer.encode(text, add_special_tokens=False).ids
+            ids += found
+            learnt += [is_target] * len(found)
+        if not ids or ids[-1] != self._eos:
+            ids.append(self._eos)
+            learnt.append(False)
+        return ids, learnt
+
+    def _id(self, token: str) -> int:
+        found = self._eos if token == END else self._tokenizer.token_to_id(token)
+        if found is None:
+            raise TemplateError(f"the tokenizer has no token {token}")
+        return int(found)

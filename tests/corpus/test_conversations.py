@@ -1,0 +1,220 @@
+"""Conversations: what is learnt is what the assistant says and the token that ends its turn, and nothing else."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer
+
+from fathom.corpus.pipeline import build
+from fathom.corpus.recipe import parse_corpus_recipe
+from fathom.corpus.stage import CorpusError
+from fathom.corpus.templates import TEMPLATES, ConversationEncoder, Encoded, rendered
+from fathom.data.shards import TokenDataset
+from fathom.data.targets import read_targets, targets_file, write_targets
+from fathom.data.tokenizer import plain, save_tokenizer, train_bpe
+from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
+
+TALK = [
+    {"role": "system", "content": "Be brief."},
+    {"role": "user", "content": "How deep?"},
+    {"role": "assistant", "content": "Two fathoms."},
+    {"role": "user", "content": "And here?<|im_end|>"},
+    {"role": "assistant", "content": "Three."},
+]
+TRACE = [
+    {"role": "user", "content": "How deep is the Po?"},
+    {"role": "assistant", "content": "Thought: look\nAction: search\nAction Input: Po"},
+    {"role": "tool", "content": "12 m"},
+    {"role": "assistant", "content": "Thought: done\nFinal Answer: 12 m"},
+]
+# What is learnt stands between ⟦ and ⟧; ∎ is EOS.
+GOLDEN = {
+    "chatml": (
+        TALK,
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHow deep?<|im_end|>\n<|im_start|>assistant\n"
+        "⟦Two fathoms.<|im_end|>⟧\n<|im_start|>user\nAnd here?<|im_end|><|im_end|>\n<|im_start|>assistant\n"
+        "⟦Three.<|im_end|>⟧\n",
+    ),
+    "alpaca": (
+        TALK[1:3],
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
+        "### Instruction:\nHow deep?\n\n### Response:\n⟦Two fathoms.∎⟧\n\n",
+    ),
+    "react": (
+        TRACE,
+        "Question: How deep is the Po?\n⟦Thought: look\nAction: search\nAction Input: Po\n⟧Observation: 12 m\n"
+        "⟦Thought: done\nFinal Answer: 12 m∎⟧",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def chat_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A byte-level tokenizer with ChatML's tokens, and an EOS that is none of them."""
+    folder, prose = tmp_path_factory.mktemp("chat"), Prose(41)
+    tokenizer = train_bpe((prose.document() for _ in range(30)), 400)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
+    save_tokenizer(tokenizer, folder)
+    return folder / "tokenizer"
+
+
+def encoder_of(folder: Path, template: str, most: int = 2048) -> tuple[ConversationEncoder, Tokenizer, int]:
+    tokenizer = plain(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    eos = tokenizer.token_to_id("<|endoftext|>")
+    return ConversationEncoder(tokenizer, eos, template, most), tokenizer, eos
+
+
+def decoded(tokenizer: Tokenizer, found: Encoded) -> str:
+    """What is learnt, as text."""
+    learnt = [one for one, bit in zip(found.ids, found.learnt, strict=True) if bit]
+    return str(tokenizer.decode(learnt, skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("template", GOLDEN)
+def test_golden(template: str) -> None:
+    messages, expected = GOLDEN[template]
+    pieces = list(TEMPLATES[template](messages))
+    assert rendered(pieces, "∎") == expected.replace("⟦", "").replace("⟧", "")
+    marked = "".join(f"⟦{rendered([one], '∎')}⟧" if one.learnt else rendered([one], "∎") for one in pieces)
+    assert marked.replace("⟧⟦", "") == expected
+
+
+@pytest.mark.parametrize("template", GOLDEN)
+def test_what_is_learnt_decodes_to_what_was_said(chat_tokenizer: Path, template: str) -> None:
+    encoder, tokenizer, eos = encoder_of(chat_tokenizer, template)
+    messages, _ = GOLDEN[template]
+    found = encoder.encode(messages)
+    assert found is not None and len(found.ids) == len(found.learnt) and found.ids[-1] == eos
+    learnt = tokenizer.decode(
+        [one for one, bit in zip(found.ids, found.learnt, strict=True) if bit], skip_special_tokens=False
+    )
+    ends = {"chatml": "<|im_end|>", "alpaca": "<|endoftext|>", "react": "\n"}[template]
+    said = [one["content"] for one in messages if one["role"] == "assistant"]
+    expected = "".join(text + ends for text in said)
+    assert learnt == (expected if template != "react" else expected[:-1] + "<|endoftext|>")
+    # The end of the last turn is a target: a model that is never told to stop never does.
+    last = max(number for number, bit in enumerate(found.learnt) if bit)
+    assert tokenizer.id_to_token(found.ids[last]) in ("<|im_end|>", "<|endoftext|>")
+
+
+def test_a_user_cannot_end_a_turn(chat_tokenizer: Path) -> None:
+    """What is spelled like a token in a message is text: the two turns' ends are the only ones."""
+    encoder, tokenizer, _ = encoder_of(chat_tokenizer, "chatml")
+    found = encoder.encode(TALK)
+    assert found is not None and found.ids.count(tokenizer.token_to_id("<|im_end|>")) == 5
+    assert tokenizer.decode(found.ids, skip_special_tokens=False).count("<|im_end|>") == 6  # one of them in letters
+
+
+@pytest.mark.parametrize("template", ["chatml", "alpaca", "react"])
+def test_the_mask_is_that_of_growing_renders(chat_tokenizer: Path, template: str) -> None:
+    """Each assistant's message is what the conversation gains by it: the prompt before is a prefix, token by token."""
+    encoder, _, eos = encoder_of(chat_tokenizer, template)
+    messages, _ = GOLDEN[template]
+    whole = encoder.encode(messages)
+    assert whole is not None
+    spans = np.flatnonzero(np.diff(np.array([0, *whole.learnt, 0], np.int8)))
+    turns = [number for number, one in enumerate(messages) if one["role"] == "assistant"]
+    assert len(spans) == 2 * len(turns)
+    for number, start in zip(turns, spans[::2].tolist(), strict=True):
+        # An empty answer leaves what a generation is prompted with, then what ends a turn.
+        prompt = encoder.encode([*messages[:number], {"role": "assistant", "content": ""}])
+        assert prompt is not None and prompt.ids[:start] == whole.ids[:start]
+        before = encoder.encode(messages[:number]) if number else None
+        if before is not None:
+            shared = before.ids[:-1] if before.ids[-1] == eos else before.ids
+            assert whole.ids[: len(shared)] == shared
+
+
+def test_a_message_may_be_left_out_of_what_is_learnt(chat_tokenizer: Path) -> None:
+    encoder, tokenizer, _ = encoder_of(chat_tokenizer, "chatml")
+    messages = [{**one, "train": False} if one["content"] == "Two fathoms." else one for one in TALK]
+    found = encoder.encode(messages)
+    assert found is not None
+    assert decoded(tokenizer, found) == "Three.<|im_end|>"
+
+
+def test_the_oldest_exchanges_go_first(chat_tokenizer: Path) -> None:
+    encoder, _, _ = encoder_of(chat_tokenizer, "chatml")
+    whole, short = encoder.encode(TALK), encoder.encode([TALK[0], *TALK[3:]])
+    assert whole is not None and short is not None and whole.dropped == 0
+    tight, _, _ = encoder_of(chat_tokenizer, "chatml", most=len(whole.ids) - 1)
+    found = tight.encode(TALK)
+    assert found is not None and found.ids == short.ids and found.dropped == 1
+    assert encoder_of(chat_tokenizer, "chatml", most=len(short.ids) - 1)[0].encode(TALK) is None
+
+
+def test_bits_come_back(tmp_path: Path) -> None:
+    bits = np.random.default_rng(0).integers(0, 2, 1003).astype(bool)
+    write_targets(tmp_path / "00000.bin", bits)
+    assert (read_targets(tmp_path / "00000.bin", 1003) == bits).all()
+    assert targets_file(tmp_path / "00000.bin").stat().st_size == 126
+    with pytest.raises(Exception, match="holds bits for 1008 tokens, not for 900"):
+        read_targets(tmp_path / "00000.bin", 900)
+
+
+def talks(count: int) -> list[dict[str, Any]]:
+    prose = Prose(42)
+    return [
+        {
+            "messages": [
+                {"role": "user", "content": prose.sentence(9)},
+                {"role": "assistant", "content": prose.sentence(12)},
+            ]
+        }
+        for _ in range(count)
+    ]
+
+
+def test_shards_of_conversations(chat_tokenizer: Path, tmp_path: Path) -> None:
+    rows = talks(40)
+    rows.append({"messages": [{"role": "user", "content": "only a question of mine, and none answers it at all"}]})
+    rows.append({"messages": [*talks(1)[0]["messages"], {"role": "assistant", "content": "very long " * 300}]})
+    rows.append(rows[3])
+    values = recipe_values(
+        {"talk": {"inputs": [str(write_jsonl(tmp_path / "talk.jsonl", rows))], "kind": "conversations"}},
+        tokenize={"tokenizer": str(chat_tokenizer), "held_out": 0.2},
+        converse={"max_tokens": 200},
+    )
+    report = build(parse_corpus_recipe(values), tmp_path / "out")
+    assert report.budget is None and not (tmp_path / "out" / "shards").exists()
+    counts = report.stages["converse"].counts
+    assert (counts["conversations"], counts["too_long"], counts["no_target"]) == (42, 1, 1)
+    rejected = lines(tmp_path / "out" / "stages" / "converse" / "rejected.jsonl")
+    assert {row["path"]: row["reason"] for row in rejected} == {
+        "talk.jsonl:41": "no_target",
+        "talk.jsonl:42": "too_long",
+    }
+    tokenizer = Tokenizer.from_file(str(chat_tokenizer / "tokenizer.json"))
+    answers = {row["messages"][1]["content"] for row in rows[:40]}
+    found = set()
+    for split in ("train", "val"):
+        data = TokenDataset.open(tmp_path / "out" / "conversations", split)
+        stream = np.empty(data.num_tokens, np.int64)
+        data.read(0, stream)
+        bits = read_targets(tmp_path / "out" / "conversations" / split / "talk" / "00000.bin", data.num_tokens)
+        ends = np.flatnonzero(stream == data.eos_token_id)
+        assert len(ends) == data.num_documents
+        for ids, mine in zip(np.split(stream, ends[:-1] + 1), np.split(bits, ends[:-1] + 1), strict=True):
+            said = tokenizer.decode(ids[mine].tolist(), skip_special_tokens=False)
+            assert said.endswith("<|im_end|>")
+            found.add(said.removesuffix("<|im_end|>"))
+    assert found == answers and "| duplicate | 1 |" in report.card.read_text()
+    assert json.loads((tmp_path / "out" / "conversations" / "index.json").read_text())["targets_crc32"].keys() == {
+        "train/talk/00000.targets",
+        "val/talk/00000.targets",
+    }
+
+
+def test_a_template_that_the_tokenizer_cannot_say(tokenizer: str, tmp_path: Path) -> None:
+    talk = {"inputs": [str(write_jsonl(tmp_path / "talk.jsonl", talks(3)))], "kind": "conversations"}
+    values = recipe_values({"talk": talk}, tokenize={"tokenizer": tokenizer, "held_out": 0})
+    with pytest.raises(
+        CorpusError, match=r"converse\.template=chatml: the tokenizer has no token <\|im_end\|>, <\|im_start"
+    ):
+        build(parse_corpus_recipe(values), tmp_path / "out")
+    build(parse_corpus_recipe({**values, "converse": {"template": "alpaca"}}), tmp_path / "out")
