@@ -283,7 +283,7 @@ class Ladder:
         wanted, width = self._parameters(arm, size), size.mlp
         one = self._parameters(self._widened(matched, width + 1), size) - size.parameters
         width += max(0, math.ceil((wanted - size.parameters) / one))
-        return self._widened(matched, width)
+        return dataclasses.replace(self._widened(matched, width), name=matched.name)
 
     def _widened(self, arm: Arm, width: int) -> Arm:
         return Arm("widened", arm.mechanism, (*arm.overrides, f"model.intermediate_size={width}"))

@@ -33,6 +33,7 @@ FLOORS = 24
 HIGHEST = 0.95
 SHARED = (0.0, 0.003, 0.01, 0.02, 0.04)
 OWN = (0.0, 0.001, 0.002, 0.004, 0.007, 0.012, 0.02)
+"""Points of τ_s and τ_d; the latter stretch with their prior where pairs are noisy."""
 SHARED_SCALE, OWN_SCALE = 0.02, 0.008
 """Scales of the half-normal priors of τ_s and τ_d; the latter never below the noise of a paired difference."""
 SHIFT_SCALE, TREND_SCALE = 0.7, 0.15
@@ -222,7 +223,7 @@ class _Grid:
 
 def _grid(least: float, noise: Noise) -> _Grid:
     floors = np.linspace(0.0, HIGHEST * least, FLOORS)
-    shared, own = np.array(SHARED), np.array(OWN)
+    shared, own = np.array(SHARED), np.array(OWN) * max(1.0, noise.paired / OWN_SCALE)
     parts = [
         _trapezoid(floors),
         _trapezoid(shared) * np.exp(-0.5 * (shared / SHARED_SCALE) ** 2),

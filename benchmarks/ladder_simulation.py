@@ -1,0 +1,165 @@
+"""What the intervals of `fathom ladder` are worth: simulated ladders whose truth is known.
+
+    python benchmarks/ladder_simulation.py --out benchmarks/results/ladder-simulation.json
+
+Losses are drawn; whatever follows is the code that makes a report. The usual fit, a law for each arm resampled over
+seeds, stands beside it to be seen to fail.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fathom.ladder.scaling import DECADE, Rung, agree, horizontal, posterior
+from fathom.ladder.simulation import PHI, Truth, simulate, simulate_trips, usual_interval
+from fathom.ladder.trips import worth
+from fathom.report.provenance import provenance
+from fathom.report.statistics import holm
+
+Values = dict[str, Any]
+CASES = {
+    "reference": Truth(),
+    "seed noise only": Truth(shared=0.0, own=0.0),
+    "own deviation .006": Truth(own=0.006),
+    "twin, M = 1": Truth(multiplier=1.0, own=0.0),
+    "growing, g = .08": Truth(growth=0.08),
+    "flat law, M 1.5": Truth(floor=1.6, slope=0.09, multiplier=1.5),
+    "few seeds": Truth(seeds=(2, 2, 1, 1)),
+    "toy": Truth(sigma=(0.02, 0.006), shared=0.02, own=0.006),
+    "other floor": Truth(arm_floor=1.67),
+    "three rungs, 1 decade": Truth(decades=1.0, seeds=(5, 3, 3)),
+    "five rungs, 2 decades": Truth(decades=2.0, seeds=(5, 3, 3, 2, 1)),
+    "a loop, three times the FLOPs": Truth(ratio=3.0, multiplier=0.5),
+    "mis-tuned at the top": Truth(excess=(0.005, 0.012)),
+}
+PUBLISHED = {"reference": 1.05, "seed noise only": 1.04, "own deviation .006": 1.07, "twin, M = 1": 1.03} | {
+    **{"growing, g = .08": 1.05, "flat law, M 1.5": 1.14, "few seeds": 1.06, "toy": 1.14, "other floor": 1.05},
+    **{"three rungs, 1 decade": 1.08, "five rungs, 2 decades": 1.05},
+}
+"""Half-widths at the last rung that an independent simulation of the same cases found."""
+PHI_NOISE = {"seeds": (0.003, 0.003, 0.0), "and cells": (0.003, 0.003, 0.01), "toy": (0.008, 0.005, 0.01)}
+
+
+def covered(truth: Truth, draws: int, usual: bool = True) -> Values:
+    """Share of 95 % intervals that hold the truth, and their median half-widths as factors."""
+    top = float(truth.x[-1]) + math.log(truth.ratio)
+    places = {"last rung": top, "half a decade on": top + DECADE / 2, "a decade on": top + DECADE}
+    hits: dict[str, int] = {}
+    widths: dict[str, list[float]] = {}
+    apart = 0
+    for draw in range(draws):
+        rungs = simulate(truth, draw)
+        fit, line = posterior(rungs), horizontal(rungs)
+        rows: dict[str, tuple[float, tuple[float, float] | None]] = {}
+        for name, x in places.items():
+            value, cross = truth.log_multiplier(x), line.interval(x)
+            rows[f"grid, {name}"] = value, ends(fit.log_multiplier(x))
+            rows[f"line, {name}"] = value, cross and cross[1:]
+        rows["grid, trend"] = truth.growth * DECADE, ends(fit.growth * DECADE)
+        if usual:
+            rows["usual, last rung"] = truth.log_multiplier(top), usual_interval(rungs, top)
+        both = rows["grid, last rung"][1], rows["line, last rung"][1]
+        apart += both[0] is not None and both[1] is not None and not agree(both[0], both[1])
+        for name, (value, found) in rows.items():
+            if found is None:
+                continue
+            hits[name] = hits.get(name, 0) + (found[0] <= value <= found[1])
+            widths.setdefault(name, []).append((found[1] - found[0]) / 2)
+    return {
+        "draws": draws,
+        "covered": {name: count / draws for name, count in hits.items()},
+        "half_width": {name: math.exp(float(np.median(found))) for name, found in widths.items()},
+        "estimators_disagree": apart / draws,
+    }
+
+
+def ends(draws: np.ndarray) -> tuple[float, float]:
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def false_claims(draws: int, arms: int = 3) -> float:
+    """Share of ladders of twins in which Holm's rule calls any of several arms sure."""
+    truth, wrong = Truth(multiplier=1.0), 0
+    for draw in range(draws):
+        ladders = [simulate(truth, draw * arms + arm) for arm in range(arms)]
+        control = [rung.control for rung in ladders[0]]
+        found = []
+        for ladder in ladders:
+            own = [shifted(rung, ladders[0][i]) for i, rung in enumerate(ladder)]
+            rungs = [Rung(r.x_control, r.x_arm, c, a) for r, c, a in zip(ladder, control, own, strict=True)]
+            found.append(posterior(rungs).sides(rungs[-1].x_arm))
+        wrong += min(holm(found)) < 0.05
+    return wrong / draws
+
+
+def shifted(rung: Rung, first: Rung) -> tuple[float, ...]:
+    """An arm's losses as they would stand beside another ladder's control: with its deviations from its own."""
+    return tuple(c + a - b for c, a, b in zip(first.control, rung.arm, rung.control, strict=True))
+
+
+def power(draws: int) -> Values:
+    """How often 1 is excluded at the last rung, or 0 by the trend."""
+    found = {}
+    for multiplier in (1.0, 1.05, 1.1):
+        truth = Truth(multiplier=multiplier)
+        count = 0
+        for draw in range(draws):
+            low, high = ends(posterior(simulate(truth, draw)).log_multiplier(float(truth.x[-1])))
+            count += low > 0 or high < 0
+        found[f"M {multiplier:g} excludes 1"] = count / draws
+    return found
+
+
+def phi_covered(draws: int) -> Values:
+    """Coverage and half-width of φ in the design of two budgets."""
+    found = {}
+    for name, noise in PHI_NOISE.items():
+        for trips in ((1, 3), (1, 2, 3, 6)):
+            fits = [worth(simulate_trips(draw, noise, trips=trips), check=False) for draw in range(draws)]
+            found[f"{name}, {len(trips)} numbers of trips"] = {
+                "covered": float(np.mean([fit.low <= PHI <= fit.high for fit in fits])),
+                "half_width": float(np.median([(fit.high - fit.low) / 2 for fit in fits])),
+                "median": float(np.median([fit.value for fit in fits])),
+            }
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--draws", type=int, default=400, help="simulated ladders of each case (default: 400)")
+    parser.add_argument("--out", type=Path, help="where the log goes")
+    options = parser.parse_args(arguments)
+    began = time.process_time()
+    report: Values = {**provenance(), "draws": options.draws, "cases": {}}
+    for name, truth in CASES.items():
+        found = report["cases"][name] = covered(truth, options.draws)
+        if name in PUBLISHED:
+            found["independent_half_width"] = PUBLISHED[name]
+        shares = found["covered"]
+        print(
+            f"{name:<32} grid {shares['grid, last rung']:.3f} {shares['grid, half a decade on']:.3f} "
+            f"{shares['grid, a decade on']:.3f} trend {shares['grid, trend']:.3f}  line {shares['line, last rung']:.3f}  "
+            f"usual {shares['usual, last rung']:.3f}  "
+            f"x {found['half_width']['grid, last rung']:.3f}",
+            flush=True,
+        )
+    report["false_claims"] = {"arms": 3, "share": false_claims(options.draws)}
+    report["power"] = power(options.draws)
+    report["phi"] = phi_covered(options.draws)
+    report["cpu_seconds"] = time.process_time() - began
+    print(json.dumps({key: report[key] for key in ("false_claims", "power", "phi", "cpu_seconds")}, indent=1))
+    if options.out:
+        options.out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,366 @@
+"""A ladder from its file to its sentence, on a trainer whose losses are planted."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import random
+import shutil
+from pathlib import Path
+
+import pytest
+
+from fathom.cli.main import main
+from fathom.ladder.rungs import Ladder, load_ladder, without_embeddings
+from fathom.ladder.stages import STAGES, State
+from fathom.ladder.work import climb, rewrite
+from fathom.models.cost import count_parameters
+from fathom.recipe import RecipeError
+from tests.ladder.fake import Planted, write_ladder
+
+ARMS = "vanilla,again=vanilla;model.mixer=uniform_depth,better=depth_attention"
+
+
+def planted(monkeypatch: pytest.MonkeyPatch, **what: object) -> Planted:
+    trainer = Planted(**what)  # type: ignore[arg-type]
+    monkeypatch.setattr("fathom.comparison.work.train", trainer.train)
+    monkeypatch.setattr("fathom.ladder.work.tidy", lambda: None)  # no model was made
+    return trainer
+
+
+def make(tmp_path: Path, arms: str = ARMS, **rules: object) -> Ladder:
+    return load_ladder(write_ladder(tmp_path / "ladder.yaml", **rules), arms)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict, Path]:
+    """A finished ladder: an arm that is worth 1.5 times the compute at twice the rate, and one worth nothing."""
+    place = tmp_path_factory.mktemp("whole")
+    with pytest.MonkeyPatch.context() as patch:
+        planted(patch)
+        ladder = make(place)
+        return climb(ladder, place / "out", quiet=True), place / "out"
+
+
+def arm_of(report: dict, name: str) -> dict:
+    return next(arm for arm in report["arms"] if arm["name"] == name)
+
+
+def test_the_planted_multiplier_is_found(whole) -> None:
+    report, _ = whole
+    better, again = arm_of(report, "better"), arm_of(report, "again")
+    for row in better["multiplier"]:
+        assert row["low"] <= 1.5 <= row["high"], row
+    top = next(row for row in reversed(again["multiplier"]) if row["kind"] == "rung")
+    assert top["low"] <= 1 <= top["high"]
+    assert better["p_holm"] < 0.05 < again["p_holm"]
+    assert better["rate_ratio"] == pytest.approx(2.0, rel=0.15) and again["rate_ratio"] == pytest.approx(1.0, rel=0.15)
+    assert better["per_decade"]["low"] <= 1 <= better["per_decade"]["high"]
+    assert report["stage"] == "done" and report["diverged"] == []
+    assert "times the compute (95 % interval" in report["verdict"] and "to match better" in report["verdict"]
+    assert "2 of 2 came true" in report["verdict"]
+
+
+def test_the_twin_is_no_better_than_the_control(whole) -> None:
+    twin = whole[0]["twin"]
+    assert twin["covers"] and [len(row) for row in twin["rungs"]] == [2, 2]
+    assert twin["rungs"][0]["difference"]["pairs"] == 5
+
+
+def test_the_check_settles_the_rate(whole) -> None:
+    report, out = whole
+    check = arm_of(report, "better")["check"]
+    assert not check["better"] and check["losses"][1] < min(check["losses"][0], check["losses"][2])
+    assert check["excess"] == pytest.approx(0.0, abs=0.01)
+    assert arm_of(report, "again")["check"] is None  # nothing is claimed of it
+    assert sorted(path.name for path in (out / "check").iterdir()) == ["better", "vanilla"]
+
+
+def test_a_rung_is_a_comparison(whole, capsys) -> None:
+    _, out = whole
+    assert main(["compare", str(out / "rungs/2"), "--report", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["seeds"] == [0, 1, 2] and [arm["name"] for arm in report["arms"]] == ["vanilla", "again", "better"]
+    assert arm_of(report, "better")["difference"]["mean"] < 0
+
+
+def test_the_report_is_a_function_of_the_directory(whole, tmp_path: Path) -> None:
+    report, out = whole
+    before = {name: (out / name).read_bytes() for name in ("report.json", "report.html", "runs.jsonl")}
+    rewrite(Ladder.read(out), out)
+    assert {name: (out / name).read_bytes() for name in before} == before
+    shutil.copytree(out, tmp_path / "elsewhere")
+    again = rewrite(Ladder.read(tmp_path / "elsewhere"), tmp_path / "elsewhere")
+    assert again["verdict"] == report["verdict"] and again["arms"] == report["arms"]
+
+
+def test_nothing_is_run_twice(whole, monkeypatch) -> None:
+    _, out = whole
+    trainer = planted(monkeypatch)
+    assert main(["ladder", str(out), "--json"]) == 0
+    assert trainer.done == []
+
+
+@pytest.mark.slow
+def test_the_permutation_of_arms_changes_no_number(whole, tmp_path: Path, monkeypatch) -> None:
+    planted(monkeypatch)
+    arms = "vanilla,better=depth_attention,again=vanilla;model.mixer=uniform_depth"
+    report = climb(make(tmp_path, arms), tmp_path / "out", quiet=True)
+    for name in ("better", "again"):
+        one, other = arm_of(whole[0], name), arm_of(report, name)
+        assert one["multiplier"] == other["multiplier"] and one["rungs"] == other["rungs"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", STAGES)
+def test_stages_come_one_after_the_other(tmp_path: Path, monkeypatch, stage: str) -> None:
+    planted(monkeypatch)
+    report = climb(make(tmp_path), tmp_path / "out", until=stage, quiet=True)
+    out = tmp_path / "out"
+    reached = STAGES.index(stage)
+    assert (out / "rungs/1/arms").exists() == (reached >= 1) and (out / "prediction.json").exists() == (reached >= 2)
+    assert (out / "rungs/4/arms").exists() == (reached >= 3) and (out / "check").exists() == (reached >= 4)
+    following = ("rungs", "last", "last", "check", "done")[reached]
+    assert report["stage"] == following
+
+
+@pytest.mark.slow
+def test_the_last_rung_waits_for_its_seal(tmp_path: Path, monkeypatch) -> None:
+    trainer = planted(monkeypatch)
+    out = tmp_path / "out"
+    climb(make(tmp_path), out, until="seal", quiet=True)
+    sealed = json.loads((out / "prediction.json").read_text())
+    climb(Ladder.read(out), out, quiet=True)
+    machine = json.loads((out / "rungs/4/arms/better/seed-0/machine.json").read_text())
+    assert machine["prediction"] == sealed["sha256"]
+    assert "prediction" not in json.loads((out / "rungs/3/arms/better/seed-0/machine.json").read_text())
+    shutil.rmtree(out / "rungs/4/arms")
+    changed = {**sealed, "rung": 3}
+    (out / "prediction.json").write_text(json.dumps(changed))
+    trainer.done.clear()
+    with pytest.raises(RecipeError, match=r"prediction.json: sha256 does not fit"):
+        climb(Ladder.read(out), out, quiet=True)
+    assert trainer.done == []
+
+
+def test_the_seal_tells_late_results(whole, tmp_path: Path) -> None:
+    _, out = whole
+    shutil.copytree(out, tmp_path / "late")
+    result = tmp_path / "late/rungs/2/arms/better/seed-1/result.json"
+    result.write_text(result.read_text() + "\n")
+    report = rewrite(Ladder.read(tmp_path / "late"), tmp_path / "late")
+    assert report["prediction"]["stale"] and "earlier results changed after the seal" in report["verdict"]
+    assert not whole[0]["prediction"]["stale"]
+
+
+@pytest.mark.parametrize("key", ["rules", "recipe", "arms"])
+def test_a_changed_plan_is_refused(whole, tmp_path: Path, key: str, capsys) -> None:
+    _, out = whole
+    (tmp_path / "out").mkdir()
+    values = json.loads((out / "ladder.json").read_text())
+    {"rules": values["rules"], "recipe": values["recipe"]["optim"], "arms": values["arms"][1]}[key]["lr"] = 1
+    (tmp_path / "out/ladder.json").write_text(json.dumps(values))
+    assert main(["ladder", str(tmp_path / "out"), "--report"]) == 2
+    assert f"ladder.json: {key} is not what was planned" in capsys.readouterr().err
+
+
+def test_another_plan_needs_another_directory(whole, tmp_path: Path) -> None:
+    with pytest.raises(RecipeError, match="a ladder of another plan; different: rules"):
+        climb(make(tmp_path, seeds=[4, 3, 3, 2]), whole[1], quiet=True)
+
+
+@pytest.mark.slow
+def test_a_rate_that_drifts_is_not_settled(tmp_path: Path, monkeypatch) -> None:
+    """The best rate at the top is not what the rule carries there: the check sees it, and withholds extrapolation."""
+    planted(monkeypatch, multipliers={"depth_attention": 3.0}, drift={"depth_attention": 1.3})
+    report = climb(make(tmp_path, "vanilla,better=depth_attention"), tmp_path / "out", quiet=True)
+    better = arm_of(report, "better")
+    assert "rate not settled" in better["flags"] and better["check"]["excess"] > 0.01
+    assert "better: rate not settled" in report["verdict"] and "if the law holds" not in report["verdict"]
+
+
+@pytest.mark.slow
+def test_an_edge_is_said(tmp_path: Path, monkeypatch) -> None:
+    planted(monkeypatch, rates={"depth_attention": 9.0})
+    report = climb(make(tmp_path), tmp_path / "out", until="tune", quiet=True)
+    bowls = report["tuning"][0]
+    assert bowls["better"]["extended"] == 3 and bowls["better"]["flags"] == ["edge"]
+    assert bowls["again"]["flags"] == [] and bowls["again"]["extended"] == 0
+
+
+@pytest.mark.slow
+def test_a_diverging_rate_brackets_and_is_listed(tmp_path: Path, monkeypatch) -> None:
+    planted(monkeypatch, diverges=0.039)
+    report = climb(make(tmp_path), tmp_path / "out", quiet=True)
+    assert report["diverged"] and all(row["stage"] == "tune" for row in report["diverged"])
+    assert arm_of(report, "better")["rate_ratio"] == pytest.approx(2.0, rel=0.25)
+
+
+@pytest.mark.slow
+def test_lost_runs_begin_the_verdict(tmp_path: Path, monkeypatch) -> None:
+    planted(monkeypatch)
+    out = tmp_path / "out"
+    climb(make(tmp_path), out, until="rungs", quiet=True)
+    run = out / "rungs/2/arms/better/seed-1"
+    (run / "result.json").unlink()
+    (run / "failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
+    report = rewrite(Ladder.read(out), out)
+    assert arm_of(report, "better")["diverged"] == [1, 13]
+    assert "uns diverged and are left out: better 1 of 13" in report["verdict"].split("; ")[1]
+    assert [len(cell["loss"]) for cell in arm_of(report, "better")["rungs"]] == [5, 2, 3, 0]
+
+
+@pytest.mark.slow
+def test_an_arm_that_is_the_control_cannot_be_told(tmp_path: Path, monkeypatch) -> None:
+    planted(monkeypatch, multipliers={})
+    rules = {"seeds": [2, 2, 1, 1], "tune_points": []}
+    report = climb(make(tmp_path, "vanilla,other=uniform_depth", **rules), tmp_path / "out", quiet=True)
+    assert "cannot be told apart" in report["verdict"] or "no effect above 10 %" in report["verdict"]
+    assert report["stage"] == "done" and not (tmp_path / "out/check").exists()
+
+
+@pytest.mark.slow
+def test_one_seed_everywhere_cannot_tell(tmp_path: Path, monkeypatch) -> None:
+    planted(monkeypatch)
+    rules = {"seeds": [1, 1, 1, 1], "tune_points": [], "twin": []}
+    report = climb(make(tmp_path, **rules), tmp_path / "out", quiet=True)
+    assert arm_of(report, "better")["multiplier"] == [] and report["prediction"]["rows"][0]["difference"] is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [1, 2])
+def test_killed_again_and_again(whole, tmp_path: Path, monkeypatch, workers: int) -> None:
+    """By SIGKILL, at every stage, one or two processes at a time: the numbers are those of a run without."""
+    _, out = whole
+    ladder = make(tmp_path)
+    deaths, attempt, alive = 0, 0, {}
+    while True:
+        while len(alive) < workers:
+            attempt += 1
+            child = os.fork()
+            if not child:
+                planted(monkeypatch, mortal=random.Random(attempt) if attempt < 60 else None)
+                climb(ladder, tmp_path / "out", quiet=True)
+                os._exit(0)
+            alive[child] = attempt
+        child, status = os.wait()
+        del alive[child]
+        if not os.WIFSIGNALED(status):
+            assert os.WEXITSTATUS(status) == 0
+            break
+        deaths += 1
+    for child in alive:
+        os.waitpid(child, 0)
+    report = rewrite(Ladder.read(tmp_path / "out"), tmp_path / "out")
+    before = json.loads((out / "report.json").read_text())
+    after = json.loads((tmp_path / "out/report.json").read_text())
+    same = [key for key in before if key not in ("date", "command", "commit", "hardware", "versions")]
+    assert {key: after[key] for key in same} == {key: before[key] for key in same}
+    assert deaths >= 5 and report["stage"] == "done"
+    for path in (tmp_path / "out").rglob("finished"):
+        assert path.read_text() in ("once\n", "once\nonce\n")  # twice, if it was killed between its two last lines
+
+
+def test_sizes(tmp_path: Path) -> None:
+    ladder = make(tmp_path, tokens_per_parameter=[10, 40])
+    assert len(ladder.all_sizes) == 8 and len(ladder.sizes) == 4
+    for size in ladder.all_sizes:
+        config = ladder.run(ladder.control, size, 1e-2, 0).config()
+        assert config.head_dim == 8 and config.hidden_size == size.hidden
+        own = count_parameters(config) - 64 * size.hidden * (1 if config.tie_word_embeddings else 2)
+        assert size.parameters == own == without_embeddings(config)
+        budget = (10, 40)[size.budget]
+        assert size.tokens == pytest.approx(budget * size.parameters, rel=0.05)
+    first, last = ladder.sizes[0], ladder.sizes[-1]
+    assert last.rows / first.rows == pytest.approx(math.sqrt(last.tokens / first.tokens), rel=0.3)
+    assert ladder.decay(first, 2e-2) == pytest.approx(0.05)
+    scale = [size.rows / (ladder.decay(size, 1e-2) * size.tokens) for size in ladder.sizes]
+    assert scale == pytest.approx([scale[0]] * 4, rel=1e-3)
+
+
+def test_the_rate_rule(tmp_path: Path) -> None:
+    ladder = make(tmp_path, rate_exponents=[-0.32, 0, 0.56])
+    first, last = ladder.sizes[0], ladder.sizes[-1]
+    expected = (last.tokens / first.tokens) ** -0.32 * (last.rows / first.rows) ** 0.56
+    assert ladder.rule(last) == pytest.approx(expected) and ladder.rule(first) == 1
+
+
+def test_a_control_is_widened(tmp_path: Path) -> None:
+    """An arm that adds parameters gets a control that has them too, no more than half a percent above."""
+    arms = "vanilla,hyper_connections,depth_attention"
+    ladder = make(tmp_path, arms)
+    names = [arm.name for arm in ladder.every_arm]
+    assert names == ["vanilla", "hyper_connections", "depth_attention", "as-large-as-hyper_connections"]
+    for size in ladder.sizes:
+        plan = ladder.plan(size, dict.fromkeys(names, 1e-2))
+        wide, arm = (without_embeddings(plan.recipes[name].config()) for name in (names[3], names[1]))
+        one = 3 * size.hidden * size.layers  # parameters of a unit of the MLP's width
+        assert 0 <= wide - arm < one
+    assert "as-large-as" not in str([arm.name for arm in make(tmp_path, arms, parameters=False).every_arm])
+
+
+def test_a_share_of_the_layers(tmp_path: Path) -> None:
+    arms = "vanilla,loop=loop;ladder.layers=1/2;model.recurrence_options.count=2"
+    ladder = make(tmp_path, arms, layers=[2, 2, 4, 4])
+    plan = ladder.plan(ladder.sizes[2], {"vanilla": 1e-2, "loop": 1e-2})
+    assert plan.recipes["loop"].model["num_hidden_layers"] == 2
+    with pytest.raises(RecipeError, match=r"ladder.layers=1/2: of 3 layers that is 1.5"):
+        make(tmp_path, arms)
+
+
+@pytest.mark.parametrize(
+    ("rules", "words"),
+    [
+        ({"hidden": [16, 24, 32]}, r"ladder.hidden=\(16, 24, 32\): allowed: as many as ladder.layers, 4"),
+        ({"hidden": [16, 24, 32, 50]}, "ladder.hidden=50: allowed: a multiple of model.head_dim=8"),
+        ({"seedz": [1]}, "ladder.seedz: unknown key; did you mean seeds"),
+        ({"tune_points": [2]}, "3 or more: fewer make no parabola"),
+        ({"tune_seeds": "many"}, "ladder.tune_seeds=many: allowed"),
+    ],
+)
+def test_a_wrong_rule_is_said_in_a_line(tmp_path: Path, rules: dict, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        make(tmp_path, **rules)
+
+
+@pytest.mark.slow
+def test_the_command(tmp_path: Path, monkeypatch, capsys) -> None:
+    planted(monkeypatch)
+    file = write_ladder(tmp_path / "small.yaml", seeds=[2, 2, 1, 1], tune_points=[], twin=[])
+    words = ["ladder", str(file), "--arms", "vanilla,depth_attention", "--out", str(tmp_path / "out")]
+    assert main([*words, "--dry-run", "--json"]) == 0
+    budget = json.loads(capsys.readouterr().out)
+    assert budget["runs"] == 12 + 4 and budget["flops"] > 0 and budget["resolution"]["text"]["last_rung"] > 1
+    assert not (tmp_path / "out").exists()
+    assert main([*words, "--until", "seal"]) == 0
+    shown = capsys.readouterr().out
+    assert "prediction of the last rung sealed" in shown and "Not finished" in shown
+    assert "fathom ladder" in (tmp_path / "out/ladder.sbatch").read_text()
+    assert main(["ladder", str(file)]) == 2
+    assert "--arms is missing" in capsys.readouterr().err
+    assert main(["ladder", str(tmp_path / "out"), "--arms", "vanilla,loop"]) == 2
+    assert "goes on as it was planned" in capsys.readouterr().err
+
+
+def test_a_puzzle_is_told_by_solved_runs(whole) -> None:
+    report, out = whole
+    assert report["puzzle"]["domains"] == ["z60-2", "z60-4"]
+    assert "on z60-4, vanilla solved 0 of 2 (median accuracy 0.50)" in report["verdict"]
+    page = (out / "report.html").read_text()
+    for heading in ("Loss and multiplier", "Rates", "The sealed rung", "The law and the noise", "How to read this"):
+        assert f">{heading}<" in page
+
+
+@pytest.mark.slow
+def test_phi_needs_two_budgets(tmp_path: Path, monkeypatch) -> None:
+    planted(monkeypatch)
+    arms = "vanilla,loop=loop;ladder.layers=1/2;model.recurrence_options.count=2"
+    rules = {"layers": [2, 2, 2, 2], "tune_points": [], "twin": [], "check": False}
+    report = climb(make(tmp_path, arms, **rules), tmp_path / "out", quiet=True)
+    assert "one token budget" in report["phi"]["refused"]
+    (tmp_path / "two").mkdir()
+    ladder = make(tmp_path / "two", arms, **rules, tokens_per_parameter=[10, 40])
+    report = climb(ladder, tmp_path / "two/out", quiet=True)
+    assert report["phi"]["refused"] is None and report["phi"]["cells"] == 8 and report["phi"]["budgets"] == 2
+    assert State(ladder, tmp_path / "two/out").sealed() is not None
