@@ -13,10 +13,10 @@ class BuildPy(build_py):
         """Build the package, then add the recipes."""
         super().run()
         if not self.editable_mode:
-            folder = Path(self.build_lib) / "fathom" / "recipes"
-            self.mkpath(str(folder))
-            for recipe in sorted(Path("recipes").glob("*.yaml")):
-                self.copy_file(str(recipe), str(folder))
+            folder = Path(self.build_lib) / "fathom"
+            for recipe in sorted(Path("recipes").rglob("*.yaml")):
+                self.mkpath(str(folder / recipe.parent))
+                self.copy_file(str(recipe), str(folder / recipe.parent))
 
 
 setup(cmdclass={"build_py": BuildPy})

@@ -301,7 +301,7 @@ def test_a_control_is_widened(tmp_path: Path) -> None:
 
 
 def test_a_share_of_the_layers(tmp_path: Path) -> None:
-    arms = "vanilla,loop=loop;ladder.layers=1/2;model.recurrence_options.count=2"
+    arms = "vanilla,loop=loop;ladder.layers=1/2;model.recurrence_options.trips=2"
     ladder = make(tmp_path, arms, layers=[2, 2, 4, 4])
     plan = ladder.plan(ladder.sizes[2], {"vanilla": 1e-2, "loop": 1e-2})
     assert plan.recipes["loop"].model["num_hidden_layers"] == 2
@@ -355,7 +355,7 @@ def test_a_puzzle_is_told_by_solved_runs(whole) -> None:
 @pytest.mark.slow
 def test_phi_needs_two_budgets(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch)
-    arms = "vanilla,loop=loop;ladder.layers=1/2;model.recurrence_options.count=2"
+    arms = "vanilla,loop=loop;ladder.layers=1/2;model.recurrence_options.trips=2"
     rules = {"layers": [2, 2, 2, 2], "tune_points": [], "twin": [], "check": False}
     report = climb(make(tmp_path, arms, **rules), tmp_path / "out", quiet=True)
     assert "one token budget" in report["phi"]["refused"]
