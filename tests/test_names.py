@@ -9,7 +9,8 @@ SOURCES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(ROOT
 
 
 def namesakes(sources: dict[str, str]) -> dict[str, list[str]]:
-    """Class names that stand for two things, and the files; `Name = list[int]` at the top of a file is one of them."""
+    """Class names that stand for two things, and the files; `Name = list[int]` at the top of a file is one of them. A
+    name with an underscore is its file's own."""
     found, written = defaultdict(list), set()
     for path, source in sources.items():
         tree = ast.parse(source)
@@ -20,7 +21,7 @@ def namesakes(sources: dict[str, str]) -> dict[str, list[str]]:
         for node in tree.body:
             if isinstance(node, ast.Assign) and isinstance(node.value, ast.Subscript):
                 found[ast.unparse(node.targets[0])].append(path)
-    return {name: paths for name, paths in found.items() if len(paths) > 1 and name in written}
+    return {name: paths for name, paths in found.items() if len(paths) > 1 and name in written and name[0] != "_"}
 
 
 def test_no_class_shares_its_name():

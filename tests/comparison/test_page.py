@@ -14,7 +14,7 @@ import pytest
 from fathom.comparison.findings import verdict
 from fathom.comparison.page import page
 from fathom.report import html as blocks
-from fathom.report.plots import Interval, Line, interval_plot, line_plot, ticks
+from fathom.report.plots import IntervalMark, Line, interval_plot, line_plot, ticks
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), None)
@@ -171,7 +171,7 @@ def test_ticks_are_few_and_inside(low: float, high: float):
 def test_plots_bear_gaps_and_single_points():
     assert "nan" not in line_plot([Line("a", [1, 2, 3], [1, float("nan"), 2], 0)], "x", "y", "").lower()
     assert line_plot([], "x", "y", "") == ""
-    assert "no interval" in interval_plot([Interval("a", 0.1, None, None, 1)], "x", "")
+    assert "no interval" in interval_plot([IntervalMark("a", 0.1, None, None, 1)], "x", "")
 
 
 @pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium")

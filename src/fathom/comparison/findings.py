@@ -13,7 +13,7 @@ from typing import Any
 from fathom.checkpoints.layout import MACHINE, RESULT
 from fathom.comparison.arms import Arm, tokens, training_flops
 from fathom.comparison.looks import read_looks, warning, with_this
-from fathom.comparison.plan import Plan, Task, read_measured
+from fathom.comparison.plan import Plan, RunTask, read_measured
 from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
 from fathom.models.registry import recurrence_class
 from fathom.recipe import Recipe
@@ -94,7 +94,7 @@ def family_size(report: Values) -> int:
 
 def _failed(plan: Plan, out: Path) -> list[Values]:
     """The runs that cannot go on."""
-    runs = [Task(plan, out, arm.name, seed) for seed in plan.seeds for arm in plan.arms]
+    runs = [RunTask(plan, out, arm.name, seed) for seed in plan.seeds for arm in plan.arms]
     return [{"arm": run.arm, "seed": run.seed, **failure} for run in runs if (failure := run.failure) is not None]
 
 
@@ -161,7 +161,7 @@ def _trips(recipe: Recipe, runs: Sequence[Values]) -> Values:
 
 def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> Values | None:
     """One finished run: its last evaluation, its curve, the machine."""
-    run_dir = Task(plan, out, arm.name, seed).run_dir
+    run_dir = RunTask(plan, out, arm.name, seed).run_dir
     if not (run_dir / RESULT).exists():
         return None
     values = read_json(run_dir / RESULT)

@@ -13,7 +13,7 @@ from fathom.comparison.findings import Values, family_size, share_in_words
 from fathom.comparison.looks import awaited, changed
 from fathom.report import html
 from fathom.report.numbers import DASH, short, signed
-from fathom.report.plots import Interval, Line, interval_plot, line_plot
+from fathom.report.plots import IntervalMark, Line, interval_plot, line_plot
 from fathom.report.statistics import NOISE, coverage
 from fathom.report.tables import terminal_table
 
@@ -139,7 +139,7 @@ def seeds(count: int) -> str:
 def _differences(report: Values) -> Markup:
     arms = _compared(report)
     items = [
-        Interval(arm["name"], arm["difference"]["mean"], arm["difference"]["low"], arm["difference"]["high"], i)
+        IntervalMark(arm["name"], arm["difference"]["mean"], arm["difference"]["low"], arm["difference"]["high"], i)
         for i, arm in arms
     ]
     words = "; ".join(f"{arm['name']} {_gap(arm['difference'])}" for _, arm in arms)

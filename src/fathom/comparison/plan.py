@@ -77,7 +77,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Task:
+class RunTask:
     """One piece of work that one process does: a training run, or a measurement (without a seed)."""
 
     plan: Plan
@@ -107,7 +107,7 @@ class Task:
     @property
     def settled(self) -> bool:
         """Whether nothing is left to do: it is done, it failed, or the control that it is held against did."""
-        control = Task(self.plan, self.out, self.plan.control.name, self.seed)
+        control = RunTask(self.plan, self.out, self.plan.control.name, self.seed)
         return self.done or self.failure is not None or control.failure is not None
 
     @property
@@ -151,10 +151,10 @@ def check(plan: Plan, out: Path | None = None) -> None:
                 raise RecipeError(f"{task.run_dir} holds a run of another recipe; different: {', '.join(differing)}")
 
 
-def tasks(plan: Plan, out: Path) -> list[Task]:
+def tasks(plan: Plan, out: Path) -> list[RunTask]:
     """All work, in the order in which a lone process does it: whole seeds first, so that a partial report is paired."""
-    runs = [Task(plan, out, arm.name, seed) for seed in plan.seeds for arm in plan.arms]
-    timed = [Task(plan, out, arm.name, None) for arm in plan.arms[1:]] if plan.pairs else []
+    runs = [RunTask(plan, out, arm.name, seed) for seed in plan.seeds for arm in plan.arms]
+    timed = [RunTask(plan, out, arm.name, None) for arm in plan.arms[1:]] if plan.pairs else []
     return [*runs, *timed]
 
 

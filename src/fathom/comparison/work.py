@@ -33,7 +33,7 @@ from fathom.comparison.findings import summarize
 from fathom.comparison.leases import Claim, Claims
 from fathom.comparison.looks import read_looks, record
 from fathom.comparison.page import write_report
-from fathom.comparison.plan import Plan, Task, make_plan, tasks
+from fathom.comparison.plan import Plan, RunTask, make_plan, tasks
 from fathom.comparison.progress import Progress
 from fathom.comparison.timing import measure
 from fathom.errors import FathomError
@@ -51,7 +51,7 @@ class CompareError(FathomError, RuntimeError):
     """A comparison that could not be finished; the message is one line."""
 
 
-def run_task(task: Task, claim: Claim) -> bool:
+def run_task(task: RunTask, claim: Claim) -> bool:
     """Do a task, or go on with it; False if a signal ended it early."""
     if task.seed is not None:
         return run_training(task.plan.run_recipe(task.arm, task.seed), task.run_dir, claim)
@@ -207,7 +207,7 @@ def work(plan: Plan, out: Path, threads: int | None = None) -> bool:
     return True
 
 
-def _ready(pending: Sequence[Task]) -> Sequence[Task]:
+def _ready(pending: Sequence[RunTask]) -> Sequence[RunTask]:
     """What may be begun: an accelerator is timed by the wall clock, so nothing else of ours may run on it."""
     runs = [task for task in pending if task.seed is not None]
     shared = torch.cuda.is_available() and pending[0].plan.recipe.train.device != "cpu"

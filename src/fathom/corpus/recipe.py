@@ -46,7 +46,7 @@ class Collection:
 
 
 @dataclass(frozen=True)
-class Ingest:
+class IngestOptions:
     """How files become text."""
 
     html: Literal["trafilatura", "plain"] = "trafilatura"
@@ -180,7 +180,7 @@ class Decontaminate:
 
 
 @dataclass(frozen=True)
-class Tokenize:
+class TokenizeOptions:
     """How text becomes tokens."""
 
     tokenizer: str | None = None
@@ -245,7 +245,7 @@ class CorpusRecipe:
 
     collections: dict[str, Collection] = field(default_factory=dict)
     """what is read, by name"""
-    ingest: Ingest = field(default_factory=Ingest)
+    ingest: IngestOptions = field(default_factory=IngestOptions)
     """files to text"""
     normalize: Normalize = field(default_factory=Normalize)
     """how text is written"""
@@ -255,7 +255,7 @@ class CorpusRecipe:
     """what counts as the same"""
     decontaminate: Decontaminate = field(default_factory=Decontaminate)
     """what must not be learnt from"""
-    tokenize: Tokenize = field(default_factory=Tokenize)
+    tokenize: TokenizeOptions = field(default_factory=TokenizeOptions)
     """text to tokens"""
     converse: Converse = field(default_factory=Converse)
     """conversations to tokens"""

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fathom.data.shards import DataError, first_line, token_dtype
-from fathom.data.sources import Document, Kind, Reading, parse
+from fathom.data.sources import Kind, Reading, SourceText, parse
 from fathom.data.tokenizer import plain_encoder
 
 # Ctrl-C reaches the whole process group, but the parent decides what it means; and replies have standard output to
@@ -121,9 +121,9 @@ class Encoder:
         ]
         return result
 
-    def _batches(self, chunk: Chunk, result: EncodedChunk) -> Iterator[list[Document]]:
+    def _batches(self, chunk: Chunk, result: EncodedChunk) -> Iterator[list[SourceText]]:
         """The documents of a chunk, so many together as the tokenizer may hold in memory."""
-        batch: list[Document] = []
+        batch: list[SourceText] = []
         size = 0
         for number, payload in enumerate(chunk.payloads, chunk.first):
             documents = parse(chunk.kind, chunk.name, chunk.domain, number, payload, self._encoding.reading)
@@ -137,7 +137,7 @@ class Encoder:
         if batch:
             yield batch
 
-    def _encode(self, documents: list[Document], name: str) -> list[Encoded]:
+    def _encode(self, documents: list[SourceText], name: str) -> list[Encoded]:
         try:
             encodings = self._tokenizer.encode_batch_fast(
                 [document.text for document in documents], add_special_tokens=False

@@ -54,7 +54,7 @@ from fathom.data.sources import (
 )
 from fathom.data.tokenizer import (
     WORDS_AT_MOST,
-    Words,
+    TrainingWords,
     load_tokenizer,
     save_tokenizer,
     tokenizer_checksums,
@@ -342,7 +342,7 @@ class _Run:
         Each has an equal share of the text and of the different words, which are what training keeps in memory; what
         one leaves of the words goes to those after it.
         """
-        words, cut, taken = Words(), 0, 0
+        words, cut, taken = TrainingWords(), 0, 0
         with ProgressBar("training the tokenizer", None) as bar:
             for place, source in enumerate(self.sources, 1):
                 room, most = limit // len(self.sources), WORDS_AT_MOST * place // len(self.sources)

@@ -42,7 +42,7 @@ MODULUS = 23
 
 
 @dataclass(frozen=True)
-class Rows:
+class PuzzleRows:
     """Rows `[rows, T]`, their labels, and where each position stands in its item, if a row holds several."""
 
     tokens: Ids
@@ -85,7 +85,7 @@ class Puzzle(ABC):
         """Difficulties that are held out."""
 
     @abstractmethod
-    def rows(self, chances: Chances, level: int | None) -> Rows:
+    def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
         """Rows from chance `[rows, draws]`; of one difficulty, or of all as in training."""
 
     @property
@@ -147,7 +147,7 @@ class Hops(Puzzle):
         """Chances of a row."""
         return self.words + 2 * self.names + self.queries
 
-    def rows(self, chances: Chances, level: int | None) -> Rows:
+    def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
         """As `Puzzle.rows`."""
         count = len(chances)
         words, order, asked, far = np.split(chances, np.cumsum([self.words, self.names, self.names]).tolist(), axis=1)
@@ -164,7 +164,7 @@ class Hops(Puzzle):
         labels = np.full_like(tokens, UNASKED)
         places = slice(2 * self.names + 4, None, 4)
         labels[:, places] = tokens[:, places]
-        return Rows(tokens, labels)
+        return PuzzleRows(tokens, labels)
 
 
 @dataclass(frozen=True)
@@ -209,7 +209,7 @@ class Word(Puzzle):
         """Chances of a row."""
         return self.elements
 
-    def rows(self, chances: Chances, level: int | None) -> Rows:
+    def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
         """As `Puzzle.rows`."""
         word = below(chances, 60)
         table = self.table
@@ -222,7 +222,7 @@ class Word(Puzzle):
         labels[:, 1:] = np.stack(products, 1)  # the model shifts: what stands at t + 1 is asked at t
         if level is not None:
             labels[:, [place for place in range(self.elements + 1) if place != level]] = UNASKED
-        return Rows(tokens, labels)
+        return PuzzleRows(tokens, labels)
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class Arithmetic(Puzzle):
         """Chances of a row."""
         return self.items * (3 * self.operators + 2)
 
-    def rows(self, chances: Chances, level: int | None) -> Rows:
+    def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
         """As `Puzzle.rows`."""
         tokens = np.full((len(chances), self.length), self.end)
         labels = np.full_like(tokens, UNASKED)
@@ -293,7 +293,7 @@ class Arithmetic(Puzzle):
                 tokens[row, first : first + len(written)] = written
                 labels[row, first + len(written) - 1] = value
         positions = np.tile(np.arange(self.slot), (len(tokens), self.items))
-        return Rows(tokens, labels, positions)
+        return PuzzleRows(tokens, labels, positions)
 
     def _expression(self, size: int, chance: Iterator[int]) -> tuple[list[int], int]:
         """Tokens and value; each node splits what is left of the operators evenly at random."""
@@ -308,7 +308,7 @@ class Arithmetic(Puzzle):
 
 
 @dataclass(frozen=True)
-class Recall(Puzzle):
+class RecallPuzzle(Puzzle):
     """n pairs `key value`, then queries `key <is> value`."""
 
     pairs: int = 16
@@ -353,7 +353,7 @@ class Recall(Puzzle):
         """Chances of a row."""
         return self.words + 2 * self.pairs
 
-    def rows(self, chances: Chances, level: int | None) -> Rows:
+    def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
         """As `Puzzle.rows`."""
         words, values, asked = np.split(chances, [self.words, self.words + self.pairs], axis=1)
         key = shuffled(words)[:, : self.pairs]
@@ -367,12 +367,12 @@ class Recall(Puzzle):
         labels = np.full_like(tokens, UNASKED)
         places = slice(2 * self.pairs + 3, None, 3)
         labels[:, places] = tokens[:, places]
-        return Rows(tokens, labels)
+        return PuzzleRows(tokens, labels)
 
 
 KINDS: dict[str, type[Puzzle]] = {
     **{"hops": Hops, "a5": Alternating, "z60": Word},
-    **{"arithmetic": Arithmetic, "recall": Recall},
+    **{"arithmetic": Arithmetic, "recall": RecallPuzzle},
 }
 """The puzzles by name."""
 
@@ -402,7 +402,7 @@ class PuzzleDataset(TokenDataset):
             raise DataError(f"{self.directory}: no domain {domain!r} here: there is {', '.join(self.domains)}")
         return PuzzleDataset(self.name, self.puzzle, self.seed, self.split, [domain], str(self.directory))
 
-    def rows(self, numbers: Ids) -> Rows:
+    def rows(self, numbers: Ids) -> PuzzleRows:
         """Rows by their numbers; those of one difficulty if one is selected."""
         level = None
         if self.split != "train":

@@ -78,7 +78,7 @@ class Piece(NamedTuple):
     lead: bytes
 
 
-class Document(NamedTuple):
+class SourceText(NamedTuple):
     """Text to tokenise."""
 
     text: str
@@ -155,7 +155,7 @@ def find_sources(inputs: Iterable[str], reading: Reading, file_format: FileForma
     return sources
 
 
-def parse(kind: Kind, name: str, domain: str, number: int, payload: Any, reading: Reading) -> list[Document] | None:
+def parse(kind: Kind, name: str, domain: str, number: int, payload: Any, reading: Reading) -> list[SourceText] | None:
     """Turn record `number` into the documents it holds, one or none or pieces of one; None where it is left out."""
     where = f"{name}:{number + 1}" if kind == "jsonl" else f"{name} (document {number + 1})"
     lead = None
@@ -185,12 +185,12 @@ def parse(kind: Kind, name: str, domain: str, number: int, payload: Any, reading
         text, domain = _repair(kind, domain, payload, reading, where)
         data = text.encode("utf-8")
     if len(data) <= reading.max_record_bytes:
-        return [Document(text, domain, len(data), lead or text)] if text else []
+        return [SourceText(text, domain, len(data), lead or text)] if text else []
     if reading.oversize != "split":
         _oversize(where, reading)
         return None
     return [
-        Document(piece.data.decode(), domain, len(piece.data), lead or piece.lead.decode("utf-8", "replace"))
+        SourceText(piece.data.decode(), domain, len(piece.data), lead or piece.lead.decode("utf-8", "replace"))
         for piece in _pieces(data, reading.max_record_bytes)
     ]
 

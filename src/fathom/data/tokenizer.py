@@ -30,7 +30,7 @@ WORDS_AT_MOST = 1 << 24
 """Bytes of different words that a training takes in: it needs 40 to 85 times as much memory, 1.4 GB at most."""
 
 
-class Words:
+class TrainingWords:
     """The different words of some text, up to a limit on their bytes."""
 
     def __init__(self) -> None:

@@ -22,7 +22,7 @@ def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     return text[: len(text) - held], text[len(text) - held :]
 
 
-class Words:
+class AnswerWords:
     """Tokens to text, whole characters at a time."""
 
     def __init__(self, tokenizer: Any) -> None:
@@ -54,7 +54,7 @@ class Words:
 class Text:
     """One choice of an answer."""
 
-    words: Words
+    words: AnswerWords
     stops: Sequence[str]
     with_scores: bool = False
     said: str = ""
@@ -67,7 +67,7 @@ class Text:
 
     def echo(self, prompt: str, scores: Sequence[Scored]) -> str:
         """The prompt as the beginning of the text."""
-        inside = Words(self.words.tokenizer)
+        inside = AnswerWords(self.words.tokenizer)
         for one in scores if self.with_scores else ():
             self.scores.append((one, self._length))
             self._length += len(inside.add(one.token))

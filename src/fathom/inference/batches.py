@@ -31,7 +31,7 @@ GRAIN = 256
 """Tokens by which a slab grows."""
 
 
-class Batch(ABC):
+class LiveBatch(ABC):
     """Rows in the order in which they joined, but that the last takes the place of one that leaves a slab."""
 
     def __init__(self, model: Any, trips: int | None) -> None:
@@ -163,7 +163,7 @@ class SlabLayer(CacheLayerMixin):
     get_max_cache_shape = get_max_length
 
 
-class SlabBatch(Batch):
+class SlabBatch(LiveBatch):
     """Trips that do not read one another, or one: masks say how far each row is filled."""
 
     def __init__(self, model: Any, trips: int | None) -> None:
@@ -184,22 +184,22 @@ class SlabBatch(Batch):
             layer.fit()
 
     def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
-        """As `Batch.read`."""
+        """As `LiveBatch.read`."""
         self._about(len(self), [self.read_already])
         ids, positions = self._chunk(chunk)
         return self._call(ids, positions, self.cache, every, self._mask(positions))[0]
 
     def join(self) -> None:
-        """As `Batch.join`."""
+        """As `LiveBatch.join`."""
         self.lengths.append(self.read_already)
         self.read_already = 0
 
     def forget(self) -> None:
-        """As `Batch.forget`."""
+        """As `LiveBatch.forget`."""
         self.read_already = 0
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """As `Batch.step`."""
+        """As `LiveBatch.step`."""
         self._about(0, self.lengths)
         positions = torch.tensor(self.lengths).unsqueeze(1)
         logits = self._call(torch.tensor(tokens).unsqueeze(1), positions, self.cache, mask=self._mask(positions))
@@ -244,7 +244,7 @@ class SlabBatch(Batch):
         return torch.zeros(seen.shape, dtype=self.model.dtype, device=seen.device).masked_fill(~seen, least)
 
 
-class SlotBatch(Batch):
+class SlotBatch(LiveBatch):
     """Models that need slots: a prompt has a cache of its own until its row is merged."""
 
     def __init__(self, model: Any, trips: int | None) -> None:
@@ -253,7 +253,7 @@ class SlotBatch(Batch):
         self.fresh: Cache | None = None
 
     def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
-        """As `Batch.read`."""
+        """As `LiveBatch.read`."""
         self.fresh = self.fresh or DynamicCache(config=self.model.config)
         return self._call(*self._chunk(chunk), self.fresh, every)[0]
 
@@ -268,11 +268,11 @@ class SlotBatch(Batch):
         self.forget()
 
     def forget(self) -> None:
-        """As `Batch.forget`."""
+        """As `LiveBatch.forget`."""
         self.fresh, self.read_already = None, 0
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """As `Batch.step`."""
+        """As `LiveBatch.step`."""
         positions = torch.tensor(self.lengths).unsqueeze(1)
         logits = self._call(torch.tensor(tokens).unsqueeze(1), positions, self.cache)
         self.lengths = [length + 1 for length in self.lengths]
@@ -288,7 +288,7 @@ class SlotBatch(Batch):
         return row
 
 
-class LoneBatch(Batch):
+class LoneBatch(LiveBatch):
     """A cache for each row, and a call for each row."""
 
     def __init__(self, model: Any, trips: int | None, policy: Policy | None = None) -> None:
@@ -298,7 +298,7 @@ class LoneBatch(Batch):
         self.fresh: Any = None
 
     def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
-        """As `Batch.read`, in pieces that end where the memory is compressed."""
+        """As `LiveBatch.read`, in pieces that end where the memory is compressed."""
         if self.fresh is None:
             self.fresh = (
                 DynamicCache(config=self.model.config) if self.policy is None else self.policy.empty(self.model)
@@ -308,30 +308,30 @@ class LoneBatch(Batch):
         return torch.cat(logits) if every else logits[-1]
 
     def join(self) -> None:
-        """As `Batch.join`."""
+        """As `LiveBatch.join`."""
         self.caches.append(self.fresh)
         self.lengths.append(self.read_already)
         self.forget()
 
     def forget(self) -> None:
-        """As `Batch.forget`."""
+        """As `LiveBatch.forget`."""
         self.fresh, self.read_already = None, 0
 
     def step(self, tokens: Sequence[int]) -> Tensor:
-        """As `Batch.step`."""
+        """As `LiveBatch.step`."""
         rows = zip(tokens, self.caches, strict=True)
         logits = [self._call(torch.tensor([[token]]), None, cache)[0] for token, cache in rows]
         self.lengths = [length + 1 for length in self.lengths]
         return torch.cat(logits)
 
     def leave(self, row: int) -> int:
-        """As `Batch.leave`."""
+        """As `LiveBatch.leave`."""
         self.caches.pop(row)
         self.lengths.pop(row)
         return row
 
 
-def batch_for(model: Any, trips: int | None = None, policy: Policy | None = None) -> Batch:
+def batch_for(model: Any, trips: int | None = None, policy: Policy | None = None) -> LiveBatch:
     """An empty batch of the kind that the model needs.
 
     Args:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from fathom.errors import FathomError
-from fathom.inference.batches import GRAIN, Batch, batch_for, may_chunk, token_bytes
+from fathom.inference.batches import GRAIN, LiveBatch, batch_for, may_chunk, token_bytes
 from fathom.inference.cache import Policy
 from fathom.inference.sampling import Choice, likeliest
 
@@ -85,7 +85,7 @@ class Job:
 class Lane:
     """A batch and the jobs of its rows."""
 
-    batch: Batch
+    batch: LiveBatch
     token_bytes: int
     jobs: list[Job] = field(default_factory=list)
     rectangle: tuple[int, int] = (0, 0)

@@ -33,7 +33,7 @@ from fathom.checkpoints.open import open_checkpoint
 from fathom.checkpoints.special_tokens import as_list, settle_generation
 from fathom.errors import FathomError
 from fathom.evaluation.budgets import check_trips, most_trips
-from fathom.inference.answers import Envelope, Text, Words
+from fathom.inference.answers import AnswerWords, Envelope, Text
 from fathom.inference.api import ApiError, Body, ChatBody, CompletionBody, TextBody, TokensBody, parsed, seed_of
 from fathom.inference.cache import Policy, choose
 from fathom.inference.engine import Engine, EngineError, Event, Job, Scored
@@ -192,7 +192,7 @@ class Service:
             self.refused += 1
             raise _told(error) from error
         echoed = isinstance(body, CompletionBody) and bool(body.echo)
-        texts = [Text(Words(self.tokenizer), body.stops, body.scored() is not None) for _ in jobs]
+        texts = [Text(AnswerWords(self.tokenizer), body.stops, body.scored() is not None) for _ in jobs]
         envelope = Envelope(self.name, isinstance(body, ChatBody), self.tokenizer)
         length = sum(len(ids) for _, ids in prompts)
         n = body.n or 1

@@ -13,7 +13,7 @@ import numpy as np
 
 from fathom.checkpoints.layout import RESULT
 from fathom.comparison.arms import Arm
-from fathom.comparison.plan import Plan, Task, read_measured
+from fathom.comparison.plan import Plan, RunTask, read_measured
 from fathom.data.puzzles import is_puzzle, open_puzzle
 from fathom.ladder.rungs import MATCHED, RUNGS, Size, rounded, without_embeddings
 from fathom.ladder.scaling import (
@@ -348,7 +348,7 @@ def _check(state: State, arm: Arm) -> Values | None:
 def _lost(state: State, arm: Arm) -> list[int]:
     """How many of its runs diverged for good, of how many."""
     plans = [(state.plan(size), state.rung_dir(size)) for size in state.ladder.all_sizes]
-    mine = [Task(plan, place, arm.name, seed) for plan, place in plans for seed in plan.seeds]
+    mine = [RunTask(plan, place, arm.name, seed) for plan, place in plans for seed in plan.seeds]
     return [sum(task.failure is not None for task in mine), len(mine)]
 
 
@@ -471,7 +471,7 @@ def _puzzle(state: State) -> Values | None:
     for size in state.ladder.sizes:
         plan = state.plan(size)
         for arm in state.ladder.every_arm:
-            runs = [Task(plan, state.rung_dir(size), arm.name, seed) for seed in plan.seeds]
+            runs = [RunTask(plan, state.rung_dir(size), arm.name, seed) for seed in plan.seeds]
             done = [run for run in runs if run.done]
             results = [read_json(run.run_dir / RESULT)["evaluation"]["domains"] for run in done]
             flops, domains = state.flops(arm, size), {}
@@ -491,7 +491,7 @@ def _solved(shares: Sequence[float], reached: Sequence[float | None]) -> Values:
     return {**found, "flops_to_solve": list(reached)}
 
 
-def _reached(run: Task, domain: str, flops: float) -> float | None:
+def _reached(run: RunTask, domain: str, flops: float) -> float | None:
     """Training FLOPs until a look at held-out rows first found a domain solved."""
     steps = run.plan.recipes[run.arm].train.steps
     for line in read_metrics(run.run_dir):

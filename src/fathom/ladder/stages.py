@@ -18,7 +18,7 @@ from typing import Any
 
 from fathom.checkpoints.layout import FAILED, PLAN, RESULT
 from fathom.comparison.arms import Arm
-from fathom.comparison.plan import Plan, Task, tasks
+from fathom.comparison.plan import Plan, RunTask, tasks
 from fathom.ladder.rungs import (
     CHECK,
     MATCHED,
@@ -49,7 +49,7 @@ class NotReadyError(RecipeError):
 
 @dataclass(frozen=True)
 class Run:
-    """An ordinary training run of a ladder outside of its rungs; `comparison.plan.Task` is one inside."""
+    """An ordinary training run of a ladder outside of its rungs; `comparison.plan.RunTask` is one inside."""
 
     name: str
     run_dir: Path
@@ -81,7 +81,7 @@ class Run:
         return mean if math.isfinite(mean) else math.inf
 
 
-Work = Run | Task
+Work = Run | RunTask
 
 
 @dataclass(frozen=True)
@@ -251,7 +251,7 @@ class State:
         """Where it lies."""
         return self.out / RUNGS / size.name
 
-    def rung_tasks(self, size: Size) -> list[Task]:
+    def rung_tasks(self, size: Size) -> list[RunTask]:
         """Its runs and measurements."""
         return tasks(self.plan(size), self.rung_dir(size))
 
@@ -280,7 +280,7 @@ class State:
         """Final losses by seed, of what is finished."""
         found = {}
         for seed in self.plan(size).seeds:
-            path = Task(self.plan(size), self.rung_dir(size), arm.name, seed).run_dir / RESULT
+            path = RunTask(self.plan(size), self.rung_dir(size), arm.name, seed).run_dir / RESULT
             if path.exists():
                 found[seed] = float(read_json(path)["evaluation"]["loss"])
         return {seed: loss for seed, loss in found.items() if math.isfinite(loss)}

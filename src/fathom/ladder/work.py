@@ -25,7 +25,7 @@ import torch
 
 from fathom.checkpoints.layout import CLAIMS, FAILED, REPORT, RESULT
 from fathom.comparison.leases import Claim, Claims
-from fathom.comparison.plan import Task
+from fathom.comparison.plan import RunTask
 from fathom.comparison.work import (
     POLL_SECONDS,
     CompareError,
@@ -175,7 +175,7 @@ def _resume(out: Path, threads: int, until: str, quiet: bool) -> bool:
 
 def _take(claims: dict[Path, Claims], out: Path, task: Work) -> Claim | None:
     """A claim where a comparison of that rung would look for it."""
-    place = (task.out if isinstance(task, Task) else out) / CLAIMS
+    place = (task.out if isinstance(task, RunTask) else out) / CLAIMS
     return claims.setdefault(place, Claims(place)).take(task.name)
 
 
@@ -195,7 +195,7 @@ def _do(state: State, stage: str, task: Work, claim: Claim) -> bool:
 def _ready(pending: list[Work]) -> list[Work]:
     """What may be begun: an accelerator is timed by the wall clock, so nothing else of ours may run on it."""
     runs: list[Work] = [task for task in pending if isinstance(task, Run) or task.seed is not None]
-    timed = next((task for task in pending if isinstance(task, Task)), None)
+    timed = next((task for task in pending if isinstance(task, RunTask)), None)
     shared = torch.cuda.is_available() and (timed is None or timed.plan.recipe.train.device != "cpu")
     return (runs or pending[:1]) if shared else pending
 
@@ -205,7 +205,7 @@ def _said(task: Work) -> str:
     name = task.name if isinstance(task, Run) else f"rung {task.out.name}, {task.name}"
     if task.failure is not None:
         return f"{name}: diverged at step {task.failure['step']}"
-    if isinstance(task, Task) and task.seed is None:
+    if isinstance(task, RunTask) and task.seed is None:
         return f"{name}: timed"
     evaluation: dict[str, Any] = read_json(task.run_dir / RESULT)["evaluation"]
     return f"{name}: held-out loss {evaluation['loss']:.4f}"

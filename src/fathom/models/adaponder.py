@@ -79,7 +79,7 @@ class AdaponderOptions(MixtureOptions, HaltingOptions):
         return self
 
 
-class Gate(nn.Module):
+class HaltGate(nn.Module):
     """One trip's own two-layer MLP, `[B, T, hidden_size]` to a logit `[B, T]`."""
 
     def __init__(self, width: int) -> None:
@@ -100,7 +100,7 @@ class Adaponder(Pondering[AdaponderOptions]):
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
-        self.gates = nn.ModuleList(Gate(config.hidden_size) for _ in range(self.trips - 1))
+        self.gates = nn.ModuleList(HaltGate(config.hidden_size) for _ in range(self.trips - 1))
         # A tensor, since a Python number that changes every step would recompile every step.
         self.fraction = nn.Buffer(torch.zeros(()), persistent=False)
 
@@ -118,7 +118,7 @@ class Adaponder(Pondering[AdaponderOptions]):
         """Open: a bias, and a last weight that hardly moves it."""
         init.zeros_(self.fraction)
         for gate in self.gates:
-            assert isinstance(gate, Gate)
+            assert isinstance(gate, HaltGate)
             init.normal_(gate.up.weight, std=std)
             init.zeros_(gate.up.bias)
             init.normal_(gate.down.weight, std=0.1 * std)

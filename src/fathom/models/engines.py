@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from .modeling import Attention
     from .roles import Recurrence
 
-Trips = tuple[tuple[Visit, ...], ...]
+Visits = tuple[tuple[Visit, ...], ...]
 """The visits of a pass, by trip."""
 
 BACKENDS = ("sdpa", "eager", "paged|eager", "flash", "flex", "kernels-community/", "fathom_")
@@ -63,7 +63,7 @@ class Bank(nn.Module):
         return attend(self, query, key, value, mask, scaling=self.scaling, **kwargs)
 
 
-def take_banks(attentions: Iterable[Attention], plan: Trips) -> nn.ModuleDict:
+def take_banks(attentions: Iterable[Attention], plan: Visits) -> nn.ModuleDict:
     """A module for every visit: a layer's own for its first one, a `Bank` for each further one, by number.
 
     The layers know theirs afterwards (`banks`).
@@ -90,7 +90,7 @@ def seat(attention: Attention, bank: int | None, arguments: Mapping[str, Any]) -
     return attention.banks[bank] if attention.banks else attention
 
 
-def engine_config(config: FathomConfig, plan: Trips) -> FathomConfig:
+def engine_config(config: FathomConfig, plan: Visits) -> FathomConfig:
     """The configuration as an engine has to see it: one layer for each visit."""
     told = copy.deepcopy(config)
     layers = [visit.layer for trip in plan for visit in trip]
@@ -102,7 +102,7 @@ def engine_config(config: FathomConfig, plan: Trips) -> FathomConfig:
 def check_engine(
     config: FathomConfig,
     policy: Recurrence,
-    plan: Trips,
+    plan: Visits,
     arguments: Mapping[str, Any] | None = None,
     attentions: Iterable[Attention] = (),
 ) -> None:

@@ -48,7 +48,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Interval:
+class IntervalMark:
     """A point with its interval; without one, a point."""
 
     name: str
@@ -122,7 +122,7 @@ def line_plot(
     return macro("lines", TEMPLATE, frame, x_label, y_label, description, at_zero, bands, curves)
 
 
-def interval_plot(intervals: Sequence[Interval], x_label: str, description: str) -> Markup:
+def interval_plot(intervals: Sequence[IntervalMark], x_label: str, description: str) -> Markup:
     """One row per interval, and the line of no difference."""
     values = [v for i in intervals for v in (i.value, i.low, i.high) if v is not None and math.isfinite(v)]
     low, high = _range([*values, 0.0])

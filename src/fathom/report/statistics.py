@@ -99,7 +99,7 @@ def quantile(freedom: float) -> float:
 
 
 @dataclass(frozen=True)
-class Noise:
+class NoiseShape:
     """A distribution of paired differences to try an interval on."""
 
     words: str
@@ -108,9 +108,9 @@ class Noise:
 
 
 NOISE = {
-    "normal": Noise("normal", lambda chance, shape: chance.normal(size=shape), 0.0),
-    "skewed": Noise("skewed (exponential)", lambda chance, shape: chance.exponential(size=shape), 1.0),
-    "outliers": Noise(
+    "normal": NoiseShape("normal", lambda chance, shape: chance.normal(size=shape), 0.0),
+    "skewed": NoiseShape("skewed (exponential)", lambda chance, shape: chance.exponential(size=shape), 1.0),
+    "outliers": NoiseShape(
         "normal but for one in ten that lies ten standard deviations to one side",
         lambda chance, shape: chance.normal(size=shape) + 10 * (chance.random(shape) < 0.1),
         1.0,

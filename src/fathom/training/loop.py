@@ -89,7 +89,7 @@ def train(
     with ExitStack() as stack:
         if ranks.first:
             stack.enter_context(claimed(change.run_dir))
-        return Run(change, ranks, callbacks, stack, command).train()
+        return TrainingRun(change, ranks, callbacks, stack, command).train()
 
 
 @contextmanager
@@ -115,7 +115,7 @@ def claimed(run_dir: Path) -> Iterator[None]:
                 path.rmdir()
 
 
-class Run:
+class TrainingRun:
     """One run directory being trained."""
 
     def __init__(

@@ -77,7 +77,7 @@ class Identity:
         return cls(read_json(path)["id"], f"{place.parent.name} {place.name}", place.parents[2].name)
 
 
-class Service(Hook):
+class TrackingService(Hook):
     """A tracking service that is handed whole lines."""
 
     _run: Any
@@ -92,7 +92,7 @@ class Service(Hook):
         self._run.finish()
 
 
-class Wandb(Service):
+class Wandb(TrackingService):
     """Weights & Biases."""
 
     def __init__(self, run_dir: Path, recipe: Recipe) -> None:
@@ -105,7 +105,7 @@ class Wandb(Service):
         )
 
 
-class Trackio(Service):
+class Trackio(TrackingService):
     """Hugging Face trackio."""
 
     def __init__(self, run_dir: Path, recipe: Recipe) -> None:
