@@ -147,7 +147,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         shares = found["covered"]
         print(
             f"{name:<32} grid {shares['grid, last rung']:.3f} {shares['grid, half a decade on']:.3f} "
-            f"{shares['grid, a decade on']:.3f} trend {shares['grid, trend']:.3f}  line {shares['line, last rung']:.3f}  "
+            f"{shares['grid, a decade on']:.3f} trend {shares['grid, trend']:.3f}  "
+            f"line {shares['line, last rung']:.3f}  "
             f"usual {shares['usual, last rung']:.3f}  "
             f"x {found['half_width']['grid, last rung']:.3f}",
             flush=True,

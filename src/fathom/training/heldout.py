@@ -24,7 +24,7 @@ from fathom.training.parallel import Ranks
 
 if TYPE_CHECKING:
     from fathom.training.build import StepMetrics
-    from fathom.training.loop import Run
+    from fathom.training.loop import TrainingRun
 
 
 @dataclass(frozen=True)
@@ -130,12 +130,12 @@ class HeldOut(Hook):
         self.last: Evaluation | None = None
         """The last evaluation of this call."""
 
-    def after_step(self, run: Run, metrics: StepMetrics) -> None:
+    def after_step(self, run: TrainingRun, metrics: StepMetrics) -> None:
         """Evaluate if it is time."""
         if run.due(run.recipe.evaluate.every):
             self.score(run)
 
-    def score(self, run: Run) -> Evaluation | None:
+    def score(self, run: TrainingRun) -> Evaluation | None:
         """Evaluate now, and tell the other hooks; None without a split."""
         if self.data is None:
             return None
