@@ -309,6 +309,22 @@ COMPARE = [
     *((f"plans/{name}", f"plans/{name}") for name in ("seeds", "equal", "recipe", "recipes")),
     ("run", "run"),
 ]
+LADDER = [
+    ("", "required"),
+    ("nowhere.yaml --arms vanilla,loop", "nowhere.yaml"),
+    ("binary.yaml --arms vanilla,loop", "binary.yaml"),
+    ("good.yaml", "--arms"),
+    ("good.yaml --arms vanilla,loop", "ladder"),
+    ("folder", "folder"),
+    ("cpu data.directory=corpus/out --arms vanilla", "vanilla"),
+    ("cpu data.directory=corpus/out --arms vanilla,vanila", "vanila"),
+    ("cpu data.directory=corpus/out --arms vanilla,loop --until dawn", "dawn"),
+    ("cpu data.directory=corpus/out --arms vanilla,loop --workers 0", "--workers 0"),
+    ("cpu data.directory=corpus/out --arms vanilla,loop --threads -1", "--threads -1"),
+    ("cpu data.directory=corpus/out --arms vanilla,loop ladder.rungs=3", "ladder.rungs"),
+    ("cpu data.directory=corpus/out --arms vanilla,loop ladder.nonsense=3", "ladder.nonsense"),
+    ("cpu data.directory=corpus/out --arms vanilla,loop --report --dry-run", "--report"),
+]
 BAD_MODELS = {
     **dict.fromkeys(("config_cut", "config_list", "config_empty", "config_binary", "config_twice"), "config.json"),
     **dict.fromkeys(("config_deep",), "config.json"),
@@ -686,7 +702,14 @@ def _cases() -> Iterator[Case]:
         yield Case(f"prepare good.jsonl {line} --out new", tuple(says))
     for line, *says in PREPARE_OUT:
         yield Case(f"prepare good.jsonl --tokenizer words --out {line}", tuple(says))
-    tables = {"train": TRAIN, "compare": COMPARE, "generate": GENERATE, "evaluate": EVALUATE, "serve": SERVE}
+    tables = {
+        "train": TRAIN,
+        "compare": COMPARE,
+        "ladder": LADDER,
+        "generate": GENERATE,
+        "evaluate": EVALUATE,
+        "serve": SERVE,
+    }
     for command, table in {**tables, "export": EXPORT, "lens": LENS, "lineage": LINEAGE}.items():
         for line, *says in table:
             yield Case(f"{command} {line}", tuple(says))

@@ -43,6 +43,9 @@ def run(options: Namespace) -> int:
 
     if options.report and (options.retry_failed or options.dry_run):
         raise UsageError("--report runs nothing: give it alone")
+    for name, count in (("--workers", options.workers), ("--threads", options.threads)):
+        if count is not None and count < 1:
+            raise UsageError(f"{name} {count}: allowed: 1 or more")
     source, console = Path(options.recipe), Console(highlight=False)
     if source.is_dir():
         if options.arms or options.overrides or options.out:
