@@ -42,7 +42,7 @@ class Clean(Stage):
         found = []
         for entry in self.workspace.manifest("ingest")["tasks"]:
             collection = entry["arguments"]["collection"]
-            kind = entry["arguments"]["kind"]
+            kind = "documents" if entry["arguments"]["kind"] == "documents" else "conversations"
             limits = asdict(self.recipe.filter_of(collection)) if kind == "documents" else None
             arguments = {"collection": collection, "kind": kind, "filter": limits}
             found += [Task((part,), arguments) for part in self.workspace.parts("ingest", entry["key"])]

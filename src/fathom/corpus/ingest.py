@@ -17,6 +17,8 @@ from fathom.corpus.extraction import FAILURES, Extracted
 from fathom.corpus.recipe import Collection
 from fathom.corpus.sandbox import Sandbox
 from fathom.corpus.stage import CorpusError, Input, Stage, Task
+from fathom.corpus.traces import is_trace, require_tools, trace_messages
+from fathom.corpus.verbalizer import TEMPLATES, pairs_of
 from fathom.data.shards import DataError
 from fathom.data.sources import COMPRESSIONS, JSON, JSONL, PARQUET, TEXT, Kind, Reading, Source, find_files, suffix_of
 from fathom.report.files import digest, read_json, write_json
@@ -92,7 +94,7 @@ class Ingest(Stage):
 
     def _task(self, group: list[tuple[str, str, Path, str]], identities: dict[Path, str]) -> Task:
         collection = asdict(self.recipe.collections[group[0][0]])
-        keys = ("kind", "license", "text_field", "separator", "encoding")
+        keys = ("kind", "license", "text_field", "separator", "encoding", "entity_field", "templates", "tools")
         arguments = {key: collection[key] for key in keys} | {
             "collection": group[0][0],
             "files": [[label, kind] for _, label, _, kind in group],
@@ -187,6 +189,8 @@ class _Reader:
                 place = label if kind == "text" and self._arguments["separator"] is None else f"{label}:{number}"
                 if payload is None:
                     yield _failure(place, Extracted("too_large", detail=f"over {self._limit:,} bytes"))
+                elif self._arguments["kind"] == "table":
+                    yield from self._pairs(place, payload)
                 elif (found := self._row(place, kind, payload)) is not None:
                     yield found
         except DataError as error:
@@ -228,6 +232,24 @@ class _Reader:
         extracted = Extracted("ok" if text.strip() else "empty", text, meta=meta)
         return self._outcome(place, kind, extracted, messages, license_)
 
+    def _pairs(self, place: str, line: bytes) -> Iterator[Document | dict[str, Any]]:
+        """A record of a table as conversations."""
+        if not line.strip():
+            return
+        templates = self._arguments["templates"]
+        chosen = list(zip(templates[::2], templates[1::2], strict=True)) or TEMPLATES
+        try:
+            values = json.loads(line.decode("utf-8-sig"))
+            if not isinstance(values, dict):
+                raise ValueError(f"expected a JSON object, found {type(values).__name__}")
+            pairs = list(pairs_of(values, self._arguments["entity_field"], chosen))
+        except (UnicodeError, ValueError, RecursionError) as error:
+            yield _failure(place, Extracted("parse_error", detail=" ".join(str(error).split())[:300]))
+            return
+        for number, messages in enumerate(pairs, 1):
+            text = Extracted("ok", contents(messages))
+            yield self._outcome(f"{place}.{number}", "jsonl", text, messages)
+
     def _json(self, line: bytes) -> tuple[str, dict[str, Any], list[dict[str, Any]] | None, str | None]:
         values = json.loads(line.decode("utf-8-sig"))
         if not isinstance(values, dict):
@@ -235,7 +257,10 @@ class _Reader:
         meta = {key: values[key] for key in KEPT_FIELDS if isinstance(values.get(key), (str, int))}
         license_ = values.get("license") if isinstance(values.get("license"), str) else None
         if self._arguments["kind"] == "conversations":
-            messages = messages_of(values)
+            text = next((values[key] for key in ("trace", "text") if is_trace(values.get(key))), None)
+            messages = trace_messages(text) if text is not None else messages_of(values)
+            if self._arguments["tools"]:
+                require_tools(messages, self._arguments["tools"])
             return contents(messages), meta, messages, license_
         field = self._arguments["text_field"]
         if field not in values:

@@ -19,6 +19,7 @@ from fathom.data.tokenizer import tokenizer_checksums
 from fathom.report.files import read_json, write_json
 
 SHARD_FOLDER, CONVERSATION_FOLDER, BENCHMARK_FOLDER = "shards", "conversations", "benchmark"
+EXPORT_FOLDER = "exports"
 MIXTURE, ORDER = "mixture.json", "mixture.u8"
 
 
@@ -45,9 +46,10 @@ def publish(workspace: Workspace) -> Budget | None:
     if budget is not None:
         _publish_shards(workspace, "tokenize", SHARD_FOLDER)
         _publish_mixture(workspace, budget)
-    if "conversations" in kinds:
+    if kinds - {"documents"}:
         _publish_shards(workspace, "converse", CONVERSATION_FOLDER)
     _publish_flags(workspace)
+    _publish_exports(workspace)
     return budget
 
 
@@ -113,6 +115,17 @@ def _link(file: Path, target: Path) -> None:
         os.link(file, target)
     except OSError:  # a file system without links
         shutil.copyfile(file, target)
+
+
+def _publish_exports(workspace: Workspace) -> None:
+    """A folder for each form."""
+    place = workspace.directory / EXPORT_FOLDER
+    shutil.rmtree(place, ignore_errors=True)
+    for task in workspace.manifest("export")["tasks"]:
+        folder = place / task["arguments"]["form"]
+        folder.mkdir(parents=True)
+        for name in task["outputs"]:
+            _link(workspace.stage("export") / task["key"] / name, folder / name)
 
 
 def _publish_flags(workspace: Workspace) -> None:

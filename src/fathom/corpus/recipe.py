@@ -29,8 +29,14 @@ class Collection:
 
     inputs: tuple[str, ...] = ()
     """files, directories and globs; a directory is searched to any depth for known extensions"""
-    kind: Literal["documents", "conversations"] = "documents"
-    """documents to continue on, or conversations to tune on"""
+    kind: Literal["documents", "conversations", "table"] = "documents"
+    """documents to continue on, conversations to tune on, or a table of JSON rows that is made into conversations"""
+    entity_field: str = "name"
+    """of a table: the column that names what a row is about"""
+    templates: tuple[str, ...] = ()
+    """of a table: questions and answers in turn, with {entity}, {key}, {value} in them; empty: five of our own"""
+    tools: tuple[str, ...] = ()
+    """of ReAct traces: the tools that are described; a trace that uses another is left out; empty: any"""
     license: str = "unknown"
     """of every document that names none itself"""
     priority: int = 0
@@ -261,6 +267,8 @@ class CorpusRecipe:
     """conversations to tokens"""
     mix: Mix = field(default_factory=Mix)
     """what a training run is to read"""
+    exports: tuple[Literal["llamafactory", "axolotl", "trl", "lm_eval"], ...] = ()
+    """forms for other programs, beside the shards"""
     executor: Executor = field(default_factory=Executor)
     """who does the work; may be written as the name alone"""
 
@@ -373,6 +381,8 @@ def _rules(recipe: CorpusRecipe) -> Iterator[tuple[bool, str, str]]:
         key = f"collections.{name}"
         yield bool(re.fullmatch(r"[\w-]+", name)), key, "a name is made of letters, digits, - and _"
         yield bool(collection.inputs), f"{key}.inputs", "name at least one file, directory or glob"
+        paired = len(collection.templates) % 2 == 0 and all("{entity}" in one for one in collection.templates[::2])
+        yield paired, f"{key}.templates", "write a question with {entity} in it, then its answer, and so on"
         yield _is_encoding(collection.encoding), f"{key}.encoding", f"{collection.encoding} is no encoding"
     for number, pattern in enumerate(recipe.normalize.strip):
         yield _compiles(pattern), f"normalize.strip[{number}]", f"{pattern!r} is not a regular expression"

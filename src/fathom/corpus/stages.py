@@ -6,12 +6,13 @@ from fathom.corpus.clean import Clean
 from fathom.corpus.contamination import Benchmarks, Contamination, Flags
 from fathom.corpus.converse import Converse
 from fathom.corpus.duplicates import Candidates, Duplicates, Exact, Signatures, Verify
+from fathom.corpus.exports import Export
 from fathom.corpus.ingest import Ingest
 from fathom.corpus.stage import Stage
 from fathom.corpus.tokens import Tokenize, Tokenizer
 
 ORDER: tuple[type[Stage], ...] = (
     *(Ingest, Clean, Signatures, Exact, Candidates, Verify, Duplicates),
-    *(Benchmarks, Contamination, Flags, Tokenizer, Tokenize, Converse),
+    *(Benchmarks, Contamination, Flags, Tokenizer, Tokenize, Converse, Export),
 )
 STAGES = {stage.name: stage for stage in ORDER}

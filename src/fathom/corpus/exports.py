@@ -1,0 +1,140 @@
+"""What is kept, as files that other trainers and lm-eval read; nothing of theirs is imported."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from fathom.corpus.benchmarks import LETTERS, Item
+from fathom.corpus.contamination import read_index_items
+from fathom.corpus.documents import write_lines
+from fathom.corpus.kept import kept_documents, kept_parts
+from fathom.corpus.stage import Stage, Task
+
+SCORES = ("acc", "acc_norm")
+
+
+class Export(Stage):
+    """One task for each form that the recipe names."""
+
+    name = "export"
+
+    def tasks(self) -> list[Task]:
+        """The work, when the stages before are done."""
+        parts = kept_parts(self.workspace)
+        inputs = tuple(one for part in parts for one in part.inputs())
+        listed = [[part.collection, part.kind, len(part.inputs()), part.min_words] for part in parts]
+        items = tuple(self.workspace.outputs("benchmarks", "items.jsonl"))
+        names = [task["arguments"]["name"] for task in self.workspace.manifest("benchmarks")["tasks"]]
+        return [
+            Task(items, {"form": form, "benchmarks": names})
+            if form == "lm_eval"
+            else Task(inputs, {"form": form, "parts": listed})
+            for form in self.recipe.exports
+        ]
+
+    def run(self, task: Task, folder: Path) -> dict[str, int]:
+        """Do one task; returns what was counted."""
+        form = task.arguments["form"]
+        if form == "lm_eval":
+            return self._tasks_of_lm_eval(task, folder)
+        kinds: dict[str, str] = {}
+        rows: dict[str, list[tuple[tuple[Any, ...], int]]] = {}
+        inputs = iter(task.inputs)
+        for collection, kind, count, min_words in task.arguments["parts"]:
+            kinds[collection] = kind
+            rows.setdefault(collection, []).append((tuple(islice(inputs, count)), min_words))
+        counts = {"rows": 0}
+        for collection, parts in rows.items():
+            counts["rows"] += write_lines(folder / f"{collection}.jsonl", self._rows(parts))
+        if form == "llamafactory":
+            _write_json(folder / "dataset_info.json", {name: dataset_info(name, kind) for name, kind in kinds.items()})
+        elif form == "axolotl":
+            datasets = [axolotl_dataset(name, kind) for name, kind in kinds.items()]
+            (folder / "datasets.yaml").write_text(yaml.safe_dump({"datasets": datasets}, sort_keys=False), "utf-8")
+        return counts
+
+    def _rows(self, parts: list[tuple[tuple[Any, ...], int]]) -> Iterator[dict[str, Any]]:
+        for inputs, min_words in parts:
+            for document in kept_documents(self.workspace, inputs, min_words):
+                if document.messages is None:
+                    yield {"text": document.text}
+                else:
+                    yield {"messages": [{key: one[key] for key in ("role", "content")} for one in document.messages]}
+
+    def _tasks_of_lm_eval(self, task: Task, folder: Path) -> dict[str, int]:
+        counts = {"rows": 0}
+        for name, one in zip(task.arguments["benchmarks"], task.inputs, strict=True):
+            items = [item for item in read_index_items(self.workspace.path(one)) if item.answer is not None]
+            if not items:
+                continue
+            counts["rows"] += write_lines(folder / f"{name}.jsonl", map(task_row, items))
+            for rule in ("letter", "text"):
+                text = yaml.safe_dump(task_yaml(name, rule), sort_keys=False)
+                (folder / f"{name}_{rule}.yaml").write_text(text, "utf-8")
+        return counts
+
+
+def _write_json(path: Path, value: Any) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def dataset_info(name: str, kind: str) -> dict[str, Any]:
+    """An entry of LLaMA-Factory's `dataset_info.json`."""
+    if kind == "documents":
+        return {"file_name": f"{name}.jsonl", "columns": {"prompt": "text"}}
+    tags = {"role_tag": "role", "content_tag": "content", "user_tag": "user", "assistant_tag": "assistant"}
+    tags |= {"observation_tag": "tool", "system_tag": "system"}
+    return {
+        "file_name": f"{name}.jsonl",
+        "formatting": "sharegpt",
+        "columns": {"messages": "messages"},
+        "tags": tags,
+    }
+
+
+def axolotl_dataset(name: str, kind: str) -> dict[str, Any]:
+    """An entry of `datasets` in axolotl's configuration."""
+    place = {"path": f"{name}.jsonl", "ds_type": "json"}
+    if kind == "documents":
+        return {**place, "type": "completion", "field": "text"}
+    return {**place, "type": "chat_template", "field_messages": "messages", "roles_to_train": ["assistant"]}
+
+
+def task_row(item: Item) -> dict[str, Any]:
+    """An item as lm-eval's tasks read it."""
+    letters = list(LETTERS[: len(item.choices)])
+    listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(letters, item.choices, strict=True))
+    head = f"{item.context}\n\n{item.stem}" if item.context else item.stem
+    return {
+        "id": item.id,
+        "letter_prompt": f"Question: {head}\n{listed}\nAnswer:",
+        "text_prompt": f"Question: {head}\nAnswer:",
+        "letters": letters,
+        "choices": list(item.choices),
+        "answer": item.answer,
+    }
+
+
+def task_yaml(name: str, rule: str) -> dict[str, Any]:
+    """A multiple-choice task: by letter, the options listed; or by the options' own text, not listed."""
+    return {
+        "task": f"{name}_{rule}",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": f"{name}.jsonl"}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": f"{{{{{rule}_prompt}}}}",
+        "doc_to_choice": "{{letters}}" if rule == "letter" else "{{choices}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [
+            {"metric": metric, "aggregation": "mean", "higher_is_better": True}
+            for metric in (SCORES if rule == "text" else SCORES[:1])
+        ],
+        "metadata": {"version": 1.0},
+    }

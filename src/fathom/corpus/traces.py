@@ -1,0 +1,53 @@
+"""ReAct traces: one text of thoughts, actions and observations as a conversation with tools."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fathom.corpus.conversations import ConversationError
+
+STEP = re.compile(r"^(Question|Thought|Action Input|Action|Observation|Final Answer)[ \t]*:[ \t]*", re.MULTILINE)
+
+
+def is_trace(text: object) -> bool:
+    """Whether a text is a trace: it thinks, and it answers."""
+    return isinstance(text, str) and {"Thought", "Final Answer"} <= {match[1] for match in STEP.finditer(text)}
+
+
+def trace_messages(text: str) -> list[dict[str, Any]]:
+    """A trace as messages: what comes before the question is the system's, an observation is a tool's."""
+    steps = list(STEP.finditer(text))
+    ends = [*(step.start() for step in steps[1:]), len(text)]
+    preamble = text[: steps[0].start()].strip() if steps else ""
+    messages: list[dict[str, Any]] = [{"role": "system", "content": preamble}] if preamble else []
+    for step, end in zip(steps, ends, strict=True):
+        name, said = step[1], text[step.end() : end].strip()
+        if name in ("Question", "Observation"):
+            messages.append({"role": "user" if name == "Question" else "tool", "content": said})
+        elif messages and messages[-1]["role"] == "assistant":
+            messages[-1]["content"] += f"\n{name}: {said}"
+        else:
+            messages.append({"role": "assistant", "content": f"{name}: {said}"})
+    if not steps or messages[-1]["role"] != "assistant" or "Final Answer:" not in messages[-1]["content"]:
+        raise ConversationError("a trace that ends without a Final Answer")
+    if not any(one["role"] == "user" for one in messages):
+        raise ConversationError("a trace without a Question")
+    return messages
+
+
+def used_actions(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The name of every action that is taken."""
+    for message in messages:
+        if message["role"] == "assistant":
+            yield from (
+                match[1].strip() for match in re.finditer(r"^Action:[ \t]*(.+)$", message["content"], re.MULTILINE)
+            )
+
+
+def require_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[str]) -> None:
+    """Refuse a trace that uses a tool which is not described."""
+    for name in used_actions(messages):
+        if name not in tools:
+            raise ConversationError(f"the action {name!r} is none of its tools: {', '.join(tools) or 'none'}")

@@ -1,0 +1,69 @@
+"""A table to questions and answers: each value asked for in several ways, what is missing not at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from fathom.corpus.conversations import ConversationError
+
+TEMPLATES: tuple[tuple[str, str], ...] = (
+    ("What is the {key} of {entity}?", "The {key} of {entity} is {value}."),
+    ("{entity}: which {key}?", "{value}"),
+    ("Tell me the {key} of {entity}.", "{entity} has the {key} {value}."),
+    ("I am looking for the {key} of {entity}. What is it?", "It is {value}."),
+    ("Which {key} does {entity} have?", "Its {key} is {value}."),
+)
+"""Questions and their answers; a recipe may name others."""
+NOTHING = ("", "-", "–", "na", "n/a", "none", "null", "nan", "unknown")
+"""What tables write where they know nothing."""
+
+
+def pairs_of(
+    record: Mapping[str, Any], entity_field: str, templates: Sequence[tuple[str, str]] = TEMPLATES
+) -> Iterator[list[dict[str, Any]]]:
+    """One exchange for each value and template.
+
+    Args:
+        record: Keys and values; a list is said as one.
+        entity_field: The key whose value names what the record is about.
+        templates: Questions and answers with {entity}, {key} and {value} in them.
+    """
+    entity = said(record.get(entity_field))
+    if not entity:
+        raise ConversationError(f"no {entity_field!r}: it has {', '.join(map(str, record)) or 'none'}")
+    for key, given in record.items():
+        value = said(given)
+        if key == entity_field or not value:
+            continue
+        words = {"entity": entity, "key": " ".join(str(key).replace("_", " ").split()), "value": value}
+        for question, answer in templates:
+            yield [
+                {"role": "user", "content": _filled(question, words)},
+                {"role": "assistant", "content": _filled(answer, words)},
+            ]
+
+
+def said(value: Any) -> str:
+    """A value in words; empty where there is none."""
+    if value is None or (isinstance(value, float) and value != value):
+        return ""
+    if isinstance(value, (list, tuple)):
+        parts = [text for text in map(said, value) if text]
+        return ", ".join(parts[:-1]) + " and " + parts[-1] if len(parts) > 1 else "".join(parts)
+    if isinstance(value, Mapping):
+        return ""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    text = " ".join(str(value).split())
+    return "" if text.lower() in NOTHING else text
+
+
+def _filled(template: str, words: Mapping[str, str]) -> str:
+    """A template with its three words put in; braces in a value stay braces."""
+    parts = template.split("{")
+    text = parts[0]
+    for part in parts[1:]:
+        name, closed, rest = part.partition("}")
+        text += words[name] + rest if closed and name in words else "{" + part
+    return text
