@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import html
 import random
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +89,28 @@ def test_any_order_keeps_the_same_documents(tmp_path: Path) -> None:
         kept.append({row["id"] for row in cleaned if row["path"] not in gone})
         assert len(removed) == sum(range(6)) + 1
     assert kept[0] == kept[1] == kept[2]
+
+
+def test_one_book_in_three_files(tmp_path: Path) -> None:
+    """As text with hard line ends, as a page, and an older revision: the collection of the highest priority keeps it."""
+    prose = Prose(7)
+    paragraphs = [prose.sentence(60) for _ in range(60)]
+    wrapped = "\n\n".join(textwrap.fill(text, 70) for text in paragraphs)
+    page = "<html><body>" + "".join(f"<p>{html.escape(text)}</p>" for text in paragraphs) + "</body></html>"
+    older = "\n\n".join(prose.edited(text, 1) if number % 2 else text for number, text in enumerate(paragraphs))
+    files = {"new.txt": wrapped, "new.html": page, "old.txt": older, "other.txt": prose.document(2000)}
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    collections: dict[str, Any] = {
+        "pages": {"inputs": [str(tmp_path / "new.html")], "priority": 1},
+        "texts": {"inputs": [str(tmp_path / name) for name in ("new.txt", "old.txt", "other.txt")]},
+    }
+    workspace = until("duplicates", tmp_path / "out", recipe_values(collections, ingest={"html": "plain"}))
+    found = {row["path"]: row for row in lines(workspace.stage("duplicates") / "duplicates.jsonl")}
+    assert found.keys() == {"new.txt", "old.txt"}
+    assert {row["kept"]["path"] for row in found.values()} == {"new.html"}
+    assert found["new.txt"]["jaccard"] == 1.0 and found["new.txt"]["kind"] == "near"  # other line ends, the same words
+    assert 0.8 <= found["old.txt"]["jaccard"] < 1
 
 
 def test_one_bucket_or_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
