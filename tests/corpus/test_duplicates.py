@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from fathom.corpus.duplicates import _meeting
-from fathom.corpus.executor import EXECUTORS, write_plan
+from fathom.corpus.executor import executing, write_plan
 from fathom.corpus.minhash import jaccard, run_set
 from fathom.corpus.recipe import parse_corpus_recipe
 from fathom.corpus.stage import Workspace, conclude
@@ -25,14 +25,15 @@ def until(last: str, directory: Path, values: dict[str, Any]) -> Workspace:
     """Run the stages up to one of them."""
     directory.mkdir(exist_ok=True)
     workspace = Workspace(directory, parse_corpus_recipe(values))
-    for kind in ORDER:
-        stage = kind(workspace)
-        tasks = stage.tasks()
-        write_plan(workspace, stage.name, tasks)
-        EXECUTORS["local"](workspace, stage.name, tasks, lambda: None)
-        conclude(stage, tasks)
-        if stage.name == last:
-            break
+    with executing("local") as execute:
+        for kind in ORDER:
+            stage = kind(workspace)
+            tasks = stage.tasks()
+            write_plan(workspace, stage.name, tasks)
+            execute(workspace, stage.name, tasks, lambda: None)
+            conclude(stage, tasks)
+            if stage.name == last:
+                break
     return workspace
 
 
@@ -92,7 +93,7 @@ def test_any_order_keeps_the_same_documents(tmp_path: Path) -> None:
 
 
 def test_one_book_in_three_files(tmp_path: Path) -> None:
-    """As text with hard line ends, as a page, and an older revision: the collection of the highest priority keeps it."""
+    """As text with hard line ends, as a page, and an older revision: the highest priority keeps it."""
     prose = Prose(7)
     paragraphs = [prose.sentence(60) for _ in range(60)]
     wrapped = "\n\n".join(textwrap.fill(text, 70) for text in paragraphs)

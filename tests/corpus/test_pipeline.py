@@ -198,11 +198,11 @@ def test_a_worker_that_dies_is_replaced_once(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(
         executor, "WORKER", "import sys; sys.stdin.readline()\n" + dying % (str(tmp_path / "f"), answer)
     )
-    executor._Pool(tmp_path, "stage", 1, lambda: ticks.append(1)).run(1)
+    executor.Pool().run(str(tmp_path), "stage", 1, 1, lambda: ticks.append(1))
     assert ticks == [1]
     monkeypatch.setattr(executor, "WORKER", "import os; os.abort()")
     with pytest.raises(CorpusError, match="died twice"):
-        executor._Pool(tmp_path, "stage", 1, lambda: None).run(1)
+        executor.Pool().run(str(tmp_path), "stage", 1, 1, lambda: None)
 
 
 def killed(recipe: Path, out: Path, after: float) -> int:

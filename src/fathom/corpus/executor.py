@@ -12,8 +12,8 @@ import queue
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from fathom.checkpoints.layout import PLAN
 from fathom.corpus.remote import remote
@@ -50,32 +50,48 @@ def write_plan(workspace: Workspace, stage: str, tasks: Sequence[Task]) -> None:
     write_json(place / PLAN, {"recipe": workspace.recipe.to_dict(), "tasks": [task.to_dict() for task in tasks]})
 
 
-def local(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Tick) -> None:
-    """Processes of this machine, as many as `executor.workers`; this one does what is little, or is asked of one."""
-    workers = min(workspace.recipe.executor.workers or cores(), len(tasks))
-    if workers <= 1 or sum(one.bytes for task in tasks for one in task.inputs) < POOL_BYTES:
-        for number in range(len(tasks)):
-            carry_out(str(workspace.directory), stage, [number])
-            tick()
+@contextmanager
+def executing(name: str) -> Iterator[Executing]:
+    """An executor by the name that a recipe gives it; its processes end with the block."""
+    if name != "local":
+        yield remote
         return
-    pool = _Pool(workspace.directory, stage, len(tasks), tick)
-    pool.run(workers)
+    pool = Pool()
+    try:
+        yield pool
+    finally:
+        pool.stop()
 
 
-class _Pool:
-    """Threads that each hand tasks to a process of their own."""
+class Pool:
+    """Processes of this machine, as many as `executor.workers`; this one does what is little, or is asked of one.
 
-    def __init__(self, directory: Path, stage: str, count: int, tick: Tick) -> None:
-        self._directory, self._stage, self._tick = str(directory), stage, tick
+    A thread hands tasks to each process, which stays for the stages that follow.
+    """
+
+    def __init__(self) -> None:
+        self._directory, self._stage, self._tick = "", "", _nothing
         self._todo: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for number in range(count):
-            self._todo.put(number)
         self._failure: BaseException | None = None
         self._processes: list[subprocess.Popen[str]] = []
+        self._idle: list[subprocess.Popen[str]] = []
         self._lock = threading.Lock()
 
-    def run(self, workers: int) -> None:
-        """Do one task; returns what was counted."""
+    def __call__(self, workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Tick) -> None:
+        """Do all tasks of a stage's plan."""
+        workers = min(workspace.recipe.executor.workers or cores(), len(tasks))
+        if workers <= 1 or sum(one.bytes for task in tasks for one in task.inputs) < POOL_BYTES:
+            for number in range(len(tasks)):
+                carry_out(str(workspace.directory), stage, [number])
+                tick()
+            return
+        self.run(str(workspace.directory), stage, len(tasks), workers, tick)
+
+    def run(self, directory: str, stage: str, count: int, workers: int, tick: Tick) -> None:
+        """Have so many tasks done by so many processes."""
+        self._directory, self._stage, self._tick = directory, stage, tick
+        for number in range(count):
+            self._todo.put(number)
         threads = [threading.Thread(target=self._thread, daemon=True) for _ in range(workers)]
         try:
             for thread in threads:
@@ -85,13 +101,20 @@ class _Pool:
                     thread.join(0.1)
         except BaseException as error:
             self._failure = error
-        finally:
-            self._stop()
         if self._failure is not None:
+            self.stop()
             raise self._failure
 
+    def stop(self) -> None:
+        """End all processes."""
+        for process in self._processes:
+            process.kill()
+            process.communicate()
+        self._processes.clear()
+
     def _thread(self) -> None:
-        process = None
+        with self._lock:
+            process = self._idle.pop() if self._idle else None
         try:
             while self._failure is None:
                 try:
@@ -103,9 +126,11 @@ class _Pool:
                     self._tick()
         except BaseException as error:
             self._failure = self._failure or error
+            process = None
         finally:
-            if process is not None and process.stdin is not None:
-                process.stdin.close()
+            if process is not None:
+                with self._lock:
+                    self._idle.append(process)
 
     def _do(self, number: int, process: subprocess.Popen[str] | None) -> subprocess.Popen[str]:
         """Have a task done, in a new process where the old one died."""
@@ -147,10 +172,9 @@ class _Pool:
             self._processes.append(process)
         return process
 
-    def _stop(self) -> None:
-        for process in self._processes:
-            process.kill()
-            process.wait()
+
+def _nothing() -> None:
+    """Watches no task."""
 
 
 def _ask(process: subprocess.Popen[str], request: list[str | int]) -> dict[str, str] | None:
@@ -164,7 +188,3 @@ def _ask(process: subprocess.Popen[str], request: list[str | int]) -> dict[str, 
         return None
     answer: dict[str, str] | None = json.loads(line) if line.endswith("\n") else None
     return answer
-
-
-EXECUTORS: dict[str, Executing] = {"local": local, "datatrove": remote, "slurm": remote, "ray": remote}
-"""By the name that a recipe gives them."""

@@ -15,7 +15,7 @@ from typing import Any
 from fathom.checkpoints.layout import LOCK, PLAN, RECIPE
 from fathom.corpus.budget import plan_budget
 from fathom.corpus.card import write_card
-from fathom.corpus.executor import EXECUTORS, write_plan
+from fathom.corpus.executor import Executing, executing, write_plan
 from fathom.corpus.ingest import collection_files
 from fathom.corpus.publish import SHARD_FOLDER, budget_of, publish
 from fathom.corpus.recipe import CorpusRecipe
@@ -117,7 +117,8 @@ def build(recipe: CorpusRecipe, directory: Path) -> Report:
     workspace = Workspace(directory, recipe)
     with _locked(directory):
         write_atomically(directory / RECIPE, recipe.to_yaml())
-        reports = {stage.name: _carry_out(stage(workspace)) for stage in ORDER}
+        with executing(recipe.executor.name) as execute:
+            reports = {stage.name: _carry_out(stage(workspace), execute) for stage in ORDER}
         budget = publish(workspace)
         card = write_card(workspace)
         report = Report(directory, reports, budget.to_dict() if budget else None, card)
@@ -125,7 +126,7 @@ def build(recipe: CorpusRecipe, directory: Path) -> Report:
     return report
 
 
-def _carry_out(stage: Stage) -> StageReport:
+def _carry_out(stage: Stage, execute: Executing) -> StageReport:
     """Do what is not done of a stage."""
     started = time.perf_counter()
     tasks = stage.tasks()
@@ -143,7 +144,7 @@ def _carry_out(stage: Stage) -> StageReport:
                 finished += 1
                 bar.update(finished, f"{finished} of {len(todo)} tasks")
 
-            EXECUTORS[stage.recipe.executor.name](stage.workspace, stage.name, todo, tick)
+            execute(stage.workspace, stage.name, todo, tick)
         if missing := [task for task in todo if not stage.done(task)]:
             raise CorpusError(f"{stage.name}: {len(missing)} of {len(todo)} tasks are not done; run again to go on", 1)
     manifest = conclude(stage, tasks)

@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -169,6 +171,7 @@ def perform(stage: Stage, task: Task) -> None:
     draft = final.with_name(f".{final.name}.{os.getpid()}{DRAFT}")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(parents=True)
+    forget_peak()
     started, busy = time.perf_counter(), time.process_time()
     counts = stage.run(task, draft)
     times = {
@@ -198,8 +201,18 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def forget_peak() -> None:
+    """Let the system count this process's peak anew, where it can."""
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
 def peak_memory() -> int:
-    """The most bytes that this process held at once; 0 where the system does not say."""
+    """The most bytes that this process held at once, since the peak was forgotten if it could be; 0 if nothing says."""
+    with suppress(OSError):
+        found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+        if found:
+            return int(found[1]) * 1024
     try:
         import resource
     except ImportError:  # Windows
