@@ -63,7 +63,7 @@ def covered(truth: Truth, draws: int, usual: bool = True) -> Values:
             value, cross = truth.log_multiplier(x), line.interval(x)
             rows[f"grid, {name}"] = value, ends(fit.log_multiplier(x))
             rows[f"line, {name}"] = value, cross and cross[1:]
-        rows["grid, trend"] = truth.growth * DECADE, ends(fit.growth * DECADE)
+        rows["grid, trend"] = truth.trend * DECADE, ends(fit.growth * DECADE)
         if usual:
             rows["usual, last rung"] = truth.log_multiplier(top), usual_interval(rungs, top)
         both = rows["grid, last rung"][1], rows["line, last rung"][1]

@@ -39,7 +39,7 @@ from fathom.evaluation.caches import evaluate as cache_evaluation
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.registry import MECHANISMS
 from fathom.models.roles import Mechanism, ValueMixer
-from fathom.recipe import describe, load_recipe
+from fathom.recipe import describe, load_recipe, parse_recipe, read_values
 from fathom.training.estimate import estimate
 
 ROOT = Path(__file__).parent.parent
@@ -56,6 +56,7 @@ SUBJECT = {
     "data": "prepare",
     "corpus": "corpus",
     "compare": "compare",
+    "ladder": "ladder",
     "evaluate": "evaluate",
     "generate": "generate",
     "lens": "lens",
@@ -255,6 +256,10 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
             load_recipe(path, [f"{key}={value}" for key, value in MICRO.items()]).to_yaml()
         )
 
+    (here / "recipes/ladders").mkdir()
+    for path in (ROOT / "recipes/ladders").glob("*.yaml"):
+        (here / "recipes/ladders" / path.name).write_text(small_ladder(path))
+
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(here)
         prepare(["corpus/*.jsonl"], Path("data/tiny"), tokenizer="gpt2", held_out=0.05, workers=1)
@@ -269,6 +274,19 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "cards").mkdir()
     quiet(["lineage", "card", str(here / "B"), "--out", str(here / "cards" / "B.json")])
     return here
+
+
+def small_ladder(path: Path) -> str:
+    """A ladder file whose runs take a second; a puzzle keeps its row."""
+    values = read_values(path)
+    rules = values.pop("ladder")
+    length = values["data"]["sequence_length"] if "puzzle" in values["data"]["directory"] else 64
+    small = {**MICRO, "data.sequence_length": length, "train.tokens_per_step": 2 * length, "train.compile": "false"}
+    recipe = parse_recipe(values, [f"{key}={value}" for key, value in small.items()])
+    sizes = {"layers": [6, 6, 6][: len(rules["layers"])], "hidden": [16, 16, 24][: len(rules["layers"])]}
+    rules |= {**sizes, "seeds": [2, 1, 1][: len(rules["layers"])], "tokens": 4 * length, "tune_points": [3]}
+    rules |= {"tune_seeds": [1], "twin": [1]}
+    return recipe.to_yaml() + json.dumps({"ladder": rules})[1:-1].replace('"ladder"', "ladder", 1) + "\n"
 
 
 def quiet(words: list[str]) -> None:
@@ -387,7 +405,7 @@ class Reader:
 
 FOLLOWED = [page for page in PAGES if items(page)]
 # Pages whose commands measure something, and those of recurrences, each of which runs a comparison of its own.
-LONG = ("benchmarks", "kvcache", "compare", "ponder", "ponder2", "ponder3", "adaponder", "latent_cot")
+LONG = ("benchmarks", "kvcache", "compare", "ladder", "ponder", "ponder2", "ponder3", "adaponder", "latent_cot")
 
 
 @pytest.mark.parametrize(

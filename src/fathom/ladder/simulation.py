@@ -45,14 +45,30 @@ class Truth:
         """ln FLOPs of the control."""
         return math.log(self.start) + np.linspace(0.0, self.decades * DECADE, len(self.seeds))
 
+    @property
+    def centre(self) -> float:
+        """The middle of the arm's ln FLOPs."""
+        return float(self.x.mean()) + math.log(self.ratio)
+
     def log_multiplier(self, x: float) -> float:
-        """The truth at an arm's ln FLOPs."""
-        centre = float(self.x.mean()) + math.log(self.ratio)
-        return math.log(self.multiplier) + self.growth * (x - centre)
+        """The truth at an arm's ln FLOPs: how far the control is from where it has the arm's loss."""
+        reducible = self.arm_loss(x) - self.floor
+        return math.log(self.start) + math.log(self.reducible / reducible) / self.slope - x
+
+    @property
+    def trend(self) -> float:
+        """d ln M / d ln FLOPs in the middle; with a floor of the arm's own it is not the same everywhere."""
+        return (self.log_multiplier(self.centre + 0.1) - self.log_multiplier(self.centre - 0.1)) / 0.2
 
     def loss(self, x: float) -> float:
         """The control's law."""
         return self.floor + self.reducible * math.exp(-self.slope * (x - math.log(self.start)))
+
+    def arm_loss(self, x: float) -> float:
+        """The arm's."""
+        shift = math.log(self.multiplier) + self.growth * (x - self.centre)
+        own = 0.0 if self.arm_floor is None else self.arm_floor - self.floor
+        return self.loss(x + shift) + own
 
 
 def simulate(truth: Truth, draw: int) -> list[Rung]:
@@ -63,9 +79,7 @@ def simulate(truth: Truth, draw: int) -> list[Rung]:
     rungs = []
     for x, seeds, sigma, lost in zip(truth.x.tolist(), truth.seeds, sigmas.tolist(), excess, strict=True):
         x_arm = x + math.log(truth.ratio)
-        arm = truth.loss(x_arm + truth.log_multiplier(x_arm)) + lost
-        if truth.arm_floor is not None:
-            arm += truth.arm_floor - truth.floor
+        arm = truth.arm_loss(x_arm) + lost
         rung = truth.shared * chance.normal()
         own = truth.own * chance.normal()
         seed = math.sqrt(truth.correlation) * sigma * chance.normal(size=seeds)
