@@ -149,7 +149,8 @@ class _Pool(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, recency_bias, inverse_rms, scores, *sources = ctx.saved_tensors
         weights, wide = _weights(scores, recency_bias), widen(grad)
-        gains = torch.stack([(wide * s).sum(-1) for s in sources])  # [S, B, T]
+        wide, made = wide.contiguous(), torch.empty_like(wide)  # one buffer for all products
+        gains = torch.stack([torch.mul(wide, s, out=made).sum(-1) for s in sources])  # [S, B, T]
         grad_scores = weights * (gains - (weights * gains).sum(0))
         along = grad_scores * inverse_rms
         back = -along * scores * inverse_rms / query.shape[0]
@@ -158,8 +159,11 @@ class _Pool(torch.autograd.Function):
             x = widen(source)
             with torch.autocast(query.device.type, enabled=False):
                 grad_query += a.flatten() @ x.flatten(0, -2)
-            made = torch.addcmul(wide * weight.unsqueeze(-1), x, b.unsqueeze(-1))
-            grad_sources.append(made.addcmul_(a.unsqueeze(-1), query).to(source.dtype))
+            if source.dtype == wide.dtype:
+                made = torch.empty_like(wide)
+            torch.mul(wide, weight.unsqueeze(-1), out=made)
+            made.addcmul_(x, b.unsqueeze(-1)).flatten(0, -2).addr_(a.flatten(), query)
+            grad_sources.append(made.to(source.dtype))
         grad_bias = None if recency_bias is None else grad_scores[-1].sum().reshape(1).to(recency_bias.dtype)
         return grad_query, grad_bias, None, *grad_sources
 

@@ -249,7 +249,7 @@ class _Read(torch.autograd.Function):
         pre, post, res = _activate(raw * inverse, alpha, base, n, iterations)
         ctx.save_for_backward(streams, norm, weight, alpha, base, inverse, raw)
         ctx.iterations = iterations
-        x = torch.bmm(pre.T.unsqueeze(1).to(z.dtype), z.unflatten(1, (n, -1))).squeeze(1)
+        x = torch.bmm(pre.T.contiguous().unsqueeze(1).to(z.dtype), z.unflatten(1, (n, -1))).squeeze(1)
         post, res = (h.movedim(-1, 0).to(z.dtype).unflatten(0, (batch, length)).contiguous() for h in (post, res))
         return x.unflatten(0, (batch, length)), post, res
 
@@ -272,7 +272,7 @@ class _Read(torch.autograd.Function):
         grad_raw = grad_dynamic * inverse
         along = (grad_dynamic * raw).sum(0) * inverse.pow(3) / -z.shape[1]  # to S itself, through its rms
         narrow = grad_raw.to(z.dtype)
-        grad = (maps[0].detach().T.unsqueeze(2).to(z.dtype) * grad_x.unsqueeze(1)).flatten(1)
+        grad = (maps[0].detach().T.contiguous().unsqueeze(2).to(z.dtype) * grad_x.unsqueeze(1)).flatten(1)
         grad = grad.addmm_(narrow.T, weight * norm).addcmul_(z, along.to(z.dtype).unsqueeze(1))
         grad_folded = narrow @ z
         return (
