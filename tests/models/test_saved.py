@@ -1,11 +1,13 @@
 """What a training step keeps for its backward pass, by `benchmarks/saved.py`: near theory, and exact gradients."""
 
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from benchmarks.saved import ARMS, config_of, measure, saved_bytes
 from torch.autograd import gradcheck
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fathom.models import FathomForCausalLM, attention_residuals, hyper_connections, modeling
 from fathom.models.attention_residuals import pool
@@ -122,15 +124,45 @@ def test_passes_keep_what_vanilla_keeps(arm):
     assert measure(arm, torch.bfloat16, 64).per_pass <= 1.15
 
 
-def test_a_mask_with_a_gradient_is_seen(monkeypatch):
+def masked(self, x, turns, tags):
     """The bias of dead and fading thoughts added to a mask, as one would write it down."""
+    return self.masks(tags, tags), self.inputs.positions.repeat_interleave(len(turns), 1)
 
-    def masked(self, x, turns, tags):
-        return self.masks(tags, tags), self.inputs.positions.repeat_interleave(len(turns), 1)
 
+def test_a_mask_with_a_gradient_is_seen(monkeypatch):
     monkeypatch.setattr(Interleaved, "_own_masks", masked)
     monkeypatch.setattr(Interleaved, "_own_bias", lambda self, tags: None)
     assert measure("ponder3", torch.bfloat16, 64).per_pass > 1.3
+
+
+class Calls(TorchDispatchMode):
+    """Counts operations by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.counts[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("arm", ["ponder3", "latent_cot"])
+def test_attention_stays_in_the_flash_kernel(arm, monkeypatch):
+    """Every pass of every layer; a mask with a gradient drops to products of whole matrices."""
+    model = FathomForCausalLM(config_of(arm, layers=2, width=128)).train()
+    ids = torch.arange(3, 19).unsqueeze(0)
+    with Calls() as calls:
+        model.model(ids, use_cache=False, head=model.lm_head)
+    kernels = {name: count for name, count in calls.counts.items() if "attention" in name}
+    passes = {"ponder3": 3 + 6, "latent_cot": 4}[arm]
+    assert kernels == {"_scaled_dot_product_flash_attention_for_cpu": 2 * passes} and not calls.counts["bmm"]
+    if arm == "ponder3":
+        monkeypatch.setattr(Interleaved, "_own_masks", masked)
+        monkeypatch.setattr(Interleaved, "_own_bias", lambda self, tags: None)
+        with Calls() as calls:
+            model.model(ids, use_cache=False, head=model.lm_head)
+        assert calls.counts["bmm"]
 
 
 def test_copied_history_is_seen(monkeypatch):
