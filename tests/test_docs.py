@@ -444,7 +444,7 @@ def spans(page: Path) -> Iterator[str]:
 def mentions(page: Path) -> Iterator[str]:
     """Commands and words in passing: lines of blocks that are no program, and spans."""
     for language, _, body in fences(page):
-        if language not in ("python", "bash"):
+        if language not in ("python", "bash", "ini", "dockerfile", "nginx"):
             yield from (line.removeprefix("$ ") for line in re.sub(r"\\\n\s*", "", body).splitlines())
     yield from spans(page)
 

@@ -3,6 +3,7 @@
 import contextlib
 import random
 import threading
+from pathlib import Path
 
 import pytest
 import scipy.stats
@@ -14,7 +15,9 @@ from fathom.inference.batches import LoneBatch, SlabBatch, SlotBatch, batch_for
 from fathom.inference.cache import Policy
 from fathom.inference.engine import Engine, EngineError, Job
 from fathom.inference.sampling import Choice
-from fathom.models import slot_cache
+from fathom.models import FathomConfig, FathomForCausalLM, slot_cache
+from fathom.models.engines import check_engine
+from fathom.models.registry import ALL, parse_mechanism
 from tests.models.cases import SHAPE, build, config_of
 
 KINDS = {
@@ -170,6 +173,43 @@ def test_rows_that_halt_cost_nothing():
     whole = computed(cases)
     assert whole == sum(computed([one]) for one in cases)
     assert whole < 3 * sum(len(prompt) + new - 1 for prompt, new in cases), "and some do halt early"
+
+
+SHOWN = {
+    "once": ("vanilla", {}),
+    "loop": ("loop", {}),
+    "ponder": ("ponder", {}),
+    "ponder, view duo or all": ("ponder", {"view": "duo"}),
+    "ponder2": ("ponder2", {}),
+    "ponder3": ("ponder3", {}),
+    "adaponder": ("adaponder", {}),
+    "latent_cot": ("latent_cot", {}),
+}
+KIND = {SlabBatch: "slabs", SlotBatch: "slots", LoneBatch: "one by one"}
+
+
+def table():
+    """Which engine runs which recurrence, as docs/serving.md has it."""
+    rows = ["| recurrence | `fathom serve` | `generate_batch` | vLLM, with the plugin |", "| --- | --- | --- | --- |"]
+    for words, (name, options) in SHOWN.items():
+        model = FathomForCausalLM(FathomConfig(**{**SHAPE, **parse_mechanism(name), "recurrence_options": options}))
+        decoder, said = model.model, []
+        for engine in ("cache", "attention_instances"):
+            held = dict.fromkeys(range(sum(map(len, decoder.plan))))  # a bank for every visit
+            try:
+                check_engine(model.config, decoder.recurrence, decoder.plan, {engine: held})
+                said.append("yes")
+            except ValueError:
+                said.append("refused")
+        code = words.replace(words.split(",")[0], f"`{words.split(',')[0]}`", 1)
+        rows.append(f"| {code} | {KIND[type(batch_for(model))]} | {said[0]} | {said[1]} |")
+    assert {words.split(",")[0] for words in SHOWN} == {one.name for one in ALL if one.axis == "recurrence"}
+    return "\n".join(rows)
+
+
+def test_the_page_says_which_engine_runs_which_recurrence():
+    page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
+    assert table() in page, f"docs/serving.md should say\n{table()}"
 
 
 # The engine.
