@@ -288,11 +288,12 @@ def test_giving_up_and_failing(engine, monkeypatch):
     assert running.call(lambda: 7).result(10) == 7
     with pytest.raises(ZeroDivisionError):
         running.call(lambda: 1 / 0).result(10)
-    monkeypatch.setattr(SlabBatch, "step", lambda self, tokens: 1 / 0)
-    failed = Collected([5, 6], 4, Choice())
-    running.submit([failed.job])
-    assert "ZeroDivisionError" in str(failed.wait())
-    monkeypatch.undo()
+    for name in ("step", "read", "reserve"):
+        with monkeypatch.context() as planted:
+            planted.setattr(SlabBatch, name, lambda self, *given, **more: 1 / 0)
+            failed = Collected([5, 6], 4, Choice())
+            running.submit([failed.job])
+            assert "ZeroDivisionError" in str(failed.wait())
     after = Collected([7], 3, Choice())
     running.submit([after.job])
     assert after.wait() == "length" and after.tokens == waits.tokens
@@ -300,6 +301,17 @@ def test_giving_up_and_failing(engine, monkeypatch):
     running.submit([endless.job])
     running.close()
     assert "shutting down" in str(endless.wait())
+
+
+def test_a_fault_of_the_engine_keeps_nobody_waiting(engine, monkeypatch):
+    running, _ = engine()
+    monkeypatch.setattr(running, "_admit", lambda: 1 / 0)
+    first = Collected([5, 6], 4, Choice())
+    running.submit([first.job])
+    assert "the engine failed: ZeroDivisionError" in str(first.wait())
+    running._thread.join(10)
+    with pytest.raises(EngineError, match="the engine failed"):
+        running.submit([Collected([5, 6], 4, Choice()).job])
 
 
 # Draws.

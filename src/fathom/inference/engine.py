@@ -198,13 +198,30 @@ class Engine:
 
     # The thread.
 
-    @torch.inference_mode()
     def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # a fault of the engine's own, not of a request: nobody may wait for it in vain
+            logger.exception("the engine failed")
+            self._reason = f"the engine failed: {type(error).__name__}"
+        with self._wake:
+            self._closing = True
+        for _, future in self.calls:
+            future.set_exception(EngineError(self._reason, "shutting_down"))
+        left = [*self.waiting, *(job for lane in self.lanes.values() for job in lane.jobs)]
+        left += [self.joining[1]] if self.joining else []
+        self._out += [(job, EngineError(self._reason, "shutting_down")) for job in left]
+        self.waiting.clear()
+        self.lanes.clear()
+        self._flush()
+
+    @torch.inference_mode()
+    def _serve(self) -> None:
         while True:
             with self._wake:
                 self._wake.wait_for(lambda: self._closing or self.calls or self.waiting or self.lanes)
                 if self._closing:
-                    break
+                    return
                 calls, self.calls = self.calls, deque()
             for function, future in calls:
                 _fulfil(function, future)
@@ -215,14 +232,6 @@ class Engine:
                 if not lane.jobs and (self.joining is None or self.joining[0] is not lane):
                     del self.lanes[trips]  # and its memory
             self._flush()
-        for _, future in self.calls:
-            future.set_exception(EngineError(self._reason, "shutting_down"))
-        left = [*self.waiting, *(job for lane in self.lanes.values() for job in lane.jobs)]
-        left += [self.joining[1]] if self.joining else []
-        self._out += [(job, EngineError(self._reason, "shutting_down")) for job in left]
-        self.waiting.clear()
-        self.lanes.clear()
-        self._flush()
 
     def _flush(self) -> None:
         if self._out:
@@ -270,7 +279,6 @@ class Engine:
                 wanted = generous
             self.waiting.popleft()
         self.lanes[job.trips] = lane
-        lane.batch.reserve(*wanted)
         lane.rectangle = wanted
         self.joining = lane, job
         return True
@@ -279,6 +287,7 @@ class Engine:
         """A chunk of the joining prompt; the first new token at its end."""
         assert self.joining is not None
         lane, job = self.joining
+        lane.batch.reserve(*lane.rectangle)
         whole = len(job.prompt) if not may_chunk(self.model) else SCORED if job.score_prompt else left
         chunk = job.prompt[job.read : job.read + whole]
         logits = lane.batch.read(chunk, every=job.score_prompt)
