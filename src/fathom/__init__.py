@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fathom.inference.generate import Sampling, generate
     from fathom.lens.look import look
     from fathom.lineage.weights import open_weights
-    from fathom.models import FathomConfig, FathomForCausalLM
+    from fathom.models import FathomConfig, FathomForCausalLM, add_mechanism
     from fathom.recipe import Recipe, load_recipe
     from fathom.training.hooks import Hook
     from fathom.training.loop import train
@@ -42,6 +42,7 @@ __all__ = [
     "Sampling",
     "Settings",
     "__version__",
+    "add_mechanism",
     "compare",
     "evaluate",
     "export",
@@ -64,6 +65,7 @@ _HOMES = {
     "Recipe": "fathom.recipe",
     "Sampling": "fathom.inference.generate",
     "Settings": "fathom.evaluation.scoring",
+    "add_mechanism": "fathom.models",
     "compare": "fathom.comparison.work",
     "evaluate": "fathom.evaluation.scoring",
     "export": "fathom.checkpoints.export",

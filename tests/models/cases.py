@@ -1,11 +1,12 @@
 """The models that the conformance suite runs over: every registered mechanism and the sensible compositions."""
 
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
 from fathom.models import FathomConfig, FathomForCausalLM
-from fathom.models.registry import parse_mechanism
+from fathom.models.registry import DEFAULTS, known, parse_mechanism
 
 SHAPE = dict(
     vocab_size=61,
@@ -73,6 +74,16 @@ CASES: dict[str, tuple[str, dict]] = {
 }
 
 
+def with_every_mechanism(cases: dict[str, tuple[str, dict]], names: Iterable[str]) -> dict[str, tuple[str, dict]]:
+    """The cases, and one at its defaults for each mechanism that none of them has."""
+    used = {name for mechanism, _ in cases.values() for name in mechanism.split("+")}
+    return {**cases, **{name: (name, {}) for name in names if name not in used}}
+
+
+# Also those of installed packages.
+CASES = with_every_mechanism(CASES, known().keys() - set(DEFAULTS.values()))
+
+
 def config_of(case: str, **shape) -> FathomConfig:
     """The case's configuration at the small shape."""
     name, options = CASES[case]
@@ -105,5 +116,6 @@ def with_rounds(model: FathomForCausalLM, rounds: int) -> None:
 
 
 def tokens(*shape: int, seed: int = 1) -> torch.Tensor:
-    """Random ids without the special ones."""
-    return torch.randint(3, SHAPE["vocab_size"], shape, generator=torch.Generator().manual_seed(seed))
+    """Random ids without the special ones, the same on every device."""
+    drawn = torch.Generator(device="cpu").manual_seed(seed)
+    return torch.randint(3, SHAPE["vocab_size"], shape, generator=drawn, device="cpu").to(torch.get_default_device())

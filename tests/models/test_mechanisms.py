@@ -20,7 +20,7 @@ from fathom.models.depth_attention import depth_weights
 from fathom.models.registry import MECHANISMS, mechanism
 from fathom.models.roles import Residual, ValueMixer, View
 
-from .cases import CASES, SHAPE, build, config_of, set_options, tokens
+from .cases import CASES, SHAPE, build, config_of, set_options, tokens, with_every_mechanism
 from .ranks import on_two_ranks, sharded_gradients
 
 every_case = pytest.mark.parametrize("case", CASES)
@@ -42,9 +42,12 @@ def worst(a, b):
     return (a.double() - b.double()).abs().max().item()
 
 
-def test_registry_is_covered():
+def test_a_new_mechanism_is_a_case():
+    """So the registry is covered without a list that somebody must keep."""
+    few = {"both": ("loop+denseformer", {"recurrence": {"trips": 2}})}
+    assert with_every_mechanism(few, ["loop", "new"]) == {**few, "new": ("new", {})}
     used = {name for case, _ in CASES.values() for name in case.split("+")}
-    assert set(MECHANISMS) - {"none", "plain", "once"} <= used
+    assert {*MECHANISMS, "vanilla"} - {"none", "plain", "once"} == used
 
 
 # --- the baseline -----------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
-from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.dynamic_module_utils import get_relative_import_files, get_relative_imports
 
 from fathom._version import __version__
 from fathom.checkpoints.layout import CARD, CONFIG, TOKENIZER_CONFIG, TOKENIZER_IDENTITY, TOKENIZER_JSON
@@ -26,9 +26,10 @@ from fathom.checkpoints.special_tokens import as_field, as_list, known, settle_g
 from fathom.checkpoints.to_gguf import MAGIC, write_gguf
 from fathom.checkpoints.tokenizers import identity
 from fathom.errors import FathomError
-from fathom.models import FathomConfig, modeling
+from fathom.models import FathomConfig, heads
 from fathom.models.cost import cache_bytes_per_token
-from fathom.models.modeling import FathomForCausalLM
+from fathom.models.modeling import FathomForCausalLM, FathomPreTrainedModel
+from fathom.models.packages import declared_as, home, is_ours, travelling
 from fathom.models.registry import AXES, DEFAULTS, mechanism, mechanism_name
 from fathom.models.slots import plan
 from fathom.report.files import read_json
@@ -37,6 +38,9 @@ AUTO_MAP = {
     "AutoConfig": "configuration.FathomConfig",
     "AutoModel": "modeling.FathomModel",
     "AutoModelForCausalLM": "modeling.FathomForCausalLM",
+    "AutoModelForSequenceClassification": "heads.FathomForSequenceClassification",
+    "AutoModelForTokenClassification": "heads.FathomForTokenClassification",
+    "AutoModelForQuestionAnswering": "heads.FathomForQuestionAnswering",
 }
 FORMS = ("fathom", "qwen3", "unrolled", "gguf")
 MARK = "Exported by Fathom"
@@ -47,7 +51,7 @@ class ExportError(FathomError, ValueError):
 
 
 def export(
-    model: FathomForCausalLM | str | Path,
+    model: FathomPreTrainedModel | str | Path,
     directory: str | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
     form: str = "fathom",
@@ -59,7 +63,7 @@ def export(
     `import fathom.models` no code of the directory is run. An earlier export in the same place is replaced.
 
     Args:
-        model: A model, or the directory of a run, a comparison (its best run) or an earlier export.
+        model: A model with any head, or the directory of a run, a comparison (its best run) or an earlier export.
         directory: Where to write; for `gguf` a file, FILE.gguf.
         tokenizer: Saved beside the model; a run's own if not given.
         form: `fathom`, `qwen3`, `unrolled` or `gguf`.
@@ -77,6 +81,8 @@ def export(
             raise ExportError(f"{directory} is the model itself; choose another place")
         opened = open_source(Path(model), tokenizer)
         model, tokenizer, facts = opened.model, opened.tokenizer, {**opened.facts, **(facts or {})}
+    if form != "fathom" and not isinstance(model, FathomForCausalLM):
+        raise ExportError(f"a {type(model).__name__} has no form {form}; export it with --as fathom")
     shaped = {"fathom": lambda m: m, "qwen3": as_qwen3, "unrolled": as_unrolled, "gguf": as_unrolled}[form](model)
     with _scratch(directory) as scratch:
         new = Path(scratch) / "new"
@@ -92,7 +98,7 @@ def export(
                 hashed = identity((new / TOKENIZER_JSON).read_text(encoding="utf-8"))
                 (new / TOKENIZER_IDENTITY).write_text(hashed + "\n", encoding="utf-8")
         if form == "fathom":
-            _add_code(new)
+            _add_code(new, model.config)
         (new / CARD).write_text(model_card(model, form, facts or {}), encoding="utf-8")
         if directory.exists():
             directory.rename(Path(scratch) / "old")
@@ -150,7 +156,7 @@ def _stock(config: FathomConfig, layers: Any, model: FathomForCausalLM) -> PreTr
     return stock
 
 
-def model_card(model: FathomForCausalLM, form: str, facts: Mapping[str, Any]) -> str:
+def model_card(model: FathomPreTrainedModel, form: str, facts: Mapping[str, Any]) -> str:
     """A README for the directory: what it is, how to open it, what it was trained on, what it scored."""
     config = model.config
     name = mechanism_name(config)
@@ -162,6 +168,8 @@ def model_card(model: FathomForCausalLM, form: str, facts: Mapping[str, Any]) ->
         parameters=sum(p.numel() for p in model.parameters()),
         mark=f"{MARK} {__version__} in the form `{form}`.",
         mechanisms="\n".join(used) or "A plain Qwen3 decoder.",
+        auto=_auto_class(model),
+        task=TASKS[_auto_class(model)],
         remote=", trust_remote_code=True" if remote else "",
         note="\nAfter `import fathom.models`, `trust_remote_code` is not needed.\n" if remote else "",
         shape="\n".join(f"| {key} | {value} |" for key, value in _shape(config).items()),
@@ -169,10 +177,18 @@ def model_card(model: FathomForCausalLM, form: str, facts: Mapping[str, Any]) ->
     )
 
 
+TASKS = {
+    "AutoModelForCausalLM": "text-generation",
+    "AutoModelForSequenceClassification": "text-classification",
+    "AutoModelForTokenClassification": "token-classification",
+    "AutoModelForQuestionAnswering": "question-answering",
+    "AutoModel": "feature-extraction",
+}
+"""What the Hub calls that which an Auto class opens a model for."""
 CARD_TEXT = """\
 ---
 library_name: transformers
-pipeline_tag: text-generation
+pipeline_tag: {task}
 tags:
 - fathom
 - {name}
@@ -187,9 +203,9 @@ tags:
 ## Open it
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import {auto}, AutoTokenizer
 
-model = AutoModelForCausalLM.from_pretrained("path/to/this"{remote})
+model = {auto}.from_pretrained("path/to/this"{remote})
 tokenizer = AutoTokenizer.from_pretrained("path/to/this"{remote})
 ```
 {note}
@@ -244,9 +260,28 @@ def _is_export(directory: Path) -> bool:
         return False
 
 
-def _add_code(directory: Path) -> None:
-    for source in {modeling.__file__, *get_relative_import_files(modeling.__file__)}:
-        shutil.copyfile(source, directory / Path(source).name)
+def _auto_class(model: FathomPreTrainedModel) -> str:
+    """The Auto class that opens a model as it is."""
+    return next(auto for auto, place in AUTO_MAP.items() if place.endswith(f".{type(model).__name__}"))
+
+
+def _add_code(directory: Path, config: FathomConfig) -> None:
+    """Our files, and those of the model's mechanisms from other packages, which the registry then names."""
+    theirs = [part for axis in AXES if not is_ours(part := mechanism(axis, getattr(config, axis)))]
+    files = {name: text for part in theirs for name, text in travelling(part).items()}
+    needed = {"heads.py"}
+    for name, text in files.items():
+        (directory / name).write_text(text, encoding="utf-8")
+        needed |= {f"{module}.py" for module in get_relative_imports(directory / name)} - files.keys()
+    for first in sorted(needed):
+        source = Path(heads.__file__).with_name(first)
+        for path in (source, *map(Path, get_relative_import_files(source))):
+            shutil.copyfile(path, directory / path.name)
+    registry = directory / "registry.py"
+    for part in theirs:
+        name = declared_as(part)
+        lines = f"\nfrom .{home(part).stem} import {name}\n\nMECHANISMS[{name}.name] = {name}\n"
+        registry.write_text(registry.read_text(encoding="utf-8") + lines, encoding="utf-8")
     _amend(directory / CONFIG, {"auto_map": AUTO_MAP})
 
 
@@ -263,9 +298,10 @@ def _add_special_tokens(directory: Path, model: PreTrainedModel, tokenizer: PreT
     ]
     tokens = {"eos_token_id": ends, "bos_token_id": begin, "pad_token_id": pad[:1]}
     _amend(directory / CONFIG, {key: as_field(ids) for key, ids in tokens.items()})
-    generation = copy.deepcopy(model.generation_config)
-    settle_generation(generation, tokenizer)
-    generation.save_pretrained(directory)
+    if model.generation_config is not None:  # a classifier has none
+        generation = copy.deepcopy(model.generation_config)
+        settle_generation(generation, tokenizer)
+        generation.save_pretrained(directory)
     names = {"model_max_length": config.max_position_embeddings}
     if type(tokenizer).__name__ == "TokenizersBackend":
         names["tokenizer_class"] = "PreTrainedTokenizerFast"  # the name by which transformers 4 knows it too

@@ -10,7 +10,7 @@ from rich.table import Table
 
 from fathom.models import FathomConfig
 from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token, mechanism_cost
-from fathom.models.registry import ALL, AXES, DEFAULTS
+from fathom.models.registry import AXES, DEFAULTS, known
 from fathom.report.numbers import short
 
 SEQUENCE = 2048
@@ -32,7 +32,7 @@ def mechanism_rows(config: FathomConfig, bytes_per_scalar: int = 2) -> Iterator[
     vanilla = with_mechanism(config, "mixer", "none")
     # 2N, the usual count of a forward pass, so that a share means what the papers mean by it
     forward = 2 * count_parameters(vanilla)
-    for mechanism in ALL:
+    for mechanism in known().values():
         chosen = with_mechanism(config, mechanism.axis, mechanism.name)
         cost = mechanism_cost(chosen, bytes_per_scalar)
         yield {

@@ -180,6 +180,8 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
     _no_split_modules = ["DecoderLayer"]
     _can_record_outputs = {"attentions": Attention}
     _pp_plan: dict[str, Any] = {}  # sources would have to travel from stage to stage
+    task_layers: tuple[str, ...] = ()
+    """Prefixes of tensors that a checkpoint may lack, since they are trained for a task."""
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, MechanismModule):
@@ -222,7 +224,8 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
         if of_mechanism and all(own.get(axis) == getattr(model.config, axis) for axis in AXES):
             raise ValueError(f"the checkpoint holds {of_mechanism[0]}, for which these options leave no place")
         missing = set(info["missing_keys"])
-        lost = sorted(missing - _new_mechanisms(model, missing, own))
+        required = missing - _new_mechanisms(model, missing, own)
+        lost = sorted(name for name in required if not name.startswith(cls.task_layers))
         if lost and kwargs.get("state_dict") != {}:
             raise ValueError(f"the checkpoint lacks {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
         return (model, info) if wants_info else model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -43,6 +43,8 @@ ALL = (
     *(ONCE, LOOP, PONDER, PONDER2, PONDER3, ADAPONDER, LATENT_COT),
 )
 MECHANISMS: dict[str, Mechanism] = {mechanism.name: mechanism for mechanism in ALL}
+late: list[Callable[[], None]] = []
+"""What adds mechanisms from other packages, called when a name is first asked for; empty in an export."""
 AXES = ("mixer", "residual", "recurrence")
 DEFAULTS = {"mixer": "none", "residual": "plain", "recurrence": "once"}
 VANILLA = "vanilla"
@@ -62,11 +64,18 @@ EARLIER_NAMES = {
 logger = logging.get_logger(__name__)
 
 
+def known() -> dict[str, Mechanism]:
+    """Every mechanism by name, those of other packages included."""
+    while late:
+        late.pop()()
+    return MECHANISMS
+
+
 def mechanism(axis: str, name: str) -> Mechanism:
     """The mechanism of that name on that axis."""
-    found = MECHANISMS.get(name) if isinstance(name, str) else None
+    found = known().get(name) if isinstance(name, str) else None
     if found is None or found.axis != axis:
-        names = ", ".join(m.name for m in ALL if m.axis == axis)
+        names = ", ".join(m.name for m in known().values() if m.axis == axis)
         raise ValueError(f"{axis} must be one of {names}, got {name!r}")
     return found
 
@@ -78,8 +87,8 @@ def parse_mechanism(text: str) -> dict[str, str]:
     for name in (part.strip() for part in text.split("+")):
         if name == VANILLA:
             continue
-        if name not in MECHANISMS:
-            raise ValueError(f"unknown mechanism {name!r}; there are {VANILLA}, {', '.join(sorted(MECHANISMS))}")
+        if name not in known():
+            raise ValueError(f"unknown mechanism {name!r}; there are {VANILLA}, {', '.join(sorted(known()))}")
         axis = MECHANISMS[name].axis
         if axis in taken:
             raise ValueError(f"{text!r} names two values of the {axis} axis")

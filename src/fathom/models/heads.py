@@ -1,0 +1,73 @@
+"""Heads for other tasks than the next token: a label of each row, a label of each token, a span that answers.
+
+transformers' generic classes around `FathomModel`. They train by their task's loss alone: what a recurrence adds to a
+language model's loss (`aux_losses`) is not in it.
+"""
+
+from __future__ import annotations
+
+from os import PathLike
+from typing import Any
+
+from torch import nn
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+)
+
+from .configuration import FathomConfig
+from .modeling import FathomModel, FathomPreTrainedModel
+
+
+class FathomWithHead(FathomPreTrainedModel):
+    """What the heads share: a language model's checkpoint opens too, with a head that is yet to be trained."""
+
+    def __init__(self, config: FathomConfig) -> None:
+        # Not the generic classes' own, which asks `AutoModel` for the decoder: an export would need trust twice.
+        FathomPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = FathomModel(config)
+
+    @classmethod
+    def from_pretrained(
+        cls, pretrained_model_name_or_path: str | PathLike[str] | None, *args: Any, **kwargs: Any
+    ) -> Any:
+        """As every Fathom model; the head may be missing. A recurrence that feeds on logits keeps its `lm_head`."""
+        kwargs.setdefault("key_mapping", {r"^lm_head\.": "model.lm_head."})
+        return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+
+
+class FathomForSequenceClassification(GenericForSequenceClassification, FathomWithHead):
+    """A label of each row, read at its last token that is not padding; `num_labels=1` is a regression."""
+
+    task_layers = ("score.",)
+
+    def __init__(self, config: FathomConfig) -> None:
+        FathomWithHead.__init__(self, config)
+        self.score = nn.Linear(config.hidden_size, config.num_labels, bias=False)
+        self.post_init()
+
+
+class FathomForTokenClassification(GenericForTokenClassification, FathomWithHead):
+    """A label of each token, after a dropout of a tenth unless the configuration says `classifier_dropout`."""
+
+    task_layers = ("score.",)
+
+    def __init__(self, config: FathomConfig) -> None:
+        FathomWithHead.__init__(self, config)
+        dropout = getattr(config, "classifier_dropout", None)
+        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+
+class FathomForQuestionAnswering(GenericForQuestionAnswering, FathomWithHead):
+    """The first and the last token of an answer."""
+
+    task_layers = ("qa_outputs.",)
+
+    def __init__(self, config: FathomConfig) -> None:
+        FathomWithHead.__init__(self, config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()

@@ -1,0 +1,137 @@
+"""Mechanisms from other packages: added by `add_mechanism` or found by entry point, with the files that exports carry.
+
+An exported checkpoint opens without Fathom and without the package, so a mechanism's file obeys the rule of this
+folder: torch, transformers, the standard library, files of this folder (`from fathom.models.roles import ...`) and
+siblings (`from .shared import ...`). `travelling` gives it as it is written into an export.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+import warnings
+from importlib.metadata import entry_points
+from pathlib import Path
+
+from .registry import AXES, MECHANISMS, VANILLA, late
+from .roles import Mechanism
+
+GROUP = "fathom.mechanisms"
+"""The group of entry points: each names a `Mechanism`, as `package.file:NAME`."""
+FOLDER = Path(__file__).parent
+STAYS = {"__init__", Path(__file__).stem}
+"""Files of this folder that no export carries."""
+
+
+def add_mechanism(mechanism: Mechanism) -> None:
+    """Make a mechanism of your own known by its name, in recipes, on the command line and in exports.
+
+    Adding it twice is adding it once. A package does without this call by an entry point in the group
+    `fathom.mechanisms`.
+
+    Args:
+        mechanism: The declaration that stands in its file under a name, as at the end of every file in `models/`.
+    """
+    name = mechanism.name
+    if MECHANISMS.get(name) is mechanism:
+        return
+    if not name.isidentifier() or name in (VANILLA, *MECHANISMS):
+        raise ValueError(f"a mechanism's name must be a word that is not taken, got {name!r}")
+    if mechanism.axis not in AXES:
+        raise ValueError(f"mechanism {name}: axis must be one of {', '.join(AXES)}, got {mechanism.axis!r}")
+    files = travelling(mechanism)
+    for other in MECHANISMS.values():
+        theirs = {} if is_ours(other) else travelling(other)
+        for file in files.keys() & theirs.keys():
+            if files[file] != theirs[file]:
+                raise ValueError(f"mechanism {name}: {other.name} has another file {file}, and an export has one")
+    MECHANISMS[name] = mechanism
+
+
+def find_mechanisms() -> None:
+    """Add what installed packages declare; one that cannot be added is named in a warning and left out."""
+    for point in entry_points(group=GROUP):
+        try:
+            add_mechanism(point.load())
+        except Exception as error:
+            line = " ".join(f"{type(error).__name__}: {error}".split())
+            warnings.warn(f"{GROUP}: {point.name} = {point.value} is left out: {line}", stacklevel=2)
+
+
+def is_ours(mechanism: Mechanism) -> bool:
+    """Whether it stands in this folder."""
+    return mechanism.build.__module__.rpartition(".")[0] == __package__
+
+
+def home(mechanism: Mechanism) -> Path:
+    """The file that its class stands in."""
+    file = getattr(sys.modules.get(mechanism.build.__module__), "__file__", None)
+    if file is None or mechanism.build.__module__ == "__main__":
+        raise ValueError(f"mechanism {mechanism.name}: its class must stand in a file that can be imported")
+    return Path(file).resolve()
+
+
+def declared_as(mechanism: Mechanism) -> str:
+    """The name under which its file holds it."""
+    for name, value in vars(sys.modules[mechanism.build.__module__]).items():
+        if value is mechanism:
+            return name
+    raise ValueError(f"mechanism {mechanism.name}: {home(mechanism).name} must hold it under a name of its own")
+
+
+def travelling(mechanism: Mechanism) -> dict[str, str]:
+    """The files of a mechanism from another package by name, as they stand flat beside ours."""
+    declared_as(mechanism)
+    found: dict[str, str] = {}
+    waiting = [home(mechanism)]
+    while waiting:
+        path = waiting.pop()
+        if path.name in found:
+            continue
+        source = path.read_text(encoding="utf-8")
+        try:
+            found[path.name], siblings = flattened(source)
+            if (FOLDER / path.name).exists():
+                raise ValueError("its name is that of a file in fathom.models")
+            if missing := [name for name in siblings if not (path.parent / f"{name}.py").is_file()]:
+                raise ValueError(f"there is no {missing[0]}.py beside it")
+        except (ValueError, SyntaxError) as error:
+            raise ValueError(f"mechanism {mechanism.name}: {path.name} cannot travel in an export: {error}") from error
+        waiting += [path.parent / f"{name}.py" for name in siblings]
+    return found
+
+
+def flattened(source: str) -> tuple[str, list[str]]:
+    """A file with its imports of `fathom.models` as imports of siblings, and the siblings that it has of its own."""
+    lines, siblings = source.splitlines(keepends=True), []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                _require_known(alias.name, f"import {alias.name}")
+        elif isinstance(node, ast.ImportFrom):
+            module, line = node.module or "", node.lineno - 1
+            says = f"from {'.' * node.level}{module} import {node.names[0].name}"
+            sibling = re.fullmatch(r"fathom\.models\.(\w+)", module)
+            if node.level == 1 and module.isidentifier():
+                siblings.append(module)
+            elif node.level == 0 and sibling and sibling[1] not in STAYS and (FOLDER / f"{sibling[1]}.py").exists():
+                changed = re.sub(r"\bfrom +fathom\.models\.", "from .", lines[line], count=1)
+                if changed == lines[line]:
+                    raise ValueError(f"{says}: write it at the start of a line")
+                lines[line] = changed
+            else:
+                _require_known(module if node.level == 0 else ".", says)
+    return "".join(lines), siblings
+
+
+def _require_known(module: str, says: str) -> None:
+    """Refuse an import that would not be there."""
+    top = module.split(".")[0]
+    if top == "fathom":
+        raise ValueError(f"{says}: of Fathom only `from fathom.models.FILE import NAME`")
+    if top not in ("torch", "transformers", *sys.stdlib_module_names):
+        raise ValueError(f"{says}: only torch, transformers, the standard library, fathom.models and siblings by `.`")
+
+
+late.append(find_mechanisms)

@@ -1,0 +1,293 @@
+"""Mechanisms from other packages: found by name everywhere, held by the conformance suite, and carried in exports."""
+
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import fathom
+from fathom.checkpoints.export import export
+from fathom.comparison.arms import parse_arms
+from fathom.comparison.catalogue import mechanism_rows
+from fathom.models import registry
+from fathom.models.packages import add_mechanism, find_mechanisms, flattened, travelling
+from fathom.models.registry import MECHANISMS, mechanism_name
+from fathom.recipe import Recipe
+
+from . import test_mechanisms as suite
+from .cases import CASES, build, config_of
+
+MIXER = '''\
+"""A share of the value below, the share being a parameter of each layer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from fathom.models.roles import Mechanism, ValueMixer
+from torch import nn
+
+from .pricing import cost
+
+if TYPE_CHECKING:
+    from fathom.models.configuration import FathomConfig
+
+
+class Below(ValueMixer):
+    """v + s · ṽ of the layer below."""
+
+    def __init__(self, config: FathomConfig, layer_idx: int) -> None:
+        super().__init__(config, layer_idx)
+        if layer_idx:
+            self.share = nn.Parameter(torch.zeros(1))
+
+    def init_weights(self, std: float) -> None:
+        if self.layer_idx:
+            nn.init.zeros_(self.share)
+
+    @staticmethod
+    def source_layers(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
+        return (layer_idx - 1,) if layer_idx else ()
+
+    def forward(self, query, key, value, sources):
+        return value + self.share * sources[1] if sources else value
+
+
+OUTSIDE_BELOW = Mechanism(
+    "outside_below", "mixer", "a share of the value below", "a test", Below, cost, identity_at_init=True
+)
+'''
+PRICING = '''\
+"""What it costs."""
+
+from fathom.models.roles import Cost
+
+
+def cost(config, visits, scalar):
+    width, mixing = config.num_key_value_heads * config.head_dim, sum(bool(visit.sources) for visit in visits)
+    return Cost(
+        parameters=config.num_hidden_layers - 1,
+        flops=2 * width * mixing,
+        transient_bytes=2 * width * scalar * sum(visit.kept for visit in visits),
+        io_bytes=3 * width * scalar * mixing,
+    )
+'''
+ENTRY = "[fathom.mechanisms]\noutside_below = outside_package.mixer:OUTSIDE_BELOW\n"
+
+
+def make_package(folder: Path, entry: str = ENTRY) -> Path:
+    """What `pip install` of such a package leaves."""
+    place, info = folder / "outside_package", folder / "outside_package-1.0.dist-info"
+    place.mkdir(parents=True)
+    info.mkdir()
+    for name, text in (("__init__.py", ""), ("mixer.py", MIXER), ("pricing.py", PRICING)):
+        (place / name).write_text(text)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: outside-package\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(entry)
+    return folder
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """The package on the path, and no trace of it afterwards."""
+    monkeypatch.syspath_prepend(str(make_package(tmp_path / "site")))
+    before = dict(MECHANISMS)
+    yield tmp_path / "site" / "outside_package"
+    MECHANISMS.clear()
+    MECHANISMS.update(before)
+    for name in [name for name in sys.modules if name.startswith("outside_package")]:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def added(package, monkeypatch):
+    """Its mechanism, and a case of the conformance suite."""
+    from outside_package.mixer import OUTSIDE_BELOW
+
+    fathom.add_mechanism(OUTSIDE_BELOW)
+    monkeypatch.setitem(CASES, "outside_below", ("outside_below", {}))
+    return OUTSIDE_BELOW
+
+
+def test_found_by_entry_point_when_a_name_is_asked_for(package, monkeypatch):
+    """Not before: the package imports `fathom.models`, which may be what is being imported."""
+    monkeypatch.setattr(registry, "late", [find_mechanisms])
+    assert "outside_below" not in MECHANISMS and "outside_package" not in sys.modules
+    assert registry.parse_mechanism("loop+outside_below") == {
+        "mixer": "outside_below",
+        "residual": "plain",
+        "recurrence": "loop",
+    }
+    assert registry.late == []
+
+
+def test_a_package_that_fails_is_named_and_left_out(tmp_path, monkeypatch):
+    broken = "[fathom.mechanisms]\nbad = outside_package.nothing:X\n"
+    monkeypatch.syspath_prepend(str(make_package(tmp_path / "broken", broken)))
+    with pytest.warns(UserWarning, match="bad = outside_package.nothing:X is left out: ModuleNotFoundError"):
+        find_mechanisms()
+    for name in [name for name in sys.modules if name.startswith("outside_package")]:
+        del sys.modules[name]
+
+
+def test_its_name_works_everywhere(added, recipe: Recipe):
+    chosen = recipe.override("model.mixer=outside_below")
+    assert mechanism_name(chosen.config()) == "outside_below"
+    arms = parse_arms("vanilla,outside_below,both=loop+outside_below;model.recurrence_options.trips=2")
+    assert arms[2].recipe(recipe).config().mixer == "outside_below"
+    (row,) = [row for row in mechanism_rows(recipe.config()) if row["name"] == "outside_below"]
+    assert row["parameters"] == 1 and row["summary"] == "a share of the value below"
+    add_mechanism(added)  # twice is once
+
+
+def test_the_cheap_half_of_the_conformance_suite(added):
+    """The rest stands behind `slow`."""
+    for check in (
+        *(suite.test_left_padded_rows_are_single_rows, suite.test_prefix_invariance),
+        *(suite.test_every_parameter_gets_a_gradient, suite.test_checkpointing_changes_nothing),
+        *(suite.test_declared_cost_is_measured, suite.test_identity_at_init_where_declared),
+    ):
+        check("outside_below")
+    suite.test_packed_documents_are_single_rows("outside_below", False)
+
+
+def foreign_imports(directory: Path) -> list[str]:
+    """Imports that would not be there without Fathom and the package."""
+    found = []
+    for path in directory.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom):
+                there = node.level == 1 and (directory / f"{node.module}.py").exists()
+                if not there and (node.level or node.module.split(".")[0] in ("fathom", "outside_package")):
+                    found.append(f"{path.name}: {node.module}")
+    return found
+
+
+def test_its_file_travels(added, package, tmp_path):
+    directory = export(build(config_of("outside_below")), tmp_path / "export")
+    assert {"mixer.py", "pricing.py", "registry.py", "modeling.py", "heads.py"} <= {p.name for p in directory.iterdir()}
+    assert "packages.py" not in {p.name for p in directory.iterdir()}
+    assert foreign_imports(directory) == []
+    (directory / "mixer.py").write_text((package / "mixer.py").read_text())
+    assert len(foreign_imports(directory)) == 2, "what was not rewritten is seen"
+    ours = export(build(config_of("vanilla")), tmp_path / "ours")
+    assert not (ours / "mixer.py").exists() and "mixer import" not in (ours / "registry.py").read_text()
+
+
+def test_flattened():
+    source = "from fathom.models.roles import (\n    Cost,\n)\nfrom .pricing import cost\nimport math, torch.nn\n"
+    text, siblings = flattened(source)
+    assert text == source.replace("fathom.models", "") and siblings == ["pricing"]
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("import numpy as np", "import numpy: only torch, transformers, the standard library"),
+        ("from scipy.stats import norm", "from scipy.stats import norm: only torch"),
+        ("from fathom.models import FathomConfig", "of Fathom only `from fathom.models.FILE import NAME`"),
+        ("from fathom.models.packages import add_mechanism", "of Fathom only"),
+        ("import fathom", "import fathom: of Fathom only"),
+        ("from fathom.training.loop import train", "of Fathom only"),
+        ("from ..elsewhere import x", "from ..elsewhere import x: only torch"),
+        ("from . import pricing", "from . import pricing: only torch"),
+        ("from .gone import x", "there is no gone.py beside it"),
+        (
+            "from .numerics import x",
+            "numerics.py cannot travel in an export: its name is that of a file in fathom.models",
+        ),
+        ("x = 1; from fathom.models.roles \\\n  import Cost", None),
+        ("from \\\n  fathom.models.roles import Cost", "write it at the start of a line"),
+    ],
+)
+def test_what_cannot_travel_is_refused_when_it_is_added(package, line, says):
+    (package / "numerics.py").write_text("x = 1\n")
+    file = package / "mixer.py"
+    inside = "".join(f"    {part}\n" for part in line.splitlines())
+    file.write_text(f"{file.read_text()}\n\ndef later():\n{inside}")
+    from outside_package.mixer import OUTSIDE_BELOW
+
+    if says is None:
+        assert "from .roles \\\n      import Cost" in travelling(OUTSIDE_BELOW)["mixer.py"]
+        return
+    with pytest.raises(ValueError) as refused:
+        add_mechanism(OUTSIDE_BELOW)
+    assert str(refused.value).startswith("mechanism outside_below: ") and says in str(refused.value)
+    assert "\n" not in str(refused.value) and "outside_below" not in MECHANISMS
+
+
+def test_names_and_places(added, package):
+    from dataclasses import replace
+
+    for changes, says in (
+        ({"name": "loop"}, "a word that is not taken, got 'loop'"),
+        ({"name": "outside_below"}, "a word that is not taken"),
+        ({"name": "a+b"}, "a word that is not taken, got 'a\\+b'"),
+        ({"name": "vanilla"}, "a word that is not taken"),
+        ({"name": "other", "axis": "width"}, "mechanism other: axis must be one of mixer, residual, recurrence"),
+        ({"name": "other"}, "mechanism other: mixer.py must hold it under a name of its own"),
+    ):
+        with pytest.raises(ValueError, match=says):
+            add_mechanism(replace(added, **changes))
+    here = type("Here", (added.build,), {"__module__": "__main__"})
+    with pytest.raises(ValueError, match="its class must stand in a file that can be imported"):
+        add_mechanism(replace(added, name="here", build=here))
+
+
+def test_two_files_of_one_name(added, tmp_path, monkeypatch):
+    """Fine while they say the same."""
+    other = tmp_path / "other" / "outside_package_too"
+    other.mkdir(parents=True)
+    (other / "__init__.py").write_text("")
+    renamed = MIXER.replace('"outside_below"', '"outside_too"')
+    (other / "mixer.py").write_text(renamed)
+    (other / "pricing.py").write_text(PRICING)
+    monkeypatch.syspath_prepend(str(other.parent))
+    from outside_package_too.mixer import OUTSIDE_BELOW
+
+    with pytest.raises(ValueError, match=r"outside_below has another file mixer\.py, and an export has one"):
+        add_mechanism(OUTSIDE_BELOW)
+
+
+@pytest.mark.slow
+def test_the_whole_conformance_suite_and_an_export(tmp_path, corpus):
+    """In processes that find the package by its entry point, and one that has neither it nor Fathom."""
+    root = Path(__file__).parents[2]
+    site = make_package(tmp_path / "site")
+    paths = [str(site), str(root), str(Path(fathom.__file__).parents[1])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+
+    def run(*words, **changes):
+        done = subprocess.run([sys.executable, *words], env={**environment, **changes}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    words = ("-m", "pytest", str(root / "tests/models/test_mechanisms.py"), "-p", "no:xdist", "-p", "no:cacheprovider")
+    said = run(*words, "-k", "outside_below")
+    assert int(said.split(" passed")[0].split()[-1]) > 20 and "failed" not in said
+    assert '"outside_below"' in run("-m", "fathom", "mechanisms", "--json")
+    short = (
+        "train.steps=2",
+        "model.vocab_size=304",
+        f"data.directory={corpus}",
+        "train.device=cpu",
+        "evaluate.every=0",
+    )
+    short += ("train.tokens_per_step=512", "train.micro_batch=2", "evaluate.tokens=512", "model.mixer=outside_below")
+    run("-m", "fathom", "train", "tiny", *short, "--run", str(tmp_path / "run"))
+    code = (
+        "import sys, torch; sys.modules['fathom'] = None\n"
+        "from transformers import AutoModelForCausalLM as A\n"
+        "m = A.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+        "print(float(m(torch.tensor([[5, 6, 7]])).logits.double().sum()), m.config.mixer)"
+    )
+    modules = str(tmp_path / "modules")
+    alone = run("-c", code, str(tmp_path / "run" / "model"), PYTHONPATH="", HF_MODULES_CACHE=modules)
+    here = run(
+        "-c", code.replace("sys.modules['fathom'] = None", "import fathom.models"), str(tmp_path / "run" / "model")
+    )
+    assert alone == here and alone.split()[1] == "outside_below"
