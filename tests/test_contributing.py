@@ -1,0 +1,301 @@
+"""CONTRIBUTING's walk-throughs, walked: each in a copy of the tree, with exactly the files and lines that it names."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+NEIGHBOUR_TEST = """
+import torch
+
+from fathom.models.neighbour_mean import NeighbourMean
+
+from .cases import config_of
+
+
+def test_the_mean():
+    mixer = NeighbourMean(config_of("neighbour_mean"), 1)
+    value, below = torch.randn(2, 1, 2, 3, 8, dtype=torch.float64)
+    assert torch.equal(mixer(None, None, value, (None, below)), 0.5 * value + 0.5 * below)
+"""
+STRIDED = '''
+"""Every so-many-th entry as it is, the others forgotten.
+
+row i of C picks entry ⌊(i + ½) M / L⌋
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .method import Fixed
+
+
+class Strided(Fixed):
+    """L of the M entries, evenly spaced."""
+
+    name = "strided"
+
+    @staticmethod
+    def rows(i: Tensor, kept: int, compressed: int) -> Tensor:
+        """The rows `i` of C, `[rows, M]`, in float64."""
+        picked = ((i + 0.5) * compressed / kept).long()
+        return torch.nn.functional.one_hot(picked, compressed).double()
+'''.lstrip()
+STRIDED_TEST = """
+import torch
+
+from .cases import SCHEDULE, F, L, cache_of, model_of
+
+
+def test_it_picks():
+    rest = torch.arange(60.0).view(1, 1, 60, 1)
+    picked = cache_of(model_of("qwen3"), "strided").method.reducer(rest, None)(rest).flatten()
+    assert len(picked) == L and picked.tolist() == [int((i + 0.5) * 60 / L) for i in range(L)]
+"""
+GREET = '''
+"""`fathom greet NAME`."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from fathom.cli.parser import Parser, UsageError
+
+
+def add(parser: Parser) -> None:
+    """Arguments."""
+    parser.add_argument("name", help="whom to greet")
+
+
+def run(options: Namespace) -> int:
+    """Greet."""
+    if not options.name.isalpha():
+        raise UsageError(f"{options.name}: not a name")
+    print(f"Hello, {options.name}")
+    return 0
+'''.lstrip()
+GREET_TEST = """
+from fathom.cli.main import main
+
+
+def test_it_greets(capsys):
+    assert main(["greet", "Ada"]) == 0 and capsys.readouterr().out == "Hello, Ada\\n"
+    assert main(["greet", "4"]) == 2 and capsys.readouterr().err == "fathom: 4: not a name\\n"
+"""
+COMMAND = ('    "lineage": "tell', '    "greet": "say hello",\n    "lineage": "tell')
+GREET_PAGE = "# Greeting\n\n```\nfathom greet Ada\n```\n"
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What somebody does who follows a section."""
+
+    files: dict[str, str]
+    """New ones."""
+    edits: dict[str, tuple[tuple[str, str], ...]]
+    """(old, new) in files that are there."""
+    tests: tuple[str, ...]
+    """What pytest is then asked for, one call each."""
+    commands: dict[tuple[str, ...], str] = field(default_factory=dict)
+    """Commands, and what they print."""
+
+
+WALKS = {
+    "a mechanism": Walk(
+        {
+            "src/fathom/models/neighbour_mean.py": re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)[1],
+            "tests/models/test_neighbour_mean.py": NEIGHBOUR_TEST,
+        },
+        {
+            "src/fathom/models/registry.py": (
+                ("from .ponder import", "from .neighbour_mean import NEIGHBOUR_MEAN\nfrom .ponder import"),
+                ("*(NONE, DEPTH_ATTENTION,", "*(NONE, NEIGHBOUR_MEAN, DEPTH_ATTENTION,"),
+            )
+        },
+        ("tests/models/test_mechanisms.py -k neighbour_mean", "tests/models/test_neighbour_mean.py"),
+        {("mechanisms", "--json"): '"neighbour_mean"'},
+    ),
+    "a cache method": Walk(
+        {"src/fathom/kvcache/strided.py": STRIDED, "tests/kvcache/test_strided.py": STRIDED_TEST},
+        {
+            "src/fathom/kvcache/build.py": (
+                ("from .watch import", "from .strided import Strided\nfrom .watch import"),
+                ("SnapKV, KeyNorm)", "SnapKV, KeyNorm, Strided)"),
+            )
+        },
+        ("tests/kvcache -k strided", "tests/kvcache/test_build.py"),
+        {("train", "--help"): "kvcache.method"},
+    ),
+    "a command": Walk(
+        {"src/fathom/cli/greet.py": GREET, "docs/greet.md": GREET_PAGE, "tests/cli/test_greet.py": GREET_TEST},
+        {"src/fathom/cli/main.py": (COMMAND,)},
+        ("tests/cli/test_greet.py", "tests/test_docs.py -k every_command_is_documented"),
+        {("--help",): "say hello", ("greet", "--help"): "whom to greet"},
+    ),
+    "a capability": Walk(
+        {
+            "src/fathom/manners/__init__.py": '"""Politeness."""\n',
+            "src/fathom/manners/words.py": '"""Words."""\n\n\ndef hello(name: str) -> str:\n    """A greeting."""\n'
+            '    return f"Hello, {name}"\n',
+            "src/fathom/cli/greet.py": GREET.replace(
+                "import Parser, UsageError\n", "import Parser, UsageError\nfrom fathom.manners.words import hello\n"
+            ).replace('print(f"Hello, {options.name}")', "print(hello(options.name))"),
+            "docs/manners.md": GREET_PAGE,
+            "tests/manners/__init__.py": "",
+            "tests/manners/test_words.py": GREET_TEST,
+        },
+        {
+            "src/fathom/cli/main.py": (COMMAND,),
+            "tests/test_boundaries.py": (('"ladder", "cli", "__main__"', '"ladder", "manners", "cli", "__main__"'),),
+            "tests/test_tree.py": (('"ladder", "cli"', '"ladder", "manners", "cli"'),),
+        },
+        ("tests/manners", "tests/test_docs.py -k every_command_is_documented"),
+        {("greet", "Ada"): "Hello, Ada"},
+    ),
+}
+
+
+def edited(name: str, edits: tuple[tuple[str, str], ...]) -> str:
+    """A file of the tree with its edits."""
+    text = (ROOT / name).read_text(encoding="utf-8")
+    for old, new in edits:
+        assert text.count(old) == 1, f"{name}: {old}"
+        text = text.replace(old, new)
+    return text
+
+
+def lines(before: str, after: str) -> int:
+    """How many lines are new or changed."""
+    return sum(line.startswith("+ ") for line in difflib.ndiff(before.splitlines(), after.splitlines()))
+
+
+def promised() -> dict[str, tuple[int, dict[str, int]]]:
+    """CONTRIBUTING's table: how many new files, and how many lines in which files that are there."""
+    rows = re.findall(r"^\| (a [a-z ]+) \| (\d+): [^|]+ \| ([^|]+) \|$", PAGE, re.M)
+    return {
+        name: (int(files), {path: int(count) for count, path in re.findall(r"(\d+) in `([^`]+)`", cell)})
+        for name, files, cell in rows
+    }
+
+
+def counted() -> dict[str, tuple[int, dict[str, int]]]:
+    """What the walks really take."""
+    return {
+        name: (
+            len(walk.files),
+            {path: lines((ROOT / path).read_text(encoding="utf-8"), edited(path, e)) for path, e in walk.edits.items()},
+        )
+        for name, walk in WALKS.items()
+    }
+
+
+def test_the_counts_are_honest() -> None:
+    assert promised() == counted()
+    assert lines("a\nb\n", "a\nx\nb2\n") == 2, "a changed line counts as a new one does"
+
+
+def walked(walk: Walk, folder: Path) -> Path:
+    """A copy of the tree in which a walk was done, the table of files written anew."""
+    for name in ("src", "tests", "docs", "recipes", "benchmarks"):
+        ignored = shutil.ignore_patterns("__pycache__", "*.egg-info", "results", "pictures")
+        shutil.copytree(ROOT / name, folder / name, ignore=ignored)
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("*.toml"), ROOT / "Makefile"):
+        shutil.copy(path, folder / path.name)
+    for name, text in walk.files.items():
+        assert not (folder / name).exists(), name
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_text(text, encoding="utf-8")
+    for name, edits in walk.edits.items():
+        (folder / name).write_text(edited(name, edits), encoding="utf-8")
+    return folder
+
+
+def said(folder: Path, *words: str) -> str:
+    """What a Python process says in the copy, and its exit code."""
+    environment = {**os.environ, "PYTHONPATH": str(folder / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=1200
+    )
+    return f"{done.stdout}{done.stderr}\nexit code {done.returncode}"
+
+
+PYTEST = ("-m", "pytest", "-p", "no:cacheprovider", "-p", "no:xdist", "-q")
+# What every change must pass: order of imports, and the tree of files.
+ALWAYS = ("tests/test_boundaries.py::test_boundaries", "tests/test_tree.py", "tests/models/test_imports.py")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WALKS)
+def test_walked(name: str, tmp_path: Path) -> None:
+    walk = WALKS[name]
+    folder = walked(walk, tmp_path / "copy")
+    assert str(folder) in said(folder, "-c", "import fathom; print(fathom.__file__)")
+    assert "exit code 0" in said(folder, "tests/test_tree.py")
+    for asked in (*walk.tests, " ".join((*ALWAYS, "-k", "not neighbour"))):
+        words = asked.split()
+        report = said(folder, *PYTEST, *words)
+        assert "exit code 0" in report and " passed" in report, f"{asked}\n{report}"
+    for words, printed in walk.commands.items():
+        assert printed in (report := said(folder, "-m", "fathom", *words)) and "exit code 0" in report, report
+    new = [path for path in walk.files if path.endswith(".py")]
+    tools = Path(sys.executable).parent
+    for tool in (("ruff", "check"), ("ruff", "format", "--check")):
+        done = subprocess.run([tools / tool[0], *tool[1:], *new[:1]], cwd=folder, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "path", "test"),
+    [
+        ("a capability", "tests/test_boundaries.py", "tests/test_boundaries.py::test_boundaries"),
+        ("a capability", "tests/test_tree.py", "tests/test_tree.py"),
+        ("a command", "docs/greet.md", "tests/test_docs.py -k every_command_is_documented"),
+    ],
+)
+def test_a_step_left_out_is_seen(name: str, path: str, test: str, tmp_path: Path) -> None:
+    """None of the steps is there for nothing."""
+    walk = WALKS[name]
+    files = {key: text for key, text in walk.files.items() if key != path}
+    folder = walked(Walk(files, {key: e for key, e in walk.edits.items() if key != path}, ()), tmp_path / "copy")
+    assert "exit code 1" in said(folder, *PYTEST, *test.split())
+
+
+def test_a_commit_is_judged_as_make_lint_judges() -> None:
+    """The hooks are the tools of the Makefile; the workflow calls `make test` and nothing else of ours."""
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    entries = [hook["entry"].split() for repo in hooks for hook in repo["hooks"]]
+    assert all(repo["repo"] == "local" for repo in hooks) and all(
+        entry[0].startswith(".venv/bin/") for entry in entries
+    )
+    (lint,) = re.findall(r"^lint: setup\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)
+    wanted = [line.split("/")[-1].split()[:2] for line in lint.splitlines()]
+    named = [[entry[0].split("/")[-1], *entry[1:2]] for entry in entries]
+    assert all([word for word in words if word != "."] in named for words in wanted), (wanted, named)
+    assert all((ROOT / entry[1]).is_file() for entry in entries if entry[0].endswith("python"))
+
+
+def test_the_workflow_runs_what_is_supported() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "test.yml").read_text())
+    job = workflow["jobs"]["test"]
+    assert [step["run"] for step in job["steps"] if "run" in step] == ["make test"]
+    versions, oldest = job["strategy"]["matrix"]["python"], re.search(r'requires-python = ">=([\d.]+)"', PYPROJECT)[1]
+    assert versions == ["3.10", "3.11", "3.12", "3.13"] and versions[0] == oldest
+    assert any(extra["system"].startswith("macos") for extra in job["strategy"]["matrix"]["include"])
+
+
+PYPROJECT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
