@@ -61,6 +61,10 @@ class Data(Section):
 
     directory: str = "data"
     """directory of token shards that `fathom prepare` wrote; or puzzle:hops, a5, z60, arithmetic, recall"""
+    mixture: dict[str, float] = field(default_factory=dict)
+    """shares of rows: {web: 0.8, papers: 0.2}, by domain of data.directory or by directory; empty reads all as it is"""
+    phases: tuple[dict[str, float | dict[str, float]], ...] = ()
+    """other shares later on: [{at: 0.8, mixture: {papers: 1}}]; at is a share of train.steps, or a step from 1 on"""
     sequence_length: int = 2048
     """tokens in a row"""
     packing: Literal["windows", "documents"] = "windows"
@@ -76,6 +80,37 @@ class Data(Section):
         """What a type cannot say."""
         yield self.sequence_length > 1, "sequence_length", "allowed: 2 or more"
         yield self.seed is None or self.seed >= 0, "seed", "allowed: 0 or more, or null"
+        words = "allowed: shares of 0 or more, one of them above 0"
+        yield not self.mixture or _shares(self.mixture), "mixture", words
+        yield bool(self.mixture) or not self.phases, "phases", "allowed: none, without data.mixture"
+        words = "allowed: a list of {at: a share of the steps or a step, mixture: shares of 0 or more}"
+        yield all(map(_phase, self.phases)), "phases", words
+
+    @property
+    def collections(self) -> tuple[str, ...]:
+        """Every collection that a phase names, in order."""
+        named = [self.mixture, *(shares for _, shares in self.later(1))]
+        return tuple(dict.fromkeys(name for shares in named for name in shares))
+
+    def later(self, steps: int) -> list[tuple[int, dict[str, float]]]:
+        """The phases after the first of a run of so many steps: at which step, which shares."""
+        found = []
+        for phase in self.phases:
+            at = typing.cast("float", phase["at"])
+            shares = typing.cast("dict[str, float]", phase["mixture"])
+            found.append((round(at * steps) if at < 1 else int(at), shares))
+        return found
+
+
+def _shares(mixture: dict[str, float]) -> bool:
+    values = mixture.values()
+    return all(0 <= share < math.inf for share in values) and any(share > 0 for share in values)
+
+
+def _phase(phase: dict[str, float | dict[str, float]]) -> bool:
+    at, mixture = phase.get("at"), phase.get("mixture")
+    when = isinstance(at, float) and (0 < at < 1 or (at >= 1 and at.is_integer()))
+    return set(phase) == {"at", "mixture"} and when and isinstance(mixture, dict) and _shares(mixture)
 
 
 GROUP_FACTORS = ("lr", "weight_decay")
@@ -500,6 +535,11 @@ def _rules(recipe: Recipe) -> Iterator[Rule]:
     yield from _schedule_rules(recipe.optim, train)
     has_tokenizer = not (train.export and data.directory.startswith(PUZZLE))
     yield has_tokenizer, "train.export", f"allowed: false with data.directory={data.directory}, which has no tokenizer"
+    no_puzzle = not data.mixture or not data.directory.startswith(PUZZLE)
+    yield no_puzzle, "data.mixture", f"allowed: none, with data.directory={data.directory}"
+    begins = [0, *(step for step, _ in data.later(train.steps)), train.steps]
+    rising = all(a < b for a, b in itertools.pairwise(begins))
+    yield rising, "data.phases", f"allowed: steps that rise, from 1 to train.steps - 1 = {train.steps - 1}"
     rows = train.tokens_per_step % length == 0
     yield rows, "train.tokens_per_step", f"allowed: a multiple of data.sequence_length={length}"
     buckets = recipe.evaluate.position_buckets < length

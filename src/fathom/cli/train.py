@@ -123,6 +123,8 @@ def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Change | N
         f"and about {cost.activation_bytes / gib:.2f} GiB of activations; about {cost.evaluation_bytes / gib:.2f} GiB "
         "in place of these while held-out text is read",
     }
+    if cost.collections:
+        rows["epochs"] = ", ".join(f"{name} {value:.3g}" for name, value in cost.collections.items())
     if cost.compressions:
         rows["compressions"] = f"{cost.compressions} of each row's memory, {recipe.kvcache.method}"
     if change is not None and change.keys:

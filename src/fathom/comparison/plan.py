@@ -10,10 +10,10 @@ from typing import Any
 
 from fathom.checkpoints.layout import ARMS, FAILED, MEASURED, PLAN, RECIPE, RESULT
 from fathom.comparison.arms import Arm, Equal, arm_recipes, parse_arms
-from fathom.data.batches import BatchPlan
 from fathom.data.puzzles import open_data
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe, parse_recipe
 from fathom.report.files import read_json
+from fathom.training.build import batch_plan
 from fathom.training.parallel import device_of
 
 NOT_TIMED = (
@@ -136,10 +136,10 @@ def check(plan: Plan, out: Path | None = None) -> None:
     """Open the data as every arm will, and hold existing runs against the plan."""
     for name, recipe in plan.recipes.items():
         device_of(recipe.train.device)
-        data = open_data(recipe.data.directory, verify=False)
-        open_data(recipe.data.directory, "val", verify=False)
+        data = open_data(recipe.data.directory, verify=False, collections=recipe.data.collections)
+        open_data(recipe.data.directory, "val", False, recipe.data.collections)
         data.require_vocabulary(recipe.config().vocab_size)
-        BatchPlan(data, recipe.data.sequence_length, recipe.rows_per_step, recipe.data_seed, recipe.data.packing)
+        batch_plan(recipe, data)
         rows = recipe.rows_per_step
         if rows % min(recipe.train.micro_batch, rows):
             raise RecipeError(f"arm {name}: train.micro_batch={recipe.train.micro_batch}: allowed: a divisor of {rows}")

@@ -14,6 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fathom.data.collections import MixedDataset
+from fathom.data.mixture import Mixture
 from fathom.data.permutation import Permutation, scatter
 from fathom.data.puzzles import PuzzleDataset
 from fathom.data.shards import DataError, TokenDataset
@@ -75,6 +77,9 @@ class BatchPlan:
     (seed, e) alone chooses; epochs follow each other without a gap, and step s takes the rows
     `[s * rows_per_step, (s + 1) * rows_per_step)` of that endless list. Every rank takes a contiguous slice of the
     step's rows and every micro-batch a slice of the rank's, so no layout changes what a step learns from.
+
+    Of a mixture, the row's number alone chooses a collection and how many of its rows come before; every collection is
+    cut, shuffled and begun anew by itself.
     """
 
     dataset: TokenDataset
@@ -88,22 +93,31 @@ class BatchPlan:
     packing: Packing = "windows"
     """`windows`: rows are read as one text. `documents`: position_ids restart at each document in a row, and no
     document's first token is predicted from the one before it."""
+    mixture: Mixture | None = None
+    """Of the collections of a `MixedDataset`; None reads a dataset as it is."""
 
     def __post_init__(self) -> None:
         _require_shape(self.sequence_length, self.packing)
         _require_rows(self.dataset, self.sequence_length)
         if self.rows_per_step < 1:
             raise DataError(f"rows_per_step must be at least 1, not {self.rows_per_step}")
-        if self.num_windows < 1:
-            raise DataError(
-                f"{self.dataset.directory}: a context of {self.sequence_length} tokens is longer than the split "
-                f"{self.dataset.split!r} ({self.dataset.num_tokens} tokens)"
-            )
+        if isinstance(self.dataset, MixedDataset) != (self.mixture is not None):
+            raise ValueError("a mixture and the collections that it mixes come together")
+        for part in self._parts:
+            if part.num_tokens < self.sequence_length:
+                raise DataError(
+                    f"{part.directory}: a context of {self.sequence_length} tokens is longer than the split "
+                    f"{part.split!r} ({part.num_tokens} tokens)"
+                )
+
+    @property
+    def _parts(self) -> list[TokenDataset]:
+        return list(self.dataset.collections.values()) if isinstance(self.dataset, MixedDataset) else [self.dataset]
 
     @property
     def num_windows(self) -> int:
-        """Rows in one epoch."""
-        return self.dataset.num_tokens // self.sequence_length
+        """Rows in one epoch; of a mixture, of all collections together."""
+        return sum(part.num_tokens // self.sequence_length for part in self._parts)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -112,13 +126,31 @@ class BatchPlan:
 
     def windows(self, step: int) -> NDArray[np.int64]:
         """The windows of the global batch at a step, in order."""
-        rows = np.arange(step * self.rows_per_step, (step + 1) * self.rows_per_step)
-        epochs, places = np.divmod(rows, self.num_windows)
-        windows = np.empty_like(rows)
-        for epoch in np.unique(epochs).tolist():
-            here = epochs == epoch
-            windows[here] = Permutation(self.num_windows, self.seed, epoch)(places[here])
-        return windows
+        return _shuffled(self._rows(step), self.num_windows, self.seed)
+
+    def starts(self, step: int) -> NDArray[np.int64]:
+        """Where in the stream the rows of the global batch begin, in order."""
+        if self.mixture is None:
+            return self.windows(step) * self.sequence_length
+        collections, numbers = self.mixture.places(self._rows(step))
+        starts, base = np.empty_like(numbers), 0
+        for number, part in enumerate(self._parts):
+            here = collections == number
+            count = part.num_tokens // self.sequence_length
+            starts[here] = base + _shuffled(numbers[here], count, self.seed, number) * self.sequence_length
+            base += part.num_tokens
+        return starts
+
+    def epochs(self, steps: int) -> dict[str, float]:
+        """How often so many steps read each collection of a mixture, by name."""
+        if self.mixture is None:
+            return {}
+        counts = self.mixture.counts(steps * self.rows_per_step)
+        windows = [part.num_tokens // self.sequence_length for part in self._parts]
+        return {name: had / each for name, had, each in zip(self.dataset.domains, counts, windows, strict=True)}
+
+    def _rows(self, step: int) -> NDArray[np.int64]:
+        return np.arange(step * self.rows_per_step, (step + 1) * self.rows_per_step)
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1, micro_batch: int | None = None) -> list[Batch]:
         """The micro-batches of one rank at one step.
@@ -205,7 +237,7 @@ class BatchPlan:
         if isinstance(self.dataset, PuzzleDataset):
             mine = self.windows(step)[first : first + rows]
             return _puzzle_batch(self.dataset, mine, self.rows_per_step * self.dataset.puzzle.answers)
-        starts = self.windows(step) * self.sequence_length
+        starts = self.starts(step)
         length = self.sequence_length
         tokens = np.empty((rows, length), np.int64)
         for row, start in enumerate(starts[first : first + rows].tolist()):
@@ -218,6 +250,16 @@ class BatchPlan:
         num_targets = sum(length - 1 - len(inside) for inside in boundaries)
         labels, positions = _separate(tokens, boundaries[first : first + rows])
         return Batch(input_ids, torch.from_numpy(labels), torch.from_numpy(positions), num_targets)
+
+
+def _shuffled(rows: NDArray[np.int64], size: int, *key: int) -> NDArray[np.int64]:
+    """Rows of an endless list as windows: each epoch has every one of `size` once, in an order of its own."""
+    epochs, places = np.divmod(rows, size)
+    windows = np.empty_like(rows)
+    for epoch in np.unique(epochs).tolist():
+        here = epochs == epoch
+        windows[here] = Permutation(size, *key, epoch)(places[here])
+    return windows
 
 
 def evaluation_batches(

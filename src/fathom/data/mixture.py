@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -38,3 +39,72 @@ def row_order(weights: Sequence[int], rows: int) -> NDArray[np.uint8]:
         deficits[chosen] -= total
         order.append(chosen)
     return np.resize(np.frombuffer(bytes(order), np.uint8), rows) if rows else np.empty(0, np.uint8)
+
+
+@dataclass(frozen=True)
+class Phase:
+    """Shares that hold from a row on."""
+
+    first: int
+    """The row."""
+    shares: tuple[float, ...]
+    """Of every collection, 0 where nothing of it is read; their sum need not be 1."""
+
+
+class Mixture:
+    """Which collection each row of an endless list comes from, and which of its rows that is.
+
+    Every phase counts anew: any of its prefixes keeps its shares. A collection goes on where it was left.
+    """
+
+    def __init__(self, phases: Sequence[Phase]) -> None:
+        self.phases = tuple(phases)
+        self._cycles = [_Cycle(phase.shares) for phase in self.phases]
+        self._firsts = np.array([phase.first for phase in self.phases])
+        # What each collection has had when a phase begins.
+        self._before = [np.zeros(len(self.phases[0].shares), np.int64)]
+        for cycle, rows in zip(self._cycles, np.diff(self._firsts).tolist(), strict=False):
+            self._before.append(self._before[-1] + cycle.counts(rows))
+
+    def places(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The collection of each row, and how many rows that collection has had before it."""
+        collections, numbers = np.empty_like(rows), np.empty_like(rows)
+        phases = self._firsts.searchsorted(rows, side="right") - 1
+        for phase in np.unique(phases).tolist():
+            here = phases == phase
+            found, ranks = self._cycles[phase].places(rows[here] - self._firsts[phase])
+            collections[here], numbers[here] = found, self._before[phase][found] + ranks
+        return collections, numbers
+
+    def counts(self, rows: int) -> list[int]:
+        """Of the first so many rows, those of each collection."""
+        if not rows:
+            return [0] * len(self._before[0])
+        phase = int(self._firsts.searchsorted(rows - 1, side="right")) - 1
+        inside = self._cycles[phase].counts(rows - int(self._firsts[phase]))
+        return [int(count) for count in self._before[phase] + inside]
+
+
+class _Cycle:
+    """The sequence of one phase, which repeats."""
+
+    def __init__(self, shares: Sequence[float]) -> None:
+        read = [number for number, share in enumerate(shares) if share > 0]
+        weights = whole_weights([shares[number] for number in read])
+        self._order = np.array(read)[row_order(weights, sum(weights))]
+        self._weights = np.zeros(len(shares), np.int64)
+        self._weights[read] = weights
+        self._ranks = np.empty_like(self._order)
+        for number in read:
+            self._ranks[self._order == number] = np.arange(self._weights[number])
+
+    def places(self, rows: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The collection of each row, and its number among that collection's."""
+        cycles, inside = np.divmod(rows, len(self._order))
+        found = self._order[inside]
+        return found, cycles * self._weights[found] + self._ranks[inside]
+
+    def counts(self, rows: int) -> NDArray[np.int64]:
+        """Of the first so many rows, those of each collection."""
+        cycles, rest = divmod(rows, len(self._order))
+        return cycles * self._weights + np.bincount(self._order[:rest], minlength=len(self._weights))

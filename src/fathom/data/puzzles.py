@@ -28,7 +28,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fathom.checkpoints.layout import PUZZLE
-from fathom.data.shards import DataError, TokenDataset
+from fathom.data.collections import locate, open_mixture
+from fathom.data.shards import DataError, TokenDataset, read_index
 from fathom.report.mixing import mixed
 
 Ids = NDArray[np.int64]
@@ -435,13 +436,36 @@ def is_puzzle(directory: str | Path) -> bool:
     return str(directory).startswith(PUZZLE)
 
 
-def open_data(directory: str | Path, split: str = "train", verify: bool | Literal["cached"] = True) -> TokenDataset:
-    """A split of what `data.directory` names: a puzzle, or a corpus, checked as `TokenDataset.open` does."""
+def open_data(
+    directory: str | Path,
+    split: str = "train",
+    verify: bool | Literal["cached"] = True,
+    collections: Sequence[str] = (),
+) -> TokenDataset:
+    """A split of what `data.directory` names: a puzzle, or a corpus, checked as `TokenDataset.open` does.
+
+    Args:
+        directory: What the recipe says.
+        split: `train` or `val`.
+        verify: As in `TokenDataset.open`.
+        collections: Of a mixture, read in place of the whole corpus.
+    """
+    if collections:
+        return open_mixture(directory, collections, split, verify)
     return (
         open_puzzle(str(directory), split)
         if is_puzzle(directory)
         else TokenDataset.open(directory, split, None, verify)
     )
+
+
+def has_split(directory: str | Path, split: str, collections: Sequence[str] = ()) -> bool:
+    """Whether what `data.directory` names, or one of a mixture's collections, has a split."""
+    if is_puzzle(directory):
+        return split in ROWS
+    places = [locate(directory, name) for name in collections] or [(Path(directory), None)]
+    found = [(read_index(place)["splits"].get(split, {}), domain) for place, domain in places]
+    return any(domains if domain is None else domain in domains for domains, domain in found)
 
 
 def open_puzzle(where: str, split: str = "train") -> PuzzleDataset:

@@ -264,6 +264,11 @@ class TokenDataset:
         """The Hugging Face tokenizer that made these tokens."""
         return self.directory / TOKENIZER
 
+    @property
+    def tokenizer_sum(self) -> int:
+        """Of the checksums of the tokenizer's files."""
+        return zlib.crc32(json.dumps(self._index["tokenizer_crc32"], sort_keys=True).encode())
+
     def has_fingerprint(self, fingerprint: int) -> bool:
         """Whether a recorded fingerprint is of these tokens; earlier versions recorded the index's own checksum."""
         return fingerprint in (self.fingerprint, self._index["crc32"])

@@ -355,7 +355,8 @@ def checked(ladder: Ladder) -> Ladder:
     for arm in ladder.arms:
         if arm.name.startswith(MATCHED):
             raise RecipeError(f"--arms {arm.name}: a name that begins with {MATCHED} is a control's")
-    data = open_data(ladder.recipe.data.directory, verify=False)
+    given = ladder.recipe.data
+    data = open_data(given.directory, verify=False, collections=given.collections)
     for size in ladder.all_sizes:
         if size.tokens > data.num_tokens:
             raise RecipeError(

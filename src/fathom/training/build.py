@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.runs import find_checkpoint, model_directory, read_weights
 from fathom.data.batches import Batch, BatchPlan
+from fathom.data.mixture import Mixture, Phase
 from fathom.data.puzzles import open_data
 from fathom.data.shards import TokenDataset
 from fathom.models.configuration import FathomConfig
@@ -125,13 +126,14 @@ def build_training(recipe: Recipe, ranks: Ranks | None = None, data: TokenDatase
             f"data.sequence_length={recipe.data.sequence_length}: allowed: at most the model's "
             f"max_position_embeddings={config.max_position_embeddings}"
         )
-    rows = _rows_per_rank(recipe, ranks.world_size)
+    _require_rows_per_rank(recipe, ranks.world_size)
     if data is None:
         # One rank of a machine reads the checksums for all.
-        data = open_data(recipe.data.directory, verify=recipe.data.verify and ranks.local_rank == 0)
+        verify = recipe.data.verify and ranks.local_rank == 0
+        data = open_data(recipe.data.directory, verify=verify, collections=recipe.data.collections)
     data.require_vocabulary(config.vocab_size)
     require_tokenizer(recipe, data)
-    plan = BatchPlan(data, recipe.data.sequence_length, rows * ranks.world_size, recipe.data_seed, recipe.data.packing)
+    plan = batch_plan(recipe, data)
     if "seed" in config.recurrence_options and config.recurrence_options["seed"] is None:
         config.recurrence_options["seed"] = recipe.train.seed
     model = build_model(recipe, config, ranks.device)
@@ -142,6 +144,25 @@ def build_training(recipe: Recipe, ranks: Ranks | None = None, data: TokenDatase
     optimizer = Optimizer(model, recipe.optim)
     guard = Guard(recipe.train.skip_spikes, ranks.device)
     return Training(recipe, ranks, config, model, optimizer, guard, data, plan, adapters)
+
+
+def batch_plan(recipe: Recipe, data: TokenDataset) -> BatchPlan:
+    """The order in which a recipe reads its training split."""
+    settings = recipe.data
+    return BatchPlan(
+        data, settings.sequence_length, recipe.rows_per_step, recipe.data_seed, settings.packing, mixture_of(recipe)
+    )
+
+
+def mixture_of(recipe: Recipe) -> Mixture | None:
+    """Which collection each row of a run comes from; None without `data.mixture`."""
+    names = recipe.data.collections
+    if not names:
+        return None
+    begun = [(0, recipe.data.mixture), *recipe.data.later(recipe.train.steps)]
+    return Mixture(
+        [Phase(step * recipe.rows_per_step, tuple(shares.get(name, 0.0) for name in names)) for step, shares in begun]
+    )
 
 
 def build_model(recipe: Recipe, config: FathomConfig, device: torch.device) -> FathomForCausalLM:
@@ -196,7 +217,7 @@ def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
     return norm.float()
 
 
-def _rows_per_rank(recipe: Recipe, world_size: int) -> int:
+def _require_rows_per_rank(recipe: Recipe, world_size: int) -> None:
     rows, remainder = divmod(recipe.rows_per_step, world_size)
     if remainder:
         raise RecipeError(
@@ -205,7 +226,6 @@ def _rows_per_rank(recipe: Recipe, world_size: int) -> int:
         )
     if rows % min(recipe.train.micro_batch, rows):
         raise RecipeError(f"train.micro_batch={recipe.train.micro_batch}: allowed: a divisor of {rows} rows per rank")
-    return rows
 
 
 def _seed(*parts: object) -> int:

@@ -19,7 +19,7 @@ from fathom.training.optimizer import learning_rate, leaves_peak
 
 # What a run may change on its way: weights, optimizer state and the order of the data stay what they are.
 CHANGEABLE = (
-    *("evaluate", "train.steps", "train.precision", "train.skip_spikes"),
+    *("evaluate", "data.phases", "train.steps", "train.precision", "train.skip_spikes"),
     *(f"optim.{key}" for key in ("lr", "betas", "eps", "momentum", "weight_decay", "clip", "schedule", "floor")),
     *(f"optim.{key}" for key in ("warmup", "warmup_steps", "decay", "decay_steps", "groups")),
     *FREE_ON_RESUME,
@@ -132,6 +132,7 @@ def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: S
     warmup = before.optim.rising(before.train.steps)
     if not given & {"optim.warmup", "optim.warmup_steps"} and warmup != after.optim.rising(after.train.steps):
         after = after.override(f"optim.warmup_steps={warmup}")
+    after = _with_phases(name, before, after, step, "data.phases" in given)
     if after.train.steps < step:
         raise RecipeError(f"train.steps={after.train.steps}: {name} has taken {step}; an earlier checkpoint can branch")
     if before.train.steps == after.train.steps or given & {"optim.schedule"}:
@@ -142,6 +143,19 @@ def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: S
             f"train.steps={after.train.steps}: {name} follows a {schedule} schedule made for {planned} steps; the rate "
             f"of step {step + 1} would go from {_rate(before, step):.4g} to {_rate(after, step):.4g}; say how it goes "
             "on by optim.schedule=constant, wsd, linear or cosine"
+        )
+    return after
+
+
+def _with_phases(name: str, before: Recipe, after: Recipe, step: int, given: bool) -> Recipe:
+    """A mixture's phases begin at the steps at which they were to, unless they are given; none that holds changes."""
+    planned, now = before.data.later(before.train.steps), after.data.later(after.train.steps)
+    if not given and now != planned:
+        after = after.override(f"data.phases={json.dumps([{'at': at, 'mixture': mix} for at, mix in planned])}")
+    begun = [[one for one in phases if one[0] < step] for phases in (planned, after.data.later(after.train.steps))]
+    if begun[0] != begun[1]:
+        raise RecipeError(
+            f"{name}: data.phases: what held before step {step} stays; allowed: other shares from then on"
         )
     return after
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from fathom.data.collections import collection_sizes
 from fathom.data.puzzles import is_puzzle
 from fathom.data.shards import DataError, read_index
 from fathom.models.configuration import FathomConfig
@@ -26,6 +27,7 @@ from fathom.models.modeling import FathomForCausalLM
 from fathom.models.registry import mechanism_name, recurrence_class
 from fathom.models.roles import View
 from fathom.recipe import Recipe
+from fathom.training.build import mixture_of
 from fathom.training.kvcache import compressions
 from fathom.training.optimizer import Share, freeze, shares
 
@@ -58,7 +60,9 @@ class Estimate:
     tokens: int
     """Seen by the run."""
     epochs: float | None
-    """How many times the run reads the corpus; None of a puzzle, and where it is not prepared yet."""
+    """How many times the run reads the corpus; None of a puzzle or a mixture, and where it is not prepared yet."""
+    collections: dict[str, float]
+    """How many times it reads each collection of a mixture; empty without one, and where one is not prepared yet."""
     training_flops: float
     """Of the whole run, forward and backward."""
     ranks: int
@@ -98,6 +102,7 @@ def estimate(recipe: Recipe) -> Estimate:
         cache_bytes_per_token=cache_bytes_per_token(config),
         tokens=tokens,
         epochs=_epochs(recipe),
+        collections=_collections(recipe),
         training_flops=mean * tokens,
         ranks=ranks,
         state_bytes=state,
@@ -126,8 +131,8 @@ def _groups(recipe: Recipe, config: FathomConfig) -> list[Group]:
 
 
 def _epochs(recipe: Recipe) -> float | None:
-    if is_puzzle(recipe.data.directory):
-        return None  # no row comes twice
+    if is_puzzle(recipe.data.directory) or recipe.data.mixture:
+        return None  # no row of a puzzle comes twice, and collections are not read alike
     try:
         domains = read_index(Path(recipe.data.directory))["splits"]["train"]
     except DataError:
@@ -135,6 +140,19 @@ def _epochs(recipe: Recipe) -> float | None:
     tokens = sum(shard["tokens"] for shards in domains.values() for shard in shards)
     windows = tokens // recipe.data.sequence_length
     return recipe.train.steps * recipe.rows_per_step / windows if windows else None
+
+
+def _collections(recipe: Recipe) -> dict[str, float]:
+    mixture, names = mixture_of(recipe), recipe.data.collections
+    if mixture is None:
+        return {}
+    try:
+        sizes = collection_sizes(recipe.data.directory, names)
+    except DataError:
+        return {}
+    counts = mixture.counts(recipe.train.steps * recipe.rows_per_step)
+    windows = [size // recipe.data.sequence_length for size in sizes]
+    return {name: had / each for name, had, each in zip(names, counts, windows, strict=True) if each}
 
 
 def _activation_bytes(recipe: Recipe, config: FathomConfig) -> int:

@@ -16,8 +16,8 @@ import torch
 from fathom.checkpoints.export import export
 from fathom.checkpoints.layout import ARMS, LOCK, MODEL, RECIPE, RESULT, TRAINER, step_name
 from fathom.checkpoints.runs import Saved
-from fathom.data.puzzles import is_puzzle, open_data
-from fathom.data.shards import TokenDataset, read_index
+from fathom.data.puzzles import has_split, open_data
+from fathom.data.shards import TokenDataset
 from fathom.errors import FathomError
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe
@@ -115,6 +115,11 @@ def claimed(run_dir: Path) -> Iterator[None]:
                 path.rmdir()
 
 
+def in_words(epochs: Mapping[str, float]) -> str:
+    """How often each collection of a mixture is read."""
+    return ", ".join(f"{name} {value:.3g}" for name, value in epochs.items())
+
+
 class TrainingRun:
     """One run directory being trained."""
 
@@ -127,9 +132,8 @@ class TrainingRun:
         stack.callback(self.display.close)
         verify = recipe.data.verify and ranks.local_rank == 0
         split: TokenDataset | None = None
-        directory = recipe.data.directory
-        if recipe.evaluate.every or is_puzzle(directory) or "val" in read_index(Path(directory))["splits"]:
-            split = open_data(directory, "val", verify)
+        if recipe.evaluate.every or has_split(recipe.data.directory, "val", recipe.data.collections):
+            split = open_data(recipe.data.directory, "val", verify, recipe.data.collections)
         self.held_out = HeldOut(split)
         self.training = build_training(recipe, ranks)
         keep, later = recipe.train.keep_last, recipe.train.async_save
@@ -147,7 +151,10 @@ class TrainingRun:
         self._stopping = False
         self._unannounced: int | None = None
         """The step of a save that the hooks do not know of yet."""
-        if self.epochs > 1:
+        collections = self.training.plan.epochs(recipe.train.steps)
+        if collections:
+            self.say(f"epochs: {in_words(collections)}")
+        elif self.epochs > 1:
             data = self.training.data
             self.say(f"{self.epochs:.3g} epochs: every one of {data.num_tokens:,} tokens is read so many times")
         trackers = open_trackers(recipe, run_dir, self.step, self.say) if ranks.first else []
@@ -287,6 +294,7 @@ class TrainingRun:
                 "tokens": self.tokens,
                 "seconds": result.seconds,
                 "epochs": self.epochs,
+                "collections": self.training.plan.epochs(self.step),
                 "evaluation": scores,
             }
             write_json(self.run_dir / RESULT, values)

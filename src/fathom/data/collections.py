@@ -1,0 +1,131 @@
+"""Several collections of tokens read as one dataset: domains of a corpus, or corpora that share a tokenizer."""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fathom.data.shards import INDEX, DataError, TokenDataset, read_index
+
+
+class MixedDataset(TokenDataset):
+    """Collections one after the other; a training row never crosses from one into the next."""
+
+    def __init__(self, collections: Mapping[str, TokenDataset]) -> None:
+        first = next(iter(collections.values()))
+        for name, one in collections.items():
+            _require_same_tokenizer(first, name, one)
+        self.collections = dict(collections)
+        """Each by its name in the mixture."""
+        self.directory, self.split, self.domains = first.directory, first.split, tuple(collections)
+        self.vocab_size, self.eos_token_id, self.dtype = first.vocab_size, first.eos_token_id, first.dtype
+        self.tokenizer_identity = first.tokenizer_identity
+        found = [one.fingerprint for one in collections.values()]
+        self.fingerprint = zlib.crc32(json.dumps(found).encode())
+        self._firsts = list(accumulate((one.num_tokens for one in collections.values()), initial=0))
+        self.num_tokens = self._firsts[-1]
+        self.num_bytes = sum(one.num_bytes for one in collections.values())
+        self.num_documents = sum(one.num_documents for one in collections.values())
+
+    def has_fingerprint(self, fingerprint: int) -> bool:
+        """Whether a recorded fingerprint is of these tokens in this order."""
+        return fingerprint == self.fingerprint
+
+    def select(self, domain: str) -> TokenDataset:
+        """One collection, all of its domains."""
+        if domain not in self.collections:
+            raise DataError(f"data.mixture: no collection {domain!r}: there is {', '.join(self.collections)}")
+        return self.collections[domain]
+
+    def read(self, start: int, out: NDArray[np.int64]) -> None:
+        """Copy the tokens that begin at `start` of the collections, one after the other, into `out`."""
+        for one, first, last in self._within(start, start + len(out)):
+            base = max(start, first)
+            one.read(base - first, out[base - start : last - start])
+
+    def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
+        """The positions `start < p < stop` at which a new document begins, or a new collection."""
+        found = [np.empty(0, np.int64)]
+        for one, first, last in self._within(start, stop):
+            if first > start:
+                found.append(np.array([first]))
+            found.append(one.document_ends(max(start - first, 0), last - first) + first)
+        return np.concatenate(found)
+
+    def bytes_before(self, position: int) -> int:
+        """How many bytes of text the first `position` tokens stand for, as in `TokenDataset`."""
+        return sum(one.bytes_before(last - first) for one, first, last in self._within(0, position))
+
+    def _within(self, start: int, stop: int) -> Iterator[tuple[TokenDataset, int, int]]:
+        """The collections that have a part in a stretch: each with its first position, and where it or that ends."""
+        for one, (first, last) in zip(self.collections.values(), pairwise(self._firsts), strict=True):
+            if first < stop and start < last:
+                yield one, first, min(last, stop)
+
+
+def open_mixture(
+    directory: str | Path, names: Sequence[str], split: str = "train", verify: bool | Literal["cached"] = True
+) -> MixedDataset:
+    """A split of several collections, in order; a held-out one of those that have it.
+
+    Args:
+        directory: The corpus whose domains a name may be.
+        names: A domain of the corpus, or the directory of another corpus.
+        split: `train` or `val`.
+        verify: As in `TokenDataset.open`.
+    """
+    found = {}
+    for name in names:
+        place, domain = locate(directory, name)
+        domains = read_index(place)["splits"].get(split, {})
+        if split == "train" or (domains if domain is None else domain in domains):
+            found[name] = TokenDataset.open(place, split, domain, verify)
+    if not found:
+        raise DataError(f"data.mixture: none of {', '.join(names)} has a split {split!r}")
+    return MixedDataset(found)
+
+
+def collection_sizes(directory: str | Path, names: Sequence[str]) -> list[int]:
+    """Training tokens of each collection, from the indexes alone."""
+    sizes = []
+    for name in names:
+        place, domain = locate(directory, name)
+        domains = read_index(place)["splits"].get("train", {})
+        shards = [shard for one, shards in domains.items() if domain in (None, one) for shard in shards]
+        sizes.append(sum(shard["tokens"] for shard in shards))
+    return sizes
+
+
+def locate(directory: str | Path, name: str) -> tuple[Path, str | None]:
+    """The corpus that holds a collection, and which domain of it; None for all of them."""
+    directory, place = Path(directory), Path(name)
+    domains: list[str] = []
+    if (directory / INDEX).is_file():
+        domains = sorted({domain for split in read_index(directory)["splits"].values() for domain in split})
+    if name in domains:
+        return directory, name
+    if not place.is_dir():
+        beside = f": {directory} has {', '.join(domains)}" if domains else ""
+        raise DataError(f"data.mixture.{name}: no such directory, and no domain of data.directory={directory}{beside}")
+    return place, None
+
+
+def _require_same_tokenizer(first: TokenDataset, name: str, one: TokenDataset) -> None:
+    known = [(data.vocab_size, data.eos_token_id, data.tokenizer_sum) for data in (first, one)]
+    identities = [data.tokenizer_identity for data in (first, one)]
+    same = known[0][:2] == known[1][:2] and identities[0] == identities[1]
+    if None in identities:  # a corpus of an earlier version: its tokenizer's files must be equal
+        same = known[0] == known[1]
+    if not same:
+        said = [(identity or "unknown")[:12] for identity in identities]
+        raise DataError(
+            f"data.mixture.{name}: its tokenizer ({said[1]}) is not that of {first.directory} ({said[0]}): "
+            "prepare both with one"
+        )

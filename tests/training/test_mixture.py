@@ -1,0 +1,104 @@
+"""A run on a mixture: resumed bit for bit, evaluated by collection, extended without another past."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fathom.recipe import Recipe, RecipeError, load_recipe
+from fathom.training import branch, build_training, extension, train
+from fathom.training.estimate import estimate
+from tests.tiny import tiny_recipe
+
+from . import processes
+from .conftest import StopAt
+
+MIXED = ("data.mixture={rivers: 0.25, seas: 0.75}", "data.phases=[{at: 0.5, mixture: {rivers: 1}}]")
+
+
+@pytest.fixture
+def mixed(corpus: Path) -> Recipe:
+    return tiny_recipe(corpus, *MIXED)
+
+
+def test_a_resumed_run_ends_where_an_undisturbed_one_ends(mixed: Recipe, tmp_path: Path) -> None:
+    whole = train(mixed, tmp_path / "whole")
+    assert not train(mixed, tmp_path / "parts", callbacks=[StopAt(3)]).finished
+    parts = train(mixed, tmp_path / "parts")
+    found, expected = processes.weights(parts.run_dir, 8), processes.weights(whole.run_dir, 8)
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert found.keys() == expected.keys()
+    assert whole.evaluation is not None
+    assert list(whole.evaluation.domains) == ["rivers", "seas"]
+    epochs = json.loads((whole.run_dir / "result.json").read_text())["collections"]
+    assert epochs == pytest.approx(estimate(mixed).collections)
+    assert estimate(mixed).epochs is None
+    assert epochs["rivers"] == 40 / (build_training(mixed).data.select("rivers").num_tokens // 32)
+    # Negative control: other shares, other weights.
+    other = train(mixed.override("data.mixture.rivers=0.5"), tmp_path / "other")
+    assert not all(torch.equal(t, expected[name]) for name, t in processes.weights(other.run_dir, 8).items())
+
+
+def test_a_longer_run_keeps_the_rows_that_it_has_read(mixed: Recipe, tmp_path: Path) -> None:
+    """Half of 16 steps is the eighth, but the shares changed at the fourth, and what was read stays read."""
+    steady = mixed.override("optim.schedule=constant")
+    run = train(steady, tmp_path / "run").run_dir
+    longer = extension(run, ["train.steps=16"]).recipe
+    assert longer.data.later(16) == [(4, {"rivers": 1.0})]
+    planned = build_training(steady).plan
+    now = build_training(longer).plan
+    for step in range(8):
+        assert planned.starts(step).tolist() == now.starts(step).tolist()
+    later = '[{"at": 4, "mixture": {"rivers": 1}}, {"at": 8, "mixture": {"seas": 1}}]'
+    annealed = branch(f"{run}@step-8", tmp_path / "new", ["train.steps=16", f"data.phases={later}"]).recipe
+    assert [at for at, _ in annealed.data.later(16)] == [4, 8]
+    with pytest.raises(RecipeError, match="what held before step 8 stays"):
+        extension(run, ["train.steps=16", 'data.phases=[{"at": 8, "mixture": {"seas": 1}}]'])
+    with pytest.raises(RecipeError, match=r"data.mixture.rivers cannot change on the way"):
+        extension(run, ["train.steps=16", "data.mixture.rivers=0.5"])
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("data.mixture={rivers: -1}", "data.mixture=.*shares of 0 or more, one of them above 0"),
+        ("data.mixture={rivers: 0}", "data.mixture=.*shares of 0 or more, one of them above 0"),
+        ("data.mixture={rivers: .inf}", "data.mixture="),
+        ("data.mixture=[rivers]", "data.mixture=.*a mapping of names to a number"),
+        ("data.phases=[{at: 0.5, mixture: {rivers: 1}}]", "data.phases=.*none, without data.mixture"),
+    ],
+)
+def test_an_impossible_mixture_is_refused_in_one_line(recipe: Recipe, override: str, said: str) -> None:
+    with pytest.raises(RecipeError, match=f"^{said}"):
+        recipe.override(override)
+
+
+@pytest.mark.parametrize(
+    "phases",
+    [
+        "[{at: 0.5}]",
+        "[{at: 1.5, mixture: {seas: 1}}]",
+        "[{at: 0, mixture: {seas: 1}}]",
+        "[{at: 8, mixture: {seas: 1}}]",
+        "[{at: 5, mixture: {seas: 1}}, {at: 0.5, mixture: {seas: 1}}]",
+        "[{at: 0.5, mixture: {}}]",
+    ],
+)
+def test_an_impossible_phase_is_refused_in_one_line(mixed: Recipe, phases: str) -> None:
+    with pytest.raises(RecipeError, match=r"^data.phases="):
+        mixed.override(f"data.phases={phases}")
+
+
+def test_a_puzzle_has_no_collections(recipe: Recipe) -> None:
+    with pytest.raises(RecipeError, match=r"^data.mixture=.*none, with data.directory=puzzle:hops"):
+        recipe.override("data.directory=puzzle:hops", "data.mixture={rivers: 1}")
+
+
+def test_a_recipe_is_read_back(mixed: Recipe, tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text(mixed.to_yaml())
+    assert load_recipe(path) == mixed
+    assert mixed.data.collections == ("rivers", "seas")
