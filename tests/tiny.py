@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from pathlib import Path
 
+import numpy as np
+
 from fathom.data.prepare import prepare
+from fathom.data.shards import ShardWriter, file_crc32, read_index, shard_entries, shard_files, write_index
+from fathom.data.targets import TARGETS, targets_file, write_targets
 from fathom.recipe import Recipe, parse_recipe
 
 WORDS = "the,depth,of,a,river,is,measured,with,rope,and,lead,or,with,sound,in,fathoms,and,in,feet"
@@ -23,6 +28,30 @@ def make_corpus(folder: Path) -> Path:
         inputs.append(f"{domain}={path}")
     prepare(inputs, folder / "out", train_tokenizer=300, held_out=0.2, workers=1)
     return folder / "out"
+
+
+def make_conversations(corpus: Path, folder: Path, longest: int = 32) -> Path:
+    """Random conversations of a corpus's tokenizer, with bits; `SPLIT.json` says what was written."""
+    chance = np.random.default_rng(0)
+    index = read_index(corpus)
+    shutil.copytree(corpus / "tokenizer", folder / "tokenizer")
+    splits: dict[str, dict[str, object]] = {}
+    targets: dict[str, int] = {}
+    for split, count in (("train", 60), ("val", 13)):
+        made = []
+        for length in [2, longest, *chance.integers(3, longest, count).tolist()]:
+            ids = [*chance.integers(4, 290, length - 1).tolist(), index["eos_token_id"]]
+            made.append((ids, [bool(bit) for bit in (*chance.integers(0, 2, length - 1), 1)]))
+        writer = ShardWriter(folder, split, "talk", np.dtype(index["dtype"]), 1 << 40)
+        sizes = np.array([len(ids) for ids, _ in made], np.int64)
+        writer.append(np.concatenate([np.array(ids, writer.dtype) for ids, _ in made]), sizes, 3 * sizes)
+        file = shard_files(folder, split, "talk", 0)[0]
+        write_targets(file, np.concatenate([bits for _, bits in made]))
+        targets[f"{split}/talk/00000.targets"] = file_crc32(targets_file(file))
+        splits[split] = {"talk": shard_entries(writer.shards)}
+        (folder / f"{split}.json").write_text(json.dumps(made))
+    write_index(folder, {**index, "splits": splits, TARGETS: targets})
+    return folder
 
 
 def shape(**fields: object) -> dict[str, object]:

@@ -19,9 +19,10 @@ from fathom.data.mixture import Mixture
 from fathom.data.permutation import Permutation, scatter
 from fathom.data.puzzles import PuzzleDataset
 from fathom.data.shards import DataError, TokenDataset
+from fathom.data.targets import NOT_LEARNT, TargetDataset
 
 Packing = Literal["windows", "documents"]
-IGNORED = -100  # the label that Hugging Face losses skip
+IGNORED = NOT_LEARNT
 
 
 @dataclass
@@ -80,6 +81,8 @@ class BatchPlan:
 
     Of a mixture, the row's number alone chooses a collection and how many of its rows come before; every collection is
     cut, shuffled and begun anew by itself.
+
+    Of conversations a row has whole ones, and an epoch shuffles rows; the labels are what the assistant says.
     """
 
     dataset: TokenDataset
@@ -99,6 +102,7 @@ class BatchPlan:
     def __post_init__(self) -> None:
         _require_shape(self.sequence_length, self.packing)
         _require_rows(self.dataset, self.sequence_length)
+        _require_documents(self.dataset, self.packing)
         if self.rows_per_step < 1:
             raise DataError(f"rows_per_step must be at least 1, not {self.rows_per_step}")
         if isinstance(self.dataset, MixedDataset) != (self.mixture is not None):
@@ -117,6 +121,8 @@ class BatchPlan:
     @property
     def num_windows(self) -> int:
         """Rows in one epoch; of a mixture, of all collections together."""
+        if isinstance(self.dataset, TargetDataset):
+            return len(self.dataset.packed(self.sequence_length, self.seed))
         return sum(part.num_tokens // self.sequence_length for part in self._parts)
 
     @property
@@ -237,6 +243,11 @@ class BatchPlan:
         if isinstance(self.dataset, PuzzleDataset):
             mine = self.windows(step)[first : first + rows]
             return _puzzle_batch(self.dataset, mine, self.rows_per_step * self.dataset.puzzle.answers)
+        if isinstance(self.dataset, TargetDataset):
+            packed = self.dataset.packed(self.sequence_length, self.seed)
+            wanted = [packed.row(window) for window in self.windows(step).tolist()]
+            num_targets = self.dataset.count_targets(np.concatenate(wanted))
+            return _target_batch(self.dataset, wanted[first : first + rows], self.sequence_length, num_targets)
         starts = self.starts(step)
         length = self.sequence_length
         tokens = np.empty((rows, length), np.int64)
@@ -294,12 +305,19 @@ def evaluation_batches(
     _require_rows(dataset, sequence_length)
     if isinstance(dataset, PuzzleDataset):
         return _puzzle_batches(dataset, batch_size, windows_of(dataset, sequence_length, max_tokens), rank, world_size)
+    if isinstance(dataset, TargetDataset):
+        _require_documents(dataset, packing)
+        chosen = windows_of(dataset, sequence_length, max_tokens)
+        return _target_batches(dataset, sequence_length, batch_size, chosen, rank, world_size)
     windows = evaluation_windows(dataset.num_tokens, sequence_length, max_tokens)
     return _evaluation_batches(dataset, sequence_length, batch_size, windows, rank, world_size, packing)
 
 
 def windows_of(dataset: TokenDataset, sequence_length: int, max_tokens: int | None = None) -> NDArray[np.int64]:
-    """The windows of a dataset that `evaluation_batches` takes: `evaluation_windows`, or rows of a puzzle."""
+    """The windows of a dataset that `evaluation_batches` takes: `evaluation_windows`, or rows of whole documents."""
+    if isinstance(dataset, TargetDataset):
+        count = len(dataset.packed(sequence_length, 0))
+        return _spread(count, count if max_tokens is None else max_tokens // sequence_length)
     if isinstance(dataset, PuzzleDataset):
         total = dataset.num_documents
         return _spread(total, total if max_tokens is None else max_tokens // sequence_length)
@@ -379,6 +397,34 @@ def _puzzle_batch(dataset: PuzzleDataset, numbers: NDArray[np.int64], num_target
     rows = dataset.rows(numbers)
     positions = None if rows.positions is None else torch.from_numpy(rows.positions)
     return Batch(torch.from_numpy(rows.tokens), torch.from_numpy(rows.labels), positions, num_targets)
+
+
+def _target_batches(
+    dataset: TargetDataset, length: int, batch_size: int, windows: NDArray[np.int64], rank: int, world_size: int
+) -> Iterator[Batch]:
+    """Rows of whole documents; what is left of the last batch asks for nothing."""
+    packed = dataset.packed(length, 0)
+    for first in range(0, len(windows), batch_size * world_size):
+        wanted = [packed.row(window) for window in windows[first : first + batch_size * world_size].tolist()]
+        documents = np.concatenate(wanted)
+        mine = wanted[rank * batch_size : (rank + 1) * batch_size]
+        mine += [np.empty(0, np.int64)] * (batch_size - len(mine))
+        batch = _target_batch(dataset, mine, length, dataset.count_targets(documents))
+        batch.num_bytes = dataset.target_bytes(documents)
+        yield batch
+
+
+def _target_batch(dataset: TargetDataset, rows: list[NDArray[np.int64]], length: int, num_targets: int) -> Batch:
+    tokens, labels, positions = (np.empty((len(rows), length), np.int64) for _ in range(3))
+    for row, documents in enumerate(rows):
+        dataset.fill(documents, tokens[row], labels[row], positions[row])
+    return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions), num_targets)
+
+
+def _require_documents(dataset: TokenDataset, packing: str) -> None:
+    """Whole conversations do not run on into one another."""
+    if isinstance(dataset, TargetDataset) and packing != "documents":
+        raise DataError(f"data.packing={packing}: allowed: documents, for {dataset.directory} says what is learnt")
 
 
 def _require_rows(dataset: TokenDataset, sequence_length: int) -> None:

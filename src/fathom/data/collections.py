@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fathom.data.shards import INDEX, DataError, TokenDataset, read_index
+from fathom.data.targets import TARGETS
 
 
 class MixedDataset(TokenDataset):
@@ -84,7 +85,10 @@ def open_mixture(
     found = {}
     for name in names:
         place, domain = locate(directory, name)
-        domains = read_index(place)["splits"].get(split, {})
+        index = read_index(place)
+        if TARGETS in index:
+            raise DataError(f"data.mixture.{name}: {place} has conversations, which are read alone, as data.directory")
+        domains = index["splits"].get(split, {})
         if split == "train" or (domains if domain is None else domain in domains):
             found[name] = TokenDataset.open(place, split, domain, verify)
     if not found:

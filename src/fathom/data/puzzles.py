@@ -30,6 +30,7 @@ from numpy.typing import NDArray
 from fathom.checkpoints.layout import PUZZLE
 from fathom.data.collections import locate, open_mixture
 from fathom.data.shards import DataError, TokenDataset, read_index
+from fathom.data.targets import TARGETS, TargetDataset
 from fathom.report.mixing import mixed
 
 Ids = NDArray[np.int64]
@@ -452,11 +453,10 @@ def open_data(
     """
     if collections:
         return open_mixture(directory, collections, split, verify)
-    return (
-        open_puzzle(str(directory), split)
-        if is_puzzle(directory)
-        else TokenDataset.open(directory, split, None, verify)
-    )
+    if is_puzzle(directory):
+        return open_puzzle(str(directory), split)
+    kind = TargetDataset if TARGETS in read_index(Path(directory)) else TokenDataset
+    return kind.open(directory, split, None, verify)
 
 
 def has_split(directory: str | Path, split: str, collections: Sequence[str] = ()) -> bool:

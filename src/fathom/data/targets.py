@@ -1,16 +1,27 @@
-"""Which tokens of a shard are learnt: one bit for each, in a file beside the tokens.
+"""Which tokens of a shard are learnt: one bit for each, in a file beside the tokens; and rows of such documents, whole.
 
 Bit n is token n's own: a model is to predict it. The first token of byte 0 is its lowest bit.
 """
 
 from __future__ import annotations
 
+import json
+import typing
+import zlib
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.data.shards import DataError
+from fathom.data.permutation import Permutation
+from fathom.data.shards import DataError, TokenDataset, file_crc32, shard_files
+
+TARGETS = "targets_crc32"
+"""The key of an index that has checksums of such files."""
+NOT_LEARNT = -100  # the label that Hugging Face losses skip
 
 
 def targets_file(token_file: Path) -> Path:
@@ -25,8 +36,155 @@ def write_targets(token_file: Path, targets: NDArray[np.bool_]) -> None:
 
 def read_targets(token_file: Path, tokens: int) -> NDArray[np.bool_]:
     """The bits of a shard of so many tokens."""
+    return np.unpackbits(_packed(token_file, tokens), count=tokens, bitorder="little").astype(np.bool_)
+
+
+def _packed(token_file: Path, tokens: int) -> NDArray[np.uint8]:
     path = targets_file(token_file)
-    packed = np.fromfile(path, np.uint8)
+    try:
+        packed = np.fromfile(path, np.uint8)
+    except OSError:
+        raise DataError(f"{path} is missing") from None
     if len(packed) != -(-tokens // 8):
         raise DataError(f"{path} holds bits for {8 * len(packed)} tokens, not for {tokens}")
-    return np.unpackbits(packed, count=tokens, bitorder="little").astype(np.bool_)
+    return packed
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Which documents stand in each row: row r has `documents[bounds[r] : bounds[r + 1]]`, one after the other."""
+
+    documents: NDArray[np.int64]
+    bounds: NDArray[np.int64]
+
+    def __len__(self) -> int:
+        """Rows."""
+        return len(self.bounds) - 1
+
+    def row(self, number: int) -> NDArray[np.int64]:
+        """The documents of a row."""
+        return self.documents[self.bounds[number] : self.bounds[number + 1]]
+
+
+def pack_rows(lengths: NDArray[np.int64], width: int, seed: int) -> PackedRows:
+    """Whole documents in rows of at most `width` tokens: the longest first, each where the least room is left.
+
+    Which of equally long documents stand together follows from the seed.
+    """
+    shuffled = Permutation(len(lengths), seed)(np.arange(len(lengths)))
+    order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
+    rows: list[list[int]] = []
+    open_rows: list[list[int]] = [[] for _ in range(width + 1)]  # by room
+    some = np.zeros(width + 1, np.bool_)
+    for document, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        fits = int(some[length:].argmax()) + length
+        if some[fits]:
+            row = open_rows[fits].pop()
+            some[fits] = bool(open_rows[fits])
+        else:
+            row, fits = len(rows), width
+            rows.append([])
+        rows[row].append(document)
+        open_rows[fits - length].append(row)
+        some[fits - length] = True
+    bounds = np.cumsum([0, *map(len, rows)])
+    return PackedRows(np.array([document for row in rows for document in row], np.int64), bounds)
+
+
+class TargetDataset(TokenDataset):
+    """One split of conversations, or other documents of which some tokens are learnt."""
+
+    def __init__(self, directory: Path, index: dict[str, Any], split: str, domains: Iterable[str]) -> None:
+        super().__init__(directory, index, split, domains)
+        ends = self.document_ends(0, self.num_tokens)
+        self._spans = np.stack([np.r_[0, ends], np.r_[ends, self.num_tokens]], axis=1)  # [documents, 2]
+        bits = [
+            np.unpackbits(_packed(token_file, shard.tokens), count=shard.tokens, bitorder="little")
+            for shard, (token_file, _) in self._shard_files()
+        ]
+        self._bits = np.packbits(np.concatenate(bits))  # of the whole stream
+        self._rows: dict[tuple[int, int], PackedRows] = {}
+        self.fingerprint = zlib.crc32(json.dumps([self.fingerprint, index[TARGETS]], sort_keys=True).encode())
+
+    @classmethod
+    def open(
+        cls,
+        directory: str | Path,
+        split: str = "train",
+        domain: str | None = None,
+        verify: bool | Literal["cached"] = True,
+    ) -> TargetDataset:
+        """Open a split and check it, as `TokenDataset.open` does; the bits too, wherever anything is verified."""
+        found = typing.cast("TargetDataset", super().open(directory, split, domain, verify))
+        if verify:
+            found.verify_targets()
+        return found
+
+    def verify_targets(self) -> None:
+        """Compare the bits with their checksums."""
+        for domain in self.domains:
+            for number in range(len(self._index["splits"][self.split][domain])):
+                path = targets_file(shard_files(self.directory, self.split, domain, number)[0])
+                if file_crc32(path) != self._index[TARGETS].get(f"{self.split}/{domain}/{path.name}"):
+                    raise DataError(f"{path} is corrupt: its checksum is not what the index says")
+
+    def has_fingerprint(self, fingerprint: int) -> bool:
+        """Whether a recorded fingerprint is of these tokens and bits."""
+        return fingerprint == self.fingerprint
+
+    def select(self, domain: str) -> TargetDataset:
+        """The part of this dataset that belongs to one domain."""
+        if domain not in self.domains:
+            raise DataError(f"{self.directory}: no domain {domain!r} here: there is {', '.join(self.domains)}")
+        return TargetDataset(self.directory, self._index, self.split, [domain])
+
+    def packed(self, width: int, seed: int) -> PackedRows:
+        """The rows of every epoch."""
+        if (width, seed) not in self._rows:
+            lengths = self._spans[:, 1] - self._spans[:, 0]
+            if lengths.max() > width:
+                raise DataError(
+                    f"data.sequence_length={width}: {int((lengths > width).sum())} documents of {self.directory} are "
+                    f"longer and would be cut; allowed: {int(lengths.max())} or more"
+                )
+            self._rows[width, seed] = pack_rows(lengths, width, seed)
+        return self._rows[width, seed]
+
+    def learnt(self, start: int, stop: int) -> NDArray[np.bool_]:
+        """Which of the tokens from `start` on are learnt."""
+        first = start // 8
+        bits = np.unpackbits(self._bits[first : -(-stop // 8)])
+        return bits[start - 8 * first : stop - 8 * first].astype(np.bool_)
+
+    def count_targets(self, documents: NDArray[np.int64]) -> int:
+        """How many tokens of some documents are learnt."""
+        return sum(int(self.learnt(start + 1, stop).sum()) for start, stop in self._spans[documents].tolist())
+
+    def target_bytes(self, documents: NDArray[np.int64]) -> int:
+        """The bytes of text that these tokens stand for, a document's spread evenly as in `bytes_before`."""
+        found = 0
+        for start, stop in self._spans[documents].tolist():
+            length, size = max(stop - start - 1, 1), self.bytes_before(stop) - self.bytes_before(start)
+            before = size * np.minimum(np.arange(stop - start + 1), length) // length
+            found += int(np.diff(before)[1:][self.learnt(start + 1, stop)].sum())
+        return found
+
+    def fill(
+        self,
+        documents: NDArray[np.int64],
+        tokens: NDArray[np.int64],
+        labels: NDArray[np.int64],
+        positions: NDArray[np.int64],
+    ) -> None:
+        """Write documents into one row `[T]`; what is left of it is a document of EOS, in which nothing is learnt."""
+        tokens[:], labels[:] = self.eos_token_id, NOT_LEARNT
+        place = 0
+        for start, stop in self._spans[documents].tolist():
+            end = place + stop - start
+            self.read(start, tokens[place:end])
+            learnt = self.learnt(start, stop)
+            learnt[0] = False  # nothing of this document stands before it
+            labels[place:end][learnt] = tokens[place:end][learnt]
+            positions[place:end] = np.arange(stop - start)
+            place = end
+        positions[place:] = np.arange(len(tokens) - place)

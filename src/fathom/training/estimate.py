@@ -12,6 +12,7 @@ import torch
 from fathom.data.collections import collection_sizes
 from fathom.data.puzzles import is_puzzle
 from fathom.data.shards import DataError, read_index
+from fathom.data.targets import TARGETS
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import (
     cache_bytes_per_token,
@@ -60,7 +61,7 @@ class Estimate:
     tokens: int
     """Seen by the run."""
     epochs: float | None
-    """How many times the run reads the corpus; None of a puzzle or a mixture, and where it is not prepared yet."""
+    """How many times the run reads the corpus; None of a puzzle, a mixture, conversations, and what is not there yet."""
     collections: dict[str, float]
     """How many times it reads each collection of a mixture; empty without one, and where one is not prepared yet."""
     training_flops: float
@@ -134,9 +135,12 @@ def _epochs(recipe: Recipe) -> float | None:
     if is_puzzle(recipe.data.directory) or recipe.data.mixture:
         return None  # no row of a puzzle comes twice, and collections are not read alike
     try:
-        domains = read_index(Path(recipe.data.directory))["splits"]["train"]
+        index = read_index(Path(recipe.data.directory))
     except DataError:
         return None
+    if TARGETS in index:
+        return None  # how many rows they fill is known once they are packed
+    domains = index["splits"]["train"]
     tokens = sum(shard["tokens"] for shards in domains.values() for shard in shards)
     windows = tokens // recipe.data.sequence_length
     return recipe.train.steps * recipe.rows_per_step / windows if windows else None

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from fathom.data.batches import IGNORED, Batch, evaluation_batches, windows_of
 from fathom.data.puzzles import PuzzleDataset
 from fathom.data.shards import TokenDataset
+from fathom.data.targets import TargetDataset
 from fathom.recipe import Recipe
 from fathom.report.statistics import rank_correlation
 from fathom.training.gap import SAMPLE, WINDOWS, Gap, Row, gap_of, read_both_ways, watching
@@ -198,7 +199,9 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks,
         sums.append(total[0].tolist())
         counts.append(total[1].tolist())
         num_bytes.append(seen_bytes)
-    gap = decoding_gap(model, data, recipe, ranks.device) if decode and rounds else None
+    # Of conversations only what is learnt has a label, and a label that is ignored would end the text before it.
+    whole_text = not isinstance(data, TargetDataset)
+    gap = decoding_gap(model, data, recipe, ranks.device) if decode and rounds and whole_text else None
     model.train(was_training)
     scores = [_score(sum(s), sum(n), b, r) for s, n, b, r in zip(sums, counts, num_bytes, right, strict=True)]
     known = [count for count in right if count is not None]

@@ -1,0 +1,90 @@
+"""Instruction tuning: nothing is learnt but the bits, no conversation sees another, and a run resumes bit for bit."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from fathom.data.batches import IGNORED, Batch
+from fathom.models.modeling import FathomForCausalLM
+from fathom.recipe import Recipe
+from fathom.training import build_training, train
+from fathom.training.build import forward
+from tests.tiny import make_conversations, tiny_recipe
+
+from . import processes
+from .conftest import StopAt
+
+
+@pytest.fixture(scope="module")
+def tuning(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Recipe:
+    return tiny_recipe(make_conversations(corpus, tmp_path_factory.mktemp("talk") / "talk"))
+
+
+def alone(model: FathomForCausalLM, batch: Batch) -> torch.Tensor:
+    """The mean loss of what is learnt, each conversation read by itself."""
+    total, count = torch.zeros(()), 0
+    for ids, labels, positions in zip(batch.input_ids, batch.labels, batch.position_ids, strict=True):
+        edges = [*(positions == 0).nonzero().flatten().tolist(), len(ids)]
+        for start, stop in pairwise(edges):
+            logits = (
+                model(input_ids=ids[None, start : stop - 1], use_cache=False).logits[0] if stop - start > 1 else None
+            )
+            for place in range(start + 1, stop):
+                if labels[place] != IGNORED:
+                    total -= logits[place - start - 1].log_softmax(-1)[ids[place]]
+                    count += 1
+    assert count == batch.num_targets
+    return total / count
+
+
+def test_a_row_is_its_conversations_alone(tuning: Recipe) -> None:
+    training = build_training(tuning.override("train.micro_batch=8"))
+    model = training.model.eval()
+    (batch,) = training.plan.batch(0)
+    assert int((batch.position_ids == 0).sum()) > len(batch.input_ids), "rows must hold several"
+    with torch.no_grad():
+        packed = forward(model, batch)
+        assert float(packed.loss) == pytest.approx(float(alone(model, batch)), abs=1e-5)
+        # Not a bit of a conversation depends on the one before it; negative control: read as one text, it does.
+        row = int((batch.position_ids == 0).sum(1).argmax())
+        second = int((batch.position_ids[row] == 0).nonzero()[1])
+        changed = batch.input_ids[row : row + 1].clone()
+        changed[0, :second] = (changed[0, :second] + 7) % 290
+        for positions, same in ((batch.position_ids[row : row + 1], True), (None, False)):
+            one, other = (
+                model(input_ids=ids, position_ids=positions, use_cache=False).logits[0, second:]
+                for ids in (batch.input_ids[row : row + 1], changed)
+            )
+            assert torch.equal(one, other) is same
+
+
+def test_the_first_batch_of_a_tuned_model_has_its_own_loss(tuning: Recipe, corpus: Path, tmp_path: Path) -> None:
+    """What a base knows is what tuning begins with; the steps after it do not fall back to knowing nothing."""
+    base = train(tiny_recipe(corpus, "train.export=true"), tmp_path / "base")
+    continued = tuning.override(f"model.from_pretrained={base.model}", "optim.lr=1e-4", "train.micro_batch=8")
+    training = build_training(continued)
+    model = FathomForCausalLM.from_pretrained(base.model).eval()
+    (batch,) = training.plan.batch(0)
+    with torch.no_grad():
+        expected = float(alone(model, batch))
+    losses = [float(training.step(step).loss) for step in range(8)]
+    assert losses[0] == pytest.approx(expected, abs=1e-5)
+    assert max(losses) < losses[0] + 0.5
+    fresh = build_training(tuning.override("train.micro_batch=8"))
+    assert abs(float(fresh.step(0).loss) - expected) > 1e-3, "or the base's weights make no difference"
+
+
+def test_a_resumed_tuning_ends_where_an_undisturbed_one_ends(tuning: Recipe, tmp_path: Path) -> None:
+    whole = train(tuning, tmp_path / "whole")
+    assert not train(tuning, tmp_path / "parts", callbacks=[StopAt(3)]).finished
+    parts = train(tuning, tmp_path / "parts")
+    found, expected = processes.weights(parts.run_dir, 8), processes.weights(whole.run_dir, 8)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    assert whole.evaluation is not None
+    assert list(whole.evaluation.domains) == ["talk"]
+    assert whole.evaluation.tokens > 0
