@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 from fathom.corpus.pipeline import build
 from fathom.corpus.recipe import parse_corpus_recipe
 from fathom.corpus.stage import CorpusError
-from fathom.corpus.templates import TEMPLATES, ConversationEncoder, Encoded, rendered
+from fathom.corpus.templates import TEMPLATES, ConversationEncoder, EncodedConversation, rendered
 from fathom.data.shards import TokenDataset
 from fathom.data.targets import read_targets, targets_file, write_targets
 from fathom.data.tokenizer import plain, save_tokenizer, train_bpe
@@ -69,7 +69,7 @@ def encoder_of(folder: Path, template: str, most: int = 2048) -> tuple[Conversat
     return ConversationEncoder(tokenizer, eos, template, most), tokenizer, eos
 
 
-def decoded(tokenizer: Tokenizer, found: Encoded) -> str:
+def decoded(tokenizer: Tokenizer, found: EncodedConversation) -> str:
     """What is learnt, as text."""
     learnt = [one for one, bit in zip(found.ids, found.learnt, strict=True) if bit]
     return str(tokenizer.decode(learnt, skip_special_tokens=False))

@@ -204,7 +204,7 @@ class TokenizeOptions:
 
 
 @dataclass(frozen=True)
-class Converse:
+class ConverseOptions:
     """How conversations become tokens, and which of these are learnt."""
 
     template: Literal["chatml", "alpaca", "react"] = "chatml"
@@ -263,7 +263,7 @@ class CorpusRecipe:
     """what must not be learnt from"""
     tokenize: TokenizeOptions = field(default_factory=TokenizeOptions)
     """text to tokens"""
-    converse: Converse = field(default_factory=Converse)
+    converse: ConverseOptions = field(default_factory=ConverseOptions)
     """conversations to tokens"""
     mix: Mix = field(default_factory=Mix)
     """what a training run is to read"""

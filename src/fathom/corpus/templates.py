@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
 END = "<end of document>"
 """Stands for the tokenizer's own EOS."""
 
 
-class Piece(NamedTuple):
+class TemplatePart(NamedTuple):
     """A part of a rendered conversation."""
 
     text: str
@@ -27,7 +27,7 @@ class Piece(NamedTuple):
     """Whether it is a token of the vocabulary rather than text."""
 
 
-class Encoded(NamedTuple):
+class EncodedConversation(NamedTuple):
     """A conversation as tokens."""
 
     ids: list[int]
@@ -40,69 +40,69 @@ class TemplateError(ValueError):
     """A conversation that a template cannot say."""
 
 
-def chatml(messages: Sequence[Message]) -> Iterator[Piece]:
+def chatml(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
     """Qwen's: each message between <|im_start|> and <|im_end|>; a tool's output is the user's."""
     for message in messages:
         learnt = is_learnt(message)
         role, content = message["role"], str(message["content"])
         if role == "tool":
             role, content = "user", f"<tool_response>\n{content}\n</tool_response>"
-        yield Piece("<|im_start|>", token=True)
-        yield Piece(f"{role}\n")
-        yield Piece(content, learnt)
-        yield Piece("<|im_end|>", learnt, token=True)
-        yield Piece("\n")
+        yield TemplatePart("<|im_start|>", token=True)
+        yield TemplatePart(f"{role}\n")
+        yield TemplatePart(content, learnt)
+        yield TemplatePart("<|im_end|>", learnt, token=True)
+        yield TemplatePart("\n")
 
 
 ALPACA = "Below is an instruction that describes a task. Write a response that appropriately completes the request."
 
 
-def alpaca(messages: Sequence[Message]) -> Iterator[Piece]:
+def alpaca(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
     """Alpaca's headings; every answer ends with EOS."""
     system = messages[0]["content"] if messages[0]["role"] == "system" else ALPACA
-    yield Piece(f"{system}\n\n")
+    yield TemplatePart(f"{system}\n\n")
     for message in messages[1:] if messages[0]["role"] == "system" else messages:
         content, learnt = str(message["content"]), is_learnt(message)
         if message["role"] == "user":
-            yield Piece(f"### Instruction:\n{content}\n\n")
+            yield TemplatePart(f"### Instruction:\n{content}\n\n")
         elif message["role"] == "tool":
-            yield Piece(f"### Input:\n{content}\n\n")
+            yield TemplatePart(f"### Input:\n{content}\n\n")
         elif message["role"] == "assistant":
-            yield Piece("### Response:\n")
-            yield Piece(content, learnt)
-            yield Piece(END, learnt, token=True)
-            yield Piece("\n\n")
+            yield TemplatePart("### Response:\n")
+            yield TemplatePart(content, learnt)
+            yield TemplatePart(END, learnt, token=True)
+            yield TemplatePart("\n\n")
         else:
             raise TemplateError("a system message stands first or nowhere")
 
 
-def react(messages: Sequence[Message]) -> Iterator[Piece]:
+def react(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
     """Question, then thoughts and actions, which are learnt, and observations, which are not; EOS after the last."""
     last = len(messages) - 1
     for number, message in enumerate(messages):
         content, learnt = str(message["content"]), is_learnt(message)
         if message["role"] == "assistant":
-            yield Piece(content, learnt)
-            yield Piece(END, learnt, token=True) if number == last else Piece("\n", learnt)
+            yield TemplatePart(content, learnt)
+            yield TemplatePart(END, learnt, token=True) if number == last else TemplatePart("\n", learnt)
         elif message["role"] == "tool":
-            yield Piece(f"Observation: {content}\n")
+            yield TemplatePart(f"Observation: {content}\n")
         else:
-            yield Piece(f"Question: {content}\n" if message["role"] == "user" else f"{content}\n\n")
+            yield TemplatePart(f"Question: {content}\n" if message["role"] == "user" else f"{content}\n\n")
 
 
-TEMPLATES: dict[str, Callable[[Sequence[Message]], Iterator[Piece]]] = {
+TEMPLATES: dict[str, Callable[[Sequence[ChatMessage]], Iterator[TemplatePart]]] = {
     "chatml": chatml,
     "alpaca": alpaca,
     "react": react,
 }
 
 
-def is_learnt(message: Message) -> bool:
+def is_learnt(message: ChatMessage) -> bool:
     """Whether a message is a target: the assistant's, unless it says otherwise."""
     return bool(message["role"] == "assistant" and message.get("train", True))
 
 
-def rendered(pieces: Sequence[Piece], eos: str) -> str:
+def rendered(pieces: Sequence[TemplatePart], eos: str) -> str:
     """What a conversation looks like."""
     return "".join(eos if piece.text == END and piece.token else piece.text for piece in pieces)
 
@@ -120,17 +120,17 @@ class ConversationEncoder:
         wanted = {piece.text for piece in self._template(probe) if piece.token} - {END}
         return sorted(text for text in wanted if self._tokenizer.token_to_id(text) is None)
 
-    def encode(self, messages: Sequence[Message]) -> Encoded | None:
+    def encode(self, messages: Sequence[ChatMessage]) -> EncodedConversation | None:
         """Tokens that end with EOS; the oldest exchanges go where it is too long, None if the last one still is."""
         head = 1 if messages and messages[0]["role"] == "system" else 0
         starts = [number for number, one in enumerate(messages) if one["role"] == "user" and number > head]
         for dropped, start in enumerate([head, *starts]):
             ids, learnt = self._encode([*messages[:head], *messages[start:]])
             if len(ids) <= self._most:
-                return Encoded(ids, learnt, dropped)
+                return EncodedConversation(ids, learnt, dropped)
         return None
 
-    def _encode(self, messages: Sequence[Message]) -> tuple[list[int], list[bool]]:
+    def _encode(self, messages: Sequence[ChatMessage]) -> tuple[list[int], list[bool]]:
         ids: list[int] = []
         learnt: list[bool] = []
         pieces = [piece for piece in self._template(messages) if piece.text]

@@ -10,6 +10,7 @@ from os import PathLike
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -25,7 +26,7 @@ class FathomWithHead(FathomPreTrainedModel):
 
     def __init__(self, config: FathomConfig) -> None:
         # Not the generic classes' own, which asks `AutoModel` for the decoder: an export would need trust twice.
-        FathomPreTrainedModel.__init__(self, config)
+        PreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         self.model = FathomModel(config)
 

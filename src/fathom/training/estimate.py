@@ -61,7 +61,7 @@ class Estimate:
     tokens: int
     """Seen by the run."""
     epochs: float | None
-    """How many times the run reads the corpus; None of a puzzle, a mixture, conversations, and what is not there yet."""
+    """How many times the run reads the corpus; None of puzzles, mixtures, conversations, and what is not there yet."""
     collections: dict[str, float]
     """How many times it reads each collection of a mixture; empty without one, and where one is not prepared yet."""
     training_flops: float
