@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,7 +19,6 @@ from fathom.corpus.ingest import collection_files
 from fathom.corpus.publish import SHARD_FOLDER, budget_of, publish
 from fathom.corpus.recipe import CorpusRecipe
 from fathom.corpus.stage import (
-    DRAFT,
     MANIFEST,
     STAGES,
     CorpusError,
@@ -29,6 +27,7 @@ from fathom.corpus.stage import (
     Workspace,
     conclude,
     package_versions,
+    sweep,
     times_of,
 )
 from fathom.corpus.stages import ORDER
@@ -116,6 +115,7 @@ def build(recipe: CorpusRecipe, directory: Path) -> Report:
     """
     workspace = Workspace(directory, recipe)
     with _locked(directory):
+        sweep(directory)
         write_atomically(directory / RECIPE, recipe.to_yaml())
         with executing(recipe.executor.name) as execute:
             reports = {stage.name: _carry_out(stage(workspace), execute) for stage in ORDER}
@@ -132,8 +132,7 @@ def _carry_out(stage: Stage, execute: Executing) -> StageReport:
     tasks = stage.tasks()
     todo = [task for task in tasks if not stage.done(task)]
     place = stage.workspace.stage(stage.name)
-    for draft in place.glob(f".*{DRAFT}"):
-        shutil.rmtree(draft)
+    sweep(place)
     if todo:
         write_plan(stage.workspace, stage.name, todo)
         with ProgressBar(stage.name, len(todo)) as bar:

@@ -153,10 +153,13 @@ class Stage(ABC):
         if not (folder / TASK).is_file():
             return False
         outputs = read_json(folder / TASK)["outputs"]
-        sizes = [_size(folder / name) == facts["bytes"] for name, facts in outputs.items()]
-        if not all(sizes):
-            shutil.rmtree(folder)
-        return all(sizes)
+        return all(_size(folder / name) == facts["bytes"] for name, facts in outputs.items())
+
+
+def sweep(place: Path) -> None:
+    """Remove what processes that were killed had begun to write."""
+    for draft in place.glob(f".*{DRAFT}"):
+        shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
 
 
 def _size(path: Path) -> int:
@@ -169,7 +172,8 @@ def perform(stage: Stage, task: Task) -> None:
         return
     final = stage.folder(task)
     draft = final.with_name(f".{final.name}.{os.getpid()}{DRAFT}")
-    shutil.rmtree(draft, ignore_errors=True)
+    for remains in (final, draft):  # a damaged outcome, and a draft of a process that had the same number
+        shutil.rmtree(remains, ignore_errors=True)
     draft.mkdir(parents=True)
     forget_peak()
     started, busy = time.perf_counter(), time.process_time()
