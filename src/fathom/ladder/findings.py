@@ -212,7 +212,8 @@ def _multipliers(study: Study, rows: Sequence[Values]) -> Values:
     growth, slope = Interval.of(fit.growth * DECADE), line.growth_interval()
     per_decade = None if slope is None else (slope[0] * DECADE, slope[1] * DECADE, slope[2] * DECADE)
     t = _crossed(per_decade)
-    curve = np.linspace(study.rungs[0].x_control, study.top + DECADE, 25)
+    first = min(study.rungs[0].x_control, study.rungs[0].x_arm)
+    curve = np.append(np.linspace(first, study.top, 17), study.top + DECADE / 2 * np.linspace(0, 1, 5)[1:])
     return {
         "multiplier": found,
         "per_decade": {**_factor(growth), **t},
@@ -515,7 +516,8 @@ def verdict(report: Values) -> str:
             "cannot tell: a multiplier needs two rungs, one of them with two seeds, and losses that fall with compute"
         )
     text = "; ".join(parts)
-    return f"{text[0].upper()}{text[1:]}."
+    named = any(text.startswith(arm["name"]) for arm in report["arms"])
+    return f"{text}." if named else f"{text[0].upper()}{text[1:]}."
 
 
 def _missing(report: Values) -> list[str]:
@@ -528,11 +530,9 @@ def _missing(report: Values) -> list[str]:
 
 
 def _doubts(report: Values) -> list[str]:
-    found = []
-    for arm in report["arms"]:
-        for flag in arm["flags"]:
-            if not arm["matched"]:
-                found.append(f"{arm['name']}: {flag}")
+    flags = [(arm["name"], arm["flags"]) for arm in report["arms"] if arm["flags"] and not arm["matched"]]
+    words = ", ".join(f"{name} ({', '.join(found)})" for name, found in flags)
+    found = [f"in doubt: {words}"] if flags else []
     twin = report["twin"]
     if twin is not None and twin["covers"] is False:
         found.append("the twin of the control is told apart from it, so the intervals are too narrow here")

@@ -60,7 +60,7 @@ def page(report: Values) -> str:
         _table(multiplier_rows(report), "flags"),
         _table(puzzle_rows(report)),
         html.section("Loss and multiplier", html.legend(names), html.figures(_losses(report), _multipliers(report))),
-        html.section("Accuracy while training", html.legend(names), html.figures(*_accuracies(report))),
+        html.section("Accuracy", html.legend(names), html.figures(*_accuracies(report))),
         html.section("Rates", html.figures(*_bowls(report)), _checks(report)),
         html.section("The sealed rung", _sealed(report)),
         html.section("What a trip is worth", _phi(report)),
@@ -179,7 +179,7 @@ def _losses(report: Values) -> Markup:
 def _law_lines(arm: Values, key: str, name: str, series: int) -> list[Line]:
     top = max(row["ln_flops"] for row in arm["multiplier"] if row["kind"] == "rung")
     below = [row for row in arm["curve"] if row["ln_flops"] <= top + 1e-9]
-    above = [row for row in arm["curve"] if top - 0.1 <= row["ln_flops"] <= top + DECADE / 2]
+    above = [row for row in arm["curve"] if row["ln_flops"] >= top - 1e-9]
 
     def line(rows: Sequence[Values], dashed: bool) -> Line:
         x = [_log10(row["ln_flops"]) for row in rows]
@@ -195,11 +195,11 @@ def _multipliers(report: Values) -> Markup:
     for i, arm in enumerate(report["arms"]):
         if not arm["multiplier"]:
             continue
-        top = max(row["ln_flops"] for row in arm["multiplier"] if row["kind"] == "rung")
-        rows = [row for row in arm["curve"] if row["ln_flops"] <= top + DECADE / 2]
+        rows = arm["curve"]
         x = [_log10(row["ln_flops"]) for row in rows]
         middle, low, high = ([math.log2(row[f"m_{part}"]) for row in rows] for part in ("median", "low", "high"))
         lines.append(Line(arm["name"], x, middle, i, low, high, marks=False))
+        lines += _forecast(report, arm, i)
         for cell in arm["rungs"]:
             if cell["ln_m"] is not None:
                 at, m, error = math.log10(cell["flops"]), cell["ln_m"] / math.log(2), cell["error"] / math.log(2)
@@ -208,9 +208,22 @@ def _multipliers(report: Values) -> Markup:
     told = "; ".join(f"{row[0]} {row[2]} at the last rung" for row in multiplier_rows(report)[2])
     svg = line_plot(lines, "training FLOPs, log10", "M, doublings", f"Multiplier: {told}", zero=True, x_from_zero=False)
     caption = (
-        "Doublings of compute that the control would need; 0 is no effect. Bars are one standard error of the seeds."
+        "Doublings of compute that the control would need; 0 is no effect. Bars are one standard error of the seeds, "
+        "dotted ones the sealed 95 %."
     )
+
     return html.figure("Compute multiplier", svg, caption)
+
+
+def _forecast(report: Values, arm: Values, series: int) -> list[Line]:
+    """The sealed prediction of ln M at the last rung, beside what came."""
+    rows = [] if report["prediction"] is None else report["prediction"]["rows"]
+    found = next((row["ln_m"] for row in rows if row["arm"] == arm["name"]), None)
+    if found is None:
+        return []
+    at = math.log10(arm["rungs"][-1]["flops"]) + 0.03
+    bar = [found[key] / math.log(2) for key in ("low", "high")]
+    return [Line(f"{arm['name']}, predicted", [at, at], bar, series, marks=False, dashed=True)]
 
 
 def _accuracies(report: Values) -> list[Markup]:

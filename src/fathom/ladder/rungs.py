@@ -25,6 +25,7 @@ from fathom.recipe import Recipe, RecipeError, allowed, convert, packaged_recipe
 from fathom.report.files import read_json, write_json
 
 SECTION = "ladder"
+PLANNED = "plan"
 LADDER = "ladder.json"
 RUNGS, TUNE, TWIN, CHECK = "rungs", "tune", "twin", "check"
 LAYERS = "ladder.layers"
@@ -114,6 +115,8 @@ class Ladder:
     recipe: Recipe
     rules: Rules
     arms: tuple[Arm, ...]
+    planned: str | None = dataclasses.field(default=None, compare=False)
+    """SHA-256 of the plan as it was written, which a later version may spell otherwise; None of one that was not."""
 
     @property
     def control(self) -> Arm:
@@ -212,12 +215,13 @@ class Ladder:
     @cached_property
     def sha256(self) -> str:
         """Names the ladder."""
-        return sha256_of(self.to_dict())
+        return self.planned or sha256_of(self.to_dict())
 
     def write(self, out: Path) -> None:
         """Put the plan in place, with a hash of each of its parts."""
         values = self.to_dict()
-        write_json(out / LADDER, {**values, "sha256": {key: sha256_of(value) for key, value in values.items()}})
+        parts = {key: sha256_of(value) for key, value in values.items()}
+        write_json(out / LADDER, {**values, "sha256": {**parts, PLANNED: self.sha256}})
 
     @classmethod
     def read(cls, out: Path) -> Ladder:
@@ -228,6 +232,7 @@ class Ladder:
         try:
             values = read_json(path)
             sealed = values.pop("sha256")
+            planned = sealed.pop(PLANNED)
             changed = [key for key in sealed if sha256_of(values.get(key)) != sealed[key]]
         except (ValueError, KeyError, AttributeError, TypeError):
             raise RecipeError(f"{path} is damaged: it is not the plan that was written") from None
@@ -236,7 +241,7 @@ class Ladder:
         if values["estimator"] != ESTIMATOR:
             raise RecipeError(f"{path}: estimator {values['estimator']}; this version has {ESTIMATOR}")
         arms = tuple(Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"])
-        return cls(parse_recipe(values["recipe"]), parse_rules(values["rules"], str(path)), arms)
+        return cls(parse_recipe(values["recipe"]), parse_rules(values["rules"], str(path)), arms, planned)
 
     def _size(self, index: int, budget: int, first: Size | None) -> Size:
         rules, model = self.rules, self.recipe.config()

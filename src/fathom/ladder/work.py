@@ -71,7 +71,7 @@ def climb(
     refuse_torchrun("ladder")
     if workers < 1:
         raise RecipeError(f"--workers {workers}: allowed: 1 or more")
-    settle(ladder, out, workers)
+    ladder = settle(ladder, out, workers)
     if retry_failed:
         _forget_failures(State(ladder, out))
     job = partial(_resume, until=until, quiet=quiet)
@@ -83,17 +83,18 @@ def climb(
     return report(ladder, out)
 
 
-def settle(ladder: Ladder, out: Path, workers: int = 1) -> None:
-    """Put the plan in place, or see that it is the one that is there."""
+def settle(ladder: Ladder, out: Path, workers: int = 1) -> Ladder:
+    """Put the plan in place, or see that it is the one that is there; the plan as it was written."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / LADDER).exists():
         before = Ladder.read(out)
         changed = [key for key, value in ladder.to_dict().items() if before.to_dict()[key] != value]
         if changed:
             raise RecipeError(f"{out} holds a ladder of another plan; different: {', '.join(changed)}")
-        return
-    ladder.write(out)
+        return before
     write_atomically(out / SLURM, slurm(out, max(workers, len(ladder.arms))))
+    ladder.write(out)
+    return Ladder.read(out)
 
 
 def work(ladder: Ladder, out: Path, threads: int | None = None, until: str = STAGES[-1], quiet: bool = False) -> bool:
