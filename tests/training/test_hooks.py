@@ -19,7 +19,7 @@ from fathom.report.files import digest
 from fathom.training import Evaluation, Hook, read_metrics, train
 from fathom.training.build import StepMetrics, Training
 from fathom.training.hooks import Adapter, Hooks
-from fathom.training.loop import TrainingRun
+from fathom.training.loop import Run
 from tests.tiny import tiny_recipe
 
 from . import processes
@@ -33,13 +33,13 @@ class Recorder(Hook):
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []
 
-    def before_run(self, run: TrainingRun) -> None:
+    def before_run(self, run: Run) -> None:
         self.calls.append(("before_run", run.step))
 
-    def before_step(self, run: TrainingRun) -> None:
+    def before_step(self, run: Run) -> None:
         self.calls.append(("before_step", run.step))
 
-    def after_step(self, run: TrainingRun, metrics: StepMetrics) -> None:
+    def after_step(self, run: Run, metrics: StepMetrics) -> None:
         assert isinstance(metrics.loss, Tensor) and isinstance(metrics.grad_norm, Tensor)
         assert metrics.step == run.step - 1
         self.calls.append(("after_step", run.step))
@@ -47,14 +47,14 @@ class Recorder(Hook):
     def log(self, step: int, values: Mapping[str, float]) -> None:
         self.calls.append(("log", step))
 
-    def after_evaluation(self, run: TrainingRun, evaluation: Evaluation) -> None:
+    def after_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         self.calls.append(("after_evaluation", run.step))
 
-    def after_save(self, run: TrainingRun, checkpoint: Path) -> None:
+    def after_save(self, run: Run, checkpoint: Path) -> None:
         assert (checkpoint / "manifest.json").exists() and checkpoint.parent == run.run_dir
         self.calls.append(("after_save", int(checkpoint.name.removeprefix("step-"))))
 
-    def after_run(self, run: TrainingRun, error: BaseException | None) -> None:
+    def after_run(self, run: Run, error: BaseException | None) -> None:
         self.calls.append(("after_run", error))
 
 
@@ -64,7 +64,7 @@ class Sum(Hook):
     def __init__(self, stop: int = 0, fail: int = 0) -> None:
         self.total, self.steps, self.stop, self.fail = 0.0, 0, stop, fail
 
-    def after_step(self, run: TrainingRun, metrics: StepMetrics) -> None:
+    def after_step(self, run: Run, metrics: StepMetrics) -> None:
         self.total, self.steps = self.total + float(metrics.loss), self.steps + 1
         if run.step == self.stop:
             run.stop()
@@ -163,7 +163,7 @@ class Stop(Hook):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def after_step(self, run: TrainingRun, metrics: StepMetrics) -> None:
+    def after_step(self, run: Run, metrics: StepMetrics) -> None:
         if run.step == self.step:
             run.stop()
 
@@ -234,11 +234,11 @@ class Between(Hook):
     def __init__(self, read: bool) -> None:
         self.read, self.reads = read, Reads()
 
-    def before_step(self, run: TrainingRun) -> None:
+    def before_step(self, run: Run) -> None:
         if run.step == 1:
             self.reads.__enter__()
 
-    def after_step(self, run: TrainingRun, metrics: StepMetrics) -> None:
+    def after_step(self, run: Run, metrics: StepMetrics) -> None:
         if self.read:
             float(metrics.loss)
         if run.step == 7:
@@ -303,7 +303,7 @@ class Told(Recorder):
         super().__init__()
         self.place = place
 
-    def after_run(self, run: TrainingRun, error: BaseException | None) -> None:
+    def after_run(self, run: Run, error: BaseException | None) -> None:
         kinds = ("before_run", "after_step", "after_evaluation", "after_save")
         (self.place / f"{run.ranks.rank}.json").write_text(json.dumps([c for c in self.calls if c[0] in kinds]))
 

@@ -28,7 +28,7 @@ from fathom.ladder.scaling import (
     noise_of,
     posterior,
 )
-from fathom.ladder.stages import SURE, NotReadyError, Run, State, beyond
+from fathom.ladder.stages import SURE, LadderRun, NotReadyError, State, beyond
 from fathom.ladder.trips import Looped, refusal, worth
 from fathom.ladder.tuning import EDGE, FLAT
 from fathom.models.cost import cache_bytes_per_token, training_visits
@@ -435,7 +435,7 @@ def _twin(state: State) -> Values | None:
     return {"rungs": rows, "multiplier": multiplier, "covers": covers}
 
 
-def _seed(run: Run) -> int:
+def _seed(run: LadderRun) -> int:
     return int(run.run_dir.name.removeprefix("seed-"))
 
 

@@ -48,7 +48,7 @@ class NotReadyError(RecipeError):
 
 
 @dataclass(frozen=True)
-class Run:
+class LadderRun:
     """An ordinary training run of a ladder outside of its rungs; `comparison.plan.RunTask` is one inside."""
 
     name: str
@@ -81,7 +81,7 @@ class Run:
         return mean if math.isfinite(mean) else math.inf
 
 
-Work = Run | RunTask
+Work = LadderRun | RunTask
 
 
 @dataclass(frozen=True)
@@ -121,9 +121,9 @@ class State:
 
     # Tuning
 
-    def tuning(self) -> tuple[list[Run], list[dict[str, Tuned]]]:
+    def tuning(self) -> tuple[list[LadderRun], list[dict[str, Tuned]]]:
         """Tuning runs so far, and each finished rung's bowls by arm; the last runs are unsettled while it goes on."""
-        rules, runs, found = self.ladder.rules, list[Run](), list[dict[str, Tuned]]()
+        rules, runs, found = self.ladder.rules, list[LadderRun](), list[dict[str, Tuned]]()
         for index, first in enumerate(rules.tune_points):
             centres = self._centres(index, found)
             places = {arm.name: first_places(first) for arm in self.ladder.arms}
@@ -156,7 +156,7 @@ class State:
 
     def _tuning_runs(
         self, index: int, centres: dict[str, float], places: dict[str, list[int]]
-    ) -> dict[str, dict[int, list[Run]]]:
+    ) -> dict[str, dict[int, list[LadderRun]]]:
         """By arm, place and seed."""
         return {
             arm.name: {
@@ -169,20 +169,20 @@ class State:
             for arm in self.ladder.arms
         }
 
-    def _tuning_run(self, index: int, arm: Arm, place: int, rate: float, seed: int) -> Run:
+    def _tuning_run(self, index: int, arm: Arm, place: int, rate: float, seed: int) -> LadderRun:
         size = self.ladder.sizes[index]
         number = self.ladder.first_seed() + TUNING_SEED + seed
         recipe: Recipe = self._keep(
             (TUNE, index, arm.name, rate, seed), lambda: self.ladder.run(arm, size, rate, number)
         )
         where = self.out / TUNE / size.name / arm.name / f"lr{place:+d}" / f"seed-{seed}"
-        return Run(f"{TUNE}-{size.name}-{arm.name}-lr{place:+d}-seed-{seed}", where, recipe)
+        return LadderRun(f"{TUNE}-{size.name}-{arm.name}-lr{place:+d}-seed-{seed}", where, recipe)
 
-    def _ordered(self, mine: dict[str, dict[int, list[Run]]], seeds: int) -> list[Run]:
+    def _ordered(self, mine: dict[str, dict[int, list[LadderRun]]], seeds: int) -> list[LadderRun]:
         """Whole seeds first, the control before the others."""
         return [cell[seed] for seed in range(seeds) for rows in mine.values() for cell in rows.values()]
 
-    def _points(self, cells: dict[int, list[Run]]) -> dict[int, list[float]]:
+    def _points(self, cells: dict[int, list[LadderRun]]) -> dict[int, list[float]]:
         domains = self.ladder.rules.tune_domains
         return {place: [run.loss(domains) for run in cell] for place, cell in cells.items()}
 
@@ -255,7 +255,7 @@ class State:
         """Its runs and measurements."""
         return tasks(self.plan(size), self.rung_dir(size))
 
-    def twins(self) -> list[Run]:
+    def twins(self) -> list[LadderRun]:
         """The control with the same batches and other initial values."""
         found, first = [], self.ladder.first_seed()
         for size, count in zip(self.ladder.sizes, self.ladder.rules.twin, strict=False):
@@ -263,7 +263,7 @@ class State:
             for seed in range(first, first + min(count, seeds)):
                 recipe = self._keep((TWIN, size.name, seed), partial(self._twin, size, seed))
                 where = self.out / TWIN / size.name / f"seed-{seed}"
-                found.append(Run(f"{TWIN}-{size.name}-seed-{seed}", where, recipe))
+                found.append(LadderRun(f"{TWIN}-{size.name}-seed-{seed}", where, recipe))
         return found
 
     def _twin(self, size: Size, seed: int) -> Recipe:
@@ -364,14 +364,14 @@ class State:
         adjusted = holm([p for _, _, p in found])
         return [(arm, median, p) for (arm, median, _), p in zip(found, adjusted, strict=True)]
 
-    def checks(self) -> list[Run]:
+    def checks(self) -> list[LadderRun]:
         """Half and twice the rate at the top, of the control and of each arm that is called better or worse."""
         sure = [arm for arm, _, p in self.judged() if p < SURE and not arm.name.startswith(MATCHED)]
         if not self.ladder.rules.check or len(self.ladder.sizes) < 3 or not sure:
             return []
         size, seed = self.ladder.sizes[-1], self.ladder.first_seed()
         return [
-            Run(
+            LadderRun(
                 f"{CHECK}-{arm.name}-lr{place:+d}",
                 self.out / CHECK / arm.name / f"lr{place:+d}" / f"seed-{seed}",
                 self.ladder.run(arm, size, rounded(self.rate(arm, size) * 2.0**place), seed),

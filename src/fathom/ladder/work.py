@@ -39,7 +39,7 @@ from fathom.comparison.work import (
 from fathom.ladder.findings import Values, summarize
 from fathom.ladder.page import write_report
 from fathom.ladder.rungs import LADDER, TUNE, Ladder
-from fathom.ladder.stages import STAGES, NotReadyError, Run, State, Work
+from fathom.ladder.stages import STAGES, LadderRun, NotReadyError, State, Work
 from fathom.recipe import RecipeError
 from fathom.report.files import read_json, write_atomically, write_json
 from fathom.report.provenance import provenance
@@ -182,7 +182,7 @@ def _take(claims: dict[Path, Claims], out: Path, task: Work) -> Claim | None:
 
 def _do(state: State, stage: str, task: Work, claim: Claim) -> bool:
     """Do a run, or go on with it; False if a signal ended it early."""
-    if isinstance(task, Run):
+    if isinstance(task, LadderRun):
         return run_training(task.recipe, task.run_dir, claim)
     if stage != "last" or task.seed is None:
         return run_task(task, claim)
@@ -195,7 +195,7 @@ def _do(state: State, stage: str, task: Work, claim: Claim) -> bool:
 
 def _ready(pending: list[Work]) -> list[Work]:
     """What may be begun: an accelerator is timed by the wall clock, so nothing else of ours may run on it."""
-    runs: list[Work] = [task for task in pending if isinstance(task, Run) or task.seed is not None]
+    runs: list[Work] = [task for task in pending if isinstance(task, LadderRun) or task.seed is not None]
     timed = next((task for task in pending if isinstance(task, RunTask)), None)
     shared = torch.cuda.is_available() and (timed is None or timed.plan.recipe.train.device != "cpu")
     return (runs or pending[:1]) if shared else pending
@@ -203,7 +203,7 @@ def _ready(pending: list[Work]) -> list[Work]:
 
 def _said(task: Work) -> str:
     """How a run ended, in a line."""
-    name = task.name if isinstance(task, Run) else f"rung {task.out.name}, {task.name}"
+    name = task.name if isinstance(task, LadderRun) else f"rung {task.out.name}, {task.name}"
     if task.failure is not None:
         return f"{name}: diverged at step {task.failure['step']}"
     if isinstance(task, RunTask) and task.seed is None:

@@ -25,7 +25,7 @@ from fathom.training.parallel import Ranks
 
 if TYPE_CHECKING:
     from fathom.training.build import StepMetrics
-    from fathom.training.loop import TrainingRun
+    from fathom.training.loop import Run
 
 
 @dataclass(frozen=True)
@@ -131,12 +131,12 @@ class HeldOut(Hook):
         self.last: Evaluation | None = None
         """The last evaluation of this call."""
 
-    def after_step(self, run: TrainingRun, metrics: StepMetrics) -> None:
+    def after_step(self, run: Run, metrics: StepMetrics) -> None:
         """Evaluate if it is time."""
         if run.due(run.recipe.evaluate.every):
             self.score(run)
 
-    def score(self, run: TrainingRun) -> Evaluation | None:
+    def score(self, run: Run) -> Evaluation | None:
         """Evaluate now, and tell the other hooks; None without a split."""
         if self.data is None:
             return None

@@ -13,7 +13,7 @@ from fathom.errors import FathomError
 if TYPE_CHECKING:
     from fathom.training.build import StepMetrics
     from fathom.training.heldout import Evaluation
-    from fathom.training.loop import TrainingRun
+    from fathom.training.loop import Run
 
 
 class Hook:
@@ -26,25 +26,25 @@ class Hook:
     every_rank: bool = False
     """Whether to run on every rank, as a collective operation must; else on the first alone."""
 
-    def before_run(self, run: TrainingRun) -> None:
+    def before_run(self, run: Run) -> None:
         """Before the first step of this call; the state of a checkpoint is loaded by now."""
 
-    def before_step(self, run: TrainingRun) -> None:
+    def before_step(self, run: Run) -> None:
         """Before step number `run.step`, counted from 0."""
 
-    def after_step(self, run: TrainingRun, metrics: StepMetrics) -> None:
+    def after_step(self, run: Run, metrics: StepMetrics) -> None:
         """After a step; `run.step` counts it. The metrics are tensors on the device: reading one waits for it."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Numbers known after so many steps, once they are read from the device (every `train.log_every` steps)."""
 
-    def after_evaluation(self, run: TrainingRun, evaluation: Evaluation) -> None:
+    def after_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """After the held-out split was scored."""
 
-    def after_save(self, run: TrainingRun, checkpoint: Path) -> None:
+    def after_save(self, run: Run, checkpoint: Path) -> None:
         """Once a checkpoint is on disk. Saving goes on beside the steps, so some more may have been taken."""
 
-    def after_run(self, run: TrainingRun, error: BaseException | None) -> None:
+    def after_run(self, run: Run, error: BaseException | None) -> None:
         """However the run ended, also if another hook failed; `error` is what ended it, None if nothing went wrong."""
 
     def state(self) -> dict[str, Any]:
@@ -75,7 +75,7 @@ class Adapter(Hook):
         """Pass on."""
         self.tracker.log(step, values)
 
-    def after_run(self, run: TrainingRun, error: BaseException | None) -> None:
+    def after_run(self, run: Run, error: BaseException | None) -> None:
         """Close it."""
         self.tracker.close()
 
@@ -98,7 +98,7 @@ class Hooks:
         return iter(self._named.values())
 
     @contextmanager
-    def around(self, run: TrainingRun, states: Mapping[str, dict[str, Any]]) -> Iterator[None]:
+    def around(self, run: Run, states: Mapping[str, dict[str, Any]]) -> Iterator[None]:
         """Every hook's state and `before_run`, and in the end `after_run` of every one, the last first."""
         error: BaseException | None = None
         try:

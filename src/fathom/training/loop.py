@@ -89,7 +89,7 @@ def train(
     with ExitStack() as stack:
         if ranks.first:
             stack.enter_context(claimed(change.run_dir))
-        return TrainingRun(change, ranks, callbacks, stack, command).train()
+        return Run(change, ranks, callbacks, stack, command).train()
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def in_words(epochs: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.3g}" for name, value in epochs.items())
 
 
-class TrainingRun:
+class Run:
     """One run directory being trained."""
 
     def __init__(

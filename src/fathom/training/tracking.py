@@ -19,7 +19,7 @@ from fathom.report.files import read_json, write_atomically, write_json
 from fathom.training.hooks import Hook
 
 if TYPE_CHECKING:
-    from fathom.training.loop import TrainingRun
+    from fathom.training.loop import Run
 
 
 class JsonLines(Hook):
@@ -87,7 +87,7 @@ class TrackingService(Hook):
         """Send."""
         self._run.log(dict(values), step=step)
 
-    def after_run(self, run: TrainingRun, error: BaseException | None) -> None:
+    def after_run(self, run: Run, error: BaseException | None) -> None:
         """Finish the run."""
         self._run.finish()
 
@@ -131,7 +131,7 @@ class TensorBoard(Hook):
         for name, value in values.items():
             self._writer.add_scalar(name, value, step)
 
-    def after_run(self, run: TrainingRun, error: BaseException | None) -> None:
+    def after_run(self, run: Run, error: BaseException | None) -> None:
         """Flush."""
         self._writer.close()
 
