@@ -11,7 +11,7 @@ from fathom.models import modeling, slots
 from .cases import CASES, build, config_of, tokens
 
 SOURCES = {path.name: path.read_text() for path in Path(models.__file__).parent.glob("*.py")}
-FIXED = {"FathomModel.forward", "FathomForCausalLM.forward"}
+FIXED = {"Attention.forward", "FathomModel.forward", "FathomForCausalLM.forward"}
 """Whose parameters are those of transformers, and a few."""
 
 
