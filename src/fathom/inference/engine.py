@@ -259,6 +259,7 @@ class Engine:
         while left > 0 and (self.joining is not None or self._admit()):
             assert self.joining is not None
             left -= self._guarded(self.joining[0], self._read, left) or 1
+            self._flush()  # a first token does not wait for the next prompt
 
     def _admit(self) -> bool:
         """Let the first that waits begin, if there is room."""
