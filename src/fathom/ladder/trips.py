@@ -56,10 +56,7 @@ class Worth:
 
 def refusal(runs: Sequence[Looped]) -> str | None:
     """Why these runs say nothing of φ; None where they do."""
-    by_size: dict[tuple[float, float], set[float]] = {}
-    for run in runs:
-        by_size.setdefault((run.once, run.inside * run.trips), set()).add(run.tokens)
-    if not any(len(budgets) > 1 for budgets in by_size.values()):
+    if budgets_of(runs) < 2:
         return ONE_BUDGET
     if len({run.trips for run in runs}) < 2:
         return "one number of trips: there is nothing to compare"
@@ -67,6 +64,14 @@ def refusal(runs: Sequence[Looped]) -> str | None:
     if cells < LEAST_CELLS:
         return f"{cells} cells of width and tokens; the law alone needs {LEAST_CELLS}"
     return None if len(runs) > 7 else f"{len(runs)} runs for six unknowns"
+
+
+def budgets_of(runs: Sequence[Looped]) -> int:
+    """Token budgets that the model with the most of them was trained with."""
+    by_model: dict[tuple[float, float, int], set[float]] = {}
+    for run in runs:
+        by_model.setdefault((run.once, run.inside, run.trips), set()).add(run.tokens)
+    return max(len(tokens) for tokens in by_model.values())
 
 
 def worth(runs: Sequence[Looped], check: bool = True) -> Worth:
@@ -87,8 +92,7 @@ def worth(runs: Sequence[Looped], check: bool = True) -> Worth:
     for cell in cells if check else ():
         rest = [run for run in runs if run.cell != cell]
         without.append(_Fit(rest).best()[0] if refusal(rest) is None else float("nan"))
-    budgets = len({run.tokens / (run.once + run.inside * run.trips) for run in runs})
-    return Worth(value, value - half, value + half, budgets, len(cells), tuple(without))
+    return Worth(value, value - half, value + half, budgets_of(runs), len(cells), tuple(without))
 
 
 class _Fit:
