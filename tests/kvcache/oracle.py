@@ -4,6 +4,9 @@ Keys and values of a layer are compressed before RoPE; then keys get positions 0
 their own entries.
 """
 
+from importlib import import_module
+from importlib.util import find_spec
+
 import numpy as np
 import torch
 from scipy.fft import dct, idct
@@ -37,6 +40,13 @@ def last(x, kept):
 
 
 LINEAR = {"freqkv": freqkv, "average": average, "learned": learned, "drop": last, "sinks": last}
+
+
+def rule_of(method):
+    """What a method does to all heads alike, `[H, M, D]` to `[H, kept, D]`: from here, or as `rule` in its own test."""
+    if method in LINEAR or find_spec(f"{__package__}.test_{method}") is None:
+        return LINEAR.get(method)
+    return getattr(import_module(f"{__package__}.test_{method}"), "rule", None)
 
 
 class Oracle:
@@ -106,8 +116,9 @@ class Oracle:
 
     def compress(self, keys, values, queries):
         s, kept = self.s, self.l
-        if self.method in LINEAR:
-            rest = [LINEAR[self.method](x[:, s:], kept) for x in (keys, values)]
+        rule = rule_of(self.method)
+        if rule is not None:
+            rest = [rule(x[:, s:], kept) for x in (keys, values)]
         else:
             chosen = getattr(self, self.method)(keys, queries)
             rest = [np.stack([x[h, chosen[h]] for h in range(len(x))]) for x in (keys, values)]

@@ -44,7 +44,7 @@ def faults(sources: dict[str, str]) -> list[str]:
 
 
 def test_imports_go_one_way():
-    assert len(MECHANISM_FILES) == 12 and set(SOURCES) >= MECHANISM_FILES
+    assert len(MECHANISM_FILES) >= 12 and set(SOURCES) >= MECHANISM_FILES
     assert faults(SOURCES) == []
 
 
