@@ -8,6 +8,7 @@ another, so a slow client holds up nobody.
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import ipaddress
 import json
@@ -521,6 +522,10 @@ def serve(
         # Generations end themselves after the grace period; this limit is for connections that then still hang.
         config = uvicorn.Config(app, log_level="warning", http=Timed, timeout_graceful_shutdown=int(grace) + 5)
         logging.get_logger("transformers").setLevel(logging.ERROR)  # it warns of every request
+        # What is loaded is not garbage. With it out of the count, full collections come in time for the cycles that a
+        # request leaves behind when its client hangs up.
+        gc.collect()
+        gc.freeze()
         try:
             _Server(config, engine, grace, ready).run(sockets=[listener])
         finally:
