@@ -351,7 +351,7 @@ class Reader:
             assert parsed.module and parsed.training_script == "fathom"
             given.append("--dry-run")
         given = [word for pattern in given for word in self._expand(pattern)]
-        network = any(word.startswith("hf:") for word in given) or "--tasks" in given
+        network = any(word.startswith("hf:") for word in given) or {"--tasks", "--benchmark"} & set(given)
         if network or "neighbour_mean" in step.text:  # a mechanism that the reader has written
             check_arguments(given)
         elif given[0] == "serve":

@@ -9,8 +9,10 @@ from scipy import stats
 
 from fathom.report.statistics import (
     NOISE,
+    bootstrap_ratio,
     coverage,
     holm,
+    mcnemar,
     paired_difference,
     paired_ratio,
     quartiles,
@@ -148,3 +150,31 @@ def test_students_interval_is_scipys():
     found = student(0.3, 0.2, 4.7, 6)
     assert (found.low, found.high, found.pairs) == pytest.approx((low, high, 6))
     assert not student(0.3, 0.2, 4.7, 6).excludes_zero and student(0.9, 0.2, 4.7, 6).excludes_zero
+
+
+@pytest.mark.parametrize(
+    ("lost", "won", "p"), [(0, 5, 0.0625), (0, 6, 0.03125), (5, 15, 0.0414), (10, 20, 0.0987), (100, 140, 0.0117)]
+)
+def test_mcnemar_is_the_exact_binomial_test(lost: int, won: int, p: float):
+    assert mcnemar(lost, won) == pytest.approx(p, abs=5e-5)
+    assert mcnemar(won, lost) == mcnemar(lost, won) == pytest.approx(stats.binomtest(lost, lost + won).pvalue)
+    assert mcnemar(0, 0) == mcnemar(7, 7) == 1
+    assert 0 < mcnemar(900, 1300) < 1e-10
+
+
+def test_a_bootstrap_covers_about_as_often_as_it_says():
+    chance = np.random.default_rng(3)
+    held = 0
+    for _ in range(300):
+        weights = chance.uniform(50, 500, 60)
+        gaps = weights * (0.3 + chance.normal(0, 0.2, 60))
+        found = bootstrap_ratio(gaps.tolist(), weights.tolist(), 200)
+        assert found.value == pytest.approx(gaps.sum() / weights.sum())
+        held += found.low < 0.3 < found.high
+    assert 0.89 < held / 300 < 0.98
+    assert bootstrap_ratio([1.0, 2.0], [1.0, 2.0]) == bootstrap_ratio([2.0, 4.0], [2.0, 4.0])
+
+
+def test_wilson_of_published_scores():
+    for right, asked, low, high in [(85, 182, 0.3960, 0.5394), (75, 182, 0.3431, 0.4847), (515, 1395, 0.3442, 0.3948)]:
+        assert wilson(right, asked) == pytest.approx((low, high), abs=5e-5)

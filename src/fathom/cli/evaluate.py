@@ -46,6 +46,12 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--at", default="1x,2x,4x,8x", metavar="LENGTHS", help="windows read, for --kvcache (default: 1x,2x,4x,8x)"
     )
+    parser.add_argument(
+        "--benchmark",
+        type=Path,
+        metavar="DIR",
+        help="a base and what was made of it: questions (*.jsonl), and held-out text of the corpus beside them",
+    )
     parser.add_argument("--limit", type=int, help="documents of each task and domain; for trying out")
     parser.add_argument("--batch-size", type=int, help="rows at once (default: as many as fit; some on a CPU)")
     add_opening(parser)
@@ -57,12 +63,20 @@ def run(options: Namespace) -> int:
     """Score, keep, print."""
     from fathom.evaluation.caches.evaluate import ask, evaluate_caches
     from fathom.evaluation.caches.page import show as show_caches
+    from fathom.evaluation.pairs import evaluate_pair
+    from fathom.evaluation.pairs import show as show_pair
     from fathom.evaluation.scoring import Settings, show
     from fathom.evaluation.scoring import run as score
 
     settings = Settings(**{name: value for name, value in vars(options).items() if name in Settings.__annotations__})
     given = {name: getattr(options, f"kvcache_{name}") for name in ("window", "sinks", "ratio")}
-    if options.kvcache:
+    if options.benchmark is not None:
+        if options.kvcache:
+            raise UsageError("--benchmark and --kvcache: give one of them")
+        report = evaluate_pair(options.checkpoints, options.benchmark, settings)
+        if not options.json:
+            show_pair(report, options.out)
+    elif options.kvcache:
         plan = ask(options.kvcache, options.at, **given)
         report = evaluate_caches(options.checkpoints, settings, plan)
         if not options.json:
@@ -77,4 +91,5 @@ def run(options: Namespace) -> int:
     if options.json:
         print(json.dumps(report, ensure_ascii=False))
     # A task that failed was named as it failed; the others are printed and kept.
-    return int(not options.kvcache and any(entry["failed"] for entry in report["checkpoints"].values()))
+    pair = options.benchmark is not None
+    return int(not pair and not options.kvcache and any(entry["failed"] for entry in report["checkpoints"].values()))

@@ -313,7 +313,15 @@ class Flags(Stage):
                     found = {key: row[key] for key in ("collection", "path", "id", "words", "action")}
                     where.setdefault(row["item_number"], []).append(found)
         rows = (
-            {"id": item.id, "number": number, "dirty": number in where, "documents": where.get(number, [])[:10]}
+            {
+                "id": item.id,
+                "number": number,
+                "question": f"{item.context}\n{item.stem}" if item.context else item.stem,
+                "choices": list(item.choices),
+                "answer": item.answer,
+                "dirty": number in where,
+                "documents": where.get(number, [])[:10],
+            }
             for number, item in enumerate(items)
         )
         write_lines(folder / f"{name}.jsonl", rows)

@@ -171,6 +171,32 @@ def wilson(right: int, asked: int) -> tuple[float, float]:
     return float(low), float(high)
 
 
+def mcnemar(lost: int, won: int) -> float:
+    """The exact two-sided p of as many changes, were either direction equally likely.
+
+    Args:
+        lost: Questions that the control alone answers rightly.
+        won: Questions that the other alone does.
+    """
+    changed = lost + won
+    tail = sum(math.comb(changed, i) for i in range(min(lost, won) + 1))
+    return min(1.0, 2 * tail / 2**changed)
+
+
+def bootstrap_ratio(gaps: Sequence[float], weights: Sequence[float], draws: int = 1000) -> Ratio:
+    """Σd/Σw of paired differences d that weigh w, with the percentile interval of pairs drawn anew; the same each time.
+
+    Args:
+        gaps: One difference for each document.
+        weights: What each document weighs.
+        draws: Bootstrap samples.
+    """
+    d, w = np.asarray(gaps, float), np.asarray(weights, float)
+    picked = np.random.default_rng(0).integers(len(d), size=(draws, len(d)))
+    low, high = np.quantile(d[picked].sum(1) / w[picked].sum(1), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    return Ratio(float(d.sum() / w.sum()), float(low), float(high))
+
+
 @dataclass(frozen=True)
 class Correlation:
     """Spearman's rank correlation, and its bootstrap interval over clusters."""

@@ -1,0 +1,315 @@
+"""A base and what was made of it, held against each other: text, questions, and what neither of them knows.
+
+Questions are asked in two ways, as lm-eval scores them: by letter, the choices being listed in the prompt, and by the
+text of the choice, which then is listed nowhere. A third run asks by letter with the choices in another order.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from fathom.data.shards import INDEX, read_index
+from fathom.evaluation.perplexity import DomainScore
+from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings, run
+from fathom.report import PAGE, html
+from fathom.report.files import write_atomically
+from fathom.report.numbers import DASH
+from fathom.report.provenance import provenance
+from fathom.report.statistics import Ratio, bootstrap_ratio, mcnemar, wilson
+from fathom.report.tables import terminal_table
+
+LETTERS = "ABCDEFGHIJ"
+WAYS = {"text": "option text", "length": "option text, by length", "letter": "letter", "shuffled": "letter, shuffled"}
+"""How questions are asked; the first is what the verdict is about."""
+COLUMNS = ["", "n", "base", "new", "difference", "95 % interval, or changes and p"]
+
+
+@dataclass(frozen=True)
+class Quizzed:
+    """A question of a benchmark with choices."""
+
+    id: str
+    question: str
+    choices: tuple[str, ...]
+    answer: int
+    dirty: bool | None = None
+    """Whether training text gives it away; None where nobody looked."""
+
+
+@dataclass(frozen=True)
+class Answered:
+    """What two models make of the same questions."""
+
+    benchmark: str
+    way: str
+    part: str
+    """`all`, or the `clean` or the `dirty` ones."""
+    asked: int
+    right: tuple[int, int]
+    """Base and new."""
+    lost: int
+    """Answered rightly by the base alone."""
+    won: int
+    """Answered rightly by the new model alone."""
+
+    @property
+    def p(self) -> float:
+        """McNemar's, exact."""
+        return mcnemar(self.lost, self.won)
+
+
+def read_benchmarks(directory: Path) -> dict[str, list[Quizzed]]:
+    """The questions of every file `NAME.jsonl` of a directory: question, choices, answer and, if known, dirty."""
+    if not directory.is_dir():
+        raise EvaluateError(f"--benchmark {directory}: no such directory")
+    found = {path.stem: list(_asked(path)) for path in sorted(directory.glob("*.jsonl"))}
+    if not any(found.values()):
+        raise EvaluateError(f"--benchmark {directory}: no *.jsonl with question, choices and answer")
+    return {name: items for name, items in found.items() if items}
+
+
+def _asked(path: Path) -> Iterator[Quizzed]:
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+        try:
+            row = json.loads(line)
+            question, choices, answer = row.get("question"), row.get("choices"), row.get("answer")
+        except (ValueError, AttributeError):
+            raise EvaluateError(f"{path}:{number + 1}: not a JSON object") from None
+        if not choices or answer is None:
+            continue  # nothing to choose from, or no choice that is right
+        texts = isinstance(choices, list) and all(isinstance(one, str) and one for one in choices)
+        fits = texts and type(answer) is int and 0 <= answer < len(choices) <= len(LETTERS)
+        if not isinstance(question, str) or not fits:
+            raise EvaluateError(
+                f"{path}:{number + 1}: expected question, up to {len(LETTERS)} choices that are texts, and answer, the "
+                "number of the right one from 0"
+            )
+        yield Quizzed(str(row.get("id", number)), question, tuple(choices), answer, row.get("dirty"))
+
+
+def task_rows(items: Sequence[Quizzed], way: str) -> list[dict[str, Any]]:
+    """The questions as lm-eval is asked them: by `letter`, `shuffled` letter or `text`."""
+    rows = []
+    for item in items:
+        if way == "text":
+            rows.append({"question": item.question, "choices": list(item.choices), "answer": item.answer})
+            continue
+        order = list(range(len(item.choices)))
+        if way == "shuffled":
+            random.Random(f"fathom {item.id} {item.question}").shuffle(order)
+        listed = "\n".join(f"{letter}. {item.choices[one]}" for letter, one in zip(LETTERS, order, strict=False))
+        question = f"{item.question}\n{listed}\nAnswer:"
+        rows.append({"question": question, "choices": list(LETTERS[: len(order)]), "answer": order.index(item.answer)})
+    return rows
+
+
+def evaluate_pair(entries: Sequence[str | Path], directory: Path, settings: Settings) -> dict[str, Any]:
+    """Score a base and a model made of it on a benchmark and on texts; returns what `report.json` holds.
+
+    Args:
+        entries: Base and new, as `evaluate` takes them.
+        directory: The benchmark. Where a corpus lies beside it, its held-out text is scored too.
+        settings: Texts to score instead, `out`, and how models are opened; no tasks.
+    """
+    if len(entries) != 2 or settings.tasks or settings.max_trips:
+        raise EvaluateError(
+            "--benchmark compares two checkpoints, BASE and NEW, and takes no --tasks and no --max-trips"
+        )
+    benchmarks = read_benchmarks(directory)
+    if find_spec("lm_eval") is None:
+        raise EvaluateError("--benchmark needs lm-eval: pip install 'fathom-lm[evaluate]'")
+    texts = settings.perplexity or _beside(directory)
+    with _task_files(benchmarks, settings.out) as files:
+        words = ",".join(f"choice:{path}" for path in files.values())
+        found, _ = run(entries, replace(settings, tasks=words, perplexity=texts))
+        report = summarize(found, benchmarks, {key: f"choice:{path}" for key, path in files.items()})
+    if settings.out is not None:
+        html.write(settings.out, report, page(report))
+    return report
+
+
+def _beside(directory: Path) -> tuple[str, ...]:
+    shards = directory.resolve().parent / "shards"
+    return (str(shards),) if (shards / INDEX).is_file() and "val" in read_index(shards)["splits"] else ()
+
+
+@contextmanager
+def _task_files(benchmarks: Mapping[str, Sequence[Quizzed]], out: Path | None) -> Iterator[dict[tuple[str, str], Path]]:
+    """A file for each benchmark and way; the same one again where results are kept."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) if out is None else out / "questions"
+        folder.mkdir(parents=True, exist_ok=True)
+        files = {}
+        for name, items in benchmarks.items():
+            for way in ("text", "letter", "shuffled"):
+                path = folder / f"{name}.{way}.jsonl"
+                text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in task_rows(items, way))
+                if not path.is_file() or path.read_text(encoding="utf-8") != text:
+                    write_atomically(path, text)
+                files[name, way] = path
+        yield files
+
+
+def summarize(
+    pair: Sequence[Checkpoint], benchmarks: Mapping[str, Sequence[Quizzed]], tasks: Mapping[tuple[str, str], str]
+) -> dict[str, Any]:
+    """Everything for a program.
+
+    Args:
+        pair: Base and new, scored.
+        benchmarks: What was asked.
+        tasks: The task of each benchmark and way, as the checkpoints know it.
+    """
+    base, new = pair
+    for one in pair:
+        for task, why in one.failed.items():
+            raise EvaluateError(f"{one.name}: {task}: {why}")
+    answered: list[Answered] = []
+    for name, items in benchmarks.items():
+        for way in WAYS:
+            task, metric = tasks[name, "text" if way == "length" else way], "acc_norm" if way == "length" else "acc"
+            right = [[value == 1 for value in one.tasks[task].items[f"{task}/{metric}"]["values"]] for one in pair]
+            answered += count_answers(name, way, items, *right)
+    report: dict[str, Any] = {
+        **provenance(),
+        "base": {"name": base.name, "directory": str(base.directory)},
+        "new": {"name": new.name, "directory": str(new.directory)},
+        "texts": {name: compare_texts(score, new.domains[name]) for name, score in base.domains.items()},
+        "questions": [{**asdict(one), "p": one.p, "intervals": [wilson(r, one.asked) for r in one.right]}
+                      for one in answered],
+        "guessing": {name: guessing(items) for name, items in benchmarks.items()},
+    }  # fmt: skip
+    return {"verdict": verdict(report), **report}
+
+
+def count_answers(
+    benchmark: str, way: str, items: Sequence[Quizzed], base: Sequence[bool], new: Sequence[bool]
+) -> list[Answered]:
+    """All questions together, and the clean and the dirty ones where both kinds are known."""
+    rows = list(zip(items, base, new, strict=True))
+    parts = {"all": rows, **{word: [row for row in rows if row[0].dirty is flag] for word, flag in _FLAGS.items()}}
+    return [
+        Answered(
+            benchmark,
+            way,
+            part,
+            len(mine),
+            (sum(b for _, b, _ in mine), sum(n for _, _, n in mine)),
+            sum(b and not n for _, b, n in mine),
+            sum(n and not b for _, b, n in mine),
+        )
+        for part, mine in parts.items()
+        if mine
+    ]
+
+
+_FLAGS = {"clean": False, "dirty": True}
+
+
+def guessing(items: Sequence[Quizzed]) -> dict[str, float]:
+    """What a guess scores, and the letter that is right most often."""
+    letters = Counter(item.answer for item in items)
+    return {
+        "random": math.fsum(1 / len(item.choices) for item in items) / len(items),
+        "majority": max(letters.values()) / len(items),
+    }
+
+
+def compare_texts(base: DomainScore, new: DomainScore) -> dict[str, Any]:
+    """Bits per byte of both on the same documents, and the difference by paired bootstrap."""
+    bits = [(a - b) / math.log(2) for a, b in zip(new.nats, base.nats, strict=True)]
+    return {
+        "documents": len(bits),
+        "bytes": sum(base.bytes),
+        "base": base.bits_per_byte,
+        "new": new.bits_per_byte,
+        "difference": asdict(bootstrap_ratio(bits, base.bytes)),
+    }
+
+
+def verdict(report: Mapping[str, Any]) -> str:
+    """One sentence: questions by option text, clean ones where that is known; then text. No more than intervals say."""
+    parts = []
+    for name in report["guessing"]:
+        rows = {row["part"]: row for row in report["questions"] if (row["benchmark"], row["way"]) == (name, "text")}
+        part = "clean" if "clean" in rows else "all"
+        row = rows[part]
+        base, new = (f"{100 * right / row['asked']:.1f} %" for right in row["right"])
+        known = {"clean": " clean", "all": ""}[part]
+        ahead = "better than" if row["won"] > row["lost"] else "worse than"
+        how = ahead if row["p"] < 0.05 else "not told apart from"
+        words = f"on {row['asked']:,}{known} questions of {name} ({new} right) {report['new']['name']} is {how} "
+        parts.append(f"{words}{report['base']['name']} ({base}; McNemar p = {row['p']:.2g})")
+    for name, text in report["texts"].items():
+        gap = Ratio(**text["difference"])
+        how = "no surely other number of" if gap.low <= 0 <= gap.high else "fewer" if gap.value < 0 else "more"
+        parts.append(f"{name} takes {how} bits per byte ({gap.value:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}])")
+    sentence = "; ".join(parts) + "."
+    return sentence[0].upper() + sentence[1:]
+
+
+def lines(report: Mapping[str, Any]) -> list[list[str]]:
+    """The table."""
+    made = []
+    for name, text in report["texts"].items():
+        gap = Ratio(**text["difference"])
+        cells = [f"{text['base']:.4f}", f"{text['new']:.4f}", f"{gap.value:+.4f}", f"[{gap.low:+.4f}, {gap.high:+.4f}]"]
+        made.append([f"{name}, bits per byte", f"{text['bytes']:,} bytes", *cells])
+    for row in report["questions"]:
+        shares = [right / row["asked"] for right in row["right"]]
+        scores = [
+            f"{100 * share:.1f} % ({100 * low:.1f}–{100 * high:.1f})"
+            for share, (low, high) in zip(shares, row["intervals"], strict=True)
+        ]
+        changes = f"{row['won']} won, {row['lost']} lost, p = {row['p']:.2g}"
+        label = f"{row['benchmark']}, {WAYS[row['way']]}, {row['part']}"
+        made.append([label, f"{row['asked']:,}", *scores, f"{100 * (shares[1] - shares[0]):+.1f}", changes])
+    for name, guess in report["guessing"].items():
+        for word, share in guess.items():
+            made.append([f"{name}, {word}", "", f"{100 * share:.1f} %", f"{100 * share:.1f} %", DASH, DASH])
+    return made
+
+
+def show(report: Mapping[str, Any], out: Path | None) -> None:
+    """The table, the sentence, and where the page is."""
+    from rich.console import Console
+
+    console = Console(highlight=False, width=200)
+    console.print(terminal_table("", _columns(report), lines(report)), "")
+    console.print(report["verdict"], markup=False, soft_wrap=True)
+    if out is not None:
+        console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)
+
+
+def _columns(report: Mapping[str, Any]) -> list[str]:
+    return [report[one]["name"] if one in ("base", "new") else one for one in COLUMNS]
+
+
+def page(report: Mapping[str, Any]) -> str:
+    """The whole report."""
+    flagged = any(row["part"] != "all" for row in report["questions"])
+    reading = [
+        "Text: bits per byte of held-out documents, each read alone; intervals are of 1,000 bootstrap samples of "
+        "documents, both models on the same ones.",
+        "Questions: lm-eval's scores. By option text the choices are not listed, and the likeliest is the answer; by "
+        "length, the likeliest per character. By letter they are listed in the prompt. Brackets: Wilson's intervals; "
+        "won and lost are questions that one model alone answers rightly, p is McNemar's exact test of that row alone.",
+        "random is a guess, majority the letter that is right most often.",
+        "Dirty questions are those that training text gives away; the sentence above speaks of the clean ones."
+        if flagged
+        else "Nothing is known of whether training text gives questions away.",
+    ]
+    title = f"{report['new']['name']} against {report['base']['name']}"
+    table = html.table("Base and new on the same text and questions", _columns(report), lines(report))
+    where = html.section("Where it comes from", html.source(report))
+    return html.page(title, report["verdict"], table, html.section("How to read this", html.bullets(reading)), where)

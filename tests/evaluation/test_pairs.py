@@ -1,0 +1,224 @@
+"""A base against what was made of it: counts by hand, models that were told what to answer, and a careful sentence."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fathom.cli.main import main
+from fathom.corpus.synthetic import World
+from fathom.evaluation.harness import TaskResult
+from fathom.evaluation.pairs import (
+    LETTERS,
+    WAYS,
+    Quizzed,
+    compare_texts,
+    count_answers,
+    guessing,
+    page,
+    read_benchmarks,
+    summarize,
+    task_rows,
+)
+from fathom.evaluation.perplexity import DomainScore
+from fathom.evaluation.scoring import Checkpoint, EvaluateError
+from fathom.report.statistics import mcnemar
+from fathom.training import train
+from tests.tiny import tiny_recipe
+
+
+def items(count: int = 40, dirty: int = 10) -> list[Quizzed]:
+    chance = random.Random(2)
+    made = []
+    for number in range(count):
+        choices = tuple(chance.sample(["red", "green", "blue", "white", "black", "grey"], 4))
+        made.append(
+            Quizzed(str(number), f"The colour of item {number} is", choices, chance.randrange(4), number < dirty)
+        )
+    return made
+
+
+def scored(name: str, answers: dict[str, Sequence[bool]], texts: dict[str, list[float]]) -> Checkpoint:
+    """A checkpoint that answered so, and read documents of 100 bytes at so many bits."""
+    found = Checkpoint(name, Path("nowhere"), lambda _: (None, None))
+    for task, right in answers.items():
+        values = {"values": [float(one) for one in right]}
+        found.tasks[task] = TaskResult({}, {f"{task}/acc": values, f"{task}/acc_norm": values})
+    for text, bits in texts.items():
+        nats = [math.log(2) * one for one in bits]
+        found.domains[text] = DomainScore(nats, [50] * len(bits), [100] * len(bits))
+    return found
+
+
+TASKS = {("quiz", way): f"choice:{way}" for way in ("text", "letter", "shuffled")}
+
+
+def report_of(base: list[bool], new: list[bool], gap: float = -10.0) -> dict[str, Any]:
+    chance = random.Random(1)
+    before = [chance.uniform(100, 200) for _ in range(30)]
+    after = [bits + gap + chance.gauss(0, 2) for bits in before]
+    pair = [
+        scored("base", dict.fromkeys(TASKS.values(), base), {"rocks": before, "towns": before}),
+        scored("new", dict.fromkeys(TASKS.values(), new), {"rocks": after, "towns": before}),
+    ]
+    return summarize(pair, {"quiz": items()}, TASKS)
+
+
+def test_counts_are_those_of_a_loop() -> None:
+    chance = random.Random(5)
+    asked = items()
+    base, new = ([chance.random() < share for _ in asked] for share in (0.3, 0.6))
+    found = {one.part: one for one in count_answers("quiz", "text", asked, base, new)}
+    assert list(found) == ["all", "clean", "dirty"]
+    for part, keep in (("all", range(40)), ("clean", range(10, 40)), ("dirty", range(10))):
+        one = found[part]
+        assert one.asked == len(keep)
+        assert one.right == (sum(base[i] for i in keep), sum(new[i] for i in keep))
+        assert one.won - one.lost == one.right[1] - one.right[0]
+        assert one.lost == len([i for i in keep if base[i] and not new[i]])
+        assert one.p == mcnemar(one.lost, one.won)
+    unknown = [Quizzed(one.id, one.question, one.choices, one.answer) for one in asked]
+    assert [one.part for one in count_answers("quiz", "text", unknown, base, new)] == ["all"]
+
+
+def test_every_way_asks_for_the_same_answer() -> None:
+    """The row's right choice leads back to the right text; the order of shuffled ones differs, and stays."""
+    asked = items()
+    for way in ("text", "letter", "shuffled"):
+        rows = task_rows(asked, way)
+        assert rows == task_rows(asked, way)
+        for item, row in zip(asked, rows, strict=True):
+            answer = row["choices"][row["answer"]]
+            if way == "text":
+                assert answer == item.choices[item.answer]
+                assert row["question"] == item.question, "options that are not listed have no order"
+                continue
+            listed = dict(line.split(". ", 1) for line in row["question"].splitlines()[1:-1])
+            assert listed[answer] == item.choices[item.answer]
+            assert sorted(listed.values()) == sorted(item.choices)
+            assert list(listed) == row["choices"] == list(LETTERS[:4])
+    plain, mixed = ([row["answer"] for row in task_rows(asked, way)] for way in ("letter", "shuffled"))
+    assert plain != mixed
+
+
+def test_guessing() -> None:
+    asked = [
+        Quizzed("0", "a", ("x", "y"), 0),
+        Quizzed("1", "b", ("x", "y", "z", "w"), 0),
+        Quizzed("2", "c", ("x", "y"), 1),
+    ]
+    assert guessing(asked) == {"random": pytest.approx(1.25 / 3), "majority": pytest.approx(2 / 3)}
+
+
+def test_text_is_paired_by_document() -> None:
+    """Documents differ much and the models little: unpaired, the interval would hold zero."""
+    chance = random.Random(0)
+    before = [chance.uniform(50, 500) for _ in range(60)]
+    after = [bits - 5 + chance.gauss(0, 1) for bits in before]
+    pair = [scored(name, {}, {"t": bits}).domains["t"] for name, bits in (("base", before), ("new", after))]
+    found = compare_texts(*pair)
+    gap = found["difference"]
+    assert found["new"] - found["base"] == pytest.approx(gap["value"])
+    assert gap["low"] < -0.05 < gap["high"] < -0.04
+    assert compare_texts(pair[0], pair[0])["difference"] == {"value": 0, "low": 0, "high": 0}
+
+
+def test_the_sentence_says_no_more_than_intervals_do() -> None:
+    chance = random.Random(7)
+    base = [chance.random() < 0.25 for _ in range(40)]
+    better = report_of(base, [True] * 40)["verdict"]
+    assert better.startswith("On 30 clean questions of quiz (100.0 % right) new is better than base (")
+    assert "rocks takes fewer bits per byte (-0.0" in better
+    assert "towns takes no surely other number of bits per byte (+0.0000" in better
+    assert "new is worse than base" in report_of([True] * 40, base)["verdict"]
+    one_more = [*base[:-1], not base[-1]]
+    assert "new is not told apart from base" in report_of(base, one_more)["verdict"]
+    # What is known by heart is no knowledge: right on the ten dirty ones alone.
+    leaked = report_of(base, [True] * 10 + base[10:])
+    assert "new is not told apart from base" in leaked["verdict"]
+    dirty = [row for row in leaked["questions"] if (row["way"], row["part"]) == ("text", "dirty")]
+    assert dirty[0]["right"][1] == 10
+    assert "rocks takes more bits" in report_of(base, base, gap=+10)["verdict"]
+
+
+def test_the_page_has_all_of_it() -> None:
+    report = report_of([False] * 40, [True] * 40)
+    text = page(report)
+    for words in ("quiz, option text, clean", "quiz, letter, shuffled, all", "rocks, bits per byte", "quiz, majority"):
+        assert words in text
+    assert "100.0 % (91.2–100.0)" in text
+    json.dumps(report, allow_nan=False)
+
+
+def test_questions_are_read_with_their_flags(tmp_path: Path) -> None:
+    rows = [
+        {"id": "a", "question": "x is", "choices": ["1", "2"], "answer": 1, "dirty": True},
+        {"id": "b", "question": "open, without choices", "choices": [], "answer": None},
+        {"question": "y is", "choices": ["1", "2", "3"], "answer": 0},
+    ]
+    (tmp_path / "quiz.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "quiz.check.json").write_text("{}")
+    found = read_benchmarks(tmp_path)
+    assert found == {"quiz": [Quizzed("a", "x is", ("1", "2"), 1, True), Quizzed("2", "y is", ("1", "2", "3"), 0)]}
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ('{"question": "x", "choices": ["1", "2"], "answer": 2}', "quiz.jsonl:1: expected question, up to 10 choices"),
+        ('{"question": "x", "choices": ["1", 2], "answer": 0}', "quiz.jsonl:1: expected question"),
+        ('{"choices": ["1", "2"], "answer": 0}', "quiz.jsonl:1: expected question"),
+        ("[1]", "quiz.jsonl:1: not a JSON object"),
+        ('{"question": "open"}', "no .*jsonl with question, choices and answer"),
+    ],
+)
+def test_what_is_no_benchmark_is_said_in_one_line(row: str, said: str, tmp_path: Path) -> None:
+    (tmp_path / "quiz.jsonl").write_text(row + "\n")
+    with pytest.raises(EvaluateError, match=said):
+        read_benchmarks(tmp_path)
+
+
+def test_the_command_line_refuses_what_is_no_pair(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for words, said in (
+        (["one", "--benchmark", str(tmp_path)], "--benchmark compares two checkpoints, BASE and NEW"),
+        (["one", "two", "--benchmark", str(tmp_path / "none")], "none: no such directory"),
+        (["one", "two", "--benchmark", str(tmp_path), "--kvcache", "freqkv"], "give one of them"),
+    ):
+        assert main(["evaluate", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_two_runs_are_compared_and_nothing_is_scored_twice(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'fathom-lm[evaluate]'")
+    pytest.importorskip("accelerate", reason="lm-eval's Hugging Face models need accelerate")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    shutil.copytree(corpus, tmp_path / "geology" / "shards")
+    benchmark = tmp_path / "geology" / "benchmark"
+    benchmark.mkdir()
+    rows = [{**one.row(), "dirty": number < 4} for number, one in enumerate(World(0, 12).questions(16))]
+    (benchmark / "quiz.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    longer = ("model.max_position_embeddings=256", "train.export=true")
+    for name, steps in (("base", 2), ("new", 8)):
+        train(tiny_recipe(corpus, *longer, f"train.steps={steps}"), tmp_path / name)
+    words = ["evaluate", str(tmp_path / "base"), str(tmp_path / "new"), "--benchmark", str(benchmark)]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 0
+    assert "quiz, letter, shuffled, dirty" in capsys.readouterr().out
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert set(report["texts"]) == {"rivers", "seas"}
+    assert all(text["difference"]["high"] < 0 for text in report["texts"].values()), "six more steps help"
+    sizes = {(row["way"], row["part"]): row["asked"] for row in report["questions"]}
+    assert sizes == {(w, p): n for w in WAYS for p, n in (("all", 16), ("clean", 12), ("dirty", 4))}
+    assert (tmp_path / "out" / "report.html").stat().st_size > 5000
+    assert main([*words, "--out", str(tmp_path / "out"), "--json"]) == 0
+    again = capsys.readouterr()
+    assert again.err.count("done before") == 10
+    assert json.loads(again.out)["questions"] == report["questions"]
