@@ -5,18 +5,26 @@ from __future__ import annotations
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from fathom.corpus.pipeline import build
+from fathom.corpus.recipe import parse_corpus_recipe
+from fathom.corpus.synthetic import EXCHANGES, World
 from fathom.data.batches import IGNORED, Batch
+from fathom.data.targets import TargetDataset
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe
 from fathom.training import build_training, train
 from fathom.training.build import forward
+from tests.corpus.prose import recipe_values, write_jsonl
 from tests.tiny import make_conversations, tiny_recipe
 
 from . import processes
 from .conftest import StopAt
+
+ROLES = ("user", "assistant")
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +96,37 @@ def test_a_resumed_tuning_ends_where_an_undisturbed_one_ends(tuning: Recipe, tmp
     assert whole.evaluation is not None
     assert list(whole.evaluation.domains) == ["talk"]
     assert whole.evaluation.tokens > 0
+
+
+@pytest.mark.slow
+def test_twenty_conversations_learnt_by_heart_end_by_themselves(corpus: Path, tmp_path: Path) -> None:
+    """From messages to an answer that stops: greedy decoding gives each answer and the EOS that ends it."""
+    facts = World(5, 20).facts()[::8]
+    rows = [
+        {"messages": [{"role": r, "content": fact.said(frame)} for r, frame in zip(ROLES, EXCHANGES[1], strict=True)]}
+        for fact in facts
+    ]
+    talk = {"inputs": [str(write_jsonl(tmp_path / "talk.jsonl", rows))], "kind": "conversations"}
+    values = recipe_values(
+        {"talk": talk},
+        tokenize={"tokenizer": str(corpus / "tokenizer"), "held_out": 0},
+        converse={"template": "alpaca"},
+        deduplicate={"near": False},
+    )
+    build(parse_corpus_recipe(values), tmp_path / "out")
+    place = tmp_path / "out" / "conversations"
+    data = TargetDataset.open(place)
+    assert data.num_documents == 20
+    learning = ("model.max_position_embeddings=256", "model.hidden_size=64", "data.sequence_length=256")
+    long = ("train.steps=400", "train.tokens_per_step=1024", "train.micro_batch=4", "evaluate.every=0")
+    run = train(tiny_recipe(place, *learning, *long, "optim.lr=1e-2", "train.export=true"), tmp_path / "run")
+    model = FathomForCausalLM.from_pretrained(run.model).eval()
+    ends = [*data.document_ends(0, data.num_tokens).tolist(), data.num_tokens]
+    for start, stop in pairwise([0, *ends]):
+        ids, learnt = np.empty(stop - start, np.int64), data.learnt(start, stop)
+        data.read(start, ids)
+        first, last = learnt.argmax(), len(ids) - learnt[::-1].argmax()
+        prompt = torch.from_numpy(ids[None, :first])
+        found = model.generate(prompt, do_sample=False, max_new_tokens=64, eos_token_id=data.eos_token_id)
+        assert found[0, first:].tolist() == ids[first:last].tolist()
+        assert found[0, -1] == data.eos_token_id
