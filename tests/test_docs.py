@@ -266,10 +266,11 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         shutil.copytree("data/tiny", "demo/data")
         quiet(["train", "recipes/tiny.yaml", "--run", "runs/tiny"])
         quiet(["train", "recipes/tiny.yaml", "--run", "runs/other", "model.mixer=depth_attention", "train.seed=1"])
+        quiet(["train", "recipes/tiny.yaml", "--run", "runs/third", "train.seed=2"])
         quiet(["export", "runs/tiny", "--to", "path/to/qwen3", "--as", "qwen3"])
     for name, of in (("vanilla", "tiny"), ("depth", "other")):
         shutil.copytree(here / "runs" / of, here / "runs" / name)
-    for name, of in (("A", "tiny"), ("B", "other"), ("C", "other"), ("M1", "tiny"), ("M2", "other"), ("M3", "other")):
+    for name, of in (("A", "tiny"), ("B", "other"), ("C", "other"), ("M1", "tiny"), ("M2", "other"), ("M3", "third")):
         shutil.copytree(here / "runs" / of / "model", here / name)
     (here / "cards").mkdir()
     quiet(["lineage", "card", str(here / "B"), "--out", str(here / "cards" / "B.json")])
@@ -298,7 +299,7 @@ def world(template: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Pa
     shutil.copytree(template, tmp_path / "here")
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    small = {path.stem: path for path in (tmp_path / "here" / "recipes").iterdir()}
+    small = {path.stem: path for path in (tmp_path / "here" / "recipes").glob("*.yaml")}
     monkeypatch.setattr("fathom.recipe.packaged_recipes", lambda: small)  # a recipe's name means the small one too
     monkeypatch.setattr(cache_evaluation, "QUESTIONS", 4)
     monkeypatch.delenv("FATHOM_API_KEY", raising=False)

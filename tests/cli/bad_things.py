@@ -288,7 +288,7 @@ def _runs(place: Path) -> None:
     for name, text in {**reports, "elsewhere": json.dumps({"arms": [{"runs": [{"loss": 1}], "loss": 1}]})}.items():
         (place / "reports" / name).mkdir(parents=True)
         (place / "reports" / name / "report.json").write_text(text)
-    kept = place / "kept/place/.done"
+    kept = place / "kept" / place.name / ".done"  # of `model`, which goes by the name of its folder
     kept.mkdir(parents=True)
     (kept / "perplexity-good.json").write_text("{")
     (place / "unfinished").mkdir()

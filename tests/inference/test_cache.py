@@ -9,12 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import GenerationConfig
 
 from fathom.checkpoints.open import open_checkpoint
 from fathom.cli.main import main
+from fathom.inference import engine, gate
 from fathom.inference.cache import Policy, choose
+from fathom.inference.engine import Engine, Job
 from fathom.inference.generate import GenerateError, Sampling, generate
+from fathom.inference.sampling import Choice
 from fathom.kvcache import build_cache, compress_in_training
 from fathom.recipe import RecipeError
 from tests.inference.tiny import TEXT, export_tiny
@@ -152,7 +154,7 @@ def test_a_server_reads_past_the_context(opened) -> None:
     ids = tokenizer(prompt)["input_ids"]
     assert len(ids) > model.config.max_position_embeddings
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0}
-    with testclient.TestClient(build_app(model, tokenizer, "tiny", memory=FREQKV)) as client:
+    with testclient.TestClient(build_app(model, tokenizer, "tiny", policy=FREQKV)) as client:
         answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         expected = tokenizer.decode(recomputed(model, ids, 12), skip_special_tokens=True)
@@ -162,43 +164,33 @@ def test_a_server_reads_past_the_context(opened) -> None:
 
 
 @pytest.mark.parametrize("waiting", [True, False])
-def test_nobody_reads_for_a_client_that_left(opened, waiting: bool) -> None:
+def test_nobody_reads_for_a_client_that_left(opened, monkeypatch: pytest.MonkeyPatch, waiting: bool) -> None:
     """A request that was given up before its turn, or while its prompt is read."""
-    pytest.importorskip("fastapi")
-    from fathom.inference import server
-
-    model, _ = opened
-    worker, call, read = server._Generation(server.ENDLESS, FREQKV), server._Call(), []
-    inputs = {"input_ids": torch.full((1, 200), 5)}
+    monkeypatch.setattr(engine, "READ", 16)
+    running, free, read = Engine(opened[0], 1 << 30, FREQKV), threading.Event(), []
+    job = Job([5] * 200, 2, Choice(), lambda event: pytest.fail(f"it was answered: {event}"))
 
     def look(*args: object) -> None:
         read.append(1)
         if len(read) == 3:
-            call.streamer.cancel()
+            running.cancel([job])
 
-    async def ask(free: threading.Event) -> None:
-        server._CALL.set(call)
-        worker.submit(free.wait, 60)
-        answer = worker.generate_non_streaming(model, opened[1], inputs, GenerationConfig(max_new_tokens=2), "1")
-        answer = asyncio.ensure_future(answer)
-        await asyncio.sleep(0)
-        if waiting:
-            call.streamer.cancel()
-        free.set()
-        with pytest.raises(server.ApiError, match="cancelled"):
-            await answer
-
-    handle = model.model.register_forward_hook(look)
-    asyncio.run(ask(threading.Event()))
+    handle = opened[0].model.register_forward_hook(look)
+    running.call(free.wait)
+    running.submit([job])
+    if waiting:
+        running.cancel([job])
+    free.set()
+    running.call(lambda: None).result(60)  # after the turn in which it is read, or left out
+    while not running.counts["cancelled"]:
+        running.call(lambda: None).result(60)
     handle.remove()
+    running.join(60)
     assert len(read) == (0 if waiting else 3)
 
 
 def test_bodies_together_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("fastapi")
-    from fathom.inference import server
-
-    monkeypatch.setattr(server, "BODIES", 250)
+    monkeypatch.setattr(gate, "BODIES", 250)
     said: list[int] = []
 
     async def app(scope: object, receive: object, send: object) -> None:
@@ -217,11 +209,11 @@ def test_bodies_together_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
 
     async def ask() -> None:
         scope = {"type": "http", "path": "/v1/completions", "headers": []}
-        await asyncio.gather(*(gate(scope, client(100), send) for _ in range(3)))
-        assert said == [429] and gate.held == 0
-        await gate(scope, client(100), send)
-        await gate(scope, client(201), send)
-        assert said == [429, 413] and gate.held == 0
+        await asyncio.gather(*(outermost(scope, client(100), send) for _ in range(3)))
+        assert said == [429] and outermost.held == 0
+        await outermost(scope, client(100), send)
+        await outermost(scope, client(201), send)
+        assert said == [429, 413] and outermost.held == 0
 
-    gate = server._Gate(app, None, body_limit=200)
+    outermost = gate.Gate(app, None, body_limit=200)
     asyncio.run(ask())

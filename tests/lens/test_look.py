@@ -351,7 +351,7 @@ def test_command(checkpoints, tmp_path, capsys):
         (["deep", "a", "--compare", "foreign"], "another tokenizer"),
         (["deep", "--file", "nowhere.txt"], "nowhere.txt"),
         (["deep", ""], "no text"),
-        (["deep", "a", "-o", "nowhere/page.html"], "nowhere: no such directory"),
+        (["deep", "a", "-o", "nowhere/page.html"], "nowhere is no directory"),
         (["nowhere", "a"], "nowhere"),
     ],
 )

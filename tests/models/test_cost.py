@@ -163,15 +163,19 @@ def test_training_passes_of_views_that_need_a_solver(recurrence, depth, rounds, 
     config = llama(recurrence, trips=depth + 1, jacobi_train=rounds, **free)
     stack, length = 24 * layer_flops(config), 512
     attention = 24 * attention_flops(config, 0, length)
+    wider = 1 + (recurrence == "ponder3") / config.head_dim  # the bias of keys, but in the pass of first trips alone
     for found, linear, scores in zip(training_flops_range(config, length), passes, reads, strict=True):
-        forward = found / 3 - head_flops(config)
+        forward, scores = found / 3 - head_flops(config), 1 + (scores - 1) * wider
         assert forward == pytest.approx(linear * stack + scores * attention, rel=1e-4)
     assert training_visits(config) == (24 * passes[1], 24 * passes[2])
 
 
 def test_training_cost_of_everything_else():
-    for config in (llama(), llama("loop", trips=2), llama("ponder", feed="hidden"), llama("latent_cot", penalty=0.0)):
+    for config in (llama(), llama("loop", trips=2), llama("ponder", feed="hidden")):
         assert training_flops_range(config, 128) == (3 * flops_per_token(config, 128),) * 3
+    config = llama("latent_cot", trips=4, penalty=0.0)
+    again = (2 + 3 + 4) * 24 * attention_flops(config, 0, 128) / 2  # the scores of what reads earlier trips
+    assert training_flops_range(config, 128) == pytest.approx((3 * flops_per_token(config, 128) + again,) * 3)
     drawn = llama("ponder", trips_range=[2, 4])
     ends = [training_flops_per_token(llama("ponder", trips=k + 1), 128) for k in (1, 2, 3)]
     assert training_flops_range(drawn, 128) == pytest.approx((ends[0], ends[1], ends[2]))
@@ -236,7 +240,13 @@ def added(table, dim, index, source, *rest, out_shape=None, **kwargs):
     return 2 * prod(source)
 
 
+def multiplied(this, a, b, *rest, out_shape=None, **kwargs):
+    """`addmm_`, in place."""
+    return 2 * a[0] * a[1] * b[1]
+
+
 UNCOUNTED = {  # by torch
+    torch.ops.aten.addmm_: multiplied,
     torch.ops.aten._embedding_bag: bagged,
     torch.ops.aten._embedding_bag_forward_only: bagged,
     torch.ops.aten.index_add_: added,

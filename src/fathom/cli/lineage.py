@@ -311,6 +311,8 @@ def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 
 
     if len(models) < 2:
         raise lineage.Refused("a null needs at least two unrelated models")
+    if out.is_dir():
+        raise lineage.Refused(f"{out}: a directory; --out is the null file to write")
     opened = [lineage.open_weights(where) for where in models]
     groups: dict[str, list[Pair]] = {}
     with _status(quiet) as say:

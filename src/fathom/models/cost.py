@@ -17,7 +17,7 @@ from .arithmetic import attention_flops, head_flops, layer_cache_bytes, layer_fl
 from .configuration import FathomConfig
 from .modeling import FathomForCausalLM
 from .registry import AXES, mechanism, recurrence_class
-from .roles import Cost, View
+from .roles import Cost, Recurrence, View
 from .slots import plan
 
 
@@ -47,7 +47,7 @@ def attention_reads(config: FathomConfig) -> list[int]:
     return reads
 
 
-def _attention(config: FathomConfig, sequence_length: int, reads: Sequence[int]) -> float:
+def _attention(config: FathomConfig, sequence_length: int, reads: Sequence[float]) -> float:
     """Scores and weighted sums of a token, given how many keys each layer reads for each earlier token."""
     return sum(read * attention_flops(config, i, sequence_length) for i, read in enumerate(reads))
 
@@ -111,14 +111,27 @@ def _training_flops(config: FathomConfig, sequence_length: int, rounds: int) -> 
     penalty = recurrence_class(config).penalty_flops(config, sequence_length)
     beyond = mechanism_cost(config).training_flops
     if not sizes:
-        return 3 * flops_per_token(config, sequence_length) + beyond + penalty
+        return 3 * flops_per_token(config, sequence_length) + _scores_again(config, sequence_length) + beyond + penalty
     trips = sizes[-1]
     trip = _linear_flops(_of_trips(config, 1))
     fed = sum(min(size, trips - 1) for size in sizes[:-1]) / (trips - 1)  # the last pass feeds nothing
     between = _linear_flops(config) - trips * trip  # of all trips: gates, mixtures
-    reads = [sum(size * size for size in sizes)] * config.num_hidden_layers
-    attention = _attention(config, sequence_length, reads)
+    # A bias of keys is a channel more of queries, keys and values.
+    wider = 1 + (recurrence_class(config).key_bias is not Recurrence.key_bias) / config.head_dim
+    reads = sum(size * size * (wider if size > 1 else 1) for size in sizes)
+    attention = _attention(config, sequence_length, [reads] * config.num_hidden_layers)
     return 3 * (head_flops(config) + sum(sizes) * trip + fed * between + attention) + fed * beyond + penalty
+
+
+def _scores_again(config: FathomConfig, sequence_length: int) -> float:
+    """Of view DUO: the backward pass of a trip that reads earlier ones makes its scores again."""
+    first, *later = plan(config)
+    if not later or recurrence_class(config).sees(config) is not View.DUO:
+        return 0.0
+    reads = list(attention_reads(config))
+    for visit in first:
+        reads[visit.layer] -= 1
+    return _attention(config, sequence_length, reads) / 2
 
 
 def _linear_flops(config: FathomConfig) -> float:
