@@ -15,7 +15,7 @@ from fathom.cli.main import main
 from fathom.lineage.weights import open_weights
 from fathom.models import FathomForCausalLM
 from tests.inference.tiny import tiny_tokenizer
-from tests.models.cases import CASES, build, config_of, tokens
+from tests.models.cases import CASES, build, config_of, in_turn, tokens
 
 
 def logits(model, ids):
@@ -86,7 +86,7 @@ def test_other_peoples_files_stay(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["config.json"]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", in_turn(CASES))
 def test_command_exports_an_export_again(case, tmp_path, capsys):
     model, ids = build(config_of(case)), tokens(1, 9)
     export(model, tmp_path / "a")

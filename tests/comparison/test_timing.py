@@ -13,7 +13,7 @@ from fathom.evaluation.clock import Clock
 from fathom.models.cost import cache_bytes_per_token
 from fathom.recipe import Recipe
 from fathom.training import build_training
-from tests.models.cases import CASES, build, config_of
+from tests.models.cases import CASES, build, config_of, in_turn
 
 
 @pytest.fixture(autouse=True)
@@ -73,7 +73,7 @@ def test_saved_bytes_follow_the_batch(small: Recipe):
     assert one < two < 2.05 * one
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", in_turn(CASES))
 def test_cache_growth_is_what_is_declared(case: str):
     """For every mechanism; tokens that halt keep less than the declared most."""
     model = build(config_of(case))

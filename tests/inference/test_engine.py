@@ -3,6 +3,7 @@
 import contextlib
 import random
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -272,6 +273,7 @@ def test_what_an_engine_refuses(engine):
         running.submit([one.job for one in half])
         while not all(one.done.is_set() for one in half):
             most = max(most, running.cache_bytes)
+            time.sleep(0.001)
     assert 0 < most <= running.budget
     assert [one.tokens for one in many] == [alone(model, [5 + i], 100) for i in range(6)]
 
@@ -281,7 +283,7 @@ def test_giving_up_and_failing(engine, monkeypatch):
     endless, waits = Collected([5, 6], 10_000, Choice()), Collected([7], 3, Choice())
     running.submit([endless.job])
     while len(endless.tokens) < 3:
-        pass
+        time.sleep(0.001)
     running.cancel([endless.job])
     running.submit([waits.job])
     assert waits.wait() == "length" and not endless.done.is_set() and running.counts["cancelled"] == 1

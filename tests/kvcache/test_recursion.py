@@ -104,7 +104,7 @@ def test_every_mechanism_to_the_last_digits(case):
 
 
 @pytest.mark.parametrize("case", MODELS)
-@pytest.mark.parametrize("method", ["freqkv", "snapkv"])
+@pytest.mark.parametrize("method", ["freqkv", pytest.param("snapkv", marks=pytest.mark.slow)])
 def test_first_window_is_the_stock_model(case, method):
     model, row = model_of(case), tokens(1, N)
     with torch.no_grad():
@@ -114,7 +114,9 @@ def test_first_window_is_the_stock_model(case, method):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("token", [10, 63, 64, 65, 100, 127, 128, 150, 200])
+@pytest.mark.parametrize(
+    "token", [10, 64, 65, 150, *(pytest.param(at, marks=pytest.mark.slow) for at in (63, 100, 127, 128, 200))]
+)
 def test_causality(qwen, ids, method, token):
     changed = ids.clone()
     changed[:, token] = 3 + (ids[:, token] + 1) % 50

@@ -53,6 +53,7 @@ def test_two_models_and_what_was_made_of_one(tmp_path: Path, capsys: pytest.Capt
     assert json.loads(capsys.readouterr().out)["unrelated"] == 3
 
 
+@pytest.mark.slow
 def test_strangers_treated_alike_are_strangers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Tied models that store their head, and models padded with zeros: pairs in which only the treatment is shared."""
     import zoo

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+import pytest
 import torch
 
 from fathom.models import FathomConfig, FathomForCausalLM
@@ -82,6 +83,15 @@ def with_every_mechanism(cases: dict[str, tuple[str, dict]], names: Iterable[str
 
 # Also those of installed packages.
 CASES = with_every_mechanism(CASES, known().keys() - set(DEFAULTS.values()))
+LATER = ("-dense", "-sparse", "-snapshot", "-free", "-middle")
+FAST = [case for case in CASES if "+" not in case and not case.endswith(LATER)]
+FAST += ["loop+depth_attention-grid", "latent_cot+depth_attention"]
+"""Every mechanism alone, and a composition of each kind of recurrence; the others are slow."""
+
+
+def in_turn(cases: Iterable[str]) -> list:
+    """Cases for `parametrize`, of which those that are not in FAST are slow."""
+    return [case if case in FAST else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def config_of(case: str, **shape) -> FathomConfig:

@@ -19,7 +19,7 @@ from fathom.models.cost import (
     training_visits,
 )
 
-from .cases import CASES, build, config_of, tokens
+from .cases import CASES, build, config_of, in_turn, tokens
 
 # L, hidden, intermediate, heads, key-value heads, vocabulary, parameters
 PAPER = {
@@ -267,8 +267,8 @@ def counted_step(config, length):
 WIDER = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}  # where sums and norms, uncounted, are few
 
 
-@pytest.mark.parametrize("words", [61, 2000])
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("words", [61, pytest.param(2000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", in_turn(CASES))
 def test_a_declared_training_step_is_a_measured_one(case, words):
     config = config_of(case, vocab_size=words, **WIDER)
     assert counted_step(config, 16) == pytest.approx(training_flops_per_token(config, 2 * 16 - 1), rel=0.02)

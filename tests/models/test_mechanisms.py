@@ -20,10 +20,15 @@ from fathom.models.depth_attention import depth_weights
 from fathom.models.registry import MECHANISMS, mechanism
 from fathom.models.roles import Residual, ValueMixer, View
 
-from .cases import CASES, SHAPE, build, config_of, set_options, tokens, with_every_mechanism
+from .cases import CASES, FAST, SHAPE, build, config_of, in_turn, set_options, tokens, with_every_mechanism
 from .ranks import on_two_ranks, sharded_gradients
 
-every_case = pytest.mark.parametrize("case", CASES)
+every_case = pytest.mark.parametrize("case", in_turn(CASES))
+both_lots = pytest.mark.parametrize(
+    "cases",
+    [FAST[::2], pytest.param([case for case in CASES if case not in FAST[::2]], marks=pytest.mark.slow)],
+    ids=["some", "the others"],
+)
 EXACT = 1e-11  # float64
 CLOSE = 1e-4  # float32, as logits
 
@@ -103,7 +108,7 @@ def test_every_rope_scaling_is_qwen3s(rope):
 
 
 @every_case
-@settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_full_is_chunked_is_static(case, data):
     model = _cached_model(case)
@@ -380,10 +385,11 @@ def test_compiled_in_one_graph(case):
         assert worst(whole(ids, use_cache=False).logits, logits(model, ids)) < 1e-10
 
 
-def test_two_fsdp_ranks_are_one_process(tmp_path):
-    """All cases in one launch, since starting two processes costs more than the comparison."""
-    on_two_ranks(sharded_gradients, tmp_path, list(CASES))
-    for case in CASES:
+@both_lots
+def test_two_fsdp_ranks_are_one_process(tmp_path, cases):
+    """Many cases in one launch, since starting two processes costs more than the comparison."""
+    on_two_ranks(sharded_gradients, tmp_path, list(cases))
+    for case in cases:
         model, ids = build(config_of(case), dtype=torch.float64), tokens(4, 16)
         whole = gradients(model, ids)
         sharded = torch.load(tmp_path / f"{case}.pt", weights_only=True)
@@ -455,11 +461,12 @@ print("all equal")
 """
 
 
-def test_exports_open_in_a_clean_process(tmp_path, monkeypatch):
-    """Every case in one process that cannot import Fathom."""
+@both_lots
+def test_exports_open_in_a_clean_process(tmp_path, monkeypatch, cases):
+    """Many cases in one process that cannot import Fathom."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
     directories = []
-    for case in CASES:
+    for case in cases:
         model, ids = build(config_of(case)), tokens(2, 9)
         directory = export(model, tmp_path / case.replace("+", "-and-"))
         with torch.no_grad():
