@@ -65,7 +65,7 @@ FACE, CALL, MODULE = (
     ("touch", "late"),
     [
         (FACE, False),
-        (FACE, True),
+        pytest.param(FACE, True, marks=pytest.mark.slow),
         *(pytest.param(touch, late, marks=pytest.mark.slow) for touch in (CALL, MODULE) for late in (False, True)),
     ],
 )

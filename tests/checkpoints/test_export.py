@@ -217,7 +217,9 @@ def test_a_stop_never_becomes_the_padding_of_an_embedding(tmp_path):
     assert again.model.embed_tokens.weight.grad[0].abs().sum() > 0
 
 
-@pytest.mark.parametrize("case,form", [("depth_attention", "fathom"), ("loop", "unrolled")])
+@pytest.mark.parametrize(
+    "case,form", [("depth_attention", "fathom"), pytest.param("loop", "unrolled", marks=pytest.mark.slow)]
+)
 def test_the_cards_snippet_asks_nothing(case, form, tmp_path):
     """As a reader copies it, in a process without Fathom whose standard input is closed."""
     model, tokenizer = with_tokenizer(case)

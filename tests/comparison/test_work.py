@@ -233,6 +233,7 @@ def test_equal_trips(small: Recipe):
     assert {name: recipe.train.steps for name, recipe in recipes.items()} == expected
 
 
+@pytest.mark.slow
 def test_halting_arms_tell_their_trips(small: Recipe, tmp_path: Path):
     halting = "halting=latent_cot;model.recurrence_options={trips: 3, tau: 0.5, router_bias: 0.2}"
     plan = make_plan(small, f"vanilla,loop,{halting}", seeds=2, pairs=0, out=tmp_path)

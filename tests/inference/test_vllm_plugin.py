@@ -153,6 +153,7 @@ def test_the_cache_is_the_only_state(backend, fields):
         torch.testing.assert_close(torch.cat(got[request]), expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_one_graph(backend):
     """vLLM compiles the decoder with nothing but the number of tokens free."""

@@ -116,7 +116,8 @@ def test_an_adapter_on_the_projection_is_called():
 
 # --- trips that read one another --------------------------------------------------------------------------------------
 
-SEVERAL = ("loop", "ponder", "adaponder", "latent_cot", "ponder2", "ponder3")
+SEVERAL = ["loop", "latent_cot", "ponder3"]
+SEVERAL += [pytest.param(name, marks=pytest.mark.slow) for name in ("ponder", "adaponder", "ponder2")]
 
 
 @pytest.mark.parametrize("arm", SEVERAL)

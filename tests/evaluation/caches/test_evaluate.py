@@ -44,6 +44,7 @@ def run(here: Path, *words: str, checkpoints: tuple[str, ...] = ("plain",)) -> i
     return main(["evaluate", *(str(here / name) for name in checkpoints), "--device", "cpu", *words])
 
 
+@pytest.mark.slow
 def test_every_number_and_a_page(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("--kvcache", "freqkv,drop,full", *SCHEDULE, "--at", "1x,2x,4x", "--perplexity", f"t={here / 'texts'}")
     both = ("plain", "tuned")
