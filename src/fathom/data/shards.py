@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -188,6 +188,9 @@ class ShardWriter:
         self._dirty.clear()
 
 
+Opened = TypeVar("Opened", bound="TokenDataset")
+
+
 class TokenDataset:
     """One split of a corpus, all domains or one: a stream of tokens in which every document ends with EOS.
 
@@ -223,12 +226,12 @@ class TokenDataset:
 
     @classmethod
     def open(
-        cls,
+        cls: type[Opened],
         directory: str | Path,
         split: str = "train",
         domain: str | None = None,
         verify: bool | Literal["cached"] = True,
-    ) -> TokenDataset:
+    ) -> Opened:
         """Open a split and check it.
 
         Args:
@@ -257,7 +260,13 @@ class TokenDataset:
             path = directory / TOKENIZER / name
             files[path] = (path.stat().st_size if path.exists() else -1, crc32)
         _check(directory, files, verify)
-        return cls(directory, index, split, domains)
+        found = cls(directory, index, split, domains)
+        if verify:
+            found.verify_more()
+        return found
+
+    def verify_more(self) -> None:
+        """Check what a kind of dataset has beside shards and tokenizer."""
 
     @property
     def tokenizer_directory(self) -> Path:

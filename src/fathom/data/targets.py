@@ -6,12 +6,11 @@ Bit n is token n's own: a model is to predict it. The first token of byte 0 is i
 from __future__ import annotations
 
 import json
-import typing
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -106,21 +105,7 @@ class TargetDataset(TokenDataset):
         self._rows: dict[tuple[int, int], PackedRows] = {}
         self.fingerprint = zlib.crc32(json.dumps([self.fingerprint, index[TARGETS]], sort_keys=True).encode())
 
-    @classmethod
-    def open(
-        cls,
-        directory: str | Path,
-        split: str = "train",
-        domain: str | None = None,
-        verify: bool | Literal["cached"] = True,
-    ) -> TargetDataset:
-        """Open a split and check it, as `TokenDataset.open` does; the bits too, wherever anything is verified."""
-        found = typing.cast("TargetDataset", super().open(directory, split, domain, verify))
-        if verify:
-            found.verify_targets()
-        return found
-
-    def verify_targets(self) -> None:
+    def verify_more(self) -> None:
         """Compare the bits with their checksums."""
         for domain in self.domains:
             for number in range(len(self._index["splits"][self.split][domain])):
