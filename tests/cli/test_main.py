@@ -181,3 +181,10 @@ def test_places_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["train", str(tmp_path / "binary.yaml")]) == 2
     errors = capsys.readouterr().err
     assert errors.count("\n") == 2 and "Not a directory" in errors and "not a text file" in errors
+
+
+def test_what_is_required_is_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    """argparse names words that may be left out as well."""
+    for command in ("compare", "corpus", "ladder"):
+        assert main([command]) == 2
+        assert "required: recipe (" in capsys.readouterr().err, command

@@ -61,7 +61,15 @@ def run(options: Namespace) -> int:
     from fathom.checkpoints.open import open_checkpoint
     from fathom.evaluation.budgets import check_chunks, check_trips
     from fathom.inference.cache import choose
-    from fathom.inference.generate import Sampling, chat, generate, generate_file, report_speed, to_terminal
+    from fathom.inference.generate import (
+        Sampling,
+        chat,
+        check_drafts,
+        generate,
+        generate_file,
+        report_speed,
+        to_terminal,
+    )
 
     if sum((options.prompt is not None, options.chat, options.prompts is not None)) > 1:
         raise UsageError("give a prompt, --chat or --prompts FILE, one of them")
@@ -91,6 +99,7 @@ def run(options: Namespace) -> int:
     kvcache = (options.kvcache, options.kvcache_window, options.kvcache_sinks, options.kvcache_ratio)
     check_trips(model, options.max_trips)
     check_chunks(model, sampling.options.get("prefill_chunk_size", model.generation_config.prefill_chunk_size))
+    check_drafts(model, options.speculate, options.max_trips)
     sampling = replace(sampling, memory=choose(model, *kvcache), max_trips=options.max_trips)
     if options.chat:
         chat(model, tokenizer, sampling, typed_lines(), to_terminal, options.system)

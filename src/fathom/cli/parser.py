@@ -53,6 +53,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Complain without the usage, which `--help` prints."""
+        message = message.replace(", key=value", "")  # which argparse calls required beside what is
         raise UsageError(f"{message} ({self.prog} --help shows what there is)")
 
 

@@ -17,10 +17,9 @@ import torch
 
 from fathom.checkpoints.special_tokens import as_list, pad_token, stop_tokens
 from fathom.errors import FathomError
-from fathom.evaluation.budgets import stored_trips
+from fathom.evaluation.budgets import most_trips, stored_trips
 from fathom.inference.cache import Policy
-from fathom.models import FathomForCausalLM
-from fathom.models.speculation import Speculation
+from fathom.models.speculation import Speculation, check_speculation
 from fathom.report.files import HeldError, lock
 from fathom.report.progress import ProgressBar
 
@@ -170,6 +169,19 @@ class Generated:
     def tokens_per_second(self) -> float:
         """Reading the prompt included."""
         return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def check_drafts(model: Any, draft_trips: int | None, max_trips: int | None) -> None:
+    """Refuse to draft with trips that the model does not make, before anything is shown."""
+    if draft_trips is None:
+        return
+    if most_trips(model) == 1:
+        raise GenerateError(f"--speculate {draft_trips}: this model makes one trip, there is nothing to draft with")
+    try:
+        trips = max_trips or model.config.max_trips or model.model.recurrence.trips
+        check_speculation(model, Speculation(draft_trips), trips)
+    except ValueError as error:
+        raise GenerateError(f"--speculate {draft_trips}: {error}") from error
 
 
 def generate(
@@ -330,10 +342,9 @@ def _run(
         **sampling.arguments(model.generation_config),
         "eos_token_id": stops or None,
     }
+    check_drafts(model, sampling.speculate, sampling.max_trips)
     drafts = None if sampling.speculate is None else Speculation(sampling.speculate)
     if drafts is not None:
-        if not isinstance(model, FathomForCausalLM):
-            raise GenerateError(f"--speculate: a {type(model).__name__} makes one trip, there is nothing to draft with")
         arguments["speculation"] = drafts
     began = time.perf_counter()
     try:
