@@ -42,6 +42,18 @@ CASES: dict[str, tuple[str, dict]] = {
     "hyper_connections-free": ("hyper_connections", {"residual": {"streams": 2, "sinkhorn_iterations": 0}}),
     "loop": ("loop", {"recurrence": {"trips": 3}}),
     "loop-middle": ("loop", {"recurrence": {"trips": 2, "prelude": 1, "coda": 1}}),
+    "loop-diagonal": (
+        "loop",
+        {
+            "recurrence": {
+                "trips": 3,
+                "prelude": 1,
+                "injection": "diagonal",
+                "entry_norm": True,
+                "norm_between": "own",
+            }
+        },
+    ),
     "loop+depth_attention": ("loop+depth_attention", {"recurrence": {"trips": 2}}),
     "loop+depth_attention-grid": (
         "loop+depth_attention",
@@ -83,7 +95,7 @@ def with_every_mechanism(cases: dict[str, tuple[str, dict]], names: Iterable[str
 
 # Also those of installed packages.
 CASES = with_every_mechanism(CASES, known().keys() - set(DEFAULTS.values()))
-LATER = ("-dense", "-sparse", "-snapshot", "-free", "-middle")
+LATER = ("-diagonal", "-dense", "-sparse", "-snapshot", "-free", "-middle")
 FAST = [case for case in CASES if "+" not in case and not case.endswith(LATER)]
 FAST += ["loop+depth_attention-grid", "latent_cot+depth_attention"]
 """Every mechanism alone, and a composition of each kind of recurrence; the others are slow."""

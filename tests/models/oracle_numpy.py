@@ -40,12 +40,15 @@ class Slot(NamedTuple):
     """Added to the logit of every query that reads it."""
 
 
-class Step(NamedTuple):
+@dataclass
+class Step:
     """A trip that is planned: its input and key bias, and whether the token makes it."""
 
     x: Array
     bias: float = 0.0
     alive: bool = True
+    entry: Array | float = 0.0
+    """What entered the layers that repeat, once it was made."""
 
 
 class Row:
@@ -358,6 +361,8 @@ class Oracle:
             row.halt[token.column] = trip
         first, last = self.prelude if trip else 0, self.layers - (0 if trip == depth else self.coda)
         for layer in range(first, last):
+            if (trip, layer) == (0, self.prelude):
+                step.entry = stream.read(2 * self.layers) if layer else step.x
             name = f"model.layers.{layer}"
             x = self.normed(stream.read(2 * layer), f"{name}.input_layernorm")
             query, key, value = self.project(x, layer, token.position)
@@ -407,7 +412,21 @@ class Oracle:
             return Step(x + sigma * self.mixture(h)) if self.above(sigma, self.options["tau"]) else None
         if self.recurrence == "ponder" and self.options["feed"] == "mixture":
             return Step(x + self.mixture(h))
-        return Step(r if self.recurrence == "loop" else h)
+        return Step(self._looped(walk.steps[0].entry, r, h) if self.recurrence == "loop" else h)
+
+    def _looped(self, entry: Array | float, r: Array, h: Array) -> Array:
+        """The next trip's input, by what it is given of the first one's."""
+        name, injection = "model.recurrence", self.options.get("injection", "none")
+        between = self.options.get("norm_between", "none")
+        stream = {"none": lambda: r, "final": lambda: h, "own": lambda: self.normed(r, f"{name}.norm")}[between]()
+        if injection == "none":
+            return stream
+        if self.options.get("entry_norm"):
+            entry = self.normed(entry, f"{name}.entry_norm")
+        if injection == "add":
+            return stream + entry
+        step = np.log1p(np.exp(self.w[f"{name}.step_size"]))
+        return np.exp(-step * np.exp(self.w[f"{name}.rate"])) * stream + step * (self.w[f"{name}.entry_map"] @ entry)
 
     def _by_shares(self, walk: Walk, k: int, h: Array, last: bool) -> Step | None:
         if k == 0:

@@ -5,9 +5,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
+from fathom.checkpoints.export import ExportError, as_unrolled
 from fathom.models import FathomForCausalLM
 from fathom.models.arithmetic import attention_flops
 from fathom.models.cost import cache_bytes_per_token, flops_per_token, mechanism_cost
+from fathom.models.slots import Out
 
 from .cases import SHAPE, build, config_of, tokens
 from .oracle import Oracle, agree, unrolled
@@ -188,9 +190,126 @@ def test_declared_flops_are_counted(count, prelude, coda):
     assert head_less == extra + (visits - 4) * attention_flops(config, 0, length)
 
 
+# --- what further trips are given of the entry ------------------------------------------------------------------------
+
+
+def diagonal(**options):
+    fields = {"trips": 3, "prelude": 1, "injection": "diagonal", **options}
+    return build(config_of("loop", recurrence_options=fields), dtype=torch.float64)
+
+
+def decays(model, rate, step_size):
+    """The factor on the stream where every channel has these weights."""
+    policy = model.model.recurrence
+    with torch.no_grad():
+        policy.rate.fill_(rate)
+        policy.step_size.fill_(step_size)
+        return policy.decay()
+
+
+@pytest.mark.parametrize("rate,step_size", [(0.0, 0.2), (-5.0, 3.0), (2.0, 1.0), (3.0, -3.0)])
+def test_the_decay_lies_between_0_and_1(rate, step_size):
+    found = decays(diagonal(), rate, step_size)
+    assert ((found > 0) & (found < 1)).all()
+
+
+def test_the_decay_starts_as_published():
+    model = FathomForCausalLM(config_of("loop", recurrence_options={"injection": "diagonal"}))
+    policy = model.model.recurrence
+    assert torch.allclose(policy.decay(), torch.tensor(0.4472), atol=1e-4)
+    assert torch.allclose(policy.injected(torch.eye(32)), 0.8047 * torch.eye(32), atol=1e-4)
+
+
+def test_a_thousand_trips_through_nothing_stay_bounded():
+    """With layers that change nothing the stream goes to Δ/(1 - decay) ⊙ B e; without the bound on the decay it goes to
+    infinity."""
+    policy, entry = diagonal().model.recurrence, torch.randn(1, 4, 32, dtype=torch.float64)
+    given = {"entry": policy.injected(entry)}
+
+    def after(trips):
+        x = entry
+        for _ in range(trips):
+            x = policy.feed(x, Out(x, lambda y: y), given)
+        return x
+
+    with torch.no_grad():
+        bound = entry.abs().max() + (given["entry"].abs() / (1 - policy.decay())).max()
+        assert after(1000).abs().max() <= bound
+        assert torch.allclose(after(1000), after(1001), atol=1e-9)
+        policy.decay = lambda: torch.full((32,), 1.05, dtype=torch.float64)
+        assert after(1000).abs().max() > 1e3 * bound
+
+
+def test_without_injection_the_diagonal_is_the_plain_loop():
+    model, ids = diagonal(), tokens(2, 9)
+    decays(model, -100.0, 0.5)
+    plain = FathomForCausalLM(looped(3, 1)).eval().double()
+    plain.load_state_dict(model.state_dict(), strict=False)
+    with torch.no_grad():
+        assert not torch.allclose(model(ids).logits, plain(ids).logits, atol=1e-3)
+        model.model.recurrence.entry_map.zero_()
+        assert torch.allclose(model(ids).logits, plain(ids).logits, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("injection", ["add", "diagonal"])
+def test_the_entry_is_what_the_prelude_makes(injection):
+    """Not the embeddings: with the prelude switched off it is the same, with it another."""
+    seen = []
+    model, ids = diagonal(injection=injection), tokens(1, 5)
+    policy = model.model.recurrence
+    injected = policy.injected
+    policy.injected = lambda entry: seen.append(entry) or injected(entry)
+    with torch.no_grad():
+        state = model(ids, output_hidden_states=True).hidden_states
+    assert torch.equal(seen[0], state[1]) and not torch.equal(seen[0], state[0])
+
+
+def test_trips_are_drawn_for_each_step_alike_on_every_rank():
+    options = {"trips": 3, "trips_range": [2, 5], "seed": 7}
+    one, other = (FathomForCausalLM(config_of("loop", recurrence_options=options)).model.recurrence for _ in range(2))
+    drawn = []
+    for step in range(60):
+        one.set_step(step)
+        other.set_step(step)
+        assert one.drawn_trips == other.drawn_trips
+        drawn.append(one.drawn_trips)
+    assert set(drawn) == {2, 3, 4, 5} and one.trips == 3
+
+
+def test_more_trips_than_trained_may_be_asked_for():
+    model, ids = diagonal(trips_max=6), tokens(1, 6)
+    with torch.no_grad():
+        six, three = model(ids, max_trips=6).logits, model(ids).logits
+        assert not torch.equal(six, three) and torch.equal(model(ids, max_trips=3).logits, three)
+    with pytest.raises(ValueError, match="max_trips"):
+        model(ids, max_trips=7)
+
+
+@pytest.mark.parametrize("options", [{"injection": "add"}, {"norm_between": "own"}, {"norm_between": "final"}])
+def test_only_a_plain_loop_is_a_deeper_qwen3(options):
+    model = build(config_of("loop", recurrence_options={"trips": 2, **options}))
+    with pytest.raises(ExportError, match="no plain deeper Qwen3"):
+        as_unrolled(model)
+
+
+def test_the_entry_has_a_price():
+    plain, given = looped(3, 1), diagonal(entry_norm=True, norm_between="own").config
+    width = given.hidden_size
+    beyond = mechanism_cost(given)
+    assert beyond.flops - mechanism_cost(plain).flops == 2 * width * width
+    counted = {True: given, False: plain}
+    numbers = {key: sum(p.numel() for p in FathomForCausalLM(c).parameters()) for key, c in counted.items()}
+    assert beyond.parameters == numbers[True] - numbers[False] == width * width + 4 * width
+
+
 @pytest.mark.parametrize(
     "options,says",
     [
+        ({"injection": "linear"}, "recurrence_options.injection must be none, add or diagonal, got 'linear'"),
+        ({"norm_between": "both"}, "recurrence_options.norm_between must be none, final or own, got 'both'"),
+        ({"entry_norm": True}, "nothing is injected"),
+        ({"trips": 3, "trips_range": [4, 6]}, r"trips must lie in trips_range \[4, 6\], got 3"),
+        ({"trips": 3, "trips_max": 2}, "trips_max must be at least 3, got 2"),
         ({"trips": 0}, "recurrence_options.trips must be at least 1, got 0"),
         ({"prelude": 2, "coda": 2}, r"at least one of the 4 layers to loop, got 2 \+ 2"),
         ({"prelude": -1}, "prelude"),

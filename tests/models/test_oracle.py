@@ -176,6 +176,13 @@ def draw(seed: int) -> Case:
         case.padding = "ones"
     case.positions = rng.random() < 0.3
     restrict(case)
+    if config["recurrence"] == "loop" and rng.random() < 0.7:
+        options = config["recurrence_options"]
+        options["injection"] = rng.choice(("none", "add", "diagonal", "diagonal"))
+        options["norm_between"] = rng.choice(("none", "final", "own"))
+        options["entry_norm"] = options["injection"] != "none" and rng.random() < 0.5
+        if rng.random() < 0.3:
+            options["trips_max"], case.budget = options["trips"] + 1, rng.randint(1, options["trips"] + 1)
     if config["recurrence"] == "ponder" and rng.random() < 0.3:  # more trips than it makes by itself
         most = config["recurrence_options"]["trips"] + 1
         config["recurrence_options"]["trips_range"], case.budget = [1, most], rng.randint(1, most)
@@ -465,6 +472,9 @@ def test_draws_reach_everything():
     }
     assert drawn("recurrence", "prefill", recurrence="ponder2") == {"jacobi", "exact"}
     assert drawn("recurrence", "prelude") == drawn("recurrence", "coda") == {0, 1, 2}
+    assert drawn("recurrence", "injection") == {"none", "add", "diagonal"}
+    assert drawn("recurrence", "norm_between") == {"none", "final", "own"}
+    assert drawn("recurrence", "entry_norm") == {False, True}
     assert drawn("residual", "dilation") == drawn("residual", "period") == {1, 2, 3}
     for key in ("attention_bias", "tie_word_embeddings", "k_norm_position"):
         assert len(drawn("config", key)) == 2

@@ -32,6 +32,8 @@ def drawn(seed):
     recurrence, trips = chance.choice(["loop", "ponder"]), chance.randint(2, 4)
     if recurrence == "loop":
         options = {"trips": trips, "prelude": chance.randint(0, 1)}
+        if seed % 3 == 0:
+            options |= {"injection": "diagonal", "norm_between": "own", "entry_norm": seed % 2 == 0}
     else:
         options = {"trips": trips, "top_k": chance.choice([0, 7]), "feed": chance.choice(["mixture", "hidden"])}
     name = recurrence + chance.choice(MIXERS) + chance.choice(RESIDUALS)

@@ -28,6 +28,7 @@ from fathom.checkpoints.tokenizers import identity
 from fathom.errors import FathomError
 from fathom.models import FathomConfig, heads
 from fathom.models.cost import cache_bytes_per_token
+from fathom.models.looping import LoopOptions
 from fathom.models.modeling import FathomForCausalLM, FathomPreTrainedModel
 from fathom.models.packages import declared_as, home, is_ours, travelling
 from fathom.models.registry import AXES, DEFAULTS, mechanism, mechanism_name
@@ -129,6 +130,10 @@ def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
         raise ExportError(
             f"recurrence={model.config.recurrence} has no unrolled form, since only a loop's trips are plain further "
             "layers; export it with --as fathom"
+        )
+    if model.config.recurrence == "loop" and not LoopOptions.of(model.config).is_plain:
+        raise ExportError(
+            "a loop whose trips are normed or given its entry is no plain deeper Qwen3; export it with --as fathom"
         )
     for axis in ("mixer", "residual"):
         if (value := getattr(model.config, axis)) != DEFAULTS[axis]:

@@ -135,6 +135,7 @@ def check_engine(
         held = _banks(arguments[foreign])
     if held < needed:
         unrolled = config.recurrence == "loop" and config.mixer == "none" and config.residual == "plain"
+        unrolled = unrolled and getattr(getattr(policy, "options", None), "is_plain", False)
         raise ValueError(
             f"{engine} is not known to keep a cache for each trip: {config.recurrence} makes {len(plan)} trips, which "
             f"need {needed} layers of cache and find {held}, and the answers would be wrong. Use `generate`, "

@@ -3,24 +3,49 @@
     x_{k+1} = r_k        (the residual stream as the last layer left it, un-normed)
 
 With this feed and no halting the model is a plain decoder of `trips` times the depth whose weights repeat; each trip
-has keys and values of its own.
+has keys and values of its own. Options make of it the loops that others train, e being what entered the loop, after
+the prelude, and n a norm between trips:
+
+    injection none        x_{k+1} = n(r_k)
+              add         x_{k+1} = n(r_k) + e
+              diagonal    x_{k+1} = exp(-Δ ⊙ exp(a)) ⊙ n(r_k) + Δ ⊙ B e        Δ = softplus(δ)
+
+The diagonal's factor on r lies between 0 and 1 whatever its weights (Parcae, whose first state is noise and whose
+readout has one more matrix; here the first trip starts from e as it is).
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
 
 from .arithmetic import layer_cache_bytes, layer_flops
+from .draws import between
 from .early_loss import EarlyReadout, check_early_loss
+from .numerics import widen
+from .pondering import check_trips_range
+from .rms_norm import RMSNorm
 from .roles import Cost, Mechanism, RecurrenceOptions, TripState
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
     from .slots import Out, Visit
+
+
+INJECTIONS = ("none", "add", "diagonal")
+NORMS = ("none", "final", "own")
+DECAY = math.sqrt(0.2)
+"""The diagonal's factor on the stream at the start."""
+
+
+def _or(names: Sequence[str]) -> str:
+    return f"{', '.join(names[:-1])} or {names[-1]}"
 
 
 @dataclass(frozen=True)
@@ -29,10 +54,22 @@ class LoopOptions(RecurrenceOptions):
 
     trips: int = 3
     """How often the looped layers run."""
+    trips_range: list | None = None
+    """`[least, most]`: in training, `trips` is drawn for every step."""
+    trips_max: int | None = None
+    """The most trips that may be asked for; by default the most that training makes."""
     prelude: int = 0
     """Layers that run once, before the loop."""
     coda: int = 0
     """Layers that run once, after the loop."""
+    injection: str = "none"
+    """What every further trip is given of the loop's entry: `none`, `add` (all of it) or `diagonal` (Parcae's)."""
+    entry_norm: bool = False
+    """Whether the entry is normed before it is injected."""
+    norm_between: str = "none"
+    """What norms the stream between trips: `none`, `final` (the model's last norm) or `own`."""
+    seed: int | None = None
+    """Of the trips drawn for a step; training fills in its own."""
     early_loss: float = 0.0
     """Weight of the mean loss of what earlier trips would say; for drafts (`generate(draft_trips=...)`)."""
 
@@ -47,15 +84,52 @@ class LoopOptions(RecurrenceOptions):
                 f"recurrence_options.prelude + coda must leave at least one of the {config.num_hidden_layers} layers "
                 f"to loop, got {self.prelude} + {self.coda}"
             )
-        return self
+        if self.injection not in INJECTIONS:
+            raise ValueError(f"recurrence_options.injection must be {_or(INJECTIONS)}, got {self.injection!r}")
+        if self.norm_between not in NORMS:
+            raise ValueError(f"recurrence_options.norm_between must be {_or(NORMS)}, got {self.norm_between!r}")
+        if self.entry_norm and self.injection == "none":
+            raise ValueError("recurrence_options.entry_norm: nothing is injected; set injection to add or diagonal")
+        drawn = check_trips_range(self.trips_range, self.trips)
+        most = drawn[1] if drawn else self.trips
+        if self.trips_max is not None and self.trips_max < most:
+            raise ValueError(f"recurrence_options.trips_max must be at least {most}, got {self.trips_max}")
+        return replace(self, trips_range=drawn)
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether trips are further layers of a plain decoder and nothing else."""
+        return self.injection == "none" and self.norm_between == "none"
 
 
 class Loop(EarlyReadout):
     """Feeds the residual stream back into the stack."""
 
+    no_weight_decay = ("entry_map",)
+
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
-        self.recompute = LoopOptions.of(config).recompute
+        self.options = LoopOptions.of(config)
+        self.recompute = self.options.recompute
+        self.injects = self.options.injection != "none"
+        self.entry_layer = self.options.prelude if self.injects else None
+        width, eps = config.hidden_size, config.rms_norm_eps
+        if self.options.entry_norm:
+            self.entry_norm = RMSNorm(width, eps)
+        if self.options.norm_between == "own":
+            self.norm = RMSNorm(width, eps)
+        if self.options.injection == "diagonal":
+            self.step_size, self.rate = nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(width))  # δ, a
+            self.entry_map = nn.Parameter(torch.empty(width, width))  # B
+        Loop.set_step(self, 0)
+
+    def init_weights(self, std: float) -> None:
+        """A decay of √(1/5), and B = 1."""
+        super().init_weights(std)
+        if self.options.injection == "diagonal":
+            init.constant_(self.step_size, math.log(math.expm1(-math.log(DECAY))))  # softplus⁻¹
+            init.zeros_(self.rate)
+            init.eye_(self.entry_map)
 
     @staticmethod
     def trips_of(config: FathomConfig) -> int:
@@ -63,9 +137,20 @@ class Loop(EarlyReadout):
         return LoopOptions.of(config).trips
 
     @classmethod
+    def training_trips(cls, config: FathomConfig) -> tuple[int, int]:
+        """As `trips_range` says."""
+        least, most = LoopOptions.of(config).trips_range or [cls.trips_of(config)] * 2
+        return least, most
+
+    @classmethod
+    def most_trips(cls, config: FathomConfig) -> int:
+        """As `trips_max` says."""
+        return LoopOptions.of(config).trips_max or super().most_trips(config)
+
+    @classmethod
     def additions(cls, config: FathomConfig) -> int:
-        """All trips add to one stream."""
-        return cls.trips_of(config)
+        """All trips add to one stream, unless a norm between them makes it small again."""
+        return cls.trips_of(config) if LoopOptions.of(config).norm_between == "none" else 1
 
     @staticmethod
     def span(config: FathomConfig) -> tuple[int, int]:
@@ -73,15 +158,54 @@ class Loop(EarlyReadout):
         options = LoopOptions.of(config)
         return options.prelude, config.num_hidden_layers - options.coda
 
+    def set_step(self, step: int, steps: int | None = None) -> None:
+        """Draw this step's trips, the same on every rank."""
+        super().set_step(step, steps)
+        if self.options.trips_range:
+            self.drawn_trips = between(self.options.trips_range, self.options.seed, step, "depth")
+
+    def gate(self, out: Out, state: TripState) -> TripState:
+        """Also what further trips are given of the entry: it does not depend on the trip."""
+        new = super().gate(out, state)
+        if self.injects and out.trip == 0 and not out.last:
+            new["entry"] = self.injected(out.entry)
+        return new
+
+    def injected(self, entry: Tensor) -> Tensor:
+        """e, or Δ ⊙ B e; `[B, T, hidden_size]`."""
+        if self.options.entry_norm:
+            entry = self.entry_norm(entry)
+        if self.options.injection == "add":
+            return entry
+        return (widen(nn.functional.linear(entry, self.entry_map)) * self._step()).to(entry.dtype)
+
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """The un-normed stream, so that nothing is normalised twice."""
-        return out.residual
+        """The un-normed stream, so that nothing is normalised twice; or what the options make of it."""
+        stream = out.hidden if self.options.norm_between == "final" else out.residual
+        if self.options.norm_between == "own":
+            stream = self.norm(stream)
+        if self.options.injection == "diagonal":
+            stream = (widen(stream) * self.decay()).to(stream.dtype)
+        return stream + state["entry"] if self.injects else stream
+
+    def decay(self) -> Tensor:
+        """The diagonal's factor on the stream, `[hidden_size]`."""
+        return torch.exp(-self._step() * widen(self.rate).exp())
+
+    def _step(self) -> Tensor:
+        return nn.functional.softplus(widen(self.step_size))  # Δ
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """Every extra trip pays the looped layers again, in arithmetic and in cache."""
-    again = len(visits) - config.num_hidden_layers
-    return Cost(flops=again * layer_flops(config), cache_bytes=again * layer_cache_bytes(config, scalar))
+    """Every extra trip pays the looped layers again, in arithmetic and in cache; a token's entry is mapped once."""
+    again, options, width = len(visits) - config.num_hidden_layers, LoopOptions.of(config), config.hidden_size
+    diagonal = options.injection == "diagonal"
+    parameters = width * (options.entry_norm + (options.norm_between == "own")) + diagonal * (width * width + 2 * width)
+    return Cost(
+        parameters=parameters,
+        flops=again * layer_flops(config) + (2 * width * width if diagonal and visits[-1].trip else 0),
+        cache_bytes=again * layer_cache_bytes(config, scalar),
+    )
 
 
 LOOP = Mechanism(

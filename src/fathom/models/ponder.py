@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .draws import between
 from .early_loss import EarlyReadout, check_early_loss
-from .pondering import MixtureOptions, Pondering, SolverOptions, check_range, mixed, mixture_cost, trips_cost
+from .pondering import MixtureOptions, Pondering, SolverOptions, check_trips_range, mixed, mixture_cost, trips_cost
 from .roles import Cost, Mechanism, TripState, View
 
 if TYPE_CHECKING:
@@ -47,12 +47,7 @@ class PonderOptions(MixtureOptions, SolverOptions):
             raise ValueError(f"recurrence_options.feed must be mixture or hidden, got {self.feed!r}")
         if self.view not in [view.value for view in View]:
             raise ValueError(f"recurrence_options.view must be same, duo or all, got {self.view!r}")
-        if self.trips_range is None:
-            return self
-        least, most = check_range("trips_range", self.trips_range)
-        if not 1 <= least <= self.trips <= most:
-            raise ValueError(f"recurrence_options.trips must lie in trips_range {[least, most]}, got {self.trips}")
-        return replace(self, trips_range=[least, most])
+        return replace(self, trips_range=check_trips_range(self.trips_range, self.trips))
 
 
 class Ponder(EarlyReadout, Pondering[PonderOptions]):

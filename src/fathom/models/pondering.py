@@ -265,6 +265,16 @@ def check_range(name: str, value: Any) -> list[int]:
     return list(value)
 
 
+def check_trips_range(drawn: Any, trips: int) -> list[int] | None:
+    """The range that training draws trips from; `trips` must lie in it."""
+    if drawn is None:
+        return None
+    least, most = check_range("trips_range", drawn)
+    if not 1 <= least <= trips <= most:
+        raise ValueError(f"recurrence_options.trips must lie in trips_range {[least, most]}, got {trips}")
+    return [least, most]
+
+
 def check_fraction(name: str, value: float) -> None:
     """Refuse a fraction outside (0, 1]."""
     if not 0 < value <= 1:

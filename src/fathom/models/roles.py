@@ -226,6 +226,8 @@ class Recurrence(MechanismModule):
     """Whether training makes every pass through the layers again in backward."""
     skip_dead_rows = False
     """Whether training leaves halted tokens out of a trip instead of computing and forgetting them."""
+    entry_layer: int | None = None
+    """The layer whose input in the first trip `gate` is then given as `out.entry`; None for none."""
     halts = False
     """Whether tokens may stop before the last trip; `gate` then leaves `alive` (`[B, T]`, bool) in the state."""
 

@@ -171,6 +171,8 @@ class Passed:
     """By visit: key and mixed value."""
     hidden: list[Tensor]
     """Every visit's input, if asked for."""
+    entry: Tensor | None = None
+    """What entered the layer that the recurrence names, in the first trip."""
 
 
 class TripMaker:
@@ -185,10 +187,11 @@ class TripMaker:
         }
         """By layer type: how many tokens back it reads; None for all."""
 
-    def out(self, residual: Tensor, trip: int) -> Out:
+    def out(self, residual: Tensor, trip: int, entry: Tensor | None = None) -> Out:
         """What the recurrence sees of a trip."""
         model, last = self.model, trip == self.inputs.trips - 1
-        return Out(residual, model.norm, self.inputs.head, model.embed_tokens, model.config.embedding_scale, trip, last)
+        head, scale = self.inputs.head, model.config.embedding_scale
+        return Out(residual, model.norm, head, model.embed_tokens, scale, trip, last, entry)
 
     def through(self, x: Tensor, one: Pass) -> Passed:
         """Once through the layers of a trip."""
@@ -201,6 +204,8 @@ class TripMaker:
         state = model.final_residual.begin(x)
         passed = Passed(x, {}, [])
         for visit in one.visits:
+            if visit.trip == 0 and visit.layer == model.recurrence.entry_layer:
+                passed.entry = model.final_residual(state)[0] if visit.layer else x
             if self.inputs.hidden is not None:
                 passed.hidden.append(model.final_residual(state)[0] if passed.hidden else x)
             found = (passed.pairs[i] if i in passed.pairs else one.sources[i] for i in visit.sources)
@@ -272,7 +277,7 @@ class Banked(TripMaker):
         )
         self.sources.update(passed.pairs)
         self.record(passed)
-        return self.out(passed.residual, turn.trip)
+        return self.out(passed.residual, turn.trip, passed.entry)
 
 
 class Dense(TripMaker):
@@ -309,7 +314,7 @@ class Dense(TripMaker):
             self.earlier[visit.layer] = (*before, *passed.pairs[visit.index])
         self.sources.update(passed.pairs)
         self.record(passed)
-        return self.out(passed.residual, turn.trip)
+        return self.out(passed.residual, turn.trip, passed.entry)
 
     def _masks(self, turn: Turn) -> dict[str, Any]:
         inputs = self.inputs
@@ -472,7 +477,7 @@ class Packed(Picking):
         for visit in visits:
             self.earlier[visit.layer] = (*self.earlier.get(visit.layer, ()), *passed.pairs[visit.index])
         self.leave(turn, passed)
-        return self.out(passed.residual, turn.trip)
+        return self.out(passed.residual, turn.trip, passed.entry)
 
 
 class Stored(Picking):
@@ -506,7 +511,7 @@ class Stored(Picking):
         table.commit(query, placement)
         self.leave(turn, passed)
         self.record(passed)
-        return self.out(passed.residual, turn.trip)
+        return self.out(passed.residual, turn.trip, passed.entry)
 
     def _masks(self, query: Tags, placement: Placement, trip: int) -> dict[str, Any]:
         table = self.store.table

@@ -122,6 +122,7 @@ class Out:
     trip: int = 0
     last: bool = True
     """Whether no trip can follow."""
+    _entry: Tensor | None = None
     _hidden: Tensor | None = field(default=None, repr=False)
 
     @property
@@ -130,6 +131,13 @@ class Out:
         if self._hidden is None:
             self._hidden = self.norm(self.residual)
         return self._hidden
+
+    @property
+    def entry(self) -> Tensor:
+        """What entered the recurrence's `entry_layer`, `[B, T, hidden_size]`; of the first trip alone."""
+        if self._entry is None:
+            raise ValueError("a trip has an entry where it is the first, and the recurrence sets entry_layer")
+        return self._entry
 
     @property
     def tables(self) -> tuple[nn.Module, Tensor]:
@@ -143,7 +151,7 @@ class Out:
 
     def of(self, residual: Tensor) -> Out:
         """The same trip for other tokens."""
-        return replace(self, residual=residual, _hidden=None)
+        return replace(self, residual=residual, _entry=None, _hidden=None)
 
 
 @dataclass  # not frozen: dynamo cannot build frozen ones

@@ -23,7 +23,7 @@ from transformers.generation import GenerateDecoderOnlyOutput
 
 from .roles import TripState, View
 from .several_trips import Banked, Inputs, KeyValue
-from .slots import TokenSubset, Turn
+from .slots import TokenSubset, Turn, joined
 
 if TYPE_CHECKING:
     from .modeling import FathomForCausalLM
@@ -80,9 +80,16 @@ class Stages:
         self.plan = self.decoder.plan_of(trips)
 
     def make(
-        self, x: Tensor, positions: Tensor, padding: Tensor | None, trips: range, sources: dict[int, KeyValue]
-    ) -> tuple[Tensor, Tensor]:
-        """Make some trips: the last one's hidden state, and what the next one starts from, `[B, T, hidden_size]` each.
+        self,
+        x: Tensor,
+        positions: Tensor,
+        padding: Tensor | None,
+        trips: range,
+        sources: dict[int, KeyValue],
+        state: TripState | None = None,
+    ) -> tuple[Tensor, Tensor, TripState]:
+        """Make some trips: the last one's hidden state, what the next one starts from, `[B, T, hidden_size]` each, and
+        the recurrence's state.
 
         Args:
             x: What the first of these trips starts from.
@@ -90,6 +97,7 @@ class Stages:
             padding: `[B, past + T]`, or nothing is padded.
             trips: Which.
             sources: By visit, what earlier trips of these tokens left for mixers; these trips add theirs.
+            state: What earlier trips of these tokens left for the recurrence.
         """
         first = self.plan[trips.start][-1].index
         held = self.cache.layers[first : first + 1]  # masks ask this one, for the other part's banks are longer
@@ -97,12 +105,12 @@ class Stages:
         inputs = Inputs(self.trips, positions, None, padding, seen, x.dtype, self.model.lm_head, {})
         banked, policy = Banked(self.decoder, inputs, x, self.cache), self.decoder.recurrence
         banked.sources = sources
-        state: TripState = {}
+        state = dict(state or {})
         for trip in trips:
             out = banked(Turn(trip, x, TokenSubset()))
             state = {**state, **policy.gate(out, state)}
             x = x if out.last else policy.feed(x, out, state)
-        return (policy.readout(state) if out.last else out.hidden), x
+        return (policy.readout(state) if out.last else out.hidden), x, state
 
     def embed(self, ids: Tensor) -> Tensor:
         """The first trip's input."""
@@ -124,6 +132,8 @@ class Drafts:
     """What the remaining trips start from, `[B, count, hidden_size]`; the first is of the last token before."""
     positions: Tensor
     sources: dict[int, KeyValue]
+    state: TripState
+    """What the recurrence has of them."""
     probabilities: Tensor | None
     """What each was drawn from, `[B, count, V]`; None where the likeliest was taken."""
 
@@ -194,11 +204,12 @@ class _Run:
         """So many tokens, each from the first trips of the one before."""
         length, starts, drawn_from = ids.shape[1], [], []
         sources: list[dict[int, KeyValue]] = []
+        states: list[TripState] = []
         for i in range(count):
             last = self.stages.embed(ids[:, -1:])
             positions, padding = self._positions(length - 1 + i, ids[:, -1:]), self._padding(length + i)
             found: dict[int, KeyValue] = {}
-            hidden, start = self.stages.make(last, positions, padding, self.drafting, found)
+            hidden, start, state = self.stages.make(last, positions, padding, self.drafting, found)
             scores = self._scores(ids, hidden[:, -1])
             if self.sampled:
                 drawn_from.append(scores.softmax(-1))
@@ -207,12 +218,14 @@ class _Run:
                 token = scores.argmax(-1, keepdim=True)
             starts.append(start)
             sources.append(found)
+            states.append(state)
             ids = torch.cat((ids, token), 1)
         return Drafts(
             ids[:, length:],
             torch.cat(starts, 1),
             self._positions(length - 1, ids[:, length:]),
             {i: _side_by_side([one[i] for one in sources]) for i in sources[0]},
+            joined(states),
             torch.stack(drawn_from, 1) if self.sampled else None,
         )
 
@@ -220,7 +233,9 @@ class _Run:
         """The tokens of this round if the shortest run allows, `[B, count]`, and how many drafts each row accepts."""
         count, whole = drafts.tokens.shape[1], torch.cat((ids, drafts.tokens), 1)
         padding = self._padding(whole.shape[1] - 1)
-        hidden, _ = self.stages.make(drafts.starts, drafts.positions, padding, self.checking, drafts.sources)
+        hidden, *_ = self.stages.make(
+            drafts.starts, drafts.positions, padding, self.checking, drafts.sources, drafts.state
+        )
         length = ids.shape[1]
         scores = torch.stack([self._scores(whole[:, : length + i], hidden[:, i]) for i in range(count)], 1)  # [B, n, V]
         if drafts.probabilities is None:
