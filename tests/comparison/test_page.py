@@ -139,6 +139,11 @@ def test_the_page_says_what_its_intervals_are_worth(full: dict) -> None:
     assert "simulated" not in page(single) and "not corrected" not in page(single)
 
 
+def test_a_comparison_says_where_one_size_ends(full: dict) -> None:
+    text = page(full)
+    assert "fathom ladder" in text and "not tuned for any arm" in text and "the whole ladder" not in text
+
+
 def test_a_worse_arm_and_a_hint_are_called_that():
     worse = arm("slow", 4.1, gap(0.1, 0.01, 0.001))
     hint = arm("maybe", 3.9, {**gap(-0.1, 0.09, 0.04), "p_holm": 0.08})

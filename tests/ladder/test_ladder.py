@@ -233,6 +233,13 @@ def test_an_arm_that_is_the_control_cannot_be_told(tmp_path: Path, monkeypatch) 
     assert report["stage"] == "done" and not (tmp_path / "out/check").exists()
 
 
+def test_a_rung_links_to_its_ladder(whole) -> None:
+    _, out = whole
+    text = (out / "rungs/1/report.html").read_text()
+    assert '<a href="../../report.html">the whole ladder</a>' in text and "not tuned for any arm" not in text
+    assert (out / "rungs/1/../../report.html").exists()
+
+
 @pytest.mark.slow
 def test_one_seed_everywhere_cannot_tell(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch)

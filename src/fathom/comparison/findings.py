@@ -10,7 +10,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from fathom.checkpoints.layout import MACHINE, RESULT
+from fathom.checkpoints.layout import LADDER, MACHINE, PAGE, RESULT
 from fathom.comparison.arms import Arm, tokens, training_flops
 from fathom.comparison.looks import read_looks, warning, with_this
 from fathom.comparison.plan import Plan, RunTask, read_measured
@@ -54,6 +54,7 @@ def summarize(plan: Plan, out: Path, source: Mapping[str, Any]) -> Values:
         "between": between,
         "share_of_uniform_depth": share_of_gain(arms, between) if seeds else None,
         "recipe": plan.recipe.to_dict(),
+        "ladder": f"../../{PAGE}" if (out.parent.parent / LADDER).exists() else None,
     }
     report["looks"] = with_this(read_looks(out), report)
     return {"verdict": verdict(report), **report}

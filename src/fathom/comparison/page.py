@@ -388,7 +388,9 @@ def _method(report: Values) -> list[str]:
         budget + _epochs(report),
         *_held_out(report),
         "Intervals are Student's t over the seeds' paired differences. They cover the choice of seed (initial weights "
-        "and data order), and neither the choice of corpus nor of learning rate, which was not tuned for any arm.",
+        "and data order), and neither the choice of corpus nor of learning rate, which "
+        + ("the ladder tuned for each arm." if report.get("ladder") else "was not tuned for any arm."),
+        _beyond(report),
     ]
     lines += _coverage(report)
     if tests > 1:
@@ -403,6 +405,17 @@ def _method(report: Values) -> list[str]:
     lines += _looks(report)
     lines.append("Perplexity is exp of the mean loss. FLOPs are by arithmetic: training costs three forward passes.")
     return lines
+
+
+def _beyond(report: Values) -> str:
+    """Where to read, or how to find out, what this size and these rates cannot say."""
+    if report.get("ladder"):
+        link = Markup('<a href="{}">the whole ladder</a>').format(report["ladder"])
+        return Markup("This is one rung of a ladder: {} says how it goes on with size.").format(link)
+    return (
+        "One size says nothing of another. `fathom ladder` compares the arms at several, each at a learning rate of "
+        "its own, and says how much more compute the control would need."
+    )
 
 
 def _coverage(report: Values) -> list[str]:

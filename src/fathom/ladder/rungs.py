@@ -15,6 +15,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from fathom.checkpoints.layout import LADDER
 from fathom.comparison.arms import Arm, parse_arms, training_flops
 from fathom.comparison.plan import Plan, check
 from fathom.data.puzzles import open_data
@@ -26,7 +27,6 @@ from fathom.report.files import read_json, write_json
 
 SECTION = "ladder"
 PLANNED = "plan"
-LADDER = "ladder.json"
 RUNGS, TUNE, TWIN, CHECK = "rungs", "tune", "twin", "check"
 LAYERS = "ladder.layers"
 """Override of an arm: its depth as a share of the rung's, as in ladder.layers=1/3."""

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from fathom.checkpoints.layout import CLAIMS, FAILED, REPORT, RESULT
+from fathom.checkpoints.layout import CLAIMS, FAILED, LADDER, REPORT, RESULT
 from fathom.comparison.leases import Claim, Claims
 from fathom.comparison.plan import RunTask
 from fathom.comparison.work import (
@@ -38,7 +38,7 @@ from fathom.comparison.work import (
 )
 from fathom.ladder.findings import Values, summarize
 from fathom.ladder.page import write_report
-from fathom.ladder.rungs import LADDER, TUNE, Ladder
+from fathom.ladder.rungs import TUNE, Ladder
 from fathom.ladder.stages import STAGES, LadderRun, NotReadyError, State, Work
 from fathom.recipe import RecipeError
 from fathom.report.files import read_json, write_atomically, write_json
