@@ -233,6 +233,27 @@ def test_an_arm_that_is_the_control_cannot_be_told(tmp_path: Path, monkeypatch) 
     assert report["stage"] == "done" and not (tmp_path / "out/check").exists()
 
 
+def test_seeds_may_be_added_to_all_arms(whole, tmp_path: Path, monkeypatch, capsys) -> None:
+    """What is finished stays, the plan keeps its hash, and the report says when; what is no addition is refused."""
+    _, first = whole
+    out = tmp_path / "out"
+    shutil.copytree(first, out)
+    before = json.loads((out / "report.json").read_text())
+    trainer = planted(monkeypatch)
+    assert main(["ladder", str(out), "--seeds", "6,3,3,2"]) == 0
+    after = json.loads((out / "report.json").read_text())
+    new = sorted(set(trainer.done))
+    assert len(new) == len(after["arms"]) and all("seed-5" in name for name in new)
+    assert after["ladder"] == before["ladder"] and [len(rung["seeds"]) for rung in after["rungs"]] == [6, 3, 3, 2]
+    assert [row["seeds"] for row in after["seeds_added"]] == [[6, 3, 3, 2]] and before["seeds_added"] == []
+    assert "Seeds were added to all arms on" in (out / "report.html").read_text()
+    assert after["prediction"]["stale"]
+    capsys.readouterr()
+    for given, says in (("2", "more than the rungs have, 6,3,3,2"), ("7,3", "more than"), ("x", "whole numbers")):
+        assert main(["ladder", str(out), "--seeds", given]) == 2
+        assert says in capsys.readouterr().err
+
+
 def test_a_rung_links_to_its_ladder(whole) -> None:
     _, out = whole
     text = (out / "rungs/1/report.html").read_text()

@@ -26,6 +26,11 @@ def add(parser: Parser) -> None:
     parser.add_argument("--out", type=Path, help="directory (default: runs/ and the ladder file's name)")
     parser.add_argument("--workers", type=int, default=1, help="processes on this machine; more may join from others")
     parser.add_argument("--threads", type=int, help="CPU threads of a worker (default: 1 if there are several)")
+    parser.add_argument(
+        "--seeds",
+        metavar="N[,N...]",
+        help="of an existing ladder: give its rungs more seeds, all arms alike, and go on; the report says when",
+    )
     parser.add_argument("--until", choices=STAGES, default=STAGES[-1], help="the last stage to carry out")
     parser.add_argument("--dry-run", action="store_true", help="print runs, FLOPs, hours and what to resolve, and stop")
     parser.add_argument("--report", action="store_true", help="only write the report anew from what is finished")
@@ -38,7 +43,7 @@ def run(options: Namespace) -> int:
     from fathom.ladder.budget import budget, budget_rows
     from fathom.ladder.page import tables
     from fathom.ladder.rungs import Ladder, checked, find_ladder, load_ladder
-    from fathom.ladder.work import climb, rewrite
+    from fathom.ladder.work import add_seeds, climb, rewrite
     from fathom.report.tables import terminal_table
 
     if options.report and (options.retry_failed or options.dry_run):
@@ -46,12 +51,18 @@ def run(options: Namespace) -> int:
     for name, count in (("--workers", options.workers), ("--threads", options.threads)):
         if count is not None and count < 1:
             raise UsageError(f"{name} {count}: allowed: 1 or more")
+    if options.seeds is not None and (options.report or options.dry_run):
+        raise UsageError("--seeds adds runs: give it without --report and --dry-run")
     source, console = Path(options.recipe), Console(highlight=False)
     if source.is_dir():
         if options.arms or options.overrides or options.out:
             raise RecipeError(f"{source}: a ladder goes on as it was planned; give its file to plan another")
         out, ladder = source, checked(Ladder.read(source))
+        if options.seeds is not None:
+            ladder = add_seeds(out, _numbers(options.seeds))
     else:
+        if options.seeds is not None:
+            raise UsageError("--seeds is for a ladder's directory; in a plan write ladder.seeds=[...]")
         if not options.arms:
             raise RecipeError("--arms is missing; for example --arms vanilla,uniform_depth,depth_attention")
         source = find_ladder(source)
@@ -84,3 +95,11 @@ def run(options: Namespace) -> int:
         )
     console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)
     return 0
+
+
+def _numbers(text: str) -> list[int]:
+    """`5,3,3`"""
+    try:
+        return [int(word) for word in text.split(",")]
+    except ValueError:
+        raise UsageError(f"--seeds {text}: allowed: whole numbers with commas between") from None

@@ -112,6 +112,7 @@ def summarize(state: State, source: Mapping[str, Any]) -> Values:
         "phi": _phi(state) if tuned else None,
         "puzzle": _puzzle(state) if tuned else None,
         "diverged": _diverged(state),
+        "seeds_added": [asdict(added) for added in ladder.added],
         "plan": ladder.to_dict(),
     }
     return {"verdict": verdict(report), **report}
@@ -127,7 +128,7 @@ def progress(state: State) -> tuple[str, int]:
 def _rung(state: State, size: Size, tuned: bool) -> Values:
     ladder = state.ladder
     sealed = ladder.rules.sealed and size == ladder.sizes[-1]
-    seeds = ladder.rules.seeds[size.index - 1]
+    seeds = ladder.seeds[size.index - 1]
     return {
         **asdict(size),
         "head_dim": ladder.recipe.config().head_dim,

@@ -436,6 +436,11 @@ def _method(report: Values) -> list[str]:
     ]
     if len(set(rules["layers"])) > 1 and len(set(rules["hidden"])) > 1:
         lines.append("Depth and width grow together along this path: a trend is one with scale and depth together.")
+    for added in report["seeds_added"]:
+        lines.append(
+            f"Seeds were added to all arms on {added['date']}, to {', '.join(map(str, added['seeds']))} by rung, after "
+            f"{added['finished']} runs of the rungs were finished: who adds until a claim is sure makes false claims."
+        )
     if rules["tune_points"]:
         lines.append(
             "Every arm tried learning rates a factor 2 apart, with seeds that are not the ladder's; one rule carries "

@@ -10,6 +10,7 @@ import math
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -27,6 +28,8 @@ from fathom.report.files import read_json, write_json
 
 SECTION = "ladder"
 PLANNED = "plan"
+ADDED = "added.json"
+"""Seeds that were added after the plan, and when."""
 RUNGS, TUNE, TWIN, CHECK = "rungs", "tune", "twin", "check"
 LAYERS = "ladder.layers"
 """Override of an arm: its depth as a share of the rung's, as in ladder.layers=1/3."""
@@ -109,6 +112,17 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Added:
+    """Seeds that a ladder got after it was planned, for all arms of a rung alike."""
+
+    seeds: tuple[int, ...]
+    """Of each rung from then on."""
+    date: str
+    finished: int
+    """Runs of the rungs that were finished then, whose losses could have been looked at."""
+
+
+@dataclass(frozen=True)
 class Ladder:
     """Everything that defines a ladder."""
 
@@ -117,6 +131,8 @@ class Ladder:
     arms: tuple[Arm, ...]
     planned: str | None = dataclasses.field(default=None, compare=False)
     """SHA-256 of the plan as it was written, which a later version may spell otherwise; None of one that was not."""
+    added: tuple[Added, ...] = dataclasses.field(default=(), compare=False)
+    """No part of the plan."""
 
     @property
     def control(self) -> Arm:
@@ -145,6 +161,11 @@ class Ladder:
     def first_seed(self) -> int:
         """Of the ladder's runs."""
         return self.recipe.train.seed
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """How many each rung has, added ones too."""
+        return self.added[-1].seeds if self.added else self.rules.seeds
 
     def arm_at(self, arm: Arm, size: Size, rate: float | None = None) -> Arm:
         """An arm of a rung's comparison: its depth there, its rate, and the weight decay that goes with it."""
@@ -178,7 +199,7 @@ class Ladder:
     def plan(self, size: Size, rates: Mapping[str, float]) -> Plan:
         """The comparison that a rung is, at a rate for each arm."""
         arms = tuple(self.arm_at(arm, size, rates[arm.name]) for arm in self.every_arm)
-        first, count = self.first_seed(), self.rules.seeds[size.index - 1]
+        first, count = self.first_seed(), self.seeds[size.index - 1]
         return Plan(self.base(size), arms, tuple(range(first, first + count)), "tokens", self.rules.pairs)
 
     def run(self, arm: Arm, size: Size, rate: float, seed: int) -> Recipe:
@@ -241,7 +262,25 @@ class Ladder:
         if values["estimator"] != ESTIMATOR:
             raise RecipeError(f"{path}: estimator {values['estimator']}; this version has {ESTIMATOR}")
         arms = tuple(Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"])
-        return cls(parse_recipe(values["recipe"]), parse_rules(values["rules"], str(path)), arms, planned)
+        return cls(parse_recipe(values["recipe"]), parse_rules(values["rules"], str(path)), arms, planned, _added(out))
+
+    def add_seeds(self, out: Path, seeds: Sequence[int], finished: int) -> Ladder:
+        """The same with more seeds, written down.
+
+        Args:
+            out: The ladder's directory.
+            seeds: How many every rung shall have, or one number for all.
+            finished: Runs of the rungs that are finished now.
+        """
+        wanted = tuple(seeds) * (len(self.seeds) if len(seeds) == 1 else 1)
+        more = any(new > old for new, old in zip(wanted, self.seeds, strict=False))
+        if len(wanted) != len(self.seeds) or not more or any(n < o for n, o in zip(wanted, self.seeds, strict=True)):
+            have = ",".join(map(str, self.seeds))
+            raise RecipeError(f"--seeds {','.join(map(str, seeds))}: allowed: more than the rungs have, {have}")
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        added = (*self.added, Added(wanted, date, finished))
+        write_json(out / ADDED, {"added": [asdict(one) for one in added]})
+        return dataclasses.replace(self, added=added)
 
     def _size(self, index: int, budget: int, first: Size | None) -> Size:
         rules, model = self.rules, self.recipe.config()
@@ -295,6 +334,16 @@ class Ladder:
 
     def _parameters(self, arm: Arm, size: Size) -> int:
         return without_embeddings(self.arm_at(arm, size).recipe(self.base(size)).config())
+
+
+def _added(out: Path) -> tuple[Added, ...]:
+    path = out / ADDED
+    if not path.exists():
+        return ()
+    try:
+        return tuple(Added(tuple(row["seeds"]), row["date"], row["finished"]) for row in read_json(path)["added"])
+    except (ValueError, KeyError, TypeError):
+        raise RecipeError(f"{path} is damaged: it is not what was added") from None
 
 
 MATCHED = "as-large-as-"

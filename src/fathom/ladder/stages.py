@@ -315,7 +315,7 @@ class State:
             row: dict[str, Any] = {"arm": arm.name, "difference": None, "ln_m": None}
             if found is not None and found.usable:
                 x_control, x_arm = (math.log(self.flops(one, last)) for one in (self.ladder.control, arm))
-                seeds = self.ladder.rules.seeds[last.index - 1]
+                seeds = self.ladder.seeds[last.index - 1]
                 difference, ln_m = found.predict(x_control, x_arm, seeds)
                 row |= {"difference": asdict(difference), "ln_m": asdict(ln_m)}
             rows.append(row)
@@ -411,10 +411,10 @@ class State:
         """Put the plans of the rungs of a stage in place, so that each is a comparison by itself."""
         sizes = {"rungs": self.main_sizes(), "last": self.ladder.sizes[-1:]}.get(stage, [])
         for size in sizes:
-            path = self.rung_dir(size) / PLAN
-            if not path.exists():
+            path, planned = self.rung_dir(size) / PLAN, self.plan(size).to_dict()
+            if not path.exists() or read_json(path) != planned:  # seeds were added
                 path.parent.mkdir(parents=True, exist_ok=True)
-                write_json(path, self.plan(size).to_dict())
+                write_json(path, planned)
 
 
 def _loss_at(tuned: Tuned, rate: float) -> float:

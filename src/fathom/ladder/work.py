@@ -17,13 +17,14 @@ from __future__ import annotations
 import shlex
 import sys
 import time
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fathom.checkpoints.layout import CLAIMS, FAILED, LADDER, REPORT, RESULT
+from fathom.checkpoints.layout import ARMS, CLAIMS, FAILED, LADDER, REPORT, RESULT
 from fathom.comparison.leases import Claim, Claims
 from fathom.comparison.plan import RunTask
 from fathom.comparison.work import (
@@ -38,7 +39,7 @@ from fathom.comparison.work import (
 )
 from fathom.ladder.findings import Values, summarize
 from fathom.ladder.page import write_report
-from fathom.ladder.rungs import TUNE, Ladder
+from fathom.ladder.rungs import RUNGS, TUNE, Ladder
 from fathom.ladder.stages import STAGES, LadderRun, NotReadyError, State, Work
 from fathom.recipe import RecipeError
 from fathom.report.files import read_json, write_atomically, write_json
@@ -123,6 +124,12 @@ def work(ladder: Ladder, out: Path, threads: int | None = None, until: str = STA
                 flush=True,
             )
         tidy()
+
+
+def add_seeds(out: Path, seeds: Sequence[int]) -> Ladder:
+    """More seeds for all arms of the rungs of an existing ladder; what is finished stays."""
+    ladder = Ladder.read(out)
+    return ladder.add_seeds(out, seeds, sum(1 for _ in (out / RUNGS).glob(f"*/{ARMS}/*/*/{RESULT}")))
 
 
 def report(ladder: Ladder, out: Path, source: Values | None = None) -> Values:
