@@ -9,11 +9,12 @@ from .cases import tokens
 from .slot_oracle import HALTING, thinker
 
 
-def step(method, mixer, skip, ids, shape=(), **given):
+def step(method, mixer, skip, ids, shape=(), chosen=None, **given):
     """Loss, gradients, and how many tokens went through the first layer."""
     options = {"mixer_options": {"across_trips": "same_layer"}} if mixer and method != "ponder3" else {}
     # As many rounds as decoding makes exact: before, dense and left-out slots differ once a round revives one.
     solver = {"prefill": "jacobi", "jacobi_train": [16, 16]} if method == "ponder3" else {}
+    solver |= chosen or {}
     model = thinker(method, mixer, shape=[*options.items(), *shape], skip_dead_rows=skip, **solver).train()
     model.set_step(5000, 5001)
     seen = []
@@ -77,6 +78,18 @@ def test_a_survivor_out_of_order_is_seen(method, monkeypatch):
             compare(method, "", tokens(3, 9))
     else:
         compare(method, "", tokens(3, 9))  # where masks go by tags, any order is as good
+
+
+@pytest.mark.parametrize("method", ["adaponder", "latent_cot"])
+def test_a_trip_that_no_token_makes(method):
+    """Its gates count as shut in the penalty, and its passes are made: ranks that share a model must all make them."""
+    options = {"tau": 1 - 1e-9, **({"penalty_fraction": 0.5, "penalty_span": [0, 0]} if method == "adaponder" else {})}
+    compare(method, "", tokens(3, 9), chosen=options)
+    model, calls = thinker(method, skip_dead_rows=True, **options).train(), []
+    model.model.layers[0].register_forward_pre_hook(lambda _, args: calls.append(args[0].shape[1]))
+    model.model.layers[0].register_full_backward_hook(lambda *_: calls.append("backward"))
+    model(tokens(3, 9), labels=tokens(3, 9)).loss.backward()
+    assert calls == [9, 1, 1, 1, *["backward"] * 4]
 
 
 def test_evaluation_computes_all_of_them():

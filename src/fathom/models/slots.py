@@ -169,20 +169,23 @@ class TokenSubset:
     """`[B', M]`; False where `index` only fills the rectangle."""
 
     @classmethod
-    def pick(cls, alive: Tensor) -> TokenSubset:
-        """Leave out rows without a living token, and the tokens that halted."""
+    def pick(cls, alive: Tensor) -> TokenSubset | None:
+        """Leave out rows without a living token, and the tokens that halted; None where all have."""
         batch = alive.any(1).nonzero().squeeze(1)
+        if not len(batch):
+            return None
         return cls._left(alive, None if len(batch) == len(alive) else batch)
 
     @classmethod
     def pack(cls, alive: Tensor) -> TokenSubset:
-        """Leave out the tokens that halted, as far as some row has none in their place."""
+        """Leave out the tokens that halted, as far as some row has none in their place. One column always stays: in
+        training a trip that no token makes has gates in the penalty, and ranks that share a model pass together."""
         return cls._left(alive, None)
 
     @classmethod
     def _left(cls, alive: Tensor, batch: Tensor | None) -> TokenSubset:
         inside = alive if batch is None else alive[batch]
-        most = int(inside.sum(1).max())
+        most = max(1, int(inside.sum(1).max()))
         if most == alive.shape[1]:
             return cls(alive, batch, None, inside)
         index = (~inside).to(torch.int8).argsort(dim=1, stable=True)[:, :most]  # the living first, in their order
@@ -237,7 +240,7 @@ def sweep(
     trips: int,
     *,
     live: Tensor | None = None,
-    pick: Callable[[Tensor], TokenSubset] | None = None,
+    pick: Callable[[Tensor], TokenSubset | None] | None = None,
     stop: int | None = None,
     state: TripState | None = None,
 ) -> tuple[TripState, list[Turn]]:
@@ -252,7 +255,7 @@ def sweep(
         make: Runs the stack once over the tokens of a turn.
         trips: Of a token at most, the first included.
         live: `[B, T]`, False for padding, which makes one trip only when tokens may halt.
-        pick: How halted tokens are left out; None computes and forgets them.
+        pick: How halted tokens are left out, None from it ending the sweep; without it they are computed and forgotten.
         stop: Stop after so many trips, having fed the next one; with 0 all are made and none is fed.
         state: What an earlier round left.
     """
@@ -269,10 +272,11 @@ def sweep(
             alive = state["alive"] if live is None else state["alive"] & live
             made = made if made is not None else torch.ones_like(alive, dtype=torch.long)
             if pick is not None:
-                if not alive.any():
+                left = pick(alive)
+                if left is None:
                     break
                 residual = tokens.put(residual, out.residual)
-                tokens = pick(alive)
+                tokens = left
                 out = out.of(tokens.take(residual))
             else:
                 tokens = TokenSubset(alive)
