@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import scipy.stats
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from fathom.inference import batches, sampling
 from fathom.inference.batches import LoneBatch, SlabBatch, SlotBatch, batch_for
@@ -128,6 +128,15 @@ def test_fewer_trips_and_other_peoples_models():
     qwen3 = Qwen3ForCausalLM(Qwen3Config(**SHAPE, initializer_range=0.5)).eval()
     assert type(batch_for(qwen3)) is SlabBatch
     assert run(qwen3, cases) == [alone(qwen3, *one) for one in cases]
+
+
+def test_a_window_without_kinds_of_layers_slides():
+    """Mistral's, which every layer has."""
+    torch.manual_seed(0)
+    mistral = MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=5, initializer_range=0.5)).eval()
+    cases = [(prompt, 6) for prompt in prompts_of(random.Random(3), 4)]
+    assert type(batch_for(mistral)) is SlabBatch
+    assert run(mistral, cases) == [alone(mistral, *one) for one in cases]
 
 
 def test_caches_of_constant_size_take_turns():

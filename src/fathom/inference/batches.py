@@ -171,8 +171,10 @@ class SlabBatch(LiveBatch):
         self.slab = Slab()
         self.cache = Cache(layers=[SlabLayer(self.slab) for _ in range(banks(model, trips))])
         config = model.config
-        kinds = getattr(config, "layer_types", None) or ["full_attention"]
-        self.windows = {kind: config.sliding_window if kind == "sliding_attention" else None for kind in kinds}
+        kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
+        self.windows = {kind: window if kind == "sliding_attention" else None for kind in kinds or ()}
+        if not kinds:  # one rule for all layers; a window in another decoder's file means nothing to it
+            self.windows = {"full_attention": window if config.model_type == "mistral" else None}
 
     def reserve(self, rows: int, tokens: int) -> None:
         """Grow all banks if they are too small."""
