@@ -474,7 +474,7 @@ def test_memory_for_the_cache_is_a_limit(directory):
     """What cannot fit is refused, what can waits; a budget for one row serves eight one after another."""
     model, tokenizer = open_checkpoint(directory, "cpu")
     rows = token_bytes(model, None) * 256
-    with in_thread(server.build_app(model, tokenizer, "tiny", memory=rows)) as small:
+    with in_thread(server.build_app(model, tokenizer, "tiny", memory=rows * 4 // 3)) as small:
         check_error(small.post(prompt="x", max_tokens=300), 400, "cache_memory_exceeded")
         assert small.post(prompt="x")[1]["usage"]["total_tokens"] <= 256, "no more than there is room for"
         with ThreadPoolExecutor(8) as pool:

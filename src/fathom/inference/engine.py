@@ -193,8 +193,10 @@ class Engine:
         return token_bytes(self.model, trips)
 
     def most_tokens(self, trips: int | None) -> int:
-        """That one text may hold, prompt included."""
-        return self.budget // self.token_bytes(trips) if self.policy is None else sys.maxsize
+        """That one text may hold, prompt included; whole grains, since rows are rounded up to them."""
+        if self.policy is not None:
+            return sys.maxsize
+        return self.budget // (self.token_bytes(trips) * GRAIN) * GRAIN
 
     # The thread.
 

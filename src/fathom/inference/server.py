@@ -150,9 +150,9 @@ class Service:
             message = f"max_trips: {body.max_trips}; a token of this model makes {most} at most"
             raise ApiError(400, message, param="max_trips")
         made: list[Job] = []
-        seed = seed_of(body)
+        seed, trips = seed_of(body), body.max_trips or self.max_trips
         for _, ids in prompts:
-            wanted = self._new_tokens(len(ids), body.most_tokens())
+            wanted = self._new_tokens(len(ids), body.most_tokens(), trips)
             for i in range(body.n or 1):
                 job = Job(
                     ids,
@@ -162,12 +162,12 @@ class Service:
                     stops=self.stops,
                     logprobs=body.scored(),
                     score_prompt=isinstance(body, CompletionBody) and bool(body.echo) and body.scored() is not None,
-                    trips=body.max_trips or self.max_trips,
+                    trips=trips,
                 )
                 made.append(job)
         return made
 
-    def _new_tokens(self, prompt: int, wanted: int | None) -> int:
+    def _new_tokens(self, prompt: int, wanted: int | None, trips: int | None) -> int:
         room = self.context - prompt
         if room < (1 if wanted is None else wanted):
             asked = "" if wanted is None else f" and {wanted} more were asked for"
@@ -176,7 +176,7 @@ class Service:
                 f"this model's context is {self.context} tokens; the prompt has {prompt}{asked}",
                 "context_length_exceeded",
             )
-        held = self.engine.most_tokens(self.max_trips) - prompt
+        held = self.engine.most_tokens(trips) - prompt
         return max(1, min(NEW_TOKENS, room, held)) if wanted is None else wanted
 
     async def answer(self, body: Body) -> Response:
