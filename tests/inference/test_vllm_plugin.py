@@ -175,6 +175,29 @@ def test_more_trips_need_more_banks(backend):
         build(recurrence="ponder2")
 
 
+@torch.no_grad()
+def test_banks_are_those_of_a_budget(monkeypatch):
+    """A vLLM that hangs its caches on modules finds one for each visit, and none that is not visited."""
+    fields = {"recurrence": "loop", "recurrence_options": {"trips": 3, "prelude": 1, "coda": 1}, "max_trips": 2}
+
+    def hung(module, *given, **kwargs):
+        return stand_in(module, *given, **{**kwargs, "attention_instances": {module.layer_idx: module.attn}})
+
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._global_mapping, "vllm", hung)
+    model, instances = build(**fields)
+    banks = {number: bank for one in model._attentions() for number, bank in one.banks.items()}
+    assert sorted(banks) == list(range(6))
+    for number, bank in banks.items():
+        vars(bank)["attn"] = instances[number]
+    request = Request(torch.randint(0, 384, (5,)))
+    stand_in.step = [(request, 5)]
+    positions = torch.arange(5)[None]
+    found = model(request.ids[None], position_ids=positions, use_cache=False).last_hidden_state
+    plain = FathomModel(tiny_config(**fields)).double().eval()
+    plain.load_state_dict({name: x for name, x in model.state_dict().items() if not name.startswith("banks.")})
+    torch.testing.assert_close(found, plain(request.ids[None]).last_hidden_state, rtol=0, atol=1e-10)
+
+
 def test_a_pipeline_stage_fails_aloud(backend):
     """Sources and residual state do not travel between stages: a dropped layer must be an error, not another model."""
 

@@ -32,7 +32,7 @@ class FathomForVllm(TransformersForCausalLM):
 
     def _create_attention_instances(self, prefix: str = "") -> None:
         whole = self.text_config
-        self.text_config = engine_config(whole, plan(whole, self.model._trips(None)))
+        self.text_config = engine_config(whole, plan(whole, self.model.served_trips))
         try:
             super()._create_attention_instances(prefix)
         finally:

@@ -317,7 +317,7 @@ class FathomModel(FathomPreTrainedModel):
             self._tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
         check_engine(self.config, self.recurrence, self.plan)
         if config._attn_implementation == "vllm" and len(self.plan) > 1:
-            self.banks = take_banks(self._attentions(), plan(config, self._trips(None)))
+            self.banks = take_banks(self._attentions(), plan(config, self.served_trips))
         self.post_init()
 
     @merge_with_config_defaults
@@ -406,11 +406,14 @@ class FathomModel(FathomPreTrainedModel):
     def _attentions(self) -> Iterator[Attention]:
         return (module for module in self.layers.modules() if isinstance(module, Attention))
 
+    @property
+    def served_trips(self) -> int:
+        """Trips per token outside training, where a call does not say; an engine asks before the model is in either."""
+        return self.config.max_trips or self.recurrence.trips
+
     def _trips(self, max_trips: int | None) -> int:
-        if max_trips is None and not self.training:
-            max_trips = self.config.max_trips
         if max_trips is None:
-            return self.recurrence.drawn_trips if self.training else self.recurrence.trips
+            return self.recurrence.drawn_trips if self.training else self.served_trips
         most = self.recurrence.most_trips(self.config)
         if type(max_trips) is not int or not 1 <= max_trips <= most:
             raise ValueError(
