@@ -168,6 +168,32 @@ class Stop(Hook):
             run.stop()
 
 
+class Asks(Hook):
+    """Has the held-out split scored after a step."""
+
+    every_rank = True
+
+    def __init__(self, step: int) -> None:
+        self.step, self.found = step, math.nan
+
+    def after_step(self, run: Run, metrics: StepMetrics) -> None:
+        if run.step == self.step:
+            scored = run.held_out.score(run)
+            assert scored is not None
+            self.found = scored.loss
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_a_score_on_the_way_is_not_the_last(corpus: Path, tmp_path: Path, step: int) -> None:
+    """The result has the loss of the weights that it leaves, also where a hook had others scored before."""
+    recipe, asks = tiny_recipe(corpus, "train.steps=4", "evaluate.every=0", "optim.lr=0.01"), Asks(step)
+    result = train(recipe, tmp_path / "asked", callbacks=[asks])
+    plain = train(recipe, tmp_path / "plain")
+    assert result.evaluation is not None and plain.evaluation is not None
+    assert result.evaluation.loss == plain.evaluation.loss
+    assert (asks.found == result.evaluation.loss) == (step == 4)
+
+
 class Failing(Recorder):
     """Fails at a point."""
 

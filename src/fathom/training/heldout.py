@@ -130,6 +130,8 @@ class HeldOut(Hook):
         """The split; None in a corpus without one."""
         self.last: Evaluation | None = None
         """The last evaluation of this call."""
+        self.last_step = -1
+        """After which step that was."""
 
     def after_step(self, run: Run, metrics: StepMetrics) -> None:
         """Evaluate if it is time."""
@@ -142,7 +144,7 @@ class HeldOut(Hook):
             return None
         run.read()
         with run.meter.paused():
-            last = run.step == run.recipe.train.steps
+            last, self.last_step = run.step == run.recipe.train.steps, run.step
             self.last = evaluation = evaluate(run.training.model, self.data, run.recipe, run.ranks, decode=last)
             values = {"tokens": run.tokens, "seconds": run.meter.seconds}
             run.log({**values, **evaluation.flat()})

@@ -284,7 +284,7 @@ class Run:
         if self.step < self.recipe.train.steps:
             self.say(f"stopped after step {self.step}; the same command continues")
             return TrainResult(self.run_dir, self.step, False, self.tokens, self.meter.seconds)
-        evaluation = self.held_out.last or self.held_out.score(self)
+        evaluation = self.held_out.last if self.held_out.last_step == self.step else self.held_out.score(self)
         scores = evaluation and evaluation.to_dict()
         facts = {"step": self.step, "tokens": self.tokens, "evaluation": scores}
         model = export_model(self.training, self.run_dir / MODEL, facts) if self.recipe.train.export else None
