@@ -8,6 +8,7 @@ import torch
 from benchmarks.saved import ARMS, config_of, measure, saved_bytes
 from torch.autograd import gradcheck
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 from fathom.models import FathomForCausalLM, attention_residuals, hyper_connections, modeling
 from fathom.models.attention_residuals import pool
@@ -173,6 +174,25 @@ def test_copied_history_is_seen(monkeypatch):
 
     monkeypatch.setattr(modeling, "attend_beside", beside)
     assert measure("latent_cot", torch.bfloat16, 64).per_pass > 1.15
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_recomputed_passes_write_no_cache(padded):
+    """A call of training that says nothing of a cache, as many trainers make it: none is written twice."""
+    ids = torch.arange(3, 11).view(2, 4)
+    mask = torch.tensor([[0, 1, 1, 1], [1, 1, 1, 1]]) if padded else None
+    grads = []
+    for recompute in (False, True):
+        torch.manual_seed(0)
+        model = FathomForCausalLM(config_of("loop", layers=2, width=128, recompute=recompute)).double().train()
+        out = model(ids, attention_mask=mask)
+        out.logits.square().mean().backward()
+        grads.append(model.model.layers[0].self_attn.k_proj.weight.grad)
+        assert (out.past_key_values is None) == recompute
+    torch.testing.assert_close(*grads, rtol=0, atol=1e-12)
+    cache = model(ids, use_cache=True, past_key_values=DynamicCache()).past_key_values
+    model(ids, use_cache=True, past_key_values=cache).logits.square().mean().backward()
+    assert cache.get_seq_length() == 8, "one that is given is kept, and such a call is not recomputed"
 
 
 @pytest.mark.parametrize("arm", SEVERAL)

@@ -347,7 +347,7 @@ class FathomModel(FathomPreTrainedModel):
         # documents are packed; positions that are made here never are.
         given = past_key_values
         packed = position_ids if given is None and attention_mask is None else None
-        if use_cache and given is None and not (self.slotted and torch.is_grad_enabled()):
+        if use_cache and given is None and not (self.slotted and torch.is_grad_enabled()) and not self.recomputing:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
             seen = 0 if given is None else given.get_seq_length()
@@ -405,6 +405,11 @@ class FathomModel(FathomPreTrainedModel):
 
     def _attentions(self) -> Iterator[Attention]:
         return (module for module in self.layers.modules() if isinstance(module, Attention))
+
+    @property
+    def recomputing(self) -> bool:
+        """Whether a call makes its passes again in backward."""
+        return self.recurrence.recompute and self.training and torch.is_grad_enabled()
 
     @property
     def served_trips(self) -> int:

@@ -195,7 +195,7 @@ class TripMaker:
 
     def through(self, x: Tensor, one: Pass) -> Passed:
         """Once through the layers of a trip."""
-        if self.model.recurrence.recompute and self.model.training and torch.is_grad_enabled():
+        if one.cache is None and self.model.recomputing:  # a pass that is made twice would store twice
             return checkpoint(self._through, x, one, use_reentrant=False)
         return self._through(x, one)
 
