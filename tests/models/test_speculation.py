@@ -168,9 +168,27 @@ def test_early_loss_is_of_what_fewer_trips_say(name):
         FathomConfig(**{**fields, "recurrence_options": {"early_loss": -1.0}})
 
 
+def test_the_cache_ends_where_the_text_does():
+    """An end token inside a run of accepted drafts: what was drafted after it is not in the cache that is returned."""
+    model = build(config_of("loop"))
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.mlp.down_proj.weight.mul_(1e-4)
+            layer.self_attn.o_proj.weight.mul_(1e-4)
+    ids, asked = torch.tensor([[5, 9, 31, 7]]), Speculation(1, 6)
+    end = int(model.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None, pad_token_id=0)[0, -1])
+    how = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": end, "pad_token_id": 0}
+    out = model.generate(ids, speculation=asked, return_dict_in_generate=True, **how)
+    length = out.sequences.shape[1]
+    assert asked.accepted == 6 and length < 10, "the drafts after the end were right too"
+    assert {layer.get_seq_length() for layer in out.past_key_values.layers} == {length - 1}
+
+
 @pytest.mark.parametrize(
     "case,settings,words",
     [
+        ("loop", {"draft_trips": 1, "max_trips": 9}, "max_trips must be between 1 and 3"),
+        ("loop", {"draft_trips": 1, "max_trips": 0}, "max_trips must be between 1 and 3"),
         ("ponder2", {"draft_trips": 1}, "ponder2 keeps slots"),
         ("adaponder", {"draft_trips": 1}, "adaponder keeps slots"),
         ("loop-middle", {"draft_trips": 1}, "a coda"),

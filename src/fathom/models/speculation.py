@@ -149,7 +149,7 @@ def decode(
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Continue `[B, T]` as `generate` does; transformers calls it in place of its own loop."""
     asked, sampled = speculation, bool(generation_config.do_sample)
-    trips = given.get("max_trips") or model.config.max_trips or model.model.recurrence.trips
+    trips = model.model._trips(given.get("max_trips"))
     check_speculation(model, asked, trips)
     if (past := given.get("past_key_values")) is not None and past.get_seq_length():
         raise ValueError("draft_trips: start from an empty cache")
@@ -170,13 +170,14 @@ def decode(
         asked.rounds, asked.drafted = asked.rounds + 1, asked.drafted + drafted
         asked.accepted += int(accepted[going].sum())
         count = count + 1 if kept == whole else max(1, count - 1)
-        for column in new[:, :kept].unbind(1):
+        for place, column in enumerate(new[:, :kept].unbind(1), 1):
             asked.tokens += int(going.sum())
             input_ids = torch.cat((input_ids, torch.where(going, column, pad).unsqueeze(1)), 1)
             if asked.streamer is not None:
                 asked.streamer.put(input_ids[:, -1].cpu())
             going = going & ~stopping_criteria(input_ids, None)
             if not going.any():
+                run.stages.crop(kept - place)
                 if asked.streamer is not None:
                     asked.streamer.end()
                 if generation_config.return_dict_in_generate:
