@@ -168,6 +168,16 @@ def test_early_loss_is_of_what_fewer_trips_say(name):
         FathomConfig(**{**fields, "recurrence_options": {"early_loss": -1.0}})
 
 
+def test_early_loss_is_of_every_trip_that_was_drawn():
+    """Of training steps that make more trips than `trips`, which is what the others make."""
+    options = {"trips": 2, "trips_range": [1, 4], "early_loss": 0.5}
+    model = build(FathomConfig(**{**SHAPE, **parse_mechanism("ponder"), "recurrence_options": options})).train()
+    ids = torch.randint(3, 61, (2, 12), generator=torch.Generator().manual_seed(0))
+    term = model(ids, labels=ids, max_trips=4).aux_losses["early"]
+    fewer = [float(model.eval()(ids, labels=ids, max_trips=trips).loss) for trips in (1, 2, 3)]
+    assert float(term) == pytest.approx(0.5 * sum(fewer) / 3, rel=1e-5)
+
+
 def test_the_cache_ends_where_the_text_does():
     """An end token inside a run of accepted drafts: what was drafted after it is not in the cache that is returned."""
     model = build(config_of("loop"))

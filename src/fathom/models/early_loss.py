@@ -60,7 +60,9 @@ class EarlyReadout(Recurrence):
     ) -> dict[str, Tensor]:
         """w times the mean loss of the early trips."""
         terms = super().aux_losses(state, targets, num_items_in_batch, head)
-        early = [state[NAME.format(k)] for k in range(self.trips) if NAME.format(k) in state]
+        early: list[Tensor] = []
+        while (name := NAME.format(len(early))) in state:  # a step may make more trips than `trips`
+            early.append(state[name])
         if early:
             losses = [causal_lm_loss(hidden, head, targets, num_items_in_batch) for hidden in early]
             terms = {**terms, "early": self.early_weight * torch.stack(losses).mean()}
