@@ -83,6 +83,21 @@ def test_exact_prefill_costs_no_rounds_it_does_not_need():
     assert seen == [4, 8, 8, 8, 8]  # grow, three rounds, final
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_that_share_weights_make_the_same_passes(monkeypatch, ranks):
+    """Where no slot reads another the first round changes nothing: one process stops there, several may not, since the
+    others' tokens may need more."""
+    model, ids, seen = thinker("ponder2", trips=2), tokens(1, 8), []
+    for layer in model.model.layers:
+        torch.nn.init.zeros_(layer.self_attn.v_proj.weight)
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: ranks)
+    model.model.layers[0].register_forward_pre_hook(lambda m, args: seen.append(args[0].shape[1]))
+    logits(model, ids)
+    rounds = 1 if ranks == 1 else 7
+    assert seen == [8, *[16] * (rounds + 1)]
+
+
 def test_default_rounds_are_close_but_not_decoding():
     """What a report must print beside a perplexity of an ALL view."""
     model, ids = thinker("ponder2", prefill="jacobi", trips=2), tokens(1, 12)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
@@ -109,9 +109,14 @@ def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | No
     rounds = recurrence.rounds("train" if model.training else "evaluate", x.shape[1])
     if exact:
         rounds = (x.shape[1] - 1) * (inputs.trips - 1)
-    still = exact and not torch.compiler.is_compiling() and not torch.is_grad_enabled()
+    still = exact and not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not _among_ranks()
     through = Interleaved(model, inputs, skip=skip)
     return jacobi(recurrence, x, through, inputs.trips, rounds, inputs.live, until_still=still)
+
+
+def _among_ranks() -> bool:
+    """Whether others may gather weights with this process: then all must make the same passes, whatever they read."""
+    return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: bool) -> TripState:
