@@ -29,6 +29,7 @@ class Clean(Stage):
     """One task for each file of documents; what it drops is listed beside what it keeps."""
 
     name = "clean"
+    version = 2
 
     def settings(self) -> dict[str, Any]:
         """What of the recipe decides the outcome."""

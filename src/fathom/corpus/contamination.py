@@ -32,6 +32,7 @@ class Benchmarks(Stage):
     """One task for each benchmark."""
 
     name = "benchmarks"
+    version = 2
 
     def settings(self) -> dict[str, Any]:
         """What of the recipe decides the outcome."""

@@ -12,8 +12,9 @@ FORMULA = re.compile(
     re.DOTALL,
 )
 """Compatibility forms are content there: x² must not become x2."""
-CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
-LINE_ENDS = re.compile(r"\r\n?|\u2028")
+CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\u2060\ufeff]")
+"""And soft hyphens, word joiners and byte order marks, which say where a line may break and would cut words in two."""
+LINE_ENDS = re.compile(r"\r\n?|[\x85\u2028\u2029]")
 
 
 def normalize(text: str, strip: Sequence[str] = (), blank_lines: int = 2) -> str:
