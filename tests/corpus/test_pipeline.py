@@ -172,6 +172,23 @@ def test_a_preview_writes_nothing(corpora: Path, tokenizer: str, tmp_path: Path)
     assert tree(tmp_path / "out") == before
 
 
+def test_a_preview_of_an_empty_directory_leaves_it_empty(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
+    """A file of ours in there would make the real run take it for a directory of somebody else's."""
+    preview(parse_corpus_recipe(recipe_of(corpora, tokenizer)), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_nothing_kept_is_said_with_the_rule(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
+    strict = recipe_of(corpora, tokenizer, filter={"min_words": 10_000})
+    with pytest.raises(CorpusError, match=r"clean: none of \d+ documents is kept; min_words takes \d+") as raised:
+        made(tmp_path / "out", strict)
+    assert raised.value.exit_code == 1
+    write_jsonl(tmp_path / "bad.jsonl", [{"other": 1}])
+    unread = recipe_values({"bad": [tmp_path / "bad.jsonl"]}, tokenize={"tokenizer": tokenizer})
+    with pytest.raises(CorpusError, match="clean: no document could be read"):
+        made(tmp_path / "unread", unread)
+
+
 def test_the_command(corpora: Path, tokenizer: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     values = recipe_of(corpora, tokenizer)
     recipe = tmp_path / "mine.yaml"

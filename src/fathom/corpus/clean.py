@@ -49,6 +49,21 @@ class Clean(Stage):
             found += [Task((part,), arguments) for part in self.workspace.parts("ingest", entry["key"])]
         return found
 
+    def finish(self, counts: dict[str, int]) -> None:
+        """Refuse an outcome without a document, and say what took them all."""
+        if counts.get("kept"):
+            return
+        if not counts.get("documents"):
+            raise CorpusError(
+                f"clean: no document could be read: see failed.jsonl in {self.workspace.stage('ingest')}", 1
+            )
+        rule = max(("empty", *RULES), key=lambda rule: counts[rule])
+        raise CorpusError(
+            f"clean: none of {counts['documents']:,} documents is kept; {rule} takes {counts[rule]:,}: "
+            f"see dropped.jsonl in {self.workspace.stage(self.name)}",
+            1,
+        )
+
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Do one task; returns what was counted."""
         limits = None
