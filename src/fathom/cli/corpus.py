@@ -27,7 +27,7 @@ def run(options: Namespace) -> int:
     """Make the corpus, or say what that would take."""
     from fathom.corpus.pipeline import build, preview
 
-    words = [*options.overrides, *([f"executor.workers={options.workers}"] if options.workers else [])]
+    words = [*options.overrides, *([f"executor.workers={options.workers}"] if options.workers is not None else [])]
     recipe = load_corpus_recipe(options.recipe, words)
     directory = options.out or Path("corpora") / options.recipe.stem
     if options.dry_run:

@@ -11,6 +11,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from fathom.checkpoints.layout import RECIPE
 from fathom.corpus.conversations import ConversationError, contents, messages_of
 from fathom.corpus.documents import Document, PartWriter, write_lines
 from fathom.corpus.extraction import FAILURES, Extracted
@@ -128,7 +129,7 @@ class Ingest(Stage):
                 done += stamps[path][0]
                 bar.update(done)
         found |= {path: known[str(path.absolute())][-1] for path in paths if path not in found}
-        if fresh and self.workspace.directory.is_dir():
+        if fresh and (self.workspace.directory / RECIPE).is_file():  # a preview may name any directory
             write_json(place, {str(path.absolute()): [*stamps[path], found[path]] for path in paths})
         return found
 
