@@ -74,6 +74,7 @@ def test_kinds(tmp_path: Path) -> None:
 def test_broken_records_have_a_status(tmp_path: Path) -> None:
     good = json.dumps({"text": "good"})
     bad = ["{bad", "[1]", '{"other": 1}', '{"text": 5}', '{"text": null}', '{"text": "\\ud800"}', "[" * 1900]
+    bad += ['{"text": "a", "title": "\\ud800"}', '{"text": "a", "license": "\\ud800"}']
     long = json.dumps({"text": "x" * 5000})
     write(tmp_path / "in" / "a.jsonl", "\n".join([good, *bad, long, good]).encode() + b'\n{"text": "\xff"}\n')
     write(tmp_path / "in" / "cut.jsonl.gz", gzip.compress((good + "\n").encode() * 500)[:-30])
@@ -84,18 +85,18 @@ def test_broken_records_have_a_status(tmp_path: Path) -> None:
     write(tmp_path / "in" / "bomb.tei.xml", '<!DOCTYPE a [<!ENTITY b "c">]><TEI>&b;</TEI>')
     workspace = ingested(tmp_path, [tmp_path / "in"], max_document_bytes=2000)
     found = failures(workspace)
-    places = [f"in/a.jsonl:{number}" for number in (2, 3, 4, 5, 7, 8, 11)]
+    places = [f"in/a.jsonl:{number}" for number in (2, 3, 4, 5, 7, 8, 9, 10, 13)]
     assert {path for path, status in found.items() if status == "parse_error"} == {
         *(*places, "in/latin.txt", "in/bad.tei.xml", "in/bomb.tei.xml"),
         next(path for path in found if path.startswith("in/cut.jsonl.gz:")),
     }
-    assert [path for path, status in found.items() if status == "too_large"] == ["in/a.jsonl:9"]
+    assert [path for path, status in found.items() if status == "too_large"] == ["in/a.jsonl:11"]
     assert {path for path, status in found.items() if status == "empty"} == {
         "in/a.jsonl:6",
         "in/void.txt",
         "in/void.html",
     }
-    assert {"in/a.jsonl:1", "in/a.jsonl:10"} <= set(rows(workspace))
+    assert {"in/a.jsonl:1", "in/a.jsonl:12"} <= set(rows(workspace))
     assert workspace.manifest("ingest")["counts"]["documents"] == len(rows(workspace)) + len(found)
     assert str(tmp_path) not in json.dumps(lines(workspace.stage("ingest") / "failed.jsonl"))
 
@@ -116,11 +117,21 @@ def test_conversations(tmp_path: Path) -> None:
         {"instruction": "Hi", "input": "", "output": "Yo"},
     ]
     bad = [{"messages": []}, {"messages": [{"role": "alien", "content": "x"}]}, {"text": "none"}]
+    bad.append({"messages": [{"role": ["user"], "content": "x"}]})
     write(tmp_path / "a.jsonl", "\n".join(json.dumps(row) for row in [*good, *bad]))
     workspace = ingested(tmp_path, [tmp_path / "a.jsonl"], {"kind": "conversations"})
     found = rows(workspace)
     assert [row["messages"] for row in found.values()] == [turns] * 3
-    assert {row["text"] for row in found.values()} == {"Hi\n\nYo"} and len(failures(workspace)) == 3
+    assert {row["text"] for row in found.values()} == {"Hi\n\nYo"} and len(failures(workspace)) == 4
+
+
+@pytest.mark.parametrize("kind", ["conversations", "table"])
+def test_conversations_are_read_from_json_alone(tmp_path: Path, kind: str) -> None:
+    write(tmp_path / "in" / "notes.txt", "Hi")
+    write(tmp_path / "in" / "page.html", PAGE)
+    workspace = ingested(tmp_path, [tmp_path / "in"], {"kind": kind})
+    assert failures(workspace) == {"in/notes.txt": "parse_error", "in/page.html": "parse_error"}
+    assert all("JSON lines" in row["detail"] for row in lines(workspace.stage("ingest") / "failed.jsonl"))
 
 
 def test_what_cannot_be_found_is_named(tmp_path: Path) -> None:

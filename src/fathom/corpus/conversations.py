@@ -40,7 +40,7 @@ def _message(number: int, one: Any) -> dict[str, Any]:
     if not isinstance(one, Mapping):
         raise ConversationError(f"message {number + 1} is {type(one).__name__}, not role and content")
     role = one.get("role", one.get("from"))
-    if role not in ROLES:
+    if not isinstance(role, str) or role not in ROLES:
         raise ConversationError(f"message {number + 1}: role {role!r} is none of {', '.join(ROLES)}")
     content = _text(one.get("content", one.get("value")), f"message {number + 1}")
     train = one.get("train", True)

@@ -180,6 +180,10 @@ class _Reader:
 
     def read(self, label: str, kind: str, path: Path) -> Iterator[Document | dict[str, Any]]:
         """Documents of a file, and what is to be said of those that are none."""
+        if self._arguments["kind"] != "documents" and kind != "jsonl":
+            said = f"{self._arguments['kind']} are read from JSON lines, not from {kind}"
+            yield _failure(label, Extracted("parse_error", detail=said))
+            return
         if kind in ("pdf", "html", "tei"):
             yield self._outcome(label, kind, self.sandbox.extract(kind, path))
             return
@@ -226,7 +230,6 @@ class _Reader:
                 return None
             else:
                 text, meta, messages, license_ = self._json(payload)
-            text.encode("utf-8")
         except (UnicodeError, ValueError, RecursionError, ConversationError) as error:
             said = " ".join(str(error).split())[:300]
             return _failure(place, Extracted("parse_error", detail=said or type(error).__name__))
@@ -283,6 +286,11 @@ class _Reader:
             return _failure(place, extracted)
         meta = dict(extracted.meta)
         declared = license_ or meta.pop("license", None) or self._arguments["license"]
+        try:
+            for words in (extracted.text, declared, *map(str, meta.values())):
+                words.encode("utf-8")
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
+            return _failure(place, Extracted("parse_error", detail=str(error)))
         return Document(
             text=extracted.text,
             path=place,
