@@ -52,6 +52,8 @@ def test_a_collection_has_its_own_thresholds() -> None:
         ({"decontaminate": {"whole": 14}}, "decontaminate: allowed: 1 <= shortest <= whole <= words"),
         ({"decontaminate": {"benchmarks": {"q": {}}}}, "decontaminate.benchmarks.q.path: name a file"),
         ({"executor": "threads"}, "executor.name=threads: allowed: one of local"),
+        ({"mix": {"epochs": float("inf")}}, "mix.epochs=inf: allowed: a number that is finite"),
+        ({"filter": {"min_word_length": float("nan")}}, "filter.min_word_length=nan: allowed: a number that is finite"),
         ({"deduplicate": {"jaccard": 0}}, "deduplicate.jaccard: allowed: a share above 0"),
     ],
 )

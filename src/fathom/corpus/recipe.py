@@ -10,6 +10,7 @@ import codecs
 import dataclasses
 import hashlib
 import json
+import math
 import re
 import types
 import typing
@@ -343,9 +344,12 @@ def _value(hint: Any, name: str, value: Any) -> Any:
     if hint is Any:
         return value
     try:
-        return convert(hint, value)
+        converted = convert(hint, value)
     except ValueError:
         raise RecipeError(f"{name}={value}: allowed: {allowed(hint)}") from None
+    if isinstance(converted, float) and not math.isfinite(converted):
+        raise RecipeError(f"{name}={value}: allowed: a number that is finite")
+    return converted
 
 
 def describe_corpus() -> list[tuple[str, str, str, str]]:
