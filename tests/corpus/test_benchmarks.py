@@ -19,6 +19,10 @@ FORMS: list[tuple[dict[str, Any], tuple[str, tuple[str, ...], int | None, str]]]
         ("Q", ("a", "b"), 1, "b"),
     ),
     (
+        {"question": "Q", "choices": {"text": ["a", "b", "c"], "label": [1, 2, 3]}, "answerKey": 2},
+        ("Q", ("a", "b", "c"), 1, "b"),
+    ),
+    (
         {
             "question": {"stem": "Q", "choices": [{"text": "a", "label": "A"}, {"text": "b", "label": "B"}]},
             "answerKey": "A",

@@ -174,11 +174,11 @@ def _gold(given: Any, choices: Sequence[str], labels: Sequence[str], row: Mappin
     text = str(given).strip()
     if text in choices and "correct_answer" in row:
         return choices.index(text), text
-    if isinstance(given, int) and not isinstance(given, bool):
+    if text in labels:
+        place = labels.index(text)
+    elif isinstance(given, int) and not isinstance(given, bool):
         first = 1 if any(re.fullmatch(r"\D+1", label) for label in labels[:1]) and "label" not in row else 0
         place = given - first
-    elif text in labels:
-        place = labels.index(text)
     elif text in choices:
         place = choices.index(text)
     elif text.isdigit():
