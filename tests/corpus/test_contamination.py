@@ -69,6 +69,12 @@ def test_shorter_items_with_their_answer_alone() -> None:
     assert finds(tiny, around("yes or no"), shortest=3)
 
 
+def test_a_short_question_without_an_answer_is_too_short() -> None:
+    """Its own words are no leak: half of all texts ask what the capital of France is."""
+    item = Item("x", " ".join(WORDS[:6]))
+    assert build_index([item], Decontaminate())[1] == ["x"] and not finds(item, around(" ".join(WORDS[:6])))
+
+
 def test_choices_and_prompts_count() -> None:
     choice = " ".join(WORDS[30:40])
     item = Item("x", " ".join(WORDS[:5]), ("no", choice), 0, "no")

@@ -43,7 +43,8 @@ class Item:
         """(what it is, text) of everything by which a document may give the item away."""
         listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, self.choices, strict=False))
         found = [("stem", self.stem), *(("choice", choice) for choice in self.choices)]
-        found.append(("stem and answer", f"{self.stem} {self.gold}"))
+        if self.gold:
+            found.append(("stem and answer", f"{self.stem} {self.gold}"))
         found.append(("prompt", f"{self.context}\n{self.stem}\n{listed}"))
         return found
 
