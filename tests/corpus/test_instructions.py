@@ -108,6 +108,8 @@ def test_forms_of_others() -> None:
         "choices": ["red", "blue"],
         "answer": 1,
     }
+    many = task_row(Item("8", "Which?", tuple(f"choice {number}" for number in range(30)), 29))
+    assert len(set(many["letters"])) == 30 and f"\n{many['letters'][29]}. choice 29\n" in many["letter_prompt"]
     letter, text = task_yaml("quiz", "letter"), task_yaml("quiz", "text")
     assert letter["doc_to_text"] == "{{letter_prompt}}" and letter["doc_to_choice"] == "{{letters}}"
     assert text["doc_to_text"] == "{{text_prompt}}" and text["doc_to_choice"] == "{{choices}}"

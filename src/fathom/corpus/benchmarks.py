@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import string
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from fathom.data.sources import JSON, Reading, Source, suffix_of
 QUESTIONS = ("question", "stem", "query", "goal", "premise", "sentence", "ctx", "prompt", "text", "sentence_good")
 ANSWERS = ("answer", "answerKey", "gold", "label", "correct_answer", "target")
 CONTEXTS = ("context", "passage", "support")
-LETTERS = "ABCDEFGHIJ"
+LETTERS = string.ascii_uppercase
 FLAT = re.compile(r"\s*(?:Choose from|Options)?:?\s*(?=\(?A[.):]\s)", re.IGNORECASE)
 OPTION = re.compile(r"(?:^|\s)\(?([A-J])[.):]\s+")
 SHOWN = 20
@@ -210,7 +211,9 @@ def self_check(items: Sequence[Item]) -> dict[str, Any]:
         "empty_options": [item.id for item in with_choices if not all(choice.strip() for choice in item.choices)],
         "answer_out_of_range": [item.id for item in with_choices if item.answer is None],
     }
-    letters = Counter(LETTERS[item.answer] for item in with_choices if item.answer is not None and item.answer < 10)
+    letters = Counter(
+        LETTERS[item.answer] for item in with_choices if item.answer is not None and item.answer < len(LETTERS)
+    )
     return {
         "items": len(items),
         "questions": len(whole),

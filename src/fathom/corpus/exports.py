@@ -108,7 +108,8 @@ def axolotl_dataset(name: str, kind: str) -> dict[str, Any]:
 
 def task_row(item: Item) -> dict[str, Any]:
     """An item as lm-eval's tasks read it."""
-    letters = list(LETTERS[: len(item.choices)])
+    count = len(item.choices)
+    letters = list(LETTERS[:count]) if count <= len(LETTERS) else [str(number) for number in range(1, count + 1)]
     listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(letters, item.choices, strict=True))
     head = f"{item.context}\n\n{item.stem}" if item.context else item.stem
     return {
