@@ -2,6 +2,7 @@
 
 import math
 import random
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -173,6 +174,20 @@ def test_a_bootstrap_covers_about_as_often_as_it_says():
         held += found.low < 0.3 < found.high
     assert 0.89 < held / 300 < 0.98
     assert bootstrap_ratio([1.0, 2.0], [1.0, 2.0]) == bootstrap_ratio([2.0, 4.0], [2.0, 4.0])
+
+
+def test_a_bootstrap_of_many_documents_stays_small() -> None:
+    """All samples at once would be 1,000 numbers for each document, three times over."""
+    chance = np.random.default_rng(4)
+    gaps, weights = chance.normal(size=20_000), chance.uniform(1, 9, 20_000)
+    tracemalloc.start()
+    found = bootstrap_ratio(gaps.tolist(), weights.tolist(), 200)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 20 * 8 * 20_000
+    picked = np.random.default_rng(0).integers(20_000, size=(200, 20_000))
+    ends = np.quantile(gaps[picked].sum(1) / weights[picked].sum(1), [0.025, 0.975])
+    assert [found.low, found.high] == pytest.approx(ends.tolist(), rel=1e-9), "the samples of one large draw"
 
 
 def test_wilson_of_published_scores():

@@ -192,8 +192,10 @@ def bootstrap_ratio(gaps: Sequence[float], weights: Sequence[float], draws: int 
         draws: Bootstrap samples.
     """
     d, w = np.asarray(gaps, float), np.asarray(weights, float)
-    picked = np.random.default_rng(0).integers(len(d), size=(draws, len(d)))
-    low, high = np.quantile(d[picked].sum(1) / w[picked].sum(1), [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
+    chance = np.random.default_rng(0)
+    picks = (chance.integers(len(d), size=len(d)) for _ in range(draws))  # one after the other: documents may be many
+    drawn = [float(d[picked].sum() / w[picked].sum()) for picked in picks]
+    low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Ratio(float(d.sum() / w.sum()), float(low), float(high))
 
 
