@@ -21,14 +21,16 @@ from fathom.evaluation.pairs import (
     Quizzed,
     compare_texts,
     count_answers,
+    evaluate_pair,
     guessing,
     page,
     read_benchmarks,
     summarize,
     task_rows,
+    verdict,
 )
 from fathom.evaluation.perplexity import DomainScore
-from fathom.evaluation.scoring import Checkpoint, EvaluateError
+from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings
 from fathom.report.statistics import mcnemar
 from fathom.training import train
 from tests.tiny import tiny_recipe
@@ -148,6 +150,37 @@ def test_the_sentence_says_no_more_than_intervals_do() -> None:
     assert "rocks takes more bits" in report_of(base, base, gap=+10)["verdict"]
 
 
+def test_several_benchmarks_are_judged_together() -> None:
+    """Six changes to one side are p = .03 alone; of two benchmarks Holm makes .06 of it."""
+    row = {"way": "text", "part": "all", "asked": 40, "right": [10, 16], "lost": 0, "won": 6, "p": mcnemar(0, 6)}
+    report = {"base": {"name": "base"}, "new": {"name": "new"}, "texts": {}}
+    alone = {**report, "guessing": {"a": {}}, "questions": [{**row, "benchmark": "a"}]}
+    assert "new is better than base" in verdict(alone) and "Holm" not in verdict(alone)
+    both = {**report, "guessing": {"a": {}, "b": {}}, "questions": [{**row, "benchmark": name} for name in "ab"]}
+    said = verdict(both)
+    assert said.count("new is not told apart from base") == 2 and said.count("0.062 by Holm over 2 benchmarks") == 2
+    sure = {**row, "benchmark": "b", "won": 30, "right": [10, 40], "p": mcnemar(0, 30)}
+    mixed = verdict({**both, "questions": [{**row, "benchmark": "a"}, sure]})
+    assert mixed.count("is better than") == 2, "the other one's certainty is no price for it"
+
+
+def test_a_limit_asks_the_first_questions_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [{"question": f"{number} is", "choices": ["x", "y"], "answer": 0} for number in range(9)]
+    (tmp_path / "quiz.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    def run(entries: Sequence[str], settings: Settings) -> tuple[list[Checkpoint], dict[str, Any]]:
+        tasks = (settings.tasks or "").split(",")
+        files = [Path(task.partition(":")[2]).read_text().splitlines()[: settings.limit] for task in tasks]
+        answers = {task: [True] * len(file) for task, file in zip(tasks, files, strict=True)}
+        return [scored(name, answers, {}) for name in entries], {}
+
+    monkeypatch.setattr("fathom.evaluation.pairs.run", run)
+    monkeypatch.setattr("fathom.evaluation.pairs.find_spec", lambda name: name)
+    report = evaluate_pair(["base", "new"], tmp_path, Settings(limit=4, device="cpu"))
+    assert {row["asked"] for row in report["questions"]} == {4}
+    assert {row["asked"] for row in evaluate_pair(["base", "new"], tmp_path, Settings())["questions"]} == {9}
+
+
 def test_the_page_has_all_of_it() -> None:
     report = report_of([False] * 40, [True] * 40)
     text = page(report)
@@ -163,16 +196,26 @@ def test_questions_are_read_with_their_flags(tmp_path: Path) -> None:
         {"id": "b", "question": "open, without choices", "choices": [], "answer": None},
         {"question": "y is", "choices": ["1", "2", "3"], "answer": 0},
     ]
-    (tmp_path / "quiz.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    odd = "x\x85is\u2029odd"  # ends of lines to Unicode, and none to JSON lines
+    rows.insert(0, {"id": "o", "question": odd, "choices": ["1", "2"], "answer": 0})
+    text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    (tmp_path / "quiz.jsonl").write_text(text + "\n", encoding="utf-8")
     (tmp_path / "quiz.check.json").write_text("{}")
     found = read_benchmarks(tmp_path)
-    assert found == {"quiz": [Quizzed("a", "x is", ("1", "2"), 1, True), Quizzed("2", "y is", ("1", "2", "3"), 0)]}
+    assert found["quiz"] == [
+        Quizzed("o", odd, ("1", "2"), 0),
+        Quizzed("a", "x is", ("1", "2"), 1, True),
+        Quizzed("3", "y is", ("1", "2", "3"), 0),
+    ]
+    (tmp_path / "quiz.jsonl").write_bytes(b'{"question": "\xff"}\n')
+    with pytest.raises(EvaluateError, match=r"quiz\.jsonl: not UTF-8"):
+        read_benchmarks(tmp_path)
 
 
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ('{"question": "x", "choices": ["1", "2"], "answer": 2}', "quiz.jsonl:1: expected question, up to 10 choices"),
+        ('{"question": "x", "choices": ["1", "2"], "answer": 2}', "quiz.jsonl:1: expected question, up to 26 choices"),
         ('{"question": "x", "choices": ["1", 2], "answer": 0}', "quiz.jsonl:1: expected question"),
         ('{"choices": ["1", "2"], "answer": 0}', "quiz.jsonl:1: expected question"),
         ("[1]", "quiz.jsonl:1: not a JSON object"),

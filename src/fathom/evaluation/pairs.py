@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import string
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,10 +26,10 @@ from fathom.report import PAGE, html
 from fathom.report.files import write_atomically
 from fathom.report.numbers import DASH
 from fathom.report.provenance import provenance
-from fathom.report.statistics import Ratio, bootstrap_ratio, mcnemar, wilson
+from fathom.report.statistics import Ratio, bootstrap_ratio, holm, mcnemar, wilson
 from fathom.report.tables import terminal_table
 
-LETTERS = "ABCDEFGHIJ"
+LETTERS = string.ascii_uppercase
 WAYS = {"text": "option text", "length": "option text, by length", "letter": "letter", "shuffled": "letter, shuffled"}
 """How questions are asked; the first is what the verdict is about."""
 COLUMNS = ["", "n", "base", "new", "difference", "95 % interval, or changes and p"]
@@ -79,7 +80,13 @@ def read_benchmarks(directory: Path) -> dict[str, list[Quizzed]]:
 
 
 def _asked(path: Path) -> Iterator[Quizzed]:
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise EvaluateError(f"{path}: not UTF-8") from None
+    for number, line in enumerate(text.split("\n")):  # a line's end inside of a string is not one of the file
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             question, choices, answer = row.get("question"), row.get("choices"), row.get("answer")
@@ -125,7 +132,7 @@ def evaluate_pair(entries: Sequence[str | Path], directory: Path, settings: Sett
         raise EvaluateError(
             "--benchmark compares two checkpoints, BASE and NEW, and takes no --tasks and no --max-trips"
         )
-    benchmarks = read_benchmarks(directory)
+    benchmarks = {name: items[: settings.limit] for name, items in read_benchmarks(directory).items()}
     if find_spec("lm_eval") is None:
         raise EvaluateError("--benchmark needs lm-eval: pip install 'fathom-lm[evaluate]'")
     texts = settings.perplexity or _beside(directory)
@@ -240,16 +247,19 @@ def compare_texts(base: DomainScore, new: DomainScore) -> dict[str, Any]:
 def verdict(report: Mapping[str, Any]) -> str:
     """One sentence: questions by option text, clean ones where that is known; then text. No more than intervals say."""
     parts = []
+    judged: dict[str, Mapping[str, Any]] = {}
     for name in report["guessing"]:
         rows = {row["part"]: row for row in report["questions"] if (row["benchmark"], row["way"]) == (name, "text")}
-        part = "clean" if "clean" in rows else "all"
-        row = rows[part]
+        judged[name] = rows["clean"] if "clean" in rows else rows["all"]
+    adjusted = holm([row["p"] for row in judged.values()])
+    for (name, row), p in zip(judged.items(), adjusted, strict=True):
         base, new = (f"{100 * right / row['asked']:.1f} %" for right in row["right"])
-        known = {"clean": " clean", "all": ""}[part]
+        known = {"clean": " clean", "all": ""}[row["part"]]
         ahead = "better than" if row["won"] > row["lost"] else "worse than"
-        how = ahead if row["p"] < 0.05 else "not told apart from"
+        how = ahead if p < 0.05 else "not told apart from"
+        among = f", {p:.2g} by Holm over {len(judged)} benchmarks" if len(judged) > 1 else ""
         words = f"on {row['asked']:,}{known} questions of {name} ({new} right) {report['new']['name']} is {how} "
-        parts.append(f"{words}{report['base']['name']} ({base}; McNemar p = {row['p']:.2g})")
+        parts.append(f"{words}{report['base']['name']} ({base}; McNemar p = {row['p']:.2g}{among})")
     for name, text in report["texts"].items():
         gap = Ratio(**text["difference"])
         how = "no surely other number of" if gap.low <= 0 <= gap.high else "fewer" if gap.value < 0 else "more"
