@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from fathom.cli.main import main
+from fathom.ladder.findings import verdict
 from fathom.ladder.rungs import Ladder, load_ladder, sha256_of, without_embeddings
 from fathom.ladder.stages import STAGES, State
 from fathom.ladder.work import climb, rewrite
@@ -181,6 +182,28 @@ def test_a_later_version_keeps_the_name(whole, tmp_path: Path) -> None:
 def test_another_plan_needs_another_directory(whole, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="a ladder of another plan; different: rules"):
         climb(make(tmp_path, seeds=[4, 3, 3, 2]), whole[1], quiet=True)
+
+
+def test_a_report_is_of_the_plan_that_ran(whole, tmp_path: Path, capsys) -> None:
+    """Results are read by their place alone: another plan would lend them its tokens and FLOPs."""
+    _, out = whole
+    shutil.copytree(out, tmp_path / "out")
+    (tmp_path / "out/prediction.json").unlink()  # which would tell; a ladder of two rungs has none
+    before = (tmp_path / "out/report.json").read_bytes()
+    words = ["ladder", str(write_ladder(tmp_path / "l.yaml", tokens_per_parameter=[11])), "--arms", ARMS, "--report"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 2
+    assert "a ladder of another plan; different: rules" in capsys.readouterr().err
+    assert (tmp_path / "out/report.json").read_bytes() == before
+    assert main([*words, "--out", str(tmp_path / "none")]) == 2
+    assert "holds no ladder" in capsys.readouterr().err and not (tmp_path / "none").exists()
+
+
+def test_the_sentence_names_the_tokens_that_were_read(whole) -> None:
+    report, _ = whole
+    assert "10 tokens per parameter" in verdict(report)
+    plan = {**report["plan"], "rules": {**report["plan"]["rules"], "tokens": 3_000_000}}
+    said = verdict({**report, "plan": plan})
+    assert "FLOPs and 3,000,000 tokens" in said and "per parameter" not in said
 
 
 @pytest.mark.slow

@@ -574,7 +574,9 @@ def _finding(report: Values, arm: Values) -> str:
     top = next(row for row in reversed(arm["multiplier"]) if row["kind"] == "rung")
     count = sum(row["kind"] == "rung" for row in arm["multiplier"])
     span = f"{top['low']:.2f} to {top['high']:.2f}"
-    at = f"at {math.exp(top['ln_flops']):.2g} FLOPs and {report['tokens_per_parameter'][0]:g} tokens per parameter"
+    tokens = report["plan"]["rules"]["tokens"]
+    read = f"{report['tokens_per_parameter'][0]:g} tokens per parameter" if tokens is None else f"{tokens:,} tokens"
+    at = f"at {math.exp(top['ln_flops']):.2g} FLOPs and {read}"
     signs = [row["ln_m"] for row in arm["rungs"] if row["ln_m"] is not None][-2:]
     steady = all(value > 0 for value in signs) or all(value < 0 for value in signs)
     if MATCHES[0] <= top["low"] and top["high"] <= MATCHES[1]:

@@ -88,14 +88,19 @@ def settle(ladder: Ladder, out: Path, workers: int = 1) -> Ladder:
     """Put the plan in place, or see that it is the one that is there; the plan as it was written."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / LADDER).exists():
-        before = Ladder.read(out)
-        changed = [key for key, value in ladder.to_dict().items() if before.to_dict()[key] != value]
-        if changed:
-            raise RecipeError(f"{out} holds a ladder of another plan; different: {', '.join(changed)}")
-        return before
+        return _as_written(ladder, out)
     write_atomically(out / SLURM, slurm(out, max(workers, len(ladder.arms))))
     ladder.write(out)
     return Ladder.read(out)
+
+
+def _as_written(ladder: Ladder, out: Path) -> Ladder:
+    """The plan of a directory, which must be this one."""
+    before = Ladder.read(out)
+    changed = [key for key, value in ladder.to_dict().items() if before.to_dict()[key] != value]
+    if changed:
+        raise RecipeError(f"{out} holds a ladder of another plan; different: {', '.join(changed)}")
+    return before
 
 
 def work(ladder: Ladder, out: Path, threads: int | None = None, until: str = STAGES[-1], quiet: bool = False) -> bool:
@@ -152,7 +157,7 @@ def report(ladder: Ladder, out: Path, source: Values | None = None) -> Values:
 
 def rewrite(ladder: Ladder, out: Path) -> Values:
     """The report from what is finished, its provenance that of the last report where there is one."""
-    source = provenance()
+    ladder, source = _as_written(ladder, out), provenance()
     if (out / REPORT).exists():
         before = read_json(out / REPORT)
         source = {key: before[key] for key in source}
