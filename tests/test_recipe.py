@@ -27,6 +27,7 @@ from fathom.recipe import (
     load_recipe,
     packaged_recipes,
     parse_recipe,
+    read_values,
     summary_of,
 )
 from fathom.training.estimate import estimate
@@ -354,3 +355,18 @@ def test_looped() -> None:
 def test_a_recipe_is_immutable() -> None:
     with pytest.raises(AttributeError):
         Recipe().train.steps = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("text", ["optim: {lr: 1.0}\ntrain: {}\noptim: {floor: 0.5}\n", "optim: {lr: 1.0, lr: 2.0}\n"])
+def test_a_key_given_twice_is_no_recipe(tmp_path, text):
+    """YAML's reader takes the last and says nothing: the first section, or the first value, would be lost."""
+    (tmp_path / "r.yaml").write_text(text)
+    with pytest.raises(RecipeError, match=r"r\.yaml: .*key '(optim|lr)' is given twice"):
+        read_values(tmp_path / "r.yaml")
+    merged = "a: &a {lr: 1}\nb: {inner: &b {<<: *a, lr: 2}}\nc: {<<: *b}\n"
+    assert read_values_of(merged, tmp_path) == {"a": {"lr": 1}, "b": {"inner": {"lr": 2}}, "c": {"lr": 2}}
+
+
+def read_values_of(text, folder):
+    (folder / "other.yaml").write_text(text)
+    return read_values(folder / "other.yaml")

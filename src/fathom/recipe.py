@@ -690,7 +690,16 @@ def unknown_key(key: str, known: Sequence[str]) -> RecipeError:
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-3 is a number, as YAML 1.2 and every reader of a recipe have it."""
+    """Safe YAML in which 1e-3 is a number and a key stands once, as YAML 1.2 and every reader of a recipe have it."""
+
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+        """As PyYAML, which takes the last of equal keys."""
+        node, seen = super().compose_mapping_node(anchor), set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
+                raise yaml.composer.ComposerError(None, None, f"key {key.value!r} is given twice", key.start_mark)
+            seen.add((key.tag, str(key.value)))
+        return node
 
 
 _Loader.add_implicit_resolver(
