@@ -381,6 +381,8 @@ def test_a_share_of_the_layers(tmp_path: Path) -> None:
         ({"seedz": [1]}, "ladder.seedz: unknown key; did you mean seeds"),
         ({"tune_points": [2]}, "3 or more: fewer make no parabola"),
         ({"tune_seeds": "many"}, "ladder.tune_seeds=many: allowed"),
+        ({"tokens": 4000, "tokens_per_parameter": [10, 40]}, "ladder.tokens=4000: allowed: null where"),
+        ({"tokens_per_parameter": "[.inf]"}, r"ladder.tokens_per_parameter=\(inf,\): allowed: positive numbers"),
     ],
 )
 def test_a_wrong_rule_is_said_in_a_line(tmp_path: Path, rules: dict, words: str) -> None:

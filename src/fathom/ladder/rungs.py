@@ -457,11 +457,13 @@ def _rules(rules: Rules) -> typing.Iterator[tuple[bool, str, str]]:
     yield len(rules.seeds) == count, "seeds", f"as many as ladder.layers, {count}"
     yield all(seeds >= 1 for seeds in rules.seeds), "seeds", "1 or more for each rung"
     yield (
-        all(t > 0 for t in rules.tokens_per_parameter) and bool(rules.tokens_per_parameter),
+        all(0 < t < math.inf for t in rules.tokens_per_parameter) and bool(rules.tokens_per_parameter),
         ("tokens_per_parameter"),
         "positive numbers, at least one",
     )
     yield rules.tokens is None or rules.tokens >= 1, "tokens", "1 or more, or null"
+    several = len(rules.tokens_per_parameter) > 1
+    yield rules.tokens is None or not several, "tokens", "null where ladder.tokens_per_parameter has several budgets"
     yield len(rules.tune_points) <= count, "tune_points", f"at most one number for each of {count} rungs"
     yield all(points >= 3 for points in rules.tune_points), "tune_points", "3 or more: fewer make no parabola"
     enough = len(rules.tune_seeds) >= len(rules.tune_points) and all(seeds >= 1 for seeds in rules.tune_seeds)
