@@ -72,6 +72,9 @@ def test_files(tmp_path: Path) -> None:
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, text: str, message: str) -> None:
+    (tmp_path / "n.json").write_text("3")
+    with pytest.raises(CorpusError, match=r"benchmarks\.t: .*neither a list of items nor columns"):
+        read_items(tmp_path / "n.json", "t")
     (tmp_path / "a.jsonl").write_text(text)
     with pytest.raises(CorpusError) as raised:
         read_items(tmp_path / "a.jsonl", "t")

@@ -141,6 +141,13 @@ def test_what_cannot_be_found_is_named(tmp_path: Path) -> None:
             list(collection_files("a", Collection(inputs=(str(tmp_path / name),))))
 
 
+def test_a_name_that_is_no_text_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux lets a file's name be any bytes; no JSON can hold such a one."""
+    monkeypatch.setattr("fathom.corpus.ingest.find_files", lambda *_: [Path("caf\udce9.txt")])
+    with pytest.raises(CorpusError, match=r"collections\.a: 'caf\\udce9.txt': its name is not UTF-8"):
+        list(collection_files("a", Collection(inputs=("x",))))
+
+
 def test_a_missing_package_is_named_before_the_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     write(tmp_path / "a.pdf", pdf([["x"]]))

@@ -45,6 +45,7 @@ def test_a_collection_has_its_own_thresholds() -> None:
             {"collections": {"a": {"inputs": ["x"], "encoding": "utf-99"}}},
             "collections.a.encoding: utf-99 is no encoding",
         ),
+        ({"collections": {"a": {"inputs": ["x"], "encoding": "hex"}}}, "collections.a.encoding: hex is no encoding"),
         ({"mix": {"shares": {"b": 1.0}}}, "mix.shares.b: no such collection of documents; there are a"),
         ({"mix": {"shares": {"a": 0.5}}}, "mix.shares: they add up to 0.5, not to 1"),
         ({"tokenize": {}}, "tokenize: give either tokenize.tokenizer or tokenize.train"),

@@ -111,6 +111,8 @@ def _of_json(values: Any, key: str) -> Iterator[Any]:
             raise ValueError("neither a list of items nor columns of one length; FILE#KEY selects a part")
         yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
         return
+    if not isinstance(values, list):
+        raise ValueError("neither a list of items nor columns of one length; FILE#KEY selects a part")
     yield from values
 
 

@@ -164,6 +164,10 @@ def collection_files(name: str, collection: Collection) -> Iterator[tuple[str, P
         place = Path(text).expanduser()
         base = place.parent if place.exists() else Path(text.split("*")[0].split("?")[0].split("[")[0] + "x").parent
         for path in paths:
+            try:
+                str(path).encode("utf-8")
+            except UnicodeEncodeError:
+                raise CorpusError(f"collections.{name}: {str(path)!a}: its name is not UTF-8: rename it") from None
             kind = kind_of(path)
             if kind is None:
                 raise CorpusError(f"collections.{name}: {path}: unknown extension; {words}")

@@ -6,7 +6,6 @@ words win over the file.
 
 from __future__ import annotations
 
-import codecs
 import dataclasses
 import hashlib
 import json
@@ -432,7 +431,7 @@ def _mix_rules(recipe: CorpusRecipe) -> Iterator[tuple[bool, str, str]]:
 
 def _is_encoding(name: str) -> bool:
     try:
-        codecs.lookup(name)
+        "".encode(name)
     except LookupError:
         return False
     return True
