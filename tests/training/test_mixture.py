@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from fathom.data.shards import DataError
 from fathom.recipe import Recipe, RecipeError, load_recipe
 from fathom.training import branch, build_training, extension, train
 from fathom.training.estimate import estimate
@@ -102,3 +103,11 @@ def test_a_recipe_is_read_back(mixed: Recipe, tmp_path: Path) -> None:
     path.write_text(mixed.to_yaml())
     assert load_recipe(path) == mixed
     assert mixed.data.collections == ("rivers", "seas")
+
+
+def test_a_dry_run_knows_the_collections(mixed: Recipe, tmp_path: Path) -> None:
+    """A name that the prepared directory lacks is refused, as by the run; one still to be made may hold it."""
+    other = mixed.override("data.mixture={lakes: 1}", "data.phases=[]")
+    with pytest.raises(DataError, match="lakes"):
+        estimate(other)
+    assert not estimate(other.override(f"data.directory={tmp_path / 'later'}")).collections

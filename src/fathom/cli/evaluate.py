@@ -43,9 +43,7 @@ def add(parser: Parser) -> None:
         "--max-trips", metavar="N[,N...]", help="score a model of several trips under each of these budgets"
     )
     add_kvcache(parser, several=True)
-    parser.add_argument(
-        "--at", default="1x,2x,4x,8x", metavar="LENGTHS", help="windows read, for --kvcache (default: 1x,2x,4x,8x)"
-    )
+    parser.add_argument("--at", metavar="LENGTHS", help="windows read, for --kvcache (default: 1x,2x,4x,8x)")
     parser.add_argument(
         "--benchmark",
         type=Path,
@@ -77,14 +75,17 @@ def run(options: Namespace) -> int:
         if not options.json:
             show_pair(report, options.out)
     elif options.kvcache:
-        plan = ask(options.kvcache, options.at, **given)
+        plan = ask(options.kvcache, options.at or "1x,2x,4x,8x", **given)
         report = evaluate_caches(options.checkpoints, settings, plan)
         if not options.json:
             show_caches(report, options.out)
     else:
-        for name, value in given.items():
+        for name, value in {
+            **{f"--kvcache-{name}": value for name, value in given.items()},
+            "--at": options.at,
+        }.items():
             if value is not None:
-                raise UsageError(f"--kvcache-{name} {value}: give --kvcache METHODS with it")
+                raise UsageError(f"{name} {value}: give --kvcache METHODS with it")
         checkpoints, report = score(options.checkpoints, settings)
         if not options.json:
             show(checkpoints, report)

@@ -153,6 +153,8 @@ def _collections(recipe: Recipe) -> dict[str, float]:
     try:
         sizes = collection_sizes(recipe.data.directory, names)
     except DataError:
+        if Path(recipe.data.directory).exists():
+            raise  # as the run would
         return {}
     counts = mixture.counts(recipe.train.steps * recipe.rows_per_step)
     windows = [size // recipe.data.sequence_length for size in sizes]

@@ -148,6 +148,7 @@ def test_without_text_there_are_needles_and_costs(here: Path, capsys: pytest.Cap
         (["--kvcache", "freqkv", *SCHEDULE, "--at", "2x,many"], "--at 2x,many: expected numbers of windows"),
         (["--kvcache", "freqkv", "--kvcache-window", "8", "--kvcache-sinks", "4"], "--kvcache: a window of 8"),
         (["--kvcache", "freqkv", *SCHEDULE, "--tasks", "piqa"], "--tasks reads short prompts"),
+        (["--at", "2x", "--tasks", "piqa"], "--at 2x: give --kvcache"),
         (["--kvcache-ratio", "0.5", "--tasks", "piqa"], "--kvcache-ratio 0.5: give --kvcache"),
         (["--kvcache", "freqkv", *SCHEDULE, "--at", "99x", "--perplexity", "TEXTS"], "no document has 3,169 tokens"),
     ],
