@@ -8,7 +8,7 @@ STAMP := $(VENV)/.ready
 # The torch to install: pip's own choice, or a version, a wheel's path or its URL.
 TORCH ?= torch
 
-.PHONY: setup test test-all test-transformers test-outside lint demo clean
+.PHONY: setup test test-all test-transformers test-kernels test-outside lint demo clean
 
 setup: $(STAMP)
 
@@ -41,6 +41,15 @@ test-transformers: setup
 	@there=$$(mktemp -d) && trap 'rm -rf "$$there"' EXIT && \
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target "$$there" transformers==$(OLDEST) && \
 	PYTHONPATH="$$there" $(BIN)/python -m pytest tests/kvcache -m 'not slow'
+
+# The Triton kernels in its interpreter, in a directory of their own; what was set up is not set up again.
+TRITON := .venv-triton
+test-kernels: setup $(TRITON)/.ready
+	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/kernels
+
+$(TRITON)/.ready:
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(TRITON) --no-deps 'triton>=3.5'
+	@touch $@
 
 # Other people's tests and tools (docs/outside.md), in two directories of their own; what was set up is not set up again.
 SUITES ?= transformers clients lm_eval llama_cpp vllm
@@ -82,4 +91,4 @@ demo: setup
 	@$(BIN)/fathom generate demo/compare 'def read(self, ' --max-new-tokens 90 --temperature 0.6 --seed 1
 
 clean:
-	rm -rf $(VENV) $(OUTSIDE) $(VLLM) build dist demo src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OUTSIDE) $(VLLM) $(TRITON) build dist demo src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

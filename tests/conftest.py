@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from fathom.lineage.weights import Weights
     from fathom.recipe import Recipe
 
+if not torch.cuda.is_available():  # kernels then run in an interpreter, which triton asks for as it is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 torch.set_num_threads(1)
 settings.register_profile("fathom", deadline=None, print_blob=True)  # a shared machine is no reason to fail
 settings.load_profile("fathom")

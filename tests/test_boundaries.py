@@ -38,7 +38,7 @@ COMPUTING = "models kernels kvcache checkpoints training evaluation inference le
 FOREIGN = {
     "torch": f"{COMPUTING} data.batches report.provenance",
     "transformers": "models kvcache checkpoints data.tokenizer training evaluation inference lens.live cli.export",
-    "triton": "kernels",
+    **dict.fromkeys(("triton", "liger_kernel"), "kernels"),
     "numpy": "report checkpoints data corpus training evaluation lens lineage ladder",
     "scipy": "report.statistics corpus lineage ladder",
     "huggingface_hub": "models checkpoints recipe",
@@ -66,11 +66,13 @@ INSIDE_FUNCTIONS = {
     ("fathom.recipe", "_config", "fathom.checkpoints.runs"): "as above: a model block that goes on from a run's",
     ("fathom.recipe", "cache_policy", "fathom.kvcache"): "as above: the methods that may be named",
     ("fathom.recipe", ".rules", "fathom.kvcache"): "as above",
+    ("fathom.recipe", ".rules", "fathom.kernels"): "as above: the kernels that may be named",
 }
 """Imports of our own inside functions, and why; at the top of a command's `run` they need no reason."""
 BY_NAME = {
     *(("fathom", "__getattr__"), ("fathom", "register"), ("fathom.lineage", "__getattr__")),
     ("fathom.cli.main", "_dispatch"),
+    ("fathom.kernels", "use"),
     *(("fathom.data.sources", "_require"), ("fathom.kvcache.rope", ".__init__")),  # of other people's
 }
 """Functions that import a module by a name that they look up."""

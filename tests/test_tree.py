@@ -15,8 +15,8 @@ SOURCE = ROOT / "src" / "fathom"
 BLOCK = re.compile(r"(?<=<!-- tree -->\n```text\n).*?(?=```\n)", re.DOTALL)
 WIDTH = 118
 ROOMS = (
-    *("__init__.py", "__main__.py", "errors.py", "models", "kvcache", "report", "checkpoints", "data", "recipe.py"),
-    *("corpus", "training", "evaluation", "inference", "lens", "lineage", "comparison", "ladder", "cli"),
+    *("__init__.py", "__main__.py", "errors.py", "models", "kernels", "kvcache", "report", "checkpoints", "data"),
+    *("recipe.py", "corpus", "training", "evaluation", "inference", "lens", "lineage", "comparison", "ladder", "cli"),
 )
 """In the order in which they may import each other."""
 

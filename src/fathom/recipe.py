@@ -199,6 +199,8 @@ class Train(Section):
     """auto takes cuda where there is one"""
     compile: bool = False
     """torch.compile for each layer"""
+    kernels: tuple[str, ...] = ()
+    """what a GPU computes by kernels: any of depth_mix, depth_pool, rms_norm, swiglu, linear_cross_entropy"""
     activation_checkpointing: bool = False
     """recompute each layer in the backward pass instead of keeping its activations"""
     skip_spikes: float | None = 10.0
@@ -224,6 +226,10 @@ class Train(Section):
             yield getattr(self, key) >= 1, key, "allowed: 1 or more"
         yield self.seed >= 0, "seed", "allowed: 0 or more"
         yield self.skip_spikes is None or self.skip_spikes > 1, "skip_spikes", "allowed: more than 1, or null"
+        if self.kernels:
+            from fathom.kernels import NAMES
+
+            yield set(self.kernels) <= set(NAMES), "kernels", f"allowed: any of {', '.join(NAMES)}"
 
 
 @dataclass(frozen=True)
@@ -399,8 +405,8 @@ SECTIONS: dict[str, type] = {
 # Keys that change how a run is carried out, not what it computes: a resumed run may change them.
 FREE_ON_RESUME = (
     *("data.directory", "data.verify", "data.other_tokenizer", "parallel", "track", "evaluate.micro_batch"),
-    *(f"train.{key}" for key in ("micro_batch", "device", "compile", "activation_checkpointing", "log_every")),
-    *(f"train.{key}" for key in ("checkpoint_every", "keep_last", "async_save", "export", "max_skipped")),
+    *(f"train.{key}" for key in ("micro_batch", "device", "compile", "kernels", "activation_checkpointing")),
+    *(f"train.{key}" for key in ("log_every", "checkpoint_every", "keep_last", "async_save", "export", "max_skipped")),
 )
 
 

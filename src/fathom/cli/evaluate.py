@@ -6,7 +6,7 @@ import json
 from argparse import Namespace
 from pathlib import Path
 
-from fathom.cli.parser import Parser, UsageError, add_kvcache, add_opening
+from fathom.cli.parser import Parser, UsageError, add_kernels, add_kvcache, add_opening
 
 
 def add(parser: Parser) -> None:
@@ -53,6 +53,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--limit", type=int, help="documents of each task and domain; for trying out")
     parser.add_argument("--batch-size", type=int, help="rows at once (default: as many as fit; some on a CPU)")
     add_opening(parser)
+    add_kernels(parser)
     parser.add_argument("--out", type=Path, metavar="DIR", help="keep results here; run again, it goes on")
     parser.add_argument("--json", action="store_true", help="print the report for a program")
 
@@ -65,7 +66,9 @@ def run(options: Namespace) -> int:
     from fathom.evaluation.pairs import show as show_pair
     from fathom.evaluation.scoring import Settings, show
     from fathom.evaluation.scoring import run as score
+    from fathom.kernels import use
 
+    use(options.kernels, options.device)
     settings = Settings(**{name: value for name, value in vars(options).items() if name in Settings.__annotations__})
     given = {name: getattr(options, f"kvcache_{name}") for name in ("window", "sinks", "ratio")}
     if options.benchmark is not None:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fathom.cli.parser import Parser, UsageError, add_kvcache, add_opening
+from fathom.cli.parser import Parser, UsageError, add_kernels, add_kvcache, add_opening
 
 
 def add(parser: Parser) -> None:
@@ -53,6 +53,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--compile", action="store_true", help="compile decoding, with a static cache")
     add_kvcache(parser)
     add_opening(parser)
+    add_kernels(parser)
     parser.add_argument("--json", action="store_true", help="print text and speed for a program")
 
 
@@ -70,6 +71,7 @@ def run(options: Namespace) -> int:
         report_speed,
         to_terminal,
     )
+    from fathom.kernels import use
 
     if sum((options.prompt is not None, options.chat, options.prompts is not None)) > 1:
         raise UsageError("give a prompt, --chat or --prompts FILE, one of them")
@@ -93,6 +95,7 @@ def run(options: Namespace) -> int:
         options.compile,
         speculate=options.speculate,
     )
+    use(options.kernels, options.device)
     model, tokenizer = open_checkpoint(
         options.model, options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code
     )

@@ -83,6 +83,21 @@ def add_opening(parser: Parser) -> None:
     )
 
 
+def add_kernels(parser: Parser) -> None:
+    """Which functions a kernel computes."""
+    parser.add_argument(
+        "--kernels",
+        type=_names,
+        default=(),
+        metavar="NAMES",
+        help="on a GPU, compute these by kernels: depth_mix, depth_pool, rms_norm, swiglu; comma between",
+    )
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in text.split(","))
+
+
 def add_recipe(parser: Parser, runs: bool = False) -> None:
     """The arguments of a command that takes a recipe, or a run, and every key of one under `--help`."""
     what = "a YAML file, or a name that `fathom recipes` lists"

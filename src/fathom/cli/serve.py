@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from argparse import ArgumentTypeError, Namespace
 
-from fathom.cli.parser import Parser, UsageError, add_kvcache
+from fathom.cli.parser import Parser, UsageError, add_kernels, add_kvcache
 
 LONGEST_GRACE = 86_400
 UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -22,6 +22,7 @@ def add(parser: Parser) -> None:
     )
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: auto, as stored)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    add_kernels(parser)
     add_kvcache(parser)
     parser.add_argument("--max-trips", type=int, metavar="N", help="trips per token at most, unless a request says so")
     parser.add_argument(
@@ -56,6 +57,7 @@ def run(options: Namespace) -> int:
     """Serve until told to stop."""
     try:
         from fathom.inference.server import serve
+        from fathom.kernels import use
         from fathom.lens.live import add_lens
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'fathom-lm[serve]'") from error
@@ -63,5 +65,6 @@ def run(options: Namespace) -> int:
     if not 0 <= options.grace <= LONGEST_GRACE:
         raise UsageError(f"--grace {options.grace}: allowed: seconds from 0 to {LONGEST_GRACE}")
     given = vars(options)
+    use(given.pop("kernels"), options.device)
     serve(given.pop("model"), lens=add_lens if given.pop("lens") else None, **given)
     return 0

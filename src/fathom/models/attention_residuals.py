@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
 from .numerics import softmax_list, weighted_sum, widen
+from .replaceable import faster
 from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState
 
 if TYPE_CHECKING:
@@ -92,6 +93,8 @@ class AttentionResiduals(Residual):
     def read(self, state: ResidualState) -> tuple[Tensor, Any]:
         """The weighted sum of the un-normed sources."""
         query = self.norm(self.pseudo_query)  # [hidden_size]
+        if (kernel := faster("depth_pool", state[0])) is not None:
+            return kernel(state, query, self.eps, self.recency_bias), None
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return pool(state, query, self.eps, self.recency_bias), None
         return _Pool.apply(query, self.recency_bias, self.eps, *state), None

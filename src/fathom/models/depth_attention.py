@@ -27,6 +27,7 @@ from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
 from .numerics import head_pool, softmax_list, weighted_sum, widen
+from .replaceable import faster
 from .roles import Cost, Mechanism, ValueMixer
 from .schedule import ScheduleOptions, grid_sources, trip_rule
 
@@ -88,6 +89,8 @@ class DepthAttention(ValueMixer):
         """ṽ of the module's docstring; the very tensor that came in where there is no source."""
         if not sources:
             return value
+        if (kernel := faster("depth_mix", value)) is not None:
+            return kernel(query, key, value, sources, self.self_bias)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return mix(query, key, value, sources, self.self_bias)[0]
         return _Mix.apply(query, self.self_bias, key, value, *sources)

@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from .numerics import widen
+from .replaceable import faster
 
 IGNORE = -100
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
@@ -87,7 +88,8 @@ def linear_cross_entropy(rows: Tensor, weight: Tensor, targets: Tensor) -> Tenso
     if not torch.is_grad_enabled():  # a function of autograd is told what requires grad, not whether anybody asks
         rows, weight = rows.detach(), weight.detach()
     with torch.autocast(rows.device.type, enabled=False):
-        return _LinearCrossEntropy.apply(rows, weight, targets)
+        kernel = faster("linear_cross_entropy", rows) or _LinearCrossEntropy.apply
+        return kernel(rows, weight, targets)
 
 
 def chunk_rows(count: int, vocabulary: int, device: str) -> int:

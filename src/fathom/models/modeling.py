@@ -30,7 +30,6 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import (
-    Qwen3MLP,
     Qwen3PreTrainedModel,
     Qwen3RotaryEmbedding,
     eager_attention_forward,
@@ -41,6 +40,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration import FathomConfig
 from .engines import check_engine, engine_config, seat, take_banks
+from .feed_forward import FeedForward
 from .loss import causal_lm_loss, shifted, token_losses
 from .published import HUB_KEYS, released
 from .reading import attend_beside, with_key_bias
@@ -151,7 +151,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         super().__init__()
         residual = mechanism("residual", config.residual).build
         self.self_attn = Attention(config, layer_idx)
-        self.mlp = Qwen3MLP(config)
+        self.mlp = FeedForward(config)
         for last in (self.self_attn.o_proj, self.mlp.down_proj):
             last.writes_residual = True  # for `_init_weights`, which sees one Linear at a time
         self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)

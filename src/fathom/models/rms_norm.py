@@ -14,6 +14,7 @@ from torch.autograd.function import once_differentiable
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from .numerics import widen
+from .replaceable import faster
 
 
 class RMSNorm(Qwen3RMSNorm):
@@ -21,6 +22,8 @@ class RMSNorm(Qwen3RMSNorm):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """Normalise the last dimension."""
+        if (kernel := faster("rms_norm", hidden_states)) is not None:
+            return kernel(hidden_states, self.weight, self.variance_epsilon)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return normalise(hidden_states, self.weight, self.variance_epsilon)[0]
         return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)

@@ -16,6 +16,7 @@ from fathom.data.batches import Batch, BatchPlan
 from fathom.data.mixture import Mixture, Phase
 from fathom.data.puzzles import open_data
 from fathom.data.shards import TokenDataset
+from fathom.kernels import use
 from fathom.models.configuration import FathomConfig
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe, RecipeError
@@ -120,6 +121,7 @@ def build_training(recipe: Recipe, ranks: Ranks | None = None, data: TokenDatase
         data: The training split, if it is open already.
     """
     ranks = ranks or Ranks(device=device_of(recipe.train.device))
+    use(recipe.train.kernels, ranks.device.type)
     config = recipe.config()
     if recipe.data.sequence_length > config.max_position_embeddings:
         raise RecipeError(

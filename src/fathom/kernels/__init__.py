@@ -1,0 +1,57 @@
+"""Faster paths for a GPU, by name: each stands in for a function in `models/`, to which a test holds it.
+
+`depth_mix` and `depth_pool` are ours, in Triton; the others are liger-kernel's (extra `gpu`). None is a default: a
+recipe names them (`train.kernels`), or `--kernels` of `generate`, `evaluate` and `serve`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import os
+from collections.abc import Sequence
+
+import torch
+
+from fathom.errors import FathomError
+from fathom.models.replaceable import replace
+
+HOMES = {
+    **{"depth_mix": "depth_mix", "depth_pool": "depth_pool"},
+    **dict.fromkeys(("rms_norm", "swiglu", "linear_cross_entropy"), "liger"),
+}
+"""The file of each kernel, which holds a function of its name."""
+NAMES = tuple(HOMES)
+NEEDS = {
+    "depth_mix": ("triton", "triton"),
+    "depth_pool": ("triton", "triton"),
+    "liger": ("liger_kernel", "liger-kernel"),
+}
+"""By file: the package that it imports, and what the package is called where it is installed from."""
+
+
+class KernelError(FathomError, ValueError):
+    """A kernel that cannot run here; the message is one line."""
+
+
+def use(names: Sequence[str], device: str | None = None) -> None:
+    """Compute the functions of these names by kernels from now on, and all others as `models/` has them.
+
+    Args:
+        names: Any of `NAMES`; none takes every kernel away.
+        device: Where the model will be: `cuda`, `cuda:1`, ...; by default cuda where there is one. On a CPU a kernel of
+            ours runs in Triton's interpreter alone (TRITON_INTERPRET=1), which is for tests.
+    """
+    where = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
+    for name in names:
+        if name not in HOMES:
+            raise KernelError(f"kernel {name!r}: allowed: any of {', '.join(NAMES)}")
+    for name in names:
+        module, package = NEEDS[HOMES[name]]
+        interpreted = module == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+        if where != "cuda" and not interpreted:
+            raise KernelError(f"kernel {name} runs on an NVIDIA GPU, and the model would be on {where}: leave it out")
+        if importlib.util.find_spec(module) is None:
+            raise KernelError(f"kernel {name} needs {package}: pip install 'fathom-lm[gpu]'")
+    homes = {name: importlib.import_module(f"fathom.kernels.{HOMES[name]}") for name in names}
+    replace({name: getattr(home, name) for name, home in homes.items()}, where)

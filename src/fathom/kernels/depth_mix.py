@@ -1,0 +1,248 @@
+"""The depth mix as one Triton kernel forward and one backward: `depth_attention` with every source read once.
+
+A row is one token and one key-value head. Tensors lie token by token, so the row's key and value are D numbers in one
+piece and its group of queries G times as many. A program takes a tile of rows; the sources are a tuple of pointers over
+which the loop is unrolled, so nothing is stacked. Sums are taken in float32 (float64 for float64).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fathom.kernels.online import absorb, wide_of
+
+TILE = 2048
+"""Numbers of one tensor that a program holds at a time."""
+
+
+@triton.jit
+def pooled(query, row, column, inside, GROUP: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+    """The mean query of each row's group, `[rows, D]`."""
+    total = tl.zeros(inside.shape, WIDE)
+    for g in tl.static_range(GROUP):
+        at = (row * GROUP + g)[:, None] * WIDTH + column[None, :]
+        total += tl.load(query + at, mask=inside, other=0.0).to(WIDE)
+    return total / GROUP
+
+
+@triton.jit(do_not_specialize=["rows"])
+def depth_mix_forward(
+    query,  # [rows, G, D]
+    bias,  # one number, or None
+    keys,  # a tuple of [rows, D], the layer's own last
+    values,  # as keys
+    mixed,  # [rows, D]
+    weights,  # [sources, rows]
+    rows,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    TALL: tl.constexpr,
+    SCALE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """ṽ and α of a tile of rows."""
+    row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
+    column = tl.arange(0, PADDED)
+    live = row < rows
+    inside = live[:, None] & (column < WIDTH)[None, :]
+    at = row[:, None] * WIDTH + column[None, :]
+    q = pooled(query, row, column, inside, GROUP, WIDTH, WIDE)
+    top = tl.full((TALL,), float("-inf"), WIDE)
+    total = tl.zeros((TALL,), WIDE)
+    sum_ = tl.zeros((TALL, PADDED), WIDE)
+    scores = ()
+    for j in tl.static_range(COUNT):
+        k = tl.load(keys[j] + at, mask=inside, other=0.0).to(WIDE)
+        score = tl.sum(q * k, 1) * SCALE
+        if bias is not None and j == COUNT - 1:
+            score += tl.load(bias).to(WIDE)
+        v = tl.load(values[j] + at, mask=inside, other=0.0).to(WIDE)
+        top, total, sum_ = absorb(top, total, sum_, score, v)
+        scores = scores + (score,)  # noqa: RUF005
+    tl.store(mixed + at, (sum_ / total[:, None]).to(mixed.dtype.element_ty), mask=inside)
+    for j in tl.static_range(COUNT):
+        tl.store(weights + j * rows + row, tl.exp(scores[j] - top) / total, mask=live)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def depth_mix_backward(
+    query,
+    keys,
+    values,
+    weights,
+    grad,  # [rows, D], of the mixed value
+    grad_query,  # [rows, G, D]
+    grad_keys,
+    grad_values,
+    rows,
+    COUNT: tl.constexpr,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    TALL: tl.constexpr,
+    SCALE: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Every gradient of a tile of rows: first what the values say of each weight, then the keys and the query."""
+    row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
+    column = tl.arange(0, PADDED)
+    live = row < rows
+    inside = live[:, None] & (column < WIDTH)[None, :]
+    at = row[:, None] * WIDTH + column[None, :]
+    d = tl.load(grad + at, mask=inside, other=0.0).to(WIDE)
+    mean = tl.zeros((TALL,), WIDE)
+    gains = ()
+    for j in tl.static_range(COUNT):
+        weight = tl.load(weights + j * rows + row, mask=live, other=0.0)
+        v = tl.load(values[j] + at, mask=inside, other=0.0).to(WIDE)
+        gain = tl.sum(d * v, 1)
+        mean += weight * gain
+        gains = gains + (gain,)  # noqa: RUF005
+        tl.store(grad_values[j] + at, (weight[:, None] * d).to(grad_values[j].dtype.element_ty), mask=inside)
+    q = pooled(query, row, column, inside, GROUP, WIDTH, WIDE)
+    along = tl.zeros((TALL, PADDED), WIDE)
+    for j in tl.static_range(COUNT):
+        weight = tl.load(weights + j * rows + row, mask=live, other=0.0)
+        score = weight * (gains[j] - mean) * SCALE
+        k = tl.load(keys[j] + at, mask=inside, other=0.0).to(WIDE)
+        along += score[:, None] * k
+        tl.store(grad_keys[j] + at, (score[:, None] * q).to(grad_keys[j].dtype.element_ty), mask=inside)
+    shared = (along / GROUP).to(grad_query.dtype.element_ty)
+    for g in tl.static_range(GROUP):
+        tl.store(grad_query + (row * GROUP + g)[:, None] * WIDTH + column[None, :], shared, mask=inside)
+
+
+def constants(group: int, width: int, count: int) -> dict[str, Any]:
+    """What a kernel is compiled for: query heads to a key-value head, head size, and sources with the own layer."""
+    padded = triton.next_power_of_2(width)
+    return {
+        "COUNT": count,
+        "GROUP": group,
+        "WIDTH": width,
+        "PADDED": padded,
+        "TALL": max(1, TILE // padded),
+        "SCALE": width**-0.5,
+    }
+
+
+def depth_mix(
+    query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...], self_bias: Tensor | None = None
+) -> Tensor:
+    """ṽ, as `fathom.models.depth_attention.mix` gives it."""
+    return mix(query, [*sources[::2], key], [*sources[1::2], value], self_bias)[0]
+
+
+@torch.library.custom_op("fathom::depth_mix", mutates_args=())
+def mix(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], self_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """ṽ `[B, H_kv, T, D]` and α `[sources, B, T, H_kv]`.
+
+    Args:
+        query: `[B, H, T, D]`
+        keys: `[B, H_kv, T, D]` each, the layer's own last.
+        values: As `keys`.
+        self_bias: Added to the own logit, one number.
+    """
+    like = values[-1]
+    batch, heads, length, width = like.shape
+    mixed, weights = _outputs(like, len(keys))
+    rows, fixed = batch * heads * length, constants(query.shape[1] // heads, width, len(keys))
+    if rows:
+        with torch.cuda.device_of(query):
+            depth_mix_forward[(triton.cdiv(rows, fixed["TALL"]),)](
+                by_token(query),
+                self_bias,
+                tuple(map(by_token, keys)),
+                tuple(map(by_token, values)),
+                mixed.transpose(1, 2),
+                weights,
+                rows,
+                WIDE=wide_of(like),
+                **fixed,
+            )
+    return mixed, weights
+
+
+@mix.register_fake
+def _(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], self_bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return _outputs(values[-1], len(keys))
+
+
+@torch.library.custom_op("fathom::depth_mix_backward", mutates_args=())
+def mix_backward(
+    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], weights: Tensor, grad: Tensor
+) -> list[Tensor]:
+    """Gradients of the query, of all keys and of all values, in this order."""
+    batch, heads, length, width = grad.shape
+    made = _gradients(query, keys, values)
+    rows, fixed = batch * heads * length, constants(query.shape[1] // heads, width, len(keys))
+    flat = [x.transpose(1, 2) for x in made]
+    if rows:
+        with torch.cuda.device_of(query):
+            depth_mix_backward[(triton.cdiv(rows, fixed["TALL"]),)](
+                by_token(query),
+                tuple(map(by_token, keys)),
+                tuple(map(by_token, values)),
+                weights,
+                by_token(grad),
+                flat[0],
+                tuple(flat[1 : 1 + len(keys)]),
+                tuple(flat[1 + len(keys) :]),
+                rows,
+                WIDE=wide_of(grad),
+                **fixed,
+            )
+    return made
+
+
+@mix_backward.register_fake
+def _(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], weights: Tensor, grad: Tensor) -> list[Tensor]:
+    return _gradients(query, keys, values)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, keys, values, _ = inputs
+    ctx.count = len(keys)
+    ctx.save_for_backward(query, *keys, *values, output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _back(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    query, *pairs, weights = ctx.saved_tensors
+    keys, values = pairs[: ctx.count], pairs[ctx.count :]
+    made = mix_backward(query, keys, values, weights, grad)
+    return made[0], made[1 : 1 + ctx.count], made[1 + ctx.count :], None
+
+
+mix.register_autograd(_back, setup_context=_keep)
+
+
+def by_token(x: Tensor) -> Tensor:
+    """`[B, H, T, D]` as `[B, T, H, D]` in one piece: as the projections made it, without a copy."""
+    return x.transpose(1, 2).contiguous()
+
+
+def _empty(like: Tensor) -> Tensor:
+    batch, heads, length, width = like.shape
+    return like.new_empty((batch, length, heads, width)).transpose(1, 2)
+
+
+def _outputs(like: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    batch, heads, length, _ = like.shape
+    wide = torch.promote_types(like.dtype, torch.float32)
+    return _empty(like), like.new_empty((count, batch, length, heads), dtype=wide)
+
+
+def _gradients(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
+    return [_empty(x) for x in (query, *keys, *values)]

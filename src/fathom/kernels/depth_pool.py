@@ -1,0 +1,246 @@
+"""The pooling of `attention_residuals` as one Triton kernel forward and one backward.
+
+A row is one token. A program holds it whole, for one source after another: the source's rms, its score and its share of
+the sum come from one read. Backward reads the sources of its row twice, the second time from the cache: what the
+softmax takes off each gradient is a mean over all of them, and the gradient times the output, which would give it in
+one read, is off by a hundredth where the output was rounded to half precision.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fathom.kernels.online import absorb, wide_of
+
+TILE = 2048
+"""Numbers that a program holds at a time, of one source: a row, or several short ones."""
+THREAD = 16
+"""Numbers to a thread."""
+PROGRAMS = 528
+"""Of a backward pass at most: each keeps a sum of the query's gradient. Four to a multiprocessor of an H200."""
+
+
+@triton.jit(do_not_specialize=["rows"])
+def depth_pool_forward(
+    query,  # [D]
+    bias,  # one number, or None
+    sources,  # a tuple of [rows, D]
+    mixed,  # [rows, D]
+    weights,  # [sources, rows]
+    rows,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    TALL: tl.constexpr,
+    EPS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """h and α of a tile of rows."""
+    row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
+    column = tl.arange(0, PADDED)
+    live = row < rows
+    inside = live[:, None] & (column < WIDTH)[None, :]
+    at = row[:, None] * WIDTH + column[None, :]
+    q = tl.load(query + column, mask=column < WIDTH, other=0.0).to(WIDE)[None, :]
+    top = tl.full((TALL,), float("-inf"), WIDE)
+    total = tl.zeros((TALL,), WIDE)
+    sum_ = tl.zeros((TALL, PADDED), WIDE)
+    scores = ()
+    for j in tl.static_range(COUNT):
+        x = tl.load(sources[j] + at, mask=inside, other=0.0).to(WIDE)
+        score = tl.sum(x * q, 1) / tl.sqrt(tl.sum(x * x, 1) / WIDTH + EPS)
+        if bias is not None and j == COUNT - 1:
+            score += tl.load(bias).to(WIDE)
+        top, total, sum_ = absorb(top, total, sum_, score, x)
+        scores = scores + (score,)  # noqa: RUF005
+    tl.store(mixed + at, (sum_ / total[:, None]).to(mixed.dtype.element_ty), mask=inside)
+    for j in tl.static_range(COUNT):
+        tl.store(weights + j * rows + row, tl.exp(scores[j] - top) / total, mask=live)
+
+
+@triton.jit(do_not_specialize=["rows", "programs"])
+def depth_pool_backward(
+    query,
+    sources,
+    weights,
+    grad,  # [rows, D]
+    grad_query,  # [programs, D], of which the sum is wanted
+    grad_bias,  # [programs], or None
+    grad_sources,
+    rows,
+    programs,
+    COUNT: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    TALL: tl.constexpr,
+    EPS: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """The sources' gradients of every `programs`-th tile, and what its rows add to the query's and the bias'."""
+    column = tl.arange(0, PADDED)
+    first = tl.program_id(0).to(tl.int64)
+    q = tl.load(query + column, mask=column < WIDTH, other=0.0).to(WIDE)[None, :]
+    of_query = tl.zeros((TALL, PADDED), WIDE)
+    of_bias = tl.zeros((TALL,), WIDE)
+    for tile in range(first, tl.cdiv(rows, TALL), programs):
+        row = tile * TALL + tl.arange(0, TALL)
+        live = row < rows
+        inside = live[:, None] & (column < WIDTH)[None, :]
+        at = row[:, None] * WIDTH + column[None, :]
+        d = tl.load(grad + at, mask=inside, other=0.0).to(WIDE)
+        mean = tl.zeros((TALL,), WIDE)
+        gains = ()
+        for j in tl.static_range(COUNT):
+            gain = tl.sum(d * tl.load(sources[j] + at, mask=inside, other=0.0).to(WIDE), 1)
+            mean += tl.load(weights + j * rows + row, mask=live, other=0.0) * gain
+            gains = gains + (gain,)  # noqa: RUF005
+        for j in tl.static_range(COUNT):
+            x = tl.load(sources[j] + at, mask=inside, other=0.0).to(WIDE)
+            inverse = 1.0 / tl.sqrt(tl.sum(x * x, 1) / WIDTH + EPS)
+            score = tl.sum(x * q, 1) * inverse
+            weight = tl.load(weights + j * rows + row, mask=live, other=0.0)
+            back = weight * (gains[j] - mean)
+            along = back * inverse
+            made = weight[:, None] * d + along[:, None] * q - (along * score * inverse / WIDTH)[:, None] * x
+            tl.store(grad_sources[j] + at, made.to(grad_sources[j].dtype.element_ty), mask=inside)
+            of_query += along[:, None] * x
+            if grad_bias is not None and j == COUNT - 1:
+                of_bias += back
+    tl.store(grad_query + first * WIDTH + column, tl.sum(of_query, 0), mask=column < WIDTH)
+    if grad_bias is not None:
+        tl.store(grad_bias + first, tl.sum(of_bias, 0))
+
+
+def constants(width: int, count: int, eps: float) -> dict[str, Any]:
+    """What a kernel is compiled for: the row's width, sources, and the ε of their rms."""
+    padded = triton.next_power_of_2(width)
+    return {"COUNT": count, "WIDTH": width, "PADDED": padded, "TALL": max(1, TILE // padded), "EPS": eps}
+
+
+def warps(width: int) -> int:
+    """Warps to a program."""
+    return min(16, max(TILE, triton.next_power_of_2(width)) // (32 * THREAD))
+
+
+def depth_pool(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Tensor | None = None) -> Tensor:
+    """Σ_s α_s s, as `fathom.models.attention_residuals.pool` gives it."""
+    return pool(list(sources), query, recency_bias, eps)[0]
+
+
+@torch.library.custom_op("fathom::depth_pool", mutates_args=())
+def pool(sources: Sequence[Tensor], query: Tensor, recency_bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """h `[B, T, hidden_size]` and α `[sources, B, T]`.
+
+    Args:
+        sources: `[B, T, hidden_size]` each.
+        query: w ⊙ p, `[hidden_size]`.
+        recency_bias: Added to the last source's score, `[1]`.
+        eps: Of the sources' rms.
+    """
+    mixed, weights = _outputs(sources)
+    rows = weights[0].numel()
+    if rows:
+        width = query.shape[0]
+        fixed = constants(width, len(sources), eps)
+        with torch.cuda.device_of(mixed):
+            depth_pool_forward[(triton.cdiv(rows, fixed["TALL"]),)](
+                query.contiguous(),
+                recency_bias,
+                tuple(s.contiguous() for s in sources),
+                mixed,
+                weights,
+                rows,
+                WIDE=wide_of(mixed),
+                num_warps=warps(width),
+                **fixed,
+            )
+    return mixed, weights
+
+
+@pool.register_fake
+def _(sources: Sequence[Tensor], query: Tensor, recency_bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    return _outputs(sources)
+
+
+@torch.library.custom_op("fathom::depth_pool_backward", mutates_args=())
+def pool_backward(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    weights: Tensor,
+    grad: Tensor,
+    eps: float,
+    biased: bool,
+) -> list[Tensor]:
+    """Gradients of the query, of the bias where it is `biased`, and of all sources, in this order."""
+    rows, width = weights[0].numel(), query.shape[0]
+    fixed = constants(width, len(sources), eps)
+    programs = max(1, min(triton.cdiv(rows, fixed["TALL"]), PROGRAMS))
+    of_query = weights.new_zeros((programs, width))
+    of_bias = weights.new_zeros(programs) if biased else None
+    made = _like(sources)
+    if rows:
+        with torch.cuda.device_of(grad):
+            depth_pool_backward[(programs,)](
+                query.contiguous(),
+                tuple(s.contiguous() for s in sources),
+                weights,
+                grad.contiguous(),
+                of_query,
+                of_bias,
+                tuple(made),
+                rows,
+                programs,
+                WIDE=wide_of(grad),
+                num_warps=warps(width),
+                **fixed,
+            )
+    bias = [] if of_bias is None else [of_bias.sum(0, keepdim=True)]
+    return [of_query.sum(0).to(query.dtype), *bias, *made]
+
+
+@pool_backward.register_fake
+def _(
+    sources: Sequence[Tensor],
+    query: Tensor,
+    weights: Tensor,
+    grad: Tensor,
+    eps: float,
+    biased: bool,
+) -> list[Tensor]:
+    bias = [weights.new_empty(1)] if biased else []
+    return [torch.empty_like(query), *bias, *_like(sources)]
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    sources, query, bias, ctx.eps = inputs
+    ctx.bias_dtype = None if bias is None else bias.dtype
+    ctx.save_for_backward(query, output[1], *sources)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _back(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+    query, weights, *sources = ctx.saved_tensors
+    biased = ctx.bias_dtype is not None
+    of_query, *rest = pool_backward(sources, query, weights, grad, ctx.eps, biased)
+    bias = rest.pop(0).to(ctx.bias_dtype) if biased else None
+    return rest, of_query, bias, None
+
+
+pool.register_autograd(_back, setup_context=_keep)
+
+
+def _outputs(sources: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    like = sources[0]
+    wide = torch.promote_types(like.dtype, torch.float32)
+    mixed = torch.empty_like(like, memory_format=torch.contiguous_format)
+    return mixed, like.new_empty((len(sources), *like.shape[:-1]), dtype=wide)
+
+
+def _like(sources: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.empty_like(s, memory_format=torch.contiguous_format) for s in sources]

@@ -1,0 +1,30 @@
+"""liger-kernel's functions under the names and with the arguments of ours."""
+
+from __future__ import annotations
+
+import torch
+from liger_kernel.ops import LigerFusedLinearCrossEntropyFunction, LigerRMSNormFunction, LigerSiLUMulFunction
+from torch import Tensor
+
+from fathom.models.loss import IGNORE
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """As `fathom.models.rms_norm.normalise`; gradients are not written over what came in."""
+    offset, casting, in_place = 0.0, "llama", False
+    return LigerRMSNormFunction.apply(x, weight, eps, offset, casting, in_place)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) ⊙ up."""
+    return LigerSiLUMulFunction.apply(gate, up)
+
+
+def linear_cross_entropy(rows: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    """As `fathom.models.loss.linear_cross_entropy`, summed; the weight's gradient is summed in float32."""
+    no_bias, no_weights, squares, smoothing, softcap, with_squares = None, None, 0.0, 0.0, None, False
+    loss, *_ = LigerFusedLinearCrossEntropyFunction.apply(
+        *(rows, weight, targets, no_bias, no_weights, IGNORE, squares, smoothing, "sum", softcap, with_squares),
+        torch.float32,
+    )
+    return loss

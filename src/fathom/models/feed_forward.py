@@ -1,0 +1,19 @@
+"""The feed-forward sub-layer: Qwen3's, down(silu(gate(x)) ⊙ up(x)), whose middle a kernel may take."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+
+from .replaceable import faster
+
+
+class FeedForward(Qwen3MLP):
+    """Qwen3's, with its names and its numbers."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`[B, T, hidden_size]` to the same."""
+        swiglu = faster("swiglu", x) if self.config.hidden_act == "silu" else None
+        if swiglu is None:
+            return super().forward(x)
+        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))

@@ -1,0 +1,34 @@
+"""What a kernel is held to: its reference in float64, forward and gradient, from the same rounded numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+WITHIN = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0 ** (-7 if DEVICE == "cpu" else -8)}
+"""Largest relative error, in norm: a rounding of the result, and float32 sums whose terms nearly cancel.
+The interpreter cuts to bfloat16 where a GPU rounds."""
+
+
+def hold(
+    kernel: Callable[..., Tensor], reference: Callable[..., Tensor], inputs: Sequence[Tensor], dtype: torch.dtype
+) -> None:
+    """Complain of the first output or gradient that is farther off than `WITHIN` allows."""
+    given = [x.detach().to(DEVICE).requires_grad_(x.requires_grad) for x in inputs]
+    exact = [x.detach().double().to(DEVICE).requires_grad_(x.requires_grad) for x in inputs]
+    wanted, found = reference(*exact), kernel(*given)
+    assert found.dtype == dtype and found.shape == wanted.shape
+    grad = torch.randn(wanted.shape, generator=torch.Generator().manual_seed(1)).to(found)
+    differing = [i for i, x in enumerate(given) if x.requires_grad]
+    theirs = torch.autograd.grad(wanted, [exact[i] for i in differing], grad.double())
+    ours = torch.autograd.grad(found, [given[i] for i in differing], grad)
+    for name, a, b in [
+        ("output", found, wanted),
+        *zip([f"gradient {i}" for i in differing], ours, theirs, strict=True),
+    ]:
+        assert torch.isfinite(a).all(), name
+        off = (a.double() - b).norm() / b.norm().clamp(min=1e-30)
+        assert off <= WITHIN[dtype], f"{name} is off by {off:.2e}"
