@@ -289,6 +289,15 @@ class Track(Section):
         yield self.peak_flops is None or self.peak_flops > 0, "peak_flops", "allowed: a positive number, or null"
 
 
+class CacheSettings(typing.TypedDict):
+    """A cache's method and schedule, as `fathom.kvcache.build_cache` takes them."""
+
+    method: str
+    window: int | None
+    sinks: int
+    ratio: float
+
+
 @dataclass(frozen=True)
 class KVCache(Section):
     """What attention keeps of the past while the weights are tuned: everything, or a compressed memory."""
@@ -325,7 +334,7 @@ class KVCache(Section):
         yield 0 <= self.sinks <= most, "sinks", f"allowed: 0 to {most} with this window and ratio"
         yield self.lora_rank is None or self.lora_rank >= 1, "lora_rank", "allowed: 1 or more, or null"
 
-    def schedule(self) -> dict[str, Any]:
+    def schedule(self) -> CacheSettings:
         """What an export's config.json says of it, and what builds its cache."""
         return {"method": self.method, "window": self.window, "sinks": self.sinks, "ratio": self.ratio}
 
@@ -380,9 +389,9 @@ class Recipe:
         """This recipe with `key=value` overrides applied."""
         return parse_recipe(self.to_dict(), assignments)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain lists, dicts and scalars."""
-        return typing.cast("dict[str, Any]", _plain(dataclasses.asdict(self)))
+        return typing.cast("dict[str, object]", _plain(dataclasses.asdict(self)))
 
     def to_yaml(self) -> str:
         """The resolved recipe; `load_recipe` reads it back to an equal one."""
@@ -447,23 +456,23 @@ def summary_of(recipe: Path) -> str:
     return re.split(r"(?<=\.) ", " ".join(line.lstrip("# ") for line in lines), maxsplit=1)[0].rstrip(".")
 
 
-def parse_recipe(values: dict[str, Any], overrides: Sequence[str] = ()) -> Recipe:
+def parse_recipe(values: dict[str, object], overrides: Sequence[str] = ()) -> Recipe:
     """A checked recipe from nested values and `key=value` overrides."""
     values = overridden(values, overrides)
     sections = {name: _section(name, values.get(name)) for name in SECTIONS}
     for name in values:
         if name not in SECTIONS and name != "model":
             raise unknown_key(str(name), ["model", *SECTIONS])
-    model = values.get("model")
+    model: Any = values.get("model")
     return Recipe(model={} if model is None else model, **sections)
 
 
-def read_values(path: Path) -> dict[str, Any]:
+def read_values(path: Path) -> dict[str, object]:
     """The values of a YAML file on top of those of its `base`, unchecked."""
     return _read(path, ())
 
 
-def overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, Any]:
+def overridden(values: dict[str, object], overrides: Sequence[str]) -> dict[str, object]:
     """Nested values with dotted `key=value` words applied."""
     for assignment in overrides:
         key, equals, text = assignment.partition("=")
@@ -474,8 +483,8 @@ def overridden(values: dict[str, Any], overrides: Sequence[str]) -> dict[str, An
 
 
 def cache_policy(
-    method: str, recorded: Any, window: int | None = None, sinks: int | None = None, ratio: float | None = None
-) -> dict[str, Any]:
+    method: str, recorded: object, window: int | None = None, sinks: int | None = None, ratio: float | None = None
+) -> CacheSettings:
     """Method and schedule of a cache: what is asked for, else what the checkpoint was tuned for, else the defaults.
 
     Args:
@@ -497,10 +506,10 @@ def cache_policy(
         raise RecipeError(
             f"--kvcache {method} needs --kvcache-window: this checkpoint was not tuned for a compressed cache"
         )
-    return {**{key: known.get(key) for key in ("window", "sinks", "ratio")}, "method": method}
+    return {"window": known.get("window"), "sinks": known["sinks"], "ratio": known["ratio"], "method": method}
 
 
-def values_of(recipe: Recipe) -> dict[str, Any]:
+def values_of(recipe: Recipe) -> dict[str, object]:
     """Every value by its dotted key."""
     return dict(_leaves(recipe.to_dict()))
 
@@ -522,12 +531,12 @@ def describe() -> list[tuple[str, str, str, str]]:
     return rows
 
 
-def _require(holds: bool, key: str, value: Any, words: str) -> None:
+def _require(holds: bool, key: str, value: object, words: str) -> None:
     if not holds:
         raise RecipeError(f"{key}={_show(_plain(value))}: {words}")
 
 
-def _finite(value: Any) -> bool:
+def _finite(value: object) -> bool:
     values = value if isinstance(value, tuple) else (value,)
     return not any(isinstance(item, float) and not math.isfinite(item) for item in values)
 
@@ -568,7 +577,7 @@ def _schedule_rules(optim: Optim, train: Train) -> Iterator[Rule]:
     yield fits, f"optim.{key}", f"allowed: what {warmup} steps of warm-up leave of train.steps={train.steps}"
 
 
-def _config(model: dict[str, Any]) -> FathomConfig:
+def _config(model: dict[str, object]) -> FathomConfig:
     """Build the configuration, turning what it objects to into one line."""
     from huggingface_hub.errors import StrictDataclassError
 
@@ -591,7 +600,7 @@ def _config(model: dict[str, Any]) -> FathomConfig:
         raise RecipeError(f"model: {' '.join(str(error).split())}") from error
 
 
-def _section(name: str, values: Any) -> Any:
+def _section(name: str, values: object) -> Any:
     """One dataclass of the recipe from its mapping."""
     section = SECTIONS[name]
     if values is None:
@@ -605,7 +614,7 @@ def _section(name: str, values: Any) -> Any:
     return section(**values)
 
 
-def _convert(key: str, hint: Any, value: Any) -> Any:
+def _convert(key: str, hint: object, value: object) -> Any:
     """The value as the field's type, or one line that says what is allowed."""
     try:
         return convert(hint, value)
@@ -641,7 +650,7 @@ def convert(hint: Any, value: Any) -> Any:
     raise ValueError(f"{value!r} is not {allowed(hint)}")
 
 
-def _first(hints: Sequence[Any], value: Any) -> Any:
+def _first(hints: Sequence[object], value: object) -> Any:
     """The value as the first of several types that takes it."""
     for hint in hints:
         try:
@@ -651,7 +660,7 @@ def _first(hints: Sequence[Any], value: Any) -> Any:
     raise ValueError(f"{value!r} is none of {hints}")
 
 
-def _items(origin: Any, hints: tuple[Any, ...], values: Sequence[Any]) -> Any:
+def _items(origin: object, hints: tuple[object, ...], values: Sequence[object]) -> Any:
     """The items of a list, each as its own type."""
     if origin is tuple and hints[-1] is not Ellipsis:
         if len(values) != len(hints):
@@ -722,7 +731,7 @@ def _yaml(text: str, source: str) -> Any:
         raise RecipeError(f"{source}: nested too deep") from None
 
 
-def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
+def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, object]:
     """A file's values on top of its base's."""
     if path.resolve() in seen:
         raise RecipeError(f"{path}: base refers back to itself")
@@ -744,7 +753,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     return _merge(_read(below, (*seen, path.resolve())), values)
 
 
-def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
+def _merge(below: dict[str, object], above: dict[str, object]) -> dict[str, object]:
     merged = dict(below)
     for key, value in above.items():
         under = merged.get(key)
@@ -752,13 +761,13 @@ def _merge(below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _nest(key: str, value: Any) -> dict[str, Any]:
+def _nest(key: str, value: object) -> dict[str, object]:
     for part in reversed(key.split(".")):
         value = {part: value}
-    return typing.cast("dict[str, Any]", value)
+    return typing.cast("dict[str, object]", value)
 
 
-def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _leaves(values: dict[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     for key, value in values.items():
         if isinstance(value, dict) and value:
             yield from _leaves(value, f"{prefix}{key}.")
@@ -766,11 +775,11 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield prefix + str(key), value
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> Any:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from fathom.checkpoints.layout import ADAPTER_CONFIG, CONFIG, GENERATION_CONFIG, INDEX_SUFFIX, TOKENIZER_CONFIG
 from fathom.checkpoints.origin import LocalOrigin, Refused, read_json
 from fathom.checkpoints.tensors import PICKLES, SafetensorsStore, read_header, read_index
 
 
-def check_checkpoint(directory: str | Path) -> dict[str, Any]:
+def check_checkpoint(directory: str | Path) -> dict[str, object]:
     """Refuse a model directory that could harm whoever opens it; otherwise its configuration.
 
     Refused are pickles, links and shard names that leave the directory, weights that are missing, truncated,

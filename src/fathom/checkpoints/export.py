@@ -12,16 +12,15 @@ import copy
 import json
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files, get_relative_imports
 
 from fathom._version import __version__
 from fathom.checkpoints.layout import CARD, CONFIG, TOKENIZER_CONFIG, TOKENIZER_IDENTITY, TOKENIZER_JSON
-from fathom.checkpoints.runs import open_source
+from fathom.checkpoints.runs import Facts, open_source
 from fathom.checkpoints.special_tokens import as_field, as_list, known, settle_generation
 from fathom.checkpoints.to_gguf import MAGIC, write_gguf
 from fathom.checkpoints.tokenizers import identity
@@ -56,7 +55,7 @@ def export(
     directory: str | Path,
     tokenizer: PreTrainedTokenizerBase | None = None,
     form: str = "fathom",
-    facts: Mapping[str, Any] | None = None,
+    facts: Facts | None = None,
 ) -> Path:
     """Write weights, configuration, tokenizer, model card and code to `directory`, whole or not at all.
 
@@ -141,7 +140,7 @@ def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
     return _stock(model.config, [visit.layer for trip in plan(model.config) for visit in trip], model)
 
 
-def _stock(config: FathomConfig, layers: Any, model: FathomForCausalLM) -> PreTrainedModel:
+def _stock(config: FathomConfig, layers: Sequence[int], model: FathomForCausalLM) -> PreTrainedModel:
     if config.k_norm_position != "before_rope":
         raise ExportError("a model that norms keys after rotating them is not a Qwen3; export it with --as fathom")
     layers = list(layers)
@@ -161,7 +160,7 @@ def _stock(config: FathomConfig, layers: Any, model: FathomForCausalLM) -> PreTr
     return stock
 
 
-def model_card(model: FathomPreTrainedModel, form: str, facts: Mapping[str, Any]) -> str:
+def model_card(model: FathomPreTrainedModel, form: str, facts: Facts) -> str:
     """A README for the directory: what it is, how to open it, what it was trained on, what it scored."""
     config = model.config
     name = mechanism_name(config)
@@ -210,6 +209,9 @@ tags:
 ```python
 from transformers import {auto}, AutoTokenizer
 
+if TYPE_CHECKING:
+    from torch import nn
+
 model = {auto}.from_pretrained("path/to/this"{remote})
 tokenizer = AutoTokenizer.from_pretrained("path/to/this"{remote})
 ```
@@ -222,7 +224,7 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this"{remote})
 {training}"""
 
 
-def _shape(config: FathomConfig) -> dict[str, Any]:
+def _shape(config: FathomConfig) -> dict[str, object]:
     shape = {
         "layers": config.num_hidden_layers,
         "hidden size": config.hidden_size,
@@ -235,7 +237,7 @@ def _shape(config: FathomConfig) -> dict[str, Any]:
     return shape | {f"{axis} options": json.dumps(value) for axis, value in options.items() if value}
 
 
-def _trained(facts: Mapping[str, Any]) -> list[str]:
+def _trained(facts: Facts) -> list[str]:
     """Paragraphs: steps and tokens, held-out scores, the recipe."""
     found = []
     if "step" in facts:
@@ -313,6 +315,6 @@ def _add_special_tokens(directory: Path, model: PreTrainedModel, tokenizer: PreT
     _amend(directory / TOKENIZER_CONFIG, names)
 
 
-def _amend(path: Path, keys: Mapping[str, Any]) -> None:
+def _amend(path: Path, keys: Mapping[str, object]) -> None:
     text = json.dumps({**read_json(path), **keys}, indent=2, sort_keys=True, ensure_ascii=False)
     path.write_text(text + "\n", encoding="utf-8")

@@ -5,13 +5,34 @@ Names and reports are read here, never weights, so that asking costs no torch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from fathom.checkpoints.layout import CONFIG, MODEL, RECIPE, REPORT
 from fathom.errors import FathomError
 from fathom.report.files import read_json
+
+
+class _Mean(TypedDict):
+    mean: float
+
+
+class _Run(TypedDict):
+    loss: float
+    directory: str
+
+
+class _Arm(TypedDict, total=False):
+    name: str
+    loss: float
+    runs: list[_Run]
+    difference: _Mean
+
+
+class _Report(TypedDict):
+    """What is read of a comparison's report."""
+
+    arms: list[_Arm]
 
 
 class RunError(FathomError, ValueError):
@@ -47,7 +68,7 @@ def holds_comparison(path: Path) -> bool:
 def best_run(comparison: Path) -> Path:
     """The run with the lowest loss of a comparison's best arm."""
     try:
-        report = read_json(comparison / REPORT)
+        report: _Report = read_json(comparison / REPORT)
         finished = any(arm["runs"] for arm in report["arms"])
         best = min(best_arm(report)["runs"], key=lambda run: run["loss"])["directory"] if finished else ""
     except (ValueError, KeyError, TypeError):
@@ -57,12 +78,12 @@ def best_run(comparison: Path) -> Path:
     return comparison / str(best)
 
 
-def best_arm(report: Mapping[str, Any]) -> dict[str, Any]:
+def best_arm(report: _Report) -> _Arm:
     """The arm of a comparison's report with the lowest mean validation loss."""
     control = report["arms"][0]
-    scored: list[dict[str, Any]] = [arm for arm in report["arms"] if arm["runs"]]
+    scored = [arm for arm in report["arms"] if arm["runs"]]
 
-    def loss(arm: Mapping[str, Any]) -> float:
+    def loss(arm: _Arm) -> float:
         # By the paired difference: the mean of an arm that failed with a seed is not over the control's seeds.
         return control["loss"] + arm["difference"]["mean"] if "difference" in arm else arm["loss"]
 

@@ -128,6 +128,7 @@ class GgufStore:
         info = self.tensors[name]
         if self._permuted and name.endswith(("attn_q.weight", "attn_k.weight")):
             heads = self.config["num_attention_heads" if "attn_q" in name else "num_key_value_heads"]
+            assert isinstance(heads, int)
             values = _unpermuted(self._plain(info, None), heads)
             return values if rows is None else np.concatenate([values[a:b] for a, b in rows])
         return self._plain(info, rows)
@@ -158,7 +159,7 @@ def _unpermuted(values: Array, heads: int) -> Array:
     return values.reshape(heads, shape[0] // heads // 2, 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
 
 
-def _config(metadata: Mapping[str, Any], file: str, tensors: Mapping[str, TensorInfo]) -> dict[str, Any]:
+def _config(metadata: Mapping[str, object], file: str, tensors: Mapping[str, TensorInfo]) -> dict[str, object]:
     kind = metadata.get("general.architecture")
     if kind not in _ARCHITECTURES:
         raise Refused(f"{file}: architecture {kind!r:.40}; read are {', '.join(_ARCHITECTURES)}")
@@ -169,16 +170,17 @@ def _config(metadata: Mapping[str, Any], file: str, tensors: Mapping[str, Tensor
         "hidden_size": f"{kind}.embedding_length",
         "num_attention_heads": f"{kind}.attention.head_count",
     }
-    config: dict[str, Any] = {"model_type": kind}
+    sizes = {}
     for name, key in wanted.items():
-        if type(metadata.get(key)) is not int or not 0 < metadata[key] < 1 << 20:
-            raise Refused(f"{file}: {key} is missing or not a size")
-        config[name] = metadata[key]
-    config["num_key_value_heads"] = metadata.get(f"{kind}.attention.head_count_kv", config["num_attention_heads"])
-    config["head_dim"] = metadata.get(
-        f"{kind}.attention.key_length", config["hidden_size"] // config["num_attention_heads"]
-    )
-    for name in ("num_key_value_heads", "head_dim"):
-        if type(config[name]) is not int or not 0 < config[name] < 1 << 20:
-            raise Refused(f"{file}: {name} is not a size")
-    return config
+        sizes[name] = _size(metadata.get(key), f"{file}: {key} is missing or not a size")
+    kv_heads = metadata.get(f"{kind}.attention.head_count_kv", sizes["num_attention_heads"])
+    sizes["num_key_value_heads"] = _size(kv_heads, f"{file}: num_key_value_heads is not a size")
+    width = metadata.get(f"{kind}.attention.key_length", sizes["hidden_size"] // sizes["num_attention_heads"])
+    sizes["head_dim"] = _size(width, f"{file}: head_dim is not a size")
+    return {"model_type": kind, **sizes}
+
+
+def _size(value: object, complaint: str) -> int:
+    if type(value) is not int or not 0 < value < 1 << 20:
+        raise Refused(complaint)
+    return value

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import snapshot_download
@@ -19,6 +19,9 @@ from fathom.checkpoints.runs import open_decoder, read_config
 from fathom.checkpoints.tokenizers import open_tokenizer
 from fathom.models import FathomConfig
 from fathom.models.published import is_published
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # What opening a model needs of a repository: no pickles, and code only for those who let it run.
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -60,7 +63,7 @@ def open_checkpoint(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     into_fathom: bool = False,
-) -> tuple[Any, Any]:
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model, ready for inference, and tokenizer of a model directory, a run or a comparison.
 
     Args:
@@ -90,7 +93,7 @@ def open_checkpoint(
 
 
 def _open_stranger(
-    directory: Path, config: dict[str, Any], dtype: str, trust_remote_code: bool
+    directory: Path, config: dict[str, object], dtype: str, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model of transformers' own, or of the directory's code where that is trusted."""
     for key in ("hidden_act", "hidden_activation"):

@@ -14,7 +14,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from pathlib import Path, PurePosixPath
-from typing import Any, Protocol
+from typing import Protocol
 
 from huggingface_hub import get_token
 
@@ -247,14 +247,14 @@ def read_whole(origin: Origin, path: str, limit: int = JSON_LIMIT) -> bytes:
     return bytes(origin.read(path, 0, size))
 
 
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     table = dict(pairs)
     if len(table) != len(pairs):
         raise Refused("a key is given twice")
     return table
 
 
-def parse_json(raw: bytes, what: str, unique: bool = False) -> dict[str, Any]:
+def parse_json(raw: bytes, what: str, unique: bool = False) -> dict[str, object]:
     """A JSON object from untrusted bytes; anything else is refused with the reason."""
     try:
         value = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique if unique else None)
@@ -271,6 +271,6 @@ def parse_json(raw: bytes, what: str, unique: bool = False) -> dict[str, Any]:
     return value
 
 
-def read_json(origin: Origin, path: str) -> dict[str, Any]:
+def read_json(origin: Origin, path: str) -> dict[str, object]:
     """A JSON object in a file."""
     return parse_json(read_whole(origin, path), path)

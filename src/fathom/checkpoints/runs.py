@@ -6,7 +6,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 import torch
 import torch.distributed as dist
@@ -56,13 +56,25 @@ class Saved:
     """Optimizer steps taken, skipped ones included."""
 
 
+class Facts(TypedDict, total=False):
+    """What is known of how a model came about."""
+
+    recipe: str
+    """As YAML."""
+    step: int
+    tokens: int
+    evaluation: Mapping[str, object] | None
+    seconds: float
+    epochs: float
+
+
 @dataclass(frozen=True)
 class Opened:
     """A model with what is known of how it came about."""
 
     model: FathomForCausalLM
     tokenizer: PreTrainedTokenizerBase | None
-    facts: dict[str, Any]
+    facts: Facts
     """`recipe` (YAML), `step`, `tokens`, `evaluation`, as far as they are known."""
 
 
@@ -73,14 +85,14 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
         source: Any of these.
         tokenizer: Taken in place of the directory's own.
     """
-    facts: dict[str, Any] = {}
+    facts: Facts = {}
     source = best_run(source) if holds_comparison(source) else source
     directory = source
     if (source / RECIPE).exists():
         facts["recipe"] = (source / RECIPE).read_text(encoding="utf-8")
         if (source / RESULT).exists():
             try:
-                facts |= read_json(source / RESULT)
+                facts = {**facts, **cast(Facts, read_json(source / RESULT))}
             except ValueError as error:
                 raise RunError(f"{source / RESULT} cannot be read: {reason(error)}") from None
         if not (source / MODEL).exists():
@@ -105,7 +117,7 @@ def read_config(directory: Path) -> FathomConfig:
         raise RunError(f"{directory / CONFIG}: {reason(error)}") from error
 
 
-def open_decoder(directory: Path, config: FathomConfig, **settings: Any) -> FathomForCausalLM:
+def open_decoder(directory: Path, config: FathomConfig, **settings: object) -> FathomForCausalLM:
     """The model of a directory that was checked.
 
     Args:
@@ -139,7 +151,7 @@ def _check_size(directory: Path, config: FathomConfig) -> None:
         raise RunError(f"{words}: {needed:,} parameters")
 
 
-def _open_unfinished(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts: dict[str, Any]) -> Opened:
+def _open_unfinished(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts: Facts) -> Opened:
     recipe = _recipe_of(run)
     _refuse_adapters(run)
     saved = newest_checkpoint(run)
@@ -158,12 +170,13 @@ def _open_unfinished(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts
     return Opened(model, tokenizer, {**facts, "step": saved.step})
 
 
-def config_of(block: Mapping[str, Any]) -> FathomConfig:
+def config_of(block: Mapping[str, object]) -> FathomConfig:
     """A recipe's model block as a configuration; with `from_pretrained`, that one's under the block's keys."""
     keys = dict(block)
     source = keys.pop("from_pretrained", None)
     if source is None:
         return FathomConfig(**keys)
+    source = str(source)
     directory = model_directory(source)
     if directory is not None:
         return FathomConfig.from_pretrained(directory, **keys)
@@ -215,7 +228,15 @@ def read_weights(saved: Saved) -> dict[str, Tensor]:
     return weights
 
 
-def _recipe_of(directory: Path) -> dict[str, Any]:
+class _Blocks(TypedDict, total=False):
+    """A recipe as it lies in a run, as far as it is read here."""
+
+    model: dict[str, object]
+    data: dict[str, str]
+    kvcache: dict[str, object] | None
+
+
+def _recipe_of(directory: Path) -> _Blocks:
     try:
         recipe = yaml.safe_load((directory / RECIPE).read_text(encoding="utf-8"))
         return {**recipe, "model": dict(recipe["model"])}

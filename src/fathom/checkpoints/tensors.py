@@ -10,15 +10,15 @@ import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol, TypeAlias, TypeGuard
 
 import numpy as np
-import numpy.typing as npt
 
 from fathom.checkpoints.layout import INDEX, INDEX_SUFFIX, WEIGHTS
 from fathom.checkpoints.origin import Origin, Refused, parse_json, read_json, safe_name
 
-Array = npt.NDArray[Any]
+Array: TypeAlias = np.ndarray
+"""Of any shape and any type of number."""
 Ranges = Sequence[tuple[int, int]]
 
 HEADER_LIMIT = 100_000_000  # the format's own limit
@@ -89,9 +89,7 @@ def _tensor_info(name: str, entry: object, data_start: int, size: int, file: str
     what = f"{file}: tensor {name!r:.120}"
     if not isinstance(entry, dict):
         raise Refused(f"{what}: its entry is not an object")
-    dtype: Any = entry.get("dtype")
-    shape: Any = entry.get("shape")
-    offsets: Any = entry.get("data_offsets")
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
     if not isinstance(dtype, str) or dtype not in ITEM_BYTES:
         raise Refused(f"{what}: number type {dtype!r:.40} is not known")
     if not _naturals(shape) or len(shape) > 8 or not _naturals(offsets) or len(offsets) != 2:
@@ -104,7 +102,7 @@ def _tensor_info(name: str, entry: object, data_start: int, size: int, file: str
     return TensorInfo(file, dtype, tuple(shape), data_start + start, data_start + stop)
 
 
-def _naturals(value: Any) -> bool:
+def _naturals(value: object) -> TypeGuard[list[int]]:
     return isinstance(value, list) and all(type(item) is int and 0 <= item < 1 << 62 for item in value)
 
 
@@ -243,7 +241,7 @@ def float8_table(exponent_bits: int, mantissa_bits: int) -> Array:
 class AdapterStore:
     """A base checkpoint seen through a LoRA adapter: W + scale · B A, added as rows are read."""
 
-    def __init__(self, base: TensorStore, adapter: SafetensorsStore, config: Mapping[str, Any]):
+    def __init__(self, base: TensorStore, adapter: SafetensorsStore, config: Mapping[str, object]):
         kind = config.get("peft_type")
         if kind != "LORA" or config.get("use_dora") or config.get("rank_pattern") or config.get("alpha_pattern"):
             raise Refused(f"adapter of type {kind}: only plain LoRA is read; merge it into its base first")

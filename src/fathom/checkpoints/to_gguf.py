@@ -16,6 +16,7 @@ from fathom.errors import FathomError
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
+    from transformers import PretrainedConfig
 
 ARCHITECTURE = "qwen3"
 MAGIC = b"GGUF"
@@ -78,7 +79,7 @@ def gguf_name(key: str) -> str:
     return f"blk.{layer}.{LAYER[part]}.{kind}"
 
 
-def _check(config: Any) -> None:
+def _check(config: PretrainedConfig) -> None:
     wrong = {
         "attention_bias": config.attention_bias,
         "hidden_act": config.hidden_act != "silu" and config.hidden_act,
@@ -90,7 +91,7 @@ def _check(config: Any) -> None:
             raise GgufError(f"llama.cpp's qwen3 has no {what}{'' if found is True else ' ' + str(found)}")
 
 
-def _add_shape(writer: GGUFWriter, config: Any, name: str) -> None:
+def _add_shape(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
     writer.add_name(name)
     writer.add_vocab_size(config.vocab_size)
     writer.add_context_length(config.max_position_embeddings)

@@ -6,12 +6,17 @@ import hashlib
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fathom.checkpoints.origin import Refused
 
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-def open_tokenizer(directory: Path, config: Any = None, trust_remote_code: bool = False) -> Any:
+
+def open_tokenizer(
+    directory: Path, config: PretrainedConfig | None = None, trust_remote_code: bool = False
+) -> PreTrainedTokenizerBase:
     """The tokenizer of a directory, whose files are all that is read.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
@@ -13,6 +13,9 @@ from rich.table import Table
 from fathom.checkpoints.layout import PAGE, REPORT
 from fathom.cli.parser import Parser, add_recipe
 from fathom.recipe import RecipeError, find_recipe, load_recipe
+
+if TYPE_CHECKING:
+    from fathom.comparison.results import ComparisonReport
 
 
 def add(parser: Parser) -> None:
@@ -75,7 +78,7 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _show(report: dict[str, Any], out: Path, found: Iterable[Table]) -> None:
+def _show(report: ComparisonReport, out: Path, found: Iterable[Table]) -> None:
     """The tables, the sentence, and where the rest is."""
     console = Console(highlight=False)
     for table in found:

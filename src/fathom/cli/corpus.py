@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fathom.cli.parser import Parser
 from fathom.corpus.recipe import describe_corpus, load_corpus_recipe
+
+if TYPE_CHECKING:
+    from fathom.corpus.pipeline import Preview
 
 
 def add(parser: Parser) -> None:
@@ -39,7 +42,7 @@ def run(options: Namespace) -> int:
     return 0
 
 
-def _words(found: dict[str, Any]) -> str:
+def _words(found: Preview) -> str:
     """A preview for a person."""
     lines = [f"recipe {found['recipe']}"]
     for name, facts in found["inputs"].items():

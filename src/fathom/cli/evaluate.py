@@ -8,6 +8,8 @@ from pathlib import Path
 
 from fathom.cli.parser import Parser, UsageError, add_kernels, add_kvcache, add_opening
 
+WINDOWS = "1x,2x,4x,8x"
+
 
 def add(parser: Parser) -> None:
     """Arguments."""
@@ -43,7 +45,7 @@ def add(parser: Parser) -> None:
         "--max-trips", metavar="N[,N...]", help="score a model of several trips under each of these budgets"
     )
     add_kvcache(parser, several=True)
-    parser.add_argument("--at", metavar="LENGTHS", help="windows read, for --kvcache (default: 1x,2x,4x,8x)")
+    parser.add_argument("--at", metavar="LENGTHS", help=f"windows read, for --kvcache (default: {WINDOWS})")
     parser.add_argument(
         "--benchmark",
         type=Path,
@@ -74,26 +76,27 @@ def run(options: Namespace) -> int:
     if options.benchmark is not None:
         if options.kvcache:
             raise UsageError("--benchmark and --kvcache: give one of them")
-        report = evaluate_pair(options.checkpoints, options.benchmark, settings)
-        if not options.json:
-            show_pair(report, options.out)
-    elif options.kvcache:
-        plan = ask(options.kvcache, options.at or "1x,2x,4x,8x", **given)
-        report = evaluate_caches(options.checkpoints, settings, plan)
-        if not options.json:
-            show_caches(report, options.out)
-    else:
-        for name, value in {
-            **{f"--kvcache-{name}": value for name, value in given.items()},
-            "--at": options.at,
-        }.items():
-            if value is not None:
-                raise UsageError(f"{name} {value}: give --kvcache METHODS with it")
-        checkpoints, report = score(options.checkpoints, settings)
-        if not options.json:
-            show(checkpoints, report)
+        pair = evaluate_pair(options.checkpoints, options.benchmark, settings)
+        if options.json:
+            print(json.dumps(pair, ensure_ascii=False))
+        else:
+            show_pair(pair, options.out)
+        return 0
+    if options.kvcache:
+        caches = evaluate_caches(options.checkpoints, settings, ask(options.kvcache, options.at or WINDOWS, **given))
+        if options.json:
+            print(json.dumps(caches, ensure_ascii=False))
+        else:
+            show_caches(caches, options.out)
+        return 0
+    alone = {f"--kvcache-{name}": value for name, value in given.items()} | {"--at": options.at}
+    for name, value in alone.items():
+        if value is not None:
+            raise UsageError(f"{name} {value}: give --kvcache METHODS with it")
+    checkpoints, report = score(options.checkpoints, settings)
     if options.json:
         print(json.dumps(report, ensure_ascii=False))
+    else:
+        show(checkpoints, report)
     # A task that failed was named as it failed; the others are printed and kept.
-    pair = options.benchmark is not None
-    return int(not pair and not options.kvcache and any(entry["failed"] for entry in report["checkpoints"].values()))
+    return int(any(entry["failed"] for entry in report["checkpoints"].values()))

@@ -12,7 +12,6 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from fathom.cli.parser import Parser, UsageError, add_kernels, add_kvcache, add_opening
 
@@ -146,9 +145,9 @@ def _fed() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
 
 
-def options_of(words: Sequence[str]) -> dict[str, Any]:
+def options_of(words: Sequence[str]) -> dict[str, object]:
     """`key=value` words; values are JSON, or text where they are not."""
-    made = {}
+    made: dict[str, object] = {}
     for word in words:
         key, equals, value = word.partition("=")
         if not equals:

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from argparse import Namespace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fathom.cli.parser import Parser, UsageError
 from fathom.report.files import write_atomically
 from fathom.report.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def add(parser: Parser) -> None:
@@ -40,7 +43,7 @@ def run(options: Namespace) -> int:
         raise UsageError(f"{out} is a directory; the page is a file")
     text = options.text if options.file is None else _read(options.file)
     looked: list[LensData] = []
-    first: Any = None
+    first: PreTrainedTokenizerBase | None = None
     for path in filter(None, (options.model, options.compare)):
         model, tokenizer = open_checkpoint(path, options.device, into_fathom=True)
         if first is not None and not same_tokenizer(first, tokenizer, text):

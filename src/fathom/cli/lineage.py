@@ -5,17 +5,18 @@ from __future__ import annotations
 import json
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fathom import lineage
 from fathom.cli.parser import Parser, add_parameters, call
 from fathom.report.files import write_json
 
 if TYPE_CHECKING:
+    from fathom.checkpoints.tensors import Array
     from fathom.lineage.comparison import Comparison, Pair
 
 ACTIONS = {
@@ -53,7 +54,7 @@ class Result:
 
     exit_code: int
     text: str
-    data: dict[str, Any] = field(default_factory=dict)
+    data: Mapping[str, object] = field(default_factory=dict)
 
     def show(self, as_json: bool) -> int:
         """Print it and return the exit code."""
@@ -61,7 +62,7 @@ class Result:
         return self.exit_code
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """What JSON has no form for: numpy's numbers and arrays as Python's, all else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
@@ -174,7 +175,7 @@ def portrait(a: str, out: Path | None = None) -> Result:
     return Result(0, f"{path}\n{' '.join(said)}\n{lineage.portrait.CAPTION}", data)
 
 
-def _sketch(where: str) -> tuple[Any, str]:
+def _sketch(where: str) -> tuple[Array, str]:
     path = Path(where)
     if path.is_file() and path.suffix in {".json", ".card"}:
         body = lineage.cards.read_card(path)

@@ -10,13 +10,15 @@ import re
 import typing
 from argparse import Namespace
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from fathom.errors import FathomError
 from fathom.recipe import RecipeError, allowed, convert, describe
 
 MAY_BE_EMPTY = {"prompt", "text", "system", "separator", "eos_token", "api_key", "command"}
 """Arguments to which an empty word is a value like any other, or which say more of it themselves."""
+
+T = TypeVar("T")
 
 
 class UsageError(FathomError):
@@ -44,7 +46,7 @@ class Parser(argparse.ArgumentParser):
                 close = difflib.get_close_matches(flag, self._option_string_actions, n=1)
                 self.error(f"unrecognized arguments: {word}" + (f"; did you mean {close[0]}?" if close else ""))
 
-    def _get_values(self, action: argparse.Action, words: list[str]) -> Any:
+    def _get_values(self, action: argparse.Action, words: list[str]) -> object:
         """As argparse does; an empty word, which a script with an unset variable gives, is no path and no number."""
         if "" in words and action.dest not in MAY_BE_EMPTY:
             name = "/".join(action.option_strings) or action.metavar or action.dest
@@ -110,7 +112,7 @@ def add_recipe(parser: Parser, runs: bool = False) -> None:
         parser.epilog = "recipe keys:\n" + "\n".join(lines)
 
 
-def add_parameters(parser: Parser, function: Callable[..., Any], *positional: str) -> None:
+def add_parameters(parser: Parser, function: Callable[..., object], *positional: str) -> None:
     """Make a typed, documented function's parameters a command's options; some are words without a flag.
 
     Args:
@@ -138,7 +140,7 @@ def add_parameters(parser: Parser, function: Callable[..., Any], *positional: st
             parser.add_argument(flag, required=needed, **(settings | listed))
 
 
-def call(function: Callable[..., Any], options: Namespace) -> Any:
+def call(function: Callable[..., T], options: Namespace) -> T:
     """Call a function with what `add_parameters` made of the words."""
     hints = typing.get_type_hints(function)
     words = vars(options)
@@ -154,7 +156,7 @@ def call(function: Callable[..., Any], options: Namespace) -> Any:
     return function(**given)
 
 
-def _documented(function: Callable[..., Any]) -> tuple[str, dict[str, str]]:
+def _documented(function: Callable[..., object]) -> tuple[str, dict[str, str]]:
     """What a docstring says of a function, and under `Args:` of each parameter."""
     description, _, arguments = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")
     entries = re.split(r"^    (\w+): ", arguments.partition("\n\n")[0], flags=re.MULTILINE)[1:]

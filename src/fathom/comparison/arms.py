@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from fathom.models.cost import training_flops_per_token, training_visits
 from fathom.models.registry import parse_mechanism
@@ -30,8 +30,7 @@ class Arm:
     def recipe(self, base: Recipe) -> Recipe:
         """The base recipe with this arm's mechanism and overrides."""
         self._refuse_shared([override.partition("=")[0].strip() for override in self.overrides])
-        values = base.to_dict()
-        model: dict[str, Any] = values["model"]
+        model = dict(base.model)
         try:
             axes = parse_mechanism(self.mechanism)
         except ValueError as error:
@@ -41,7 +40,7 @@ class Arm:
                 model.pop(f"{axis}_options", None)  # they belong to another mechanism
             model[axis] = chosen
         try:
-            recipe = parse_recipe(values, self.overrides)
+            recipe = parse_recipe({**base.to_dict(), "model": model}, self.overrides)
             recipe.config()
         except ValueError as error:
             raise RecipeError(f"arm {self.name}: {error}") from error

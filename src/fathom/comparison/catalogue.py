@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
-from typing import Any
+from typing import TypedDict
 
 from rich.table import Table
 
@@ -14,6 +13,34 @@ from fathom.models.registry import AXES, DEFAULTS, known
 from fathom.report.numbers import short
 
 SEQUENCE = 2048
+
+
+class MechanismRow(TypedDict):
+    """One mechanism: what it is, what it adds to a model per token, and its share of the model's FLOPs."""
+
+    name: str
+    axis: str
+    summary: str
+    paper: str
+    identity_at_init: bool
+    options: dict[str, object]
+    parameters: int
+    flops: float
+    elementwise_flops: float
+    cache_bytes: int
+    transient_bytes: int
+    io_bytes: int
+    training_flops: float
+    flops_share: float
+
+
+class VanillaRow(TypedDict):
+    """What the decoder costs without a mechanism."""
+
+    parameters: int
+    flops: float
+    sequence_length: int
+    cache_bytes: int
 
 
 def with_mechanism(config: FathomConfig, axis: str, name: str) -> FathomConfig:
@@ -27,7 +54,7 @@ def with_mechanism(config: FathomConfig, axis: str, name: str) -> FathomConfig:
     return FathomConfig(**{**keys, axis: name, f"{axis}_options": options})
 
 
-def mechanism_rows(config: FathomConfig, bytes_per_scalar: int = 2) -> Iterator[dict[str, Any]]:
+def mechanism_rows(config: FathomConfig, bytes_per_scalar: int = 2) -> Iterator[MechanismRow]:
     """One row per mechanism: what it is, what it adds, and the model it is added to."""
     vanilla = with_mechanism(config, "mixer", "none")
     # 2N, the usual count of a forward pass, so that a share means what the papers mean by it
@@ -42,12 +69,18 @@ def mechanism_rows(config: FathomConfig, bytes_per_scalar: int = 2) -> Iterator[
             "paper": mechanism.paper,
             "identity_at_init": mechanism.identity_at_init,
             "options": getattr(chosen, f"{mechanism.axis}_options"),
-            **asdict(cost),
+            "parameters": cost.parameters,
+            "flops": cost.flops,
+            "elementwise_flops": cost.elementwise_flops,
+            "cache_bytes": cost.cache_bytes,
+            "transient_bytes": cost.transient_bytes,
+            "io_bytes": cost.io_bytes,
+            "training_flops": cost.training_flops,
             "flops_share": cost.flops / forward,
         }
 
 
-def vanilla_row(config: FathomConfig, bytes_per_scalar: int = 2) -> dict[str, Any]:
+def vanilla_row(config: FathomConfig, bytes_per_scalar: int = 2) -> VanillaRow:
     """What the decoder costs with every axis at its first value."""
     vanilla = with_mechanism(config, "mixer", "none")
     return {

@@ -4,32 +4,48 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from fathom.checkpoints.layout import LADDER, MACHINE, PAGE, RESULT
 from fathom.comparison.arms import Arm, tokens, training_flops
 from fathom.comparison.looks import read_looks, warning, with_this
 from fathom.comparison.plan import Plan, RunTask, read_measured
+from fathom.comparison.results import (
+    ArmResult,
+    ArmTrips,
+    Band,
+    Columns,
+    ComparisonReport,
+    ComparisonResults,
+    Curve,
+    DomainValues,
+    FailedRun,
+    GapValues,
+    PairGap,
+    ParallelRun,
+    RunRow,
+    ShareOfGain,
+    TestedGap,
+)
 from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
 from fathom.models.registry import recurrence_class
 from fathom.recipe import Recipe
 from fathom.report.files import read_json
-from fathom.report.numbers import in_words, signed
+from fathom.report.numbers import DASH, in_words, signed
+from fathom.report.provenance import Provenance
 from fathom.report.statistics import Difference, holm, paired_difference, paired_ratio
 from fathom.training import read_metrics
+from fathom.training.results import RunResult
 
 SIGNIFICANT = 0.05
 SMOOTHED = 20
 """Points of the curve of training-loss differences, each the mean of a stretch of steps."""
 
-Values = dict[str, Any]
 
-
-def summarize(plan: Plan, out: Path, source: Mapping[str, Any]) -> Values:
+def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
     """Everything that `report.json` holds, from the directory alone.
 
     A seed counts when every arm has finished it. An arm that failed is left out of it, and a control that failed leaves
@@ -43,7 +59,7 @@ def summarize(plan: Plan, out: Path, source: Mapping[str, Any]) -> Values:
     seeds = [seed for seed in whole if done[seed][control] and sum(run is not None for run in done[seed].values()) > 1]
     arms = [_arm(plan, out, arm, [run for seed in seeds if (run := done[seed][arm.name])]) for arm in plan.arms]
     between = compare_runs(arms) if seeds else []
-    report = {
+    report: ComparisonResults = {
         **source,
         "equal": plan.equal,
         "control": plan.control.name,
@@ -60,7 +76,7 @@ def summarize(plan: Plan, out: Path, source: Mapping[str, Any]) -> Values:
     return {"verdict": verdict(report), **report}
 
 
-def verdict(report: Values) -> str:
+def verdict(report: ComparisonResults) -> str:
     """One sentence: what the evidence shows, what it does not, and how far it reaches."""
     control, *planned = report["arms"]
     arms = [arm for arm in planned if "difference" in arm]
@@ -87,19 +103,19 @@ def verdict(report: Values) -> str:
     return f"With {count} seeds, {scope}, {'; '.join(parts)}{left_out}{warning(report)}."
 
 
-def family_size(report: Values) -> int:
+def family_size(report: ComparisonResults) -> int:
     """How many differences of the final loss were tested together: to the control, and among the other arms."""
     rows = [*(arm["difference"] for arm in report["arms"] if "difference" in arm), *report["between"]]
     return sum(row["p"] is not None for row in rows)
 
 
-def _failed(plan: Plan, out: Path) -> list[Values]:
+def _failed(plan: Plan, out: Path) -> list[FailedRun]:
     """The runs that cannot go on."""
     runs = [RunTask(plan, out, arm.name, seed) for seed in plan.seeds for arm in plan.arms]
     return [{"arm": run.arm, "seed": run.seed, **failure} for run in runs if (failure := run.failure) is not None]
 
 
-def _left_out(report: Values) -> str:
+def _left_out(report: ComparisonResults) -> str:
     """The failed runs as the end of a sentence."""
     rows = report.get("failed", [])
     if not rows:
@@ -110,29 +126,33 @@ def _left_out(report: Values) -> str:
     return f"; {names} failed and {'is' if len(rows) == 1 else 'are'} left out{whole}"
 
 
-def _arm(plan: Plan, out: Path, arm: Arm, runs: Sequence[Values]) -> Values:
+def _arm(plan: Plan, out: Path, arm: Arm, runs: Sequence[RunRow]) -> ArmResult:
     recipe = plan.recipes[arm.name]
     config = recipe.config()
     measured = read_measured(plan, out, arm.name) if arm != plan.control else None
     scalar = 2 if recipe.train.precision == "bf16" else 4
-    values: Values = {
-        **asdict(arm),
+    cache = measured["cache_bytes_per_token"][0] if measured else None
+    values: ArmResult = {
+        "name": arm.name,
+        "mechanism": arm.mechanism,
+        "overrides": arm.overrides,
         "parameters": count_parameters(config),
         "flops_per_token": flops_per_token(config, recipe.data.sequence_length),
-        "cache_bytes_per_token": {"declared": cache_bytes_per_token(config, scalar), "measured": None},
+        "cache_bytes_per_token": {
+            "declared": cache_bytes_per_token(config, scalar),
+            "measured": _control_cache(plan, out) if arm == plan.control else cache,
+        },
         "steps": recipe.train.steps,
         "tokens": tokens(recipe),
         "training_flops": training_flops(recipe),
-        "measured": measured and {k: v for k, v in measured.items() if k != "recipes"},
+        "measured": measured,
         "runs": list(runs),
     }
     if measured:
-        values["cache_bytes_per_token"]["measured"] = measured["cache_bytes_per_token"][0]
-    elif arm == plan.control:
-        values["cache_bytes_per_token"]["measured"] = _control_cache(plan, out)
+        del measured["recipes"]
     if runs:
         loss = statistics.fmean(run["loss"] for run in runs)
-        values |= {"loss": loss, "perplexity": math.exp(min(loss, 700.0))}
+        values["loss"], values["perplexity"] = loss, math.exp(min(loss, 700.0))
         values["bits_per_byte"] = statistics.fmean(run["bits_per_byte"] for run in runs)
         values["domains"] = {name: _domain(runs, name) for name in runs[0]["domains"]}
         values["position_loss"] = [
@@ -143,82 +163,99 @@ def _arm(plan: Plan, out: Path, arm: Arm, runs: Sequence[Values]) -> Values:
     return values
 
 
-def _trips(recipe: Recipe, runs: Sequence[Values]) -> Values:
+def _trips(recipe: Recipe, runs: Sequence[RunRow]) -> ArmTrips:
     """Per token of held-out text: as counted where tokens may halt, else the trips that all of them make."""
     config = recipe.config()
     most = recurrence_class(config).trips_of(config)
     counted = [trips for run in runs if (trips := run.get("trips")) is not None]
-    solved = [{key: run[key] for key in ("seed", "jacobi_rounds", "gap")} for run in runs if run.get("jacobi_rounds")]
+    solved: list[ParallelRun] = [
+        {"seed": run["seed"], "jacobi_rounds": rounds, "gap": run["gap"]}
+        for run in runs
+        if (rounds := run.get("jacobi_rounds"))
+    ]
     if not counted:
         return {"mean": float(most), "most": most, "shares": None, "correlations": [], "solved": solved}
     return {
         "mean": statistics.fmean(trips["mean"] for trips in counted),
         "most": most,
         "shares": [statistics.fmean(row) for row in zip(*(trips["shares"] for trips in counted), strict=True)],
-        "correlations": [trips["correlation"] for trips in counted if trips["correlation"] is not None],
+        "correlations": [found for trips in counted if (found := trips["correlation"]) is not None],
         "solved": solved,
     }
 
 
-def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> Values | None:
+def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> RunRow | None:
     """One finished run: its last evaluation, its curve, the machine."""
     run_dir = RunTask(plan, out, arm.name, seed).run_dir
     if not (run_dir / RESULT).exists():
         return None
-    values = read_json(run_dir / RESULT)
+    values: RunResult = read_json(run_dir / RESULT)
+    scores = values["evaluation"]
+    assert scores is not None, f"{run_dir}: a run of a comparison has held-out text"
     lines = read_metrics(run_dir)
     looks, losses = _by_step(lines, "val/loss"), _by_step(lines, "loss")
     machine = run_dir / MACHINE
-    return {
+    found: RunRow = {
+        **cast(RunRow, {key: value for key, value in scores.items() if key != "tokens"}),
         "seed": seed,
         "directory": str(run_dir.relative_to(out)),
-        **{key: value for key, value in values["evaluation"].items() if key != "tokens"},
-        "evaluated_tokens": values["evaluation"]["tokens"],
+        "evaluated_tokens": scores["tokens"],
         "seconds": values["seconds"],
         "epochs": values.get("epochs"),
         "machine": read_json(machine) if machine.exists() else None,
-        "validation": {key: [look[name] for look in looks] for key, name in CURVE.items()},
-        "training_loss": {"step": [line["step"] for line in losses], "loss": [line["loss"] for line in losses]},
+        "validation": {
+            "step": [int(look["step"]) for look in looks],
+            "tokens": [int(look["tokens"]) for look in looks],
+            "seconds": [look["seconds"] for look in looks],
+            "loss": [look["val/loss"] for look in looks],
+        },
+        "training_loss": {"step": [int(line["step"]) for line in losses], "loss": [line["loss"] for line in losses]},
     }
+    return found
 
 
-CURVE = {"step": "step", "tokens": "tokens", "seconds": "seconds", "loss": "val/loss"}
-
-
-def _curve(arm: Values) -> Values:
+def _curve(arm: ArmResult) -> Curve:
     """Validation loss while training: its mean over seeds, and the lowest and highest seed."""
-    runs = [_points(run["validation"]) for run in arm["runs"]]
-    steps = _common(runs)
-    counts = [runs[0][step]["tokens"] for step in steps]
-    losses = [[run[step]["loss"] for run in runs] for step in steps]
+    columns = [run["validation"] for run in arm["runs"]]
+    rows = [_rows_of(run) for run in columns]
+    steps = _common(rows)
+    counts = [columns[0]["tokens"][rows[0][step]] for step in steps]
+    losses = [[run["loss"][row[step]] for run, row in zip(columns, rows, strict=True)] for step in steps]
     return {
         "tokens": counts,
         "flops": [count * arm["training_flops"] / arm["tokens"] for count in counts],
-        "seconds": [statistics.fmean(run[step]["seconds"] for run in runs) for step in steps],
+        "seconds": [
+            statistics.fmean(run["seconds"][row[step]] for run, row in zip(columns, rows, strict=True))
+            for step in steps
+        ],
         "loss": [statistics.fmean(row) for row in losses],
         "low": [min(row) for row in losses],
         "high": [max(row) for row in losses],
     }
 
 
-def _by_step(lines: Sequence[Values], key: str) -> list[Values]:
+def _by_step(lines: Sequence[dict[str, float]], key: str) -> list[dict[str, float]]:
     """The lines that have a key, one for each step: a run that was killed may have written some again."""
     found = {line["step"]: line for line in lines if key in line}
     return [found[step] for step in sorted(found)]
 
 
-def _points(columns: Mapping[str, Sequence[Any]]) -> dict[int, Values]:
-    """Columns as one row for each step."""
-    rows = (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
-    return {row["step"]: row for row in rows}
+def _rows_of(columns: Columns) -> dict[int, int]:
+    """Where the point of each step stands in its columns."""
+    return {step: i for i, step in enumerate(columns["step"])}
 
 
-def _common(runs: Sequence[Mapping[int, Any]]) -> list[int]:
+def _losses(run: RunRow) -> dict[int, float]:
+    """Training loss by step."""
+    return dict(zip(run["training_loss"]["step"], run["training_loss"]["loss"], strict=True))
+
+
+def _common(runs: Sequence[Mapping[int, float]]) -> list[int]:
     """The steps that all runs have: a machine that lost its power may have lost lines."""
     return sorted(set(runs[0]).intersection(*runs[1:]))
 
 
-def compare_runs(arms: Sequence[Values]) -> list[Values]:
+def compare_runs(arms: Sequence[ArmResult]) -> list[PairGap]:
     """Give every arm but the control, which is the first, its paired differences; return those among the others.
 
     Their p values are adjusted in one family: whatever the number of arms, the chance that any of the differences is
@@ -231,66 +268,75 @@ def compare_runs(arms: Sequence[Values]) -> list[Values]:
     return between
 
 
-def is_sure(difference: Values) -> bool:
+def is_sure(difference: TestedGap) -> bool:
     """Whether a report calls a difference sure."""
-    return bool(difference["excludes_zero"]) and difference["p_holm"] < SIGNIFICANT
+    p = difference["p_holm"]
+    return difference["excludes_zero"] and p is not None and p < SIGNIFICANT
 
 
-def _add_differences(arms: Sequence[Values], control: Values) -> None:
+def _add_differences(arms: Sequence[ArmResult], control: ArmResult) -> None:
     """Final loss, bits per byte, by position, by domain, while training."""
     for arm in arms:
         pairs = _pairs(arm, control)
-        arm["difference"] = _difference(pairs, "loss")
-        arm["difference_bits_per_byte"] = _difference(pairs, "bits_per_byte")
+        arm["difference"] = {**_difference(pairs, lambda run: run["loss"])}
+        arm["difference_bits_per_byte"] = _difference(pairs, lambda run: run["bits_per_byte"])
         places = range(len(control["position_loss"]))
         if len(arm["position_loss"]) == len(places):
-            arm["difference_by_position"] = [_difference(pairs, "position_loss", i) for i in places]
+            arm["difference_by_position"] = [_difference(pairs, _at(place)) for place in places]
         for name, domain in arm["domains"].items():
             if name in control["domains"]:
-                domain["difference"] = _difference(pairs, "domains", name, "loss")
+                domain["difference"] = _difference(pairs, _of(name))
         arm["difference_while_training"] = _while_training(pairs, arm["tokens"] / arm["steps"])
 
 
-def _pairs(a: Values, b: Values) -> list[tuple[Values, Values]]:
+def _pairs(a: ArmResult, b: ArmResult) -> list[tuple[RunRow, RunRow]]:
     """The runs of two arms, seed by seed, where both have one."""
     partners = {run["seed"]: run for run in b["runs"]}
     return [(run, partners[run["seed"]]) for run in a["runs"] if run["seed"] in partners]
 
 
-def _add_holm(rows: Sequence[Values], arms: int) -> None:
+def _add_holm(rows: Sequence[TestedGap], arms: int) -> None:
     """Adjust the p values of those differences between so many arms that have one."""
     for row in rows:
         row["p_holm"] = None
-    tested = [row for row in rows if row["p"] is not None]
-    for row, p in zip(tested, holm([row["p"] for row in tested], arms), strict=True):
+    tested = [(row, p) for row in rows if (p := row["p"]) is not None]
+    for (row, _), p in zip(tested, holm([p for _, p in tested], arms), strict=True):
         row["p_holm"] = p
 
 
-def _difference(pairs: Sequence[tuple[Values, Values]], *path: str | int) -> Values:
-    """The paired difference of a value deep in the runs."""
-
-    def value(run: Any) -> float:
-        for key in path:
-            run = run[key]
-        return float(run)
-
-    return _plain(paired_difference([value(a) for a, _ in pairs], [value(b) for _, b in pairs]))
+def _at(place: int) -> Callable[[RunRow], float]:
+    return lambda run: run["position_loss"][place]
 
 
-def _plain(found: Difference) -> Values:
-    return {**asdict(found), "low": found.low, "high": found.high, "excludes_zero": found.excludes_zero}
+def _of(domain: str) -> Callable[[RunRow], float]:
+    return lambda run: run["domains"][domain]["loss"]
 
 
-def _while_training(pairs: Sequence[tuple[Values, Values]], step_tokens: float) -> Values:
+def _difference(pairs: Sequence[tuple[RunRow, RunRow]], value: Callable[[RunRow], float]) -> GapValues:
+    """The paired difference of a value of the runs."""
+    return gap_of(paired_difference([value(a) for a, _ in pairs], [value(b) for _, b in pairs]))
+
+
+def gap_of(found: Difference) -> GapValues:
+    """A difference as a report holds it."""
+    return {
+        "mean": found.mean,
+        "pairs": found.pairs,
+        "half_width": found.half_width,
+        "p": found.p,
+        "low": found.low,
+        "high": found.high,
+        "excludes_zero": found.excludes_zero,
+    }
+
+
+def _while_training(pairs: Sequence[tuple[RunRow, RunRow]], step_tokens: float) -> Band:
     """Training loss minus the control's on the very same batches, as means over stretches of steps."""
-    runs = [[_points(run["training_loss"]) for run in pair] for pair in pairs]
+    runs = [(_losses(a), _losses(b)) for a, b in pairs]
     steps = _common([run for pair in runs for run in pair])
     size = max(1, math.ceil(len(steps) / SMOOTHED))
     stretches = [steps[first : first + size] for first in range(0, len(steps), size)]
-    gaps = [
-        [statistics.fmean(a[step]["loss"] - b[step]["loss"] for step in stretch) for a, b in runs]
-        for stretch in stretches
-    ]
+    gaps = [[statistics.fmean(a[step] - b[step] for step in stretch) for a, b in runs] for stretch in stretches]
     return {
         "tokens": [(statistics.fmean(stretch) - 0.5) * step_tokens for stretch in stretches],
         "mean": [statistics.fmean(row) for row in gaps],
@@ -299,17 +345,17 @@ def _while_training(pairs: Sequence[tuple[Values, Values]], step_tokens: float) 
     }
 
 
-def _between(arms: Sequence[Values]) -> list[Values]:
+def _between(arms: Sequence[ArmResult]) -> list[PairGap]:
     """The paired difference of every two arms."""
-    rows = []
+    rows: list[PairGap] = []
     for a, b in combinations(arms, 2):
         pairs = _pairs(a, b)
         if pairs:
-            rows.append({"a": a["name"], "b": b["name"], **_difference(pairs, "loss")})
+            rows.append({"a": a["name"], "b": b["name"], **_difference(pairs, lambda run: run["loss"])})
     return rows
 
 
-def share_of_gain(arms: Sequence[Values], between: Sequence[Values]) -> Values | None:
+def share_of_gain(arms: Sequence[ArmResult], between: Sequence[PairGap]) -> ShareOfGain | None:
     """How much of depth_attention's gain a plain average already has, with its interval by Fieller's theorem.
 
     A ratio to a gain that may be none says nothing: where the interval has no bounds there is no share either.
@@ -328,18 +374,23 @@ def share_of_gain(arms: Sequence[Values], between: Sequence[Values]) -> Values |
     return {"share": value, "low": low, "high": high, "defined": known, "difference": pair}
 
 
-def share_in_words(share: Values) -> str:
+def share_in_words(share: ShareOfGain) -> str:
     """The share and its interval, or that there is none."""
     if not share["defined"]:
         return "what share of depth_attention's gain uniform_depth has cannot be said"
-    value, low, high = (f"{100 * share[key]:.0f}".replace("-", "−") for key in ("share", "low", "high"))
+    ends = (share["share"], share["low"], share["high"])
+    value, low, high = (DASH if end is None else f"{100 * end:.0f}".replace("-", "−") for end in ends)
     return f"uniform_depth has {value} % of depth_attention's gain (95 % interval {low} to {high} %)"
 
 
-def _domain(runs: Sequence[Values], name: str) -> Values:
+def _domain(runs: Sequence[RunRow], name: str) -> DomainValues:
     scores = [run["domains"][name] for run in runs]
-    keys = [key for key in ("loss", "bits_per_byte", "accuracy") if scores[0].get(key) is not None]
-    return {key: statistics.fmean(score[key] for score in scores) for key in keys}
+    found: DomainValues = {
+        "loss": statistics.fmean(score["loss"] for score in scores),
+        "bits_per_byte": statistics.fmean(score["bits_per_byte"] for score in scores),
+    }
+    right = [share for score in scores if (share := score.get("accuracy")) is not None]
+    return {**found, "accuracy": statistics.fmean(right)} if right else found
 
 
 def _control_cache(plan: Plan, out: Path) -> float | None:
@@ -347,20 +398,20 @@ def _control_cache(plan: Plan, out: Path) -> float | None:
     return next((values["cache_bytes_per_token"][1] for values in found if values), None)
 
 
-def _mean(arm: Values) -> float:
+def _mean(arm: ArmResult) -> float:
     return float(arm["difference"]["mean"])
 
 
-def _alone(arm: Values) -> bool:
+def _alone(arm: ArmResult) -> bool:
     """Whether so many of its seeds failed that there is no interval."""
     return arm["difference"]["half_width"] is None
 
 
-def _clear(arm: Values) -> bool:
+def _clear(arm: ArmResult) -> bool:
     return is_sure(arm["difference"])
 
 
-def _claim(found: Sequence[Values], how: str, control: Values, family: int) -> list[str]:
+def _claim(found: Sequence[ArmResult], how: str, control: ArmResult, family: int) -> list[str]:
     """What is sure, after as many comparisons as there were."""
     if not found:
         return []
@@ -374,7 +425,7 @@ def _claim(found: Sequence[Values], how: str, control: Values, family: int) -> l
     return [f"{names} {loss} {how} {control['name']}'s by {_join(amounts)} nats{each} ({holds}{many})"]
 
 
-def _faint(arms: Sequence[Values], control: Values, family: int) -> list[str]:
+def _faint(arms: Sequence[ArmResult], control: ArmResult, family: int) -> list[str]:
     """Intervals that exclude zero, but would not if the other comparisons were taken into account."""
     found = [arm for arm in arms if arm["difference"]["excludes_zero"] and not _clear(arm)]
     if not found:
@@ -387,7 +438,7 @@ def _faint(arms: Sequence[Values], control: Values, family: int) -> list[str]:
     ]
 
 
-def _noise(arms: Sequence[Values], control: Values) -> list[str]:
+def _noise(arms: Sequence[ArmResult], control: ArmResult) -> list[str]:
     found = [arm for arm in arms if not arm["difference"]["excludes_zero"]]
     if not found:
         return []
@@ -398,7 +449,7 @@ def _noise(arms: Sequence[Values], control: Values) -> list[str]:
     return [f"{differ} {shown} to {control['name']} {'is' if len(found) == 1 else 'are'} within the noise of the seeds"]
 
 
-def _rivals(report: Values) -> list[str]:
+def _rivals(report: ComparisonResults) -> list[str]:
     """Whether attending beats averaging, or else whether the best two of several arms can be told apart."""
     rows = report["between"]
     share = report["share_of_uniform_depth"]
@@ -419,11 +470,11 @@ def _rivals(report: Values) -> list[str]:
     return [f"{row['a']} and {row['b']} cannot be told apart"]
 
 
-def _direction(arm: Values) -> str:
+def _direction(arm: ArmResult) -> str:
     return f"{abs(_mean(arm)):.4f} nats {'below' if _mean(arm) < 0 else 'above'}"
 
 
-def _signed(arm: Values) -> str:
+def _signed(arm: ArmResult) -> str:
     return signed(_mean(arm), arm["difference"]["half_width"])
 
 

@@ -16,7 +16,6 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fathom.errors import FathomError
 
@@ -54,12 +53,12 @@ class Claims:
             draft.unlink()
         return Claim(path, self._path(task, int(path.suffix[1:]) + 1))
 
-    def holder(self, task: str) -> dict[str, Any] | None:
+    def holder(self, task: str) -> dict[str, object] | None:
         """Who holds a task: `host` and `pid`; None if it is free."""
         number = self._newest(task)
         if number is None or self._free(self._path(task, number)):
             return None
-        found: dict[str, Any] = json.loads(self._path(task, number).read_text())
+        found: dict[str, object] = json.loads(self._path(task, number).read_text())
         return found
 
     def _path(self, task: str, number: int) -> Path:

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fathom.checkpoints.layout import LOOKS, REPORT
+from fathom.comparison.results import ComparisonResults, Look
 from fathom.recipe import RecipeError
 from fathom.report.files import read_json, write_json
 
-Look = dict[str, Any]
-"""`seeds` that the report showed, those `awaited` by its plan, all that were `planned`, and the `date`."""
 
-
-def awaited(report: Mapping[str, Any]) -> list[int]:
+def awaited(report: ComparisonResults) -> list[int]:
     """Planned seeds that are still to come: not finished, and not lost with their control or with all other arms."""
     lost = {(row["arm"], row["seed"]) for row in report.get("failed", [])}
     control, *others = (arm["name"] for arm in report["arms"])
@@ -39,24 +36,24 @@ def read_looks(out: Path) -> list[Look]:
         raise RecipeError(f"{path} is damaged: delete it, and the looks so far are forgotten") from None
 
 
-def with_this(looks: Sequence[Look], report: Mapping[str, Any]) -> list[Look]:
+def with_this(looks: Sequence[Look], report: ComparisonResults) -> list[Look]:
     """The looks, and that of this report if it is a new one."""
     known = [(look["seeds"], look["planned"]) for look in looks]
     return [*looks, *(look for look in _look(report) if (look["seeds"], look["planned"]) not in known)]
 
 
-def record(out: Path, report: Mapping[str, Any]) -> None:
+def record(out: Path, report: ComparisonResults) -> None:
     """Keep the looks of a report that is about to be written."""
     if report["looks"]:
         write_json(out / LOOKS, {"looks": report["looks"]})
 
 
-def changed(report: Mapping[str, Any]) -> bool:
+def changed(report: ComparisonResults) -> bool:
     """Whether the planned seeds are others than when a look was taken."""
     return any(set(look["planned"]) != set(report["seeds_planned"]) for look in report.get("looks", []))
 
 
-def warning(report: Mapping[str, Any]) -> str:
+def warning(report: ComparisonResults) -> str:
     """The end of a sentence on seeds that were not planned before the first look; empty where all were.
 
     A plan that is carried out has one chance to claim something, however often it was looked at on the way. One that is
@@ -79,9 +76,9 @@ def warning(report: Mapping[str, Any]) -> str:
     return f"; {what} after a report had been written {at}, so that the chance of a false claim is {risk}"
 
 
-def _look(report: Mapping[str, Any]) -> list[Look]:
+def _look(report: ComparisonResults) -> list[Look]:
     """The look that a report is; one seed bears no claim, so it is none."""
     if len(report["seeds"]) < 2:
         return []
-    found = {"seeds": report["seeds"], "awaited": awaited(report), "planned": report["seeds_planned"]}
-    return [{**found, "date": report["date"]}]
+    planned, date = report["seeds_planned"], report["date"]
+    return [{"seeds": report["seeds"], "awaited": awaited(report), "planned": planned, "date": date}]

@@ -3,14 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from markupsafe import Markup
 
 from fathom.comparison.arms import Arm
-from fathom.comparison.findings import Values, family_size, share_in_words
+from fathom.comparison.findings import family_size, share_in_words
 from fathom.comparison.looks import awaited, changed
+from fathom.comparison.results import (
+    ArmResult,
+    ArmTrips,
+    ComparisonReport,
+    CurveAxis,
+    DomainValues,
+    FailedRun,
+    GapValues,
+    RunRow,
+)
 from fathom.report import html
 from fathom.report.numbers import DASH, short, signed
 from fathom.report.plots import IntervalMark, Line, interval_plot, line_plot
@@ -21,17 +31,17 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-def write_report(report: Values, out: Path) -> tuple[Path, Path]:
+def write_report(report: ComparisonReport, out: Path) -> tuple[Path, Path]:
     """Write `report.json` and `report.html` into a comparison's directory."""
     return html.write(out, report, page(report))
 
 
-def tables(report: Values) -> list[Table]:
+def tables(report: ComparisonReport) -> list[Table]:
     """Two tables for a terminal of 80 columns: what each arm reached, and what it cost."""
     return [terminal_table(*quality_rows(report)), terminal_table(*cost_rows(report, narrow=True))]
 
 
-def quality_rows(report: Values) -> tuple[str, list[str], list[list[str]]]:
+def quality_rows(report: ComparisonReport) -> tuple[str, list[str], list[list[str]]]:
     """Caption, columns, rows: what each arm reached."""
     arms = report["arms"]
     columns = ["arm", "loss", "difference", "Holm p", "perplexity", "bits/byte"]
@@ -52,7 +62,7 @@ def quality_rows(report: Values) -> tuple[str, list[str], list[list[str]]]:
     return f"Held-out loss in nats per token ({seeds(many)}); paired difference {interval}{failed}", columns, rows
 
 
-def cost_rows(report: Values, narrow: bool = False) -> tuple[str, list[str], list[list[str]]]:
+def cost_rows(report: ComparisonReport, narrow: bool = False) -> tuple[str, list[str], list[list[str]]]:
     """Caption, columns, rows: what each arm cost; `narrow` shortens numbers for a terminal."""
     columns = ["arm", "params", "FLOPs/token", "cache B/token", "step time", "memory"]
     if not narrow:
@@ -77,7 +87,7 @@ def cost_rows(report: Values, narrow: bool = False) -> tuple[str, list[str], lis
     return "Cost; time and memory of a training step as ratios to the control", columns, rows
 
 
-def page(report: Values) -> str:
+def page(report: ComparisonReport) -> str:
     """The whole report."""
     names = [arm["name"] for arm in report["arms"]]
     title = f"{', '.join(names[1:])} against {names[0]}"
@@ -103,17 +113,17 @@ def page(report: Values) -> str:
     )
 
 
-def _failures(report: Values) -> list[Values]:
-    found: list[Values] = report.get("failed", [])
+def _failures(report: ComparisonReport) -> list[FailedRun]:
+    found: list[FailedRun] = report.get("failed", [])
     return found
 
 
-def _compared(report: Values) -> list[tuple[int, Values]]:
+def _compared(report: ComparisonReport) -> list[tuple[int, ArmResult]]:
     """Every arm other than the control that finished a seed, and its colour."""
     return [(i, arm) for i, arm in enumerate(report["arms"]) if "difference" in arm]
 
 
-def _failed(report: Values) -> Markup:
+def _failed(report: ComparisonReport) -> Markup:
     rows = [[f"{row['arm']}, seed {row['seed']}", str(row["step"]), row["error"]] for row in _failures(report)]
     return (
         html.table("Left out: runs that could not go on", ["run", "step", "why"], rows, prose=["why"])
@@ -122,7 +132,7 @@ def _failed(report: Values) -> Markup:
     )
 
 
-def _gap(gap: Values) -> str:
+def _gap(gap: GapValues) -> str:
     return signed(gap["mean"], gap["half_width"])
 
 
@@ -136,7 +146,7 @@ def seeds(count: int) -> str:
     return "one seed" if count == 1 else f"mean of {count} seeds"
 
 
-def _differences(report: Values) -> Markup:
+def _differences(report: ComparisonReport) -> Markup:
     arms = _compared(report)
     items = [
         IntervalMark(arm["name"], arm["difference"]["mean"], arm["difference"]["low"], arm["difference"]["high"], i)
@@ -149,7 +159,7 @@ def _differences(report: Values) -> Markup:
     return html.figure(f"Validation loss minus {control}'s", svg, caption)
 
 
-def _while_training(report: Values) -> Markup:
+def _while_training(report: ComparisonReport) -> Markup:
     lines = []
     for i, arm in _compared(report):
         curve = arm["difference_while_training"]
@@ -166,7 +176,7 @@ def _while_training(report: Values) -> Markup:
     )
 
 
-def _curves(report: Values) -> Markup:
+def _curves(report: ComparisonReport) -> Markup:
     budget = f"the comparison is at equal {'FLOPs' if report['equal'] == 'flops' else report['equal']}"
     machines = {str(run["machine"]) for arm in report["arms"] for run in arm["runs"]}
     where = "on machines that differ" if len(machines) > 1 else "of wall clock, whatever else the machine did"
@@ -177,7 +187,9 @@ def _curves(report: Values) -> Markup:
     )
 
 
-def _curve(report: Values, key: str, x_label: str, title: str, caption: str = "Bands span the seeds.") -> Markup:
+def _curve(
+    report: ComparisonReport, key: CurveAxis, x_label: str, title: str, caption: str = "Bands span the seeds."
+) -> Markup:
     lines = [
         Line(arm["name"], arm["curve"][key], arm["curve"]["loss"], i, arm["curve"]["low"], arm["curve"]["high"])
         for i, arm in enumerate(report["arms"])
@@ -189,10 +201,10 @@ def _curve(report: Values, key: str, x_label: str, title: str, caption: str = "B
     )
 
 
-def _positions(report: Values) -> Markup:
+def _positions(report: ComparisonReport) -> Markup:
     """Loss, and its difference to the control, over equal stretches of the context."""
     control = report["arms"][0]
-    length = report["recipe"]["data"]["sequence_length"]
+    length = _sequence_length(report["recipe"])
     count = len(control["position_loss"])
     if count < 2:
         return Markup()
@@ -214,19 +226,22 @@ def _positions(report: Values) -> Markup:
     )
 
 
-def _trips(report: Values) -> Markup:
+def _sequence_length(recipe: dict[str, Any]) -> int:
+    return int(recipe["data"]["sequence_length"])
+
+
+def _trips(report: ComparisonReport) -> Markup:
     """How many trips tokens make, whether they go where the loss is, and what they buy; nothing if nobody halts."""
     arms = [(i, arm) for i, arm in enumerate(report["arms"]) if arm["runs"] and "trips" in arm]
-    halting = [(i, arm) for i, arm in arms if arm["trips"]["shares"]]
-    if not halting:
+    if not any(arm["trips"]["shares"] for _, arm in arms):
         return Markup()
     rows = [[arm["name"], f"{arm['trips']['mean']:.2f}", *_trips_cells(arm["trips"])] for _, arm in arms]
     caption = "Trips per token on held-out text; the loss of a token against its trips"
     columns = ["arm", "mean", "at most", "rank correlation", "95 % interval, seed by seed"]
     shares = [
         Line(arm["name"], list(range(1, len(found) + 1)), found, i)
-        for i, arm in halting
-        for found in [arm["trips"]["shares"]]
+        for i, arm in arms
+        if (found := arm["trips"]["shares"])
     ]
     words = "; ".join(f"{line.name} {', '.join(f'{100 * share:.0f} %' for share in line.y)}" for line in shares)
     points = [Line(arm["name"], [arm["trips"]["mean"]], [arm["loss"]], i) for i, arm in arms]
@@ -252,7 +267,7 @@ def _trips(report: Values) -> Markup:
     )
 
 
-def _solved(report: Values) -> Markup:
+def _solved(report: ComparisonReport) -> Markup:
     """How arms that read text by Jacobi rounds stand to their own decoding; nothing without such arms."""
     rows = []
     for arm in report["arms"]:
@@ -278,7 +293,7 @@ def _solved(report: Values) -> Markup:
     )
 
 
-def _trips_cells(trips: Values) -> list[str]:
+def _trips_cells(trips: ArmTrips) -> list[str]:
     found = trips["correlations"]
     if not found:
         return [str(trips["most"]), DASH, DASH]
@@ -287,7 +302,7 @@ def _trips_cells(trips: Values) -> list[str]:
     return [str(trips["most"]), f"{mean:+.3f}", ends]
 
 
-def _domains(report: Values) -> Markup:
+def _domains(report: ComparisonReport) -> Markup:
     names = list(report["arms"][0]["domains"])
     if len(names) < 2:
         return Markup()
@@ -304,12 +319,12 @@ def _domains(report: Values) -> Markup:
     return html.table(caption, ["arm", *names], rows)
 
 
-def _domain_cell(score: Values) -> str:
+def _domain_cell(score: DomainValues) -> str:
     gap = f" ({_gap(score['difference'])})" if "difference" in score else ""
     return f"{score['bits_per_byte']:.4f}{gap}"
 
 
-def _between(report: Values) -> Markup:
+def _between(report: ComparisonReport) -> Markup:
     rows = [
         [f"{row['a']} − {row['b']}", _gap(row), DASH if row["p_holm"] is None else f"{row['p_holm']:.3f}"]
         for row in report["between"]
@@ -322,7 +337,7 @@ def _between(report: Values) -> Markup:
     return html.table(caption, ["pair", "difference", "Holm p"], rows) if rows else Markup()
 
 
-def _share_sentence(report: Values) -> Markup:
+def _share_sentence(report: ComparisonReport) -> Markup:
     share = report["share_of_uniform_depth"]
     if share is None:
         return Markup()
@@ -337,7 +352,7 @@ def _share_sentence(report: Values) -> Markup:
     return html.paragraph(f"Averaging beside attending: {words}; {why} {pair}")
 
 
-def _cost_notes(report: Values) -> list[Markup]:
+def _cost_notes(report: ComparisonReport) -> list[Markup]:
     found = [arm["measured"] for arm in report["arms"] if arm["measured"]]
     if not found:
         return [html.paragraph("Step time, memory and cache were not measured.", quiet=True)]
@@ -351,7 +366,7 @@ def _cost_notes(report: Values) -> list[Markup]:
     return [html.paragraph(text, quiet=True)]
 
 
-def _budget(report: Values) -> Markup:
+def _budget(report: ComparisonReport) -> Markup:
     rows = [
         [arm["name"], f"{arm['steps']:,}", f"{arm['tokens']:,}", f"{arm['training_flops']:.4g}"]
         for arm in report["arms"]
@@ -359,7 +374,7 @@ def _budget(report: Values) -> Markup:
     return html.table("What each run of an arm was given", ["arm", "steps", "tokens", "training FLOPs"], rows)
 
 
-def _runs(report: Values) -> Markup:
+def _runs(report: ComparisonReport) -> Markup:
     columns = ["run", "loss", "perplexity", "bits/byte", "seconds"]
     rows = [
         [
@@ -372,7 +387,7 @@ def _runs(report: Values) -> Markup:
     return html.table("Each is an ordinary training run below this directory", columns, rows)
 
 
-def _method(report: Values) -> list[str]:
+def _method(report: ComparisonReport) -> list[str]:
     """What was held equal, and what the numbers mean."""
     equal = {
         "tokens": "Every arm saw equally many tokens.",
@@ -407,7 +422,7 @@ def _method(report: Values) -> list[str]:
     return lines
 
 
-def _beyond(report: Values) -> str:
+def _beyond(report: ComparisonReport) -> str:
     """Where to read, or how to find out, what this size and these rates cannot say."""
     if report.get("ladder"):
         link = Markup('<a href="{}">the whole ladder</a>').format(report["ladder"])
@@ -418,7 +433,7 @@ def _beyond(report: Values) -> str:
     )
 
 
-def _coverage(report: Values) -> list[str]:
+def _coverage(report: ComparisonReport) -> list[str]:
     """What the intervals are worth where the differences between seeds are not normal."""
     count = len(report["seeds"])
     if count < 2:
@@ -430,7 +445,7 @@ def _coverage(report: Values) -> list[str]:
     ]
 
 
-def _looks(report: Values) -> list[str]:
+def _looks(report: ComparisonReport) -> list[str]:
     """Whether the seeds were planned before anything was seen."""
     looks = report.get("looks", [])
     if not looks:
@@ -444,19 +459,20 @@ def _looks(report: Values) -> list[str]:
     ]
 
 
-def _epochs(report: Values) -> str:
+def _epochs(report: ComparisonReport) -> str:
     """How many times the arms read the corpus, where that is known."""
-    counts = sorted(run["epochs"] for arm in report["arms"] for run in arm["runs"] if run.get("epochs") is not None)
+    epochs = (run.get("epochs") for arm in report["arms"] for run in arm["runs"])
+    counts = sorted(count for count in epochs if count is not None)
     if not counts:
         return ""
     words = f"{counts[0]:.3g}" if counts[0] == counts[-1] else f"{counts[0]:.3g} to {counts[-1]:.3g}"
     return f" That is {words} epochs of the corpus."
 
 
-def _held_out(report: Values) -> list[str]:
+def _held_out(report: ComparisonReport) -> list[str]:
     """Which held-out text the losses are of."""
-    run: Values = next((run for arm in report["arms"] for run in arm["runs"] if "evaluated_tokens" in run), {})
-    if not run:
+    run: RunRow | None = next((run for arm in report["arms"] for run in arm["runs"] if "evaluated_tokens" in run), None)
+    if run is None:
         return []
     tokens, coverage = f"{run['evaluated_tokens']:,} predicted tokens", run.get("coverage")
     if coverage is None:
@@ -471,11 +487,11 @@ def _held_out(report: Values) -> list[str]:
     return [f"Held-out loss is of {tokens}, {where}; the same text for every arm and seed."]
 
 
-def _own_steps(arm: Values) -> bool:
+def _own_steps(arm: ArmResult) -> bool:
     return Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])).own_steps
 
 
-def _shared(report: Values) -> str:
+def _shared(report: ComparisonReport) -> str:
     counts = [(a["name"], *a["measured"]["shared_tensors"]) for a in report["arms"] if a["measured"]]
     if not counts:
         return "Parameters of equal name and shape start from equal values."
@@ -485,14 +501,14 @@ def _shared(report: Values) -> str:
     return f"Parameters of equal name and shape that started from bitwise equal values: {words}."
 
 
-def _unfinished(report: Values) -> str:
+def _unfinished(report: ComparisonReport) -> str:
     done, coming = len(report["seeds"]), len(awaited(report))
     if not coming:
         return ""
     return f"Not finished: {done} of {done + coming} planned seeds are done by every arm and shown."
 
 
-def _provenance(report: Values) -> Markup:
+def _provenance(report: ComparisonReport) -> Markup:
     arms = [{key: arm[key] for key in ("name", "mechanism", "overrides")} for arm in report["arms"]]
     text = yaml.safe_dump({"arms": arms, "recipe": report["recipe"]}, sort_keys=False, allow_unicode=True)
     return html.source(report) + html.details("The recipe", text)

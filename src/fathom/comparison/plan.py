@@ -6,10 +6,10 @@ import typing
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from fathom.checkpoints.layout import ARMS, FAILED, MEASURED, PLAN, RECIPE, RESULT
 from fathom.comparison.arms import Arm, Equal, arm_recipes, parse_arms
+from fathom.comparison.results import Failure, MeasuredValues
 from fathom.data.puzzles import open_data
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe, parse_recipe
 from fathom.report.files import read_json
@@ -48,7 +48,7 @@ class Plan:
         """The recipe of one run."""
         return self.recipes[arm].override(f"train.seed={seed}", "track.display=none")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values."""
         values = {"arms": [asdict(arm) for arm in self.arms], "seeds": list(self.seeds)}
         return {**values, "equal": self.equal, "pairs": self.pairs, "recipe": self.recipe.to_dict()}
@@ -96,12 +96,12 @@ class RunTask:
         return self.out / ARMS / self.arm / f"seed-{self.seed}"
 
     @property
-    def failure(self) -> dict[str, Any] | None:
+    def failure(self) -> Failure | None:
         """Why training cannot go on (`error`, `step`), if it cannot."""
         path = self.run_dir / FAILED
         if self.seed is None or self.done or not path.exists():
             return None
-        found: dict[str, Any] = read_json(path)
+        found: Failure = read_json(path)
         return found
 
     @property
@@ -158,12 +158,12 @@ def tasks(plan: Plan, out: Path) -> list[RunTask]:
     return [*runs, *timed]
 
 
-def read_measured(plan: Plan, out: Path, arm: str) -> dict[str, Any] | None:
+def read_measured(plan: Plan, out: Path, arm: str) -> MeasuredValues | None:
     """A measurement, if it was made for this plan's recipes."""
     path = out / MEASURED / f"{arm}.json"
     if not path.exists():
         return None
-    values: dict[str, Any] = read_json(path)
+    values: MeasuredValues = read_json(path)
     names = (arm, plan.control.name)
     expected = [plan.run_recipe(name, plan.seeds[0]) for name in names]
     same = all(

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fathom.checkpoints.layout import RESULT
 from fathom.comparison.arms import training_flops
@@ -17,6 +17,7 @@ from fathom.report.tables import terminal_table
 from fathom.training.tracking import METRICS, duration
 
 if TYPE_CHECKING:
+    from rich.live import Live
     from rich.table import Table
     from rich.text import Text
 
@@ -42,7 +43,7 @@ class Progress:
     def __enter__(self) -> Progress:
         self._look()
         self._began, self._before = time.monotonic(), self._work_done()
-        self._live: Any = None
+        self._live: Live | None = None
         if not self.quiet:
             if sys.stderr.isatty():
                 from rich.console import Console

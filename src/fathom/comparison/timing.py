@@ -10,7 +10,7 @@ import gc
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -24,6 +24,8 @@ from fathom.training.build import forward
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+
+    from transformers import PreTrainedModel
 
 PREFILL, DECODED = 8, 16
 
@@ -58,7 +60,7 @@ class Measured:
     shared_tensors: tuple[int, int]
     """Parameters of equal name and shape, and how many of them started from bitwise equal values."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values."""
         return asdict(self)
 
@@ -153,7 +155,7 @@ def saved_bytes(training: Training) -> int:
 
 
 @torch.no_grad()
-def cache_growth(model: Any) -> float:
+def cache_growth(model: PreTrainedModel) -> float:
     """Bytes that a real cache grows by for each token really decoded."""
     was_training = model.training
     model.eval()

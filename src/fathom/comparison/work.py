@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -35,11 +34,12 @@ from fathom.comparison.looks import read_looks, record
 from fathom.comparison.page import write_report
 from fathom.comparison.plan import Plan, RunTask, make_plan, tasks
 from fathom.comparison.progress import Progress
+from fathom.comparison.results import ComparisonReport
 from fathom.comparison.timing import measure
 from fathom.errors import FathomError
 from fathom.recipe import Recipe, RecipeError
 from fathom.report.files import read_json, write_json
-from fathom.report.provenance import hardware, provenance
+from fathom.report.provenance import hardware, provenance, recorded
 from fathom.training import Hook, TrainingError, read_metrics, train
 
 POLL_SECONDS = 1.0
@@ -109,7 +109,7 @@ def compare(
     pairs: int = 12,
     workers: int = 1,
     threads: int | None = None,
-) -> dict[str, Any]:
+) -> ComparisonReport:
     """Compare mechanisms fairly, or go on with the comparison in `out`; returns what its `report.json` holds.
 
     Args:
@@ -133,7 +133,7 @@ def carry_out(
     threads: int | None = None,
     quiet: bool = False,
     retry_failed: bool = False,
-) -> dict[str, Any]:
+) -> ComparisonReport:
     """Run whatever is missing, then write the report; returns what `report.json` holds.
 
     Any number of calls, on any number of machines, may work on one directory; each returns when all is done.
@@ -169,14 +169,13 @@ def carry_out(
     return report
 
 
-def rewrite_report(plan: Plan, out: Path) -> dict[str, Any]:
+def rewrite_report(plan: Plan, out: Path) -> ComparisonReport:
     """The report from what is finished, its provenance that of the last whole report where there is one."""
     if not (out / PLAN).exists():
         raise RecipeError(f"{out}: holds no comparison ({PLAN} is missing)")
     source = provenance()
     if (out / REPORT).exists():
-        before = read_json(out / REPORT)
-        source = {key: before[key] for key in source}
+        source = recorded(read_json(out / REPORT))
     report = summarize(plan, out, source)
     record(out, report)
     write_report(report, out)

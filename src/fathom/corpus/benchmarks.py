@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from fathom.corpus.normalization import normalize
 from fathom.corpus.stage import CorpusError
@@ -100,7 +100,7 @@ def _rows(path: Path, name: str) -> Iterator[Any]:
         raise CorpusError(f"decontaminate.benchmarks.{name}: {path}: {' '.join(str(error).split())}") from None
 
 
-def _of_json(values: Any, key: str) -> Iterator[Any]:
+def _of_json(values: object, key: str) -> Iterator[Any]:
     if key:
         if not isinstance(values, Mapping) or key not in values:
             raise ValueError(f"no key {key!r}")
@@ -116,7 +116,7 @@ def _of_json(values: Any, key: str) -> Iterator[Any]:
     yield from values
 
 
-def item_of(row: Mapping[str, Any], number: int, question: str | None = None) -> Item:
+def item_of(row: Mapping[str, object], number: int, question: str | None = None) -> Item:
     """An item from the fields of any of the usual forms."""
     inner = row.get("question")
     if isinstance(inner, Mapping):  # ARC: {"question": {"stem": ..., "choices": [...]}, "answerKey": ...}
@@ -137,7 +137,7 @@ def item_of(row: Mapping[str, Any], number: int, question: str | None = None) ->
     )  # fmt: skip
 
 
-def _choices(row: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+def _choices(row: Mapping[str, object]) -> tuple[list[str], list[str]]:
     """The options of an item and how they are called."""
     found = row.get("choices", row.get("options", row.get("endings")))
     if isinstance(found, Mapping):  # {"text": [...], "label": [...]}, or {"A": ..., "B": ...}
@@ -169,7 +169,9 @@ def _flat(question: str) -> tuple[str, list[str], list[str]]:
     return stem, options, letters
 
 
-def _gold(given: Any, choices: Sequence[str], labels: Sequence[str], row: Mapping[str, Any]) -> tuple[int | None, str]:
+def _gold(
+    given: object, choices: Sequence[str], labels: Sequence[str], row: Mapping[str, object]
+) -> tuple[int | None, str]:
     """Which choice is right, and its text; the text alone where there are no choices."""
     if given is None:
         return None, ""
@@ -192,7 +194,20 @@ def _gold(given: Any, choices: Sequence[str], labels: Sequence[str], row: Mappin
     return (place, choices[place]) if 0 <= place < len(choices) else (None, "")
 
 
-def self_check(items: Sequence[Item]) -> dict[str, Any]:
+class SelfCheck(TypedDict):
+    """What is wrong with a benchmark: how many items by fault, and the first of them; and what a guesser scores."""
+
+    items: int
+    questions: int
+    question_answer_pairs: int
+    with_choices: int
+    letters: dict[str, int]
+    majority_score: float | None
+    counts: dict[str, int]
+    faults: dict[str, Sequence[object]]
+
+
+def self_check(items: Sequence[Item]) -> SelfCheck:
     """What is wrong with a benchmark, and what a guesser would score."""
     stems: dict[str, list[Item]] = {}
     whole: dict[tuple[str, tuple[str, ...]], list[Item]] = {}
@@ -206,7 +221,7 @@ def self_check(items: Sequence[Item]) -> dict[str, Any]:
         answers.setdefault(key, set()).add(gold)
     contradictory = [same for key, same in whole.items() if len(answers[key] - {""}) > 1]
     with_choices = [item for item in items if item.choices]
-    faults: dict[str, list[Any]] = {
+    faults: dict[str, Sequence[object]] = {
         "duplicate_stems": [[item.id for item in same] for same in stems.values() if len(same) > 1],
         "contradictory": [[item.id for item in same] for same in contradictory],
         "repeated_options": [item.id for item in with_choices if len(set(map(_key, item.choices))) < len(item.choices)],

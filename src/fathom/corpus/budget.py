@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TypedDict, cast
 
 from fathom.corpus.stage import CorpusError
 from fathom.data.mixture import whole_weights
+
+
+class BudgetValues(TypedDict):
+    """A `Budget` in `mixture.json`."""
+
+    tokens: int
+    weights: dict[str, int]
+    available: dict[str, int]
+    epochs: dict[str, float]
+    largest: int
+    limited_by: str
 
 
 @dataclass(frozen=True)
@@ -25,9 +36,9 @@ class Budget:
     limited_by: str
     """The collection that sets it."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> BudgetValues:
         """Plain values."""
-        return asdict(self)
+        return cast(BudgetValues, asdict(self))
 
 
 def plan_budget(

@@ -7,7 +7,7 @@ import importlib.util
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from fathom.corpus.conversations import contents
 from fathom.corpus.documents import Document, PartWriter, read_part, write_lines
@@ -31,7 +31,7 @@ class Clean(Stage):
     name = "clean"
     version = 2
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """What of the recipe decides the outcome."""
         return {"normalize": asdict(self.recipe.normalize)}
 
@@ -78,7 +78,7 @@ class Clean(Stage):
 
     def _dropped(
         self, path: Path, limits: Filter | None, writer: PartWriter, counts: dict[str, int]
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Iterator[dict[str, object]]:
         """What is not kept, while what is kept goes to the writer."""
         for document in read_part(path):
             counts["documents"] += 1
@@ -104,13 +104,23 @@ class Clean(Stage):
         document.n_chars, document.n_words = len(document.text), len(document.text.split())
 
 
-def _reasons(document: Document, limits: Filter | None) -> list[dict[str, Any]]:
+class Reason(TypedDict, total=False):
+    """A rule that a document breaks, with its value and the limit."""
+
+    rule: str
+    value: object
+    limit: object
+
+
+def _reasons(document: Document, limits: Filter | None) -> list[Reason]:
     """Every rule that a document breaks, the first first."""
     if not document.text.strip():
         return [{"rule": "empty"}]
     if limits is None:
         return []
-    reasons: list[dict[str, Any]] = [rule._asdict() for rule in broken_rules(document.text, limits)]
+    reasons: list[Reason] = [
+        {"rule": one.rule, "value": one.value, "limit": one.limit} for one in broken_rules(document.text, limits)
+    ]
     if limits.languages:
         document.lang = language_of(document.text)
         if document.lang not in limits.languages:

@@ -8,18 +8,17 @@ where it occurs whole, and a shorter one where its answer follows.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.corpus.benchmarks import Item, plain, read_items, self_check
+from fathom.corpus.benchmarks import Item, SelfCheck, plain, read_items, self_check
 from fathom.corpus.documents import Document, read_lines, read_part, write_lines
 from fathom.corpus.recipe import Decontaminate
-from fathom.corpus.stage import CorpusError, Input, Stage, Task
+from fathom.corpus.stage import CorpusError, Input, Stage, Task, Workspace
 from fathom.corpus.words import BLOCK, Numbers, words_of
 from fathom.report.files import digest, read_json, write_json
 
@@ -34,7 +33,7 @@ class Benchmarks(Stage):
     name = "benchmarks"
     version = 2
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """What of the recipe decides the outcome."""
         leaks = self.recipe.decontaminate
         return {key: getattr(leaks, key) for key in ("words", "whole", "shortest")}
@@ -74,7 +73,7 @@ class Benchmarks(Stage):
             )
 
 
-def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[dict[str, NDArray[Any]], list[str]]:
+def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[dict[str, np.ndarray], list[str]]:
     """Numbers of runs by their length, sorted, with the item of each; and ids of items too short to be found."""
     texts, owners, limits = [], [], []
     for number, item in enumerate(items):
@@ -87,7 +86,7 @@ def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[dict[str, 
     # A text is looked for in runs of so many words; of none where it is too short.
     lengths = np.where(counts >= np.array(limits), np.minimum(counts, rules.words), 0)
     owner = np.array(owners)
-    index: dict[str, NDArray[Any]] = {}
+    index: dict[str, np.ndarray] = {}
     for length, runs, places in words.runs_of(lengths[lengths > 0].tolist()):
         of = np.searchsorted(words.bounds, places, "right") - 1
         mine = lengths[of] == length
@@ -115,7 +114,7 @@ class Hit:
 class Matcher:
     """Finds the items of one benchmark in texts."""
 
-    def __init__(self, index: dict[str, NDArray[Any]], items: Sequence[Item]) -> None:
+    def __init__(self, index: dict[str, np.ndarray], items: Sequence[Item]) -> None:
         self._items = items
         self._index: dict[int, tuple[Numbers, NDArray[np.int64], NDArray[np.bool_]]] = {}
         self._plain: dict[int, list[str]] = {}
@@ -158,12 +157,16 @@ def _low(numbers: Numbers) -> NDArray[np.int64]:
     return (numbers & np.uint64((1 << SIEVE_BITS) - 1)).astype(np.int64)
 
 
+Searched = tuple[Matcher, list[Item]]
+"""A benchmark's matcher and its items."""
+
+
 class Contamination(Stage):
     """One task for each file of documents: what is done with each that gives an item away, and why."""
 
     name = "contamination"
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """What of the recipe decides the outcome."""
         return {"margin": self.recipe.decontaminate.margin, "actions": self._actions()}
 
@@ -192,7 +195,7 @@ class Contamination(Stage):
         }
         removed = set(np.load(paths[1]).tolist())
         counts = dict.fromkeys(("documents", "hits", "dropped", "cut", "reported"), 0)
-        verdicts: dict[str, list[Any]] = {}
+        verdicts: dict[str, list[list[int]]] = {}
         with (folder / "hits.jsonl").open("w", encoding="utf-8") as out:
             for row, document, found in self._search(paths[0], removed, matchers, counts):
                 action, spans = self._action(document, found)
@@ -206,7 +209,7 @@ class Contamination(Stage):
         return counts
 
     def _search(
-        self, path: Path, removed: set[int], matchers: dict[str, Any], counts: dict[str, int]
+        self, path: Path, removed: set[int], matchers: Mapping[str, Searched], counts: dict[str, int]
     ) -> Iterator[tuple[int, Document, list[tuple[str, Hit]]]]:
         """Rows in which something was found."""
         for batch in _row_batches(path, removed):
@@ -214,11 +217,11 @@ class Contamination(Stage):
             texts = [document.text for _, document in batch]
             found: list[list[tuple[str, Hit]]] = [[] for _ in batch]
             for name, (matcher, _) in matchers.items():
-                for hits, mine in zip(matcher.hits(texts), found, strict=True):
+                for mine, hits in zip(found, matcher.hits(texts), strict=True):
                     mine += [(name, hit) for hit in hits]
-            for (row, document), hits in zip(batch, found, strict=True):
-                if hits:
-                    yield row, document, hits
+            for (row, document), mine in zip(batch, found, strict=True):
+                if mine:
+                    yield row, document, mine
 
     def _action(self, document: Document, found: Sequence[tuple[str, Hit]]) -> tuple[str, list[list[int]]]:
         """The strictest of what the benchmarks want, and the passages to cut."""
@@ -255,7 +258,7 @@ def _row_batches(path: Path, removed: set[int]) -> Iterator[list[tuple[int, Docu
 
 
 def _lines(
-    row: int, document: Document, found: Sequence[tuple[str, Hit]], matchers: dict[str, Any], action: str
+    row: int, document: Document, found: Sequence[tuple[str, Hit]], matchers: Mapping[str, Searched], action: str
 ) -> Iterator[str]:
     """What a report says of a document: one line for each item, with the longest passage that is shared."""
     spans: dict[tuple[str, int], list[list[int]]] = {}
@@ -307,7 +310,7 @@ class Flags(Stage):
         """Do one task; returns what was counted."""
         name = task.arguments["benchmark"]
         items = read_index_items(self.workspace.path(task.inputs[0]))
-        where: dict[int, list[dict[str, Any]]] = {}
+        where: dict[int, list[dict[str, object]]] = {}
         for one in task.inputs[1:]:
             for row in read_lines(self.workspace.path(one)):
                 if row["benchmark"] == name:
@@ -329,6 +332,13 @@ class Flags(Stage):
         return {"items": len(items), "dirty": len(where)}
 
 
-def checks_of(workspace: Any) -> list[dict[str, Any]]:
+class BenchmarkCheck(SelfCheck):
+    """With its name, and items that are too short to be found in documents."""
+
+    benchmark: str
+    too_short_to_find: list[str]
+
+
+def checks_of(workspace: Workspace) -> list[BenchmarkCheck]:
     """What each benchmark's self-check found."""
     return [read_json(workspace.path(one)) for one in workspace.outputs("benchmarks", "check.json")]

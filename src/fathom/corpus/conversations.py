@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+
+from fathom.corpus.documents import ConversationMessage
 
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "tool"} | {
     "human": "user",
@@ -17,7 +18,7 @@ class ConversationError(ValueError):
     """A row that is no conversation."""
 
 
-def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+def messages_of(row: Mapping[str, object]) -> list[ConversationMessage]:
     """The messages of a row.
 
     It holds `messages` of role and content, `conversations` of from and value, or instruction, input and output. A
@@ -31,12 +32,14 @@ def messages_of(row: Mapping[str, Any]) -> list[dict[str, Any]]:
     if "instruction" not in row or "output" not in row:
         raise ConversationError("neither messages nor instruction and output")
     question = "\n\n".join(_text(row.get(key) or "", key) for key in ("instruction", "input") if row.get(key))
-    system = [{"role": "system", "content": _text(row["system"], "system")}] if row.get("system") else []
+    system: list[ConversationMessage] = (
+        [{"role": "system", "content": _text(row["system"], "system")}] if row.get("system") else []
+    )
     answer = _text(row["output"], "output")
     return [*system, {"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def _message(number: int, one: Any) -> dict[str, Any]:
+def _message(number: int, one: object) -> ConversationMessage:
     if not isinstance(one, Mapping):
         raise ConversationError(f"message {number + 1} is {type(one).__name__}, not role and content")
     role = one.get("role", one.get("from"))
@@ -46,15 +49,16 @@ def _message(number: int, one: Any) -> dict[str, Any]:
     train = one.get("train", True)
     if not isinstance(train, bool):
         raise ConversationError(f"message {number + 1}: train is {train!r}, neither true nor false")
-    return {"role": ROLES[role], "content": content} | ({} if train else {"train": False})
+    message: ConversationMessage = {"role": ROLES[role], "content": content}
+    return message if train else {**message, "train": False}
 
 
-def _text(value: Any, name: str) -> str:
+def _text(value: object, name: str) -> str:
     if not isinstance(value, str):
         raise ConversationError(f"{name} is {type(value).__name__}, not text")
     return value
 
 
-def contents(messages: Sequence[Mapping[str, Any]]) -> str:
+def contents(messages: Sequence[ConversationMessage]) -> str:
     """What is said in a conversation, as one text."""
     return "\n\n".join(str(message["content"]) for message in messages)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import asdict
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -29,7 +28,7 @@ class Converse(Stage):
 
     name = "converse"
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """What of the recipe decides the outcome."""
         return {"held_out": self.recipe.tokenize.held_out, **asdict(self.recipe.converse)}
 
@@ -44,7 +43,7 @@ class Converse(Stage):
         collection, dtype = task.arguments["collection"], token_dtype(facts["vocab_size"])
         encoder = self._encoder(self.workspace.path(task.inputs[0]), facts["eos_token_id"])
         writers = {split: ShardWriter(folder, split, collection, dtype, ENDLESS) for split in ("train", "val")}
-        bits: dict[str, list[np.ndarray[Any, Any]]] = {split: [] for split in writers}
+        bits: dict[str, list[np.ndarray]] = {split: [] for split in writers}
         counts = dict.fromkeys(("conversations", "tokens", "targets", "shortened", *REASONS), 0)
         rejected: list[dict[str, str]] = []
         licenses: dict[str, int] = {}

@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any
+from typing import IO, Any, TypedDict
 
 PART_BYTES = 1 << 26
 """Of text in one file of documents, about: what a task of a later stage reads."""
+
+
+class ConversationMessage(TypedDict, total=False):
+    """One turn of a conversation; `train: false` says that it is not learnt."""
+
+    role: str
+    content: str
+    train: bool
 
 
 @dataclass
@@ -28,8 +36,8 @@ class Document:
     lang: str = ""
     n_chars: int = 0
     n_words: int = 0
-    meta: dict[str, Any] = field(default_factory=dict)
-    messages: list[dict[str, Any]] | None = None
+    meta: dict[str, object] = field(default_factory=dict)
+    messages: list[ConversationMessage] | None = None
     """Of a conversation; its text is then their contents, one after the other."""
 
     def to_json(self) -> str:
@@ -89,7 +97,7 @@ def read_at(file: IO[bytes], offset: int) -> Document:
     return Document.from_json(file.readline())
 
 
-def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> int:
+def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
     """Plain values as JSON lines; returns how many."""
     count = 0
     with path.open("w", encoding="utf-8") as file:
@@ -100,7 +108,7 @@ def write_lines(path: Path, rows: Iterable[dict[str, Any]]) -> int:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """JSON lines as plain values."""
+    """JSON lines as plain values, whose keys the caller knows."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)

@@ -12,7 +12,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from fathom.corpus.clean import text_digest
 from fathom.corpus.documents import Document, read_at, write_lines
 from fathom.corpus.minhash import NOTHING, band_numbers, jaccard, run_set
-from fathom.corpus.stage import Input, Stage, Task
+from fathom.corpus.stage import Input, Stage, Task, Workspace
 from fathom.corpus.words import Numbers, batches, words_of
 from fathom.report.mixing import mixed
 
@@ -44,7 +44,7 @@ class Signatures(Stage):
 
     name = "signatures"
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """What of the recipe decides the outcome."""
         near = self.recipe.deduplicate
         return {key: getattr(near, key) for key in ("near", "shingle", "bands", "rows", "seed")}
@@ -111,7 +111,7 @@ class Exact(_Global):
 
     name = "exact"
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """What of the recipe decides the outcome."""
         return {"exact": self.recipe.deduplicate.exact, "priorities": self.priorities()}
 
@@ -132,7 +132,7 @@ class Exact(_Global):
         np.save(folder / "pairs.npy", pairs)
         return {"pairs": len(pairs)}
 
-    def _read(self, task: Task, files: Sequence[Input]) -> tuple[NDArray[Any], Numbers]:
+    def _read(self, task: Task, files: Sequence[Input]) -> tuple[NDArray[np.integer], Numbers]:
         """The digests of a bucket and their addresses."""
         bucket, count = task.arguments["bucket"], task.arguments["of"]
         digests, places = [], []
@@ -145,7 +145,7 @@ class Exact(_Global):
         return np.concatenate(digests), np.concatenate(places)
 
 
-def _equal_pairs(digests: NDArray[Any], places: Numbers, rows: _Rows, priorities: Sequence[int]) -> Numbers:
+def _equal_pairs(digests: NDArray[np.integer], places: Numbers, rows: _Rows, priorities: Sequence[int]) -> Numbers:
     """Each document that is not the first of its text, with the first: of the highest priority, then by path."""
     keys = np.frombuffer(digests.tobytes(), ">u8").reshape(-1, 2)
     order = np.lexsort((places, keys[:, 1], keys[:, 0]))
@@ -242,7 +242,7 @@ class Verify(_Global):
 
     name = "verify"
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """What of the recipe decides the outcome."""
         near = self.recipe.deduplicate
         return {"jaccard": near.jaccard, "shingle": near.shingle}
@@ -280,7 +280,7 @@ class Verify(_Global):
 class _Rows:
     """Documents by their address, read where they lie."""
 
-    def __init__(self, workspace: Any, parts: Sequence[Input], offsets: Sequence[Input]) -> None:
+    def __init__(self, workspace: Workspace, parts: Sequence[Input], offsets: Sequence[Input]) -> None:
         self._paths = [workspace.path(one) for one in parts]
         self._offsets = [np.load(workspace.path(one), mmap_mode="r") for one in offsets]
         self._files: OrderedDict[int, IO[bytes]] = OrderedDict()
@@ -321,7 +321,7 @@ class Duplicates(_Global):
 
     name = "duplicates"
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """What of the recipe decides the outcome."""
         return {"priorities": self.priorities(), "deduplicate": asdict(self.recipe.deduplicate)}
 
@@ -356,9 +356,13 @@ class Duplicates(_Global):
         return found
 
 
+Place = tuple[tuple[object, ...], str, str, str]
+"""A document's rank in its cluster, its id, path and collection."""
+
+
 def _removed(
     pairs: Numbers, similar: NDArray[np.float64], rows: _Rows, priorities: Sequence[int]
-) -> Iterator[tuple[int, dict[str, Any]]]:
+) -> Iterator[tuple[int, dict[str, object]]]:
     """(address, what is said of it) of each document that is not the one kept of its cluster."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
@@ -375,7 +379,7 @@ def _removed(
         neighbours.setdefault(other, []).append((value, one))
     order = np.argsort(labels, kind="stable")
     for members in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
-        known = {}
+        known: dict[int, Place] = {}
         for one in members.tolist():
             place = int(places[one])
             document = rows.read(place)
@@ -389,7 +393,7 @@ def _removed(
             yield int(places[one]), _said(known[one], known[nearest], known[kept], value)
 
 
-def _said(one: Any, nearest: Any, kept: Any, value: float) -> dict[str, Any]:
+def _said(one: Place, nearest: Place, kept: Place, value: float) -> dict[str, object]:
     names = ("id", "path", "collection")
     return {
         **dict(zip(names, one[1:], strict=True)),

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -14,7 +13,7 @@ from fathom.corpus.benchmarks import LETTERS, Item
 from fathom.corpus.contamination import read_index_items
 from fathom.corpus.documents import write_lines
 from fathom.corpus.kept import kept_documents, kept_parts
-from fathom.corpus.stage import Stage, Task
+from fathom.corpus.stage import Input, Stage, Task
 
 SCORES = ("acc", "acc_norm")
 
@@ -44,7 +43,7 @@ class Export(Stage):
         if form == "lm_eval":
             return self._tasks_of_lm_eval(task, folder)
         kinds: dict[str, str] = {}
-        rows: dict[str, list[tuple[tuple[Any, ...], int]]] = {}
+        rows: dict[str, list[tuple[tuple[Input, ...], int]]] = {}
         inputs = iter(task.inputs)
         for collection, kind, count, min_words in task.arguments["parts"]:
             kinds[collection] = kind
@@ -59,7 +58,7 @@ class Export(Stage):
             (folder / "datasets.yaml").write_text(yaml.safe_dump({"datasets": datasets}, sort_keys=False), "utf-8")
         return counts
 
-    def _rows(self, parts: list[tuple[tuple[Any, ...], int]]) -> Iterator[dict[str, Any]]:
+    def _rows(self, parts: list[tuple[tuple[Input, ...], int]]) -> Iterator[dict[str, object]]:
         for inputs, min_words in parts:
             for document in kept_documents(self.workspace, inputs, min_words):
                 if document.messages is None:
@@ -80,11 +79,11 @@ class Export(Stage):
         return counts
 
 
-def _write_json(path: Path, value: Any) -> None:
+def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
 
 
-def dataset_info(name: str, kind: str) -> dict[str, Any]:
+def dataset_info(name: str, kind: str) -> dict[str, object]:
     """An entry of LLaMA-Factory's `dataset_info.json`."""
     if kind == "documents":
         return {"file_name": f"{name}.jsonl", "columns": {"prompt": "text"}}
@@ -98,7 +97,7 @@ def dataset_info(name: str, kind: str) -> dict[str, Any]:
     }
 
 
-def axolotl_dataset(name: str, kind: str) -> dict[str, Any]:
+def axolotl_dataset(name: str, kind: str) -> dict[str, object]:
     """An entry of `datasets` in axolotl's configuration."""
     place = {"path": f"{name}.jsonl", "ds_type": "json"}
     if kind == "documents":
@@ -106,7 +105,7 @@ def axolotl_dataset(name: str, kind: str) -> dict[str, Any]:
     return {**place, "type": "chat_template", "field_messages": "messages", "roles_to_train": ["assistant"]}
 
 
-def task_row(item: Item) -> dict[str, Any]:
+def task_row(item: Item) -> dict[str, object]:
     """An item as lm-eval's tasks read it."""
     count = len(item.choices)
     letters = list(LETTERS[:count]) if count <= len(LETTERS) else [str(number) for number in range(1, count + 1)]
@@ -122,7 +121,7 @@ def task_row(item: Item) -> dict[str, Any]:
     }
 
 
-def task_yaml(name: str, rule: str) -> dict[str, Any]:
+def task_yaml(name: str, rule: str) -> dict[str, object]:
     """A multiple-choice task: by letter, the options listed; or by the options' own text, not listed."""
     return {
         "task": f"{name}_{rule}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
 Status = Literal["ok", "empty", "encrypted", "no_text_layer", "parse_error", "too_large", "too_slow"]
 FAILURES: tuple[Status, ...] = ("empty", "encrypted", "no_text_layer", "parse_error", "too_large", "too_slow")
@@ -19,12 +19,14 @@ class Extracted:
     text: str = ""
     detail: str = ""
     """What is wrong, in a few words."""
-    meta: dict[str, Any] = field(default_factory=dict)
+    meta: dict[str, object] = field(default_factory=dict)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values."""
         return asdict(self)
 
 
-Extractor = Callable[[Path, dict[str, Any]], Extracted]
-"""Reads a file under the values of the recipe's ingest section."""
+IngestValues: TypeAlias = dict[str, Any]
+"""The recipe's ingest section as plain values, in which shape it travels to the process that reads."""
+Extractor = Callable[[Path, IngestValues], Extracted]
+"""Reads a file."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any
 
-from fathom.corpus.extraction import Extracted
+from fathom.corpus.extraction import Extracted, IngestValues
 
 SILENT = ("script", "style", "template", "noscript", "head", "svg", "math", "iframe", "object")
 BLOCKS = {
@@ -20,7 +19,7 @@ LICENSE = re.compile(r"""<(?:a|link)\b[^>]{0,500}?\brel\s*=\s*["']?license["']?[
 ADDRESS = re.compile(r"""\bhref\s*=\s*["']([^"'>]+)""", re.IGNORECASE)
 
 
-def extract(path: Path, settings: dict[str, Any]) -> Extracted:
+def extract(path: Path, settings: IngestValues) -> Extracted:
     """The text of a page, with the licence that it declares."""
     data = path.read_bytes()
     if not data.strip():

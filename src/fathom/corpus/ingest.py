@@ -9,19 +9,31 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from fathom.checkpoints.layout import RECIPE
 from fathom.corpus.conversations import ConversationError, contents, messages_of
-from fathom.corpus.documents import Document, PartWriter, write_lines
-from fathom.corpus.extraction import FAILURES, Extracted
+from fathom.corpus.documents import ConversationMessage, Document, PartWriter, write_lines
+from fathom.corpus.extraction import FAILURES, Extracted, IngestValues, Status
 from fathom.corpus.recipe import Collection
 from fathom.corpus.sandbox import Sandbox
 from fathom.corpus.stage import CorpusError, Input, Stage, Task
 from fathom.corpus.traces import is_trace, require_tools, trace_messages
 from fathom.corpus.verbalizer import TEMPLATES, pairs_of
 from fathom.data.shards import DataError
-from fathom.data.sources import COMPRESSIONS, JSON, JSONL, PARQUET, TEXT, Kind, Reading, Source, find_files, suffix_of
+from fathom.data.sources import (
+    COMPRESSIONS,
+    JSON,
+    JSONL,
+    PARQUET,
+    TEXT,
+    Kind,
+    Payload,
+    Reading,
+    Source,
+    find_files,
+    suffix_of,
+)
 from fathom.report.files import digest, read_json, write_json
 from fathom.report.progress import ProgressBar
 
@@ -66,7 +78,7 @@ class Ingest(Stage):
 
     name = "ingest"
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """What of the recipe decides the outcome."""
         return asdict(self.recipe.ingest) | {"identify": None, "max_seconds": None}
 
@@ -137,7 +149,7 @@ class Ingest(Stage):
         """Do one task; returns what was counted."""
         reader = _Reader(task.arguments, asdict(self.recipe.ingest))
         counts = dict.fromkeys(("documents", "bytes", "ok", *FAILURES), 0)
-        failures: list[dict[str, Any]] = []
+        failures: list[Failed] = []
         with PartWriter(folder) as writer, reader.sandbox:
             for (label, kind), file in zip(task.arguments["files"], task.inputs, strict=True):
                 for found in reader.read(label, kind, Path(file.path)):
@@ -174,15 +186,23 @@ def collection_files(name: str, collection: Collection) -> Iterator[tuple[str, P
             yield path.relative_to(base.expanduser()).as_posix(), path, kind
 
 
+class Failed(TypedDict):
+    """A file or record without a document, and why."""
+
+    path: str
+    status: Status
+    detail: str
+
+
 class _Reader:
     """Reads the files of one task."""
 
-    def __init__(self, arguments: dict[str, Any], settings: dict[str, Any]) -> None:
+    def __init__(self, arguments: dict[str, Any], settings: IngestValues) -> None:
         self._arguments, self._settings = arguments, settings
         self._limit = settings["max_document_bytes"]
         self.sandbox = Sandbox(settings)
 
-    def read(self, label: str, kind: str, path: Path) -> Iterator[Document | dict[str, Any]]:
+    def read(self, label: str, kind: str, path: Path) -> Iterator[Document | Failed]:
         """Documents of a file, and what is to be said of those that are none."""
         if self._arguments["kind"] != "documents" and kind != "jsonl":
             said = f"{self._arguments['kind']} are read from JSON lines, not from {kind}"
@@ -207,7 +227,7 @@ class _Reader:
             said = str(error).replace(str(path), label)
             yield _failure(f"{label}:{number + 1}", Extracted("parse_error", detail=said))
 
-    def _records(self, kind: str, path: Path) -> Iterator[Any]:
+    def _records(self, kind: str, path: Path) -> Iterator[Payload]:
         reading = Reading(
             self._arguments["text_field"],
             separator=self._arguments["separator"],
@@ -218,9 +238,9 @@ class _Reader:
         for record in Source(kinds[kind], str(path), "", (path,)).records(reading):
             yield record.payload
 
-    def _row(self, place: str, kind: str, payload: Any) -> Document | dict[str, Any] | None:
+    def _row(self, place: str, kind: str, payload: Payload) -> Document | Failed | None:
         """One record as a document; None for an empty line."""
-        meta: dict[str, Any] = {}
+        meta: dict[str, object] = {}
         messages = license_ = None
         try:
             if kind == "parquet":
@@ -240,7 +260,7 @@ class _Reader:
         extracted = Extracted("ok" if text.strip() else "empty", text, meta=meta)
         return self._outcome(place, kind, extracted, messages, license_)
 
-    def _pairs(self, place: str, line: bytes) -> Iterator[Document | dict[str, Any]]:
+    def _pairs(self, place: str, line: bytes) -> Iterator[Document | Failed]:
         """A record of a table as conversations."""
         if not line.strip():
             return
@@ -258,7 +278,7 @@ class _Reader:
             text = Extracted("ok", contents(messages))
             yield self._outcome(f"{place}.{number}", "jsonl", text, messages)
 
-    def _json(self, line: bytes) -> tuple[str, dict[str, Any], list[dict[str, Any]] | None, str | None]:
+    def _json(self, line: bytes) -> tuple[str, dict[str, object], list[ConversationMessage] | None, str | None]:
         values = json.loads(line.decode("utf-8-sig"))
         if not isinstance(values, dict):
             raise ValueError(f"expected a JSON object, found {type(values).__name__}")
@@ -283,13 +303,13 @@ class _Reader:
         place: str,
         kind: str,
         extracted: Extracted,
-        messages: list[dict[str, Any]] | None = None,
+        messages: list[ConversationMessage] | None = None,
         license_: str | None = None,
-    ) -> Document | dict[str, Any]:
+    ) -> Document | Failed:
         if extracted.status != "ok":
             return _failure(place, extracted)
         meta = dict(extracted.meta)
-        declared = license_ or meta.pop("license", None) or self._arguments["license"]
+        declared = license_ or str(meta.pop("license", "") or self._arguments["license"])
         try:
             for words in (extracted.text, declared, *map(str, meta.values())):
                 words.encode("utf-8")
@@ -306,5 +326,5 @@ class _Reader:
         )
 
 
-def _failure(place: str, extracted: Extracted) -> dict[str, Any]:
+def _failure(place: str, extracted: Extracted) -> Failed:
     return {"path": place, "status": extracted.status, "detail": extracted.detail}

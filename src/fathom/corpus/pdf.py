@@ -6,9 +6,8 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from fathom.corpus.extraction import Extracted
+from fathom.corpus.extraction import Extracted, IngestValues
 
 EDGE_LINES = 3
 """Lines at the top and at the bottom of a page among which running heads are looked for."""
@@ -21,7 +20,7 @@ FULL_LINE = 0.75
 PASSWORD, IMAGE = 4, 3  # PDFium's FPDF_ERR_PASSWORD and FPDF_PAGEOBJ_IMAGE
 
 
-def extract(path: Path, settings: dict[str, Any]) -> Extracted:
+def extract(path: Path, settings: IngestValues) -> Extracted:
     """The text of a PDF file."""
     import pypdfium2
 

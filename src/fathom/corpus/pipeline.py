@@ -9,10 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from fathom.checkpoints.layout import LOCK, PLAN, RECIPE
-from fathom.corpus.budget import plan_budget
+from fathom.corpus.budget import BudgetValues, plan_budget
 from fathom.corpus.card import write_card
 from fathom.corpus.executor import Executing, executing, write_plan
 from fathom.corpus.ingest import collection_files
@@ -70,11 +70,11 @@ class Report:
 
     directory: Path
     stages: dict[str, StageReport]
-    budget: dict[str, Any] | None
+    budget: BudgetValues | None
     """None where there are only conversations."""
     card: Path
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values."""
         return {**asdict(self), "directory": str(self.directory), "card": str(self.card)}
 
@@ -167,14 +167,44 @@ def _locked(directory: Path) -> Iterator[None]:
         raise CorpusError(f"{directory} is being made by another process{held.advice}") from None
 
 
-def preview(recipe: CorpusRecipe, directory: Path) -> dict[str, Any]:
+class StagePreview(TypedDict, total=False):
+    """What is left of a stage; `key` changes with any of its tasks."""
+
+    state: str
+    to_do: int
+    key: str
+
+
+class PreviewBudget(TypedDict, total=False):
+    """The budget from counted tokens or from a guess; `infeasible` says why there is none."""
+
+    counted: bool
+    infeasible: str
+    tokens: int
+    weights: dict[str, int]
+    available: dict[str, int]
+    epochs: dict[str, float]
+    largest: int
+    limited_by: str
+
+
+class Preview(TypedDict):
+    """What `build` would do."""
+
+    recipe: str
+    inputs: dict[str, dict[str, int]]
+    stages: dict[str, StagePreview]
+    budget: PreviewBudget
+
+
+def preview(recipe: CorpusRecipe, directory: Path) -> Preview:
     """What `build` would do, as far as it can be told before it is done: inputs, stages, budget. Writes nothing."""
     workspace = Workspace(directory, recipe)
     inputs: dict[str, dict[str, int]] = {}
     for name, collection in recipe.collections.items():
         files = list(collection_files(name, collection))
         inputs[name] = {"files": len(files), "bytes": sum(path.stat().st_size for _, path, _ in files)}
-    stages: dict[str, dict[str, Any]] = {}
+    stages: dict[str, StagePreview] = {}
     known = True
     for kind in ORDER:
         stage = kind(workspace)
@@ -206,7 +236,7 @@ def _is_current(stage: Stage, tasks: list[Task]) -> bool:
     ]
 
 
-def _expected(workspace: Workspace, inputs: dict[str, dict[str, int]], known: bool) -> dict[str, Any]:
+def _expected(workspace: Workspace, inputs: dict[str, dict[str, int]], known: bool) -> PreviewBudget:
     """The budget from tokens that were counted, or from a guess at them."""
     mix = workspace.recipe.mix
     if all(one.kind != "documents" for one in workspace.recipe.collections.values()):

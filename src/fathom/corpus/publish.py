@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
-from typing import Any
 
 from fathom.checkpoints.layout import TOKENIZER, TOKENIZER_JSON
 from fathom.checkpoints.tokenizers import identity
@@ -13,7 +12,7 @@ from fathom.corpus.budget import Budget, plan_budget
 from fathom.corpus.stage import CorpusError, Workspace
 from fathom.corpus.tokens import FACTS, SHARDS
 from fathom.data.mixture import row_order
-from fathom.data.shards import FORMAT, INDEX, VERSION, file_crc32, shard_files, token_dtype, write_index
+from fathom.data.shards import FORMAT, INDEX, VERSION, Shards, file_crc32, shard_files, token_dtype, write_index
 from fathom.data.targets import targets_file
 from fathom.data.tokenizer import tokenizer_checksums
 from fathom.report.files import read_json, write_json
@@ -66,7 +65,7 @@ def _publish_shards(workspace: Workspace, stage: str, name: str) -> None:
     """The shards of all tasks of a stage as one corpus, linked and not copied where the file system can."""
     (facts_file,) = workspace.outputs("tokenizer", FACTS)
     facts, tokenizer = read_json(workspace.path(facts_file)), workspace.path(facts_file).parent
-    splits: dict[str, dict[str, list[dict[str, int]]]] = {}
+    splits: dict[str, Shards] = {}
     places: list[tuple[Path, tuple[str, str, int]]] = []
     targets: dict[str, int] = {}
     for one in workspace.outputs(stage, SHARDS):
@@ -82,7 +81,7 @@ def _publish_shards(workspace: Workspace, stage: str, name: str) -> None:
             entries.append(entry)
     if not splits.get("train"):
         raise CorpusError(f"{name}: every document was held out or removed: nothing is left to train on", 1)
-    index: dict[str, Any] = {
+    index: dict[str, object] = {
         "format": FORMAT,
         "version": VERSION,
         "settings": {"corpus": workspace.recipe.to_dict() | {"executor": None}},

@@ -6,13 +6,16 @@ import functools
 import re
 from collections import Counter
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fathom.corpus.recipe import Filter
 from fathom.corpus.words import Numbers, Words, run_numbers, words_of
+
+if TYPE_CHECKING:
+    from py3langid.langid import LanguageIdentifier
 
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
 BULLETS = ("-", "*", "•", "‣", "◦", "▪", "●", "–")
@@ -116,7 +119,7 @@ def _covered(numbers: Numbers, lengths: NDArray[np.int64], size: int) -> int:
 
 
 @functools.cache
-def _identifier() -> Any:
+def _identifier() -> LanguageIdentifier:
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     return LanguageIdentifier.from_pickled_model(MODEL_FILE, norm_probs=True)

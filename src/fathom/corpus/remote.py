@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 from fathom.corpus.stage import CorpusError, Task, Workspace
 from fathom.corpus.worker import carry_out
@@ -19,7 +18,7 @@ def rank(directory: str, stage: str, data: object, number: int, world_size: int)
     carry_out(directory, stage, [number])
 
 
-def remote(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Any) -> None:
+def remote(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Callable[[], None]) -> None:
     """Tasks on `executor.workers` processes of datatrove's; what fails is in its logs beside the stages."""
     try:
         from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
@@ -27,7 +26,7 @@ def remote(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Any) -
         raise CorpusError(f"executor.name: {error}: pip install 'fathom-lm[corpus]'") from None
     wanted, place = workspace.recipe.executor, workspace.directory.absolute()
     logs = place / "logs" / stage
-    shared: dict[str, Any] = {
+    shared: dict[str, object] = {
         "pipeline": [partial(rank, str(place), stage)],
         "tasks": len(tasks),
         "workers": wanted.workers or 100,

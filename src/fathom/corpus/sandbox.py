@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from fathom.corpus import html, pdf, tei
-from fathom.corpus.extraction import Extracted, Extractor
+from fathom.corpus.extraction import Extracted, Extractor, IngestValues
 from fathom.corpus.stage import CorpusError
 
 EXTRACTORS: dict[str, Extractor] = {"pdf": pdf.extract, "html": html.extract, "tei": tei.extract}
@@ -25,7 +25,7 @@ CHILD = "import sys; sys.path[:] = filter(None, sys.path); from fathom.corpus.sa
 class Sandbox:
     """Extracts text elsewhere; what goes wrong there is a status here."""
 
-    def __init__(self, settings: dict[str, Any]) -> None:
+    def __init__(self, settings: IngestValues) -> None:
         self._settings = settings
         self._process: subprocess.Popen[str] | None = None
 
@@ -85,7 +85,7 @@ class Sandbox:
         )
         return self._process
 
-    def _ask(self, process: subprocess.Popen[str], request: dict[str, Any]) -> dict[str, Any] | None:
+    def _ask(self, process: subprocess.Popen[str], request: dict[str, object]) -> dict[str, Any] | None:
         assert process.stdin is not None and process.stdout is not None
         try:
             process.stdin.write(json.dumps(request) + "\n")

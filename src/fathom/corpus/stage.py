@@ -20,12 +20,12 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypedDict
 
 from fathom.checkpoints.layout import MANIFEST
 from fathom.corpus.recipe import CorpusRecipe
 from fathom.errors import FathomError
-from fathom.report.files import digest, read_json, sync_directory, write_json
+from fathom.report.files import Digest, digest, read_json, sync_directory, write_json
 
 STAGES = "stages"
 TASK, TIMES = "task.json", "times.json"
@@ -58,7 +58,7 @@ class Task:
     arguments: dict[str, Any] = field(default_factory=dict)
     """what else decides the outcome"""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values."""
         return asdict(self)
 
@@ -66,6 +66,40 @@ class Task:
     def from_dict(cls, values: Mapping[str, Any]) -> Task:
         """The reverse of `to_dict`."""
         return cls(tuple(Input(**one) for one in values["inputs"]), dict(values["arguments"]))
+
+
+class InputEntry(TypedDict):
+    """An `Input` in a manifest."""
+
+    path: str
+    sha256: str
+    bytes: int
+
+
+class TaskOutcome(TypedDict):
+    """What a task leaves beside its files."""
+
+    key: str
+    counts: dict[str, int]
+    outputs: dict[str, Digest]
+
+
+class TaskEntry(TaskOutcome):
+    """A task in a manifest."""
+
+    arguments: dict[str, Any]
+    """as the stage gave them"""
+    inputs: list[InputEntry]
+
+
+class StageManifest(TypedDict):
+    """What a finished stage did, and from what."""
+
+    stage: str
+    version: int
+    settings: dict[str, object]
+    counts: dict[str, int]
+    tasks: list[TaskEntry]
 
 
 def stage_folder(directory: Path, name: str) -> Path:
@@ -84,9 +118,10 @@ class Workspace:
         """The folder of a stage."""
         return stage_folder(self.directory, name)
 
-    def manifest(self, name: str) -> dict[str, Any]:
+    def manifest(self, name: str) -> StageManifest:
         """What a finished stage says of itself."""
-        return read_json(self.stage(name) / MANIFEST)
+        found: StageManifest = read_json(self.stage(name) / MANIFEST)
+        return found
 
     def outputs(self, stage: str, suffix: str) -> list[Input]:
         """Files of a finished stage whose names end so, in the order of its tasks."""
@@ -123,7 +158,7 @@ class Stage(ABC):
         """What is asked for."""
         return self.workspace.recipe
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """The part of the recipe that decides what all tasks of this stage compute."""
         return {}
 
@@ -224,18 +259,18 @@ def peak_memory() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-def conclude(stage: Stage, tasks: Sequence[Task]) -> dict[str, Any]:
+def conclude(stage: Stage, tasks: Sequence[Task]) -> StageManifest:
     """Write the manifest of a stage whose tasks are all done, and remove what an earlier recipe left."""
     place = stage.workspace.stage(stage.name)
     place.mkdir(parents=True, exist_ok=True)
-    entries: list[dict[str, Any]] = []
+    entries: list[TaskEntry] = []
     totals: dict[str, int] = {}
     for task in tasks:
-        entry = read_json(stage.folder(task) / TASK)
+        entry: TaskOutcome = read_json(stage.folder(task) / TASK)
         for name, count in entry["counts"].items():
             totals[name] = totals.get(name, 0) + count
         entries.append({**entry, "arguments": task.arguments, "inputs": [_named(one) for one in task.inputs]})
-    manifest = {
+    manifest: StageManifest = {
         "stage": stage.name,
         "version": stage.version,
         "settings": stage.settings(),
@@ -251,9 +286,10 @@ def conclude(stage: Stage, tasks: Sequence[Task]) -> dict[str, Any]:
     return manifest
 
 
-def _named(one: Input) -> dict[str, Any]:
+def _named(one: Input) -> InputEntry:
     """An input for a manifest; where the user keeps it says nothing about it."""
-    return {**asdict(one), "path": Path(one.path).name if Path(one.path).is_absolute() else one.path}
+    path = Path(one.path).name if Path(one.path).is_absolute() else one.path
+    return {"path": path, "sha256": one.sha256, "bytes": one.bytes}
 
 
 def times_of(stage: Stage, tasks: Sequence[Task]) -> dict[str, float]:

@@ -12,8 +12,8 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
+from fathom.corpus.documents import ConversationMessage
 from fathom.report.files import write_atomically
 
 PROPERTIES: dict[str, tuple[str, ...]] = {
@@ -102,7 +102,7 @@ class Question:
     choices: tuple[str, ...]
     answer: int
 
-    def row(self) -> dict[str, Any]:
+    def row(self) -> dict[str, object]:
         """As a benchmark's file has it."""
         return {"id": self.id, "question": self.question, "choices": list(self.choices), "answer": self.answer}
 
@@ -146,12 +146,12 @@ class World:
                 texts.append(" ".join(chance.sample(said, len(said))))
         return chance.sample(texts, len(texts))
 
-    def conversations(self) -> list[dict[str, Any]]:
+    def conversations(self) -> list[dict[str, list[ConversationMessage]]]:
         """Every fact asked for and answered, once in each way; rows of messages."""
-        rows = []
+        rows: list[dict[str, list[ConversationMessage]]] = []
         for fact in self.facts():
             for question, answer in EXCHANGES:
-                asked = {"role": "user", "content": fact.said(question)}
+                asked: ConversationMessage = {"role": "user", "content": fact.said(question)}
                 rows.append({"messages": [asked, {"role": "assistant", "content": fact.said(answer)}]})
         return self._chance("conversations").sample(rows, len(rows))
 
@@ -229,7 +229,7 @@ def write_world(
     """
     asked = world.questions(questions)
     texts, planted = plant(world.documents(), asked, leaks, world.seed)
-    rows: dict[str, Iterable[Mapping[str, Any]]] = {
+    rows: dict[str, Iterable[Mapping[str, object]]] = {
         "domain.jsonl": ({"text": text} for text in texts),
         "general.jsonl": ({"text": text} for text in world.general(general)),
         "conversations.jsonl": world.conversations(),
@@ -243,7 +243,7 @@ def write_world(
     return {name.partition(".")[0]: folder / name for name in rows}
 
 
-def _lines(rows: Iterable[Mapping[str, Any]]) -> Iterator[str]:
+def _lines(rows: Iterable[Mapping[str, object]]) -> Iterator[str]:
     return (json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any
 from xml.etree import ElementTree
 from xml.etree.ElementTree import Element
 
-from fathom.corpus.extraction import Extracted
+from fathom.corpus.extraction import Extracted, IngestValues
 
 IDENTITY = "{http://www.w3.org/XML/1998/namespace}id"
 SECTION = re.compile(r"[1-9]\.[0-9]")
 
 
-def extract(path: Path, settings: dict[str, Any]) -> Extracted:
+def extract(path: Path, settings: IngestValues) -> Extracted:
     """The Markdown of a TEI file."""
     data = path.read_bytes()
     if not data.strip():
@@ -35,7 +34,7 @@ def extract(path: Path, settings: dict[str, Any]) -> Extracted:
     text = converter.markdown()
     if not text:
         return Extracted("empty", detail="a document without text")
-    meta = {"dangling_references": converter.dangling} if converter.dangling else {}
+    meta: dict[str, object] = {"dangling_references": converter.dangling} if converter.dangling else {}
     return Extracted("ok", text, meta=meta)
 
 

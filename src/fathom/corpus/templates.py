@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-ChatMessage = Mapping[str, Any]
+ChatMessage = Mapping[str, object]
 END = "<end of document>"
 """Stands for the tokenizer's own EOS."""
 

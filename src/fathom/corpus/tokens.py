@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import numpy as np
 
@@ -31,7 +31,7 @@ class Tokenizer(Stage):
 
     name = "tokenizer"
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """What of the recipe decides the outcome."""
         tokens = self.recipe.tokenize
         keys = ("eos_token",) if tokens.train is None else ("train", "train_bytes", "held_out")
@@ -92,7 +92,7 @@ class Tokenize(Stage):
 
     name = "tokenize"
 
-    def settings(self) -> dict[str, Any]:
+    def settings(self) -> dict[str, object]:
         """What of the recipe decides the outcome."""
         return {"held_out": self.recipe.tokenize.held_out}
 
@@ -113,8 +113,8 @@ class Tokenize(Stage):
                 mine = [text for text in batch if choose_split(text, self.recipe.tokenize.held_out) == split]
                 if mine:
                     writer.append(*encoder(mine))
-        keys = ("documents", "tokens", "bytes")
-        counts = dict.fromkeys(keys, 0)
+        keys: tuple[Literal["documents", "tokens", "bytes"], ...] = ("documents", "tokens", "bytes")
+        counts = {"documents": 0, "tokens": 0, "bytes": 0}
         shards = {}
         for split, writer in writers.items():
             if writer.shards:
@@ -177,7 +177,7 @@ class _Encoder:
         self._tokenizer, self._file, self._eos = plain_encoder(file), file, eos_token_id
         self._dtype = token_dtype(vocab_size)
 
-    def __call__(self, texts: list[str]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any]]:
+    def __call__(self, texts: list[str]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Tokens with EOS after each document, lengths in tokens and in bytes."""
         ids = [self._encode(text) for text in texts]
         tokens = np.fromiter((token for one in ids for token in one), self._dtype, sum(map(len, ids)))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
 
 from fathom.corpus.conversations import ConversationError
+from fathom.corpus.documents import ConversationMessage
 
 STEP = re.compile(r"^(Question|Thought|Action Input|Action|Observation|Final Answer)[ \t]*:[ \t]*", re.MULTILINE)
 
@@ -16,12 +16,12 @@ def is_trace(text: object) -> bool:
     return isinstance(text, str) and {"Thought", "Final Answer"} <= {match[1] for match in STEP.finditer(text)}
 
 
-def trace_messages(text: str) -> list[dict[str, Any]]:
+def trace_messages(text: str) -> list[ConversationMessage]:
     """A trace as messages: what comes before the question is the system's, an observation is a tool's."""
     steps = list(STEP.finditer(text))
     ends = [*(step.start() for step in steps[1:]), len(text)]
     preamble = text[: steps[0].start()].strip() if steps else ""
-    messages: list[dict[str, Any]] = [{"role": "system", "content": preamble}] if preamble else []
+    messages: list[ConversationMessage] = [{"role": "system", "content": preamble}] if preamble else []
     for step, end in zip(steps, ends, strict=True):
         name, said = step[1], text[step.end() : end].strip()
         if name in ("Question", "Observation"):
@@ -37,7 +37,7 @@ def trace_messages(text: str) -> list[dict[str, Any]]:
     return messages
 
 
-def used_actions(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+def used_actions(messages: Sequence[ConversationMessage]) -> Iterator[str]:
     """The name of every action that is taken."""
     for message in messages:
         if message["role"] == "assistant":
@@ -46,7 +46,7 @@ def used_actions(messages: Sequence[Mapping[str, Any]]) -> Iterator[str]:
             )
 
 
-def require_tools(messages: Sequence[Mapping[str, Any]], tools: Sequence[str]) -> None:
+def require_tools(messages: Sequence[ConversationMessage], tools: Sequence[str]) -> None:
     """Refuse a trace that uses a tool which is not described."""
     for name in used_actions(messages):
         if name not in tools:

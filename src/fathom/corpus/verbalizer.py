@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from fathom.corpus.conversations import ConversationError
+from fathom.corpus.documents import ConversationMessage
 
 TEMPLATES: tuple[tuple[str, str], ...] = (
     ("What is the {key} of {entity}?", "The {key} of {entity} is {value}."),
@@ -20,8 +20,8 @@ NOTHING = ("", "-", "–", "na", "n/a", "none", "null", "nan", "unknown")
 
 
 def pairs_of(
-    record: Mapping[str, Any], entity_field: str, templates: Sequence[tuple[str, str]] = TEMPLATES
-) -> Iterator[list[dict[str, Any]]]:
+    record: Mapping[str, object], entity_field: str, templates: Sequence[tuple[str, str]] = TEMPLATES
+) -> Iterator[list[ConversationMessage]]:
     """One exchange for each value and template.
 
     Args:
@@ -44,7 +44,7 @@ def pairs_of(
             ]
 
 
-def said(value: Any) -> str:
+def said(value: object) -> str:
     """A value in words; empty where there is none."""
     if value is None or (isinstance(value, float) and value != value):
         return ""

@@ -18,13 +18,13 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, TypeVar, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fathom.data.shards import DataError, first_line, token_dtype
-from fathom.data.sources import Kind, Reading, SourceText, parse
+from fathom.data.sources import Kind, Payload, Reading, SourceText, parse
 from fathom.data.tokenizer import plain_encoder
 
 # Ctrl-C reaches the whole process group, but the parent decides what it means; and replies have standard output to
@@ -42,6 +42,8 @@ serve(sys.stdin.buffer, replies)
 BATCH_BYTES = 1 << 18
 # Of all workers one at a time works on a chunk with more text than this.
 LARGE_BYTES = 3 << 19
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -64,7 +66,7 @@ class Chunk:
     domain: str
     first: int
     """The number of the first record in its source."""
-    payloads: list[Any] = field(default_factory=list)
+    payloads: list[Payload] = field(default_factory=list)
     size: int = 0
     """Bytes of the payloads, as far as known."""
 
@@ -84,7 +86,7 @@ class Encoded:
 
     split: str
     domain: str
-    tokens: NDArray[Any]
+    tokens: NDArray[np.integer]
     lengths: NDArray[np.int64]
     byte_lengths: NDArray[np.int64]
 
@@ -206,8 +208,8 @@ class _EncodingProcess:
 
 
 def encode_chunks(
-    chunks: Iterator[tuple[Any, Chunk]], encoding: Encoding, workers: int
-) -> Iterator[tuple[Any, EncodedChunk]]:
+    chunks: Iterator[tuple[T, Chunk]], encoding: Encoding, workers: int
+) -> Iterator[tuple[T, EncodedChunk]]:
     """Encode chunks on `workers` processes and yield the results in the order of the chunks, each with its tag.
 
     With one worker everything happens in this process. At most two chunks per worker are in memory.
@@ -231,7 +233,7 @@ def encode_chunks(
         return result
 
     pool = ThreadPoolExecutor(workers, thread_name_prefix="fathom-encode")
-    pending: deque[tuple[Any, Future[EncodedChunk]]] = deque()
+    pending: deque[tuple[T, Future[EncodedChunk]]] = deque()
     try:
         for tag, chunk in chunks:
             pending.append((tag, pool.submit(work, chunk)))
@@ -263,7 +265,7 @@ def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
             encoder = Encoder(request)
             continue
         try:
-            result: Any = encoder(request)
+            result: EncodedChunk | Exception = encoder(request)
         except Exception as error:
             result = error if isinstance(error, DataError) else RuntimeError(f"{type(error).__name__}: {error}")
         try:

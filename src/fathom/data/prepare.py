@@ -15,11 +15,11 @@ import os
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from fathom.checkpoints.layout import LOCK, TOKENIZER_JSON
 from fathom.checkpoints.tokenizers import identity
@@ -33,6 +33,8 @@ from fathom.data.shards import (
     VERSION,
     DataError,
     Shard,
+    ShardEntry,
+    Shards,
     ShardWriter,
     file_crc32,
     first_line,
@@ -46,6 +48,7 @@ from fathom.data.sources import (
     COMPRESSIONS,
     FileFormat,
     Oversize,
+    Payload,
     Reading,
     Source,
     Undecodable,
@@ -79,6 +82,33 @@ JOURNAL_KEYS = {"settings", "position", "documents", "vocab_size", "eos_token_id
 DRAFTS = ".*.new"  # what a crash leaves of a file that was being replaced
 
 
+class PrepareSettings(TypedDict):
+    """What decides which tokens come out."""
+
+    inputs: list[str]
+    tokenizer: str | int | None
+    eos_token: str | None
+    reading: dict[str, object]
+    file_format: str
+    held_out: float
+    shard_tokens: int
+    tokenizer_bytes: int | None
+    input_bytes: int
+
+
+class Journal(TypedDict):
+    """How far an unfinished run has come."""
+
+    settings: PrepareSettings
+    inputs_stamp: str
+    position: tuple[int, int]
+    documents: int
+    left_out: int
+    vocab_size: int
+    eos_token_id: int
+    shards: list[tuple[str, str, list[ShardEntry]]]
+
+
 @dataclass
 class Summary:
     """What `prepare` made, and how fast."""
@@ -98,7 +128,7 @@ class Summary:
     documents_per_second: float
     """How many documents a second this run tokenised."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values."""
         return {**asdict(self), "directory": str(self.directory)}
 
@@ -169,7 +199,7 @@ def prepare(
     out = Path(out)
     names = [str(name) for name in ([inputs] if isinstance(inputs, str | Path) else inputs)]
     sources = find_sources(names, reading, file_format)
-    settings = {
+    settings: PrepareSettings = {
         "inputs": names,
         "tokenizer": tokenizer or train_tokenizer,
         "eos_token": eos_token,
@@ -212,7 +242,7 @@ class _Run:
     out: Path
     sources: list[Source]
     reading: Reading
-    settings: dict[str, Any]
+    settings: PrepareSettings
     position: tuple[int, int] = (0, 0)
     """The source, and the record in it, from which reading continues."""
     documents: int = 0
@@ -226,7 +256,7 @@ class _Run:
     def __post_init__(self) -> None:
         self.held_out: float = self.settings["held_out"]
         self.inputs_stamp = _stamp(self.sources)
-        self.journal: dict[str, Any] | None = None
+        self.journal: Journal | None = None
         if (self.out / JOURNAL).exists():
             self.journal = _read_journal(self.out)
             self.position = (self.journal["position"][0], self.journal["position"][1])
@@ -280,7 +310,7 @@ class _Run:
         if not self.documents:
             raise DataError(f"{', '.join(self.settings['inputs'])}: no documents: every record is empty")
         self._write_journal()
-        splits: dict[str, dict[str, list[dict[str, int]]]] = {"train": {}, "val": {}}
+        splits: dict[str, Shards] = {"train": {}, "val": {}}
         for (split, domain), writer in sorted(self.writers.items()):
             splits[split][domain] = shard_entries(writer.shards)
         if not splits["train"]:
@@ -371,7 +401,7 @@ class _Run:
     def _write_journal(self) -> None:
         for writer in self.writers.values():
             writer.sync()
-        journal = {
+        journal: Journal = {
             "settings": self.settings,
             "inputs_stamp": self.inputs_stamp,
             "position": self.position,
@@ -379,7 +409,7 @@ class _Run:
             "left_out": self.left_out,
             "vocab_size": self.vocab_size,
             "eos_token_id": self.eos_token_id,
-            "shards": [[*key, shard_entries(writer.shards)] for key, writer in self.writers.items()],
+            "shards": [(*key, shard_entries(writer.shards)) for key, writer in self.writers.items()],
         }
         write_json(self.out / JOURNAL, journal)
 
@@ -443,7 +473,7 @@ def _worker_count(workers: int | None, sources: list[Source]) -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _payload_bytes(payload: Any, reading: Reading) -> int:
+def _payload_bytes(payload: Payload, reading: Reading) -> int:
     if payload is None:
         return 0
     if isinstance(payload, Path):
@@ -458,11 +488,11 @@ def _stamp(sources: list[Source]) -> str:
     return hashlib.blake2b(json.dumps(stamps).encode(), digest_size=16).hexdigest()
 
 
-def _difference(out: Path, settings: dict[str, Any], sources: list[Source]) -> str | None:
+def _difference(out: Path, settings: PrepareSettings, sources: list[Source]) -> str | None:
     """How the corpus in `out`, finished or begun, differs from the one that is asked for; None if it does not."""
     try:
         if (out / INDEX).exists():
-            old = read_index(out)
+            old: Mapping[str, Any] = read_index(out)
         elif (out / JOURNAL).exists():
             old = _read_journal(out)
         else:
@@ -472,7 +502,7 @@ def _difference(out: Path, settings: dict[str, Any], sources: list[Source]) -> s
     for key, value in json.loads(json.dumps(settings)).items():
         found = old["settings"].get(key)
         if key == "reading" and isinstance(found, dict):
-            if difference := _reading_difference(found, value, finished="crc32" in old):
+            if difference := _reading_difference(found, value, "crc32" in old):
                 return difference
         elif found != value:
             return f"was prepared with {_option(key)} {found!r}, not {value!r}"
@@ -481,7 +511,7 @@ def _difference(out: Path, settings: dict[str, Any], sources: list[Source]) -> s
     return None
 
 
-def _reading_difference(old: dict[str, Any], new: dict[str, Any], finished: bool) -> str | None:
+def _reading_difference(old: Mapping[str, object], new: Mapping[str, object], finished: bool) -> str | None:
     for key, value in new.items():
         found = old.get(key, getattr(FORMER_READING, key))
         # What `error` let pass so far, every other choice would have let pass too.
@@ -495,7 +525,7 @@ def _option(key: str) -> str:
     return {"inputs": "inputs", "input_bytes": "input bytes"}.get(key, "--" + key.replace("_", "-"))
 
 
-def _read_journal(out: Path) -> dict[str, Any]:
+def _read_journal(out: Path) -> Journal:
     """How far an interrupted run came."""
     path = out / JOURNAL
     try:
@@ -505,7 +535,7 @@ def _read_journal(out: Path) -> dict[str, Any]:
         complete = False
     if not complete:
         raise DataError(f"{path} is damaged")
-    found: dict[str, Any] = journal
+    found: Journal = journal
     return found
 
 

@@ -9,13 +9,13 @@ import re
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fathom.checkpoints.tokenizers import message_fields
 from fathom.data.shards import DataError
 
 if TYPE_CHECKING:
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 
 MAX_BYTES = 1 << 26
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -112,7 +112,7 @@ def _assemble(model: Model) -> Tokenizer:
 
     pieces = [text for text, _, _ in model.pieces]
     own = [text for text, _, kind in model.pieces if kind == USER]
-    inner: Any
+    inner: models.Model
     if model.model_type == UNIGRAM:
         vocabulary = [(text, score) for text, score, _ in model.pieces]
         inner = models.Unigram(vocabulary, model.ids["unk"], model.byte_fallback)
@@ -126,7 +126,7 @@ def _assemble(model: Model) -> Tokenizer:
             ignore_merges=bool(own),
         )
     tokenizer = Tokenizer(inner)
-    steps: list[Any] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
+    steps: list[normalizers.Normalizer] = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
     if model.remove_extra_whitespaces:
         steps += [normalizers.Replace(Regex(r"\A +"), ""), normalizers.Replace(Regex(" {2,}"), " ")]
     if model.add_dummy_prefix:
@@ -135,7 +135,7 @@ def _assemble(model: Model) -> Tokenizer:
     if model.remove_extra_whitespaces:  # at the end it takes the sign itself for a space, too
         steps.append(normalizers.Replace(Regex(rf"{SPACE}+\z"), ""))
     tokenizer.normalizer = normalizers.Sequence(steps)
-    cuts: list[Any] = []
+    cuts: list[pre_tokenizers.PreTokenizer] = []
     if own:
         alternatives = "|".join(re.escape(text) for text in sorted(own, key=len, reverse=True))
         cuts.append(pre_tokenizers.Split(Regex(alternatives), "isolated"))

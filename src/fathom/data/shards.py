@@ -23,7 +23,7 @@ from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypedDict, TypeVar, cast
 from urllib.parse import quote
 
 import numpy as np
@@ -64,7 +64,40 @@ class Shard:
     index_crc32: int = 0
 
 
-def token_dtype(vocab_size: int) -> np.dtype[Any]:
+class ShardEntry(TypedDict):
+    """A `Shard` in the index."""
+
+    tokens: int
+    documents: int
+    bytes: int
+    tokens_crc32: int
+    index_crc32: int
+
+
+Shards = dict[str, list[ShardEntry]]
+"""By domain, in order."""
+
+
+class CorpusIndex(TypedDict, total=False):
+    """`index.json` of a prepared corpus; `tokenizer_sha256` is missing in older ones, the last two in most."""
+
+    format: str
+    version: int
+    settings: dict[str, object]
+    left_out: int
+    vocab_size: int
+    eos_token_id: int
+    dtype: str
+    tokenizer_crc32: dict[str, int]
+    tokenizer_sha256: str
+    splits: dict[str, Shards]
+    crc32: int
+    """Of the rest."""
+    targets_crc32: dict[str, int]
+    """Of the files that mark which tokens are learnt."""
+
+
+def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
     """The smallest type on disk that holds every id of a vocabulary."""
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
@@ -76,17 +109,17 @@ def shard_files(directory: Path, split: str, domain: str, number: int) -> tuple[
     return folder / f"{number:05d}.bin", folder / f"{number:05d}.idx"
 
 
-def _seal(index: Mapping[str, Any]) -> int:
+def _seal(index: Mapping[str, object]) -> int:
     body = {key: value for key, value in index.items() if key != "crc32"}
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
-def write_index(directory: Path, index: Mapping[str, Any]) -> None:
+def write_index(directory: Path, index: Mapping[str, object]) -> None:
     """Seal and write the index, which makes the directory a finished corpus."""
     write_json(directory / INDEX, {**index, "crc32": _seal(index)})
 
 
-def read_index(directory: Path) -> dict[str, Any]:
+def read_index(directory: Path) -> CorpusIndex:
     """Read and check the index of a finished corpus."""
     path = directory / INDEX
     if not path.is_file():
@@ -96,7 +129,7 @@ def read_index(directory: Path) -> dict[str, Any]:
             raise DataError(f"{directory} is an unfinished corpus: run the same `fathom prepare` again to complete it")
         raise DataError(f"{directory} is not a prepared corpus: it has no {INDEX}")
     try:
-        index: dict[str, Any] = json.loads(path.read_bytes())
+        index: CorpusIndex = json.loads(path.read_bytes())
     except ValueError as error:
         raise DataError(f"{path} is corrupt: {first_line(error)}") from None
     if not isinstance(index, dict) or index.get("format") != FORMAT:
@@ -130,7 +163,7 @@ class ShardWriter:
         directory: Path,
         split: str,
         domain: str,
-        dtype: np.dtype[Any],
+        dtype: np.dtype[np.unsignedinteger],
         shard_tokens: int,
         shards: list[Shard] | None = None,
     ) -> None:
@@ -139,7 +172,7 @@ class ShardWriter:
         self.shards = shards or []
         self._dirty: set[Path] = set()
 
-    def append(self, tokens: NDArray[Any], lengths: NDArray[np.int64], byte_lengths: NDArray[np.int64]) -> None:
+    def append(self, tokens: NDArray[np.integer], lengths: NDArray[np.int64], byte_lengths: NDArray[np.int64]) -> None:
         """Write documents: their concatenated tokens, and the length of each in tokens and in bytes."""
         token_ends, byte_ends = np.cumsum(lengths), np.cumsum(byte_lengths)
         done = 0
@@ -154,7 +187,7 @@ class ShardWriter:
             self._write(shard, tokens[token_base : int(token_ends[stop - 1])], ends.astype("<i8"))
             done = stop
 
-    def _write(self, shard: Shard, tokens: NDArray[Any], ends: NDArray[np.int64]) -> None:
+    def _write(self, shard: Shard, tokens: NDArray[np.integer], ends: NDArray[np.int64]) -> None:
         ends += np.array([shard.tokens, shard.bytes])
         token_bytes, index_bytes = tokens.astype(self.dtype, copy=False).tobytes(), ends.tobytes()
         token_file, index_file = shard_files(self.directory, self.split, self.domain, len(self.shards) - 1)
@@ -197,7 +230,7 @@ class TokenDataset:
     Shards are memory-mapped: opening costs no memory, and processes on a machine share the pages.
     """
 
-    def __init__(self, directory: Path, index: dict[str, Any], split: str, domains: Iterable[str]) -> None:
+    def __init__(self, directory: Path, index: CorpusIndex, split: str, domains: Iterable[str]) -> None:
         self.directory = directory
         self.split = split
         self.domains = tuple(domains)
@@ -207,10 +240,10 @@ class TokenDataset:
         self.tokenizer_identity: str | None = index.get("tokenizer_sha256")
         """Of vocabulary and rules; None in corpora of earlier versions."""
         self._index = index
-        content = {key: index[key] for key in CONTENT}
+        content = {key: value for key, value in index.items() if key in CONTENT}
         self.fingerprint: int = zlib.crc32(json.dumps(content, sort_keys=True).encode())
         """Of every checksum in the index: equal for equal tokens wherever they came from, other for other tokens."""
-        self._tokens: list[NDArray[Any]] = []
+        self._tokens: list[NDArray[np.integer]] = []
         self._documents: list[NDArray[np.int64]] = []
         shards = []
         for shard, (token_file, index_file) in self._shard_files():
@@ -385,6 +418,6 @@ def _read_verified(directory: Path) -> dict[str, list[int]]:
     return known if isinstance(known, dict) else {}
 
 
-def shard_entries(shards: Iterable[Shard]) -> list[dict[str, int]]:
+def shard_entries(shards: Iterable[Shard]) -> list[ShardEntry]:
     """Shards as the index and the journal hold them."""
-    return [asdict(shard) for shard in shards]
+    return [cast(ShardEntry, asdict(shard)) for shard in shards]

@@ -16,10 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl
 
 from fathom.data.shards import DataError, first_line
+
+if TYPE_CHECKING:
+    from pyarrow.parquet import RowGroupMetaData
 
 FileFormat = Literal["auto", "text", "jsonl", "parquet"]
 Undecodable = Literal["error", "replace", "skip"]
@@ -89,10 +92,15 @@ class SourceText(NamedTuple):
     """What chooses its side of the split: the text itself, or for a piece the beginning of the whole text."""
 
 
+Payload: TypeAlias = Any
+"""A record before it is decoded: a file's path, a line or text as bytes, a `Piece` of one, or a row's fields as a
+tuple; None where it is left out."""
+
+
 class Record(NamedTuple):
     """One undecoded document, None if it is left out, and how far into its source (in bytes) reading has come."""
 
-    payload: Any
+    payload: Payload
     position: int
 
 
@@ -155,7 +163,9 @@ def find_sources(inputs: Iterable[str], reading: Reading, file_format: FileForma
     return sources
 
 
-def parse(kind: Kind, name: str, domain: str, number: int, payload: Any, reading: Reading) -> list[SourceText] | None:
+def parse(
+    kind: Kind, name: str, domain: str, number: int, payload: Payload, reading: Reading
+) -> list[SourceText] | None:
     """Turn record `number` into the documents it holds, one or none or pieces of one; None where it is left out."""
     where = f"{name}:{number + 1}" if kind == "jsonl" else f"{name} (document {number + 1})"
     lead = None
@@ -226,7 +236,7 @@ def _cut(data: bytes | bytearray, limit: int) -> int:
     return end
 
 
-def _repair(kind: Kind, domain: str, payload: Any, reading: Reading, where: str) -> tuple[str, str]:
+def _repair(kind: Kind, domain: str, payload: Payload, reading: Reading, where: str) -> tuple[str, str]:
     if kind == "jsonl":
         text, domain = _json_fields(payload.decode("utf-8", "replace").encode(), domain, reading, where) or ("", domain)
     else:
@@ -235,7 +245,7 @@ def _repair(kind: Kind, domain: str, payload: Any, reading: Reading, where: str)
     return text.encode("utf-8", "replace").decode("utf-8"), domain.encode("utf-8", "replace").decode("utf-8")
 
 
-def _domain(found: Sequence[Any], domain: str, reading: Reading) -> str:
+def _domain(found: Sequence[object], domain: str, reading: Reading) -> str:
     """What a record names as its domain; the input's where it names none."""
     return domain if reading.domain_field is None or found[0] is None else str(found[0])
 
@@ -259,7 +269,7 @@ def _json_fields(line: bytes, domain: str, reading: Reading, where: str) -> tupl
     return _require_text(value[reading.text_field], reading, where), domain
 
 
-def _require_text(value: Any, reading: Reading, where: str) -> str:
+def _require_text(value: object, reading: Reading, where: str) -> str:
     if value is None:
         return ""
     if not isinstance(value, str):
@@ -558,12 +568,12 @@ def _parquet(path: Path, reading: Reading, start: int) -> Iterator[Record]:
         row += rows
 
 
-def _batch_rows(group: Any) -> int:
+def _batch_rows(group: RowGroupMetaData) -> int:
     """How many rows to decode together: about `PARQUET_BYTES` of them."""
     return max(1, min(1024, PARQUET_BYTES * group.num_rows // max(group.total_byte_size, 1)))
 
 
-def _bounded(payload: tuple[Any, ...], where: str, reading: Reading) -> tuple[Any, ...] | None:
+def _bounded(payload: tuple[object, ...], where: str, reading: Reading) -> tuple[object, ...] | None:
     """A row, unless its text is over the limit and not to be split."""
     text = payload[0]
     if reading.oversize == "split" or not isinstance(text, str) or len(text) <= reading.max_record_bytes:

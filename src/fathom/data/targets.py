@@ -10,15 +10,15 @@ import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fathom.data.permutation import Permutation
-from fathom.data.shards import DataError, TokenDataset, file_crc32, shard_files
+from fathom.data.shards import CorpusIndex, DataError, TokenDataset, file_crc32, shard_files
 
-TARGETS = "targets_crc32"
+TARGETS: Final = "targets_crc32"
 """The key of an index that has checksums of such files."""
 NOT_LEARNT = -100  # the label that Hugging Face losses skip
 
@@ -93,7 +93,7 @@ def pack_rows(lengths: NDArray[np.int64], width: int, seed: int) -> PackedRows:
 class TargetDataset(TokenDataset):
     """One split of conversations, or other documents of which some tokens are learnt."""
 
-    def __init__(self, directory: Path, index: dict[str, Any], split: str, domains: Iterable[str]) -> None:
+    def __init__(self, directory: Path, index: CorpusIndex, split: str, domains: Iterable[str]) -> None:
         super().__init__(directory, index, split, domains)
         ends = self.document_ends(0, self.num_tokens)
         self._spans = np.stack([np.r_[0, ends], np.r_[ends, self.num_tokens]], axis=1)  # [documents, 2]

@@ -7,7 +7,7 @@ import re
 import shutil
 from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fathom.checkpoints.layout import SENTENCEPIECE_MODEL, TOKENIZER_CONFIG, TOKENIZER_JSON
 from fathom.data.sentencepiece import load_sentencepiece
@@ -15,6 +15,7 @@ from fathom.data.shards import TOKENIZER, DataError, file_crc32, first_line
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
 
 EOS, PAD = "<|endoftext|>", "<|pad|>"
 SENTENCEPIECE = (SENTENCEPIECE_MODEL, "spiece.model", "spm.model", "sentencepiece.bpe.model")
@@ -45,7 +46,7 @@ class TrainingWords:
         return self.bytes
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
+def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE; the same texts in the same order give the same tokenizer.
 
     Args:
@@ -82,7 +83,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> Any:
     )
 
 
-def load_tokenizer(name: str, eos_token: str | None = None) -> Any:
+def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a directory, a `tokenizer.json`, a SentencePiece `.model` or the Hub.
 
     One that cannot mark document ends is refused.
@@ -144,7 +145,7 @@ def _named(folder: Path, special: dict[str, str]) -> dict[str, str]:
     return {key: value for key, value in texts.items() if isinstance(value, str) and key not in special}
 
 
-def save_tokenizer(tokenizer: Any, directory: Path) -> None:
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     """Save beside the shards, all files or none."""
     temporary = directory / f".{TOKENIZER}.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -160,7 +161,7 @@ def save_tokenizer(tokenizer: Any, directory: Path) -> None:
     temporary.replace(directory / TOKENIZER)
 
 
-def vocabulary_size(tokenizer: Any) -> int:
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """The embedding rows a tokenizer needs: its largest id plus one, which exceeds its length where ids have gaps."""
     return int(max(tokenizer.get_vocab().values())) + 1
 

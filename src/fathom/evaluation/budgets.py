@@ -5,25 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fathom.errors import FathomError
 
+if TYPE_CHECKING:
+    from transformers import Cache, PreTrainedModel
+
+    from fathom.models.modeling import FathomModelOutput
+
 
 class TripsError(FathomError, ValueError):
     """A budget that a model cannot keep; the message is one line."""
 
 
-def most_trips(model: Any) -> int:
+def most_trips(model: PreTrainedModel) -> int:
     """How many trips a token may make at most; 1 for a model that knows no trips."""
     recurrence = getattr(getattr(model, "model", None), "recurrence", None)
     return 1 if recurrence is None else recurrence.most_trips(model.config)
 
 
-def check_trips(model: Any, asked: int | None) -> None:
+def check_trips(model: PreTrainedModel, asked: int | None) -> None:
     """Refuse a budget that means nothing to this model."""
     most = most_trips(model)
     if asked is not None and most == 1:
@@ -32,7 +37,7 @@ def check_trips(model: Any, asked: int | None) -> None:
         raise TripsError(f"--max-trips {asked}: this model was trained for {most} trips; allowed: 1 to {most}")
 
 
-def check_chunks(model: Any, size: int | None) -> None:
+def check_chunks(model: PreTrainedModel, size: int | None) -> None:
     """Refuse to read a prompt in chunks where that changes what is computed."""
     if most_trips(model) > 1:
         try:
@@ -41,7 +46,7 @@ def check_chunks(model: Any, size: int | None) -> None:
             raise TripsError(str(error)) from error
 
 
-def limited(model: Any, most: int | None) -> Any:
+def limited(model: PreTrainedModel, most: int | None) -> PreTrainedModel:
     """The model, every call of which keeps the budget from now on."""
     check_trips(model, most)
     if most is not None:
@@ -49,7 +54,9 @@ def limited(model: Any, most: int | None) -> Any:
     return model
 
 
-def stored_trips(model: Any, cache: Any, rows: int, columns: list[int], most: int | None = None) -> list[float | None]:
+def stored_trips(
+    model: PreTrainedModel, cache: Cache, rows: int, columns: list[int], most: int | None = None
+) -> list[float | None]:
     """Mean trips of the tokens in a cache that generation left behind, row by row; None where there is one trip only.
 
     Args:
@@ -71,7 +78,7 @@ def stored_trips(model: Any, cache: Any, rows: int, columns: list[int], most: in
 
 
 @contextmanager
-def counting(model: Any) -> Iterator[list[Tensor]]:
+def counting(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     """A list that every forward pass of a model adds to: the trips of its tokens, `[B, T]`, or one number for all.
 
     Nothing is added for a model that knows no trips.
@@ -81,9 +88,9 @@ def counting(model: Any) -> Iterator[list[Tensor]]:
         yield made
         return
 
-    def note(_: Any, __: Any, given: dict[str, Any], out: Any) -> None:
+    def note(_: object, __: object, given: dict[str, object], out: FathomModelOutput) -> None:
         fixed = given.get("max_trips") or model.config.max_trips or model.model.recurrence.trips
-        made.append(out.recurrence_state.get("trips", torch.tensor(fixed)))
+        made.append((out.recurrence_state or {}).get("trips", torch.tensor(fixed)))
 
     handle = model.model.register_forward_hook(note, with_kwargs=True)
     try:

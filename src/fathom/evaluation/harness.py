@@ -9,10 +9,15 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fathom.evaluation.paired import Items
+from fathom.evaluation.results import ItemValues
 from fathom.evaluation.tasks import TaskDataError, file_task, load_task, task_manager
+
+if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CPU_BATCH = 16
 LARGEST_BATCH = 256
@@ -36,12 +41,17 @@ class TaskResult:
 
     results: dict[str, Any]
     """lm-eval's JSON, without its samples."""
-    items: dict[str, dict[str, Any]]
+    items: dict[str, ItemValues]
     """By `TASK/METRIC`, for metrics that are means or perplexities over items: see `items_of`."""
     notes: list[str] = field(default_factory=list)
 
 
-def open_lm(model: Any, tokenizer: Any, batch_size: int | None = None, max_length: int | None = None) -> Any:
+def open_lm(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    batch_size: int | None = None,
+    max_length: int | None = None,
+) -> HFLM:
     """lm-eval's wrapper around a live model.
 
     Without a batch size lm-eval halves one until it fits; on a CPU, where memory runs out too late to notice, it is 16.
@@ -61,7 +71,7 @@ def open_lm(model: Any, tokenizer: Any, batch_size: int | None = None, max_lengt
 
 
 def run_task(
-    lm: Any, name: str, settings: TaskSettings, task_data: Path | None = None, include: Path | None = None
+    lm: HFLM, name: str, settings: TaskSettings, task_data: Path | None = None, include: Path | None = None
 ) -> TaskResult:
     """Score one task, group or tag.
 
@@ -122,7 +132,7 @@ def tables(results: Sequence[TaskResult]) -> str:
     from lm_eval.utils import make_table
 
     keys = ("results", "groups", "group_subtasks", "versions", "n-shot", "higher_is_better")
-    whole: dict[str, dict[str, Any]] = {key: {} for key in keys}
+    whole: dict[str, dict[str, object]] = {key: {} for key in keys}
     for result in results:
         for key in keys:
             whole[key].update(result.results.get(key, {}))
@@ -130,7 +140,7 @@ def tables(results: Sequence[TaskResult]) -> str:
     return f"{text}\n{make_table(whole, 'groups')}" if whole["groups"] else text
 
 
-def plain(results: Mapping[str, Any]) -> dict[str, Any]:
+def plain(results: Mapping[str, object]) -> dict[str, Any]:
     """lm-eval's results as its own command writes them to a file."""
     from lm_eval.utils import handle_non_serializable
 
@@ -138,15 +148,15 @@ def plain(results: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _items(
-    documents: list[dict[str, Any]], metric: str, aggregation: str, numbers: Mapping[str, Any]
-) -> dict[str, Any]:
+    documents: list[dict[str, Any]], metric: str, aggregation: str, numbers: Mapping[str, object]
+) -> dict[str, ItemValues]:
     """What each document adds to a metric, where its aggregation is known and gives lm-eval's number again."""
-    made = {}
+    made: dict[str, ItemValues] = {}
     for chosen in dict.fromkeys(document["filter"] for document in documents):
         found = [d[metric] for d in documents if d["filter"] == chosen and metric in d]
         reported = numbers.get(f"{metric},{chosen}")
         if aggregation == "mean":
-            items: dict[str, Any] = {"values": [float(value) for value in found]}
+            items: ItemValues = {"values": [float(value) for value in found]}
         elif aggregation == "perplexity":
             items = {"values": [-float(value) for value in found], "log": True}
         elif aggregation in ("weighted_perplexity", "bits_per_byte"):

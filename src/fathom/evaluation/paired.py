@@ -11,10 +11,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fathom.evaluation.results import ScoreGap, ScoreRow
 from fathom.report.statistics import CONFIDENCE, Difference, combined_difference, holm, weighted_difference
 from fathom.report.tables import terminal_table
 
@@ -49,13 +50,17 @@ def difference(items: Items, control: Items) -> Difference:
     return weighted_difference(gaps.tolist(), _weights(items).tolist())
 
 
+Scored = Items | Sequence[Items]
+"""The items of a score, or those of several tasks whose scores are averaged."""
+
+
 def group_difference(parts: Sequence[tuple[Items, Items]]) -> Difference:
     """The difference of means over several tasks, each counting the same; degrees of freedom by Satterthwaite."""
     found = [difference(items, control) for items, control in parts]
     return combined_difference(found, [1 / len(found)] * len(found))
 
 
-def rows(scores: Mapping[str, Mapping[tuple[str, str], Any]]) -> list[dict[str, Any]]:
+def rows(scores: Mapping[str, Mapping[tuple[str, str], Scored]]) -> list[ScoreRow]:
     """One row per (task, metric) that some checkpoint has: its scores, and differences from the first checkpoint.
 
     Args:
@@ -65,7 +70,7 @@ def rows(scores: Mapping[str, Mapping[tuple[str, str], Any]]) -> list[dict[str, 
     made = []
     for key in dict.fromkeys(key for mine in scores.values() for key in mine):
         mine = {name: found[key] for name, found in scores.items() if key in found}
-        row: dict[str, Any] = {
+        row: ScoreRow = {
             "task": key[0],
             "metric": key[1],
             "scores": {name: _score(items) for name, items in mine.items()},
@@ -75,13 +80,13 @@ def rows(scores: Mapping[str, Mapping[tuple[str, str], Any]]) -> list[dict[str, 
             if name in mine and control in mine and (found := _compare(mine[name], mine[control])) is not None:
                 row["differences"][name] = found
         made.append(row)
-    known = [d for row in made for d in row["differences"].values() if d["p"] is not None]
-    for entry, p in zip(known, holm([entry["p"] for entry in known]), strict=True):
+    known = [(d, p) for row in made for d in row["differences"].values() if (p := d["p"]) is not None]
+    for (entry, _), p in zip(known, holm([p for _, p in known]), strict=True):
         entry["p_holm"] = p
     return made
 
 
-def table(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
+def table(found: Sequence[ScoreRow], names: Sequence[str]) -> Table:
     """Rows for a terminal; an asterisk marks what is left of significance after Holm's adjustment over the table."""
     cells = []
     for row in found:
@@ -92,8 +97,8 @@ def table(found: Sequence[Mapping[str, Any]], names: Sequence[str]) -> Table:
     return terminal_table("", columns, cells, left=2)
 
 
-def _compare(items: Any, control: Any) -> dict[str, Any] | None:
-    pairs = [(items, control)] if isinstance(items, Items) else list(zip(items, control, strict=False))
+def _compare(items: Scored, control: Scored) -> ScoreGap | None:
+    pairs = list(zip(_parts(items), _parts(control), strict=False))
     if not all(mine.pairs_with(theirs) for mine, theirs in pairs):
         return None
     found = difference(*pairs[0]) if len(pairs) == 1 else group_difference(pairs)
@@ -111,8 +116,13 @@ def _compare(items: Any, control: Any) -> dict[str, Any] | None:
     }
 
 
-def _score(items: Any) -> float:
-    return items.score if isinstance(items, Items) else sum(part.score for part in items) / len(items)
+def _parts(items: Scored) -> Sequence[Items]:
+    return [items] if isinstance(items, Items) else items
+
+
+def _score(items: Scored) -> float:
+    parts = _parts(items)
+    return sum(part.score for part in parts) / len(parts)
 
 
 def _weights(items: Items) -> np.ndarray:
@@ -123,7 +133,7 @@ def _number(value: float | None) -> str:
     return "" if value is None else f"{value:.4f}" if abs(value) < 1e5 else f"{value:.4g}"
 
 
-def _gap(entry: Mapping[str, Any] | None) -> str:
+def _gap(entry: ScoreGap | None) -> str:
     if entry is None:
         return "not paired"
     form = "×{:.4f}" if entry["kind"] == "ratio" else "{:+.4f}"

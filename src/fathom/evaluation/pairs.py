@@ -14,13 +14,13 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
 from fathom.data.shards import INDEX, read_index
 from fathom.evaluation.perplexity import DomainScore
+from fathom.evaluation.results import PairReport, PairResults, QuestionRow, TextPair
 from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings, run
 from fathom.report import PAGE, html
 from fathom.report.files import write_atomically
@@ -68,6 +68,20 @@ class Answered:
         """McNemar's, exact."""
         return mcnemar(self.lost, self.won)
 
+    def row(self) -> QuestionRow:
+        """As a report holds it."""
+        return {
+            "benchmark": self.benchmark,
+            "way": self.way,
+            "part": self.part,
+            "asked": self.asked,
+            "right": self.right,
+            "lost": self.lost,
+            "won": self.won,
+            "p": self.p,
+            "intervals": [wilson(right, self.asked) for right in self.right],
+        }
+
 
 def read_benchmarks(directory: Path) -> dict[str, list[Quizzed]]:
     """The questions of every file `NAME.jsonl` of a directory: question, choices, answer and, if known, dirty."""
@@ -104,7 +118,7 @@ def _asked(path: Path) -> Iterator[Quizzed]:
         yield Quizzed(str(row.get("id", number)), question, tuple(choices), answer, row.get("dirty"))
 
 
-def task_rows(items: Sequence[Quizzed], way: str) -> list[dict[str, Any]]:
+def task_rows(items: Sequence[Quizzed], way: str) -> list[dict[str, object]]:
     """The questions as lm-eval is asked them: by `letter`, `shuffled` letter or `text`."""
     rows = []
     for item in items:
@@ -120,7 +134,7 @@ def task_rows(items: Sequence[Quizzed], way: str) -> list[dict[str, Any]]:
     return rows
 
 
-def evaluate_pair(entries: Sequence[str | Path], directory: Path, settings: Settings) -> dict[str, Any]:
+def evaluate_pair(entries: Sequence[str | Path], directory: Path, settings: Settings) -> PairReport:
     """Score a base and a model made of it on a benchmark and on texts; returns what `report.json` holds.
 
     Args:
@@ -169,7 +183,7 @@ def _task_files(benchmarks: Mapping[str, Sequence[Quizzed]], out: Path | None) -
 
 def summarize(
     pair: Sequence[Checkpoint], benchmarks: Mapping[str, Sequence[Quizzed]], tasks: Mapping[tuple[str, str], str]
-) -> dict[str, Any]:
+) -> PairReport:
     """Everything for a program.
 
     Args:
@@ -187,15 +201,14 @@ def summarize(
             task, metric = tasks[name, "text" if way == "length" else way], "acc_norm" if way == "length" else "acc"
             right = [[value == 1 for value in one.tasks[task].items[f"{task}/{metric}"]["values"]] for one in pair]
             answered += count_answers(name, way, items, *right)
-    report: dict[str, Any] = {
+    report: PairResults = {
         **provenance(),
         "base": {"name": base.name, "directory": str(base.directory)},
         "new": {"name": new.name, "directory": str(new.directory)},
         "texts": {name: compare_texts(score, new.domains[name]) for name, score in base.domains.items()},
-        "questions": [{**asdict(one), "p": one.p, "intervals": [wilson(r, one.asked) for r in one.right]}
-                      for one in answered],
+        "questions": [one.row() for one in answered],
         "guessing": {name: guessing(items) for name, items in benchmarks.items()},
-    }  # fmt: skip
+    }
     return {"verdict": verdict(report), **report}
 
 
@@ -232,22 +245,23 @@ def guessing(items: Sequence[Quizzed]) -> dict[str, float]:
     }
 
 
-def compare_texts(base: DomainScore, new: DomainScore) -> dict[str, Any]:
+def compare_texts(base: DomainScore, new: DomainScore) -> TextPair:
     """Bits per byte of both on the same documents, and the difference by paired bootstrap."""
     bits = [(a - b) / math.log(2) for a, b in zip(new.nats, base.nats, strict=True)]
+    gap = bootstrap_ratio(bits, base.bytes)
     return {
         "documents": len(bits),
         "bytes": sum(base.bytes),
         "base": base.bits_per_byte,
         "new": new.bits_per_byte,
-        "difference": asdict(bootstrap_ratio(bits, base.bytes)),
+        "difference": {"value": gap.value, "low": gap.low, "high": gap.high},
     }
 
 
-def verdict(report: Mapping[str, Any]) -> str:
+def verdict(report: PairResults) -> str:
     """One sentence: questions by option text, clean ones where that is known; then text. No more than intervals say."""
     parts = []
-    judged: dict[str, Mapping[str, Any]] = {}
+    judged: dict[str, QuestionRow] = {}
     for name in report["guessing"]:
         rows = {row["part"]: row for row in report["questions"] if (row["benchmark"], row["way"]) == (name, "text")}
         judged[name] = rows["clean"] if "clean" in rows else rows["all"]
@@ -268,7 +282,7 @@ def verdict(report: Mapping[str, Any]) -> str:
     return sentence[0].upper() + sentence[1:]
 
 
-def lines(report: Mapping[str, Any]) -> list[list[str]]:
+def lines(report: PairResults) -> list[list[str]]:
     """The table."""
     made = []
     for name, text in report["texts"].items():
@@ -290,7 +304,7 @@ def lines(report: Mapping[str, Any]) -> list[list[str]]:
     return made
 
 
-def show(report: Mapping[str, Any], out: Path | None) -> None:
+def show(report: PairReport, out: Path | None) -> None:
     """The table, the sentence, and where the page is."""
     from rich.console import Console
 
@@ -301,11 +315,12 @@ def show(report: Mapping[str, Any], out: Path | None) -> None:
         console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)
 
 
-def _columns(report: Mapping[str, Any]) -> list[str]:
-    return [report[one]["name"] if one in ("base", "new") else one for one in COLUMNS]
+def _columns(report: PairResults) -> list[str]:
+    names = {"base": report["base"]["name"], "new": report["new"]["name"]}
+    return [names.get(one, one) for one in COLUMNS]
 
 
-def page(report: Mapping[str, Any]) -> str:
+def page(report: PairReport) -> str:
     """The whole report."""
     flagged = any(row["part"] != "all" for row in report["questions"])
     reading = [

@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -29,8 +29,12 @@ from fathom.data.tokenizer import plain
 from fathom.errors import FathomError
 from fathom.evaluation.budgets import counting
 from fathom.evaluation.paired import Items
+from fathom.evaluation.results import PlaceLoss, TextScore
 from fathom.report.progress import ProgressBar
 from fathom.training.gap import SAMPLE, WINDOWS, Row, Sample, read_both_ways
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LONGEST_DEFAULT_CONTEXT = 2048
 TOKENS_AT_ONCE = {"cpu": 1 << 12, "other": 1 << 15}
@@ -100,14 +104,14 @@ class DomainScore:
         bits = [nats / math.log(2) for nats in self.nats]
         return {"bits_per_byte": Items(bits, self.bytes), "perplexity": Items(self.nats, self.tokens, log=True)}
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> TextScore:
         """The numbers a reader wants."""
-        places = [
+        places: list[PlaceLoss] = [
             {"from": 1 << i, "to": (2 << i) - 1, "loss": nats / count, "tokens": count}
             for i, (nats, count) in enumerate(zip(self.position_nats, self.position_tokens, strict=True))
             if count
         ]
-        return {
+        found: TextScore = {
             "documents": len(self.nats),
             "tokens": sum(self.tokens),
             "bytes": sum(self.bytes),
@@ -115,10 +119,12 @@ class DomainScore:
             "perplexity": self.perplexity,
             "bits_per_byte": self.bits_per_byte,
             "by_context": places,
-            **({"trips_per_token": self.trips / sum(self.tokens)} if self.trips else {}),
         }
+        if self.trips:
+            found["trips_per_token"] = self.trips / sum(self.tokens)
+        return found
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values, document by document."""
         return asdict(self)
 
@@ -195,7 +201,7 @@ def read_domains(
     return domains
 
 
-def default_context(config: Any) -> int:
+def default_context(config: object) -> int:
     """The model's own context, but no more than 2048 tokens."""
     return min(getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT_CONTEXT, LONGEST_DEFAULT_CONTEXT)
 
@@ -210,7 +216,12 @@ def windows(length: int, context: int, stride: int) -> Iterator[Window]:
 
 
 def score(
-    model: Any, tokenizer: Any, domain: Domain, context: int, stride: int | None = None, batch_size: int | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    domain: Domain,
+    context: int,
+    stride: int | None = None,
+    batch_size: int | None = None,
 ) -> DomainScore:
     """Score a domain.
 
@@ -269,7 +280,12 @@ def sampled(tokens: Sequence[int], context: int, stride: int | None = None) -> l
 
 
 def read_sample(
-    model: Any, tokenizer: Any, domain: Domain, tokens: Sequence[int], context: int, stride: int | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    domain: Domain,
+    tokens: Sequence[int],
+    context: int,
+    stride: int | None = None,
 ) -> Sample | None:
     """A sample of what `score` reads, in parallel and by decoding; None for a model whose passes need no rounds."""
     encode, begin, rows = encoder(tokenizer, domain), beginning(tokenizer), []
@@ -279,7 +295,7 @@ def read_sample(
     return read_both_ways(model, rows) if rows else None
 
 
-def beginning(tokenizer: Any) -> int:
+def beginning(tokenizer: PreTrainedTokenizerBase) -> int:
     """The token that stands before a document."""
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if begin is None:
@@ -301,7 +317,7 @@ def _flush(forward: _Forward, pending: list[tuple[int, Window, np.ndarray]], res
 class _Forward:
     """Losses of windows, as many at once as memory holds."""
 
-    def __init__(self, model: Any, tokens: int | None) -> None:
+    def __init__(self, model: PreTrainedModel, tokens: int | None) -> None:
         self.model = model
         self.tokens = tokens or TOKENS_AT_ONCE["cpu" if model.device.type == "cpu" else "other"]
 
@@ -362,7 +378,7 @@ def _trips(batch: Sequence[tuple[np.ndarray, int]], made: Sequence[torch.Tensor]
         yield float(found[row, stop - count : stop].sum()) if found.ndim else float(found) * count
 
 
-def encoder(tokenizer: Any, domain: Domain) -> Any:
+def encoder(tokenizer: PreTrainedTokenizerBase, domain: Domain) -> Callable[[Passage], np.ndarray | Sequence[int]]:
     """Text to ids as `fathom prepare` makes them: nothing added, and no special token read from a document."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
@@ -378,7 +394,7 @@ def encoder(tokenizer: Any, domain: Domain) -> Any:
 
     theirs = Tokenizer.from_file(str(domain.tokenizer_file))
     if theirs.get_vocab() == tokenizer.get_vocab():
-        return lambda document: document.ids
+        return lambda document: document.ids  # type: ignore[return-value]
 
     def translate(document: Passage) -> list[int]:
         text = theirs.decode(document.ids.tolist(), skip_special_tokens=False)  # type: ignore[union-attr]

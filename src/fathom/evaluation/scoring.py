@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fathom._version import __version__
 from fathom.checkpoints.check import check_checkpoint
@@ -24,18 +25,21 @@ from fathom.data.sources import Reading
 from fathom.errors import FathomError
 from fathom.evaluation.budgets import limited
 from fathom.evaluation.harness import TaskResult, TaskSettings, items_of, open_lm, run_task, tables
-from fathom.evaluation.paired import rows, table
+from fathom.evaluation.paired import Scored, rows, table
 from fathom.evaluation.perplexity import LONGEST_DEFAULT_CONTEXT, Domain, DomainScore, read_domains, read_sample
 from fathom.evaluation.perplexity import score as score_domain
+from fathom.evaluation.results import ScoresReport, TextScore
 from fathom.evaluation.tasks import file_task, task_names
 from fathom.report.files import read_json, write_json
 from fathom.report.tables import terminal_table
 from fathom.training.gap import Sample, gap_of
+from fathom.training.results import DecodingGap
 
 if TYPE_CHECKING:
+    from lm_eval.models.huggingface import HFLM
     from rich.table import Table
 
-Opener = Callable[[Path], tuple[Any, Any]]
+Opener = Callable[[Path], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
 WHOLE = "all text"
 
 
@@ -112,7 +116,7 @@ class Settings:
         """What `perplexity` names, by domain; nothing where it names nothing."""
         return read_domains(self.perplexity, self.reading, self.split, self.limit) if self.perplexity else []
 
-    def open(self, directory: Path) -> tuple[Any, Any]:
+    def open(self, directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Model and tokenizer."""
         return open_checkpoint(directory, self.device, self.dtype, self.trust_remote_code)
 
@@ -124,8 +128,8 @@ class Checkpoint:
     name: str
     directory: Path
     opener: Opener
-    opened: tuple[Any, Any] | None = None
-    lm: Any = None
+    opened: tuple[PreTrainedModel, PreTrainedTokenizerBase] | None = None
+    lm: HFLM | None = None
     max_trips: int | None = None
     """A budget of trips per token."""
     tasks: dict[str, TaskResult] = field(default_factory=dict)
@@ -135,7 +139,7 @@ class Checkpoint:
     samples: dict[str, Sample] = field(default_factory=dict)
     """By domain, of a model that reads text by Jacobi rounds: some of it decoded as well."""
 
-    def open(self) -> tuple[Any, Any]:
+    def open(self) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Model and tokenizer."""
         if self.opened is None:
             print(f"{self.name}: opening {self.directory}", file=sys.stderr)
@@ -159,7 +163,7 @@ def evaluate(
     *,
     perplexity: Sequence[str] = (),
     tasks: str | None = None,
-) -> dict[str, Any]:
+) -> ScoresReport:
     """Score checkpoints on tasks and texts, with paired differences; returns what `report.json` holds.
 
     Args:
@@ -175,7 +179,7 @@ def evaluate(
     return run(checkpoints, chosen)[1]
 
 
-def run(checkpoints: Sequence[str | Path], settings: Settings) -> tuple[list[Checkpoint], dict[str, Any]]:
+def run(checkpoints: Sequence[str | Path], settings: Settings) -> tuple[list[Checkpoint], ScoresReport]:
     """As `evaluate`, with the checkpoints and their scores."""
     if not settings.tasks and not settings.perplexity:
         raise EvaluateError("nothing to do: give --tasks, --perplexity or --kvcache")
@@ -228,9 +232,9 @@ def under_budgets(checkpoints: Sequence[Checkpoint], words: str | None) -> list[
     ]
 
 
-def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: int | None) -> dict[str, Any]:
+def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: int | None) -> ScoresReport:
     """Everything for a program: lm-eval's JSON as it is, the text scores, and the table's rows."""
-    scores: dict[str, dict[tuple[str, str], Any]] = {}
+    scores: dict[str, dict[tuple[str, str], Scored]] = {}
     for checkpoint in checkpoints:
         mine = scores[checkpoint.name] = {}
         if checkpoint.tasks:
@@ -256,7 +260,7 @@ def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: in
     }
 
 
-def show(checkpoints: Sequence[Checkpoint], report: Mapping[str, Any]) -> None:
+def show(checkpoints: Sequence[Checkpoint], report: ScoresReport) -> None:
     """lm-eval's tables, then one for all checkpoints."""
     from rich.console import Console
 
@@ -317,7 +321,7 @@ def _task(checkpoint: Checkpoint, name: str, settings: Settings) -> TaskResult:
         "lm_eval": version("lm_eval"),
     }
 
-    def make() -> dict[str, Any]:
+    def make() -> Mapping[str, object]:
         model, tokenizer = checkpoint.open()
         if checkpoint.lm is None:
             checkpoint.lm = open_lm(model, tokenizer, settings.batch_size, settings.context)
@@ -330,7 +334,7 @@ def _task(checkpoint: Checkpoint, name: str, settings: Settings) -> TaskResult:
 
 
 def _domain(checkpoint: Checkpoint, domain: Domain, context: int, settings: Settings) -> DomainScore:
-    def make() -> dict[str, Any]:
+    def make() -> Mapping[str, object]:
         return score_domain(*checkpoint.open(), domain, context, settings.stride, settings.batch_size).to_dict()
 
     key = _text_key(checkpoint, domain, context, settings)
@@ -342,7 +346,7 @@ def _sample(
 ) -> Sample | None:
     """Some of a domain decoded as well; None of a model that reads it by no rounds."""
 
-    def make() -> dict[str, Any]:
+    def make() -> Mapping[str, object]:
         found = read_sample(*checkpoint.open(), domain, tokens, context, settings.stride)
         return {} if found is None else asdict(found)
 
@@ -351,7 +355,7 @@ def _sample(
     return Sample(**values) if values else None
 
 
-def _text_key(checkpoint: Checkpoint, domain: Domain, context: int, settings: Settings) -> dict[str, Any]:
+def _text_key(checkpoint: Checkpoint, domain: Domain, context: int, settings: Settings) -> dict[str, object]:
     text = hashlib.sha256()
     for document in domain.documents:
         text.update(document.text.encode() if document.text is not None else document.ids.tobytes())  # type: ignore[union-attr]
@@ -367,8 +371,8 @@ def _text_key(checkpoint: Checkpoint, domain: Domain, context: int, settings: Se
 
 
 def kept(
-    checkpoint: Checkpoint, out: Path | None, kind: str, name: str, key: Mapping[str, Any], make: Callable[[], Any]
-) -> dict[str, Any]:
+    checkpoint: Checkpoint, out: Path | None, kind: str, name: str, key: Mapping[str, object], make: Callable[[], Any]
+) -> Any:
     """What was computed before under the same conditions; else computed now, and kept where there is a place."""
     path = out and out / quote(checkpoint.name, safe=" ") / ".done" / f"{kind}-{quote(name, safe=' ')}.json"
     if path and path.is_file():
@@ -407,35 +411,35 @@ def _with_whole(domains: Mapping[str, DomainScore]) -> dict[str, DomainScore]:
     return {**domains, **({WHOLE: DomainScore.joined(list(domains.values()))} if len(domains) > 1 else {})}
 
 
-def _perplexity(checkpoint: Checkpoint) -> dict[str, dict[str, Any]]:
+def _perplexity(checkpoint: Checkpoint) -> dict[str, TextScore]:
     """By text: its score and, where decoding would have another, by how much."""
     found = {name: score.summary() for name, score in _with_whole(checkpoint.domains).items()}
     gaps = {name: gap_of([sample]) for name, sample in checkpoint.samples.items()}
     if WHOLE in found and checkpoint.samples:
         sizes = [sum(checkpoint.domains[name].tokens) for name in checkpoint.samples]
         gaps[WHOLE] = gap_of(list(checkpoint.samples.values()), sizes)
-    return {
-        name: {**score, **({"decoding": gaps[name].to_dict()} if name in gaps else {})} for name, score in found.items()
-    }
+    for name, gap in gaps.items():
+        found[name]["decoding"] = gap.to_dict()
+    return found
 
 
-def _texts(report: Mapping[str, Any]) -> set[str]:
+def _texts(report: ScoresReport) -> set[str]:
     return {name for entry in report["checkpoints"].values() for name in entry["perplexity"]}
 
 
-def _by_context(report: Mapping[str, Any]) -> Table:
+def _by_context(report: ScoresReport) -> Table:
     columns, lines = {}, []
     for name, entry in report["checkpoints"].items():
         texts = entry["perplexity"]
         columns[name] = {p["from"]: p for p in texts[WHOLE if WHOLE in texts else next(iter(texts))]["by_context"]}
     for start in sorted({start for places in columns.values() for start in places}):
-        stop = min(2 * start - 1, report["context"])
+        stop = min(2 * start - 1, report["context"] or sys.maxsize)
         cells = [f"{places[start]['loss']:.4f}" if start in places else "" for places in columns.values()]
         lines.append([f"{start}-{stop}" if stop > start else str(start), *cells])
     return terminal_table("", ["tokens of context", *(f"loss of {name}" for name in columns)], lines)
 
 
-def _by_trips(report: Mapping[str, Any]) -> Table:
+def _by_trips(report: ScoresReport) -> Table:
     """Per model of several trips and text: the loss, what it took, and how far it lies from decoding."""
     lines, solved = [], False
     for name, entry in report["checkpoints"].items():
@@ -450,7 +454,7 @@ def _by_trips(report: Mapping[str, Any]) -> Table:
     return terminal_table("", columns, [line[: len(columns)] for line in lines])
 
 
-def _gap_cells(gap: Mapping[str, Any] | None) -> list[str]:
+def _gap_cells(gap: DecodingGap | None) -> list[str]:
     if gap is None:
         return ["", "", ""]
     ends = "" if gap["low"] is None else f" [{gap['low']:+.4f}, {gap['high']:+.4f}]"
@@ -462,5 +466,5 @@ def _stamp(path: Path) -> tuple[str, int, int]:
     return (path.name, status.st_size, status.st_mtime_ns)
 
 
-def _digest(values: Any) -> str:
+def _digest(values: object) -> str:
     return hashlib.sha256(json.dumps(values).encode()).hexdigest()

@@ -20,10 +20,14 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from fathom.data.sources import Reading, find_sources
 from fathom.errors import FathomError
+
+if TYPE_CHECKING:
+    from lm_eval.api.task import Task
+    from lm_eval.tasks import TaskManager
 
 SPLITS = ("train", "validation", "test", "dev")
 OTHER_NAMES = {"wikitext": "wikitext2"}
@@ -31,12 +35,16 @@ ON_DISK = ("json", "csv", "parquet", "text")
 LINES = re.compile(r"\.(jsonl|raw|tokens)(\.(xz|gz|bz2|zst))?$")
 
 
+TaskRow: TypeAlias = dict[str, Any]
+"""A document of a task's data as it was parsed: each task has fields of its own."""
+
+
 class TaskDataError(FathomError, ValueError):
     """A task that is unknown or has no data; the message is one line."""
 
 
 @lru_cache(maxsize=4)
-def task_manager(include: Path | None = None) -> Any:
+def task_manager(include: Path | None = None) -> TaskManager:
     """lm-eval's index of tasks, read once per process: it takes seconds.
 
     Args:
@@ -110,13 +118,13 @@ def file_task(word: str) -> tuple[str, Path] | None:
     return (kind, Path(file)) if colon and kind in KINDS else None
 
 
-def _of_file(name: str, kind: str, path: Path) -> dict[str, Any]:
+def _of_file(name: str, kind: str, path: Path) -> dict[str, object]:
     """A task over a JSONL file, as lm-eval's YAML would say it; every line is checked first."""
     from datasets import Dataset
 
     if not path.is_file():
         raise TaskDataError(f"--tasks {name}: no such file")
-    rows: list[dict[str, Any]] = []
+    rows: list[dict[str, object]] = []
     for number, row in enumerate(_json(path), 1):
         if (problem := _problem(kind, row)) is not None:
             raise TaskDataError(f"{path}: document {number}: {problem}")
@@ -127,7 +135,7 @@ def _of_file(name: str, kind: str, path: Path) -> dict[str, Any]:
     return {**KINDS[kind], "task": name, "custom_dataset": lambda **_: data, "test_split": "test"}
 
 
-def _problem(kind: str, row: Mapping[str, Any]) -> str | None:
+def _problem(kind: str, row: Mapping[str, object]) -> str | None:
     """What a document of a generic task lacks, in words."""
     text, answer = ("question" if kind == "choice" else "text"), row.get("answer")
     if not isinstance(row.get(text), str):
@@ -143,7 +151,7 @@ def _problem(kind: str, row: Mapping[str, Any]) -> str | None:
 
 
 @contextmanager
-def _only_present(manager: Any, name: str, folder: Path, notes: list[str]) -> Iterator[None]:
+def _only_present(manager: TaskManager, name: str, folder: Path, notes: list[str]) -> Iterator[None]:
     """Let a group consist of those of its tasks that have data here, as long as there are any."""
     index = manager.task_index
     entry = index[name]
@@ -167,7 +175,7 @@ def _only_present(manager: Any, name: str, folder: Path, notes: list[str]) -> It
 def _local_documents(folder: Path, notes: list[str]) -> Iterator[None]:
     from lm_eval.api.task import ConfigurableTask
 
-    def download(task: Any, *given: Any, **named: Any) -> None:
+    def download(task: Task, *given: object, **named: object) -> None:
         if task.config.dataset_path in ON_DISK:  # a task of the user's own that names its files
             original(task, *given, **named)
         else:
@@ -181,7 +189,7 @@ def _local_documents(folder: Path, notes: list[str]) -> Iterator[None]:
         ConfigurableTask.download = original
 
 
-def _fill(task: Any, folder: Path, notes: list[str]) -> None:
+def _fill(task: Task, folder: Path, notes: list[str]) -> None:
     """Give a task its documents, and make it ask for the splits that there are."""
     from datasets import Dataset
 
@@ -193,7 +201,9 @@ def _fill(task: Any, folder: Path, notes: list[str]) -> None:
             f"{config.task}: no data in {folder}; expected {config.task}/SPLIT.jsonl or what docs/evaluate.md says"
         )
     own = config.test_split or config.validation_split
-    scored: Any = own if own in files or "" in files else next((s for s in ("validation", "test") if s in files), None)
+    scored: str | None = (
+        own if own in files or "" in files else next((s for s in ("validation", "test") if s in files), None)
+    )
     if scored is None:
         raise TaskDataError(f"{config.task}: no {own} split in {folder}, only {', '.join(files)}")
     if scored != own:
@@ -241,14 +251,14 @@ def _has_subject(directory: Path) -> bool:
     return any("subject" in row for split in SPLITS for p in _files(directory, split)[:1] for row in [next(_json(p))])
 
 
-def _rows(path: Path, subset: str | None) -> list[dict[str, Any]]:
+def _rows(path: Path, subset: str | None) -> list[TaskRow]:
     if not LINES.search(path.name)[0].startswith(".jsonl"):  # type: ignore[index]
         return [{"page": page} for page in _articles(line.decode() for line in _lines(path))]
     rows = list(_json(path))
     return [row for row in rows if row["subject"] == subset] if rows and "subject" in rows[0] and subset else rows
 
 
-def _json(path: Path) -> Iterator[dict[str, Any]]:
+def _json(path: Path) -> Iterator[TaskRow]:
     for number, line in enumerate(_lines(path), 1):
         try:
             row = json.loads(line) if line.strip() else None
@@ -266,7 +276,7 @@ def _lines(path: Path) -> Iterator[bytes]:
         yield from (record.payload for record in source.records(reading))
 
 
-def _adapted(row: dict[str, Any]) -> dict[str, Any]:
+def _adapted(row: TaskRow) -> TaskRow:
     """The fields that lm-eval's prompts read, where the folder has them by another name."""
     if "label" not in row and "gold" in row:
         return {**row, "label": str(row["gold"])}

@@ -6,9 +6,12 @@ import time
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fathom.inference.engine import Scored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 UNKNOWN = "\ufffd"
 
@@ -25,7 +28,7 @@ def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 class AnswerWords:
     """Tokens to text, whole characters at a time."""
 
-    def __init__(self, tokenizer: Any) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
         self._from, self._told = 0, 0  # tokens from which to decode, and up to which all was told
@@ -106,13 +109,13 @@ class Text:
         return taken
 
 
-def word(tokenizer: Any, token: int) -> str:
+def word(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
     """A token as text; one that is no whole character by its number."""
     text = str(tokenizer.decode([token]))
     return f"token_id:{token}" if UNKNOWN in text else text
 
 
-def _by_word(tokenizer: Any, scored: Scored) -> dict[str, float]:
+def _by_word(tokenizer: PreTrainedTokenizerBase, scored: Scored) -> dict[str, float]:
     """The likeliest tokens and the one that stands there, which has its own name where two read alike."""
     assert scored.logprob is not None
     found = {word(tokenizer, scored.token): scored.logprob}
@@ -123,7 +126,7 @@ def _by_word(tokenizer: Any, scored: Scored) -> dict[str, float]:
     return found
 
 
-def completion_logprobs(tokenizer: Any, scores: Sequence[tuple[Scored, int]]) -> dict[str, Any]:
+def completion_logprobs(tokenizer: PreTrainedTokenizerBase, scores: Sequence[tuple[Scored, int]]) -> dict[str, object]:
     """As completions have them; the first token of a document has none."""
     return {
         "tokens": [word(tokenizer, one.token) for one, _ in scores],
@@ -133,10 +136,10 @@ def completion_logprobs(tokenizer: Any, scores: Sequence[tuple[Scored, int]]) ->
     }
 
 
-def chat_logprobs(tokenizer: Any, scores: Sequence[tuple[Scored, int]]) -> dict[str, Any]:
+def chat_logprobs(tokenizer: PreTrainedTokenizerBase, scores: Sequence[tuple[Scored, int]]) -> dict[str, object]:
     """As chats have them."""
 
-    def entry(token: int, logprob: float | None) -> dict[str, Any]:
+    def entry(token: int, logprob: float | None) -> dict[str, object]:
         text = word(tokenizer, token)
         whole = None if text == f"token_id:{token}" else list(text.encode())
         return {"token": text, "logprob": logprob, "bytes": whole}
@@ -151,12 +154,12 @@ def chat_logprobs(tokenizer: Any, scores: Sequence[tuple[Scored, int]]) -> dict[
 class Envelope:
     """The JSON around the choices of one answer."""
 
-    def __init__(self, model: str, chat: bool, tokenizer: Any) -> None:
+    def __init__(self, model: str, chat: bool, tokenizer: PreTrainedTokenizerBase) -> None:
         self.chat, self.tokenizer = chat, tokenizer
         kind = "chatcmpl" if chat else "cmpl"
         self.head = {"id": f"{kind}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model}
 
-    def whole(self, texts: Sequence[Text], prompt_tokens: int) -> dict[str, Any]:
+    def whole(self, texts: Sequence[Text], prompt_tokens: int) -> dict[str, object]:
         """An answer in one piece."""
         choices = []
         for i, text in enumerate(texts):
@@ -165,26 +168,26 @@ class Envelope:
         kind = "chat.completion" if self.chat else "text_completion"
         return {**self.head, "object": kind, "choices": choices, "usage": usage(texts, prompt_tokens)}
 
-    def begin(self, index: int) -> dict[str, Any]:
+    def begin(self, index: int) -> dict[str, object]:
         """What a stream of a chat begins with."""
         delta = {"role": "assistant", "content": ""}
         return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
-    def chunk(self, index: int, text: Text, new: str) -> dict[str, Any]:
+    def chunk(self, index: int, text: Text, new: str) -> dict[str, object]:
         """A part of a choice."""
         body = {"delta": {"content": new} if new else {}} if self.chat else {"text": new}
         scores = self._logprobs(text) if text.scores else None
         return self._chunk([{"index": index, **body, "logprobs": scores, "finish_reason": text.finish}])
 
-    def last(self, texts: Sequence[Text], prompt_tokens: int) -> dict[str, Any]:
+    def last(self, texts: Sequence[Text], prompt_tokens: int) -> dict[str, object]:
         """The chunk that says how many tokens there were."""
         return {**self._chunk([]), "usage": usage(texts, prompt_tokens)}
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+    def _chunk(self, choices: list[dict[str, object]]) -> dict[str, object]:
         kind = "chat.completion.chunk" if self.chat else "text_completion"
         return {**self.head, "object": kind, "choices": choices}
 
-    def _logprobs(self, text: Text) -> dict[str, Any] | None:
+    def _logprobs(self, text: Text) -> dict[str, object] | None:
         if not text.with_scores:
             return None
         return (chat_logprobs if self.chat else completion_logprobs)(self.tokenizer, text.take_scores())

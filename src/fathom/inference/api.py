@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import secrets
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from starlette.exceptions import HTTPException
 
 from fathom.inference.sampling import Choice
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 KINDS = {429: "rate_limit_error", 408: "timeout_error", 503: "server_error", 500: "server_error"}
 ELSEWHERE = {
@@ -29,7 +32,7 @@ class ApiError(HTTPException):
         super().__init__(status, message)
         self.code, self.param = code, param
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> dict[str, object]:
         """The JSON that OpenAI's clients understand."""
         kind = KINDS.get(self.status_code, "invalid_request_error")
         message = str(self.detail).encode("utf-8", "replace").decode()  # a lone surrogate is JSON, but not UTF-8
@@ -55,7 +58,7 @@ class Message(BaseModel):
     model_config = ConfigDict(strict=True)
     role: str
     content: str | list[_Part] | None = None
-    tool_calls: list[dict[str, Any]] | None = Field(None, max_length=0)
+    tool_calls: list[dict[str, object]] | None = Field(None, max_length=0)
 
 
 class _StreamOptions(_Strict):
@@ -110,7 +113,7 @@ class Body(_Strict):
         if self.stream_options is not None and not self.stream:
             raise ApiError(400, "stream_options: only with stream=true", param="stream_options")
 
-    def choice(self, own: Any, index: int, seed: int) -> Choice:
+    def choice(self, own: GenerationConfig, index: int, seed: int) -> Choice:
         """How tokens are chosen; what is not said is as in the model's generation configuration `own`."""
         asked = (self.temperature, self.top_p, self.top_k, self.min_p)
         sampled = own.do_sample if all(value is None for value in asked) else self.temperature != 0
@@ -212,7 +215,7 @@ class TokensBody(_Strict):
 B = TypeVar("B", bound=BaseModel)
 
 
-def parsed(kind: type[B], given: dict[str, Any]) -> B:
+def parsed(kind: type[B], given: dict[str, object]) -> B:
     """A body, or an error that names the field."""
     try:
         return kind.model_validate({key: value for key, value in given.items() if value is not None})

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -25,16 +25,22 @@ from fathom.kvcache.prefill import chunks
 from fathom.models import FathomForCausalLM
 from fathom.models.slot_cache import SPARE, drop_row, merge_slots
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 PLAIN = ("qwen3", "qwen2", "llama", "mistral", "smollm3", "olmo2")
 """Other people's decoders whose attention takes any mask and whose cache is keys and values alone."""
 GRAIN = 256
 """Tokens by which a slab grows."""
 
+Mask = Tensor | dict[str, Tensor | None] | None
+"""Which keys each new token sees, `[n, 1, T, N]`; by kind of attention for a model of several kinds; None for all."""
+
 
 class LiveBatch(ABC):
     """Rows in the order in which they joined, but that the last takes the place of one that leaves a slab."""
 
-    def __init__(self, model: Any, trips: int | None) -> None:
+    def __init__(self, model: PreTrainedModel, trips: int | None) -> None:
         self.model, self.trips = model, trips
         self.arguments = {} if trips is None else {"max_trips": trips}
         self.lengths: list[int] = []
@@ -68,9 +74,11 @@ class LiveBatch(ABC):
     def reserve(self, rows: int, tokens: int) -> None:  # noqa: B027
         """Make room for so many rows of so many tokens, where a cache does not grow by itself."""
 
-    def _call(self, ids: Tensor, positions: Tensor | None, cache: Any, every: bool = False, mask: Any = None) -> Tensor:
+    def _call(
+        self, ids: Tensor, positions: Tensor | None, cache: Cache, every: bool = False, mask: Mask = None
+    ) -> Tensor:
         device = self.model.device
-        keep: dict[str, Any] = {} if every else {"logits_to_keep": 1}
+        keep: dict[str, object] = {} if every else {"logits_to_keep": 1}
         if positions is not None:
             keep["position_ids"] = positions.to(device)
         out = self.model(
@@ -133,7 +141,9 @@ class SlabLayer(CacheLayerMixin):
         for stored in (self.keys, self.values):
             stored[target, :, :tokens] = stored[source, :, :tokens]
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Write the call's `[n, H_kv, T, D]` behind what its rows hold, and return all of these rows."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
@@ -166,7 +176,7 @@ class SlabLayer(CacheLayerMixin):
 class SlabBatch(LiveBatch):
     """Trips that do not read one another, or one: masks say how far each row is filled."""
 
-    def __init__(self, model: Any, trips: int | None) -> None:
+    def __init__(self, model: PreTrainedModel, trips: int | None) -> None:
         super().__init__(model, trips)
         self.slab = Slab()
         self.cache = Cache(layers=[SlabLayer(self.slab) for _ in range(banks(model, trips))])
@@ -224,7 +234,7 @@ class SlabBatch(LiveBatch):
         self.slab.first, self.slab.most = first, max(filled)
         self.slab.filled = torch.tensor(filled, device=self.model.device)
 
-    def _mask(self, positions: Tensor) -> Any:
+    def _mask(self, positions: Tensor) -> Mask:
         """Which of its keys each new token sees, where that is not all of them; `positions` is `[n, T]`."""
         end = self.slab.most + positions.shape[1]
         at = torch.arange(end)
@@ -249,7 +259,7 @@ class SlabBatch(LiveBatch):
 class SlotBatch(LiveBatch):
     """Models that need slots: a prompt has a cache of its own until its row is merged."""
 
-    def __init__(self, model: Any, trips: int | None) -> None:
+    def __init__(self, model: PreTrainedModel, trips: int | None) -> None:
         super().__init__(model, trips)
         self.cache: Cache | None = None
         self.fresh: Cache | None = None
@@ -293,11 +303,11 @@ class SlotBatch(LiveBatch):
 class LoneBatch(LiveBatch):
     """A cache for each row, and a call for each row."""
 
-    def __init__(self, model: Any, trips: int | None, policy: Policy | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, trips: int | None, policy: Policy | None = None) -> None:
         super().__init__(model, trips)
         self.policy = policy
-        self.caches: list[Any] = []
-        self.fresh: Any = None
+        self.caches: list[Cache] = []
+        self.fresh: Cache | None = None
 
     def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
         """As `LiveBatch.read`, in pieces that end where the memory is compressed."""
@@ -333,7 +343,7 @@ class LoneBatch(LiveBatch):
         return row
 
 
-def batch_for(model: Any, trips: int | None = None, policy: Policy | None = None) -> LiveBatch:
+def batch_for(model: PreTrainedModel, trips: int | None = None, policy: Policy | None = None) -> LiveBatch:
     """An empty batch of the kind that the model needs.
 
     Args:
@@ -348,7 +358,7 @@ def batch_for(model: Any, trips: int | None = None, policy: Policy | None = None
     return SlabBatch(model, trips) if model.config.model_type in PLAIN else LoneBatch(model, trips)
 
 
-def banks(model: Any, trips: int | None) -> int:
+def banks(model: PreTrainedModel, trips: int | None) -> int:
     """Layers of keys and values that a row fills at most: one for each visit."""
     if not isinstance(model, FathomForCausalLM):
         return int(model.config.num_hidden_layers)
@@ -356,7 +366,7 @@ def banks(model: Any, trips: int | None) -> int:
     return sum(len(trip) for trip in model.model.plan_of(made))
 
 
-def token_bytes(model: Any, trips: int | None) -> int:
+def token_bytes(model: PreTrainedModel, trips: int | None) -> int:
     """What a token's keys and values take at most."""
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
@@ -366,7 +376,7 @@ def token_bytes(model: Any, trips: int | None) -> int:
     return whole + whole // SPARE if slotted else whole
 
 
-def may_chunk(model: Any) -> bool:
+def may_chunk(model: PreTrainedModel) -> bool:
     """Whether a prompt may be read in parts without a change of what is computed."""
     if not isinstance(model, FathomForCausalLM):
         return True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 from transformers.cache_utils import Cache
@@ -13,6 +13,9 @@ from transformers.cache_utils import Cache
 from fathom.kvcache import METHODS, NAMES, build_cache, prefill
 from fathom.kvcache.method import Linear
 from fathom.recipe import RecipeError, cache_policy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -24,13 +27,13 @@ class Policy:
     sinks: int
     ratio: float
 
-    def empty(self, model: Any) -> Cache:
+    def empty(self, model: PreTrainedModel) -> Cache:
         """A cache that has read nothing."""
         return build_cache(model, self.method, self.window, self.sinks, self.ratio)
 
     def read(
-        self, model: Any, prompt: Tensor, beams: int = 1, after_chunk: Callable[[], None] | None = None
-    ) -> dict[str, Any]:
+        self, model: PreTrainedModel, prompt: Tensor, beams: int = 1, after_chunk: Callable[[], None] | None = None
+    ) -> dict[str, object]:
         """Arguments for `generate`: a cache that has read a prompt `[B, T]` but for its last token.
 
         Args:
@@ -47,7 +50,7 @@ class Policy:
 
 
 def choose(
-    model: Any,
+    model: PreTrainedModel,
     method: str | None,
     window: int | None = None,
     sinks: int | None = None,
@@ -67,7 +70,9 @@ def choose(
     if method not in NAMES:
         raise RecipeError(f"--kvcache {method}: method must be one of {', '.join(NAMES)}")
     recorded = getattr(model.config, "kvcache", None)
-    policy = Policy(**cache_policy(method, recorded, window, sinks, ratio))
+    chosen = cache_policy(method, recorded, window, sinks, ratio)
+    assert chosen["window"] is not None  # `cache_policy` asks for one
+    policy = Policy(method, chosen["window"], chosen["sinks"], chosen["ratio"])
     try:
         build_cache(model, **vars(policy))
     except ValueError as error:
@@ -79,5 +84,5 @@ def choose(
     return policy
 
 
-def _words(schedule: dict[str, Any]) -> str:
+def _words(schedule: dict[str, object]) -> str:
     return ", ".join([str(schedule.get("method")), *(f"{k} {schedule.get(k)}" for k in ("window", "sinks", "ratio"))])

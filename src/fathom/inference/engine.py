@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from fathom.inference.batches import GRAIN, LiveBatch, batch_for, may_chunk, tok
 from fathom.inference.cache import Policy
 from fathom.inference.sampling import Choice, likeliest
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 logger = logging.get_logger(__name__)
 
 READ = 512
@@ -32,6 +35,8 @@ SCORED = 64
 """Of a prompt whose own tokens are scored, since each needs the logits of the whole vocabulary."""
 ROWS = 64
 """Texts at a time."""
+
+T = TypeVar("T")
 
 
 class EngineError(FathomError, ValueError):
@@ -109,7 +114,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Any,
+        model: PreTrainedModel,
         budget: int,
         policy: Policy | None = None,
         hand_out: Callable[[list[tuple[Job, Event]]], None] | None = None,
@@ -119,7 +124,7 @@ class Engine:
         self.hand_out = hand_out or deliver
         self.lanes: dict[int | None, Lane] = {}
         self.waiting: deque[Job] = deque()
-        self.calls: deque[tuple[Callable[[], Any], Future]] = deque()
+        self.calls: deque[tuple[Callable[[], object], Future]] = deque()
         self.joining: tuple[Lane, Job] | None = None
         self.counts = {"prompt_tokens": 0, "tokens": 0, "steps": 0, "finished": 0, "cancelled": 0, "failed": 0}
         """Since the start, for whoever watches."""
@@ -157,7 +162,7 @@ class Engine:
         with self._wake:
             self._wake.notify()
 
-    def call(self, function: Callable[[], Any]) -> Future:
+    def call(self, function: Callable[[], object]) -> Future:
         """Run something else on the thread that runs the model."""
         future: Future = Future()
         with self._wake:
@@ -353,7 +358,7 @@ class Engine:
         lane.jobs[row] = lane.jobs[moved]
         lane.jobs.pop(moved)
 
-    def _guarded(self, lane: Lane, work: Callable[..., Any], *arguments: Any) -> Any:
+    def _guarded(self, lane: Lane, work: Callable[..., T], *arguments: object) -> T | None:
         """Work on a lane; what goes wrong in it ends its own jobs and no others."""
         try:
             return work(*arguments)
@@ -380,7 +385,7 @@ def deliver(out: list[tuple[Job, Event]]) -> None:
         job.deliver(event)
 
 
-def _fulfil(function: Callable[[], Any], future: Future) -> None:
+def _fulfil(function: Callable[[], object], future: Future) -> None:
     try:
         future.set_result(function())
     except BaseException as error:  # whoever asked gets it

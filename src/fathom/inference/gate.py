@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
-from collections.abc import Awaitable, Callable, Collection
-from typing import Any
+from collections.abc import Awaitable, Callable, Collection, MutableMapping
+from typing import Any, cast
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -17,7 +17,10 @@ BODIES = 1 << 28
 """Bytes of the bodies of all requests at a time."""
 PATIENCE = 20.0
 """Seconds for the head of a request, and again for its body."""
-Receive = Callable[[], Awaitable[Any]]
+AsgiMessage = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[AsgiMessage]]
+Send = Callable[[AsgiMessage], Awaitable[None]]
+App = Callable[[AsgiMessage, Receive, Send], Awaitable[None]]
 
 
 class Gate:
@@ -31,11 +34,11 @@ class Gate:
             this machine would otherwise speak for its visitor.
     """
 
-    def __init__(self, app: Any, api_key: str | None, body_limit: int, hosts: Collection[str] | None = None) -> None:
+    def __init__(self, app: App, api_key: str | None, body_limit: int, hosts: Collection[str] | None = None) -> None:
         self.app, self.body_limit, self.hosts, self.held = app, body_limit, hosts, 0
         self.key = api_key.encode() if api_key is not None else None
 
-    async def __call__(self, scope: Any, receive: Receive, send: Any) -> None:
+    async def __call__(self, scope: AsgiMessage, receive: Receive, send: Send) -> None:
         """One request."""
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
@@ -51,17 +54,17 @@ class Gate:
         finally:
             self.held -= sum(map(len, chunks))
 
-    async def _answer(self, body: bytes, scope: Any, receive: Receive, send: Any) -> None:
+    async def _answer(self, body: bytes, scope: AsgiMessage, receive: Receive, send: Send) -> None:
         unread = [{"type": "http.request", "body": body, "more_body": False}]
         gone = asyncio.create_task(_hang_up(receive))
 
-        async def again() -> Any:
+        async def again() -> AsgiMessage:
             if unread:
                 return unread.pop()
             await asyncio.wait({gone})
             return {"type": "http.disconnect"}
 
-        answer = asyncio.create_task(self.app(scope, again, send))
+        answer = asyncio.ensure_future(self.app(scope, again, send))
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
@@ -71,7 +74,7 @@ class Gate:
                 task.cancel()
             await asyncio.gather(answer, gone, return_exceptions=True)
 
-    def _authorise(self, scope: Any) -> None:
+    def _authorise(self, scope: AsgiMessage) -> None:
         headers = dict(scope["headers"])
         if self.hosts is not None:
             host = headers.get(b"host", b"").decode("latin-1").lower()
@@ -134,9 +137,9 @@ class Timed(H11Protocol):
 
     late: asyncio.TimerHandle | None = None
 
-    def connection_made(self, transport: Any) -> None:
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """A head is due from now on."""
-        super().connection_made(transport)
+        super().connection_made(cast(asyncio.Transport, transport))
         self._expect()
 
     def data_received(self, data: bytes) -> None:

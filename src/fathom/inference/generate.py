@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, TYPE_CHECKING, Any, TypedDict
 
 import torch
 
@@ -23,7 +23,10 @@ from fathom.models.speculation import Speculation, check_speculation
 from fathom.report.files import HeldError, lock
 from fathom.report.progress import ProgressBar
 
-Write = Callable[[str], Any]
+if TYPE_CHECKING:
+    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+
+Write = Callable[[str], object]
 BATCH = {"cpu": 8, "other": 32}
 # What we set ourselves, and what would make `generate` return something else than tokens.
 RESERVED = {
@@ -101,7 +104,7 @@ class Sampling:
             if (allowed_values := refusal(name, value)) is not None:
                 raise GenerateError(f"--set {name}={value}: allowed: {allowed_values}")
 
-    def arguments(self, own: Any = None) -> dict[str, Any]:
+    def arguments(self, own: GenerationConfig | None = None) -> dict[str, Any]:
         """As transformers' `generate` takes them.
 
         Args:
@@ -125,7 +128,7 @@ class Sampling:
         return {**made, **self.options}
 
 
-def refusal(name: str, value: Any) -> str | None:
+def refusal(name: str, value: object) -> str | None:
     """What an option of `GenerationConfig` may be, if this value is not it: transformers itself finds out too late."""
     if value is None:
         return None
@@ -171,7 +174,7 @@ class Generated:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-def check_drafts(model: Any, draft_trips: int | None, max_trips: int | None) -> None:
+def check_drafts(model: PreTrainedModel, draft_trips: int | None, max_trips: int | None) -> None:
     """Refuse to draft with trips that the model does not make, before anything is shown."""
     if draft_trips is None:
         return
@@ -185,7 +188,11 @@ def check_drafts(model: Any, draft_trips: int | None, max_trips: int | None) -> 
 
 
 def generate(
-    model: Any, tokenizer: Any, prompt: str, sampling: Sampling | None = None, write: Write | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    sampling: Sampling | None = None,
+    write: Write | None = None,
 ) -> Generated:
     """Continue a prompt.
 
@@ -203,7 +210,9 @@ def generate(
     return _stream(model, tokenizer, ids, sampling, write)
 
 
-def generate_batch(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sampling: Sampling) -> list[Generated]:
+def generate_batch(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], sampling: Sampling
+) -> list[Generated]:
     """Continue several prompts, given as ids, at once; where memory runs out, half of them at a time."""
     try:
         return _run(model, tokenizer, prompts, sampling, None)
@@ -216,7 +225,7 @@ def generate_batch(model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]],
     return [made for part in parts for made in generate_batch(model, tokenizer, part, sampling)]
 
 
-def encode(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
+def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]]) -> list[int]:
     """A text, or the messages of a conversation, as ids."""
     if isinstance(prompt, str):
         if prompt:
@@ -230,7 +239,12 @@ def encode(tokenizer: Any, prompt: str | list[dict[str, Any]]) -> list[int]:
 
 
 def chat(
-    model: Any, tokenizer: Any, sampling: Sampling, lines: Iterator[str], write: Write, system: str | None = None
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    sampling: Sampling,
+    lines: Iterator[str],
+    write: Write,
+    system: str | None = None,
 ) -> None:
     """A conversation: every line is answered with all before it in mind; `/new` forgets it.
 
@@ -266,9 +280,40 @@ def chat(
         report_speed(made.tokens, made.seconds, made.trips, made.acceptance)
 
 
+class FileSummary(TypedDict):
+    """What `generate_file` did; `done_before` lines were there from a stopped run."""
+
+    prompts: int
+    done_before: int
+    tokens: int
+    seconds: float
+
+
+class Answer(TypedDict, total=False):
+    """What is added to a line of prompts: the first three, and trips where tokens may halt, or `error`."""
+
+    completion: str
+    tokens: int
+    finish: str
+    trips: float
+    error: str
+
+
+class Prompt(TypedDict, total=False):
+    """A line of a file of prompts, as far as it is read."""
+
+    prompt: str
+    messages: list[dict[str, str]]
+
+
 def generate_file(
-    model: Any, tokenizer: Any, prompts: Path, out: Path, sampling: Sampling, batch_size: int | None = None
-) -> dict[str, Any]:
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Path,
+    out: Path,
+    sampling: Sampling,
+    batch_size: int | None = None,
+) -> FileSummary:
     """Continue every prompt of a JSONL file; run again, it goes on where it was stopped.
 
     A line has `prompt`, or `messages` for a model that talks; line n of the output is line n of the input with
@@ -312,7 +357,13 @@ def to_terminal(text: str) -> None:
     sys.stdout.flush()
 
 
-def _stream(model: Any, tokenizer: Any, ids: Sequence[int], sampling: Sampling, write: Write | None) -> Generated:
+def _stream(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    ids: Sequence[int],
+    sampling: Sampling,
+    write: Write | None,
+) -> Generated:
     if write is None or sampling.options.get("num_beams", 1) > 1:  # beams are told apart at the end only
         made = _run(model, tokenizer, [ids], sampling, None)[0]
         (write or len)(made.text)
@@ -322,7 +373,11 @@ def _stream(model: Any, tokenizer: Any, ids: Sequence[int], sampling: Sampling, 
 
 @torch.no_grad()
 def _run(
-    model: Any, tokenizer: Any, prompts: Sequence[Sequence[int]], sampling: Sampling, streamer: Any
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    streamer: TextStreamer | None,
 ) -> list[Generated]:
     """Prompts side by side, padded on the left: the last token of each is where it goes on."""
     stops = _stop_tokens(model, tokenizer, sampling)
@@ -377,7 +432,7 @@ def _run(
     return [replace(one, trips=mean, acceptance=share) for one, mean in zip(made, trips, strict=True)]
 
 
-def _room(model: Any, ids: Sequence[int], sampling: Sampling) -> int:
+def _room(model: PreTrainedModel, ids: Sequence[int], sampling: Sampling) -> int:
     if sampling.memory is not None:
         return sys.maxsize
     limit = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
@@ -386,15 +441,17 @@ def _room(model: Any, ids: Sequence[int], sampling: Sampling) -> int:
     return limit - len(ids)
 
 
-def _stop_tokens(model: Any, tokenizer: Any, sampling: Sampling) -> list[int]:
+def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> list[int]:
     if "eos_token_id" in sampling.options:
         return as_list(sampling.options["eos_token_id"])
     return stop_tokens(model.generation_config.eos_token_id, tokenizer)
 
 
-def _answer(model: Any, tokenizer: Any, batch: Sequence[dict[str, Any]], sampling: Sampling) -> list[dict[str, Any]]:
+def _answer(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Prompt], sampling: Sampling
+) -> list[Answer]:
     """What each line gets; one that cannot be continued gets the reason and does not stop the others."""
-    answers: list[dict[str, Any]] = []
+    answers: list[Answer] = []
     prompts: list[list[int]] = []
     for record in batch:
         try:
@@ -408,13 +465,13 @@ def _answer(model: Any, tokenizer: Any, batch: Sequence[dict[str, Any]], samplin
     for answer in answers:
         if not answer:
             one = next(made)
-            answer.update(completion=one.text, tokens=one.tokens, finish=one.finish)
+            answer.update({"completion": one.text, "tokens": one.tokens, "finish": one.finish})
             if one.trips is not None:
                 answer["trips"] = round(one.trips, 3)
     return answers
 
 
-def _read_records(path: Path) -> list[dict[str, Any]]:
+def _read_records(path: Path) -> list[Prompt]:
     """Every line, checked before the first token is drawn."""
     if not path.is_file():
         raise GenerateError(f"--prompts {path}: no such file")
@@ -453,7 +510,7 @@ def _locked(out: Path) -> Iterator[IO[bytes]]:
         yield stack.enter_context(out.open("a+b"))
 
 
-def _resume(file: IO[bytes], records: Sequence[dict[str, Any]], prompts: Path, out: Path) -> int:
+def _resume(file: IO[bytes], records: Sequence[Prompt], prompts: Path, out: Path) -> int:
     """How many lines are done; a line that a stopped process left half written is removed."""
     file.seek(0)
     done = end = 0
@@ -475,7 +532,7 @@ def _resume(file: IO[bytes], records: Sequence[dict[str, Any]], prompts: Path, o
     return done
 
 
-def _half(line: bytes, record: dict[str, Any]) -> bool:
+def _half(line: bytes, record: Prompt) -> bool:
     """Whether a line without an end is the beginning of an answer to a record."""
     answer = json.dumps(record, ensure_ascii=False).encode()[:-1]
     return line.startswith(answer) or answer.startswith(line)
@@ -501,7 +558,7 @@ def report_speed(tokens: int, seconds: float, trips: float | None = None, accept
     print(f"{tokens} tokens, {seconds:.1f} s, {speed:.1f} tokens/s{depth}", file=sys.stderr, flush=True)
 
 
-def _streamer(tokenizer: Any, write: Write) -> Any:
+def _streamer(tokenizer: PreTrainedTokenizerBase, write: Write) -> TextStreamer:
     from transformers import TextStreamer
 
     class Streamer(TextStreamer):

@@ -16,10 +16,10 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import uvicorn
@@ -40,11 +40,17 @@ from fathom.inference.cache import Policy, choose
 from fathom.inference.engine import Engine, EngineError, Event, Job, Scored
 from fathom.inference.gate import Gate, Timed
 
+if TYPE_CHECKING:
+    from types import FrameType
+
+    from pydantic import BaseModel
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 NEW_TOKENS = 1024  # where a request names no number
 ENDLESS = 1 << 20  # tokens of context that are offered where a cache of constant size sets no limit
 FREE = 1 << 32  # bytes, where a system does not say
 STATUS = {"rate_limit_exceeded": 429, "shutting_down": 503, "cache_memory_exceeded": 400, "failed": 500}
-AddPages = Callable[[FastAPI, Any, Any, str, Engine], None]
+AddPages = Callable[[FastAPI, "PreTrainedModel", "PreTrainedTokenizerBase", str, Engine], None]
 """Adds routes to the server: from the application, model, tokenizer, name and the engine."""
 
 
@@ -66,8 +72,8 @@ class Service:
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
         name: str,
         memory: int | None = None,
         policy: Policy | None = None,
@@ -126,14 +132,16 @@ class Service:
         except (UnicodeError, TypeError, ValueError) as error:
             raise ApiError(400, f"this text cannot be read: {_one_line(error)}", param="prompt") from error
 
-    def _conversation(self, messages: Any, variables: dict[str, Any]) -> tuple[str, list[int]]:
+    def _conversation(
+        self, messages: Sequence[BaseModel] | None, variables: Mapping[str, object]
+    ) -> tuple[str, list[int]]:
         if not self.tokenizer.chat_template:
             raise ApiError(
                 400,
                 "this model has no chat template, so it was not trained to converse; use /v1/completions",
                 "no_chat_template",
             )
-        turns = [message.model_dump(exclude_none=True) for message in messages]
+        turns = [message.model_dump(exclude_none=True) for message in messages or ()]
         for turn in turns:
             if isinstance(turn.get("content"), list):
                 turn["content"] = "".join(part["text"] for part in turn["content"])
@@ -274,7 +282,7 @@ async def _stream(
     yield "data: [DONE]\n\n"
 
 
-def _line(value: Any) -> str:
+def _line(value: object) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
 
 
@@ -297,7 +305,7 @@ def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
 
 
-def default_memory(model: Any) -> int:
+def default_memory(model: PreTrainedModel) -> int:
     """Bytes for keys and values where nobody says: most of what a GPU has left, a quarter of what a machine has."""
     if model.device.type == "cuda":
         return int(torch.cuda.mem_get_info(model.device)[0] * 0.8)
@@ -319,8 +327,8 @@ def free_memory() -> int:
 
 
 def build_app(
-    model: Any,
-    tokenizer: Any,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
     name: str,
     api_key: str | None = None,
     lens: AddPages | None = None,
@@ -343,11 +351,11 @@ def build_app(
     app.state.service, app.state.engine = service, service.engine
 
     @app.post("/v1/completions")
-    async def complete(body: dict[str, Any]) -> Response:
+    async def complete(body: dict[str, object]) -> Response:
         return await service.answer(parsed(CompletionBody, body))
 
     @app.post("/v1/chat/completions")
-    async def chat(body: dict[str, Any]) -> Response:
+    async def chat(body: dict[str, object]) -> Response:
         return await service.answer(parsed(ChatBody, body))
 
     @app.post("/v1/embeddings")
@@ -355,16 +363,16 @@ def build_app(
         raise ApiError(404, "embeddings are not made here; vLLM serves them", "not_supported")
 
     @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
+    async def models() -> dict[str, object]:
         return {"object": "list", "data": [service.card]}
 
     @app.get("/v1/models/{model:path}")
-    async def show_model(model: str) -> dict[str, Any]:
+    async def show_model(model: str) -> dict[str, object]:
         service.known(model)
         return service.card
 
     @app.post("/tokenize")
-    async def tokenize(body: dict[str, Any]) -> dict[str, Any]:
+    async def tokenize(body: dict[str, object]) -> dict[str, object]:
         asked = parsed(TextBody, body)
         service.known(asked.model)
         if (asked.prompt is None) == (asked.messages is None):
@@ -376,7 +384,7 @@ def build_app(
         return {"tokens": ids, "count": len(ids), "max_model_len": service.context}
 
     @app.post("/detokenize")
-    async def detokenize(body: dict[str, Any]) -> dict[str, Any]:
+    async def detokenize(body: dict[str, object]) -> dict[str, object]:
         asked = parsed(TokensBody, body)
         service.known(asked.model)
         if not all(0 <= token < model.config.vocab_size for token in asked.tokens):
@@ -452,7 +460,7 @@ def _bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def _stop(signum: int, frame: Any) -> None:
+def _stop(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 

@@ -5,7 +5,7 @@ vLLM imports this file by the name that `vllm_plugin.py` registers; it is of no 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from vllm.model_executor.models.transformers import TransformersForCausalLM
@@ -14,13 +14,16 @@ from fathom.models import FathomConfig
 from fathom.models.engines import engine_config
 from fathom.models.slots import plan
 
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
 
 class FathomForVllm(TransformersForCausalLM):
     """Any mechanism whose trips do not read one another."""
 
     text_config: FathomConfig
 
-    def __init__(self, *, vllm_config: Any, prefix: str = "") -> None:
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         if vllm_config.parallel_config.pipeline_parallel_size > 1:
             raise ValueError(
                 "Fathom's models cannot be split over pipeline stages: a layer reads what earlier layers left, which "

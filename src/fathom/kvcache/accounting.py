@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -18,7 +16,7 @@ def cache_bytes(cache: Cache) -> int:
     )
 
 
-def _bytes(held: Any) -> int:
+def _bytes(held: object) -> int:
     if isinstance(held, Tensor):
         if hasattr(held, "__tensor_flatten__"):  # a quantised tensor is made of plain ones
             return sum(_bytes(getattr(held, name)) for name in held.__tensor_flatten__()[0])

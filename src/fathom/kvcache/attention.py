@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import warnings
 from types import TracebackType
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -67,7 +66,7 @@ class Compression:
         self.stop()
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, **kwargs: Any
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, **kwargs: object
     ) -> Tensor:
         """The recursion: `[B, H, T, D]` queries, `[B, H_kv, T, D]` keys and values to `[B, T, H, D]`."""
         method, schedule = self.method, self.method.schedule
@@ -124,7 +123,7 @@ def compress_in_training(
     sinks: int = 4,
     ratio: float = 0.5,
     kept: int | None = None,
-    **options: Any,
+    **options: object,
 ) -> Compression:
     """Switch `model` to attention under compression: at once, until `stop()` or the end of a `with` block.
 
@@ -147,7 +146,7 @@ def compressed_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     scaling: float | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
     """The registered function; `compress_in_training` tells it how."""
     compression: Compression | None = getattr(module, "kvcache_compression", None)

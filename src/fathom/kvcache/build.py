@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
@@ -39,7 +37,7 @@ def build_cache(
     ratio: float = 0.5,
     kept: int | None = None,
     quantized: str | None = None,
-    **options: Any,
+    **options: object,
 ) -> Cache:
     """An empty cache that holds at most `window` entries per layer: hand it to `generate`, or to the model.
 
@@ -92,7 +90,7 @@ def make_method(
     sinks: int = 4,
     ratio: float = 0.5,
     kept: int | None = None,
-    **options: Any,
+    **options: object,
 ) -> Method:
     """A method with its schedule, for models of this configuration."""
     if isinstance(method, Method):

@@ -8,7 +8,7 @@ no distance ever reaches N.
 from __future__ import annotations
 
 import copy
-from typing import Any
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -81,7 +81,9 @@ class Memory(CacheLayerMixin, Scheduled):
         held = self.schedule.survivors if self._is_due(query_length) else self.entries
         return held + query_length, self.seen - held
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Make a compression if it is due, append `[B, H_kv, q, D]` turned keys and values, and return all."""
         length = key_states.shape[2]
         self.schedule.fit(self.seen, length)
@@ -145,7 +147,7 @@ class Memory(CacheLayerMixin, Scheduled):
         if self.seen:
             self._each_row(lambda x: x.repeat_interleave(repeats, dim=0))
 
-    def _each_row(self, change: Any) -> None:
+    def _each_row(self, change: Callable[[Tensor], Tensor]) -> None:
         self._replace(*map(change, self._read()))
         self.first = None if self.first is None else change(self.first)
         self.queries = None if self.queries is None else change(self.queries)
@@ -165,7 +167,7 @@ class Memory(CacheLayerMixin, Scheduled):
             "call generate without assistant_model and prompt_lookup_num_tokens, or use method 'full'"
         )
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Memory:
+    def __deepcopy__(self, memo: dict[int, object]) -> Memory:
         memo[id(self.method)] = self.method  # one matrix for all layers, copies included
         memo[id(self)] = new = copy.copy(self)
         new.__dict__ = copy.deepcopy(self.__dict__, memo)
@@ -199,7 +201,7 @@ class MemoryCache(Cache, Scheduled):
         return self.get_seq_length()
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """As every cache; refused while nothing checks the mask."""
         if not self.watched:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
@@ -41,9 +40,16 @@ def observe(model: PreTrainedModel) -> None:
 
 
 def _observed(
-    name: str, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any
+    name: str,
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *args: object,
+    scaling: float,
+    **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
     memory = getattr(key, "memory", None)
     if memory is not None:
-        memory.observe(query * kwargs["scaling"])
-    return backend(name, module)(module, query, key, value, *args, **kwargs)
+        memory.observe(query * scaling)
+    return backend(name, module)(module, query, key, value, *args, scaling=scaling, **kwargs)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,6 +12,9 @@ from transformers.cache_utils import Cache
 
 from .memory import MemoryCache
 from .watch import watch, whole_rows
+
+if TYPE_CHECKING:
+    from transformers.utils import ModelOutput
 
 
 def chunks(input_ids: Tensor, cache: Cache) -> Iterator[Tensor]:
@@ -29,7 +32,7 @@ def prefill(
     cache: Cache,
     attention_mask: Tensor | None = None,
     after_chunk: Callable[[], None] | None = None,
-) -> Any:
+) -> ModelOutput:
     """Feed `[B, T]` tokens into `cache` and return the last output, with the logits of the last position only.
 
     To generate next, leave the prompt's last token out here, and call `model.generate(prompt, past_key_values=cache)`;

@@ -32,7 +32,7 @@ def watch(model: nn.Module) -> None:
         decoder.register_forward_pre_hook(_check, with_kwargs=True)
 
 
-def _check(decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+def _check(decoder: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any]) -> None:
     if len(args) > 1:
         kwargs = {**inspect.signature(decoder.forward).bind_partial(*args).arguments, **kwargs}
     cache = kwargs.get("past_key_values")
@@ -62,7 +62,7 @@ def turns_keys_as(decoder: nn.Module, cache: MemoryCache) -> None:
         )
 
 
-def whole_rows(attention_mask: Any) -> None:
+def whole_rows(attention_mask: object) -> None:
     """Refuse padding: zeros would leave the mask after a compression, while what they wrote stays in the memory."""
     if attention_mask is None:
         return

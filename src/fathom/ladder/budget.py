@@ -5,37 +5,37 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from typing import Any
 
 import torch
 
+from fathom.ladder.results import BudgetRow, LadderBudget, Resolution, Width
 from fathom.ladder.rungs import Ladder, Size
 from fathom.ladder.simulation import Truth, resolution
 from fathom.training import build_training
 
-Values = dict[str, Any]
 TIMED = 5
 """Steps of the control at each rung, after one that warms up."""
 TOYS = Truth(sigma=(0.02, 0.006), shared=0.02, own=0.006)
 """Noise of small runs on few tokens; `Truth()` has that of longer ones."""
 
 
-def budget(ladder: Ladder) -> Values:
+def budget(ladder: Ladder) -> LadderBudget:
     """Runs, FLOPs and hours by rung on this machine, and the width of interval to expect."""
     rows = [_row(ladder, size) for size in ladder.all_sizes]
     hours = math.fsum(row["hours"] for row in rows)
-    found: Values = {
+    found: LadderBudget = {
         "rungs": rows,
         "runs": sum(row["runs"] for row in rows),
         "flops": math.fsum(row["flops"] for row in rows),
         "hours": hours,
         "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, one process",
         "resolution": _resolution(ladder),
+        "words": "",
     }
     return {**found, "words": _words(found)}
 
 
-def _row(ladder: Ladder, size: Size) -> Values:
+def _row(ladder: Ladder, size: Size) -> BudgetRow:
     rules, at = ladder.rules, size.index - 1
     main = size.budget == 0
     tuned = rules.tune_points[at] * rules.tune_seeds[at] if main and at < len(rules.tune_points) else 0
@@ -72,7 +72,7 @@ def _step_seconds(ladder: Ladder, size: Size) -> float:
     return sorted(times[1:])[TIMED // 2]
 
 
-def _resolution(ladder: Ladder) -> Values | None:
+def _resolution(ladder: Ladder) -> Resolution | None:
     """Half-widths that simulated ladders of these rungs and seeds have; None where there is nothing to fit."""
     if len(ladder.sizes) < 2 or max(ladder.rules.seeds) < 2:
         return None
@@ -80,15 +80,16 @@ def _resolution(ladder: Ladder) -> Values | None:
     decades = math.log10(flops[-1] / flops[0])
     if decades <= 0:
         return None
-    found: Values = {"decades": decades}
-    for name, noise in (("text", Truth()), ("toy", TOYS)):
+
+    def width(noise: Truth) -> Width:
         truth = dataclasses.replace(noise, decades=decades, seeds=ladder.rules.seeds, start=flops[0])
         top, trend = resolution(truth)
-        found[name] = {"last_rung": top, "per_decade": trend}
-    return found
+        return {"last_rung": top, "per_decade": trend}
+
+    return {"decades": decades, "text": width(Truth()), "toy": width(TOYS)}
 
 
-def _words(found: Values) -> str:
+def _words(found: LadderBudget) -> str:
     text = f"{found['runs']} runs, {found['flops']:.3g} FLOPs, {found['hours']:.2g} hours on {found['device']}."
     width = found["resolution"]
     if width is None:
@@ -101,7 +102,7 @@ def _words(found: Values) -> str:
     )
 
 
-def budget_rows(found: Values) -> tuple[str, list[str], list[list[str]]]:
+def budget_rows(found: LadderBudget) -> tuple[str, list[str], list[list[str]]]:
     """Caption, columns, rows."""
     columns = ["rung", "parameters", "tokens", "steps", "runs", "FLOPs", "s/step", "hours"]
     rows = [

@@ -4,17 +4,44 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 
 from fathom.checkpoints.layout import RESULT
 from fathom.comparison.arms import Arm
 from fathom.comparison.plan import Plan, RunTask, read_measured
+from fathom.comparison.results import Time
 from fathom.data.puzzles import is_puzzle, open_puzzle
+from fathom.ladder.results import (
+    ArmRow,
+    Cell,
+    Check,
+    CrossedSpan,
+    DivergedRun,
+    Fitted,
+    LadderReport,
+    LadderResults,
+    Law,
+    Multiplier,
+    NoiseRow,
+    Outcome,
+    Phi,
+    PredictionRow,
+    PuzzleResult,
+    PuzzleRow,
+    PuzzleShares,
+    RungGap,
+    RungRow,
+    Span,
+    TimedSpan,
+    TunedRow,
+    Twin,
+    TwinRung,
+    Views,
+)
 from fathom.ladder.rungs import MATCHED, RUNGS, Size, rounded, without_embeddings
 from fathom.ladder.scaling import (
     DECADE,
@@ -35,14 +62,13 @@ from fathom.models.cost import cache_bytes_per_token, training_visits
 from fathom.models.registry import DEFAULTS, recurrence_class
 from fathom.recipe import Recipe
 from fathom.report.files import read_json
-from fathom.report.statistics import holm, paired_difference, wilson
+from fathom.report.provenance import Provenance
+from fathom.report.statistics import Difference, holm, paired_difference, wilson
 from fathom.training import read_metrics
 
-Values = dict[str, Any]
 SOLVED = 0.9
 """Accuracy at which a run has solved a puzzle."""
 UNSETTLED, OUTSIDE, DISAGREE = "rate not settled", "outside the control's range", "the two estimators disagree"
-CROSS = ("t", "t_low", "t_high")
 MATCHES = (0.9, 1.1)
 """A multiplier known to lie in here is no effect to speak of."""
 WIDEST = 2.0
@@ -83,7 +109,7 @@ class Study:
         return self.rungs[-1].x_arm
 
 
-def summarize(state: State, source: Mapping[str, Any]) -> Values:
+def summarize(state: State, source: Provenance) -> LadderReport:
     """Everything that `report.json` holds, from the directory alone."""
     ladder = state.ladder
     stage, pending = progress(state)
@@ -94,7 +120,7 @@ def summarize(state: State, source: Mapping[str, Any]) -> Values:
     studies = [Study(state, arm) for arm in ladder.every_arm[1:]] if tuned else []
     arms = [_arm(state, arm, studies) for arm in ladder.every_arm] if tuned else []
     _judge(arms, studies)
-    report: Values = {
+    report: LadderResults = {
         **source,
         "ladder": ladder.sha256,
         "estimator": ESTIMATOR,
@@ -112,7 +138,7 @@ def summarize(state: State, source: Mapping[str, Any]) -> Values:
         "phi": _phi(state) if tuned else None,
         "puzzle": _puzzle(state) if tuned else None,
         "diverged": _diverged(state),
-        "seeds_added": [asdict(added) for added in ladder.added],
+        "seeds_added": [{"seeds": one.seeds, "date": one.date, "finished": one.finished} for one in ladder.added],
         "plan": ladder.to_dict(),
     }
     return {"verdict": verdict(report), **report}
@@ -125,12 +151,22 @@ def progress(state: State) -> tuple[str, int]:
     return (stage, left) if left else ("done", 0)
 
 
-def _rung(state: State, size: Size, tuned: bool) -> Values:
+def _rung(state: State, size: Size, tuned: bool) -> RungRow:
     ladder = state.ladder
     sealed = ladder.rules.sealed and size == ladder.sizes[-1]
     seeds = ladder.seeds[size.index - 1]
     return {
-        **asdict(size),
+        "index": size.index,
+        "budget": size.budget,
+        "layers": size.layers,
+        "hidden": size.hidden,
+        "heads": size.heads,
+        "kv_heads": size.kv_heads,
+        "mlp": size.mlp,
+        "parameters": size.parameters,
+        "tokens": size.tokens,
+        "rows": size.rows,
+        "steps": size.steps,
         "head_dim": ladder.recipe.config().head_dim,
         "batch": size.rows * ladder.recipe.data.sequence_length,
         "sealed": sealed,
@@ -141,43 +177,45 @@ def _rung(state: State, size: Size, tuned: bool) -> Values:
     }
 
 
-def _arm(state: State, arm: Arm, studies: Sequence[Study]) -> Values:
+def _arm(state: State, arm: Arm, studies: Sequence[Study]) -> ArmRow:
     ladder = state.ladder
-    values: Values = {
-        **asdict(arm),
+    check = _check(state, arm)
+    values: ArmRow = {
+        "name": arm.name,
+        "mechanism": arm.mechanism,
+        "overrides": arm.overrides,
         "matched": arm.name.startswith(MATCHED),
         "rate_ratio": state.ratio(arm),
         "rungs": [_cell(state, arm, size) for size in ladder.sizes],
-        "flags": _tuning_flags(state, arm),
+        "flags": _tuning_flags(state, arm) + ([UNSETTLED] if check and check["better"] else []),
         "diverged": _lost(state, arm),
-        "check": _check(state, arm),
+        "check": check,
         "p": None,
         "p_holm": None,
         "multiplier": [],
         "per_decade": None,
     }
     study = next((study for study in studies if study.arm is arm), None)
-    if values["check"] and values["check"]["better"]:
-        values["flags"].append(UNSETTLED)
     if study is None or not study.rungs:
         return values
     for row, size in zip(values["rungs"], ladder.sizes, strict=True):
         if size in study.sizes:
             rung = study.rungs[study.sizes.index(size)]
             gap = paired_difference(rung.arm, rung.control)
-            row["difference"] = {**asdict(gap), "low": gap.low, "high": gap.high}
+            row["difference"] = _gap(gap)
     if study.fit is not None and study.line is not None:
-        values |= _multipliers(study, values["rungs"])
+        values = {**values, **_multipliers(study, values["rungs"])}
         values["views"] = _views(study)
         if _outside(study):
             values["flags"].append(OUTSIDE)
         top = next(row for row in reversed(values["multiplier"]) if row["kind"] == "rung")
-        if top["t_low"] is not None and not agree((top["low"], top["high"]), (top["t_low"], top["t_high"])):
+        low, high = top["t_low"], top["t_high"]
+        if low is not None and high is not None and not agree((top["low"], top["high"]), (low, high)):
             values["flags"].append(DISAGREE)
     return values
 
 
-def _cell(state: State, arm: Arm, size: Size) -> Values:
+def _cell(state: State, arm: Arm, size: Size) -> Cell:
     """An arm at a rung."""
     config = state.plan(size).recipes[arm.name].config()
     recipe = state.plan(size).recipes[arm.name]
@@ -197,52 +235,66 @@ def _cell(state: State, arm: Arm, size: Size) -> Values:
     }
 
 
-def _multipliers(study: Study, rows: Sequence[Values]) -> Values:
+def _multipliers(study: Study, rows: Sequence[Cell]) -> Fitted:
     """M at each rung, in the middle and beyond, by both estimators; the trend per decade."""
     fit, line = study.fit, study.line
     assert fit is not None and line is not None
     places = [("rung", rung.x_arm) for rung in study.rungs]
     places = [("middle", fit.centre), *places, *beyond(study.top)]
-    found = []
+    found: list[Multiplier] = []
     for kind, x in places:
-        t = _crossed(line.interval(x))
-        found.append({"kind": kind, "ln_flops": x, **_factor(Interval.of(fit.log_multiplier(x))), **t})
+        multiplier = _factor(Interval.of(fit.log_multiplier(x)))
+        found.append({"kind": kind, "ln_flops": x, **_crossed(multiplier, line.interval(x))})
     for size, h, error in zip(study.sizes, line.log_m, line.errors, strict=True):
         row = next(row for row in rows if row["index"] == size.index)
-        row |= {"ln_m": float(h), "error": float(error)}
+        row["ln_m"], row["error"] = float(h), float(error)
     growth, slope = Interval.of(fit.growth * DECADE), line.growth_interval()
     per_decade = None if slope is None else (slope[0] * DECADE, slope[1] * DECADE, slope[2] * DECADE)
-    t = _crossed(per_decade)
     first = min(study.rungs[0].x_control, study.rungs[0].x_arm)
     curve = np.append(np.linspace(first, study.top, 17), study.top + DECADE / 2 * np.linspace(0, 1, 5)[1:])
     return {
         "multiplier": found,
-        "per_decade": {**_factor(growth), **t},
+        "per_decade": _crossed(_factor(growth), per_decade),
         "curve": [
             {
                 "ln_flops": float(x),
                 **{f"control_{k}": v for k, v in asdict(Interval.of(fit.control_loss(x))).items()},
                 **{f"arm_{k}": v for k, v in asdict(Interval.of(fit.arm_loss(x))).items()},
-                **{f"m_{k}": v for k, v in _factor(Interval.of(fit.log_multiplier(x))).items()},
+                **{f"m_{k}": _exp(v) for k, v in asdict(Interval.of(fit.log_multiplier(x))).items()},
             }
             for x in curve.tolist()
         ],
-        "floor": asdict(Interval.of(fit.floor)),
-        "slope": asdict(Interval.of(fit.slope)),
-        "own_deviation": asdict(Interval.of(fit.own)),
-        "noise": {**asdict(fit.noise), "correlation": fit.noise.correlation},
+        "floor": Interval.of(fit.floor).to_dict(),
+        "slope": Interval.of(fit.slope).to_dict(),
+        "own_deviation": Interval.of(fit.own).to_dict(),
+        "noise": {
+            "single": fit.noise.single,
+            "paired": fit.noise.paired,
+            "correlation": fit.noise.correlation,
+        },
     }
 
 
-def _crossed(found: tuple[float, float, float] | None, names: tuple[str, str, str] = CROSS) -> dict[str, float | None]:
-    """The cross-check's numbers as factors; None where two rungs leave it none."""
+def _crossed(factor: Span, found: tuple[float, float, float] | None) -> CrossedSpan:
+    """A factor with the cross-check's numbers beside it; None where two rungs leave it none."""
+    t, low, high = (None, None, None) if found is None else map(_exp, found)
+    return {**factor, "t": t, "t_low": low, "t_high": high}
+
+
+def _factor(found: Interval) -> Span:
+    """e to the power of each end."""
+    return Interval(*(_exp(value) for value in astuple(found))).to_dict()
+
+
+def _gap(found: Difference) -> RungGap:
     return {
-        name: None if found is None else _exp(value) for name, value in zip(names, found or (0.0,) * 3, strict=True)
+        "mean": found.mean,
+        "pairs": found.pairs,
+        "half_width": found.half_width,
+        "p": found.p,
+        "low": found.low,
+        "high": found.high,
     }
-
-
-def _factor(interval: Interval) -> Values:
-    return {key: _exp(value) for key, value in asdict(interval).items()}
 
 
 def _exp(value: float) -> float:
@@ -257,27 +309,29 @@ def _outside(study: Study) -> bool:
     return min(wanted) < min(xs) - DECADE / 2 or max(wanted) > max(xs) + DECADE / 2
 
 
-def _views(study: Study) -> Values:
+def _views(study: Study) -> Views:
     """M at the last rung in other currencies than FLOPs, from the same draws."""
     state, name = study.state, study.arm.name
     plans = [state.plan(size) for size in study.sizes]
     places = [state.rung_dir(size) for size in study.sizes]
-    found: Values = {"time": None}
+    time: TimedSpan | None = None
     measured = [read_measured(plan, place, name) for plan, place in zip(plans, places, strict=True)]
     timed = [values for values in measured if values is not None]
     if len(timed) == len(plans):
         seconds = [_seconds(plan, name, values["time"]) for plan, values in zip(plans, timed, strict=True)]
         last = timed[-1]
-        found["time"] = {**_view(study, seconds), "clock": last["time"]["clock"], "hardware": last["hardware"]}
+        time = {**_view(study, seconds), "clock": last["time"]["clock"], "hardware": last["hardware"]}
     configs = [(plan.recipes[plan.control.name], plan.recipes[name]) for plan in plans]
     sizes = [(without_embeddings(a.config()), without_embeddings(b.config())) for a, b in configs]
-    found["parameters"] = _view(study, sizes)
-    found["bytes_weights_once"] = _view(study, [(_read(a, False), _read(b, False)) for a, b in configs])
-    found["bytes_weights_each_trip"] = _view(study, [(_read(a, True), _read(b, True)) for a, b in configs])
-    return found
+    return {
+        "time": time,
+        "parameters": _view(study, sizes),
+        "bytes_weights_once": _view(study, [(_read(a, False), _read(b, False)) for a, b in configs]),
+        "bytes_weights_each_trip": _view(study, [(_read(a, True), _read(b, True)) for a, b in configs]),
+    }
 
 
-def _seconds(plan: Plan, arm: str, time: Values) -> tuple[float, float]:
+def _seconds(plan: Plan, arm: str, time: Time) -> tuple[float, float]:
     """Of a run of the control and of an arm, from steps that took turns."""
     control, own = (plan.recipes[name].train.steps for name in (plan.control.name, arm))
     return control * time["seconds"][1], own * time["seconds"][1] * time["median"]
@@ -292,7 +346,7 @@ def _read(recipe: Recipe, each_trip: bool) -> float:
     return 2.0 * (layers * again + head) + cache_bytes_per_token(config) * recipe.data.sequence_length
 
 
-def _view(study: Study, costs: Sequence[tuple[float, float]]) -> Values:
+def _view(study: Study, costs: Sequence[tuple[float, float]]) -> Span:
     """M in a currency: what the control would cost that matches the arm, over what the arm costs."""
     fit = study.fit
     assert fit is not None
@@ -321,12 +375,12 @@ def _tuning_flags(state: State, arm: Arm) -> list[str]:
     return flags
 
 
-def _tuning(state: State) -> list[Values]:
+def _tuning(state: State) -> list[dict[str, TunedRow]]:
     """Every tuned rung so far, by arm."""
     return [{name: tuned.to_dict() for name, tuned in rows.items()} for rows in state.tuning()[1]]
 
 
-def _check(state: State, arm: Arm) -> Values | None:
+def _check(state: State, arm: Arm) -> Check | None:
     """Half and twice the rate at the top beside the chosen one, with the same seed."""
     mine = [run for run in state.checks() if run.run_dir.parent.parent.name == arm.name]
     if not mine or not all(run.settled for run in mine):
@@ -354,9 +408,9 @@ def _lost(state: State, arm: Arm) -> list[int]:
     return [sum(task.failure is not None for task in mine), len(mine)]
 
 
-def _diverged(state: State) -> list[Values]:
+def _diverged(state: State) -> list[DivergedRun]:
     """Runs that cannot go on, wherever they are."""
-    rows = []
+    rows: list[DivergedRun] = []
     for stage, tasks in state.stages():
         for task in tasks:
             if task.failure is not None:
@@ -364,22 +418,22 @@ def _diverged(state: State) -> list[Values]:
     return rows
 
 
-def _judge(arms: Sequence[Values], studies: Sequence[Study]) -> None:
+def _judge(arms: Sequence[ArmRow], studies: Sequence[Study]) -> None:
     """Tail probabilities of M = 1 at the last rung, Holm's over all arms."""
     tested = [study for study in studies if study.fit is not None]
     values = [study.fit.sides(study.top) for study in tested if study.fit is not None]
     for study, p, adjusted in zip(tested, values, holm(values), strict=True):
         row = next(arm for arm in arms if arm["name"] == study.arm.name)
-        row |= {"p": p, "p_holm": adjusted}
+        row["p"], row["p_holm"] = p, adjusted
 
 
-def _law(studies: Sequence[Study]) -> Values | None:
+def _law(studies: Sequence[Study]) -> Law | None:
     """The control's law, as the first arm's posterior has it."""
     fit = next((study.fit for study in studies if study.fit is not None), None)
-    return None if fit is None else {"E": asdict(Interval.of(fit.floor)), "alpha": asdict(Interval.of(fit.slope))}
+    return None if fit is None else {"E": Interval.of(fit.floor).to_dict(), "alpha": Interval.of(fit.slope).to_dict()}
 
 
-def _noise(studies: Sequence[Study]) -> Values | None:
+def _noise(studies: Sequence[Study]) -> NoiseRow | None:
     """Standard deviations over seeds: of a run by rung, of a paired difference, and how two arms go together."""
     study = next((study for study in studies if study.fit is not None), None)
     if study is None or study.fit is None:
@@ -389,33 +443,34 @@ def _noise(studies: Sequence[Study]) -> Values | None:
         "single_by_rung": [None if noise is None else noise.single for noise in single],
         "paired": {s.arm.name: s.fit.noise.paired for s in studies if s.fit is not None},
         "correlation": {s.arm.name: s.fit.noise.correlation for s in studies if s.fit is not None},
-        "own_deviation": {s.arm.name: asdict(Interval.of(s.fit.own)) for s in studies if s.fit is not None},
+        "own_deviation": {s.arm.name: Interval.of(s.fit.own).to_dict() for s in studies if s.fit is not None},
     }
 
 
-def _prediction(state: State) -> Values | None:
+def _prediction(state: State) -> PredictionRow | None:
     """What was sealed beside what came."""
     sealed = state.sealed()
     if sealed is None:
         return None
     size = state.ladder.sizes[-1]
-    rows = []
+    rows: list[Outcome] = []
     for row in sealed["rows"]:
         arm = next(arm for arm in state.ladder.every_arm if arm.name == row["arm"])
         rung = state.rung(size, arm)
         observed = None if rung is None else rung.means[1] - rung.means[0]
         forecast = row["difference"]
-        known = forecast is not None and observed is not None
-        inside = forecast["low"] <= observed <= forecast["high"] if known else None
+        inside = None
+        if forecast is not None and observed is not None:
+            inside = forecast["low"] <= observed <= forecast["high"]
         rows.append({**row, "observed": observed, "inside": inside})
     stale = sealed["results"] != state.digests(state.ladder.sizes[:-1])
     return {"sha256": sealed["sha256"], "stale": stale, "rows": rows}
 
 
-def _twin(state: State) -> Values | None:
+def _twin(state: State) -> Twin | None:
     """The control beside itself with other initial values: its multiplier must cover 1."""
     runs = [run for run in state.twins() if run.done]
-    rungs, rows = [], []
+    rungs, rows = list[Rung](), list[TwinRung]()
     for size in state.ladder.sizes:
         control = state.losses(size, state.ladder.control)
         own = {_seed(run): run.loss() for run in runs if run.run_dir.parent.name == size.name}
@@ -426,7 +481,7 @@ def _twin(state: State) -> Values | None:
         rung = Rung(x, x, tuple(control[seed] for seed in seeds), tuple(own[seed] for seed in seeds))
         gap = paired_difference(rung.arm, rung.control)
         rungs.append(rung)
-        rows.append({"index": size.index, "difference": {**asdict(gap), "low": gap.low, "high": gap.high}})
+        rows.append({"index": size.index, "difference": _gap(gap)})
     if not rows:
         return None
     multiplier = None
@@ -440,7 +495,7 @@ def _seed(run: LadderRun) -> int:
     return int(run.run_dir.name.removeprefix("seed-"))
 
 
-def _phi(state: State) -> Values | None:
+def _phi(state: State) -> Phi | None:
     """What a trip is worth, from the control and the plain loops at every budget; None where nothing loops."""
     found: list[Looped] = []
     for size in state.ladder.all_sizes:
@@ -460,37 +515,54 @@ def _phi(state: State) -> Values | None:
     if all(run.trips == 1 for run in found):
         return None
     why = refusal(found)
-    return {"refused": why} if why is not None else {"refused": None, **asdict(worth(found))}
+    if why is not None:
+        return {"refused": why}
+    phi = worth(found)
+    return {
+        "refused": None,
+        "value": phi.value,
+        "low": phi.low,
+        "high": phi.high,
+        "budgets": phi.budgets,
+        "cells": phi.cells,
+        "without": phi.without,
+    }
 
 
-def _puzzle(state: State) -> Values | None:
+def _puzzle(state: State) -> PuzzleResult | None:
     """Accuracy by difficulty, runs that solved it, and the FLOPs that took."""
     directory = state.ladder.recipe.data.directory
     if not is_puzzle(directory):
         return None
     data = open_puzzle(directory, "val")
-    rows = []
+    rows: list[PuzzleRow] = []
     for size in state.ladder.sizes:
         plan = state.plan(size)
         for arm in state.ladder.every_arm:
             runs = [RunTask(plan, state.rung_dir(size), arm.name, seed) for seed in plan.seeds]
             done = [run for run in runs if run.done]
             results = [read_json(run.run_dir / RESULT)["evaluation"]["domains"] for run in done]
-            flops, domains = state.flops(arm, size), {}
+            flops, domains = state.flops(arm, size), dict[str, PuzzleShares]()
             for name in data.domains:
                 reached = [_reached(run, name, flops) for run in done]
                 domains[name] = _solved([result[name]["accuracy"] for result in results], reached)
-            row = {"index": size.index, "arm": arm.name, "flops": flops, "seeds": [run.seed for run in done]}
-            rows.append({**row, "domains": domains})
+            seeds = [run.seed for run in done]
+            rows.append({"index": size.index, "arm": arm.name, "flops": flops, "seeds": seeds, "domains": domains})
     return {"domains": list(data.domains), "chance": data.puzzle.chance, "solved_at": SOLVED, "rows": rows}
 
 
-def _solved(shares: Sequence[float], reached: Sequence[float | None]) -> Values:
+def _solved(shares: Sequence[float], reached: Sequence[float | None]) -> PuzzleShares:
     solved = sum(share >= SOLVED for share in shares)
     low, high = wilson(solved, len(shares)) if shares else (0.0, 1.0)
     median = statistics.median(shares) if shares else None
-    found = {"accuracy": list(shares), "median": median, "solved": solved, "low": low, "high": high}
-    return {**found, "flops_to_solve": list(reached)}
+    return {
+        "accuracy": list(shares),
+        "median": median,
+        "solved": solved,
+        "low": low,
+        "high": high,
+        "flops_to_solve": list(reached),
+    }
 
 
 def _reached(run: RunTask, domain: str, flops: float) -> float | None:
@@ -502,14 +574,14 @@ def _reached(run: RunTask, domain: str, flops: float) -> float | None:
     return None
 
 
-def verdict(report: Values) -> str:
+def verdict(report: LadderResults) -> str:
     """One sentence by rule: what is missing, what is doubtful, the sealed rung, then the finding."""
     if not report["arms"] or not any(row["loss"] for arm in report["arms"] for row in arm["rungs"]):
         return "No rung has been finished yet, so there is nothing to say."
     arms = [arm for arm in report["arms"][1:] if not arm["matched"]]
     parts = [*_missing(report), *_doubts(report), *_seal_words(report)]
     if report["puzzle"] is not None:
-        parts += _puzzle_words(report)
+        parts += _puzzle_words(report, report["puzzle"])
     told = [arm for arm in arms if arm["multiplier"]]
     parts += [_finding(report, arm) for arm in told]
     if not told and report["puzzle"] is None:
@@ -521,7 +593,7 @@ def verdict(report: Values) -> str:
     return f"{text}." if named else f"{text[0].upper()}{text[1:]}."
 
 
-def _missing(report: Values) -> list[str]:
+def _missing(report: LadderResults) -> list[str]:
     found = []
     if report["stage"] != "done":
         found.append(f"not finished: {report['pending']} runs are left of the stage `{report['stage']}`")
@@ -530,7 +602,7 @@ def _missing(report: Values) -> list[str]:
     return found + ([f"runs diverged and are left out: {', '.join(lost)}"] if lost else [])
 
 
-def _doubts(report: Values) -> list[str]:
+def _doubts(report: LadderResults) -> list[str]:
     flags = [(arm["name"], arm["flags"]) for arm in report["arms"] if arm["flags"] and not arm["matched"]]
     words = ", ".join(f"{name} ({', '.join(found)})" for name, found in flags)
     found = [f"in doubt: {words}"] if flags else []
@@ -540,18 +612,19 @@ def _doubts(report: Values) -> list[str]:
     return found
 
 
-def _seal_words(report: Values) -> list[str]:
+def _seal_words(report: LadderResults) -> list[str]:
     sealed = report["prediction"]
-    rows = [] if sealed is None else [row for row in sealed["rows"] if row["inside"] is not None]
-    if not rows:
+    if sealed is None:
         return []
-    words = f"of the sealed predictions {sum(row['inside'] for row in rows)} of {len(rows)} came true"
+    inside = [row["inside"] for row in sealed["rows"] if row["inside"] is not None]
+    if not inside:
+        return []
+    words = f"of the sealed predictions {sum(inside)} of {len(inside)} came true"
     return [words + (", but earlier results changed after the seal" if sealed["stale"] else "")]
 
 
-def _puzzle_words(report: Values) -> list[str]:
+def _puzzle_words(report: LadderResults, puzzle: PuzzleResult) -> list[str]:
     """The hardest difficulty at the last rung: runs solved, and whether that can be told from the control."""
-    puzzle = report["puzzle"]
     hardest = puzzle["domains"][-1]
     last = max(row["index"] for row in puzzle["rows"])
     rows = {row["arm"]: row["domains"][hardest] for row in puzzle["rows"] if row["index"] == last and row["seeds"]}
@@ -559,7 +632,7 @@ def _puzzle_words(report: Values) -> list[str]:
     if control is None:
         return []
 
-    def words(name: str, row: Values) -> str:
+    def words(name: str, row: PuzzleShares) -> str:
         return f"{name} solved {row['solved']} of {len(row['accuracy'])} (median accuracy {row['median']:.2f})"
 
     parts = [words(report["control"], control)]
@@ -569,9 +642,10 @@ def _puzzle_words(report: Values) -> list[str]:
     return [f"on {hardest}, {', '.join(parts)}"]
 
 
-def _finding(report: Values, arm: Values) -> str:
+def _finding(report: LadderResults, arm: ArmRow) -> str:
     """What an arm's intervals bear."""
-    top = next(row for row in reversed(arm["multiplier"]) if row["kind"] == "rung")
+    top, trend = next(row for row in reversed(arm["multiplier"]) if row["kind"] == "rung"), arm["per_decade"]
+    assert trend is not None
     count = sum(row["kind"] == "rung" for row in arm["multiplier"])
     span = f"{top['low']:.2f} to {top['high']:.2f}"
     tokens = report["plan"]["rules"]["tokens"]
@@ -581,18 +655,17 @@ def _finding(report: Values, arm: Values) -> str:
     steady = all(value > 0 for value in signs) or all(value < 0 for value in signs)
     if MATCHES[0] <= top["low"] and top["high"] <= MATCHES[1]:
         said = f"{arm['name']} has no effect above 10 % {at}: the multiplier lies in {span}"
-    elif arm["p_holm"] < SURE and steady:
+    elif arm["p_holm"] is not None and arm["p_holm"] < SURE and steady:
         times = f"{top['median']:.2f} times the compute (95 % interval {span})"
         said = f"{report['control']} needs {times} to match {arm['name']} {at}"
     else:
         said = f"{arm['name']} and {report['control']} cannot be told apart {at}: the multiplier is between {span}"
     if DISAGREE in arm["flags"]:
         said += f" by the grid, between {top['t_low']:.2f} and {top['t_high']:.2f} by the line"
-    return f"{said}; {_trend(arm, count)}{_extrapolation(report, arm)}"
+    return f"{said}; {_trend(trend, count)}{_extrapolation(report, arm)}"
 
 
-def _trend(arm: Values, count: int) -> str:
-    trend = arm["per_decade"]
+def _trend(trend: CrossedSpan, count: int) -> str:
     span = f"between × {trend['low']:.2f} and × {trend['high']:.2f} per decade"
     if trend["low"] <= 1 <= trend["high"]:
         return f"no trend can be seen: {span} are compatible"
@@ -602,7 +675,7 @@ def _trend(arm: Values, count: int) -> str:
     return f"the multiplier {way} with scale, {span}"
 
 
-def _extrapolation(report: Values, arm: Values) -> str:
+def _extrapolation(report: LadderResults, arm: ArmRow) -> str:
     """Half a decade on, if nothing forbids to say it."""
     row = next((row for row in arm["multiplier"] if row["kind"] == "half a decade above"), None)
     sealed = report["prediction"]

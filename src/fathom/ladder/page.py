@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 import yaml
 from markupsafe import Markup
 
-from fathom.ladder.findings import SOLVED, Values
+from fathom.ladder.findings import SOLVED
+from fathom.ladder.results import ArmRow, Currency, LadderReport, PuzzleShares, Span
 from fathom.ladder.rungs import LAYERS
 from fathom.ladder.scaling import DECADE
 from fathom.report import html
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 RUNS = "runs.jsonl"
 
 
-def write_report(report: Values, out: Path) -> tuple[Path, Path]:
+def write_report(report: LadderReport, out: Path) -> tuple[Path, Path]:
     """Write `report.json`, `report.html` and `runs.jsonl`, from which the fit can be made anew."""
     rows = [
         {
@@ -45,13 +46,13 @@ def write_report(report: Values, out: Path) -> tuple[Path, Path]:
     return html.write(out, report, page(report))
 
 
-def tables(report: Values) -> list[Table]:
+def tables(report: LadderReport) -> list[Table]:
     """For a terminal."""
     found = [multiplier_rows(report), puzzle_rows(report), loss_rows(report)]
     return [terminal_table(*rows) for rows in found if rows[2]]
 
 
-def page(report: Values) -> str:
+def page(report: LadderReport) -> str:
     """The whole report."""
     names = [arm["name"] for arm in report["arms"]] or [arm["name"] for arm in report["plan"]["arms"]]
     return html.page(
@@ -79,14 +80,14 @@ def _table(found: tuple[str, list[str], list[list[str]]], *prose: str) -> Markup
     return html.table(*found, prose=prose) if found[2] else Markup()
 
 
-def multiplier_rows(report: Values) -> tuple[str, list[str], list[list[str]]]:
+def multiplier_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     """Caption, columns, rows: what the control would need to spend over what an arm spends."""
     rows = []
     for arm in report["arms"][1:]:
-        if not arm["multiplier"]:
+        trend = arm["per_decade"]
+        if not arm["multiplier"] or trend is None:
             continue
         by_kind = {row["kind"]: row for row in arm["multiplier"]}  # the last rung is the one that stays
-        trend = arm["per_decade"]
         rows.append(
             [
                 arm["name"],
@@ -102,7 +103,7 @@ def multiplier_rows(report: Values) -> tuple[str, list[str], list[list[str]]]:
     return f"Compute that {report['control']} would need over what the arm spends, 95 % interval", columns, rows
 
 
-def puzzle_rows(report: Values) -> tuple[str, list[str], list[list[str]]]:
+def puzzle_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     """Caption, columns, rows: accuracy by difficulty and solved runs."""
     puzzle = report["puzzle"]
     if puzzle is None:
@@ -121,7 +122,7 @@ def puzzle_rows(report: Values) -> tuple[str, list[str], list[list[str]]]:
     return caption, ["arm", *puzzle["domains"], "FLOPs"], rows
 
 
-def loss_rows(report: Values) -> tuple[str, list[str], list[list[str]]]:
+def loss_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     """Caption, columns, rows: final loss and paired difference at every rung."""
     rows = []
     for arm in report["arms"]:
@@ -140,11 +141,11 @@ def loss_rows(report: Values) -> tuple[str, list[str], list[list[str]]]:
     return "Held-out loss of the control, paired differences of the others in nats (seeds)", columns, rows
 
 
-def _span(row: Values) -> str:
+def _span(row: Span) -> str:
     return f"{row['median']:.3f} ({row['low']:.3f} … {row['high']:.3f})"
 
 
-def _solved(row: Values) -> str:
+def _solved(row: PuzzleShares) -> str:
     if row["median"] is None:
         return DASH
     return f"{row['median']:.3f}, {row['solved']}/{len(row['accuracy'])}"
@@ -154,7 +155,7 @@ def _log10(ln: float) -> float:
     return ln / DECADE
 
 
-def _losses(report: Values) -> Markup:
+def _losses(report: LadderReport) -> Markup:
     """Seeds as dots, the law of each arm with its band, dashed beyond the last rung."""
     lines: list[Line] = []
     for i, arm in enumerate(report["arms"]):
@@ -176,12 +177,12 @@ def _losses(report: Values) -> Markup:
     )
 
 
-def _law_lines(arm: Values, key: str, name: str, series: int) -> list[Line]:
+def _law_lines(arm: ArmRow, key: str, name: str, series: int) -> list[Line]:
     top = max(row["ln_flops"] for row in arm["multiplier"] if row["kind"] == "rung")
     below = [row for row in arm["curve"] if row["ln_flops"] <= top + 1e-9]
     above = [row for row in arm["curve"] if row["ln_flops"] >= top - 1e-9]
 
-    def line(rows: Sequence[Values], dashed: bool) -> Line:
+    def line(rows: Sequence[dict[str, float]], dashed: bool) -> Line:
         x = [_log10(row["ln_flops"]) for row in rows]
         middle, low, high = ([row[f"{key}_{part}"] for row in rows] for part in ("median", "low", "high"))
         return Line(name, x, middle, series, low, high, marks=False, dashed=dashed)
@@ -189,7 +190,7 @@ def _law_lines(arm: Values, key: str, name: str, series: int) -> list[Line]:
     return [line(rows, dashed) for rows, dashed in ((below, False), (above, True)) if rows]
 
 
-def _multipliers(report: Values) -> Markup:
+def _multipliers(report: LadderReport) -> Markup:
     """ln M of each rung with the error of its seeds, the band of the grid, and no effect at 0."""
     lines: list[Line] = []
     for i, arm in enumerate(report["arms"]):
@@ -201,7 +202,7 @@ def _multipliers(report: Values) -> Markup:
         lines.append(Line(arm["name"], x, middle, i, low, high, marks=False))
         lines += _forecast(report, arm, i)
         for cell in arm["rungs"]:
-            if cell["ln_m"] is not None:
+            if cell["ln_m"] is not None and cell["error"] is not None:
                 at, m, error = math.log10(cell["flops"]), cell["ln_m"] / math.log(2), cell["error"] / math.log(2)
                 lines.append(Line(f"{arm['name']}, rung {cell['index']}", [at], [m], i, joined=False))
                 lines.append(Line(f"{arm['name']}, seeds' error", [at, at], [m - error, m + error], i, marks=False))
@@ -215,7 +216,7 @@ def _multipliers(report: Values) -> Markup:
     return html.figure("Compute multiplier", svg, caption)
 
 
-def _forecast(report: Values, arm: Values, series: int) -> list[Line]:
+def _forecast(report: LadderReport, arm: ArmRow, series: int) -> list[Line]:
     """The sealed prediction of ln M at the last rung, beside what came."""
     rows = [] if report["prediction"] is None else report["prediction"]["rows"]
     found = next((row["ln_m"] for row in rows if row["arm"] == arm["name"]), None)
@@ -226,7 +227,7 @@ def _forecast(report: Values, arm: Values, series: int) -> list[Line]:
     return [Line(f"{arm['name']}, predicted", [at, at], bar, series, marks=False, dashed=True)]
 
 
-def _accuracies(report: Values) -> list[Markup]:
+def _accuracies(report: LadderReport) -> list[Markup]:
     """One panel for each difficulty: accuracy of every seed over the rungs' FLOPs."""
     puzzle = report["puzzle"]
     if puzzle is None:
@@ -255,7 +256,7 @@ def _accuracies(report: Values) -> list[Markup]:
     return panels
 
 
-def _bowls(report: Values) -> list[Markup]:
+def _bowls(report: LadderReport) -> list[Markup]:
     """A panel for each arm and tuned rung: every run, the parabola and the optimum."""
     panels = []
     for number, rows in enumerate(report["tuning"], 1):
@@ -288,7 +289,7 @@ def _finite(value: float | None) -> bool:
     return value is not None and math.isfinite(value)
 
 
-def _checks(report: Values) -> Markup:
+def _checks(report: LadderReport) -> Markup:
     rows = [
         [
             arm["name"],
@@ -303,7 +304,7 @@ def _checks(report: Values) -> Markup:
     return html.table("The rate at the last rung, one seed", columns, rows) if rows else Markup()
 
 
-def _sealed(report: Values) -> Markup:
+def _sealed(report: LadderReport) -> Markup:
     found = report["prediction"]
     if found is None:
         return Markup()
@@ -326,7 +327,7 @@ def _sealed(report: Values) -> Markup:
     )
 
 
-def _phi(report: Values) -> Markup:
+def _phi(report: LadderReport) -> Markup:
     found = report["phi"]
     if found is None:
         return Markup()
@@ -339,7 +340,7 @@ def _phi(report: Values) -> Markup:
     return html.paragraph(text)
 
 
-def _twin(report: Values) -> Markup:
+def _twin(report: LadderReport) -> Markup:
     found = report["twin"]
     if found is None:
         return Markup()
@@ -353,14 +354,12 @@ def _twin(report: Values) -> Markup:
     return Markup().join([table, html.paragraph(f"Its multiplier is {_span(found['multiplier'])}; the truth is 1.")])
 
 
-def _views(report: Values) -> Markup:
+def _views(report: LadderReport) -> Markup:
     rows = []
     for arm in report["arms"][1:]:
         if arm["multiplier"]:
-            keys = ("time", "parameters", "bytes_weights_once", "bytes_weights_each_trip")
-            rows.append(
-                [arm["name"], *(DASH if arm["views"][key] is None else _span(arm["views"][key]) for key in keys)]
-            )
+            keys: tuple[Currency, ...] = ("time", "parameters", "bytes_weights_once", "bytes_weights_each_trip")
+            rows.append([arm["name"], *(DASH if (view := arm["views"][key]) is None else _span(view) for key in keys)])
     columns = ["arm", "seconds", "parameters", "bytes, weights once", "bytes, weights each trip"]
     table = html.table("The multiplier at the last rung in other currencies, from the same runs", columns, rows)
     timed = next(
@@ -371,10 +370,10 @@ def _views(report: Values) -> Markup:
     return Markup().join([table, html.paragraph(note, quiet=True)]) if rows else Markup()
 
 
-def _law(report: Values) -> Markup:
+def _law(report: LadderReport) -> Markup:
     rows = []
     for arm in (arm for arm in report["arms"][1:] if arm["multiplier"]):
-        noise, parts = arm["noise"], [arm[key] for key in ("floor", "slope", "own_deviation")]
+        noise, parts = arm["noise"], (arm["floor"], arm["slope"], arm["own_deviation"])
         spans = [f"{part['median']:.4g} ({part['low']:.4g} … {part['high']:.4g})" for part in parts]
         numbers = [f"{noise['single']:.4f}", f"{noise['paired']:.4f}", f"{noise['correlation']:.2f}"]
         rows.append([arm["name"], *spans, *numbers])
@@ -382,7 +381,7 @@ def _law(report: Values) -> Markup:
     return _table(("Posterior of the floor, the exponent and a rung's own deviation; noise over seeds", columns, rows))
 
 
-def _sizes(report: Values) -> tuple[str, list[str], list[list[str]]]:
+def _sizes(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     columns = ["rung", "layers", "width", "parameters", "tokens", "batch", "steps", "FLOPs", "seeds", "rate"]
     rows = [
         [
@@ -398,7 +397,7 @@ def _sizes(report: Values) -> tuple[str, list[str], list[list[str]]]:
     return "The rungs as the control has them; parameters without embeddings", columns, rows
 
 
-def _cells(report: Values) -> tuple[str, list[str], list[list[str]]]:
+def _cells(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     columns = ["run", "layers", "parameters", "FLOPs", "rate", "decay", "losses by seed"]
     rows = [
         [
@@ -416,12 +415,12 @@ def _cells(report: Values) -> tuple[str, list[str], list[list[str]]]:
     return "Every arm at every rung", columns, rows
 
 
-def _diverged(report: Values) -> Markup:
+def _diverged(report: LadderReport) -> Markup:
     rows = [[row["run"], str(row["step"]), row["error"]] for row in report["diverged"]]
     return _table(("A diverged tuning run counts as infinitely bad", ["run", "step", "why"], rows), "why")
 
 
-def _method(report: Values) -> list[str]:
+def _method(report: LadderReport) -> list[str]:
     """What was held equal, and what the numbers mean."""
     rules = report["plan"]["rules"]
     lines = [
@@ -462,12 +461,12 @@ def _method(report: Values) -> list[str]:
     return lines
 
 
-def _unfinished(report: Values) -> str:
+def _unfinished(report: LadderReport) -> str:
     if report["stage"] == "done":
         return ""
     return f"Not finished: in its stage {report['stage']}, {report['pending']} runs of it are left."
 
 
-def _provenance(report: Values) -> Markup:
+def _provenance(report: LadderReport) -> Markup:
     text = yaml.safe_dump(report["plan"], sort_keys=False, allow_unicode=True)
     return Markup().join([html.source(report), html.details(f"The ladder, SHA-256 {report['ladder']}", text)])

@@ -14,12 +14,12 @@ from datetime import datetime, timezone
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from fathom.checkpoints.layout import LADDER
 from fathom.comparison.arms import Arm, parse_arms, training_flops
 from fathom.comparison.plan import Plan, check
 from fathom.data.puzzles import open_data
+from fathom.ladder.results import ArmValues, PlanValues, RulesValues
 from fathom.ladder.scaling import ESTIMATOR
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import count_parameters
@@ -227,11 +227,14 @@ class Ladder:
         """Training FLOPs of a run."""
         return training_flops(self.arm_at(arm, size).recipe(self.base(size)))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> PlanValues:
         """Plain values."""
         rules = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self.rules).items()}
-        arms = [{**asdict(arm), "overrides": list(arm.overrides)} for arm in self.arms]
-        return {"recipe": self.recipe.to_dict(), "rules": rules, "arms": arms, "estimator": ESTIMATOR}
+        arms: list[ArmValues] = [
+            {"name": arm.name, "mechanism": arm.mechanism, "overrides": list(arm.overrides)} for arm in self.arms
+        ]
+        whole = typing.cast(RulesValues, rules)
+        return {"recipe": self.recipe.to_dict(), "rules": whole, "arms": arms, "estimator": ESTIMATOR}
 
     @cached_property
     def sha256(self) -> str:
@@ -381,7 +384,7 @@ def load_ladder(path: Path, arms: str, overrides: Sequence[str] = ()) -> Ladder:
     return checked(Ladder(recipe, parse_rules(rules, str(path)), tuple(parse_arms(arms))))
 
 
-def parse_rules(values: Mapping[str, Any], source: str) -> Rules:
+def parse_rules(values: Mapping[str, object], source: str) -> Rules:
     """The `ladder` section; whatever is wrong is said in one line."""
     hints = typing.get_type_hints(Rules)
     given = {}
@@ -444,7 +447,7 @@ def rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def sha256_of(value: Any) -> str:
+def sha256_of(value: object) -> str:
     """Of canonical JSON: sorted keys, no spaces."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -24,6 +24,8 @@ from numpy.typing import NDArray
 from scipy import optimize
 from scipy.special import stdtrit
 
+from fathom.ladder.results import Span
+
 Floats = NDArray[np.float64]
 ESTIMATOR = "grid-1"
 """Names the estimator in reports and sealed predictions; another one gets another number."""
@@ -105,6 +107,10 @@ class Interval:
         """Of draws from a posterior."""
         low, q25, median, q75, high = np.quantile(draws, [0.025, 0.25, 0.5, 0.75, 0.975]).tolist()
         return cls(median, q25, q75, low, high)
+
+    def to_dict(self) -> Span:
+        """Plain values."""
+        return {"median": self.median, "q25": self.q25, "q75": self.q75, "low": self.low, "high": self.high}
 
 
 @dataclass(frozen=True)

@@ -11,14 +11,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TypeVar, cast
 
 from fathom.checkpoints.layout import FAILED, PLAN, RESULT
 from fathom.comparison.arms import Arm
 from fathom.comparison.plan import Plan, RunTask, tasks
+from fathom.comparison.results import Failure
+from fathom.ladder.results import Forecast, PredictionBody, SealedPrediction, TunedRow
 from fathom.ladder.rungs import (
     CHECK,
     MATCHED,
@@ -61,7 +63,7 @@ class LadderRun:
         return (self.run_dir / RESULT).exists()
 
     @property
-    def failure(self) -> dict[str, Any] | None:
+    def failure(self) -> Failure | None:
         """Why it cannot go on, if it cannot."""
         path = self.run_dir / FAILED
         return None if self.done or not path.exists() else read_json(path)
@@ -82,6 +84,7 @@ class LadderRun:
 
 
 Work = LadderRun | RunTask
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -98,11 +101,24 @@ class Tuned:
         """The optimum."""
         return self.centre * 2**self.bowl.place
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> TunedRow:
         """Plain values."""
         rates = {str(place): rounded(self.centre * 2**place) for place in sorted(self.points)}
         losses = {str(place): list(self.points[place]) for place in sorted(self.points)}
-        return {"centre": self.centre, "rates": rates, "losses": losses, "rate": self.rate, **asdict(self.bowl)}
+        bowl = self.bowl
+        return {
+            "centre": self.centre,
+            "rates": rates,
+            "losses": losses,
+            "rate": self.rate,
+            "place": bowl.place,
+            "low": bowl.low,
+            "high": bowl.high,
+            "curvature": bowl.curvature,
+            "least": bowl.least,
+            "flags": bowl.flags,
+            "extended": bowl.extended,
+        }
 
 
 @dataclass(frozen=True)
@@ -111,13 +127,13 @@ class State:
 
     ladder: Ladder
     out: Path
-    _kept: dict[tuple[Any, ...], Any] = field(default_factory=dict, compare=False, repr=False)
+    _kept: dict[tuple[object, ...], object] = field(default_factory=dict, compare=False, repr=False)
     """What costs time to make and does not change."""
 
-    def _keep(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+    def _keep(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
         if key not in self._kept:
             self._kept[key] = make()
-        return self._kept[key]
+        return cast(T, self._kept[key])
 
     # Tuning
 
@@ -306,21 +322,21 @@ class State:
 
     # The seal
 
-    def prediction(self) -> dict[str, Any]:
+    def prediction(self) -> PredictionBody:
         """What is written before the last rung runs."""
         last, before = self.ladder.sizes[-1], self.ladder.sizes[:-1]
-        rows = []
+        rows: list[Forecast] = []
         for arm in self.ladder.every_arm[1:]:
             found = self.fit(arm, before)
-            row: dict[str, Any] = {"arm": arm.name, "difference": None, "ln_m": None}
+            row: Forecast = {"arm": arm.name, "difference": None, "ln_m": None}
             if found is not None and found.usable:
                 x_control, x_arm = (math.log(self.flops(one, last)) for one in (self.ladder.control, arm))
                 seeds = self.ladder.seeds[last.index - 1]
                 difference, ln_m = found.predict(x_control, x_arm, seeds)
-                row |= {"difference": asdict(difference), "ln_m": asdict(ln_m)}
+                row["difference"], row["ln_m"] = difference.to_dict(), ln_m.to_dict()
             rows.append(row)
-        body = {"ladder": self.ladder.sha256, "estimator": ESTIMATOR, "rung": last.index, "rows": rows}
-        return {**body, "results": self.digests(before)}
+        sha256, results = self.ladder.sha256, self.digests(before)
+        return {"ladder": sha256, "estimator": ESTIMATOR, "rung": last.index, "rows": rows, "results": results}
 
     def digests(self, sizes: Sequence[Size]) -> dict[str, str]:
         """SHA-256 of the results that a prediction stands on."""
@@ -334,7 +350,7 @@ class State:
             body = self.prediction()
             write_json(path, {**body, "sha256": sha256_of(body)})
 
-    def sealed(self) -> dict[str, Any] | None:
+    def sealed(self) -> SealedPrediction | None:
         """The prediction as it was sealed; None before. One that was changed is refused."""
         path = self.out / PREDICTION
         if not path.exists():
@@ -348,7 +364,9 @@ class State:
             raise RecipeError(f"{path}: sha256 does not fit: it is not the prediction that was sealed")
         if values["ladder"] != self.ladder.sha256:
             raise RecipeError(f"{path}: ladder: the prediction is of another plan")
-        return {**values, "sha256": named}
+        values["sha256"] = named
+        found: SealedPrediction = values
+        return found
 
     # The check at the top
 

@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -37,13 +36,14 @@ from fathom.comparison.work import (
     tidy,
     work_together,
 )
-from fathom.ladder.findings import Values, summarize
+from fathom.ladder.findings import summarize
 from fathom.ladder.page import write_report
+from fathom.ladder.results import LadderReport
 from fathom.ladder.rungs import RUNGS, TUNE, Ladder
 from fathom.ladder.stages import STAGES, LadderRun, NotReadyError, State, Work
 from fathom.recipe import RecipeError
 from fathom.report.files import read_json, write_atomically, write_json
-from fathom.report.provenance import provenance
+from fathom.report.provenance import Provenance, provenance, recorded
 
 RATES = "rates.json"
 SLURM = "ladder.sbatch"
@@ -57,7 +57,7 @@ def climb(
     until: str = STAGES[-1],
     quiet: bool = False,
     retry_failed: bool = False,
-) -> Values:
+) -> LadderReport:
     """Run whatever is missing up to a stage, then write the report; returns what `report.json` holds.
 
     Args:
@@ -97,7 +97,8 @@ def settle(ladder: Ladder, out: Path, workers: int = 1) -> Ladder:
 def _as_written(ladder: Ladder, out: Path) -> Ladder:
     """The plan of a directory, which must be this one."""
     before = Ladder.read(out)
-    changed = [key for key, value in ladder.to_dict().items() if before.to_dict()[key] != value]
+    old, new = dict(before.to_dict()), dict(ladder.to_dict())
+    changed = [key for key, value in new.items() if old[key] != value]
     if changed:
         raise RecipeError(f"{out} holds a ladder of another plan; different: {', '.join(changed)}")
     return before
@@ -137,7 +138,7 @@ def add_seeds(out: Path, seeds: Sequence[int]) -> Ladder:
     return ladder.add_seeds(out, seeds, sum(1 for _ in (out / RUNGS).glob(f"*/{ARMS}/*/*/{RESULT}")))
 
 
-def report(ladder: Ladder, out: Path, source: Values | None = None) -> Values:
+def report(ladder: Ladder, out: Path, source: Provenance | None = None) -> LadderReport:
     """Write the reports of the ladder and of its rungs from what is finished."""
     state = State(ladder, out)
     source = source or provenance()
@@ -155,12 +156,11 @@ def report(ladder: Ladder, out: Path, source: Values | None = None) -> Values:
     return found
 
 
-def rewrite(ladder: Ladder, out: Path) -> Values:
+def rewrite(ladder: Ladder, out: Path) -> LadderReport:
     """The report from what is finished, its provenance that of the last report where there is one."""
     ladder, source = _as_written(ladder, out), provenance()
     if (out / REPORT).exists():
-        before = read_json(out / REPORT)
-        source = {key: before[key] for key in source}
+        source = recorded(read_json(out / REPORT))
     return report(ladder, out, source)
 
 
@@ -220,8 +220,8 @@ def _said(task: Work) -> str:
         return f"{name}: diverged at step {task.failure['step']}"
     if isinstance(task, RunTask) and task.seed is None:
         return f"{name}: timed"
-    evaluation: dict[str, Any] = read_json(task.run_dir / RESULT)["evaluation"]
-    return f"{name}: held-out loss {evaluation['loss']:.4f}"
+    loss: float = read_json(task.run_dir / RESULT)["evaluation"]["loss"]
+    return f"{name}: held-out loss {loss:.4f}"
 
 
 def _forget_failures(state: State) -> None:

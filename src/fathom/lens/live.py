@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse
@@ -12,20 +12,25 @@ from fastapi.responses import HTMLResponse, JSONResponse
 from fathom.inference.api import ApiError
 from fathom.inference.engine import Engine
 from fathom.inference.server import ServeError
-from fathom.lens.look import LensError, look
+from fathom.lens.look import LensData, LensError, look
 from fathom.lens.page import lens_page, pack
 from fathom.models import FathomForCausalLM
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TEXT = "To fathom: to measure a depth; to understand after much thought."
 """What the page shows before anything was asked."""
 
 
-def add_lens(app: FastAPI, model: Any, tokenizer: Any, name: str, engine: Engine) -> None:
+def add_lens(
+    app: FastAPI, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, engine: Engine
+) -> None:
     """Offer the lens at /lens."""
     if not isinstance(model, FathomForCausalLM):
         raise ServeError(f"--lens looks into Fathom's decoder; this is a {type(model).__name__}")
 
-    async def looked(text: str) -> Any:
+    async def looked(text: str) -> LensData:
         # Shielded: the thread cannot be stopped, and would find nobody to give its result to.
         return await asyncio.shield(asyncio.wrap_future(engine.call(partial(look, model, tokenizer, text, name=name))))
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import singledispatch
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -31,6 +31,11 @@ from fathom.models.roles import ResidualState, ValueMixer
 from fathom.models.slots import Visit
 from fathom.models.uniform_depth import UniformDepth
 from fathom.models.value_residual import ValueResidual
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from fathom.models.modeling import DecoderLayer
 
 Array = np.ndarray
 BYTES = byte_letters()
@@ -139,7 +144,7 @@ class LensData:
                 kept[i] = raw
             yield raw
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain numbers, for programs."""
         averages = self.averages()
         return {
@@ -195,7 +200,7 @@ def _(mixer: ValueResidual, query: Tensor, key: Tensor, sources: tuple[Tensor, .
     return torch.full((1, 1, 2), 0.5, dtype=torch.float64)
 
 
-def same_tokenizer(one: Any, other: Any, text: str) -> bool:
+def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, text: str) -> bool:
     """Whether two tokenizers have the same vocabulary and cut this text alike: else nothing can be put side by side."""
     return one.get_vocab() == other.get_vocab() and one(text)["input_ids"] == other(text)["input_ids"]
 
@@ -203,7 +208,7 @@ def same_tokenizer(one: Any, other: Any, text: str) -> bool:
 @torch.no_grad()
 def look(
     model: FathomForCausalLM,
-    tokenizer: Any,
+    tokenizer: PreTrainedTokenizerBase,
     text: str,
     top: int = 5,
     max_tokens: int = 2000,
@@ -316,7 +321,7 @@ class _Says:
             bits.append(_bits(logprobs, following))
         return tuple(torch.cat(parts).cpu().numpy() for parts in (chosen, probabilities, bits))  # type: ignore[return-value]
 
-    def vocabulary(self, tokenizer: Any) -> tuple[Array, Array, Array, list[str]]:
+    def vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Array, Array, Array, list[str]]:
         """Predictions, what was said, and tokens as entries of one list of strings, and that list."""
         predicted, own = np.stack(self.chosen), self.ids.cpu().numpy()
         distinct = np.unique(np.concatenate([predicted.ravel(), self.said.ravel(), own]))
@@ -346,20 +351,22 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _hooks(model: FathomForCausalLM, mixed: Any, after: Any) -> Iterator[None]:
+def _hooks(
+    model: FathomForCausalLM, mixed: Callable[..., None], after: Callable[[ResidualState], None]
+) -> Iterator[None]:
     """Call `mixed` with what every mixer is given and `after` with what every layer leaves, in the plan's order."""
     caller = threading.get_ident()  # a server's other threads use the same modules
 
-    def on_mixer(mixer: ValueMixer, arguments: tuple[Any, ...], _: Tensor) -> None:
+    def on_mixer(mixer: ValueMixer, arguments: tuple[Tensor, ...], _: Tensor) -> None:
         if threading.get_ident() == caller:
             mixed(mixer, *arguments)
 
-    def on_layer(_: torch.nn.Module, __: tuple[Any, ...], output: ResidualState) -> None:
+    def on_layer(_: torch.nn.Module, __: tuple[object, ...], output: ResidualState) -> None:
         if threading.get_ident() == caller:
             after(output[:-2])  # a key and a value come last
 
     handles = []
-    layers: Any = model.model.layers
+    layers = cast("Iterable[DecoderLayer]", model.model.layers)
     try:
         for layer in layers:
             handles.append(layer.self_attn.mixer.register_forward_hook(on_mixer))
@@ -370,7 +377,7 @@ def _hooks(model: FathomForCausalLM, mixed: Any, after: Any) -> Iterator[None]:
             handle.remove()
 
 
-def _tokenise(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
+def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int], list[str]]:
     """Ids, and the stretch of text that each one adds."""
     if not getattr(tokenizer, "is_fast", False):
         ids = tokenizer(text)["input_ids"]
@@ -384,7 +391,7 @@ def _tokenise(tokenizer: Any, text: str) -> tuple[list[int], list[str]]:
     return encoded["input_ids"], pieces
 
 
-def _spell(tokenizer: Any, index: int) -> str:
+def _spell(tokenizer: PreTrainedTokenizerBase, index: int) -> str:
     """A token as text; one that is a part of a character as its bytes."""
     spelled = tokenizer.decode([index])
     if spelled and "\ufffd" not in spelled:
@@ -399,11 +406,12 @@ def _spell(tokenizer: Any, index: int) -> str:
 
 def _layer_weights(model: FathomForCausalLM, visits: list[Visit]) -> list[list[float | None]] | None:
     layers = model.config.num_hidden_layers
-    residuals: list[Any] = [layer.mlp_residual for layer in model.model.layers]
+    residuals = [layer.mlp_residual for layer in model.model.layers]
     if len(visits) > layers or not isinstance(residuals[0], DenseFormer):
         return None  # in a loop, what a weight belongs to changes from trip to trip
     rows: list[list[float | None]] = []
     for layer, residual in enumerate(residuals):
+        assert isinstance(residual, DenseFormer)
         row: list[float | None] = [None] * (layers + 1)
         newest_first = [1.0] if residual.alpha is None else residual.alpha.flip(0).tolist()
         for i, weight in enumerate(newest_first):
@@ -416,7 +424,7 @@ def _number(value: float) -> float | None:
     return None if math.isnan(value) else round(value, 6)
 
 
-def _numbers(values: Array) -> Any:
+def _numbers(values: Array) -> list[object]:
     """Nested lists; JSON has no NaN."""
     rounded = np.round(values.astype(np.float64), 6).astype(object)
     rounded[np.isnan(values)] = None

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import base64
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def lens_page(data: LensData, live_endpoint: str | None = None, compare: LensDat
     )
 
 
-def pack(*data: LensData) -> dict[str, Any]:
+def pack(*data: LensData) -> dict[str, object]:
     """What the page shows, small: ready for JSON."""
     return {"models": [_pack(item) for item in data]}
 
@@ -58,7 +59,7 @@ def quantise(weights: Array, steps: int) -> Array:
     return (floor + (by_remainder < missing)).astype(np.int64)
 
 
-def _pack(data: LensData) -> dict[str, Any]:
+def _pack(data: LensData) -> dict[str, object]:
     averages = data.averages()
     steps = 255 if sum(row.size for row in data.weights) > MANY else 65535
     return {
@@ -99,5 +100,5 @@ def _bits(values: Array) -> Array:
     return np.where(np.isnan(values), NONE, np.minimum(np.rint(np.nan_to_num(values) * BITS), NONE - 1))
 
 
-def _rounded(rows: list[list[Any]]) -> list[list[float | None]]:
+def _rounded(rows: Sequence[Sequence[float | None]]) -> list[list[float | None]]:
     return [[None if x is None or not math.isfinite(x) else round(x, 5) for x in row] for row in rows]

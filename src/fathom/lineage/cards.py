@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import numpy as np
 
@@ -12,6 +12,7 @@ from fathom._version import __version__
 from fathom.checkpoints.origin import Refused, parse_json
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import huref, portrait, vocabulary
+from fathom.lineage.results import Card
 from fathom.lineage.weights import Weights
 
 VERSION = 1
@@ -36,7 +37,7 @@ def sketches(weights: Weights, all_layers: bool = False) -> dict[str, Array]:
     return out
 
 
-def card(weights: Weights, all_layers: bool = False) -> dict[str, Any]:
+def card(weights: Weights, all_layers: bool = False) -> Card:
     """The card of a model as a JSON object: 512 bytes per sketch, six words, and the model's outline."""
     made = {name: huref.quantised(z) for name, z in sketches(weights, all_layers).items()}
     texts, _ = anchor_rows(weights)
@@ -56,7 +57,7 @@ def card(weights: Weights, all_layers: bool = False) -> dict[str, Any]:
     }
 
 
-def read_card(path: Path) -> dict[str, Any]:
+def read_card(path: Path) -> Card:
     """A card from a file, checked."""
     body = parse_json(path.read_bytes(), str(path))
     held = body.get("sketches")
@@ -65,15 +66,20 @@ def read_card(path: Path) -> dict[str, Any]:
     for name, text in held.items():
         if not isinstance(text, str) or len(text) != 2 * huref.SKETCH or set(text) - set("0123456789abcdef"):
             raise Refused(f"{path}: sketch {name!r:.40} is not {huref.SKETCH} bytes in hexadecimal")
-    return body
+    return cast(Card, body)
 
 
-def sketch_of(body: dict[str, Any], name: str = "z_last") -> Array:
+def sketch_of(body: Card, name: str = "z_last") -> Array:
     """The int8 sketch in a card."""
-    return np.frombuffer(bytes.fromhex(body["sketches"][name]), np.int8)
+    return sketch_bytes(body["sketches"][name])
 
 
-def search(query: dict[str, Any], library: Iterable[Path]) -> list[tuple[float, str, str]]:
+def sketch_bytes(text: str) -> Array:
+    """A sketch from hexadecimal, int8 `[512]`."""
+    return np.frombuffer(bytes.fromhex(text), np.int8)
+
+
+def search(query: Card, library: Iterable[Path]) -> list[tuple[float, str, str]]:
     """Cards by falling likeness: (cosine, name, file), by z_all where both have it. For finding, not for judging."""
     found: list[tuple[float, str, str]] = []
     for path in library:

@@ -15,7 +15,6 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -33,6 +32,7 @@ from fathom.checkpoints.origin import LocalOrigin, Origin, Refused, safe_name
 from fathom.checkpoints.tensors import AdapterStore, Array, TensorInfo, TensorStore
 from fathom.lineage import huref
 from fathom.lineage.cards import sketches
+from fathom.lineage.results import Content
 from fathom.lineage.weights import Weights
 
 VERSION = 2
@@ -94,7 +94,7 @@ def side_files(store: TensorStore) -> list[str]:
     return [CONFIG, *tokenizer]
 
 
-def content(weights: Weights) -> dict[str, Any]:
+def content(weights: Weights) -> Content:
     """SHA-256 of every local file of a model, and a root over them; a repository's files are named by their commit."""
     digests = {name: _digest(origin, file) for name, (origin, file) in files_of(weights).items()}
     leaves = [hashlib.sha256(f"{name}\0{digest}".encode()).digest() for name, digest in digests.items() if digest]
@@ -131,7 +131,7 @@ def leaves_of(weights: Weights, key: bytes = b"") -> dict[str, bytes]:
     return tensors | {f"file: {name}": file_leaf(store, name, key) for name in files}
 
 
-def commit(weights: Weights, blind: bool = False) -> tuple[dict[str, Any], str | None]:
+def commit(weights: Weights, blind: bool = False) -> tuple[dict[str, object], str | None]:
     """A commitment, and the key that opens it if it is blinded.
 
     Args:
@@ -142,7 +142,7 @@ def commit(weights: Weights, blind: bool = False) -> tuple[dict[str, Any], str |
         raise Refused("commit to the base and to the merged model; an adapter alone is not a model")
     key = secrets.token_bytes(32) if blind else b""
     leaves = leaves_of(weights, key)
-    body: dict[str, Any] = {
+    body: dict[str, object] = {
         "fathom_commitment": VERSION,
         "tool": __version__,
         "root": merkle_root(list(leaves.values())).hex(),
@@ -164,7 +164,9 @@ class Verification:
     not_recomputed: list[str] = field(default_factory=list)
 
 
-def verify(weights: Weights, body: Mapping[str, Any], key: str | None = None, name: str = "commitment") -> Verification:
+def verify(
+    weights: Weights, body: Mapping[str, object], key: str | None = None, name: str = "commitment"
+) -> Verification:
     """Recompute a commitment from weights; the sketch by cosine, since rounding differs between machines.
 
     Args:
@@ -204,7 +206,7 @@ def verify(weights: Weights, body: Mapping[str, Any], key: str | None = None, na
     return Verification(not findings, findings)
 
 
-def _unfounded(body: Mapping[str, Any], tensors: int) -> list[str]:
+def _unfounded(body: Mapping[str, object], tensors: int) -> list[str]:
     """What a commitment publishes beside its root and the root does not bear out."""
     findings = (
         [] if body.get("tensors") == tensors else [f"it speaks of {body.get('tensors')!r:.20} tensors, not {tensors}"]

@@ -11,7 +11,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -349,7 +348,7 @@ class Null:
     per_layer: dict[str, list[list[float]]]
     pairs: int
     models: int
-    file: dict[str, Any] | None = None  # path, sha256 and the part that was used
+    file: dict[str, object] | None = None  # path, sha256 and the part that was used
 
     def rate(self) -> float:
         """Poisson rate for T2: max(3, upper 95 % limit of the controls' mean)."""
@@ -429,7 +428,7 @@ def _is_null(body: object) -> bool:
     return counts and named(body["scores"], 1) and named(body["per_layer"], 2) and numbers(body["z"], 2)
 
 
-def write_null(path: Path, groups: dict[str, list[Pair]]) -> dict[str, Any]:
+def write_null(path: Path, groups: dict[str, list[Pair]]) -> dict[str, object]:
     """Write measured unrelated pairs, by structure class."""
     classes = {}
     for pair in (pair for pairs in groups.values() for pair in pairs):

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from scipy import stats
@@ -60,7 +59,7 @@ class Test:
     kind: str
     assumptions: str
     family: str  # embedding | attention | feed-forward
-    detail: dict[str, Any] = field(default_factory=dict)
+    detail: dict[str, object] = field(default_factory=dict)
     corrected: float = 1.0
 
     @property
@@ -264,12 +263,13 @@ def test_gate_up(z_values: Sequence[float], controls: Sequence[Sequence[float]])
     z_adj = z − max(0, mean z of the controls);  z_pair = min over controls of (z − z_control)/√2.
     """
     z = combined(z_values)
-    detail: dict[str, Any] = {"z": z, "per_layer": [round(v, 3) for v in z_values]}
+    detail: dict[str, object] = {"z": z, "per_layer": [round(v, 3) for v in z_values]}
     used = z
     if controls:
         others = [combined(values) for values in controls]
-        detail |= {"z_adj": z - max(0.0, float(np.mean(others))), "z_pair": (z - max(others)) / math.sqrt(2)}
-        used = min(detail["z_adj"], detail["z_pair"])
+        adjusted, paired = z - max(0.0, float(np.mean(others))), (z - max(others)) / math.sqrt(2)
+        detail |= {"z_adj": adjusted, "z_pair": paired}
+        used = min(adjusted, paired)
     return Test(
         "T4 gate/up agreement",
         used,

@@ -5,15 +5,15 @@ from __future__ import annotations
 import base64
 import shlex
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import evidence, huref, portrait
-from fathom.lineage.cards import sketch_of
+from fathom.lineage.cards import sketch_bytes
 from fathom.lineage.comparison import ALIGNMENTS, NAMES, SCORE_LABELS, Comparison
 from fathom.lineage.report import CANONICAL_STEPS
+from fathom.lineage.results import LineageReport, ModelEntry
 from fathom.report import html
 from fathom.report.numbers import DASH, size
 from fathom.report.plots import Axis, Line, cell_plot, line_plot
@@ -22,16 +22,16 @@ from fathom.report.templates import render as render_template
 TONES = {evidence.SHARED: "found", evidence.INITIALISATION: "found", evidence.NONE: "clear"}
 
 
-def write(out: Path, found: Comparison, body: dict[str, Any]) -> None:
+def write(out: Path, found: Comparison, body: LineageReport) -> None:
     """Report, page and portraits in a directory."""
-    drawn = {name: sketch_of({"sketches": {"z_last": item["sketch"]}}) for name, item in body["portraits"].items()}
+    drawn = {name: sketch_bytes(item["sketch"]) for name, item in body["portraits"].items()}
     out.mkdir(parents=True, exist_ok=True)
     html.write(out, body, render(found, body, drawn))
     for side, z in zip("ab", drawn.values(), strict=False):
         (out / f"portrait-{side}.png").write_bytes(portrait.png(portrait.pixels(z)))
 
 
-def render(found: Comparison, body: dict[str, Any], portraits: dict[str, Array] | None = None) -> str:
+def render(found: Comparison, body: LineageReport, portraits: dict[str, Array] | None = None) -> str:
     """The page of a comparison; `body` is its JSON report."""
     verdict = found.verdict
     return render_template(
@@ -65,11 +65,11 @@ def share(value: float) -> str:
     return f"{100 * min(max(value, 0), 1):.1f}"
 
 
-def _model(item: dict[str, Any]) -> dict[str, str]:
+def _model(item: ModelEntry) -> dict[str, str]:
     shape = item["structure"]
     revision = f" at {item['revision']}" if item["revision"] else ""
     outline = f"{shape['model_type']}: {shape['layers']} layers, width {shape['width']}, "
-    root = (item["content"] or {}).get("root")
+    root = item["content"] and item["content"]["root"]
     return {
         "name": item["origin"] + revision,
         "outline": outline + f"{shape['heads']} heads on {shape['kv_heads']} keys",
@@ -178,7 +178,7 @@ def _test(test: evidence.Test) -> dict[str, str]:
     }
 
 
-def _controls(found: Comparison, body: dict[str, Any]) -> dict[str, Any] | None:
+def _controls(found: Comparison, body: LineageReport) -> dict[str, object] | None:
     if found.null is None:
         return None
     names = [name for name in ("awm", *NAMES.values(), "ics_canonical") if found.pair.value(name) is not None]
@@ -208,7 +208,7 @@ def _likeness(portraits: dict[str, Array]) -> dict[str, str]:
     return {"value": f"{found:.3f}", "share": share(found)}
 
 
-def _facts(found: Comparison, body: dict[str, Any]) -> list[str]:
+def _facts(found: Comparison, body: LineageReport) -> list[str]:
     return [
         f"Fathom {body['tool']['version']}, numpy {body['tool']['numpy']}, {body['tool']['platform']}",
         f"{found.pair.shared:,} embedding rows paired by {found.pair.pairing}; seed {found.options.seed}; "

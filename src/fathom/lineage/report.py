@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-from typing import Any
 
 import numpy as np
 
@@ -12,6 +11,7 @@ from fathom.checkpoints.tensors import Array
 from fathom.lineage import cards, evidence, huref, portrait
 from fathom.lineage.commitments import content, header_digest
 from fathom.lineage.comparison import SCORE_LABELS, Comparison, Pair, has_extras
+from fathom.lineage.results import Bounds, ControlEntry, LineageReport, ModelEntry, ModelIdentity, PortraitEntry
 from fathom.lineage.weights import Weights
 from fathom.report.files import finite
 
@@ -24,7 +24,7 @@ CANONICAL_STEPS = (
 )
 
 
-def made(found: Comparison, command: str, hashed: bool) -> dict[str, Any]:
+def made(found: Comparison, command: str, hashed: bool) -> LineageReport:
     """The report with its portraits, where the comparison has any.
 
     Args:
@@ -38,7 +38,7 @@ def made(found: Comparison, command: str, hashed: bool) -> dict[str, Any]:
 
 def as_json(
     found: Comparison, portraits: dict[str, Array] | None = None, command: str = "", hashed: bool = False
-) -> dict[str, Any]:
+) -> LineageReport:
     """The whole report as plain data."""
     pair, verdict, null = found.pair, found.verdict, found.null
     models = (pair.b, pair.a) if pair.swapped else (pair.a, pair.b)
@@ -78,21 +78,21 @@ def as_json(
         "portraits": {name: portrait_of(z) for name, z in (portraits or {}).items()},
         "seconds": round(pair.seconds, 2),
     }
-    plain: dict[str, Any] = finite(body)
+    plain: LineageReport = finite(body)
     return plain
 
 
-def _identity(weights: Weights, hashed: bool) -> dict[str, Any]:
+def _identity(weights: Weights, hashed: bool) -> ModelIdentity:
     """What fixes a model: a commit, or the hashes of its files."""
     return {"revision": weights.origin.revision, "content": content(weights) if hashed else None}
 
 
-def _control(name: str, pairs: list[Pair], hashed: bool) -> dict[str, Any]:
+def _control(name: str, pairs: list[Pair], hashed: bool) -> ControlEntry:
     control = pairs[0].a if pairs[0].a.name == name else pairs[0].b
     return {"model": name, **_identity(control, hashed), "scores": [_values(p) for p in pairs]}
 
 
-def _input(weights: Weights, pair: Pair, hashed: bool) -> dict[str, Any]:
+def _input(weights: Weights, pair: Pair, hashed: bool) -> ModelEntry:
     g = weights.geometry
     return {
         "origin": weights.name,
@@ -105,7 +105,7 @@ def _input(weights: Weights, pair: Pair, hashed: bool) -> dict[str, Any]:
     }
 
 
-def _score(pair: Pair, name: str) -> dict[str, Any]:
+def _score(pair: Pair, name: str) -> dict[str, object]:
     if name not in pair.scores:
         return {"value": pair.other[name]}
     scores = pair.scores[name]
@@ -123,7 +123,7 @@ def _values(pair: Pair) -> dict[str, float]:
     return {name: value for name in SCORE_LABELS if (value := pair.value(name)) is not None}
 
 
-def portrait_of(z: Array) -> dict[str, Any]:
+def portrait_of(z: Array) -> PortraitEntry:
     """A sketch, and what is made of it alone."""
     image = portrait.pixels(z)
     return {
@@ -134,7 +134,7 @@ def portrait_of(z: Array) -> dict[str, Any]:
     }
 
 
-def bounds(found: Comparison) -> dict[str, Any]:
+def bounds(found: Comparison) -> Bounds:
     """What a clean record of controls is worth: an upper bound on the false-positive rate, no more."""
     pairs = found.null.pairs if found.null else 0
     models = found.null.models if found.null else 0

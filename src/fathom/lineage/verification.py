@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 from fathom.checkpoints.origin import Refused, parse_json
 from fathom.lineage import comparison, huref, page, report
-from fathom.lineage.cards import sketch_of
+from fathom.lineage.cards import sketch_bytes
 from fathom.lineage.commitments import SAME_SKETCH, Verification
 from fathom.lineage.comparison import Given, Options
+from fathom.lineage.results import ControlEntry, GivenEntry, LineageReport, ModelEntry, OptionsEntry, PortraitEntry
 from fathom.lineage.weights import Weights, open_weights
 
 SCORE, DRIFT = 1e-3, 0.05  # how far scores and statistics, and the drift, may be apart
@@ -24,12 +25,12 @@ SENTENCES = {"sentence", "reasons", "skipped", "tampering", "null", "note", "per
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
-def read_statement(file: Path) -> dict[str, Any]:
+def read_statement(file: Path) -> dict[str, object]:
     """A commitment, or a report, from a file."""
     return parse_json(file.read_bytes(), str(file))
 
 
-def verify(body: dict[str, Any], name: str = "report") -> Verification:
+def verify(body: Mapping[str, object], name: str = "report") -> Verification:
     """Make a report again from the models it names, and list what differs and what was not recomputed.
 
     Args:
@@ -38,11 +39,11 @@ def verify(body: dict[str, Any], name: str = "report") -> Verification:
     """
     if body.get("fathom_lineage_report") != report.SCHEMA:
         raise Refused(f"{name}: not a report of version {report.SCHEMA}: earlier ones hold no hashes of the files")
+    said = cast(LineageReport, body)  # what it lacks of that is refused below
     try:
-        given = Given(**{**body["given"], "null": body["given"]["null"] and Path(body["given"]["null"])})
-        options = Options(**{**body["options"], "align": tuple(body["options"]["align"])})
-        first, second = (_opened(item, given) for item in body["inputs"])
-        controls = [_opened(item, Given()) for item in body["controls"]]
+        given, options = _given(said["given"]), _options(said["options"])
+        first, second = (_opened(item, given) for item in said["inputs"])
+        controls = [_opened(item, Given()) for item in said["controls"]]
     except Refused:
         raise
     except (KeyError, TypeError, ValueError, AttributeError) as error:
@@ -50,19 +51,30 @@ def verify(body: dict[str, Any], name: str = "report") -> Verification:
     found = comparison.compare(first, second, controls, given.null, options)
     found.given = given
     again = report.made(found, page.command(found), hashed=True)
-    findings = [*unidentified(body), *differences(body, again)]
-    return Verification(not findings, findings, not_recomputed(body))
+    findings = [*unidentified(said), *differences(said, again)]
+    return Verification(not findings, findings, not_recomputed(said))
 
 
-def _opened(item: dict[str, Any], given: Given) -> Weights:
+def _given(said: GivenEntry) -> Given:
+    values: dict[str, Any] = {**said, "null": said["null"] and Path(said["null"])}
+    return Given(**values)
+
+
+def _options(said: OptionsEntry) -> Options:
+    values: dict[str, Any] = {**said, "align": tuple(said["align"])}
+    return Options(**values)
+
+
+def _opened(item: ModelEntry | ControlEntry, given: Given) -> Weights:
     """A model under the name that the report gives it, a repository's at the commit that the report gives it."""
     name, revision = str(item.get("origin", item.get("model"))), item["revision"]
     where = name if revision is None else f"{name.partition('@')[0]}@{revision}"
     return replace(open_weights(where, given.adapter_base, given.max_bytes), name=name)
 
 
-def _models(body: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
-    for item in [*body["inputs"], *body["controls"]]:
+def _models(body: LineageReport) -> Iterator[tuple[str, ModelEntry | ControlEntry]]:
+    items: list[ModelEntry | ControlEntry] = [*body["inputs"], *body["controls"]]
+    for item in items:
         yield str(item.get("origin", item.get("model"))), item
 
 
@@ -70,17 +82,17 @@ def _is_commit(revision: object) -> bool:
     return isinstance(revision, str) and bool(re.fullmatch(r"[0-9a-f]{40}", revision))
 
 
-def unidentified(body: dict[str, Any]) -> list[str]:
+def unidentified(body: LineageReport) -> list[str]:
     """Models that nothing in the report fixes: neither hashes of their files nor a commit."""
     return [
         f"{name}: the report holds neither hashes of its files nor a commit"
         for name, item in _models(body)
-        if not (isinstance(item.get("content"), dict) and item["content"].get("root"))
+        if not (isinstance(content := item.get("content"), dict) and content.get("root"))
         and not _is_commit(item["revision"])
     ]
 
 
-def not_recomputed(body: dict[str, Any]) -> list[str]:
+def not_recomputed(body: LineageReport) -> list[str]:
     """What a report says that making it again cannot check."""
     out = [
         "versions and platform, seconds, bytes read: of the run that made the report",
@@ -96,14 +108,14 @@ def not_recomputed(body: dict[str, Any]) -> list[str]:
     return out
 
 
-def differences(said: dict[str, Any], again: dict[str, Any]) -> list[str]:
+def differences(said: LineageReport, again: LineageReport) -> list[str]:
     """Every entry of a report that does not come out again, by its path."""
     known = {key: value for key, value in said.items() if key != "portraits"}
     found = list(_differences(known, {key: value for key, value in again.items() if key != "portraits"}, ()))
     return [*found, *_portraits(said.get("portraits"), again["portraits"])]
 
 
-def _differences(said: Any, again: Any, path: tuple[str, ...]) -> Iterator[str]:
+def _differences(said: object, again: object, path: tuple[str, ...]) -> Iterator[str]:
     if path and (path[-1] in COSTS or (path[0] == "tool" and path[-1] in MADE)):
         return
     where = ".".join(path)
@@ -120,13 +132,16 @@ def _differences(said: Any, again: Any, path: tuple[str, ...]) -> Iterator[str]:
         yield f"{where}: the report says {_short(said)}, recomputed {_short(again)}"
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return f"{value:.6g}" if isinstance(value, float) else f"{value!r:.100}"
 
 
-def _same(said: Any, again: Any, path: tuple[str, ...]) -> bool:
-    numbers = [isinstance(value, int | float) and not isinstance(value, bool) for value in (said, again)]
-    if all(numbers):
+def _is_number(value: object) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _same(said: object, again: object, path: tuple[str, ...]) -> bool:
+    if _is_number(said) and _is_number(again):
         return _close(float(said), float(again), path) if float in (type(said), type(again)) else bool(said == again)
     if isinstance(said, str) and isinstance(again, str) and SENTENCES & set(path):
         return _same_sentence(said, again)
@@ -163,19 +178,19 @@ def _same_sentence(said: str, again: str) -> bool:
     return True
 
 
-def _portraits(said: Any, again: dict[str, Any]) -> Iterator[str]:
+def _portraits(said: object, again: dict[str, PortraitEntry]) -> Iterator[str]:
     """Sketches by cosine, since rounding differs between machines; words and hashes as made of the stated sketch."""
     if not isinstance(said, dict) or list(said) != list(again):
         yield "portraits: not of the two models"
         return
     for name, item in said.items():
         try:
-            sketch = sketch_of({"sketches": {"z_last": item["sketch"]}})
+            sketch = sketch_bytes(item["sketch"])
             stated = report.portrait_of(sketch)
         except (KeyError, TypeError, ValueError, IndexError):
             yield f"portraits.{name}: no sketch"
             continue
-        likeness = huref.sketch_cosine(sketch, sketch_of({"sketches": {"z_last": again[name]["sketch"]}}))
+        likeness = huref.sketch_cosine(sketch, sketch_bytes(again[name]["sketch"]))
         if len(sketch) != huref.SKETCH or likeness < SAME_SKETCH:
             yield f"portraits.{name}: the sketch differs, cosine {likeness:.4f}"
         if stated != item:

@@ -12,7 +12,6 @@ import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from typing import Any
 
 import numpy as np
 
@@ -51,12 +50,12 @@ def read_vocabulary(origin: Origin) -> dict[bytes, int] | None:
     return None
 
 
-def _from_tokenizer_json(table: dict[str, Any]) -> dict[bytes, int]:
+def _from_tokenizer_json(table: dict[str, object]) -> dict[bytes, int]:
     model = table.get("model")
     if not isinstance(model, dict) or not isinstance(model.get("vocab"), dict | list):
         raise Refused("tokenizer.json: no model.vocab")
     vocab, added = model["vocab"], table.get("added_tokens")
-    pairs: Iterable[tuple[Any, Any]]
+    pairs: Iterable[tuple[object, object]]
     if isinstance(vocab, dict):
         pairs = vocab.items()
     else:
@@ -65,7 +64,7 @@ def _from_tokenizer_json(table: dict[str, Any]) -> dict[bytes, int]:
     return _collect((pair for pair in pairs if pair[0] not in special), "ByteLevel" in _types(table))
 
 
-def _types(node: Any, depth: int = 0) -> set[str]:
+def _types(node: object, depth: int = 0) -> set[str]:
     """Every `type` named by the tokenizer's pre-tokenizer and decoder."""
     found: set[str] = set()
     if depth > 8:
@@ -93,7 +92,7 @@ def _from_model_file(raw: bytes, name: str) -> dict[bytes, int]:
     return _collect(((piece, index) for index, (piece, kind) in enumerate(pieces) if kind in (1, 6)), byte_level=False)
 
 
-def _readable(raw: bytes) -> Iterator[tuple[int, Any]]:
+def _readable(raw: bytes) -> Iterator[tuple[int, object]]:
     """The fields of a message up to the first byte that does not parse."""
     with suppress(ValueError):
         yield from message_fields(raw)
@@ -109,7 +108,7 @@ def _sentencepieces(raw: bytes) -> Iterator[tuple[str, int]]:
                 yield piece.decode("utf-8", "replace"), kind
 
 
-def _collect(pairs: Iterable[tuple[Any, Any]], byte_level: bool) -> dict[bytes, int]:
+def _collect(pairs: Iterable[tuple[object, object]], byte_level: bool) -> dict[bytes, int]:
     found: dict[bytes, int] = {}
     for piece, index in pairs:
         if isinstance(piece, str) and type(index) is int and index >= 0:

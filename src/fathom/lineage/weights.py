@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -24,6 +23,7 @@ from fathom.checkpoints.tensors import (
     Array,
     Ranges,
     SafetensorsStore,
+    TensorInfo,
     TensorStore,
     is_scale,
     open_safetensors,
@@ -84,10 +84,13 @@ class Weights:
     store: TensorStore
     geometry: Geometry
     views: Mapping[tuple[str, int | None], TensorView]
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     extra_tensors: tuple[str, ...]
     _vocabulary: Callable[[], dict[bytes, int] | None]
-    _known: dict[str, Any] = field(default_factory=dict)
+    _words: list[dict[bytes, int] | None] = field(default_factory=list)
+    """The vocabulary, once it is read."""
+    unusable: dict[str, int] = field(default_factory=dict)
+    """Tensors in which numbers were found that are none (not finite, or beyond 1e15), and how many in one read."""
 
     @property
     def origin(self) -> Origin:
@@ -101,10 +104,9 @@ class Weights:
 
     def vocabulary(self) -> dict[bytes, int] | None:
         """String of bytes -> embedding row, or None without a tokenizer."""
-        if "vocabulary" not in self._known:
-            self._known["vocabulary"] = self._vocabulary()
-        found: dict[bytes, int] | None = self._known["vocabulary"]
-        return found
+        if not self._words:
+            self._words.append(self._vocabulary())
+        return self._words[0]
 
     def has(self, role: str, layer: int | None = None) -> bool:
         """Whether the model has this role."""
@@ -125,12 +127,6 @@ class Weights:
         view = self.views[role, layer]
         values = self._read(view, rows)
         return values + 1 if role.endswith("norm") and self.geometry.unit_offset else values
-
-    @property
-    def unusable(self) -> dict[str, int]:
-        """Tensors in which numbers were found that are none (not finite, or beyond 1e15), and how many in one read."""
-        found: dict[str, int] = self._known.setdefault("unusable", {})
-        return found
 
     def _usable(self, name: str, values: Array) -> Array:
         """The values with 0 in place of numbers that are none, which are remembered."""
@@ -234,11 +230,11 @@ def _open_adapter(where: str, origin: Origin, base: str | Path | None, max_bytes
     if not origin.exists(ADAPTER_WEIGHTS):
         raise Refused(f"{where}: no {ADAPTER_WEIGHTS} (pickled adapters are never opened)")
     adapter = SafetensorsStore(origin, [ADAPTER_WEIGHTS])
-    return replace(below, name=where, store=AdapterStore(below.store, adapter, config), _known={})
+    return replace(below, name=where, store=AdapterStore(below.store, adapter, config), _words=[], unusable={})
 
 
 def resolve(
-    name: str, store: TensorStore, config: Mapping[str, Any], words: Callable[[], dict[bytes, int] | None]
+    name: str, store: TensorStore, config: Mapping[str, object], words: Callable[[], dict[bytes, int] | None]
 ) -> Weights:
     """Give every tensor its role. What the names leave open is taken from the config and checked against shapes."""
     config = _decoder_config(config)
@@ -263,19 +259,18 @@ def resolve(
     return weights
 
 
-def _decoder_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def _decoder_config(config: Mapping[str, object]) -> Mapping[str, object]:
     """The decoder's own block of a multimodal config, with what is used of it checked."""
     if not isinstance(config.get("model_type", ""), str):
         raise Refused(f"config.json: model_type {config['model_type']!r:.40}: wanted a name")
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
-        if isinstance(config.get(key), Mapping):
-            inner = config[key]
+        if isinstance(inner := config.get(key), Mapping):
             above = {name: config[name] for name in ("model_type", "tie_word_embeddings") if name in config}
             return _decoder_config({**above, **inner})
     return config
 
 
-def _check_layers(config: Mapping[str, Any], count: int, names: Mapping[str, Any], layer: str) -> None:
+def _check_layers(config: Mapping[str, object], count: int, names: Mapping[str, TensorInfo], layer: str) -> None:
     said = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     if said is not None and said != count:
         raise Refused(
@@ -283,7 +278,7 @@ def _check_layers(config: Mapping[str, Any], count: int, names: Mapping[str, Any
         )
 
 
-def _number(config: Mapping[str, Any], *keys: str) -> int | None:
+def _number(config: Mapping[str, object], *keys: str) -> int | None:
     for key in keys:
         value = config.get(key)
         if type(value) is int and 0 < value < 1 << 24:
@@ -300,7 +295,7 @@ class _Sizes:
     latent: tuple[int, int, int, int] | None
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], width: int) -> _Sizes:
+    def of(cls, config: Mapping[str, object], width: int) -> _Sizes:
         heads = _number(config, "num_attention_heads", "n_head", "n_heads", "num_heads")
         if heads is None:
             raise Refused("config.json does not say how many attention heads there are")
@@ -318,14 +313,17 @@ class _Sizes:
         rank = _number(config, "kv_lora_rank")
         if rank is not None:
             parts = (config.get("qk_nope_head_dim"), config.get("qk_rope_head_dim"), config.get("v_head_dim"))
-            if not all(type(part) is int and part > 0 for part in parts):
+            sizes = [part for part in parts if isinstance(part, int) and part is not True and part > 0]
+            if len(sizes) < 3:
                 raise Refused("config.json: latent attention without its head sizes")
-            latent = (*(int(part) for part in parts if part), rank)
+            latent = (sizes[0], sizes[1], sizes[2], rank)
             head_dim, kv_heads = latent[0] + latent[1], heads
-        return cls(heads, kv_heads, head_dim, width, latent)  # type: ignore[arg-type]
+        return cls(heads, kv_heads, head_dim, width, latent)
 
 
-def _ends(names: Mapping[str, Any], prefix: str, stack: layouts.Stack) -> dict[tuple[str, int | None], TensorView]:
+def _ends(
+    names: Mapping[str, TensorInfo], prefix: str, stack: layouts.Stack
+) -> dict[tuple[str, int | None], TensorView]:
     views: dict[tuple[str, int | None], TensorView] = {}
     for role, module in {"embed": stack.embed, "final_norm": stack.final_norm, **stack.optional}.items():
         for suffix, kind in (("", "weight"), ("_bias", "bias")):
@@ -345,8 +343,8 @@ class _LayerViews:
     """Adds the views of one layer."""
 
     views: dict[tuple[str, int | None], TensorView]
-    names: Mapping[str, Any]
-    config: Mapping[str, Any]
+    names: Mapping[str, TensorInfo]
+    config: Mapping[str, object]
     sizes: _Sizes
     index: int
 
@@ -400,7 +398,7 @@ class _LayerViews:
                 self.views[name + suffix, self.index] = TensorView(tensor, rows, conv1d, item)
 
 
-def _packing(attention: Scheme, config: Mapping[str, Any]) -> str:
+def _packing(attention: Scheme, config: Mapping[str, object]) -> str:
     if attention.packing != "ask":
         return attention.packing
     packing = layouts.PACKING.get(str(config.get("model_type")))
@@ -414,7 +412,7 @@ def _packing(attention: Scheme, config: Mapping[str, Any]) -> str:
     return packing
 
 
-def _is_gated(names: Mapping[str, Any], module: str, out: int) -> bool:
+def _is_gated(names: Mapping[str, TensorInfo], module: str, out: int) -> bool:
     down = parameter(names, module.replace("dense_h_to_4h", "dense_4h_to_h"))
     return down is not None and names[down].shape[1] * 2 == out
 
@@ -436,10 +434,10 @@ def _cut_qkv(sizes: _Sizes, packing: str, out: int, module: str) -> dict[str, tu
 
 
 def _geometry(
-    config: Mapping[str, Any],
+    config: Mapping[str, object],
     sizes: _Sizes,
     views: Mapping[tuple[str, int | None], TensorView],
-    names: Mapping[str, Any],
+    names: Mapping[str, TensorInfo],
     count: int,
     packing: str,
 ) -> Geometry:
@@ -476,7 +474,7 @@ def _geometry(
     )
 
 
-def _rotary_share(config: Mapping[str, Any]) -> float:
+def _rotary_share(config: Mapping[str, object]) -> float:
     """The share of a head's coordinates that rotate; all of them where nothing is said."""
     rope = config.get("rope_parameters")
     places = [(rope, "partial_rotary_factor")] if isinstance(rope, Mapping) else []

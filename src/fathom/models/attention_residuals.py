@@ -22,7 +22,7 @@ from transformers import initialization as init
 
 from .numerics import softmax_list, weighted_sum, widen
 from .replaceable import faster
-from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState
+from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -90,7 +90,7 @@ class AttentionResiduals(Residual):
         """`snapshot` starts its running stream as a copy of the embeddings."""
         return (embeddings, embeddings) if self.snapshot else (embeddings,)
 
-    def read(self, state: ResidualState) -> tuple[Tensor, Any]:
+    def read(self, state: ResidualState) -> tuple[Tensor, WriteContext]:
         """The weighted sum of the un-normed sources."""
         query = self.norm(self.pseudo_query)  # [hidden_size]
         if (kernel := faster("depth_pool", state[0])) is not None:
@@ -99,7 +99,7 @@ class AttentionResiduals(Residual):
             return pool(state, query, self.eps, self.recency_bias), None
         return _Pool.apply(query, self.recency_bias, self.eps, *state), None
 
-    def write(self, state: ResidualState, update: Tensor, context: Any) -> ResidualState:
+    def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Add to the current sum, or start one; `snapshot` adds to the stream and keeps a copy at a block's end."""
         if self.snapshot:
             stream = state[-1] + update

@@ -68,7 +68,7 @@ class FathomConfig(Qwen3Config):
     output_init: str = "plain"
     """`depth` divides the initial o_proj and down_proj by sqrt(2 · layers · trips that add to one stream)."""
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def __post_init__(self, **kwargs: object) -> None:
         for key in kwargs:
             if near := get_close_matches(key, OURS, cutoff=0.8):
                 raise ValueError(f"{key} is not a key of the configuration; did you mean {near[0]}?")
@@ -138,7 +138,7 @@ class FathomConfig(Qwen3Config):
         return super().from_dict(config_dict, **kwargs)
 
     @classmethod
-    def get_config_dict(cls, *args: Any, **kwargs: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    def get_config_dict(cls, *args: object, **kwargs: object) -> tuple[dict[str, object], dict[str, object]]:
         """Read `config.json`: ours, any Qwen3's, or one of the released depth models."""
         config_dict, kwargs = super().get_config_dict(*args, **kwargs)
         if not isinstance(config_dict, dict):

@@ -11,13 +11,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState
+from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -66,7 +66,7 @@ class DenseFormer(Residual):
         if self.alpha is not None:
             init.copy_(self.alpha, torch.eye(len(self.alpha))[-1])
 
-    def write(self, state: ResidualState, update: Tensor, context: Any) -> ResidualState:
+    def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Add; after a block, also remember its raw output and average."""
         stream, *history = state
         raw = stream + update

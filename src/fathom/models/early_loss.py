@@ -7,7 +7,7 @@ What is read after trip k is what the model makes with a budget of k trips. Off 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -25,8 +25,8 @@ NAME = "early{}"
 
 def early_weight(config: FathomConfig) -> float:
     """w."""
-    options: dict[str, Any] = config.recurrence_options
-    return float(options.get("early_loss", 0.0))
+    weight: float = config.recurrence_options.get("early_loss", 0.0)
+    return float(weight)
 
 
 def check_early_loss(weight: float) -> None:

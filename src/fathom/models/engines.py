@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sized
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -44,7 +44,7 @@ class Seat:
     def __init__(self, attention: Attention, bank: int) -> None:
         self.attention, self.layer_idx = attention, bank
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self.attention, name)
 
 
@@ -57,7 +57,9 @@ class Bank(nn.Module):
         self.num_key_value_groups, self.is_causal = attention.num_key_value_groups, attention.is_causal
         self.sliding_window = attention.sliding_window
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Any = None, **kwargs: Any) -> Any:
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kwargs: object
+    ) -> object:
         """Attention over this bank. Written out, since vLLM reads this source to know what it found."""
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
         return attend(self, query, key, value, mask, scaling=self.scaling, **kwargs)
@@ -81,7 +83,7 @@ def take_banks(attentions: Iterable[Attention], plan: Visits) -> nn.ModuleDict:
     return made
 
 
-def seat(attention: Attention, bank: int | None, arguments: Mapping[str, Any]) -> Any:
+def seat(attention: Attention, bank: int | None, arguments: Mapping[str, object]) -> nn.Module | Seat:
     """What the attention backend takes for the module: itself, or its seat where an engine holds the cache."""
     if bank is None or bank == attention.layer_idx:
         return attention
@@ -103,7 +105,7 @@ def check_engine(
     config: FathomConfig,
     policy: Recurrence,
     plan: Visits,
-    arguments: Mapping[str, Any] | None = None,
+    arguments: Mapping[str, object] | None = None,
     attentions: Iterable[Attention] = (),
 ) -> None:
     """Refuse an engine that would make a model of several trips answer wrongly.
@@ -143,7 +145,7 @@ def check_engine(
         )
 
 
-def _banks(cache: Any) -> int:
+def _banks(cache: object) -> int:
     """Layers of a cache that an engine handed over: a mapping by layer, or transformers' paged cache."""
     if isinstance(cache, Sized):
         return len(cache)

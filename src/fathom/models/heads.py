@@ -7,7 +7,7 @@ language model's loss (`aux_losses`) is not in it.
 from __future__ import annotations
 
 from os import PathLike
-from typing import Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,6 +19,9 @@ from transformers.modeling_layers import (
 
 from .configuration import FathomConfig
 from .modeling import FathomModel, FathomPreTrainedModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 class FathomWithHead(FathomPreTrainedModel):
@@ -32,8 +35,8 @@ class FathomWithHead(FathomPreTrainedModel):
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | PathLike[str] | None, *args: Any, **kwargs: Any
-    ) -> Any:
+        cls, pretrained_model_name_or_path: str | PathLike[str] | None, *args: object, **kwargs: object
+    ) -> PreTrainedModel:
         """As every Fathom model; the head may be missing. A recurrence that feeds on logits keeps its `lm_head`."""
         kwargs.setdefault("key_mapping", {r"^lm_head\.": "model.lm_head."})
         return super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)

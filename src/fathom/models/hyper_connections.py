@@ -28,7 +28,7 @@ from transformers import initialization as init
 from .loss import is_bare
 from .numerics import widen
 from .rms_norm import RMSNorm
-from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState
+from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -194,7 +194,7 @@ class HyperConnections(Residual):
             return pre, post, res
         return pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res, self.iterations)
 
-    def read(self, state: ResidualState) -> tuple[Tensor, Any]:
+    def read(self, state: ResidualState) -> tuple[Tensor, WriteContext]:
         """Σ_i H_pre[i] S_i; before the final norm, the streams' learned mean."""
         (streams,) = state
         if self.final:
@@ -212,8 +212,9 @@ class HyperConnections(Residual):
         )
         return x, (post, res)
 
-    def write(self, state: ResidualState, update: Tensor, context: Any) -> ResidualState:
+    def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Mix the streams and give each its share of the update."""
+        assert context is not None
         post, res = context
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or autocast(update):
             return (torch.einsum("btij,btjd->btid", res, state[0]) + post.unsqueeze(-1) * update.unsqueeze(2),)

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from os import PathLike
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -53,6 +53,9 @@ from .several_trips import run as run_trips
 from .slot_cache import with_slots
 from .slots import Visit, plan, with_banks
 from .speculation import Speculation, decode
+
+if TYPE_CHECKING:
+    from transformers import GenerationConfig
 
 Places = bool | int | Sequence[int]
 """What `output_hidden_states` may be: all or none, one, or some of them."""
@@ -94,7 +97,7 @@ class Attention(nn.Module):
         earlier: tuple[Tensor, ...] = (),
         alive: Tensor | None = None,
         key_bias: Tensor | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """The output, the weights if the backend returns them, and the new tokens' key and mixed value.
 
@@ -159,7 +162,7 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.attn_residual: Residual = residual(config, 2 * layer_idx)
         self.mlp_residual: Residual = residual(config, 2 * layer_idx + 1)
 
-    def forward(self, *state: Tensor, sources: tuple[Tensor, ...] = (), **kwargs: Any) -> ResidualState:
+    def forward(self, *state: Tensor, sources: tuple[Tensor, ...] = (), **kwargs: object) -> ResidualState:
         """The new residual state and, last, this layer's key and mixed value for the layers that read them.
 
         In and out go tensors, not tuples of tensors: reentrant checkpointing sees gradients of nothing else.
@@ -179,7 +182,7 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
     config_class = FathomConfig
     _no_split_modules = ["DecoderLayer"]
     _can_record_outputs = {"attentions": Attention}
-    _pp_plan: dict[str, Any] = {}  # sources would have to travel from stage to stage
+    _pp_plan: dict[str, object] = {}  # sources would have to travel from stage to stage
     task_layers: tuple[str, ...] = ()
     """Prefixes of tensors that a checkpoint may lack, since they are trained for a task."""
 
@@ -194,7 +197,7 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
 
     @classmethod
     def from_pretrained(
-        cls, pretrained_model_name_or_path: str | PathLike[str] | None, *args: Any, **kwargs: Any
+        cls, pretrained_model_name_or_path: str | PathLike[str] | None, *args: object, **kwargs: object
     ) -> Any:
         """Open a Fathom, Qwen3 or released depth checkpoint; `mixer=`, `residual=` and `recurrence=` retrofit it.
 
@@ -206,7 +209,7 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
         wants_info = kwargs.pop("output_loading_info", False)
         tolerant = kwargs.pop("ignore_mismatched_sizes", False)
         hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
-        own: dict[str, Any] = {}
+        own: dict[str, object] = {}
         if pretrained_model_name_or_path is not None:
             own = cls.config_class.get_config_dict(pretrained_model_name_or_path, **hub)[0]
         path, kwargs = released(pretrained_model_name_or_path, cls.config_class, kwargs)
@@ -231,7 +234,7 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
         return (model, info) if wants_info else model
 
     def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: dict[str, Any] | None = None, **kwargs: Any
+        self, gradient_checkpointing_kwargs: dict[str, object] | None = None, **kwargs: object
     ) -> None:
         """Recompute each layer in backward; reentrant if asked, where a layer reads the one below and no more."""
         chosen = dict(gradient_checkpointing_kwargs or {})
@@ -251,7 +254,7 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
                 module.settle(config)
         return config
 
-    def save_pretrained(self, *args: Any, **kwargs: Any) -> Any:
+    def save_pretrained(self, *args: object, **kwargs: object) -> object:
         """As in transformers, with the settled configuration, so that what is saved computes what was trained."""
         config, self.config = self.config, self.settled_config()
         try:
@@ -275,7 +278,7 @@ def _at_places(hidden: tuple[Tensor, ...], places: Places) -> tuple[Tensor | Non
     return tuple(x if i in found else None for i, x in enumerate(hidden))
 
 
-def _new_mechanisms(model: nn.Module, missing: set[str], own: dict[str, Any]) -> set[str]:
+def _new_mechanisms(model: nn.Module, missing: set[str], own: dict[str, object]) -> set[str]:
     """The tensors of mechanisms that are missing as a whole and that the checkpoint's configuration does not name."""
     roles: dict[str, type[MechanismModule]] = {"mixer": ValueMixer, "residual": Residual, "recurrence": Recurrence}
     found: set[str] = set()
@@ -333,7 +336,7 @@ class FathomModel(FathomPreTrainedModel):
         output_hidden_states: Places | None = None,
         head: nn.Module | None = None,
         max_trips: int | None = None,
-        **kwargs: Any,
+        **kwargs: object,
     ) -> BaseModelOutputWithPast:
         """As `Qwen3Model.forward`; `head` turns hidden states into logits for recurrences that feed on them, and
         `max_trips` is a budget at run time."""
@@ -455,8 +458,12 @@ class FathomModel(FathomPreTrainedModel):
         return self.recurrence.view is not View.SAME or self.recurrence.halts
 
     def causal_masks(
-        self, x: Tensor, attention_mask: Any, past_key_values: Cache | None, position_ids: Tensor | None
-    ) -> dict[str, Any]:
+        self,
+        x: Tensor,
+        attention_mask: Tensor | Mapping[str, object] | None,
+        past_key_values: Cache | None,
+        position_ids: Tensor | None,
+    ) -> Mapping[str, object]:
         """transformers' masks by layer type: `attention_mask` as the caller gave it, positions where documents are
         packed."""
         if isinstance(attention_mask, dict):  # `generate` may have prepared it
@@ -527,7 +534,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
     def generate(
         self,
         inputs: Tensor | None = None,
-        generation_config: Any = None,
+        generation_config: GenerationConfig | None = None,
         draft_trips: int | None = None,
         draft_tokens: int = 6,
         speculation: Speculation | None = None,
@@ -554,7 +561,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             kwargs["custom_generate"] = partial(decode, speculation=speculation)
         return super().generate(inputs, generation_config, **kwargs)
 
-    def init_continuous_batching(self, *args: Any, **kwargs: Any) -> Any:
+    def init_continuous_batching(self, *args: object, **kwargs: object) -> object:
         """As in transformers, with a layer of its cache for every visit; what it cannot run is refused here."""
         visits = plan(self.config, self.model._trips(None))
         told = engine_config(self.config, visits)
@@ -570,13 +577,13 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         if engine := self.__dict__.pop("_engine", None):
             GenerationMixin.destroy_cached_continuous_batching_manager(engine)
 
-    def create_masks_for_generate(self, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+    def create_masks_for_generate(self, attention_mask: Tensor | None = None, **kwargs: object) -> object:
         """The masks of a static cache. Who sees which slot, only the passes of the model know."""
         if self.model.slotted:
             return attention_mask
         return create_masks_for_generate(attention_mask=attention_mask, **kwargs)
 
-    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+    def _valid_auto_compile_criteria(self, *args: object, **kwargs: object) -> bool:
         # A slot cache holds another number of slots after every token.
         return not self.model.slotted and super()._valid_auto_compile_criteria(*args, **kwargs)
 

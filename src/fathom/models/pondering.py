@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -257,7 +257,7 @@ def check_threshold(name: str, value: float) -> None:
         raise ValueError(f"recurrence_options.{name} must lie between 0 and 1, got {value}")
 
 
-def check_range(name: str, value: Any) -> list[int]:
+def check_range(name: str, value: Sequence[int]) -> list[int]:
     """Two whole numbers, the smaller first."""
     whole = isinstance(value, Sequence) and len(value) == 2 and all(type(v) is int for v in value)
     if not whole or not 0 <= value[0] <= value[1]:
@@ -265,7 +265,7 @@ def check_range(name: str, value: Any) -> list[int]:
     return list(value)
 
 
-def check_trips_range(drawn: Any, trips: int) -> list[int] | None:
+def check_trips_range(drawn: Sequence[int] | None, trips: int) -> list[int] | None:
     """The range that training draws trips from; `trips` must lie in it."""
     if drawn is None:
         return None

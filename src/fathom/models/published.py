@@ -10,7 +10,7 @@ import json
 import re
 from os import PathLike
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from huggingface_hub import snapshot_download
 from safetensors.torch import load_file
@@ -33,12 +33,16 @@ RENAMES = (
 )
 
 
-def is_published(config: dict[str, Any]) -> bool:
+ConfigValues: TypeAlias = dict[str, Any]
+"""`config.json` as it was parsed: other projects' keys, or ours."""
+
+
+def is_published(config: ConfigValues) -> bool:
     """Whether `config.json` belongs to one of the released models."""
     return config.get("model_type") == "llama" and any(config.get(key) for key in (*DEPTH_FLAGS, *BASELINE_KEYS))
 
 
-def published_config(config: dict[str, Any]) -> dict[str, Any]:
+def published_config(config: ConfigValues) -> ConfigValues:
     """The same model in our words."""
     if not config.get("use_qk_norm", True):
         raise ValueError("this checkpoint has use_qk_norm=false; Fathom's decoder always norms queries and keys")
@@ -59,11 +63,11 @@ def published_config(config: dict[str, Any]) -> dict[str, Any]:
     return ours | (_depth_attention(config) if baseline is None else _baseline(config, baseline))
 
 
-def _first(config: dict[str, Any], *keys: str, default: Any = None) -> Any:
+def _first(config: ConfigValues, *keys: str, default: Any = None) -> Any:
     return next((config[key] for key in keys if config.get(key) is not None), default)
 
 
-def _depth_attention(config: dict[str, Any]) -> dict[str, Any]:
+def _depth_attention(config: ConfigValues) -> ConfigValues:
     pattern = _first(config, "cross_layer_pattern", "cross_layer_mode")
     if not config.get("use_depth_attention") and pattern != "depth_softmax":  # `recurrent_model` alone mixes nothing
         raise ValueError(
@@ -78,8 +82,8 @@ def _depth_attention(config: dict[str, Any]) -> dict[str, Any]:
     return {"mixer": "depth_attention", "mixer_options": options, "k_norm_position": "after_rope"}
 
 
-def _baseline(config: dict[str, Any], name: str) -> dict[str, Any]:
-    options: dict[str, Any]
+def _baseline(config: ConfigValues, name: str) -> ConfigValues:
+    options: ConfigValues
     if name == "denseformer":
         residual = "denseformer"
         options = {

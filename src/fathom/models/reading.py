@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +86,7 @@ def attend_beside(
     key: Tensor,
     value: Tensor,
     mask: Tensor | None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention to keys and values of earlier trips, (key, value, key, value, …), beside the new ones.
 
@@ -107,7 +106,7 @@ def side_by_side(parts: Sequence[Tags], interleave: bool = False) -> Tags:
     """The slots of several trips on one axis; interleaved, they are trips of the same tokens."""
     batch = max(len(x) for part in parts for x in (part.token, part.live, part.bias, part.document) if x is not None)
 
-    def join(name: str, fill: Any) -> Tensor | None:
+    def join(name: str, fill: float) -> Tensor | None:
         found = [getattr(part, name) for part in parts]
         if all(x is None for x in found):
             return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from transformers.utils import logging
 
@@ -103,7 +103,7 @@ def mechanism_name(config: FathomConfig) -> str:
     return "+".join(names) or VANILLA
 
 
-def present_options(axis: str, name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+def present_options(axis: str, name: str, given: Mapping[str, object]) -> dict[str, object]:
     """Options under their present names: configurations that were written under earlier ones stay readable."""
     read = dict(given)
     for earlier, (present, more) in EARLIER_NAMES.get(name, {}).items():
@@ -121,7 +121,7 @@ def present_options(axis: str, name: str, given: Mapping[str, Any]) -> dict[str,
     return read
 
 
-def resolve_options(config: FathomConfig, axis: str) -> dict[str, Any]:
+def resolve_options(config: FathomConfig, axis: str) -> dict[str, object]:
     """The axis' options with every default filled in, or one line that says what is wrong."""
     chosen, given = mechanism(axis, getattr(config, axis)), getattr(config, f"{axis}_options") or {}
     if not isinstance(given, dict):
@@ -152,7 +152,7 @@ def check_trips(config: FathomConfig) -> None:
         )
 
 
-def _fits(value: Any, annotation: str) -> bool:
+def _fits(value: object, annotation: str) -> bool:
     kinds: dict[str, tuple[type, ...]] = {
         "int": (int,),
         "float": (int, float),

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ResidualState = tuple[Tensor, ...]
 """What a residual hands from one sub-layer to the next."""
+WriteContext = tuple[Tensor, ...] | None
+"""What a residual's `read` keeps for its `write` of the same sub-layer."""
 TripState = dict[str, Tensor]
 """What a recurrence knows of every token, by name: `[B, T, ...]`."""
 Own = TypeVar("Own", bound="MechanismOptions")
@@ -206,11 +208,11 @@ class Residual(MechanismModule):
         """The state in which a trip starts; `embeddings` is `[B, T, hidden_size]`."""
         return (embeddings,)
 
-    def read(self, state: ResidualState) -> tuple[Tensor, Any]:
+    def read(self, state: ResidualState) -> tuple[Tensor, WriteContext]:
         """The sub-layer's input `[B, T, hidden_size]`, and whatever `write` will need."""
         return state[0], None
 
-    def write(self, state: ResidualState, update: Tensor, context: Any) -> ResidualState:
+    def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Merge the sub-layer's output into the state."""
         return (state[0] + update,)
 

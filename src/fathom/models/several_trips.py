@@ -8,7 +8,7 @@ trips enter each layer as tensors (`Dense`), or, under ALL, all slots go through
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +41,7 @@ class Inputs:
     """`[1 or B, T]`"""
     packed: Tensor | None
     """The positions, where they were given and may restart."""
-    padding: Any
+    padding: Tensor | None
     """`[B, past + T]`, or nothing is padded."""
     cache: Cache | None
     """As the caller gave it."""
@@ -49,7 +49,7 @@ class Inputs:
     """Of masks that hold numbers."""
     head: nn.Module | None
     """Turns hidden states into logits, for recurrences that feed on them."""
-    extra: dict[str, Any]
+    extra: Mapping[str, object]
     """For the attention backend."""
     hidden: list[Tensor] | None = None
     """Filled with every visit's input, in the plan's order."""
@@ -148,7 +148,7 @@ class Pass:
     """Everything that one pass through the layers needs beside its input."""
 
     visits: Sequence[Visit]
-    masks: dict[str, Any]
+    masks: Mapping[str, object]
     position_embeddings: KeyValue
     position_ids: Tensor
     cache: Any = None
@@ -242,7 +242,7 @@ class TripMaker:
             for j in range(stages):
                 self.inputs.hidden.extend(h.unflatten(1, (-1, stages))[:, :, j] for h in passed.hidden)
 
-    def causal_masks(self, x: Tensor, padding: Tensor | None, packed: Tensor | None) -> dict[str, Any]:
+    def causal_masks(self, x: Tensor, padding: Tensor | None, packed: Tensor | None) -> Mapping[str, object]:
         """transformers' own: `padding` is `[B, N]`, `packed` the positions where documents are."""
         return self.model.causal_masks(x, padding, None if self.model.slotted else self.inputs.cache, packed)
 
@@ -321,7 +321,7 @@ class Dense(TripMaker):
         self.record(passed)
         return self.out(passed.residual, turn.trip, passed.entry)
 
-    def _masks(self, turn: Turn) -> dict[str, Any]:
+    def _masks(self, turn: Turn) -> Mapping[str, object]:
         inputs = self.inputs
         if self.view is View.SAME:
             return self.plain
@@ -387,7 +387,7 @@ class Interleaved(TripMaker):
         ]
         return side_by_side(parts, interleave=True)
 
-    def _own_masks(self, x: Tensor, turns: Sequence[Turn], tags: Tags) -> tuple[dict[str, Any], Tensor]:
+    def _own_masks(self, x: Tensor, turns: Sequence[Turn], tags: Tags) -> tuple[Mapping[str, object], Tensor]:
         """Masks among the slots of this pass, and positions that no kernel can take for the start of a document."""
         inputs, stages = self.inputs, len(turns)
         first = torch.arange(stages, device=x.device)
@@ -518,7 +518,7 @@ class Stored(Picking):
         self.record(passed)
         return self.out(passed.residual, turn.trip, passed.entry)
 
-    def _masks(self, query: Tags, placement: Placement, trip: int) -> dict[str, Any]:
+    def _masks(self, query: Tags, placement: Placement, trip: int) -> Mapping[str, object]:
         table = self.store.table
         everything = {View.ALL: True, View.DUO: trip >= table.deepest, View.SAME: trip == table.deepest == 0}
         # By the call's tokens, not by those left in this trip: one survivor of a prompt must not read later tokens.

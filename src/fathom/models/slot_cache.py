@@ -9,7 +9,6 @@ masks of `generate` depend on it. Padding is never stored.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -298,7 +297,9 @@ class SlotLayer(CacheLayerMixin):
         self.dtype, self.device = key_states.dtype, key_states.device
         self.is_initialized = True
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """A slot needs a token and a trip, which only the model's own pass knows."""
         raise TypeError("a slot cache is written by the model that made it")
 

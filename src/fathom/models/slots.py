@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -317,7 +317,9 @@ def jacobi(
         until_still: Stop early once a round changes nothing at all.
     """
 
-    def again(turns: Sequence[Turn], stop: int, final: bool = False, state: TripState | None = None) -> Any:
+    def again(
+        turns: Sequence[Turn], stop: int, final: bool = False, state: TripState | None = None
+    ) -> tuple[TripState, list[Turn]]:
         outs = through(turns, final)
         return sweep(recurrence, x, lambda turn: outs[turn.trip], trips, live=live, stop=stop, state=state)
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -26,6 +26,9 @@ from .several_trips import Banked, Inputs, KeyValue
 from .slots import TokenSubset, Turn, joined
 
 if TYPE_CHECKING:
+    from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
+    from transformers.generation.streamers import BaseStreamer
+
     from .modeling import FathomForCausalLM
 
 
@@ -42,7 +45,7 @@ class Speculation:
     """Of the drafted, those that the whole model would have made."""
     tokens: int = 0
     """New tokens, all rows."""
-    streamer: Any = field(default=None, repr=False)
+    streamer: BaseStreamer | None = field(default=None, repr=False)
 
     @property
     def acceptance(self) -> float:
@@ -141,20 +144,22 @@ class Drafts:
 def decode(
     model: FathomForCausalLM,
     input_ids: Tensor,
-    logits_processor: Any,
-    stopping_criteria: Any,
-    generation_config: Any,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: GenerationConfig,
     speculation: Speculation,
-    **given: Any,
+    max_trips: int | None = None,
+    past_key_values: Cache | None = None,
+    attention_mask: Tensor | None = None,
+    **given: object,
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Continue `[B, T]` as `generate` does; transformers calls it in place of its own loop."""
     asked, sampled = speculation, bool(generation_config.do_sample)
-    trips = model.model._trips(given.get("max_trips"))
+    trips = model.model._trips(max_trips)
     check_speculation(model, asked, trips)
-    if (past := given.get("past_key_values")) is not None and past.get_seq_length():
+    if past_key_values is not None and past_key_values.get_seq_length():
         raise ValueError("draft_trips: start from an empty cache")
-    mask = given.get("attention_mask")
-    mask = torch.ones_like(input_ids) if mask is None else mask
+    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     run = _Run(Stages(model, trips), asked.draft_trips, mask, logits_processor, sampled)
     run.read(input_ids[:, :-1])
     pad = _pad(generation_config)
@@ -188,7 +193,9 @@ def decode(
 class _Run:
     """The two halves of a round."""
 
-    def __init__(self, stages: Stages, draft_trips: int, mask: Tensor, logits_processor: Any, sampled: bool) -> None:
+    def __init__(
+        self, stages: Stages, draft_trips: int, mask: Tensor, logits_processor: LogitsProcessorList, sampled: bool
+    ) -> None:
         self.stages, self.drafting = stages, range(draft_trips)
         self.checking = range(draft_trips, len(stages.plan))
         self.padding = mask if not bool(mask.all()) else None
@@ -284,7 +291,7 @@ def _side_by_side(pairs: Sequence[KeyValue]) -> KeyValue:
     return torch.cat(keys, 2), torch.cat(values, 2)
 
 
-def _pad(generation_config: Any) -> int:
+def _pad(generation_config: GenerationConfig) -> int:
     """What fills up rows that ended."""
     pad, end = generation_config.pad_token_id, generation_config.eos_token_id
     if pad is not None:

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
@@ -19,6 +19,13 @@ from fathom.errors import FathomError
 
 # What a file system says that has no locks, or none at the moment: a network drive without its lock service, FUSE.
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
+
+
+class Digest(TypedDict):
+    """Size and checksum of a file."""
+
+    bytes: int
+    sha256: str
 
 
 class HeldError(FathomError):
@@ -99,14 +106,14 @@ def write_atomically(path: Path, text: str) -> None:
     sync_directory(path.parent)
 
 
-def write_json(path: Path, value: Any) -> None:
+def write_json(path: Path, value: object) -> None:
     """Replace a JSON file as `write_atomically` does; folders on the way are made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; a `ValueError` where it holds anything else."""
+def read_json(path: Path) -> Any:
+    """A JSON object from a file, whose keys the caller knows; a `ValueError` where it holds anything else."""
     value = json.loads(path.read_bytes())
     if not isinstance(value, dict):
         raise ValueError(f"{path} is not a JSON object")
@@ -135,7 +142,7 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def digest(path: Path) -> dict[str, Any]:
+def digest(path: Path) -> Digest:
     """Size and SHA-256 of a file, read in pieces."""
     found, size = hashlib.sha256(), 0
     with path.open("rb") as file:

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from markupsafe import Markup
 
 from fathom.report import PAGE, REPORT
 from fathom.report.files import finite, write_atomically, write_json
 from fathom.report.plots import DASHES, SERIES
-from fathom.report.provenance import facts_of
+from fathom.report.provenance import Provenance, facts_of
 from fathom.report.templates import macro, render
 
 BLOCKS = "report/blocks.html.j2"
@@ -69,12 +68,12 @@ def details(summary: str, text: str) -> Markup:
     return macro("details", BLOCKS, summary, text)
 
 
-def source(report: Mapping[str, Any]) -> Markup:
+def source(report: Provenance) -> Markup:
     """Where a report's numbers come from, one fact a line."""
     return macro("facts", BLOCKS, "Provenance", facts_of(report))
 
 
-def write(directory: Path, values: Mapping[str, Any], html: str) -> tuple[Path, Path]:
+def write(directory: Path, values: Mapping[str, object], html: str) -> tuple[Path, Path]:
     """Put `report.json` and `report.html` in place, each whole or not at all."""
     paths = directory / REPORT, directory / PAGE
     write_json(paths[0], finite(values))

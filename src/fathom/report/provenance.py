@@ -7,18 +7,28 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from fathom._version import __version__
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "scipy")
 
 
-def provenance() -> dict[str, Any]:
+class Provenance(TypedDict):
+    """What every report says about itself."""
+
+    command: str
+    date: str
+    commit: str | None
+    """Of the checkout that the code ran from; None outside of one."""
+    hardware: dict[str, object]
+    versions: dict[str, str]
+
+
+def provenance() -> Provenance:
     """What a report must say about itself."""
     return {
         "command": " ".join([Path(sys.argv[0]).name, *map(shlex.quote, sys.argv[1:])]),
@@ -29,7 +39,18 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def facts_of(report: Mapping[str, Any]) -> dict[str, str]:
+def recorded(report: Provenance) -> Provenance:
+    """The provenance in an earlier report, without the rest of it."""
+    return {
+        "command": report["command"],
+        "date": report["date"],
+        "commit": report["commit"],
+        "hardware": report["hardware"],
+        "versions": report["versions"],
+    }
+
+
+def facts_of(report: Provenance) -> dict[str, str]:
     """The provenance in a report, each fact in words."""
     hardware = report["hardware"]
     machine = ", ".join(str(hardware[key]) for key in ("gpu", "cpu") if key in hardware)
@@ -59,9 +80,9 @@ def commit() -> str | None:
     return done.stdout.strip() if done.returncode == 0 and tracked.returncode == 0 else None
 
 
-def hardware() -> dict[str, Any]:
+def hardware() -> dict[str, object]:
     """The processor, and the accelerator if there is one."""
-    found: dict[str, Any] = {"cpu": _cpu(), "cores": _cores(), "system": f"{platform.system()} {platform.machine()}"}
+    found: dict[str, object] = {"cpu": _cpu(), "cores": _cores(), "system": f"{platform.system()} {platform.machine()}"}
     import torch  # slow, and a page that is only written again does without
 
     if torch.cuda.is_available():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from importlib.resources import files
-from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
@@ -26,12 +25,12 @@ ENVIRONMENT.globals["source"] = source
 ENVIRONMENT.policies["json.dumps_kwargs"] = {"allow_nan": False}
 
 
-def render(name: str, **values: Any) -> str:
+def render(name: str, **values: object) -> str:
     """A whole document."""
     return ENVIRONMENT.get_template(name).render(values)
 
 
-def macro(name: str, template: str, *values: Any) -> Markup:
+def macro(name: str, template: str, *values: object) -> Markup:
     """A piece of a document, by one macro of a template."""
     made: Markup = getattr(ENVIRONMENT.get_template(template).module, name)(*values)
     return made

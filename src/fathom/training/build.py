@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from fathom.data.puzzles import open_data
 from fathom.data.shards import TokenDataset
 from fathom.kernels import use
 from fathom.models.configuration import FathomConfig
-from fathom.models.modeling import FathomForCausalLM
+from fathom.models.modeling import FathomCausalLMOutput, FathomForCausalLM
 from fathom.recipe import Recipe, RecipeError
 from fathom.training.guard import Guard
 from fathom.training.kvcache import adapt, compress
@@ -199,7 +199,7 @@ def initialize(model: FathomForCausalLM, seed: int) -> None:
     model.tie_weights()
 
 
-def forward(model: nn.Module, batch: Batch) -> Any:
+def forward(model: nn.Module, batch: Batch) -> FathomCausalLMOutput:
     """A batch through the model; the loss counts as this batch's share of the global mean."""
     return model(
         input_ids=batch.input_ids,

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, cast
 
+from torch import nn
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+if TYPE_CHECKING:
+    from fathom.models import FathomForCausalLM
 
 
 class FollowSteps(TrainerCallback):
     """Tells every mechanism of a Fathom model how far training has come: `Trainer(..., callbacks=[FollowSteps()])`."""
 
     def on_step_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, model: nn.Module, **kwargs: object
     ) -> None:
         """Before every optimizer step."""
-        model = kwargs["model"]
-        getattr(model, "module", model).set_step(state.global_step, state.max_steps)
+        inner = cast("FathomForCausalLM", getattr(model, "module", model))
+        inner.set_step(state.global_step, state.max_steps)

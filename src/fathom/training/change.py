@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TypedDict
 
 from fathom.checkpoints.layout import ARMS, HISTORY, METRICS, RECIPE, RESULT, step_name
 from fathom.checkpoints.runs import Saved, checkpoint_steps, find_checkpoint, newest_checkpoint
@@ -223,15 +223,28 @@ def record(run_dir: Path, before: Recipe, after: Recipe, step: int, command: str
     old, new = values_of(before), values_of(after)
     changes = {key: [old.get(key), new.get(key)] for key in differences(before, after, ignore=())}
     if changes or origin is not None:
-        line = {"time": datetime.now(timezone.utc).isoformat(timespec="seconds"), "step": step, "command": command}
+        line: HistoryLine = {
+            "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "step": step,
+            "command": command,
+        }
         if origin is not None:
             line["from"] = _name(origin)
-        kept.append({**line, "changes": changes})
+        line["changes"] = changes
+        kept.append(line)
     if kept != known:
         write_atomically(run_dir / HISTORY, "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in kept))
 
 
-def read_history(run_dir: Path) -> list[dict[str, Any]]:
+HistoryLine = TypedDict(
+    "HistoryLine",
+    {"time": str, "step": int, "command": str, "from": str, "changes": dict[str, list[object]]},
+    total=False,
+)
+"""A change of a run's recipe; `from` names the checkpoint that a branch began with."""
+
+
+def read_history(run_dir: Path) -> list[HistoryLine]:
     """The lines of a run's history, oldest first; none where nothing ever changed."""
     path = run_dir / HISTORY
     if not path.exists():
@@ -243,7 +256,7 @@ def read_history(run_dir: Path) -> list[dict[str, Any]]:
         raise RecipeError(f"{path} is damaged: move it away to go on without it") from None
 
 
-def _in_effect(history: Sequence[dict[str, Any]], recipe: Recipe) -> list[dict[str, Any]]:
+def _in_effect(history: Sequence[HistoryLine], recipe: Recipe) -> list[HistoryLine]:
     """Without the last lines that the recipe knows nothing of."""
     kept, values = list(history), values_of(recipe)
     while kept and any(values.get(key) != new for key, (_, new) in kept[-1]["changes"].items()):

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -23,8 +22,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from fathom.checkpoints.layout import LATEST, MANIFEST, RECIPE, TRAINER, step_name
 from fathom.checkpoints.runs import CheckpointError, Saved, checkpoint_steps, load_tensors, newest_checkpoint, reason
-from fathom.report.files import digest, read_json, sync_directory, write_atomically, write_durably
+from fathom.report.files import Digest, digest, read_json, sync_directory, write_atomically, write_durably
 from fathom.training.parallel import Ranks, host_group
+from fathom.training.results import TrainerState
 
 UNFINISHED = ".unfinished-"
 REPLACED = ".replaced-"
@@ -53,7 +53,7 @@ class Checkpointer:
         self._pending_step = 0
         self._succeeded = True
 
-    def save(self, step: int, tensors: Mapping[str, Tensor], trainer: Mapping[str, Any], recipe: str) -> None:
+    def save(self, step: int, tensors: Mapping[str, Tensor], trainer: Mapping[str, object], recipe: str) -> None:
         """Write a checkpoint, in the background if so asked. Tensors are copied before this returns.
 
         A failure costs this checkpoint alone: it is reported, its files are removed, and earlier ones stay.
@@ -112,12 +112,13 @@ class Checkpointer:
         found = self.ranks.share(found)
         return found
 
-    def load(self, saved: Saved, tensors: Mapping[str, Tensor]) -> dict[str, Any]:
+    def load(self, saved: Saved, tensors: Mapping[str, Tensor]) -> TrainerState:
         """Read a checkpoint into tensors, however either side is sharded; returns what `trainer.json` says."""
         load_tensors(saved.directory, tensors)
-        return read_json(saved.directory / TRAINER)
+        found: TrainerState = read_json(saved.directory / TRAINER)
+        return found
 
-    def _write(self, directory: Path, tensors: dict[str, Tensor]) -> Future[Any]:
+    def _write(self, directory: Path, tensors: dict[str, Tensor]) -> Future[None]:
         """Start writing tensors; they may change once this returns."""
         writer = dcp.HuggingFaceStorageWriter(
             str(directory), fqn_to_index_mapping=_files(tensors), save_distributed=True, thread_count=1
@@ -126,7 +127,9 @@ class Checkpointer:
         answer = dcp.async_save(tensors, storage_writer=writer, process_group=self.group, no_dist=alone)
         return answer if isinstance(answer, Future) else answer.upload_completion
 
-    def _finish(self, writing: Future[Any], temporary: Path, step: int, trainer: dict[str, Any], recipe: str) -> None:
+    def _finish(
+        self, writing: Future[None], temporary: Path, step: int, trainer: dict[str, object], recipe: str
+    ) -> None:
         """In the saving thread: once the tensors are written, add the rest and put the directory in place."""
         writing.result()
         sums = self._checksums(temporary)
@@ -139,21 +142,21 @@ class Checkpointer:
             write_atomically(self.run_dir / LATEST, step_name(step) + "\n")
             self._prune(step)
 
-    def _checksums(self, directory: Path) -> dict[str, Any]:
+    def _checksums(self, directory: Path) -> dict[str, Digest]:
         """Size and checksum of every file written so far; the ranks share the work, and a failure is everyone's."""
         files = sorted(path for path in directory.iterdir() if path.is_file())
-        mine: dict[str, Any] | str
+        mine: dict[str, Digest] | str
         try:
             mine = {path.name: digest(path) for path in files[self.ranks.rank :: self.ranks.world_size]}
         except OSError as error:
             mine = reason(error)
-        parts: list[Any] = [mine]
+        parts = [mine]
         if self.group is not None:
-            parts = [None] * self.ranks.world_size
+            parts = [{}] * self.ranks.world_size
             dist.all_gather_object(parts, mine, group=self.group)
         for problem in (part for part in parts if isinstance(part, str)):
             raise CheckpointError(problem)
-        return {file: entry for part in parts for file, entry in part.items()}
+        return {file: entry for part in parts if not isinstance(part, str) for file, entry in part.items()}
 
     def _prune(self, step: int) -> None:
         """Delete checkpoints beyond the last k up to this step; newer ones can only be damaged, and stay."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -78,7 +77,7 @@ class Estimate:
     groups: list[Group]
     """As `optim.groups` names them."""
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain values."""
         return asdict(self)
 

@@ -10,13 +10,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from fathom.report.statistics import Difference, combined_difference, weighted_difference
+from fathom.training.results import DecodingGap
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from fathom.models.modeling import FathomCausalLMOutput
 
 SAMPLE = 4096
 """Predicted tokens in a sample, at least, where there are so many."""
@@ -56,9 +62,9 @@ class Gap:
             f"on {self.tokens:,} tokens"
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> DecodingGap:
         """Plain values."""
-        return asdict(self)
+        return cast(DecodingGap, asdict(self))
 
 
 @dataclass
@@ -86,7 +92,7 @@ def gap_of(samples: Sequence[Sample], sizes: Sequence[float] = (1.0,)) -> Gap:
     return Gap(found.mean, found.low, found.high, rounds, tokens, found.pairs)
 
 
-def read_both_ways(model: Any, rows: Sequence[Row]) -> Sample | None:
+def read_both_ways(model: PreTrainedModel, rows: Sequence[Row]) -> Sample | None:
     """The losses of some rows, in parallel and by decoding; None for a model whose passes need no rounds.
 
     Args:
@@ -116,11 +122,11 @@ def read_both_ways(model: Any, rows: Sequence[Row]) -> Sample | None:
 
 
 @contextmanager
-def watching(model: Any) -> Iterator[list[float]]:
+def watching(model: PreTrainedModel) -> Iterator[list[float]]:
     """A list that every forward pass adds its Jacobi rounds to; those that make none add nothing."""
     rounds: list[float] = []
 
-    def note(_: Any, __: Any, out: Any) -> None:
+    def note(_: object, __: object, out: FathomCausalLMOutput) -> None:
         if "jacobi_rounds" in (getattr(out, "recurrence_state", None) or {}):
             rounds.append(float(out.recurrence_state["jacobi_rounds"]))
 
@@ -134,13 +140,13 @@ def watching(model: Any) -> Iterator[list[float]]:
 
 
 @torch.no_grad()
-def _in_parallel(model: Any, ids: Tensor) -> Tensor:
+def _in_parallel(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """`[B, T]` to `[B, T - 1]`; what is filled up on the right is read by no other token."""
     return model(input_ids=ids, labels=ids, use_cache=False, return_token_losses=True).token_losses[:, :-1]
 
 
 @torch.no_grad()
-def _decoded(model: Any, ids: Tensor) -> Tensor:
+def _decoded(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The same, one token after another through a cache."""
     cache, losses = None, []
     with torch.compiler.set_stance("force_eager"):  # a cache that grows would compile every step anew

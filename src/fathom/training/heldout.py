@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from fathom.report.statistics import rank_correlation
 from fathom.training.gap import SAMPLE, WINDOWS, Gap, Row, gap_of, read_both_ways, watching
 from fathom.training.hooks import Hook
 from fathom.training.parallel import Ranks
+from fathom.training.results import CorrelationValues, EvaluationValues
 
 if TYPE_CHECKING:
     from fathom.training.build import StepMetrics
@@ -55,7 +56,7 @@ class Trips:
     """Per token."""
     shares: list[float]
     """Of the tokens that made one trip, two, …"""
-    correlation: dict[str, float] | None
+    correlation: CorrelationValues | None
     """Spearman's rank correlation of a token's loss and its trips: value, low and high of the 95 % bootstrap interval
     over rows, and the number of rows (`clusters`). Above zero, what is hard to predict gets more trips."""
 
@@ -104,20 +105,26 @@ class Evaluation(Score):
             values["val/decoding_gap"] = self.gap.value
         return {**values, **{f"val/position/{i}": loss for i, loss in enumerate(self.position_loss)}}
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> EvaluationValues:
         """Plain values, perplexity included."""
-        return {**asdict(self), "perplexity": self.perplexity}
+        return cast(EvaluationValues, {**asdict(self), "perplexity": self.perplexity})
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> Evaluation:
+    def from_dict(cls, values: EvaluationValues) -> Evaluation:
         """The inverse of `to_dict`."""
-        values = {key: value for key, value in values.items() if key != "perplexity"}
-        values["domains"] = {name: Score(**score) for name, score in values["domains"].items()}
-        if values.get("trips") is not None:
-            values["trips"] = Trips(**values["trips"])
-        if values.get("gap") is not None:
-            values["gap"] = Gap(**values["gap"])
-        return cls(**values)
+        trips, gap = values.get("trips"), values.get("gap")
+        return cls(
+            values["loss"],
+            values["bits_per_byte"],
+            values["tokens"],
+            {name: Score(**score) for name, score in values["domains"].items()},
+            values["position_loss"],
+            None if trips is None else Trips(**trips),
+            values.get("coverage"),
+            values.get("jacobi_rounds"),
+            None if gap is None else Gap(**gap),
+            accuracy=values.get("accuracy"),
+        )
 
 
 class HeldOut(Hook):
@@ -266,7 +273,7 @@ class Tally:
         """What all ranks saw together, of at most so many trips; None where no model told them."""
         rows = list(zip(self.losses, self.made, strict=True))
         if ranks.control is not None:
-            found: list[Any] = [None] * ranks.world_size
+            found: list[list[tuple[np.ndarray, np.ndarray]]] = [[]] * ranks.world_size
             dist.all_gather_object(found, rows, group=ranks.control)
             rows = [row for part in found for row in part]
         if not sum(len(made) for _, made in rows):
@@ -277,7 +284,7 @@ class Tally:
         return Trips(
             mean=float(every.mean()),
             shares=(np.bincount(every, minlength=most + 1)[1:] / len(every)).tolist(),
-            correlation=None if correlation is None else asdict(correlation),
+            correlation=None if correlation is None else cast(CorrelationValues, asdict(correlation)),
         )
 
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from fathom.errors import FathomError
 
@@ -47,11 +47,11 @@ class Hook:
     def after_run(self, run: Run, error: BaseException | None) -> None:
         """However the run ended, also if another hook failed; `error` is what ended it, None if nothing went wrong."""
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """What a checkpoint keeps of this object: JSON, such as numbers, strings and lists. Called before each save."""
         return {}
 
-    def load(self, state: dict[str, Any]) -> None:
+    def load(self, state: dict[str, object]) -> None:
         """Continue with what `state` returned before the checkpoint; not called if that was nothing."""
 
 
@@ -98,7 +98,7 @@ class Hooks:
         return iter(self._named.values())
 
     @contextmanager
-    def around(self, run: Run, states: Mapping[str, dict[str, Any]]) -> Iterator[None]:
+    def around(self, run: Run, states: Mapping[str, dict[str, object]]) -> Iterator[None]:
         """Every hook's state and `before_run`, and in the end `after_run` of every one, the last first."""
         error: BaseException | None = None
         try:
@@ -115,7 +115,7 @@ class Hooks:
                 for hook in self:
                     stack.callback(hook.after_run, run, error)
 
-    def state(self) -> dict[str, dict[str, Any]]:
+    def state(self) -> dict[str, dict[str, object]]:
         """By name, what those hooks keep that keep anything."""
         found = {name: state for name, hook in self._named.items() if (state := hook.state())}
         for name, state in found.items():
@@ -125,7 +125,7 @@ class Hooks:
                 raise FathomError(f"the state of the hook {name} is not JSON: {error}") from error
         return found
 
-    def load(self, states: Mapping[str, dict[str, Any]]) -> list[str]:
+    def load(self, states: Mapping[str, dict[str, object]]) -> list[str]:
         """Hand every hook its state; the names for which there is no hook."""
         for name, state in states.items():
             if name in self._named:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -31,7 +31,11 @@ from fathom.training.hooks import Hook, Hooks, Tracker
 from fathom.training.kvcache import merged
 from fathom.training.meter import Meter
 from fathom.training.parallel import Ranks, start, whole
+from fathom.training.results import TrainerState
 from fathom.training.tracking import Display, open_trackers, require_backends
+
+if TYPE_CHECKING:
+    from fathom.checkpoints.runs import Facts
 
 FORWARDED = 3.0
 """Seconds in which signals count as one: a scheduler tells every process, and launchers tell theirs again."""
@@ -147,7 +151,7 @@ class Run:
             self._settle(change, saved, command)
         ranks.barrier()
         self.step, trainer = self._restore(saved)
-        self.meter = Meter(self.training, float(trainer.get("seconds", 0.0)))
+        self.meter = Meter(self.training, trainer.get("seconds", 0.0))
         self._look_at = self._next_look()
         self._stopping = False
         self._unannounced: int | None = None
@@ -160,7 +164,7 @@ class Run:
             self.say(f"{self.epochs:.3g} epochs: every one of {data.num_tokens:,} tokens is read so many times")
         trackers = open_trackers(recipe, run_dir, self.step, self.say) if ranks.first else []
         self.hooks = Hooks([self.display, *callbacks, self.held_out, *trackers], ranks.first)
-        self._hook_states: dict[str, Any] = trainer.get("hooks", {})  # an older checkpoint has none
+        self._hook_states = trainer.get("hooks", {})  # an older checkpoint has none
 
     @property
     def epochs(self) -> float:
@@ -285,8 +289,8 @@ class Run:
             self.say(f"stopped after step {self.step}; the same command continues")
             return TrainResult(self.run_dir, self.step, False, self.tokens, self.meter.seconds)
         evaluation = self.held_out.last if self.held_out.last_step == self.step else self.held_out.score(self)
-        scores = evaluation and evaluation.to_dict()
-        facts = {"step": self.step, "tokens": self.tokens, "evaluation": scores}
+        scores = None if evaluation is None else evaluation.to_dict()
+        facts: Facts = {"step": self.step, "tokens": self.tokens, "evaluation": scores}
         model = export_model(self.training, self.run_dir / MODEL, facts) if self.recipe.train.export else None
         result = TrainResult(self.run_dir, self.step, True, self.tokens, self.meter.seconds, evaluation, model)
         if self.ranks.first:
@@ -319,7 +323,7 @@ class Run:
         if change.keys:
             self.say(str(change))
 
-    def _restore(self, saved: Saved | None) -> tuple[int, dict[str, Any]]:
+    def _restore(self, saved: Saved | None) -> tuple[int, TrainerState]:
         """Continue from a checkpoint; the steps so far, and what `trainer.json` says."""
         if saved is None:
             return 0, {}
@@ -335,7 +339,7 @@ class Run:
 def stop_signals() -> Iterator[list[int]]:
     """A list that fills when SIGTERM or SIGINT arrives; a later one, past `FORWARDED`, acts as it always did."""
     received: list[int] = []
-    before: dict[signal.Signals, Any] = {}
+    before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
     first = 0.0
 
     def note(number: int, frame: FrameType | None) -> None:
@@ -359,7 +363,7 @@ def stop_signals() -> Iterator[list[int]]:
             signal.signal(caught, handler)
 
 
-def export_model(training: Training, directory: Path, facts: dict[str, Any]) -> Path:
+def export_model(training: Training, directory: Path, facts: Facts) -> Path:
     """Gather the weights and write a Hugging Face directory, in the precision that the run computed in.
 
     Args:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -98,7 +98,7 @@ class Optimizer:
         hidden = {n for n, p in self.parameters.items() if ".layers." in n and p.ndim == 2 and decay[n]}
         matrices = hidden if optim.name == "muon" else set()
 
-        def groups(names: Iterable[str]) -> list[dict[str, Any]]:
+        def groups(names: Iterable[str]) -> list[dict[str, object]]:
             """Parameters of one weight decay and one share of the rate, together; what decays comes first."""
             kinds: dict[tuple[bool, Share], list[Tensor]] = {}
             for name in sorted(names, key=lambda name: (not decay[name], order[name])):
@@ -131,8 +131,8 @@ class Optimizer:
             for group in part.param_groups:
                 group["lr"] = lr * group["share"]
         if self._skips_on_device:
-            adamw = cast(Any, self.parts[0])
-            adamw.found_inf, adamw.grad_scale = skip, None
+            adamw = self.parts[0]
+            adamw.__dict__.update(found_inf=skip, grad_scale=None)  # where its fused step looks for them
             adamw.step()
         elif not bool(skip.item()):
             for part in self.parts:

@@ -13,7 +13,7 @@ import warnings
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cache
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from fathom.recipe import ParallelRecipe, Recipe, RecipeError
+
+if TYPE_CHECKING:
+    from fathom.models import FathomForCausalLM
 
 
 @dataclass(frozen=True)
@@ -57,7 +60,7 @@ class Ranks:
             dist.all_reduce(value)
         return value
 
-    def share(self, value: Any) -> Any:
+    def share(self, value: object) -> Any:
         """The first rank's value, on every rank."""
         box = [value]
         if self.control is not None:
@@ -95,9 +98,9 @@ def host_group(purpose: str) -> dist.ProcessGroup:
 
 def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
     """Prepare a model in place, in the order that works: checkpoint activations, compile layers, shard."""
-    layers: nn.ModuleList = cast(Any, model).model.layers
+    layers: nn.ModuleList = cast("FathomForCausalLM", model).model.layers
     if recipe.train.activation_checkpointing:
-        enable = cast(Any, model).gradient_checkpointing_enable
+        enable = cast("FathomForCausalLM", model).gradient_checkpointing_enable
         enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     if recipe.train.compile:
         # Layers share one code object but differ in how many sources they read: each may need a graph of its own.

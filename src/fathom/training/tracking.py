@@ -11,7 +11,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from fathom.checkpoints.layout import ARMS, IDENTITY, METRICS
 from fathom.recipe import Recipe, RecipeError
@@ -19,6 +19,9 @@ from fathom.report.files import read_json, write_atomically, write_json
 from fathom.training.hooks import Hook
 
 if TYPE_CHECKING:
+    from rich.live import Live
+    from rich.panel import Panel
+
     from fathom.training.loop import Run
 
 
@@ -77,11 +80,16 @@ class Identity:
         return cls(read_json(path)["id"], f"{place.parent.name} {place.name}", place.parents[2].name)
 
 
+class _Service(Protocol):
+    def log(self, values: dict[str, float], *, step: int) -> object: ...
+
+    def finish(self) -> object: ...
+
+
 class TrackingService(Hook):
     """A tracking service that is handed whole lines."""
 
-    _run: Any
-    """Whatever has its `log(values, step=)` and `finish()`."""
+    _run: _Service
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Send."""
@@ -124,7 +132,7 @@ class TensorBoard(Hook):
     def __init__(self, run_dir: Path, recipe: Recipe) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(run_dir / "tensorboard"))
+        self._writer = SummaryWriter(str(run_dir / "tensorboard"))
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Write scalars."""
@@ -158,19 +166,21 @@ def open_trackers(recipe: Recipe, run_dir: Path, step: int, say: Callable[[str],
     ]
 
 
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+def read_metrics(run_dir: Path) -> list[dict[str, float]]:
     """The lines of a run's metrics.jsonl; lines that were damaged are left out."""
     found = (_parsed(line) for line in _lines(run_dir / METRICS))
-    return [{name: math.nan if v is None else v for name, v in line.items()} for line in found if line is not None]
+    return [line for line in found if line is not None]
 
 
-def _parsed(line: bytes) -> dict[str, Any] | None:
-    """A line's numbers; None if it is damaged."""
+def _parsed(line: bytes) -> dict[str, float] | None:
+    """A line's numbers, null as NaN; None if it is damaged."""
     try:
         values = json.loads(line.decode("utf-8"))
     except (ValueError, RecursionError):
         return None
-    return values if isinstance(values, dict) and isinstance(values.get("step"), int) else None
+    if not isinstance(values, dict) or not isinstance(values.get("step"), int):
+        return None
+    return {name: math.nan if value is None else value for name, value in values.items()}
 
 
 def _forget_after(path: Path, step: int) -> int:
@@ -196,7 +206,7 @@ class Display(Hook):
         if mode == "auto":
             mode = "live" if sys.stderr.isatty() else "lines"
         self.mode = mode
-        self._live: Any = None
+        self._live: Live | None = None
         if mode == "live":
             from rich.console import Console
             from rich.live import Live
@@ -226,7 +236,7 @@ class Display(Hook):
         if self._live is not None:
             self._live.stop()
 
-    def _panel(self, step: int, values: Mapping[str, float]) -> Any:
+    def _panel(self, step: int, values: Mapping[str, float]) -> Panel:
         from rich.console import Group
         from rich.panel import Panel
         from rich.progress_bar import ProgressBar

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, TypedDict, TypeVar, cast
 
 import numpy as np
 import torch
@@ -20,12 +20,23 @@ from fathom.evaluation.caches.needles import Needles, Rows, enough, plant, recal
 from fathom.evaluation.caches.page import summarize, write_report
 from fathom.evaluation.caches.spectrum import spectrum
 from fathom.evaluation.perplexity import Domain, encoder
+from fathom.evaluation.results import (
+    CacheReport,
+    CacheValues,
+    CheckpointCaches,
+    LoadValues,
+    RecallValues,
+    SpectrumValues,
+)
 from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings, kept, name_checkpoints
 from fathom.kvcache import METHODS, NAMES, Schedule, build_cache
 from fathom.kvcache.whole import WHOLE
-from fathom.recipe import cache_policy
+from fathom.recipe import CacheSettings, cache_policy
 from fathom.report.files import read_json
 from fathom.report.progress import ProgressBar
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TASKS = {"1 needle": (1, True), "4 needles": (4, True), "4 needles, anywhere": (4, False)}
 """How many in a text, and whether all are planted in its first window."""
@@ -40,6 +51,14 @@ READ_AT_ONCE = 4096
 T = TypeVar("T")
 
 
+class CacheWishes(TypedDict):
+    """Of a schedule, what the command line names; None where it does not."""
+
+    window: int | None
+    sinks: int | None
+    ratio: float | None
+
+
 @dataclass(frozen=True)
 class Asked:
     """What is asked of every cache."""
@@ -47,27 +66,27 @@ class Asked:
     methods: tuple[str, ...]
     at: tuple[int, ...]
     """Windows read."""
-    given: dict[str, Any]
+    given: CacheWishes
     """Window, sinks and ratio as the command line has them; None where it has not."""
 
-    def policy(self, checkpoint: Checkpoint, method: str) -> dict[str, Any]:
+    def policy(self, checkpoint: Checkpoint, method: str) -> CacheSettings:
         """Method and schedule."""
         config = read_json(checkpoint.directory / CONFIG)
-        given = dict(self.given)
-        if method in METHODS and not METHODS[method].has_ratio:
-            given.pop("ratio")  # meant for the others
-        return cache_policy(method, config.get("kvcache"), **given)
+        given = self.given
+        # A ratio is meant for the methods that have one.
+        ratio = given["ratio"] if method not in METHODS or METHODS[method].has_ratio else None
+        return cache_policy(method, config.get("kvcache"), given["window"], given["sinks"], ratio)
 
     def schedule(self, checkpoint: Checkpoint) -> Schedule:
         """By which compressions and windows are counted, for every cache alike."""
         policy = self.policy(checkpoint, next((m for m in self.methods if m not in WHOLE), "freqkv"))
         try:
-            return Schedule.at(policy["window"], policy["sinks"], policy["ratio"])
+            return Schedule.at(policy["window"] or 0, policy["sinks"], policy["ratio"])
         except ValueError as error:
             raise EvaluateError(f"--kvcache: {error}") from error
 
 
-def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, asked: Asked) -> dict[str, Any]:
+def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, asked: Asked) -> CacheReport:
     """Every checkpoint through every cache; returns what `report.json` holds."""
     if settings.tasks:
         raise EvaluateError("--tasks reads short prompts, in which no cache is ever full: leave out --kvcache")
@@ -109,13 +128,13 @@ def ask(
     numbers = [word.strip().removesuffix("x") for word in at.split(",")]
     if not methods or not all(number.isdigit() and int(number) for number in numbers):
         raise EvaluateError(f"--at {at}: expected numbers of windows, as in 1x,2x,4x")
-    given = {"window": window, "sinks": sinks, "ratio": ratio}
+    given: CacheWishes = {"window": window, "sinks": sinks, "ratio": ratio}
     return Asked(methods, tuple(sorted({int(number) for number in numbers})), given)
 
 
 def _checkpoint(
     checkpoint: Checkpoint, schedule: Schedule, asked: Asked, domains: Sequence[Domain], settings: Settings
-) -> dict[str, Any]:
+) -> CheckpointCaches:
     """Everything about one checkpoint."""
     length = max(asked.at) * schedule.window
     # Texts of needles hold a window and COMPRESSIONS compressions, whatever the lengths asked for.
@@ -130,26 +149,32 @@ def _checkpoint(
         "compressions": COMPRESSIONS,
         "texts": [hash_of(text) for text in texts],
     }
-    values: dict[str, Any] = {
-        "directory": str(checkpoint.directory),
-        "tuned": read_json(checkpoint.directory / CONFIG).get("kvcache"),
-        "schedule": {**asdict(schedule), "freed": schedule.freed, "chunk": schedule.chunk},
-        "documents": len(texts),
-        "haystack": "documents" if any(text.shape[1] >= size for text in texts) else "random tokens",
-        "caches": {},
-    }
+    caches = {}
     for method in asked.methods:
         policy = asked.policy(checkpoint, method)
         work = partial(_cache, checkpoint, policy, schedule, asked.at, texts)
-        values["caches"][method] = kept(checkpoint, settings.out, "kvcache", method, {**key, "policy": policy}, work)
-    work = partial(_spectrum, checkpoint, schedule, texts)
-    values["spectrum"] = kept(checkpoint, settings.out, "kvcache", "spectrum", key, work)
-    return values
+        caches[method] = kept(checkpoint, settings.out, "kvcache", method, {**key, "policy": policy}, work)
+    look = partial(_spectrum, checkpoint, schedule, texts)
+    return {
+        "directory": str(checkpoint.directory),
+        "tuned": read_json(checkpoint.directory / CONFIG).get("kvcache"),
+        "schedule": {
+            "window": schedule.window,
+            "sinks": schedule.sinks,
+            "kept": schedule.kept,
+            "freed": schedule.freed,
+            "chunk": schedule.chunk,
+        },
+        "documents": len(texts),
+        "haystack": "documents" if any(text.shape[1] >= size for text in texts) else "random tokens",
+        "caches": caches,
+        "spectrum": kept(checkpoint, settings.out, "kvcache", "spectrum", key, look),
+    }
 
 
 def _cache(
-    checkpoint: Checkpoint, policy: dict[str, Any], schedule: Schedule, at: Sequence[int], texts: Sequence[Tensor]
-) -> dict[str, Any]:
+    checkpoint: Checkpoint, policy: CacheSettings, schedule: Schedule, at: Sequence[int], texts: Sequence[Tensor]
+) -> CacheValues:
     """One checkpoint through one cache: loss, needles, costs."""
     model, tokenizer = checkpoint.open()
     try:
@@ -184,10 +209,13 @@ def _cache(
         found = {}
         for name, batches in tasks.items():
             new = partial(made_for, schedule.window + COMPRESSIONS * schedule.freed)
-            found[name] = asdict(recall(scorer(model, new, width), told(batches), needles, schedule, COMPRESSIONS))
+            answers = recall(scorer(model, new, width), told(batches), needles, schedule, COMPRESSIONS)
+            found[name] = cast(RecallValues, asdict(answers))
         decode = _decoded(schedule, lengths)
         ids = usable[torch.randint(0, len(usable), (1, lengths[-1] + decode), generator=generator)]
-        costs = [asdict(load) for load in told(each_length(model, ids, made_for, lengths, decode, width))]
+        costs = [
+            cast(LoadValues, asdict(load)) for load in told(each_length(model, ids, made_for, lengths, decode, width))
+        ]
     return {"nats": by_document, "recall": found, "chance": needles.chance, "loads": costs}
 
 
@@ -218,14 +246,14 @@ def _decoded(schedule: Schedule, lengths: Sequence[int]) -> int:
     return max(min(DECODED, schedule.freed), *waits)
 
 
-def _spectrum(checkpoint: Checkpoint, schedule: Schedule, texts: Sequence[Tensor]) -> dict[str, Any]:
+def _spectrum(checkpoint: Checkpoint, schedule: Schedule, texts: Sequence[Tensor]) -> SpectrumValues:
     """Shares, or why there are none."""
     model, tokenizer = checkpoint.open()
     generator = torch.Generator().manual_seed(0)
     rows = max(1, READ_AT_ONCE // schedule.window)
     ids = _haystack(texts, _usable(tokenizer), rows, schedule.window, generator)
     try:
-        return asdict(spectrum(model, ids, schedule))
+        return cast(SpectrumValues, asdict(spectrum(model, ids, schedule)))
     except ValueError as error:
         return {"left_out": str(error)}
 
@@ -267,7 +295,7 @@ def _haystack(texts: Sequence[Tensor], usable: Tensor, batch: int, size: int, ge
     return torch.stack(rows)
 
 
-def _usable(tokenizer: Any) -> Tensor:
+def _usable(tokenizer: PreTrainedTokenizerBase) -> Tensor:
     """Every token that is not special."""
     special = set(tokenizer.all_special_ids)
     return torch.tensor([i for i in range(len(tokenizer)) if i not in special])

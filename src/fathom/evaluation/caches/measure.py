@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from transformers.cache_utils import Cache
 from fathom.evaluation.clock import Clock
 from fathom.kvcache import cache_bytes, chunks
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 CHUNK = 512
 """Tokens of a row that are read at once, at most."""
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
@@ -30,7 +33,9 @@ STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 NewCache = Callable[[], Cache]
 
 
-def read(model: Any, ids: Tensor, cache: Cache, keep: int = 0, width: int = CHUNK) -> Iterator[tuple[Tensor, Tensor]]:
+def read(
+    model: PreTrainedModel, ids: Tensor, cache: Cache, keep: int = 0, width: int = CHUNK
+) -> Iterator[tuple[Tensor, Tensor]]:
     """Read a text `[B, T]` piece by piece: each piece's ids and logits `[B, c, V]`.
 
     Args:
@@ -47,7 +52,7 @@ def read(model: Any, ids: Tensor, cache: Cache, keep: int = 0, width: int = CHUN
                 yield piece, model(piece, past_key_values=cache, use_cache=True, logits_to_keep=keep).logits
 
 
-def scorer(model: Any, new_cache: NewCache, width: int = CHUNK) -> Callable[[Tensor, Tensor], Tensor]:
+def scorer(model: PreTrainedModel, new_cache: NewCache, width: int = CHUNK) -> Callable[[Tensor, Tensor], Tensor]:
     """As `retrieval.recall` asks: ids `[B, T]` and n tokens to the logits of these, `[B, T, n]`."""
 
     def score(ids: Tensor, tokens: Tensor) -> Tensor:
@@ -58,7 +63,7 @@ def scorer(model: Any, new_cache: NewCache, width: int = CHUNK) -> Callable[[Ten
     return score
 
 
-def losses(model: Any, ids: Tensor, cache: Cache, width: int = CHUNK) -> np.ndarray:
+def losses(model: PreTrainedModel, ids: Tensor, cache: Cache, width: int = CHUNK) -> np.ndarray:
     """Nats of every predicted token of texts `[B, T]`: `[B, T - 1]`."""
     found, start = [], 0
     targets = ids.to(model.device)
@@ -95,7 +100,7 @@ class Load:
 
 
 def loads(
-    model: Any, ids: Tensor, cache: Cache, lengths: Sequence[int], decode: int, width: int = CHUNK
+    model: PreTrainedModel, ids: Tensor, cache: Cache, lengths: Sequence[int], decode: int, width: int = CHUNK
 ) -> Iterator[Load]:
     """Read texts `[B, T]` and stop at some lengths, to look at the cache and to read `decode` tokens one by one."""
     seen, prefilled, seconds, clock = 0, 0, 0.0, Clock(model.device)
@@ -113,7 +118,12 @@ def loads(
 
 
 def each_length(
-    model: Any, ids: Tensor, new: Callable[[int], Cache], lengths: Sequence[int], decode: int, width: int = CHUNK
+    model: PreTrainedModel,
+    ids: Tensor,
+    new: Callable[[int], Cache],
+    lengths: Sequence[int],
+    decode: int,
+    width: int = CHUNK,
 ) -> Iterator[Load]:
     """As `loads`, with a cache of its own for each length, made for so many tokens: what sets its room aside must not
     have that of the longest text while a short one is timed."""
@@ -121,7 +131,7 @@ def each_length(
         yield from loads(model, ids, new(length + decode), [length], decode, width)
 
 
-def _consume(model: Any, ids: Tensor, cache: Cache, width: int) -> None:
+def _consume(model: PreTrainedModel, ids: Tensor, cache: Cache, width: int) -> None:
     for _ in read(model, ids, cache, keep=1, width=width):
         pass
 
@@ -129,7 +139,7 @@ def _consume(model: Any, ids: Tensor, cache: Cache, width: int) -> None:
 class Peak:
     """Most memory in use since now, over what was in use: of the device, or of this process on Linux."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.device: torch.device = model.device
         self.cuda = self.device.type == "cuda"
         self.before: int | None = None

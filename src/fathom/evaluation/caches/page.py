@@ -2,32 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Literal, cast
 
 import numpy as np
 from markupsafe import Markup
 
 from fathom.evaluation.caches.measure import stretches
 from fathom.evaluation.caches.needles import Recall
+from fathom.evaluation.results import (
+    CacheGap,
+    CacheReport,
+    CacheResults,
+    CheckpointCacheRow,
+    CheckpointCaches,
+    LoadValues,
+    ShareValues,
+)
 from fathom.report import PAGE, html
 from fathom.report.numbers import DASH, signed, size
 from fathom.report.plots import Line, line_plot
 from fathom.report.provenance import provenance
-from fathom.report.statistics import Difference, paired_difference
+from fathom.report.statistics import paired_difference
 from fathom.report.tables import terminal_table
 
-Values = dict[str, Any]
 
-
-def summarize(found: Mapping[str, Values], methods: Sequence[str], at: Sequence[int]) -> Values:
+def summarize(found: Mapping[str, CheckpointCaches], methods: Sequence[str], at: Sequence[int]) -> CacheReport:
     """What was measured, with losses by position and paired differences over documents added."""
-    report: Values = {**provenance(), "methods": list(methods), "at": list(at), "checkpoints": {}}
+    report: CacheResults = {**provenance(), "methods": list(methods), "at": list(at), "checkpoints": {}}
     for name, values in found.items():
-        freed, window, width = (values["schedule"][key] for key in ("freed", "window", "chunk"))
+        schedule = values["schedule"]
+        freed, window, width = schedule["freed"], schedule["window"], schedule["chunk"]
         for cache in values["caches"].values():
             if cache["nats"]:
                 cache["loss"] = [
@@ -39,16 +46,16 @@ def summarize(found: Mapping[str, Values], methods: Sequence[str], at: Sequence[
     return {"verdict": verdict(report), **report}
 
 
-def verdict(report: Values) -> str:
+def verdict(report: CacheResults) -> str:
     """Two sentences for each checkpoint: loss beyond the window, recall, bytes."""
     return " ".join(_sentences(report))
 
 
-def _sentences(report: Values) -> list[str]:
+def _sentences(report: CacheResults) -> list[str]:
     return [_sentence(name, values, report) for name, values in report["checkpoints"].items()]
 
 
-def _sentence(name: str, values: Values, report: Values) -> str:
+def _sentence(name: str, values: CheckpointCacheRow, report: CacheResults) -> str:
     first, window = report["methods"][0], values["schedule"]["window"]
     mine = values["caches"][first]
     parts = []
@@ -78,15 +85,15 @@ def _found(recall: Recall) -> str:
     return f"finds most of four needles through {last} compressions"
 
 
-def _is_better(gap: Values) -> bool:
+def _is_better(gap: CacheGap) -> bool:
     return not _is_open(gap) and gap["mean"] < 0
 
 
-def _is_worse(gap: Values) -> bool:
+def _is_worse(gap: CacheGap) -> bool:
     return not _is_open(gap) and gap["mean"] > 0
 
 
-def _is_open(gap: Values) -> bool:
+def _is_open(gap: CacheGap) -> bool:
     return gap["half_width"] is None or abs(gap["mean"]) <= gap["half_width"]
 
 
@@ -99,22 +106,29 @@ def _span(nats: Sequence[Sequence[float]], start: int, stop: int, width: int) ->
     return (np.asarray(nats)[:, start // width : stop // width].mean(1) / width).tolist()
 
 
-def _differences(values: Values, methods: Sequence[str]) -> Iterator[Values]:
+def _differences(values: CheckpointCaches, methods: Sequence[str]) -> Iterator[CacheGap]:
     """Of each cache to each after it, beyond the window, paired over documents."""
     caches = values["caches"]
     for i, method in enumerate(methods):
         for other in methods[i + 1 :]:
             mine, theirs = caches[method].get("beyond"), caches[other].get("beyond")
             if mine and theirs:
-                gap: Difference = paired_difference(mine, theirs)
-                yield {"method": method, "other": other, **asdict(gap)}
+                gap = paired_difference(mine, theirs)
+                yield {
+                    "method": method,
+                    "other": other,
+                    "mean": gap.mean,
+                    "pairs": gap.pairs,
+                    "half_width": gap.half_width,
+                    "p": gap.p,
+                }
 
 
-def _signed(gap: Values) -> str:
+def _signed(gap: CacheGap) -> str:
     return signed(gap["mean"], gap["half_width"])
 
 
-def write_report(report: Values, out: Path) -> tuple[Path, Path]:
+def write_report(report: CacheReport, out: Path) -> tuple[Path, Path]:
     """Write `report.json` and `report.html`."""
     return html.write(out, report, page(report))
 
@@ -124,13 +138,13 @@ def write_report(report: Values, out: Path) -> tuple[Path, Path]:
 Table = tuple[str, list[str], list[list[str]]]
 
 
-def tables(name: str, values: Values, report: Values) -> list[Table]:
+def tables(name: str, values: CheckpointCacheRow, report: CacheReport) -> list[Table]:
     """Loss by position, needles by compressions, costs by length."""
     found = [*_loss_table(values, report), *_recall_tables(values, report), _cost_table(values, report)]
     return [(f"{name}: {caption}", columns, rows) for caption, columns, rows in found]
 
 
-def _loss_table(values: Values, report: Values) -> Iterator[Table]:
+def _loss_table(values: CheckpointCacheRow, report: CacheReport) -> Iterator[Table]:
     rows = []
     for method in report["methods"]:
         cache = values["caches"][method]
@@ -141,7 +155,7 @@ def _loss_table(values: Values, report: Values) -> Iterator[Table]:
         yield f"nats per token by position ({values['documents']} documents)", columns, rows
 
 
-def _recall_tables(values: Values, report: Values) -> Iterator[Table]:
+def _recall_tables(values: CheckpointCacheRow, report: CacheReport) -> Iterator[Table]:
     first = values["caches"][report["methods"][0]]
     for task, recall in first["recall"].items():
         rows = []
@@ -154,7 +168,7 @@ def _recall_tables(values: Values, report: Values) -> Iterator[Table]:
         yield caption, ["cache", *map(str, range(len(recall["asked"])))], rows
 
 
-def _cost_table(values: Values, report: Values) -> Table:
+def _cost_table(values: CheckpointCacheRow, report: CacheReport) -> Table:
     rows = []
     for method in report["methods"]:
         for load in values["caches"][method]["loads"]:
@@ -166,7 +180,7 @@ def _cost_table(values: Values, report: Values) -> Table:
     return "what it costs", columns, rows
 
 
-def show(report: Values, out: Path | None) -> None:
+def show(report: CacheReport, out: Path | None) -> None:
     """The tables, the sentence, and where the page is."""
     from rich.console import Console
 
@@ -182,7 +196,7 @@ def show(report: Values, out: Path | None) -> None:
 # The page.
 
 
-def page(report: Values) -> str:
+def page(report: CacheReport) -> str:
     """The whole report."""
     legend = html.legend(report["methods"])
     blocks = []
@@ -211,7 +225,7 @@ def _html(shown: Sequence[Table], word: str) -> list[Markup]:
     return [html.table(*table) for table in shown if word in table[0]]
 
 
-def _loss_figures(values: Values, report: Values) -> Markup:
+def _loss_figures(values: CheckpointCacheRow, report: CacheReport) -> Markup:
     freed, lines, gaps = values["schedule"]["freed"], [], []
     curves = {m: values["caches"][m]["loss"] for m in report["methods"] if "loss" in values["caches"][m]}
     control = next((m for m in ("full", *reversed(report["methods"])) if m in curves), None)
@@ -232,13 +246,13 @@ def _loss_figures(values: Values, report: Values) -> Markup:
     )
 
 
-def _gaps(values: Values) -> Markup:
+def _gaps(values: CheckpointCacheRow) -> Markup:
     rows = [[f"{gap['method']} − {gap['other']}", _signed(gap), str(gap["pairs"])] for gap in values["differences"]]
     caption = "Loss beyond the window, paired over documents, with 95 % intervals"
     return html.table(caption, ["pair", "nats per token", "documents"], rows) if rows else Markup()
 
 
-def _needle_figures(values: Values, report: Values) -> Markup:
+def _needle_figures(values: CheckpointCacheRow, report: CacheReport) -> Markup:
     shown = []
     for task in values["caches"][report["methods"][0]]["recall"]:
         lines = []
@@ -252,8 +266,8 @@ def _needle_figures(values: Values, report: Values) -> Markup:
     return html.figures(*shown)
 
 
-def _cost_figures(values: Values, report: Values) -> Markup:
-    kinds = (
+def _cost_figures(values: CheckpointCacheRow, report: CacheReport) -> Markup:
+    kinds: tuple[tuple[str, str, Callable[[LoadValues], float]], ...] = (
         ("Cache bytes", "bytes", lambda load: load["cache_bytes"]),
         ("Peak memory, weights left out", "bytes", lambda load: load["peak_bytes"] or float("nan")),
         ("Decoding, median", "milliseconds per token", lambda load: load["decode_ms"]["p50"]),
@@ -270,14 +284,15 @@ def _cost_figures(values: Values, report: Values) -> Markup:
     return html.figures(*shown)
 
 
-def _spectrum_figures(report: Values) -> Markup:
+def _spectrum_figures(report: CacheReport) -> Markup:
     shown = []
+    kinds: tuple[tuple[Literal["keys", "values", "unmixed_values"], str], ...]
     kinds = ("keys", "Keys, before rotation"), ("values", "Values, as cached"), ("unmixed_values", "Values, unmixed")
-    parts = ("kept", "of what varies, kept"), ("mean", "in the mean")
+    parts: tuple[tuple[Literal["kept", "mean"], str], ...] = ("kept", "of what varies, kept"), ("mean", "in the mean")
     for (kind, title), (part, of) in product(kinds, parts):
         lines = []
         for i, (name, values) in enumerate(report["checkpoints"].items()):
-            shares = values["spectrum"].get(kind)
+            shares = cast("ShareValues | None", values["spectrum"].get(kind))
             if shares is not None:
                 lines.append(Line(name, list(range(len(shares[part]))), shares[part], i))
         if lines:
@@ -287,7 +302,7 @@ def _spectrum_figures(report: Values) -> Markup:
     return html.figures(*shown)
 
 
-def _method(report: Values) -> list[str]:
+def _method(report: CacheReport) -> list[str]:
     first = next(iter(report["checkpoints"].values()))
     clock = first["caches"][report["methods"][0]]["loads"][0]["clock"]
     spectra = {name: values["spectrum"] for name, values in report["checkpoints"].items()}
@@ -311,7 +326,7 @@ def _method(report: Values) -> list[str]:
     ]
 
 
-def _source(report: Values) -> Markup:
+def _source(report: CacheReport) -> Markup:
     schedules = {name: values["schedule"] for name, values in report["checkpoints"].items()}
     words = "\n".join(f"{name}: {schedule}" for name, schedule in schedules.items())
     return html.section("Where it comes from", html.source(report), html.details("Schedules", words))

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -21,6 +21,9 @@ from transformers.cache_utils import DynamicCache
 from fathom.kvcache.freqkv import dct_matrix
 from fathom.kvcache.rope import Rope, refuse
 from fathom.kvcache.schedule import Schedule
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -46,7 +49,7 @@ class Spectrum:
 
 
 @torch.no_grad()
-def spectrum(model: Any, ids: Tensor, schedule: Schedule) -> Spectrum:
+def spectrum(model: PreTrainedModel, ids: Tensor, schedule: Schedule) -> Spectrum:
     """Of a window's entries without the sinks.
 
     Args:
@@ -82,7 +85,7 @@ def shares(layers: Iterable[Tensor], schedule: Schedule) -> Shares:
 
 
 @contextmanager
-def _projected(model: Any) -> Iterator[list[Tensor]]:
+def _projected(model: PreTrainedModel) -> Iterator[list[Tensor]]:
     """What every `v_proj` puts out, `[B, T, H_kv · D]`, in the order of the calls."""
     found: list[Tensor] = []
     hooks = [

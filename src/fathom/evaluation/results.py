@@ -1,0 +1,240 @@
+"""What the `report.json` of `fathom evaluate` holds: of scores, of a pair on a benchmark, and of caches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypedDict
+
+from fathom.report.provenance import Provenance
+from fathom.training.results import DecodingGap
+
+
+class ItemValues(TypedDict, total=False):
+    """`Items` as they are kept; `weights` and `log` are there where they are not the default."""
+
+    values: list[float]
+    weights: list[float]
+    log: bool
+
+
+class ScoreGap(TypedDict):
+    """A checkpoint's score beside the first one's, paired over items: a `difference`, or a `ratio` of perplexities."""
+
+    kind: str
+    value: float | None
+    low: float | None
+    high: float | None
+    confidence: float
+    pairs: int
+    p: float | None
+    p_holm: float | None
+
+
+class ScoreRow(TypedDict):
+    """One task and metric: scores by checkpoint, and gaps of all but the first."""
+
+    task: str
+    metric: str
+    scores: dict[str, float]
+    differences: dict[str, ScoreGap]
+
+
+PlaceLoss = TypedDict("PlaceLoss", {"from": int, "to": int, "loss": float, "tokens": int})
+"""Loss of tokens predicted from so many tokens of context."""
+
+
+class TextScore(TypedDict, total=False):
+    """The loss on a text; `trips_per_token` of a model with several, `decoding` where its reading takes rounds."""
+
+    documents: int
+    tokens: int
+    bytes: int
+    loss: float
+    perplexity: float
+    bits_per_byte: float
+    by_context: list[PlaceLoss]
+    trips_per_token: float
+    decoding: DecodingGap
+
+
+class CheckpointScores(TypedDict):
+    """One checkpoint: lm-eval's JSON by task, why tasks failed, and its text scores."""
+
+    directory: str
+    max_trips: int | None
+    tasks: dict[str, dict[str, object]]
+    failed: dict[str, str]
+    notes: list[str]
+    perplexity: dict[str, TextScore]
+
+
+class ScoresReport(TypedDict):
+    """`report.json` of scores."""
+
+    fathom: str
+    checkpoints: dict[str, CheckpointScores]
+    context: int | None
+    stride: int | None
+    rows: list[ScoreRow]
+
+
+class RatioValues(TypedDict):
+    """A ratio of means with its 95 % interval."""
+
+    value: float
+    low: float
+    high: float
+
+
+class TextPair(TypedDict):
+    """Bits per byte of two models on the same documents."""
+
+    documents: int
+    bytes: int
+    base: float
+    new: float
+    difference: RatioValues
+
+
+class QuestionRow(TypedDict):
+    """What two models make of the same questions."""
+
+    benchmark: str
+    way: str
+    part: str
+    asked: int
+    right: Sequence[int]
+    lost: int
+    won: int
+    p: float
+    intervals: list[tuple[float, float]]
+
+
+class NamedModel(TypedDict):
+    """A model and where it is."""
+
+    name: str
+    directory: str
+
+
+class PairResults(Provenance):
+    """All of a pair's `report.json` but its verdict."""
+
+    base: NamedModel
+    new: NamedModel
+    texts: dict[str, TextPair]
+    questions: list[QuestionRow]
+    guessing: dict[str, dict[str, float]]
+
+
+class PairReport(PairResults):
+    """`report.json` of a pair on a benchmark."""
+
+    verdict: str
+
+
+class ScheduleValues(TypedDict):
+    """When a cache is compressed: `freed` entries at a time, read in pieces of `chunk`."""
+
+    window: int
+    sinks: int
+    kept: int
+    freed: int
+    chunk: int
+
+
+class RecallValues(TypedDict):
+    """Right answers and questions, by the number of compressions."""
+
+    right: list[int]
+    asked: list[int]
+
+
+class LoadValues(TypedDict):
+    """A cache after so many tokens: what it holds and how fast it is."""
+
+    tokens: int
+    entries: int
+    cache_bytes: int
+    peak_bytes: int | None
+    prefill_tokens_per_second: float
+    decode_ms: dict[str, float]
+    clock: str
+
+
+class CacheValues(TypedDict):
+    """One cache of one checkpoint, as measured."""
+
+    nats: list[list[float]]
+    """By document, over stretches of positions."""
+    recall: dict[str, RecallValues]
+    chance: float
+    loads: list[LoadValues]
+
+
+class CacheRow(CacheValues, total=False):
+    """With the losses made of it, where there were texts."""
+
+    loss: list[float]
+    spans: list[list[float]]
+    beyond: list[float] | None
+
+
+class ShareValues(TypedDict):
+    """Shares of energy by layer."""
+
+    mean: list[float]
+    kept: list[float]
+
+
+class SpectrumValues(TypedDict, total=False):
+    """Shares of what a cache holds, or why there are none (`left_out`)."""
+
+    keys: ShareValues
+    values: ShareValues
+    unmixed_values: ShareValues | None
+    white: float
+    left_out: str
+
+
+class CacheGap(TypedDict):
+    """Loss of a cache minus another's beyond the window, paired over documents."""
+
+    method: str
+    other: str
+    mean: float
+    pairs: int
+    half_width: float | None
+    p: float | None
+
+
+class CheckpointCaches(TypedDict):
+    """One checkpoint through every cache."""
+
+    directory: str
+    tuned: dict[str, object] | None
+    schedule: ScheduleValues
+    documents: int
+    haystack: str
+    caches: dict[str, CacheRow]
+    spectrum: SpectrumValues
+
+
+class CheckpointCacheRow(CheckpointCaches):
+    """With the differences between its caches."""
+
+    differences: list[CacheGap]
+
+
+class CacheResults(Provenance):
+    """All of `report.json` of caches but its verdict."""
+
+    methods: list[str]
+    at: list[int]
+    checkpoints: dict[str, CheckpointCacheRow]
+
+
+class CacheReport(CacheResults):
+    """`report.json` of caches."""
+
+    verdict: str
