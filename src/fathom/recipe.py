@@ -707,7 +707,7 @@ def unknown_key(key: str, known: Sequence[str]) -> RecipeError:
 class _Loader(yaml.SafeLoader):
     """Safe YAML in which 1e-3 is a number and a key stands once, as YAML 1.2 and every reader of a recipe have it."""
 
-    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
         """As PyYAML, which takes the last of equal keys."""
         node, seen = super().compose_mapping_node(anchor), set()
         for key, _ in node.value:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import yaml
 from markupsafe import Markup
@@ -226,8 +227,10 @@ def _positions(report: ComparisonReport) -> Markup:
     )
 
 
-def _sequence_length(recipe: dict[str, Any]) -> int:
-    return int(recipe["data"]["sequence_length"])
+def _sequence_length(recipe: Mapping[str, object]) -> int:
+    data = recipe["data"]
+    assert isinstance(data, dict)
+    return int(data["sequence_length"])
 
 
 def _trips(report: ComparisonReport) -> Markup:

@@ -8,14 +8,13 @@ which the loop is unrolled, so nothing is stacked. Sums are taken in float32 (fl
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fathom.kernels.online import absorb, wide_of
+from fathom.kernels.online import Context, absorb, wide_of
 
 TILE = 2048
 """Numbers of one tensor that a program holds at a time."""
@@ -120,7 +119,7 @@ def depth_mix_backward(
         tl.store(grad_query + (row * GROUP + g)[:, None] * WIDTH + column[None, :], shared, mask=inside)
 
 
-def constants(group: int, width: int, count: int) -> dict[str, Any]:
+def constants(group: int, width: int, count: int) -> dict[str, object]:
     """What a kernel is compiled for: query heads to a key-value head, head size, and sources with the own layer."""
     padded = triton.next_power_of_2(width)
     return {
@@ -211,14 +210,16 @@ def _(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], weights: 
     return _gradients(query, keys, values)
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(
+    ctx: Context, inputs: tuple[Tensor, Sequence[Tensor], Sequence[Tensor], float], output: tuple[Tensor, Tensor]
+) -> None:
     query, keys, values, _ = inputs
     ctx.count = len(keys)
     ctx.save_for_backward(query, *keys, *values, output[1])
     ctx.mark_non_differentiable(output[1])
 
 
-def _back(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _back(ctx: Context, grad: Tensor, _: Tensor) -> tuple[object, ...]:
     query, *pairs, weights = ctx.saved_tensors
     keys, values = pairs[: ctx.count], pairs[ctx.count :]
     made = mix_backward(query, keys, values, weights, grad)

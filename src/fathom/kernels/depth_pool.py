@@ -9,14 +9,13 @@ one read, is off by a hundredth where the output was rounded to half precision.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from fathom.kernels.online import absorb, wide_of
+from fathom.kernels.online import Context, absorb, wide_of
 
 TILE = 2048
 """Numbers that a program holds at a time, of one source: a row, or several short ones."""
@@ -117,7 +116,7 @@ def depth_pool_backward(
         tl.store(grad_bias + first, tl.sum(of_bias, 0))
 
 
-def constants(width: int, count: int, eps: float) -> dict[str, Any]:
+def constants(width: int, count: int, eps: float) -> dict[str, object]:
     """What a kernel is compiled for: the row's width, sources, and the ε of their rms."""
     padded = triton.next_power_of_2(width)
     return {"COUNT": count, "WIDTH": width, "PADDED": padded, "TALL": max(1, TILE // padded), "EPS": eps}
@@ -217,14 +216,16 @@ def _(
     return [torch.empty_like(query), *bias, *_like(sources)]
 
 
-def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _keep(
+    ctx: Context, inputs: tuple[Sequence[Tensor], Tensor, Tensor | None, float], output: tuple[Tensor, Tensor]
+) -> None:
     sources, query, bias, ctx.eps = inputs
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(query, output[1], *sources)
     ctx.mark_non_differentiable(output[1])
 
 
-def _back(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
+def _back(ctx: Context, grad: Tensor, _: Tensor) -> tuple[object, ...]:
     query, weights, *sources = ctx.saved_tensors
     biased = ctx.bias_dtype is not None
     of_query, *rest = pool_backward(sources, query, weights, grad, ctx.eps, biased)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any, TypeAlias
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+Context: TypeAlias = Any
+"""What autograd hands from forward to backward; its attributes are made on the way."""
 
 
 @triton.jit

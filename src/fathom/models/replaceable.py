@@ -7,7 +7,7 @@ for measuring exactness, and always runs the reference.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,17 +21,19 @@ REPLACEABLE = {
 }
 """What may be replaced, by name."""
 
-_faster: dict[tuple[str, str], Callable[..., Any]] = {}  # by name and kind of device
+Function: TypeAlias = Callable[..., Any]
+
+_faster: dict[tuple[str, str], Function] = {}  # by name and kind of device
 
 
-def replace(functions: Mapping[str, Callable[..., Any]], device: str) -> None:
+def replace(functions: Mapping[str, Function], device: str) -> None:
     """Let these stand in from now on, by name, for tensors on a kind of device (`cuda`), and nothing else anywhere."""
     assert set(functions) <= set(REPLACEABLE)
     _faster.clear()
     _faster.update({(name, device): function for name, function in functions.items()})
 
 
-def faster(name: str, x: Tensor) -> Callable[..., Any] | None:
+def faster(name: str, x: Tensor) -> Function | None:
     """What stands in for a function when it computes with `x`, or None: the reference."""
     if not _faster or x.dtype == torch.float64:
         return None

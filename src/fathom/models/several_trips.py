@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, distributed, nn
@@ -151,7 +151,7 @@ class Pass:
     masks: Mapping[str, object]
     position_embeddings: KeyValue
     position_ids: Tensor
-    cache: Any = None
+    cache: Cache | Exchange | None = None
     """Whatever has `update(key, value, layer)`."""
     by_bank: bool = False
     """Whether the cache has a layer for every visit, or one for every layer."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -148,16 +148,14 @@ def decode(
     stopping_criteria: StoppingCriteriaList,
     generation_config: GenerationConfig,
     speculation: Speculation,
-    max_trips: int | None = None,
-    past_key_values: Cache | None = None,
-    attention_mask: Tensor | None = None,
-    **given: object,
+    **given: Any,  # what transformers would give its own loop; names in the signature it would pass twice
 ) -> Tensor | GenerateDecoderOnlyOutput:
     """Continue `[B, T]` as `generate` does; transformers calls it in place of its own loop."""
     asked, sampled = speculation, bool(generation_config.do_sample)
-    trips = model.model._trips(max_trips)
+    trips = model.model._trips(given.get("max_trips"))
+    attention_mask, past = given.get("attention_mask"), given.get("past_key_values")
     check_speculation(model, asked, trips)
-    if past_key_values is not None and past_key_values.get_seq_length():
+    if past is not None and past.get_seq_length():
         raise ValueError("draft_trips: start from an empty cache")
     mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
     run = _Run(Stages(model, trips), asked.draft_trips, mask, logits_processor, sampled)
