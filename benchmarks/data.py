@@ -18,8 +18,10 @@ import time
 from pathlib import Path
 
 from fathom.data.batches import BatchPlan
-from fathom.data.prepare import prepare
+from fathom.data.prepare import PrepareOptions, prepare
 from fathom.data.shards import TokenDataset
+
+SKIP = PrepareOptions(undecodable="skip")
 
 
 def tokenisation(folder: Path, worker_counts: list[int]) -> dict[str, object]:
@@ -27,7 +29,7 @@ def tokenisation(folder: Path, worker_counts: list[int]) -> dict[str, object]:
     inputs = [f"{library}/*.py", f"{library}/[a-s]*/*.py"]
     result: dict[str, object] = {}
     for workers in worker_counts:
-        summary = prepare(inputs, folder / str(workers), train_tokenizer=4096, workers=workers, undecodable="skip")
+        summary = prepare(inputs, folder / str(workers), train_tokenizer=4096, workers=workers, options=SKIP)
         size = sum(counts["bytes"] for domains in summary.splits.values() for counts in domains.values())
         result[f"{workers} workers"] = {
             "documents_per_second": round(summary.documents_per_second, 1),

@@ -17,7 +17,7 @@ from torch.nn.functional import kl_div, log_softmax, one_hot
 
 from checkpoints import NESTED, Checkpoint, seeded
 from fathom.data.batches import Batch, BatchPlan
-from fathom.data.prepare import prepare
+from fathom.data.prepare import PrepareOptions, prepare
 from fathom.data.shards import TokenDataset
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import parse_recipe
@@ -93,9 +93,8 @@ class Workshop:
             "library-cut-otherwise": self.library,
         }[name]()
         # paragraphs are documents, so that even a little text has some to hold out
-        common = dict(
-            held_out=HELD_OUT, workers=1, file_format="text", separator="", undecodable="replace", overwrite=True
-        )
+        reading = PrepareOptions(file_format="text", separator="", undecodable="replace")
+        common = dict(held_out=HELD_OUT, workers=1, overwrite=True, options=reading)
         if name == "library":
             prepare(texts, out, train_tokenizer=self.size.vocab, **common)  # type: ignore[arg-type]
         elif name == "library-cut-otherwise":  # a tokenizer learned from the other text

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from fathom.checkpoints.export import export
     from fathom.checkpoints.open import load
     from fathom.comparison.work import compare
-    from fathom.data.prepare import prepare
+    from fathom.data.prepare import PrepareOptions, prepare
     from fathom.errors import FathomError
     from fathom.evaluation.scoring import Settings, evaluate
     from fathom.inference.generate import Sampling, generate
@@ -38,6 +38,7 @@ __all__ = [
     "FathomError",
     "FathomForCausalLM",
     "Hook",
+    "PrepareOptions",
     "Recipe",
     "Sampling",
     "Settings",
@@ -62,6 +63,7 @@ _HOMES = {
     "FathomError": "fathom.errors",
     "FathomForCausalLM": "fathom.models",
     "Hook": "fathom.training.hooks",
+    "PrepareOptions": "fathom.data.prepare",
     "Recipe": "fathom.recipe",
     "Sampling": "fathom.inference.generate",
     "Settings": "fathom.evaluation.scoring",

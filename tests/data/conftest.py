@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fathom.data.prepare import prepare
 from tests.data.corpora import write_documents
+
+from .making import prepare
 
 
 @pytest.fixture(scope="session")

@@ -16,16 +16,17 @@ from pathlib import Path
 import pytest
 
 from fathom.data import sources
-from fathom.data.prepare import prepare
 from fathom.data.shards import DataError
 from fathom.data.sources import Reading
 from fathom.data.tokenizer import PIECE, train_bpe
 from tests.data.corpora import tree, write_documents
 from tests.data.test_prepare import documents
 
+from .making import prepare
+
 PROGRAM = """
 import json, resource, sys
-from fathom.data.prepare import prepare
+from fathom.data.prepare import PrepareOptions, prepare
 from fathom.data.shards import DataError
 
 folder, tokenizer, cases = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
@@ -36,7 +37,7 @@ before = peak()
 for number, (names, options) in enumerate(cases):
     try:
         inputs = [f"{folder}/{name}" for name in names]
-        made = prepare(inputs, f"{folder}/out{number}", tokenizer, held_out=0, **options)
+        made = prepare(inputs, f"{folder}/out{number}", tokenizer, held_out=0, options=PrepareOptions(**options))
         found.append([made.left_out, sum(domain["bytes"] for domain in made.splits["train"].values())])
     except DataError as error:
         found.append(str(error))

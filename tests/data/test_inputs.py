@@ -11,10 +11,11 @@ import pytest
 
 from fathom.cli.main import main
 from fathom.data import prepare as prepare_module
-from fathom.data.prepare import prepare
 from fathom.data.shards import DataError, TokenDataset
 from tests.data.corpora import tree, write_documents
 from tests.data.test_prepare import documents
+
+from .making import prepare
 
 
 def test_linked_folders_are_read_once(tmp_path: Path, tokenizer: str) -> None:

@@ -24,11 +24,12 @@ import pytest
 from fathom.data import prepare as prepare_module
 from fathom.data import sources
 from fathom.data.encode import WORKER, choose_split
-from fathom.data.prepare import prepare
 from fathom.data.shards import DataError, TokenDataset
 from fathom.report.files import lock
 from fathom.training.loop import claimed
 from tests.data.corpora import tree, write_documents
+
+from .making import prepare
 
 
 def documents(directory: Path, split: str) -> Iterator[str]:

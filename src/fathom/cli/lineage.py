@@ -81,21 +81,40 @@ def _status(quiet: bool) -> Iterator[Callable[[str], None]]:
         yield lambda what: status.update(f"{what} ({time.monotonic() - started:.0f} s)")
 
 
+@dataclass(frozen=True)
+class Choices:
+    """How much of two models `compare` looks at."""
+
+    mode: str = "fast"
+    """fast (1,024 channels, of large models some layers) or exact"""
+    layers: int | None = None
+    """score this many evenly spaced layers"""
+    align: Sequence[str] = ()
+    """any of order, lap, procrustes; by default all"""
+    reorder: bool = False
+    """match layers freely instead of in order"""
+    seed: int = 0
+    """of every sample"""
+    adapter_base: str | None = None
+    """base model of an adapter that does not name one"""
+    max_bytes: int | None = None
+    """refuse to read more than this from either model"""
+
+    def options(self) -> lineage.Options:
+        """As the comparison takes them."""
+        align = tuple(self.align) or lineage.comparison.ALIGNMENTS
+        return lineage.Options(self.mode, self.layers, align, self.reorder, self.seed)
+
+
 def compare(
     a: str,
     b: str,
     control: Sequence[str] = (),
     null: Path | None = None,
-    mode: str = "fast",
-    layers: int | None = None,
-    align: Sequence[str] = (),
-    reorder: bool = False,
-    seed: int = 0,
-    adapter_base: str | None = None,
-    max_bytes: int | None = None,
     out: Path | None = None,
     exit_code: bool = False,
     quiet: bool = False,
+    choices: Choices | None = None,
 ) -> Result:
     """Say whether one set of weights came from the other.
 
@@ -104,23 +123,17 @@ def compare(
         b: The other model; the order implies no direction.
         control: Unrelated models of the same kind; without one a score cannot be called high.
         null: A file that `calibrate` wrote, instead of or besides controls.
-        mode: fast (1,024 channels, of large models some layers) or exact.
-        layers: Score this many evenly spaced layers.
-        align: Any of order, lap, procrustes; by default all.
-        reorder: Match layers freely instead of in order.
-        seed: Of every sample.
-        adapter_base: Base model of an adapter that does not name one.
-        max_bytes: Refuse to read more than this from either model.
         out: Directory for report.json, report.html and the portraits.
         exit_code: End with 10 shared lineage, 11 partial, 12 inconclusive, 13 shared initialisation or lineage.
         quiet: No progress line.
+        choices: How much is looked at.
     """
 
-    chosen = tuple(align) or lineage.comparison.ALIGNMENTS
-    options = lineage.Options(mode=mode, layers=layers, align=chosen, reorder=reorder, seed=seed)
+    chosen = choices or Choices()
+    adapter_base, max_bytes = chosen.adapter_base, chosen.max_bytes
     with _status(quiet) as say:
         models = [lineage.open_weights(where, adapter_base, max_bytes) for where in (a, b)]
-        found = lineage.comparison.compare(models[0], models[1], control, null, options, say)
+        found = lineage.comparison.compare(models[0], models[1], control, null, chosen.options(), say)
         found.given = lineage.comparison.Given(null, adapter_base, max_bytes)
         if out is not None:
             say("hashes of the files")

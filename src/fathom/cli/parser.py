@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import difflib
 import inspect
 import itertools
 import re
 import typing
 from argparse import Namespace
-from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from fathom.errors import FathomError
-from fathom.recipe import RecipeError, allowed, convert, describe
+from fathom.recipe import RecipeError, allowed, convert, describe, help_of
 
 MAY_BE_EMPTY = {"prompt", "text", "system", "separator", "eos_token", "api_key", "command"}
 """Arguments to which an empty word is a value like any other, or which say more of it themselves."""
@@ -120,19 +121,17 @@ def add_parameters(parser: Parser, function: Callable[..., object], *positional:
         function: What `call` will call.
         positional: Parameters given without a flag, in this order; a sequence takes one word or more.
     """
-    parser.description, help_ = _documented(function)
-    hints = typing.get_type_hints(function)
-    for name, parameter in inspect.signature(function).parameters.items():
-        text = help_.get(name, "").replace("%", "%%")
-        several = getattr(typing.get_origin(hints[name]), "__name__", "") in ("Sequence", "list")
-        needed = parameter.default is inspect.Parameter.empty
-        settings: dict[str, Any] = {"help": text, "default": None if needed else parameter.default}
+    parser.description, _ = _documented(function)
+    for name, hint, default, text in _given(function):
+        several = getattr(typing.get_origin(hint), "__name__", "") in ("Sequence", "list")
+        needed = default is inspect.Parameter.empty
+        settings: dict[str, Any] = {"help": text.replace("%", "%%"), "default": None if needed else default}
         flag = "--" + name.replace("_", "-")
         if name in positional:
             many = "+" if several else None if needed else "?"
             metavar = name.upper().removesuffix("S") if several else name.upper()
             parser.add_argument(name, nargs=many, metavar=metavar, **settings)
-        elif hints[name] is bool:
+        elif hint is bool:
             parser.add_argument(flag, action="store_true", help=text)
         else:
             # A list may be given in one go or one by one; its default is no part of what is given.
@@ -142,18 +141,47 @@ def add_parameters(parser: Parser, function: Callable[..., object], *positional:
 
 def call(function: Callable[..., T], options: Namespace) -> T:
     """Call a function with what `add_parameters` made of the words."""
-    hints = typing.get_type_hints(function)
-    words = vars(options)
-    given = {
-        name: parameter.default if words[name] is None else words[name]
-        for name, parameter in inspect.signature(function).parameters.items()
-    }
-    for name, value in given.items():
+    words, given = vars(options), {}
+    for name, hint, default, _ in _given(function):
+        value = default if words[name] is None else words[name]
         try:
-            given[name] = convert(hints[name], value) if isinstance(value, str) else value
+            given[name] = convert(hint, value) if isinstance(value, str) else value
         except ValueError:
-            raise RecipeError(f"--{name.replace('_', '-')} {value}: allowed: {allowed(hints[name])}") from None
+            raise RecipeError(f"--{name.replace('_', '-')} {value}: allowed: {allowed(hint)}") from None
+    for name, kind in _groups(function).items():
+        given[name] = kind(**{field.name: given.pop(field.name) for field in dataclasses.fields(kind)})
     return function(**given)
+
+
+class _Given(NamedTuple):
+    """Something that a command line may give."""
+
+    name: str
+    hint: object
+    default: object
+    text: str
+
+
+def _given(function: Callable[..., object]) -> Iterator[_Given]:
+    """A function's parameters; in place of one that is a dataclass, its fields."""
+    hints, texts, groups = typing.get_type_hints(function), _documented(function)[1], _groups(function)
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name not in groups:
+            yield _Given(name, hints[name], parameter.default, texts.get(name, ""))
+            continue
+        inner, helps = typing.get_type_hints(groups[name]), help_of(groups[name])
+        for field in dataclasses.fields(groups[name]):
+            yield _Given(field.name, inner[field.name], field.default, helps[field.name])
+
+
+def _groups(function: Callable[..., object]) -> dict[str, type]:
+    """Parameters that are dataclasses, and which."""
+    found = {}
+    for name, hint in typing.get_type_hints(function).items():
+        for kind in (hint, *typing.get_args(hint)):
+            if name != "return" and isinstance(kind, type) and dataclasses.is_dataclass(kind):
+                found[name] = kind
+    return found
 
 
 def _documented(function: Callable[..., object]) -> tuple[str, dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from argparse import ArgumentTypeError, Namespace
 
@@ -56,7 +57,7 @@ def size(text: str) -> int:
 def run(options: Namespace) -> int:
     """Serve until told to stop."""
     try:
-        from fathom.inference.server import serve
+        from fathom.inference.server import ServeOptions, serve
         from fathom.kernels import use
         from fathom.lens.live import add_lens
     except ModuleNotFoundError as error:
@@ -64,7 +65,7 @@ def run(options: Namespace) -> int:
 
     if not 0 <= options.grace <= LONGEST_GRACE:
         raise UsageError(f"--grace {options.grace}: allowed: seconds from 0 to {LONGEST_GRACE}")
-    given = vars(options)
-    use(given.pop("kernels"), options.device)
-    serve(given.pop("model"), lens=add_lens if given.pop("lens") else None, **given)
+    use(options.kernels, options.device)
+    given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ServeOptions)}
+    serve(options.model, options.host, options.port, add_lens if options.lens else None, ServeOptions(**given))
     return 0

@@ -149,25 +149,55 @@ class Summary:
         return f"{self.directory}: {'; '.join(parts)}"
 
 
+@dataclass(frozen=True)
+class PrepareOptions:
+    """How `prepare` reads its inputs, and what it makes of them."""
+
+    eos_token: str | None = None
+    """The token that ends every document, if not the one that the tokenizer names."""
+    text_field: str = "text"
+    """The JSON field or Parquet column that holds the text."""
+    domain_field: str | None = None
+    """The JSON field or Parquet column that names the domain of each document."""
+    separator: str | None = None
+    """A line that separates documents within text files (may be empty); if not given, a file is a document."""
+    file_format: FileFormat = "auto"
+    """Read every file as this, whatever its extension."""
+    undecodable: Undecodable = "error"
+    """What to do with text that is not UTF-8: stop, replace what is wrong, or skip the document."""
+    oversize: Oversize = "error"
+    """What to do with a record that is too long: stop, leave it out, or split it into several documents."""
+    max_record_bytes: int = MAX_RECORD_BYTES
+    """How long a line, a file, or the text between separators may be."""
+    shard_tokens: int = 1 << 27
+    """Tokens after which a shard is closed."""
+    tokenizer_bytes: int = 1 << 28
+    """Train the tokenizer on at most this much text, an equal share from the start of every input."""
+    model_vocab_size: int | None = None
+    """Refuse a tokenizer with more tokens than this."""
+
+    @property
+    def reading(self) -> Reading:
+        """What of this decides how a document is read."""
+        return Reading(
+            self.text_field,
+            self.domain_field,
+            self.separator,
+            self.undecodable,
+            self.oversize,
+            self.max_record_bytes,
+        )
+
+
 def prepare(
     inputs: Sequence[str | Path],
     out: str | Path,
     tokenizer: str | None = None,
     train_tokenizer: int | None = None,
-    eos_token: str | None = None,
-    text_field: str = "text",
-    domain_field: str | None = None,
-    separator: str | None = None,
-    file_format: FileFormat = "auto",
-    undecodable: Undecodable = "error",
-    oversize: Oversize = "error",
-    max_record_bytes: int = MAX_RECORD_BYTES,
     held_out: float = 0.01,
-    shard_tokens: int = 1 << 27,
-    tokenizer_bytes: int = 1 << 28,
-    model_vocab_size: int | None = None,
     workers: int | None = None,
     overwrite: bool = False,
+    options: PrepareOptions | None = None,
 ) -> Summary:
     """Turn documents into token shards.
 
@@ -178,36 +208,27 @@ def prepare(
         out: The directory to make.
         tokenizer: A tokenizer directory, a tokenizer.json, a SentencePiece .model, or a name on the Hugging Face Hub.
         train_tokenizer: Train a byte-level BPE of this many tokens on the training documents instead.
-        eos_token: The token that ends every document, if not the one that the tokenizer names.
-        text_field: The JSON field or Parquet column that holds the text.
-        domain_field: The JSON field or Parquet column that names the domain of each document.
-        separator: A line that separates documents within text files (may be empty); if not given, a file is a document.
-        file_format: Read every file as this, whatever its extension.
-        undecodable: What to do with text that is not UTF-8: stop, replace what is wrong, or skip the document.
-        oversize: What to do with a record that is too long: stop, leave it out, or split it into several documents.
-        max_record_bytes: How long a line, a file, or the text between separators may be.
         held_out: The share of documents that go to the validation split, chosen by a hash of their text.
-        shard_tokens: Tokens after which a shard is closed.
-        tokenizer_bytes: Train the tokenizer on at most this much text, an equal share from the start of every input.
-        model_vocab_size: Refuse a tokenizer with more tokens than this.
         workers: Tokenising processes; one per available core if not given. The output does not depend on it.
         overwrite: Replace a corpus in `out` that was made with other arguments.
+        options: How inputs are read and what comes out.
     """
-    reading = Reading(text_field, domain_field, separator, undecodable, oversize, max_record_bytes)
-    _check_arguments(tokenizer, train_tokenizer, held_out, shard_tokens, model_vocab_size, max_record_bytes)
-    _check_least({"--workers": workers, "--tokenizer-bytes": tokenizer_bytes})
+    chosen = options or PrepareOptions()
+    reading = chosen.reading
+    _check_arguments(tokenizer, train_tokenizer, held_out, chosen)
+    _check_least({"--workers": workers, "--tokenizer-bytes": chosen.tokenizer_bytes})
     out = Path(out)
     names = [str(name) for name in ([inputs] if isinstance(inputs, str | Path) else inputs)]
-    sources = find_sources(names, reading, file_format)
+    sources = find_sources(names, reading, chosen.file_format)
     settings: PrepareSettings = {
         "inputs": names,
         "tokenizer": tokenizer or train_tokenizer,
-        "eos_token": eos_token,
+        "eos_token": chosen.eos_token,
         "reading": asdict(reading),
-        "file_format": file_format,
+        "file_format": chosen.file_format,
         "held_out": held_out,
-        "shard_tokens": shard_tokens,
-        "tokenizer_bytes": tokenizer_bytes if train_tokenizer else None,
+        "shard_tokens": chosen.shard_tokens,
+        "tokenizer_bytes": chosen.tokenizer_bytes if train_tokenizer else None,
         "input_bytes": sum(source.size for source in sources),
     }
     _probe(sources, reading)
@@ -222,7 +243,7 @@ def prepare(
         begun = (out / JOURNAL).exists()
         try:
             run = _Run(out, sources, reading, settings)
-            run.prepare_tokenizer(tokenizer, train_tokenizer, tokenizer_bytes, model_vocab_size)
+            run.prepare_tokenizer(tokenizer, train_tokenizer, chosen.tokenizer_bytes, chosen.model_vocab_size)
             started, resumed = time.monotonic(), run.documents
             run.tokenize(_worker_count(workers, sources))
             run.finish()
@@ -431,24 +452,17 @@ class _Run:
             os.truncate(path, size)
 
 
-def _check_arguments(
-    tokenizer: str | None,
-    train_size: int | None,
-    held_out: float,
-    shard_tokens: int,
-    model_vocab_size: int | None,
-    max_record_bytes: int,
-) -> None:
+def _check_arguments(tokenizer: str | None, train_size: int | None, held_out: float, options: PrepareOptions) -> None:
     if (tokenizer is None) == (train_size is None):
         raise DataError("give either --tokenizer or --train-tokenizer")
     if not 0 <= held_out < 1:
         raise DataError(f"--held-out must be at least 0 and below 1, not {held_out}")
-    if shard_tokens < 1:
-        raise DataError(f"--shard-tokens must be positive, not {shard_tokens}")
-    if max_record_bytes < SMALLEST_RECORD:
-        raise DataError(f"--max-record-bytes must be at least {SMALLEST_RECORD}, not {max_record_bytes}")
-    if train_size is not None and model_vocab_size is not None:
-        require_vocabulary(train_size, model_vocab_size, "--train-tokenizer")
+    if options.shard_tokens < 1:
+        raise DataError(f"--shard-tokens must be positive, not {options.shard_tokens}")
+    if options.max_record_bytes < SMALLEST_RECORD:
+        raise DataError(f"--max-record-bytes must be at least {SMALLEST_RECORD}, not {options.max_record_bytes}")
+    if train_size is not None and options.model_vocab_size is not None:
+        require_vocabulary(train_size, options.model_vocab_size, "--train-tokenizer")
 
 
 def _check_least(given: dict[str, int | None]) -> None:

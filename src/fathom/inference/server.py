@@ -17,6 +17,7 @@ import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -464,23 +465,42 @@ def _stop(signum: int, frame: FrameType | None) -> None:
     raise SystemExit(0)
 
 
+@dataclass(frozen=True)
+class ServeOptions:
+    """How a model is opened and served."""
+
+    name: str | None = None
+    """What clients call the model; by default the directory's name."""
+    api_key: str | None = None
+    """What clients must send as `Authorization: Bearer KEY`."""
+    dtype: str = "auto"
+    """`auto` (as stored), `float32`, `bfloat16` or `float16`."""
+    device: str | None = None
+    """`cpu`, `cuda`, ...; by default cuda where there is one."""
+    grace: float = 20.0
+    """Seconds that requests under way may take to finish once the server was told to stop."""
+    trust_remote_code: bool = False
+    """Run Python files of the directory, for architectures that neither transformers nor Fathom has."""
+    kvcache: str | None = None
+    """How a request's cache is compressed; by default it holds everything."""
+    kvcache_window: int | None = None
+    """Entries that a cache may hold."""
+    kvcache_sinks: int | None = None
+    """First entries that are never compressed."""
+    kvcache_ratio: float | None = None
+    """Share that a compression leaves."""
+    max_trips: int | None = None
+    """Trips per token at most, where a request does not say."""
+    cache_memory: int | None = None
+    """Bytes that the keys and values of all requests may take."""
+
+
 def serve(
     path: str | Path,
     host: str = "127.0.0.1",
     port: int = 8000,
-    name: str | None = None,
-    api_key: str | None = None,
-    dtype: str = "auto",
-    device: str | None = None,
     lens: AddPages | None = None,
-    grace: float = 20.0,
-    trust_remote_code: bool = False,
-    kvcache: str | None = None,
-    kvcache_window: int | None = None,
-    kvcache_sinks: int | None = None,
-    kvcache_ratio: float | None = None,
-    max_trips: int | None = None,
-    cache_memory: int | None = None,
+    options: ServeOptions | None = None,
 ) -> None:
     """Serve a model until SIGTERM or Ctrl-C.
 
@@ -488,56 +508,62 @@ def serve(
         path: An exported directory, any Hugging Face directory, a run, or a comparison (its best arm).
         host: Address to listen on.
         port: Port to listen on; 0 takes a free one.
-        name: What clients call the model; by default the directory's name.
-        api_key: What clients must send as `Authorization: Bearer KEY`.
-        dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
-        device: `cpu`, `cuda`, ...; by default cuda where there is one.
         lens: Adds pages of its own; `fathom.lens.live.add_lens` offers the lens at /lens.
-        grace: Seconds that requests under way may take to finish once the server was told to stop.
-        trust_remote_code: Run Python files of the directory, for architectures that nobody here knows.
-        kvcache: How a request's cache is compressed; by default it holds everything.
-        kvcache_window: Entries that a cache may hold.
-        kvcache_sinks: First entries that are never compressed.
-        kvcache_ratio: Share that a compression leaves.
-        max_trips: Trips per token at most, where a request does not say.
-        cache_memory: Bytes that the keys and values of all requests may take.
+        options: Everything else.
     """
-    if api_key is not None and not api_key.strip():
+    chosen = options or ServeOptions()
+    if chosen.api_key is not None and not chosen.api_key.strip():
         raise ServeError("the API key is empty (--api-key or FATHOM_API_KEY)")
     listener = _bind(host, port)
-    address, port = listener.getsockname()[:2]
-    if api_key is None and not ipaddress.ip_address(address).is_loopback:
-        print(
-            f"fathom: warning: {address} is not a loopback address and there is no API key: whoever can reach this "
-            "machine can use the model (--api-key or FATHOM_API_KEY asks for one)",
-            file=sys.stderr,
-        )
     # uvicorn puts this back and repeats the signal once it has stopped, so that it ends this process with 0.
     before = signal.signal(signal.SIGTERM, _stop)
     try:
-        model, tokenizer = open_checkpoint(path, device, dtype, trust_remote_code, into_fathom=lens is not None)
-        name = name or Path(path).resolve().name
-        check_trips(model, max_trips)
-        policy = choose(model, kvcache, kvcache_window, kvcache_sinks, kvcache_ratio)
-        loopback = ipaddress.ip_address(address).is_loopback
-        hosts = {"localhost", "127.0.0.1", "[::1]", host.lower()} if loopback and api_key is None else None
-        app = build_app(
-            model, tokenizer, name, api_key, lens, hosts, memory=cache_memory, policy=policy, max_trips=max_trips
-        )
-        engine: Engine = app.state.engine
-        url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
-        ready = f"{name} at {url}/v1" + (f", lens at {url}/lens" if lens else "")
-        # Generations end themselves after the grace period; this limit is for connections that then still hang.
-        config = uvicorn.Config(app, log_level="warning", http=Timed, timeout_graceful_shutdown=int(grace) + 5)
-        logging.get_logger("transformers").setLevel(logging.ERROR)  # it warns of every request
-        # What is loaded is not garbage. With it out of the count, full collections come in time for the cycles that a
-        # request leaves behind when its client hangs up.
-        gc.collect()
-        gc.freeze()
-        try:
-            _Server(config, engine, grace, ready).run(sockets=[listener])
-        finally:
-            engine.join(10.0)
+        _run(path, listener, _names(host, listener, chosen.api_key), lens, chosen)
     finally:
         listener.close()
         signal.signal(signal.SIGTERM, before)
+
+
+def _names(host: str, listener: socket.socket, api_key: str | None) -> set[str] | None:
+    """Names by which the server may be called, None for any; without a key a warning where others can reach it."""
+    address = ipaddress.ip_address(listener.getsockname()[0])
+    if api_key is not None:
+        return None
+    if address.is_loopback:
+        return {"localhost", "127.0.0.1", "[::1]", host.lower()}
+    print(
+        f"fathom: warning: {address} is not a loopback address and there is no API key: any client that reaches this "
+        "machine can use the model (--api-key or FATHOM_API_KEY asks for one)",
+        file=sys.stderr,
+    )
+    return None
+
+
+def _run(
+    path: str | Path, listener: socket.socket, hosts: set[str] | None, lens: AddPages | None, options: ServeOptions
+) -> None:
+    """Open the model and serve it on a socket that is bound."""
+    model, tokenizer = open_checkpoint(
+        path, options.device, options.dtype, options.trust_remote_code, into_fathom=lens is not None
+    )
+    name = options.name or Path(path).resolve().name
+    check_trips(model, options.max_trips)
+    policy = choose(model, options.kvcache, options.kvcache_window, options.kvcache_sinks, options.kvcache_ratio)
+    settings = {"memory": options.cache_memory, "policy": policy, "max_trips": options.max_trips}
+    app = build_app(model, tokenizer, name, options.api_key, lens, hosts, **settings)
+    engine: Engine = app.state.engine
+    address, port = listener.getsockname()[:2]
+    url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
+    ready = f"{name} at {url}/v1" + (f", lens at {url}/lens" if lens else "")
+    # Generations end themselves after the grace period; this limit is for connections that then still hang.
+    limit = int(options.grace) + 5
+    config = uvicorn.Config(app, log_level="warning", http=Timed, timeout_graceful_shutdown=limit)
+    logging.get_logger("transformers").setLevel(logging.ERROR)  # it warns of every request
+    # What is loaded is not garbage. With it out of the count, full collections come in time for the cycles that a
+    # request leaves behind when its client hangs up.
+    gc.collect()
+    gc.freeze()
+    try:
+        _Server(config, engine, options.grace, ready).run(sockets=[listener])
+    finally:
+        engine.join(10.0)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import singledispatch
@@ -226,12 +226,7 @@ def look(
         name: What the page calls the model.
         progress: Told after every visit how many are done.
     """
-    for option, value in (("--top", top), ("--max-tokens", max_tokens)):
-        if value < 1:
-            raise LensError(f"{option} {value}: allowed: 1 or more")
-    every_id, pieces = _tokenise(tokenizer, text)
-    if not every_id:
-        raise LensError("there is no text to look at")
+    every_id, pieces = _checked(tokenizer, text, top, max_tokens)
     length = min(len(every_id), max_tokens, model.config.max_position_embeddings)
     ids = torch.tensor(every_id[:length], device=model.device)
     trips = model.model.plan
@@ -263,8 +258,7 @@ def look(
     made = out.recurrence_state.get("trips", torch.full((1, length), len(trips)))
 
     if stages > 1:
-        last = weights[-model.config.num_hidden_layers :]
-        weights = [w if w is None or len(w) == 1 else w[stage::stages] for stage in range(stages) for w in last]
+        weights = _by_stage(weights[-model.config.num_hidden_layers :], stages)
     known = [w.numpy() for w in weights if w is not None]
     shown = len(known) == len(visits)
     predictions, said, labels, vocabulary = says.vocabulary(tokenizer)
@@ -288,6 +282,22 @@ def look(
         weights=known if shown else [],
         layer_weights=_layer_weights(model, visits),
     )
+
+
+def _checked(tokenizer: PreTrainedTokenizerBase, text: str, top: int, max_tokens: int) -> tuple[list[int], list[str]]:
+    """Ids and pieces of a text that can be looked at."""
+    for option, value in (("--top", top), ("--max-tokens", max_tokens)):
+        if value < 1:
+            raise LensError(f"{option} {value}: allowed: 1 or more")
+    ids, pieces = _tokenise(tokenizer, text)
+    if not ids:
+        raise LensError("there is no text to look at")
+    return ids, pieces
+
+
+def _by_stage(weights: Sequence[Tensor | None], stages: int) -> list[Tensor | None]:
+    """Weights of slots that lay side by side, one entry for each stage and layer."""
+    return [w if w is None or len(w) == 1 else w[stage::stages] for stage in range(stages) for w in weights]
 
 
 class _Says:

@@ -153,11 +153,11 @@ def decode(
     """Continue `[B, T]` as `generate` does; transformers calls it in place of its own loop."""
     asked, sampled = speculation, bool(generation_config.do_sample)
     trips = model.model._trips(given.get("max_trips"))
-    attention_mask, past = given.get("attention_mask"), given.get("past_key_values")
     check_speculation(model, asked, trips)
-    if past is not None and past.get_seq_length():
+    if (past := given.get("past_key_values")) is not None and past.get_seq_length():
         raise ValueError("draft_trips: start from an empty cache")
-    mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+    mask = given.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask
     run = _Run(Stages(model, trips), asked.draft_trips, mask, logits_processor, sampled)
     run.read(input_ids[:, :-1])
     pad = _pad(generation_config)
