@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from fathom.checkpoints.origin import Refused
 from fathom.cli import lineage as commands
-from fathom.lineage import evidence
+from fathom.lineage import comparison, evidence
 from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, save, tiny_config
 
@@ -54,9 +54,11 @@ def strict(text: str) -> Any:
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, two strangers, and the null file of the strangers."""
     root = tmp_path_factory.mktemp("whole")
     for name, seed in (("base", 0), ("control", 1), ("control2", 2)):
         save(build(tiny_config("qwen3"), seed, torch.float32), root / name, 512)
+    commands.calibrate([str(root / name) for name in ("base", "control", "control2")], root / "null.json")
     return root
 
 
@@ -75,8 +77,7 @@ def damaged(base: Path, out: Path, name: str, value: float, whole: bool = False)
 @pytest.mark.parametrize("name, value", PAIRS)
 def test_one_bad_number_neither_stops_nor_hides(base, tmp_path, name, value):
     copy = damaged(base, tmp_path / "copy", name, value)
-    controls = [str(base / "control"), str(base / "control2")]
-    result = commands.compare(str(base / "base"), str(copy), control=controls, out=tmp_path / "out")
+    result = commands.compare(str(base / "base"), str(copy), null=base / "null.json", out=tmp_path / "out")
     body = strict((tmp_path / "out" / "report.json").read_text())
     assert result.exit_code == 0 and strict(json.dumps(body)) == body
     said = [line for line in body["structure"]["skipped"] if name in line]
@@ -157,13 +158,15 @@ def test_an_odd_config_is_one_line(base, tmp_path, change):
     ],
     ids=str,
 )
-def test_an_odd_null_file_is_one_line(base, tmp_path, change):
+def test_an_odd_null_file_is_one_line(base, tmp_path, change, monkeypatch):
+    """Before anything is measured."""
+    kind = "width 64/64, equal depth"
     null = {"scores": {"order": [0.0, 0.1]}, "witnesses": [1], "z": [[0.1]], "per_layer": {}, "pairs": 2, "models": 3}
     path = tmp_path / "null.json"
-    path.write_text(json.dumps({"fathom_null": 1, "classes": {"width 64/64, equal depth": null}}))
-    good = commands.compare(str(base / "base"), str(base / "control"), null=path)
-    assert good.exit_code == 0 and good.data["null"]["pairs"] == 2
-    path.write_text(json.dumps({"fathom_null": 1, "classes": {"width 64/64, equal depth": null | change}}))
+    path.write_text(json.dumps({"fathom_null": 1, "classes": {kind: null}}))
+    assert comparison.read_null(path, kind).pairs == 2
+    path.write_text(json.dumps({"fathom_null": 1, "classes": {kind: null | change}}))
+    monkeypatch.setattr(comparison, "measure", None)
     with pytest.raises(Refused, match=r"^[^\n]*malformed[^\n]*$"):
         commands.compare(str(base / "base"), str(base / "control"), null=path)
 

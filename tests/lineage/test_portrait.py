@@ -42,6 +42,7 @@ def test_golden_pixels_and_file():
     image = portrait.pixels(fixed_sketch())
     assert portrait.pixel_hash(image) == GOLDEN
     assert hashlib.sha256(portrait.png(image)).hexdigest() == GOLDEN_FILE
+    assert portrait.pixels(fixed_sketch()) is image, "drawn once"
 
 
 def test_one_changed_number_is_seen_by_the_hash_and_hardly_by_the_eye():

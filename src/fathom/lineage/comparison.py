@@ -492,6 +492,8 @@ def compare(
         progress: Called with a few words before each step.
     """
     options = options or Options()
+    if null_file is not None:
+        read_null(null_file, structure_class(a, b))  # one that cannot serve is said before the work
     pair = measure(a, b, options, progress)
     measured: list[tuple[str, list[Pair]]] = []
     for where in controls:

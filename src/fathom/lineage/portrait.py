@@ -184,14 +184,22 @@ SCENERY = ((122, 182, 232), (104, 166, 84), (222, 164, 118), (112, 92, 158))
 
 
 def pixels(z: Array) -> Array:
-    """The portrait, uint8 [320, 320, 3]."""
+    """The portrait, uint8 [320, 320, 3], not to be written to."""
+    return _drawn(np.asarray(z, np.int64).tobytes())
+
+
+@lru_cache(maxsize=8)  # a comparison hashes both portraits, and then shows and writes them
+def _drawn(sketch: bytes) -> Array:
+    z = np.frombuffer(sketch, np.int64)
     u = iter(traits(z))
     light = coordinates(z, b"light")[:256].reshape(16, 16)
     coat = coordinates(z, b"coat")[:256].reshape(16, 16)
     canvas = Canvas.blank()
     _background(canvas, u, light)
     _animal(canvas, u, coat)
-    return np.clip(canvas.pixels, 0, 255).astype(np.uint8)
+    image = np.clip(canvas.pixels, 0, 255).astype(np.uint8)
+    image.flags.writeable = False
+    return image
 
 
 def _background(canvas: Canvas, u: Iterator[int], light: Array) -> None:
