@@ -11,14 +11,12 @@ import glob
 import io
 import json
 import lzma
-import os
 import random
 import re
 import runpy
 import shlex
 import shutil
 import signal
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -41,6 +39,7 @@ from fathom.models.registry import MECHANISMS
 from fathom.models.roles import Mechanism, ValueMixer
 from fathom.recipe import describe, load_recipe, parse_recipe, read_values
 from fathom.training.estimate import estimate
+from tests.processes import Command
 
 ROOT = Path(__file__).parent.parent
 PAGES = [
@@ -313,7 +312,7 @@ class Reader:
 
     def __init__(self) -> None:
         self.names: dict = {"__name__": "a_page"}
-        self.server: subprocess.Popen | None = None
+        self.server: Command | None = None
         self.port = 8000
 
     def follow(self, page: Path) -> None:
@@ -373,25 +372,19 @@ class Reader:
 
     def _serve(self, given: list[str]) -> None:
         given[given.index("--port") + 1] = "0"
-        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self.server = subprocess.Popen(
-            [sys.executable, "-m", "fathom", *given], stdout=subprocess.PIPE, text=True, env=environment
-        )
-        assert self.server.stdout is not None
-        line = self.server.stdout.readline()
+        self.server = Command(given, Path.cwd(), Path.cwd())
+        line = self.server.first_line()
         match = re.search(r"http://127\.0\.0\.1:(\d+)", line)
         assert match, line
         self.port = int(match[1])
 
     def stop(self) -> None:
         if self.server is not None:
-            self.server.send_signal(signal.SIGTERM)
+            self.server.signal(signal.SIGTERM)
             try:
-                assert self.server.wait(60) == 0
+                assert self.server.wait() == 0
             finally:
                 self.server.kill()
-                assert self.server.stdout is not None
-                self.server.stdout.close()
 
     def python(self, step: Item) -> None:
         source = step.text.replace(":8000/", f":{self.port}/")

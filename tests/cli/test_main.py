@@ -18,6 +18,7 @@ import pytest
 from fathom import __version__
 from fathom.cli.main import COMMANDS, main
 from fathom.kvcache import NAMES, WHOLE
+from tests.processes import Command
 from tests.tiny import tiny_recipe
 
 RECIPES = Path(__file__).parents[2] / "recipes"
@@ -158,19 +159,16 @@ def test_train_and_stop(corpus: Path, tmp_path: Path) -> None:
     (tmp_path / "recipe.yaml").write_text(
         tiny_recipe(corpus, "train.steps=120", "train.checkpoint_every=10", "evaluate.every=0").to_yaml()
     )
-    command = [sys.executable, "-m", "fathom", "train", "recipe.yaml"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE) as process:
-        while not (tmp_path / "runs/recipe/latest").exists():
-            assert process.poll() is None
-            time.sleep(0.02)
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(60) == 0
+    first = Command(["train", "recipe.yaml"], tmp_path, tmp_path)
+    while not (tmp_path / "runs/recipe/latest").exists():
+        assert first.running, first.err
+        time.sleep(0.02)
+    first.signal(signal.SIGTERM)
+    assert first.wait() == 0, first.err
     assert not (tmp_path / "runs/recipe/result.json").exists()
-    done = subprocess.run(
-        [*command, "--json"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
-    )
-    result = json.loads(done.stdout)
+    second = Command(["train", "recipe.yaml", "--json"], tmp_path, tmp_path)
+    assert second.wait() == 0, second.err
+    result = json.loads(second.out)
     assert result["finished"] and result["step"] == 120 and result["evaluation"]["domains"].keys() == {"rivers", "seas"}
 
 

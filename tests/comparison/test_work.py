@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import shutil
 import signal
@@ -23,8 +22,7 @@ from fathom.comparison.work import carry_out, rewrite_report
 from fathom.recipe import Recipe, RecipeError
 from fathom.report.provenance import provenance
 from fathom.training import read_metrics
-
-_context = multiprocessing.get_context("spawn")
+from tests import processes
 
 
 @pytest.fixture(scope="module")
@@ -203,8 +201,7 @@ def test_killed_and_continued_by_two_workers(small: Recipe, tmp_path: Path):
     out = tmp_path / "killed"
     out.mkdir()
     shutil.copy(tmp_path / "calm/plan.json", out)
-    process = _context.Process(target=_compare, args=(out,))
-    process.start()
+    process = processes.start(_compare, out, daemon=False)
     while process.is_alive() and not list(out.glob("arms/*/*/step-*")):
         time.sleep(0.05)
     os.kill(process.pid, signal.SIGKILL)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -30,6 +28,7 @@ from fathom.inference.generate import (
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.report.files import lock
 from tests.inference.tiny import export_tiny
+from tests.processes import Command
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}a:"
 PROMPTS = ["the depth", "a", "of a river — measured in fathoms é", "river", "the the the", "in", "depth of", "é"]
@@ -174,25 +173,17 @@ def test_a_file_goes_on_wherever_it_was_cut(opened, tmp_path: Path, sampling: Sa
 
 def test_a_kill_loses_and_doubles_nothing(exported: Path, tmp_path: Path) -> None:
     prompts = write(tmp_path / "in.jsonl", [{"prompt": f"{PROMPTS[i % 8]} {i}"} for i in range(60)])
-    command = [sys.executable, "-m", "fathom", "generate", str(exported), "--prompts", str(prompts)]
-    command += [
-        "--out",
-        str(tmp_path / "out.jsonl"),
-        "--temperature",
-        "0",
-        "--batch-size",
-        "2",
-        "--max-new-tokens",
-        "30",
-    ]
-    with subprocess.Popen([*command, "--device", "cpu"], stdout=subprocess.DEVNULL) as process:
-        while not (tmp_path / "out.jsonl").exists() or not (tmp_path / "out.jsonl").stat().st_size:
-            assert process.poll() is None
-            time.sleep(0.01)
-        process.send_signal(signal.SIGKILL)
-    half = (tmp_path / "out.jsonl").read_bytes()
-    assert main([*command[3:], "--device", "cpu"]) == 0
-    done = (tmp_path / "out.jsonl").read_bytes()
+    out = tmp_path / "out.jsonl"
+    words = ["generate", str(exported), "--prompts", str(prompts), "--out", str(out), "--device", "cpu"]
+    words += ["--temperature", "0", "--batch-size", "2", "--max-new-tokens", "30"]
+    process = Command(words, tmp_path, tmp_path)
+    while not out.exists() or not out.stat().st_size:
+        assert process.running, process.err
+        time.sleep(0.01)
+    process.kill()
+    half = out.read_bytes()
+    assert main(words) == 0
+    done = out.read_bytes()
     assert 0 < half.count(b"\n") < 60 and done.startswith(half[: half.rfind(b"\n") + 1])
     assert [record["prompt"] for record in read(tmp_path / "out.jsonl")] == [r["prompt"] for r in read(prompts)]
 

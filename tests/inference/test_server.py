@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -28,6 +27,7 @@ from fathom.inference.batches import token_bytes
 from fathom.inference.generate import Sampling, encode, generate_batch
 from fathom.lens.live import add_lens
 from tests.inference.tiny import TEXT, export_tiny
+from tests.processes import Command
 
 CONTEXT = 8192
 GRACE = 2
@@ -83,21 +83,17 @@ class Served:
 
 
 @pytest.fixture(scope="module")
-def process(directory):
-    command = [sys.executable, "-m", "fathom", "serve", str(directory), "--port", "0", "--grace", str(GRACE)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment.pop("FATHOM_API_KEY", None)
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    ) as running:
-        yield running
-        running.kill()
+def process(directory, tmp_path_factory):
+    here = tmp_path_factory.mktemp("server")
+    running = Command(["serve", str(directory), "--port", "0", "--grace", str(GRACE)], here, here)
+    yield running
+    running.kill()
 
 
 @pytest.fixture(scope="module")
 def served(process):
-    line = process.stdout.readline()
-    assert line.startswith("tiny at http://127.0.0.1:"), line + process.stderr.read()
+    line = process.first_line()
+    assert line.startswith("tiny at http://127.0.0.1:"), line + process.err
     return Served(int(line.rsplit(":", 1)[1].split("/")[0]), process.pid)
 
 
@@ -575,13 +571,13 @@ def test_sigterm_ends_cleanly(served, process):
     threads[1].start()
     while "long" not in heard:
         time.sleep(0.01)
-    process.send_signal(signal.SIGTERM)
+    process.signal(signal.SIGTERM)
     for thread in threads:
         thread.join(30)
     assert process.wait(30) == 0
     assert heard["short"] == expected
     assert "shutting down" in str(heard["error"])
-    assert "Traceback" not in process.stderr.read()
+    assert "Traceback" not in process.err
 
 
 @pytest.mark.parametrize("own", [None, 0, 2, [2], [2, 0], 151645])

@@ -1,31 +1,25 @@
 """Two gloo ranks on this machine, for the tests that need them."""
 
-import os
-import socket
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch.distributed.fsdp import fully_shard
+
+from tests import processes
 
 from .cases import build, config_of, tokens
 
 
 def on_two_ranks(function, *args) -> None:
     """Run `function(rank, *args)` on both ranks of a fresh process group."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = s.getsockname()[1]
-    mp.spawn(_rank, args=(port, function, args), nprocs=2)
+    processes.run_ranks(2, _rank, function, args)
 
 
-def _rank(rank: int, port: int, function, args) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE="2")
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+def _rank(function, args) -> None:
+    dist.init_process_group("gloo")
     try:
-        function(rank, *args)
+        function(dist.get_rank(), *args)
     finally:
         dist.destroy_process_group()
 

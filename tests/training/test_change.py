@@ -16,9 +16,9 @@ import torch
 from fathom.cli.main import main
 from fathom.recipe import Recipe, RecipeError, load_recipe
 from fathom.training import TrainingError, branch, change, extension, loop, read_history, read_metrics, train
+from tests import processes
 from tests.tiny import tiny_recipe
 
-from . import processes
 from .conftest import StopAt
 from .test_steps import poison
 

@@ -19,9 +19,8 @@ from fathom.recipe import Recipe
 from fathom.training import TrainingError, train
 from fathom.training.checkpoint import Checkpointer
 from fathom.training.parallel import Ranks
+from tests import processes
 from tests.tiny import tiny_recipe
-
-from . import processes
 
 STEPS = 8
 

@@ -12,9 +12,9 @@ from torch import Tensor
 from fathom.cli.main import main
 from fathom.recipe import Recipe, RecipeError, load_recipe
 from fathom.training import build_training, train
+from tests import processes
 from tests.tiny import tiny_recipe
 
-from . import processes
 from .conftest import StopAt
 
 MIXED = ("model.mixer=none", "model.residual=denseformer")

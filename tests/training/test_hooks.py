@@ -20,9 +20,8 @@ from fathom.training import Evaluation, Hook, read_metrics, train
 from fathom.training.build import StepMetrics, Training
 from fathom.training.hooks import Adapter, Hooks
 from fathom.training.loop import Run
+from tests import processes
 from tests.tiny import tiny_recipe
-
-from . import processes
 
 POINTS = ("before_run", "before_step", "after_step", "log", "after_evaluation", "after_save", "after_run")
 

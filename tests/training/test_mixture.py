@@ -12,9 +12,9 @@ from fathom.data.shards import DataError
 from fathom.recipe import Recipe, RecipeError, load_recipe
 from fathom.training import branch, build_training, extension, train
 from fathom.training.estimate import estimate
+from tests import processes
 from tests.tiny import tiny_recipe
 
-from . import processes
 from .conftest import StopAt
 
 MIXED = ("data.mixture={rivers: 0.25, seas: 0.75}", "data.phases=[{at: 0.5, mixture: {rivers: 1}}]")

@@ -16,9 +16,8 @@ import pytest
 
 import fathom
 from fathom.training import read_metrics, train
+from tests import processes
 from tests.tiny import tiny_recipe
-
-from . import processes
 
 PAGE = Path(__file__).parents[2] / "docs" / "nodes.md"
 STEPS = 150

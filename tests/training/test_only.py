@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fathom.recipe import Recipe, RecipeError
 from fathom.training import build_training, train
+from tests import processes
 from tests.tiny import tiny_recipe
 
-from . import processes
 from .conftest import StopAt
 
 GATES = (

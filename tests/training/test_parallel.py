@@ -10,9 +10,9 @@ import pytest
 
 from fathom.recipe import Recipe
 from fathom.training import build_training, start, train
+from tests import processes
 from tests.tiny import tiny_recipe
 
-from . import processes
 from .conftest import StopAt
 
 STEPS = 8

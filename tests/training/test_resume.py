@@ -18,9 +18,8 @@ from fathom.data.shards import DataError, file_crc32, read_index, write_index
 from fathom.recipe import Recipe, RecipeError
 from fathom.training import checkpoint, train
 from fathom.training.loop import claimed, stop_signals
+from tests import processes
 from tests.tiny import tiny_recipe
-
-from . import processes
 
 STEPS = 8
 

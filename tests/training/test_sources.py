@@ -13,9 +13,8 @@ from fathom.cli.main import main
 from fathom.models import FathomForCausalLM
 from fathom.recipe import RecipeError, parse_recipe
 from fathom.training import build_training, train
+from tests import processes
 from tests.tiny import tiny_recipe
-
-from . import processes
 
 
 @pytest.fixture(scope="module")

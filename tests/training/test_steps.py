@@ -17,9 +17,8 @@ from fathom.training import TrainingError, build_training, train
 from fathom.training.build import build_model
 from fathom.training.guard import SETTLED, Guard
 from fathom.training.optimizer import Optimizer, decays, learning_rate, leaves_peak
+from tests import processes
 from tests.tiny import tiny_recipe
-
-from . import processes
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], harm: Callable[[Tensor], Tensor]) -> None:

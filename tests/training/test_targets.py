@@ -18,10 +18,10 @@ from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe
 from fathom.training import build_training, train
 from fathom.training.build import forward
+from tests import processes
 from tests.corpus.prose import recipe_values, write_jsonl
 from tests.tiny import make_conversations, tiny_recipe
 
-from . import processes
 from .conftest import StopAt
 
 ROLES = ("user", "assistant")

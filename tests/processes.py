@@ -1,10 +1,12 @@
-"""Fresh processes for what must not happen in this one: several ranks, and sudden death."""
+"""Fresh processes for what must not happen in this one: several ranks, signals and sudden death."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import socket
+import sys
+import time
 import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -15,11 +17,77 @@ _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(["fathom.training", "fathom.models.modeling", "tests.training.conftest"])
 
 
-def start(function: Callable[..., Any], *arguments: Any, environment: Mapping[str, str] | None = None) -> Any:
-    """Start `function(*arguments)` in a process."""
-    process = _context.Process(target=_enter, args=(dict(environment or {}), function, arguments), daemon=True)
+def start(
+    function: Callable[..., Any],
+    *arguments: Any,
+    environment: Mapping[str, str] | None = None,
+    daemon: bool = True,
+) -> Any:
+    """Start `function(*arguments)` in a process; one that is no daemon may start others."""
+    process = _context.Process(target=_enter, args=(dict(environment or {}), function, arguments), daemon=daemon)
     process.start()
     return process
+
+
+class Command:
+    """`fathom WORDS`, begun in a folder; what it writes goes to files in another."""
+
+    def __init__(self, words: list[str], folder: Path, written: Path) -> None:
+        self._written = written
+        self._process = start(_command, words, folder, written)
+
+    @property
+    def pid(self) -> int:
+        """The process."""
+        return int(self._process.pid)
+
+    @property
+    def running(self) -> bool:
+        """Whether it has not ended."""
+        return bool(self._process.is_alive())
+
+    @property
+    def out(self) -> str:
+        """Standard output so far."""
+        path = self._written / "stdout"
+        return path.read_text(encoding="utf-8") if path.exists() else ""
+
+    @property
+    def err(self) -> str:
+        """Standard error so far."""
+        return (self._written / "stderr").read_text(encoding="utf-8")
+
+    def first_line(self) -> str:
+        """The first line of standard output, as soon as it is there; what there is if the command ends before."""
+        while "\n" not in self.out and self.running:
+            time.sleep(0.02)
+        return self.out.partition("\n")[0]
+
+    def signal(self, number: int) -> None:
+        """Send a signal."""
+        os.kill(self.pid, number)
+
+    def wait(self, seconds: float = 60) -> int:
+        """The exit code; negative for a signal."""
+        self._process.join(seconds)
+        assert self._process.exitcode is not None, "the command hangs"
+        return int(self._process.exitcode)
+
+    def kill(self) -> None:
+        """End it at once, if it runs."""
+        self._process.kill()
+        self._process.join()
+
+
+def _command(words: list[str], folder: Path, written: Path) -> None:
+    for descriptor, name in ((1, "stdout"), (2, "stderr")):
+        os.dup2(os.open(written / name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), descriptor)
+    os.chdir(folder)
+    os.environ.pop("FATHOM_API_KEY", None)
+    from fathom.cli.main import main
+
+    sys.argv = ["fathom", *words]
+    sys.exit(main(words))
 
 
 def run(function: Callable[..., Any], *arguments: Any) -> int:
