@@ -14,10 +14,12 @@ import inspect
 import itertools
 import math
 import re
+import sys
 import types
 import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Union
 
@@ -689,11 +691,19 @@ def allowed(hint: Any) -> str:
 
 def help_of(section: type) -> dict[str, str]:
     """The text under each field of a section."""
-    (definition,) = ast.parse(inspect.cleandoc(inspect.getsource(section))).body
-    found = {}
-    for field_, text in itertools.pairwise(typing.cast("ast.ClassDef", definition).body):
-        if isinstance(field_, ast.AnnAssign) and isinstance(text, ast.Expr):
-            found[ast.unparse(field_.target)] = " ".join(ast.literal_eval(text.value).split())
+    return _helps(section.__module__)[section.__name__]
+
+
+@lru_cache
+def _helps(module: str) -> dict[str, dict[str, str]]:
+    """The texts of every class of a module, whose source is parsed once."""
+    found: dict[str, dict[str, str]] = {}
+    for definition in ast.parse(inspect.getsource(sys.modules[module])).body:
+        if isinstance(definition, ast.ClassDef):
+            texts = found[definition.name] = {}
+            for field_, text in itertools.pairwise(definition.body):
+                if isinstance(field_, ast.AnnAssign) and isinstance(text, ast.Expr):
+                    texts[ast.unparse(field_.target)] = " ".join(ast.literal_eval(text.value).split())
     return found
 
 
