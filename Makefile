@@ -27,6 +27,9 @@ lint: setup
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# Whatever the environment says: the assertions of 170 test files are rewritten once, not by each process at each start.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+
 test: lint
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not slow'
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -23,6 +24,12 @@ if not torch.cuda.is_available():  # kernels then run in an interpreter, which t
 torch.set_num_threads(1)
 settings.register_profile("fathom", deadline=None, print_blob=True)  # a shared machine is no reason to fail
 settings.load_profile("fathom")
+
+
+def pytest_collection_finish() -> None:
+    """What was imported is there to stay: half a million objects that no later collection need walk through."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

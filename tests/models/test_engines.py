@@ -7,7 +7,8 @@ import sys
 import pytest
 import scipy.stats
 import torch
-from transformers import ContinuousBatchingConfig, GenerationConfig
+from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fathom.checkpoints.export import export
@@ -177,7 +178,21 @@ def test_backends_that_leave_the_cache_to_the_model(backend):
     check_engine(model.config, model.recurrence, model.plan[:1], {"cache": None, "attention_instances": None})
 
 
-def test_the_refusal_travels(tmp_path):
+def test_the_refusal_travels(tmp_path, monkeypatch):
+    """The code of an export, at a backend by another name."""
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    directory = str(export(build(config_of("loop")), tmp_path / "loop"))
+    model = get_class_from_dynamic_module("modeling.FathomModel", directory)
+    assert model.__module__.startswith("transformers_modules."), "not Fathom's own"
+    config = model.config_class.from_pretrained(directory)
+    monkeypatch.setitem(AttentionInterface._global_mapping, "some_engine", lambda *args, **kwargs: None)
+    with pytest.raises(ValueError, match="attn_implementation=some_engine is not known to keep a cache for each trip"):
+        model._from_config(config, attn_implementation="some_engine")
+
+
+@pytest.mark.slow
+def test_the_refusal_needs_no_fathom(tmp_path):
     """An export opened by an engine that has no Fathom: remote code, a backend by another name."""
     export(build(config_of("loop")), tmp_path / "loop")
     script = f"""

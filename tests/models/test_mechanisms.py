@@ -370,7 +370,7 @@ COMPILED = ("vanilla", "depth_attention")  # tracing takes long: the others are 
 @pytest.mark.parametrize("case", [c if c in COMPILED else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
 def test_compiled_in_one_graph(case):
     torch._dynamo.reset()
-    layers = {"num_hidden_layers": 2} if case in SEVERAL_PASSES else {}  # a graph holds every pass
+    layers = {"num_hidden_layers": 2} if case in (*SEVERAL_PASSES, "vanilla") else {}  # a graph holds every pass
     model, ids = build(config_of(case, **layers), dtype=torch.float64), tokens(2, 16)
     plain = gradients(model, ids)
     whole = torch.compile(model, backend="aot_eager", fullgraph=True)

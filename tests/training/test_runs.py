@@ -106,7 +106,8 @@ def test_repeats_are_said(recipe: Recipe, tmp_path: Path, capsys) -> None:
     windows = tokens // recipe.data.sequence_length
     assert cost.epochs == pytest.approx(recipe.train.steps * recipe.rows_per_step / windows)
     assert estimate(recipe.override("data.directory=nowhere")).epochs is None
-    many = recipe.override(f"train.steps={math.ceil(2.5 * windows / recipe.rows_per_step)}", "track.display=lines")
+    many = recipe.override("train.tokens_per_step=1024", "train.micro_batch=32", "train.checkpoint_every=100")
+    many = many.override(f"train.steps={math.ceil(2.5 * windows / many.rows_per_step)}", "evaluate.every=0")
     (tmp_path / "r.yaml").write_text(many.to_yaml())
     assert main(["train", str(tmp_path / "r.yaml"), "--dry-run"]) == 0
     assert "epochs of the corpus" in capsys.readouterr().out
