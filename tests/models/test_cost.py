@@ -205,7 +205,7 @@ def test_flops_are_what_a_counter_counts(case):
 
 
 @pytest.mark.parametrize("case", ["vanilla", "loop-middle", "loop+depth_attention-grid"])
-@pytest.mark.parametrize("window", [None, 2, 4, 16, 40])
+@pytest.mark.parametrize("window", [None, 2, pytest.param(4, marks=pytest.mark.slow), 16, 40])
 def test_windowed_layers_read_as_far_as_they_see(case, window):
     """Decoded token by token, as the only way in which a window's scores alone are made."""
     shape = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1} if window else {}
@@ -274,8 +274,17 @@ def test_a_declared_training_step_is_a_measured_one(case, words):
     assert counted_step(config, 16) == pytest.approx(training_flops_per_token(config, 2 * 16 - 1), rel=0.02)
 
 
-@pytest.mark.parametrize("words", [500, 2000])
-@pytest.mark.parametrize("top_k", [0, 31, 32, 125, 126])
+MIXED = [(0, 500), (31, 500), (32, 500), (125, 2000), (126, 2000)]
+
+
+@pytest.mark.parametrize(
+    ("top_k", "words"),
+    [
+        pytest.param(top_k, words, marks=() if (top_k, words) in MIXED else pytest.mark.slow)
+        for top_k in (0, 31, 32, 125, 126)
+        for words in (500, 2000)
+    ],
+)
 @pytest.mark.parametrize("view", ["same", "all"])
 def test_every_way_to_mix_is_declared(view, top_k, words):
     """Dense or sparse: 31 of 500 and 125 of 2000 words are the most that are gathered."""

@@ -24,11 +24,14 @@ from .cases import CASES, FAST, SHAPE, build, config_of, in_turn, set_options, t
 from .ranks import on_two_ranks, sharded_gradients
 
 every_case = pytest.mark.parametrize("case", in_turn(CASES))
-both_lots = pytest.mark.parametrize(
-    "cases",
-    [FAST[::2], pytest.param([case for case in CASES if case not in FAST[::2]], marks=pytest.mark.slow)],
-    ids=["some", "the others"],
-)
+
+
+def in_two_lots(some):
+    """Cases of which many go into one process: some at once, and the others, which are slow."""
+    others = pytest.param([case for case in CASES if case not in some], marks=pytest.mark.slow)
+    return pytest.mark.parametrize("cases", [some, others], ids=["some", "the others"])
+
+
 EXACT = 1e-11  # float64
 CLOSE = 1e-4  # float32, as logits
 
@@ -196,7 +199,7 @@ def test_prefix_invariance(case):
 
 
 @every_case
-@pytest.mark.parametrize("how", ["greedy", "sampled", "beam"])
+@pytest.mark.parametrize("how", ["greedy", pytest.param("sampled", marks=pytest.mark.slow), "beam"])
 def test_generate_is_its_uncached_self(case, how):
     model = build(config_of(case))
     arguments = {
@@ -385,7 +388,7 @@ def test_compiled_in_one_graph(case):
         assert worst(whole(ids, use_cache=False).logits, logits(model, ids)) < 1e-10
 
 
-@both_lots
+@in_two_lots(FAST[::2])
 def test_two_fsdp_ranks_are_one_process(tmp_path, cases):
     """Many cases in one launch, since starting two processes costs more than the comparison."""
     on_two_ranks(sharded_gradients, tmp_path, list(cases))
@@ -461,7 +464,7 @@ print("all equal")
 """
 
 
-@both_lots
+@in_two_lots(FAST[::4])
 def test_exports_open_in_a_clean_process(tmp_path, monkeypatch, cases):
     """Many cases in one process that cannot import Fathom."""
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
