@@ -123,6 +123,15 @@ def test_a_worker_reports_its_error(tmp_path: Path, tokenizer: str) -> None:
         prepare([str(tmp_path / "a.jsonl")], tmp_path / "out", tokenizer, workers=2)
 
 
+def test_a_users_file_is_no_module_of_a_worker(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker is started where the user is, who may have a random.py of her own."""
+    (tmp_path / "random.py").write_text("raise SystemExit(3)\n")
+    write_documents(tmp_path / "a.jsonl", 20)
+    monkeypatch.chdir(tmp_path)
+    prepare(["a.jsonl"], tmp_path / "out", tokenizer, held_out=0, workers=2)
+    assert len(list(documents(tmp_path / "out", "train"))) == 20
+
+
 def run(arguments: dict[str, object], delay: float | None = None) -> int | None:
     """Prepare in a forked process, killed after a delay; how many documents it found done, or None if it was killed.
 

@@ -27,10 +27,13 @@ from fathom.data.shards import DataError, first_line, token_dtype
 from fathom.data.sources import Kind, Payload, Reading, SourceText, parse
 from fathom.data.tokenizer import plain_encoder
 
-# Ctrl-C reaches the whole process group, but the parent decides what it means; and replies have standard output to
-# themselves: whatever else prints goes to standard error.
+# With -c, Python looks for modules in the working directory first: a user's file there, html.py say, would be read in
+# place of Python's own. Ctrl-C reaches the whole process group, but the parent decides what it means; and replies have
+# standard output to themselves: whatever else prints goes to standard error.
 WORKER = """
-import os, signal, sys
+import sys
+sys.path[:] = [path for path in sys.path if path]
+import os, signal
 signal.signal(signal.SIGINT, signal.SIG_IGN)
 from fathom.data.encode import serve
 replies = os.fdopen(os.dup(1), "wb")
