@@ -55,7 +55,7 @@ $(TRITON)/.ready:
 	@touch $@
 
 # Other people's tests and tools (docs/outside.md), in two directories of their own; what was set up is not set up again.
-SUITES ?= transformers clients lm_eval llama_cpp vllm
+SUITES ?= transformers clients lm_eval trl llama_cpp vllm
 OUTSIDE := .venv-outside
 VLLM := .venv-vllm
 test-outside: $(OUTSIDE)/.ready $(if $(filter vllm,$(SUITES)),$(VLLM)/.ready)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from fathom.checkpoints.layout import TOKENIZER_CONFIG
+from fathom.corpus.chat_template import TokenizerTemplate
 from fathom.corpus.documents import Document, write_lines
 from fathom.corpus.kept import kept_documents, kept_parts
 from fathom.corpus.stage import CorpusError, Stage, Task
@@ -20,6 +22,8 @@ from fathom.data.targets import write_targets
 from fathom.data.tokenizer import plain_encoder
 from fathom.report.files import read_json, write_json
 
+OWN = "tokenizer"
+"""The template that is the tokenizer's own."""
 REASONS = ("too_long", "no_target", "no_template")
 
 
@@ -35,7 +39,16 @@ class Converse(Stage):
     def tasks(self) -> list[Task]:
         """The work, when the stages before are done."""
         parts = [part for part in kept_parts(self.workspace) if part.kind == "conversations"]
-        return groups_of(self.workspace, parts, self.recipe.tokenize.shard_bytes)
+        own = self._own_template() if parts and self.recipe.converse.template == OWN else {}
+        return [
+            replace(task, arguments={**task.arguments, **own})
+            for task in groups_of(self.workspace, parts, self.recipe.tokenize.shard_bytes)
+        ]
+
+    def _own_template(self) -> dict[str, str]:
+        """What the tokenizer's own template depends on, so that another one makes the tasks new."""
+        names = ("chat_template.jinja", TOKENIZER_CONFIG)
+        return {name: one.sha256 for name in names for one in self.workspace.outputs("tokenizer", name)}
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Do one task; returns what was counted."""
@@ -75,7 +88,11 @@ class Converse(Stage):
 
     def _encoder(self, file: Path, eos_token_id: int) -> ConversationEncoder:
         wanted = self.recipe.converse
-        encoder = ConversationEncoder(plain_encoder(file), eos_token_id, wanted.template, wanted.max_tokens)
+        try:
+            template = TokenizerTemplate(file.parent) if wanted.template == OWN else wanted.template
+            encoder = ConversationEncoder(plain_encoder(file), eos_token_id, template, wanted.max_tokens)
+        except TemplateError as error:
+            raise CorpusError(f"converse.template={OWN}: {error}: choose chatml, alpaca or react") from None
         if missing := encoder.missing_tokens():
             raise CorpusError(
                 f"converse.template={wanted.template}: the tokenizer has no token {', '.join(missing)}: choose another "

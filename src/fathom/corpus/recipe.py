@@ -207,8 +207,8 @@ class TokenizeOptions:
 class ConverseOptions:
     """How conversations become tokens, and which of these are learnt."""
 
-    template: Literal["chatml", "alpaca", "react"] = "chatml"
-    """chatml: Qwen's; alpaca: headings; react: thoughts, actions and observations"""
+    template: Literal["chatml", "alpaca", "react", "tokenizer"] = "chatml"
+    """chatml: Qwen's; alpaca: headings; react: thoughts, actions and observations; tokenizer: its own chat template"""
     max_tokens: int = 2048
     """of a longer conversation the oldest exchanges are left out; one whose last exchange is longer is rejected"""
 

@@ -90,11 +90,29 @@ def react(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
             yield TemplatePart(f"Question: {content}\n" if message["role"] == "user" else f"{content}\n\n")
 
 
-TEMPLATES: dict[str, Callable[[Sequence[ChatMessage]], Iterator[TemplatePart]]] = {
+Template = Callable[[Sequence[ChatMessage]], Iterator[TemplatePart]]
+TEMPLATES: dict[str, Template] = {
     "chatml": chatml,
     "alpaca": alpaca,
     "react": react,
 }
+
+
+CHATS = {
+    "chatml": "{% for m in messages %}<|im_start|>{% if m['role'] == 'tool' %}"
+    "{{ 'user\\n<tool_response>\\n' + m['content'] + '\\n</tool_response>' }}"
+    "{% else %}{{ m['role'] + '\\n' + m['content'] }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}",
+    "alpaca": "{% if messages[0]['role'] == 'system' %}{{ messages[0]['content'] }}{% else %}"
+    + ALPACA
+    + "{% endif %}{{ '\\n\\n' }}{% for m in messages %}"
+    "{% if m['role'] == 'user' %}{{ '### Instruction:\\n' + m['content'] + '\\n\\n' }}"
+    "{% elif m['role'] == 'tool' %}{{ '### Input:\\n' + m['content'] + '\\n\\n' }}"
+    "{% elif m['role'] == 'assistant' %}{{ '### Response:\\n' + m['content'] + eos_token + '\\n\\n' }}"
+    "{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}",
+}
+"""The same for tokenizers that have no chat template of their own, so that a tuned model is asked as it was taught."""
 
 
 def is_learnt(message: ChatMessage) -> bool:
@@ -107,18 +125,22 @@ def rendered(pieces: Sequence[TemplatePart], eos: str) -> str:
     return "".join(eos if piece.text == END and piece.token else piece.text for piece in pieces)
 
 
-class ConversationEncoder:
-    """Encodes conversations by one template."""
+def tokens_of(template: Template) -> list[str]:
+    """The tokens of their own that a template needs, EOS apart."""
+    probe = [{"role": role, "content": "x"} for role in ("user", "assistant")]
+    return sorted({piece.text for piece in template(probe) if piece.token} - {END})
 
-    def __init__(self, tokenizer: Tokenizer, eos_token_id: int, template: str, most_tokens: int) -> None:
+
+class ConversationEncoder:
+    """Encodes conversations by one template, given or named."""
+
+    def __init__(self, tokenizer: Tokenizer, eos_token_id: int, template: str | Template, most_tokens: int) -> None:
         self._tokenizer, self._eos, self._most = tokenizer, eos_token_id, most_tokens
-        self._template = TEMPLATES[template]
+        self._template = TEMPLATES[template] if isinstance(template, str) else template
 
     def missing_tokens(self) -> list[str]:
         """Tokens that the template needs and the tokenizer has not."""
-        probe = [{"role": role, "content": "x"} for role in ("user", "assistant")]
-        wanted = {piece.text for piece in self._template(probe) if piece.token} - {END}
-        return sorted(text for text in wanted if self._tokenizer.token_to_id(text) is None)
+        return [text for text in tokens_of(self._template) if self._tokenizer.token_to_id(text) is None]
 
     def encode(self, messages: Sequence[ChatMessage]) -> EncodedConversation | None:
         """Tokens that end with EOS; the oldest exchanges go where it is too long, None if the last one still is."""

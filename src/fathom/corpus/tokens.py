@@ -14,6 +14,7 @@ from fathom.checkpoints.layout import TOKENIZER_JSON
 from fathom.corpus.documents import Document
 from fathom.corpus.kept import KeptPart, kept_documents, kept_parts
 from fathom.corpus.stage import CorpusError, Input, Stage, Task, Workspace
+from fathom.corpus.templates import CHATS, TEMPLATES, tokens_of
 from fathom.data.encode import choose_split
 from fathom.data.shards import ShardWriter, shard_entries, token_dtype
 from fathom.data.tokenizer import load_tokenizer, plain_encoder, save_tokenizer, train_bpe, vocabulary_size
@@ -35,7 +36,14 @@ class Tokenizer(Stage):
         """What of the recipe decides the outcome."""
         tokens = self.recipe.tokenize
         keys = ("eos_token",) if tokens.train is None else ("train", "train_bytes", "held_out")
-        return {key: getattr(tokens, key) for key in keys}
+        template = self._template()
+        return {**{key: getattr(tokens, key) for key in keys}, **({"template": template} if template else {})}
+
+    def _template(self) -> str | None:
+        """How conversations are written; None where there are none, or where the tokenizer itself says."""
+        talks = any(one.kind != "documents" for one in self.recipe.collections.values())
+        name = self.recipe.converse.template
+        return name if talks and name in TEMPLATES else None
 
     def tasks(self) -> list[Task]:
         """The work, when the stages before are done."""
@@ -56,15 +64,18 @@ class Tokenizer(Stage):
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Do one task; returns what was counted."""
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        settings = self.recipe.tokenize
+        settings, template = self.recipe.tokenize, self._template()
         if "parts" in task.arguments:
-            tokenizer = train_bpe(self._texts(task), settings.train or 0)
+            tokens = tokens_of(TEMPLATES[template]) if template else []
+            tokenizer = train_bpe(self._texts(task), settings.train or 0, tokens)
         else:
             name = task.arguments.get("name")
             if name is None:
                 first = Path(task.inputs[0].path)
                 name = str(first.parent if task.arguments["folder"] else first)
             tokenizer = load_tokenizer(name, settings.eos_token)
+        if template in CHATS and tokenizer.chat_template is None:
+            tokenizer.chat_template = CHATS[template]
         save_tokenizer(tokenizer, folder)
         facts = {"vocab_size": vocabulary_size(tokenizer), "eos_token_id": int(tokenizer.eos_token_id)}
         write_json(folder / FACTS, facts)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -46,12 +46,13 @@ class TrainingWords:
         return self.bytes
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
+def train_bpe(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] = ()) -> PreTrainedTokenizerBase:
     """Train a byte-level BPE; the same texts in the same order give the same tokenizer.
 
     Args:
         texts: What to learn merges from.
         vocab_size: Tokens to aim at, EOS and padding included; a small corpus may give fewer.
+        tokens: Further tokens that no text is read as, such as those which begin and end a turn.
 
     Returns:
         A `transformers.PreTrainedTokenizerFast`.
@@ -73,13 +74,17 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerBase:
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[EOS, PAD],
+        special_tokens=[EOS, PAD, *tokens],
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        pad_token=PAD,
+        clean_up_tokenization_spaces=False,
+        **({"additional_special_tokens": list(tokens)} if tokens else {}),
     )
 
 

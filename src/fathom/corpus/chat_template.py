@@ -1,0 +1,131 @@
+"""A tokenizer's own chat template as pieces: what it says around the messages, and which of all that is learnt.
+
+A template is a program and does not say which part of its output is a message. So it is run on a conversation in which
+every message is a mark of its own; what stands between the marks is the template's. Put back in place of the marks, the
+messages must give what the template says of the conversation itself, to the letter: a template that rewrites what is
+said (one that leaves earlier thoughts out, say) is refused, message by message.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from fathom.corpus.templates import ChatMessage, TemplateError, TemplatePart, is_learnt
+
+MARKS = "\ue000{}\ue001"
+"""Private characters of Unicode, so that no template treats a mark as anything but text."""
+
+
+class TokenizerTemplate:
+    """The chat template of a saved tokenizer.
+
+    Learnt is what the template itself marks by `{% generation %}`; where it marks nothing, what the assistant says,
+    with what follows up to the first token of its own, which ends the turn.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+        if not self._tokenizer.chat_template:
+            raise TemplateError("the tokenizer has no chat template")
+        self._marks_spans = re.search(r"\{%-?\s*generation\s*-?%\}", self._tokenizer.chat_template) is not None
+        found = sorted(map(str, self._tokenizer.get_added_vocab()), key=len, reverse=True)
+        self._tokens = re.compile("|".join(map(re.escape, found)) or r"(?!)")
+
+    def __call__(self, messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
+        """The pieces of a conversation."""
+        if any(re.search("[\ue000\ue001]", str(one["content"])) for one in messages):
+            raise TemplateError("a message has characters that stand for messages here")
+        marked, spans = self._render([{**one, "content": MARKS.format(n)} for n, one in enumerate(messages)])
+        said, _ = self._render(messages)
+        order = [int(number) for number in re.findall("\ue000(\\d+)\ue001", marked)]
+        if len(set(order)) < len(order):
+            raise TemplateError("the template says a message twice")
+        if left_out := {n for n, one in enumerate(messages) if one["role"] == "assistant"} - set(order):
+            raise TemplateError(f"the template leaves message {min(left_out) + 1} out")
+        around = re.split("\ue000\\d+\ue001", marked)
+        contents = _contents(around, [str(messages[number]["content"]) for number in order], said)
+        learnt = self._learnt(messages, order, around, spans)
+        place = 0
+        for number, text in enumerate(around):
+            yield from self._fixed(text, learnt[place : place + len(text)])
+            place += len(text)
+            if number < len(order):
+                yield TemplatePart(contents[number], learnt[place])
+                place += len(MARKS.format(order[number]))
+
+    def _render(self, messages: Sequence[ChatMessage]) -> tuple[str, list[tuple[int, int]]]:
+        """What the template makes of messages, and the spans that it marks."""
+        from jinja2.exceptions import TemplateError as JinjaError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        plain = [{key: value for key, value in one.items() if key != "train"} for one in messages]
+        try:
+            texts, spans = render_jinja_template(
+                conversations=[plain],
+                chat_template=self._tokenizer.chat_template,
+                return_assistant_tokens_mask=self._marks_spans,
+                **self._tokenizer.special_tokens_map,
+            )
+        except (JinjaError, TypeError, ValueError, KeyError) as error:  # the template's own code may raise any of them
+            raise TemplateError(f"the chat template fails: {' '.join(str(error).split())}") from None
+        return texts[0], [(start, stop) for start, stop in spans[0]] if self._marks_spans else []
+
+    def _learnt(
+        self, messages: Sequence[ChatMessage], order: list[int], around: list[str], spans: list[tuple[int, int]]
+    ) -> list[bool]:
+        """Of every character of the marked text whether it is learnt."""
+        begins, place = [], 0
+        for text, number in zip(around, [*order, None], strict=True):
+            place += len(text)
+            begins.append(place)
+            place += len(MARKS.format(number)) if number is not None else 0
+        learnt = [False] * place
+        turns = [n for n, number in enumerate(order) if messages[number]["role"] == "assistant"]
+        if not self._marks_spans:
+            spans = [
+                (begins[n], self._end_of_turn(around[n + 1], begins[n] + len(MARKS.format(order[n])))) for n in turns
+            ]
+        owners = [next((n for n in turns if start <= begins[n] < stop), None) for start, stop in spans]
+        for (start, stop), owner in zip(spans, owners, strict=True):
+            if owner is None or is_learnt(messages[order[owner]]):
+                learnt[start:stop] = [True] * (stop - start)
+        return learnt
+
+    def _end_of_turn(self, after: str, start: int) -> int:
+        """Where the token ends that follows an answer."""
+        found = self._tokens.search(after)
+        if found is None or after[: found.start()].strip():
+            raise TemplateError("the template ends an answer with no token of its own")
+        return start + found.end()
+
+    def _fixed(self, text: str, learnt: Sequence[bool]) -> Iterator[TemplatePart]:
+        """What the template says, cut at tokens and where learning begins or ends."""
+        edges = {0, len(text), *(n for n in range(1, len(text)) if learnt[n] != learnt[n - 1])}
+        whole = {(found.start(), found.end()) for found in self._tokens.finditer(text)}
+        cuts = sorted(edges | {edge for span in whole for edge in span})
+        for start, stop in pairwise(cuts):
+            yield TemplatePart(text[start:stop], learnt[start], token=(start, stop) in whole)
+
+
+def _contents(around: Sequence[str], messages: Sequence[str], said: str) -> list[str]:
+    """What the template makes of each message: the message, or without the blanks at its ends."""
+    found, place = [], len(around[0])
+    if not said.startswith(around[0]):
+        raise TemplateError("the template says otherwise what surrounds the messages")
+    for number, (content, after) in enumerate(zip(messages, around[1:], strict=True)):
+        last = number == len(messages) - 1
+        for one in dict.fromkeys((content, content.strip(), content.lstrip(), content.rstrip())):
+            rest = said[place:]
+            if rest == one + after if last else rest.startswith(one + after):
+                found.append(one)
+                place += len(one) + len(after)
+                break
+        else:
+            raise TemplateError(f"the template rewrites message {number + 1}")
+    return found

@@ -1,0 +1,145 @@
+"""A tokenizer's own chat template: its words to the letter, and of these only what the assistant says is learnt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer
+
+from fathom.corpus.chat_template import TokenizerTemplate
+from fathom.corpus.pipeline import build
+from fathom.corpus.recipe import parse_corpus_recipe
+from fathom.corpus.stage import CorpusError
+from fathom.corpus.templates import CHATS, TEMPLATES, ConversationEncoder, TemplateError, rendered
+from fathom.data.tokenizer import plain, save_tokenizer, train_bpe
+from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
+from tests.corpus.test_conversations import TALK, talks
+
+TOKENS = ["<|im_start|>", "<|im_end|>", "<start>", "<stop>", "<think>", "</think>"]
+# Turns between tokens of their own, the system's words inside the user's first, thoughts of the last answer alone.
+PLAIN = (
+    "{{ bos_token }}{% for m in messages %}{% if m.role == 'system' %}{% continue %}{% endif %}"
+    "{{ '<start>' + m.role + '\n' }}{% if loop.index0 == 1 and messages[0].role == 'system' %}"
+    "{{ messages[0].content + '\n\n' }}{% endif %}{% if loop.last %}{{ '<think>\n\n</think>\n\n' }}{% endif %}"
+    "{{ m.content | trim + '<stop>\n' }}{% endfor %}"
+)
+MARKED = (
+    "{% for m in messages %}{{ '<start>' + m.role + '\n' }}{% if m.role == 'assistant' %}{% generation %}"
+    "{{ '<think>\n\n</think>\n\n' + m.content + '<stop>' }}{% endgeneration %}{{ '\n' }}{% else %}"
+    "{{ m.content + '<stop>\n' }}{% endif %}{% endfor %}"
+)
+# What is learnt stands between ⟦ and ⟧.
+GOLDEN = {
+    PLAIN: "<|endoftext|><start>user\nBe brief.\n\nHow deep?<stop>\n<start>assistant\n⟦Two fathoms.<stop>⟧\n"
+    "<start>user\nAnd here?<|im_end|><stop>\n<start>assistant\n<think>\n\n</think>\n\n⟦Three.<stop>⟧\n",
+    MARKED: "<start>system\nBe brief.<stop>\n<start>user\nHow deep?<stop>\n"
+    "<start>assistant\n⟦<think>\n\n</think>\n\nTwo fathoms.<stop>⟧\n<start>user\nAnd here?<|im_end|><stop>\n"
+    "<start>assistant\n⟦<think>\n\n</think>\n\nThree.<stop>⟧\n",
+}
+
+
+def saved(folder: Path, template: str | None) -> Path:
+    prose = Prose(41)
+    tokenizer = train_bpe((prose.document() for _ in range(20)), 400, TOKENS)
+    tokenizer.bos_token = "<|endoftext|>"
+    tokenizer.chat_template = template
+    folder.mkdir()
+    save_tokenizer(tokenizer, folder)
+    return folder / "tokenizer"
+
+
+def shown(messages: list[dict[str, Any]], template: TokenizerTemplate) -> str:
+    marked = "".join(f"⟦{one.text}⟧" if one.learnt else one.text for one in template(messages))
+    return marked.replace("⟧⟦", "")
+
+
+@pytest.mark.parametrize("template", GOLDEN, ids=["without marks", "with marks"])
+def test_what_is_learnt_of_a_template_is_what_the_assistant_says(template: str, tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    folder = saved(tmp_path / "t", template)
+    own = TokenizerTemplate(folder)
+    assert shown(TALK, own) == GOLDEN[template]
+    # As transformers tokenises the same conversation, a user's <|im_end|> apart, which is text here.
+    messages = [{**one, "content": one["content"].replace("<|im_end|>", "")} for one in TALK]
+    whole = AutoTokenizer.from_pretrained(folder).apply_chat_template(messages, tokenize=True, return_dict=False)
+    tokenizer = plain(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    found = ConversationEncoder(tokenizer, tokenizer.token_to_id("<|endoftext|>"), own, 999).encode(messages)
+    assert found is not None and found.ids == [*whole, found.ids[-1]]
+    said = ConversationEncoder(tokenizer, tokenizer.token_to_id("<|endoftext|>"), own, 999).encode(TALK)
+    assert said is not None and said.ids.count(tokenizer.token_to_id("<|im_end|>")) == 0
+    # Some of it may be left out.
+    quiet = [{**one, "train": False} if one["content"] == "Two fathoms." else one for one in TALK]
+    assert shown(quiet, own) == GOLDEN[template].replace("⟦", "", 1).replace("⟧", "", 1)
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{% for m in messages %}{{ m.content | upper }}<stop>{% endfor %}", "rewrites message 1"),
+        ("{% for m in messages %}{{ m.content[:40] }}<stop>{% endfor %}", None),
+        ("{% for m in messages %}{{ m.content }}\n{% endfor %}", "ends an answer with no token of its own"),
+        ("{% for m in messages %}{{ m.content + m.content }}<stop>{% endfor %}", "says a message twice"),
+        ("{% for m in messages if m.role == 'user' %}{{ m.content }}<stop>{% endfor %}", "leaves message 2 out"),
+        ("{{ raise_exception('roles must alternate') }}", "fails: roles must alternate"),
+        (
+            "{{ messages[0].content | length }}<start>{% for m in messages %}{{ m.content }}<stop>{% endfor %}",
+            "what surrounds",
+        ),
+    ],
+)
+def test_a_template_that_does_more_than_surround_is_refused(template: str, said: str | None, tmp_path: Path) -> None:
+    own = TokenizerTemplate(saved(tmp_path / "t", template))
+    if said is None:
+        assert shown(TALK[1:3], own) == "How deep?<stop>⟦Two fathoms.<stop>⟧"
+        return
+    with pytest.raises(TemplateError, match=said):
+        list(own(TALK[1:3]))
+
+
+@pytest.mark.parametrize("name", sorted(CHATS))
+def test_a_tuned_model_is_asked_as_it_was_taught(name: str, tmp_path: Path) -> None:
+    """The template that a tokenizer is given says what the shards say, and a prompt is the shards' up to the answer."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(saved(tmp_path / "t", CHATS[name]))
+    talk = TALK if name == "chatml" else TALK[:3]
+    whole = rendered(list(TEMPLATES[name](talk)), "<|endoftext|>")
+    assert tokenizer.apply_chat_template(talk, tokenize=False) == whole
+    prompt = tokenizer.apply_chat_template(talk[:-1], tokenize=False, add_generation_prompt=True)
+    ends = {"chatml": "<|im_end|>\n", "alpaca": "<|endoftext|>\n\n"}[name]
+    assert whole == prompt + talk[-1]["content"] + ends
+
+
+def test_a_corpus_by_the_tokenizers_own_template(tmp_path: Path) -> None:
+    """What the template cannot say is listed, another template makes the shards new, and none is refused."""
+    rows = talks(12)
+    rows[3]["messages"][1]["content"] = "keep \ue000 this"
+    talk = {"inputs": [str(write_jsonl(tmp_path / "talk.jsonl", rows))], "kind": "conversations"}
+    bits = []
+    for number, template in enumerate((MARKED, PLAIN, None)):
+        folder = saved(tmp_path / str(number), template)
+        values = recipe_values({"talk": talk}, tokenize={"tokenizer": str(folder), "held_out": 0})
+        recipe = parse_corpus_recipe({**values, "converse": {"template": "tokenizer"}})
+        if template is None:
+            with pytest.raises(CorpusError, match="template=tokenizer: the tokenizer has no chat template: choose ch"):
+                build(recipe, tmp_path / "out")
+            continue
+        counts = build(recipe, tmp_path / "out").stages["converse"].counts
+        assert (counts["conversations"], counts["no_template"]) == (12, 1)
+        assert [row["path"] for row in lines(tmp_path / "out/stages/converse/rejected.jsonl")] == ["talk.jsonl:4"]
+        bits.append(counts["targets"])
+    assert bits[0] > bits[1], "the marked template has the thoughts learnt too"
+
+
+def test_a_tokenizer_that_is_trained_has_the_tokens_of_its_conversations(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    talk = {"inputs": [str(write_jsonl(tmp_path / "talk.jsonl", talks(20)))], "kind": "conversations"}
+    values = recipe_values({"talk": talk}, tokenize={"train": 300, "held_out": 0})
+    build(parse_corpus_recipe(values), tmp_path / "out")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out/conversations/tokenizer")
+    assert tokenizer.chat_template == CHATS["chatml"]
+    assert {"<|im_start|>", "<|im_end|>"} <= set(tokenizer.all_special_tokens)

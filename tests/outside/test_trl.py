@@ -1,0 +1,76 @@
+"""What is learnt of a conversation, held against TRL's templates for training, family by family."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer
+
+from fathom.corpus.chat_template import TokenizerTemplate
+from fathom.corpus.templates import ConversationEncoder, TemplateError
+from fathom.data.tokenizer import plain, save_tokenizer, train_bpe
+
+trl = pytest.importorskip("trl")
+FOLDER = Path(trl.__file__).parent / "chat_templates"
+TALK = [
+    {"role": "user", "content": "How deep?"},
+    {"role": "assistant", "content": "Two fathoms."},
+    {"role": "user", "content": "And here?"},
+    {"role": "assistant", "content": "Three."},
+]
+PICTURES = {"idefics3", "llava_next", "smolvlm"}  # a message there is a list of texts and pictures
+FAMILIES = sorted({path.stem.removesuffix("_training") for path in FOLDER.glob("*_training.jinja")} - PICTURES)
+ENDLESS = {"glm4moe"}  # whose turns end where the next begins
+# What TRL has learnt beside an answer and the token after it: what a prompt says already, or what comes after the end.
+BESIDE = re.compile(
+    r"<think>\s*</think>\s*|<｜Assistant｜>|<\|start\|>assistant(<\|channel\|>final| to=user)?<\|message\|>"
+)
+
+
+def encoded(template: str, folder: Path) -> tuple[Path, list[int], list[bool], str]:
+    """Tokens and bits of the conversation, and what is learnt as text; by a tokenizer that has the family's tokens."""
+    found = {token for path in FOLDER.glob("*.jinja") for token in re.findall(r"<[|｜/\w▁]+>", path.read_text())}
+    tokens = sorted(found - {"<|endoftext|>", "<|pad|>"})
+    tokenizer = train_bpe(["How deep is it? Two fathoms. And here? Three."] * 3, 300, tokens)
+    tokenizer.bos_token, tokenizer.chat_template = "<|endoftext|>", template
+    save_tokenizer(tokenizer, folder)
+    place = folder / "tokenizer"
+    fast = plain(Tokenizer.from_file(str(place / "tokenizer.json")))
+    made = ConversationEncoder(fast, fast.token_to_id("<|endoftext|>"), TokenizerTemplate(place), 9999).encode(TALK)
+    assert made is not None
+    learnt = [one for one, bit in zip(made.ids, made.learnt, strict=True) if bit]
+    return place, made.ids, made.learnt, fast.decode(learnt, skip_special_tokens=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masks_are_those_of_trls_template(family: str, tmp_path: Path) -> None:
+    """Where a template marks what is learnt: the tokens and the mask that transformers makes of it, bit by bit."""
+    from transformers import AutoTokenizer
+
+    place, ids, bits, _ = encoded((FOLDER / f"{family}_training.jinja").read_text(), tmp_path)
+    whole = AutoTokenizer.from_pretrained(place).apply_chat_template(
+        TALK, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    count = len(whole["input_ids"])
+    assert ids[:count] == whole["input_ids"]
+    assert [int(bit) for bit in bits[:count]] == whole["assistant_masks"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_without_marks_answers_and_the_tokens_after_them_are_learnt(family: str, tmp_path: Path) -> None:
+    """The family's own template, and what TRL has learnt of its own without what a prompt says or what follows."""
+    template = (FOLDER / f"{family}.jinja").read_text()
+    if family in ENDLESS:
+        with pytest.raises(TemplateError, match="ends an answer with no token of its own"):
+            encoded(template, tmp_path)
+        return
+    *_, ours = encoded(template, tmp_path)
+    (tmp_path / "trl").mkdir()
+    *_, theirs = encoded((FOLDER / f"{family}_training.jinja").read_text(), tmp_path / "trl")
+    turns = re.fullmatch(r"Two fathoms\.(<[^>]+>)Three\.(<[^>]+>)", ours)
+    assert turns, ours
+    wanted = re.sub(r"\s+(?=Two|Three|$)|<\|endoftext\|>\Z", "", BESIDE.sub("", theirs)).strip()
+    first, last = (re.search(rf"{answer}\.(<[^>]+>)", wanted) for answer in ("Two fathoms", "Three"))
+    assert first and last and turns.groups() == (first[1], last[1])
