@@ -37,22 +37,23 @@ STRANGERS = {
 COMPUTING = "models kernels kvcache checkpoints training evaluation inference lens comparison ladder"
 FOREIGN = {
     "torch": f"{COMPUTING} data.batches report.provenance",
-    "transformers": "models kvcache checkpoints data.tokenizer training evaluation inference lens.live cli.export",
+    "transformers": "models kvcache checkpoints data.tokenizer corpus.chat_template training evaluation inference "
+    "lens.live cli.export",
     **dict.fromkeys(("triton", "liger_kernel"), "kernels"),
     "numpy": "report checkpoints data corpus training evaluation lens lineage ladder",
     "scipy": "report.statistics corpus lineage ladder",
     "huggingface_hub": "models checkpoints recipe",
-    "safetensors": "models.published lineage.attacks",
+    "safetensors": "models.published lineage.attacks training.adapters",
     "tokenizers": "data evaluation.perplexity",
     "yaml": "checkpoints.runs recipe corpus comparison.page ladder.page",
-    "jinja2": "report.templates inference.server",
+    "jinja2": "report.templates corpus.chat_template inference.server",
     "markupsafe": "report evaluation.caches.page comparison.page ladder.page",
     "filelock": "report.files",
     "rich": "report training.tracking evaluation comparison ladder cli",
     # Of the extras.
     "datasets": "evaluation.tasks",
     "lm_eval": "evaluation",
-    "peft": "kvcache.lora training.build training.kvcache",
+    "peft": "kvcache.lora training.adapters training.build",
     "gguf": "checkpoints.to_gguf",
     "vllm": "inference.vllm_model",
     **dict.fromkeys(("trafilatura", "pypdfium2", "py3langid", "datatrove", "ray"), "corpus"),

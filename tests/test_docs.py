@@ -527,7 +527,7 @@ def test_recipe_keys_are_known(page: Path) -> None:
     keys = {key for key, *_ in describe()}
     for span in spans(page):
         name, _, value = span.partition("=")
-        if not re.fullmatch(r"(model|data|optim|train|parallel|evaluate|track|kvcache)\.[a-z_.]+(?<!\.py)", name):
+        if not re.fullmatch(r"(model|data|optim|train|parallel|evaluate|track|kvcache|lora)\.[a-z_.]+(?<!\.py)", name):
             continue
         assert name in keys or name.startswith("model."), span
         if value:

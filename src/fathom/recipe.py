@@ -342,8 +342,31 @@ class KVCache(Section):
 
 
 @dataclass(frozen=True)
+class Lora(Section):
+    """Low-rank adapters that train in place of the weights of a checkpoint, which stay as they are."""
+
+    rank: int | None = None
+    """of the adapters, which the export merges; null trains the weights themselves. Needs peft"""
+    alpha: float | None = None
+    """adapters count alpha / rank times; null takes twice the rank"""
+    dropout: float = 0.0
+    """share of an adapter's inputs that a step leaves out"""
+    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+    """modules that get one, by the last part of their names"""
+    whole: tuple[str, ...] = ()
+    """modules that train whole beside them: [embed_tokens], say, where words are new"""
+
+    def rules(self) -> Iterator[Rule]:
+        """What a type cannot say."""
+        yield self.rank is None or self.rank >= 1, "rank", "allowed: 1 or more, or null"
+        yield self.alpha is None or self.alpha > 0, "alpha", "allowed: a positive number, or null"
+        yield 0 <= self.dropout < 1, "dropout", "allowed: a share from 0 to less than 1"
+        yield bool(self.targets), "targets", "allowed: one or more names"
+
+
+@dataclass(frozen=True)
 class Recipe:
-    """A run: model, data, optimizer, loop, ranks, evaluation, tracking, cache."""
+    """A run: model, data, optimizer, loop, ranks, evaluation, tracking, cache, adapters."""
 
     model: dict[str, Any] = field(default_factory=dict)
     """the keys of config.json, and from_pretrained: a model directory, a run or RUN@step-N to take weights from"""
@@ -361,6 +384,8 @@ class Recipe:
     """where numbers go"""
     kvcache: KVCache = field(default_factory=KVCache)
     """what attention keeps of the past"""
+    lora: Lora = field(default_factory=Lora)
+    """adapters in place of the weights"""
 
     def __post_init__(self) -> None:
         _require(isinstance(self.model, dict), "model", self.model, "expected the keys of a config.json")
@@ -411,6 +436,7 @@ SECTIONS: dict[str, type] = {
     "evaluate": Evaluate,
     "track": Track,
     "kvcache": KVCache,
+    "lora": Lora,
 }
 
 # Keys that change how a run is carried out, not what it computes: a resumed run may change them.
@@ -559,6 +585,7 @@ def _rules(recipe: Recipe) -> Iterator[Rule]:
     yield rising, "data.phases", f"allowed: steps that rise, from 1 to train.steps - 1 = {train.steps - 1}"
     rows = train.tokens_per_step % length == 0
     yield rows, "train.tokens_per_step", f"allowed: a multiple of data.sequence_length={length}"
+    yield from _lora_rules(recipe)
     buckets = recipe.evaluate.position_buckets < length
     yield buckets, "evaluate.position_buckets", "allowed: 1 to data.sequence_length - 1, the targets of a row"
     kvcache = recipe.kvcache
@@ -569,6 +596,14 @@ def _rules(recipe: Recipe) -> Iterator[Rule]:
     yield not (kvcache.lora_rank and recipe.optim.only), "optim.only", "allowed: empty, with kvcache.lora_rank"
     one_text = data.packing == "windows"
     yield one_text, "data.packing", "allowed: windows, since one memory cannot hold several documents apart"
+
+
+def _lora_rules(recipe: Recipe) -> Iterator[Rule]:
+    if recipe.lora.rank is None:
+        return
+    yield "from_pretrained" in recipe.model, "lora.rank", "allowed: null, without model.from_pretrained"
+    yield not recipe.optim.only, "optim.only", "allowed: empty, with lora.rank"
+    yield recipe.kvcache.lora_rank is None, "kvcache.lora_rank", "allowed: null, with lora.rank"
 
 
 def _schedule_rules(optim: Optim, train: Train) -> Iterator[Rule]:

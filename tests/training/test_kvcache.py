@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from fathom.checkpoints.export import ExportError, export
+from fathom.checkpoints.export import export
+from fathom.checkpoints.find import RunError
 from fathom.cli.main import main
 from fathom.kvcache import METHODS, NAMES, build_cache, chunks, compress_in_training
 from fathom.models import FathomForCausalLM
@@ -89,7 +90,7 @@ def test_adapters_are_merged_in_the_export(recipe: Recipe, tmp_path: Path) -> No
         f"model.layers.{i}.self_attn.{p}_proj.weight" for i in range(2) for p in "qkvo"
     }
     assert {n for n in moved if "norm" in n or "embed" in n} and not any("mlp" in name for name in moved)
-    with pytest.raises(ExportError, match="adapters"):
+    with pytest.raises(RunError, match="adapters"):
         (tmp_path / "unfinished").mkdir()
         (tmp_path / "unfinished" / "recipe.yaml").write_text(tuned.to_yaml())
         export(tmp_path / "unfinished", tmp_path / "out")

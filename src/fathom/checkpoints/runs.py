@@ -234,6 +234,7 @@ class _Blocks(TypedDict, total=False):
     model: dict[str, object]
     data: dict[str, str]
     kvcache: dict[str, object] | None
+    lora: dict[str, object] | None
 
 
 def _recipe_of(directory: Path) -> _Blocks:
@@ -246,11 +247,13 @@ def _recipe_of(directory: Path) -> _Blocks:
 
 def _refuse_adapters(run: Path) -> None:
     if _adapters(run):
-        raise RunError(f"{run} trains adapters (kvcache.lora_rank), which are merged when it is finished")
+        raise RunError(f"{run} trains adapters (LoRA), which are merged when it is finished")
 
 
 def _adapters(run: Path) -> bool:
-    return (_recipe_of(run).get("kvcache") or {}).get("lora_rank") is not None
+    recipe = _recipe_of(run)
+    ranks = ((recipe.get("kvcache") or {}).get("lora_rank"), (recipe.get("lora") or {}).get("rank"))
+    return any(rank is not None for rank in ranks)
 
 
 def checkpoint_steps(run: Path) -> list[int]:

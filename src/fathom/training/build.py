@@ -20,8 +20,9 @@ from fathom.kernels import use
 from fathom.models.configuration import FathomConfig
 from fathom.models.modeling import FathomCausalLMOutput, FathomForCausalLM
 from fathom.recipe import Recipe, RecipeError
+from fathom.training.adapters import adapt
 from fathom.training.guard import Guard
-from fathom.training.kvcache import adapt, compress
+from fathom.training.kvcache import compress
 from fathom.training.optimizer import Optimizer, freeze, learning_rate
 from fathom.training.parallel import Ranks, device_of, parallelize, release_gathered, synchronize_gradients, whole
 from fathom.training.tokenizer import require_tokenizer

@@ -23,12 +23,12 @@ from fathom.models.modeling import FathomForCausalLM
 from fathom.models.registry import AXES, DEFAULTS, present_options
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe
 from fathom.report.files import HeldError, lock, read_json, write_atomically, write_json
+from fathom.training.adapters import AdapterFiles, merged
 from fathom.training.build import Training, build_training
 from fathom.training.change import CHANGEABLE, Change, begin, record
 from fathom.training.checkpoint import Checkpointer
 from fathom.training.heldout import Evaluation, HeldOut
 from fathom.training.hooks import Hook, Hooks, Tracker
-from fathom.training.kvcache import merged
 from fathom.training.meter import Meter
 from fathom.training.parallel import Ranks, start, whole
 from fathom.training.results import TrainerState
@@ -163,7 +163,8 @@ class Run:
             data = self.training.data
             self.say(f"{self.epochs:.3g} epochs: every one of {data.num_tokens:,} tokens is read so many times")
         trackers = open_trackers(recipe, run_dir, self.step, self.say) if ranks.first else []
-        self.hooks = Hooks([self.display, *callbacks, self.held_out, *trackers], ranks.first)
+        own = [AdapterFiles()] if self.training.adapters is not None else []
+        self.hooks = Hooks([self.display, *own, *callbacks, self.held_out, *trackers], ranks.first)
         self._hook_states = trainer.get("hooks", {})  # an older checkpoint has none
 
     @property

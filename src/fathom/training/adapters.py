@@ -1,0 +1,105 @@
+"""Low-rank adapters (LoRA, by peft) in place of weights: put in, saved beside the checkpoints, merged at the end."""
+
+from __future__ import annotations
+
+import copy
+import os
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor
+
+from fathom.checkpoints.layout import ADAPTER, ADAPTER_WEIGHTS
+from fathom.checkpoints.runs import load_tensors
+from fathom.kvcache.lora import with_lora
+from fathom.models.modeling import FathomForCausalLM
+from fathom.recipe import Lora, Recipe, RecipeError
+from fathom.training.hooks import Hook
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedModel
+
+    from fathom.training.loop import Run
+
+WRAPPED = "base_model.model."
+"""What peft puts before the name of every parameter."""
+
+
+def adapt(model: FathomForCausalLM, recipe: Recipe, world_size: int) -> PeftModel | None:
+    """Put adapters into the model if the recipe says so; whatever else it has is frozen.
+
+    Args:
+        model: Changed in place; its parameters get peft's names.
+        recipe: `lora`, or `kvcache.lora_rank`.
+        world_size: Processes that train.
+    """
+    key, rank = ("lora.rank", recipe.lora.rank) if recipe.lora.rank else ("kvcache.lora_rank", recipe.kvcache.lora_rank)
+    if rank is None:
+        return None
+    if world_size > 1:
+        raise RecipeError(f"{key}={rank}: allowed in one process, here are {world_size}")
+    torch.manual_seed(recipe.train.seed)  # adapters start at random: the same run starts at the same
+    try:
+        return _wrapped(model, recipe.lora) if recipe.lora.rank else with_lora(model, rank, alpha=2 * rank)
+    except (ImportError, ValueError) as error:
+        raise RecipeError(f"{key}={rank}: {error}") from error
+
+
+def _wrapped(model: FathomForCausalLM, lora: Lora) -> PeftModel:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError as error:
+        raise ImportError("LoRA needs peft: pip install 'fathom-lm[lora]'") from error
+    leaves = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    for key, names in (("targets", lora.targets), ("whole", lora.whole)):
+        if missing := sorted(set(names) - leaves):
+            raise RecipeError(f"lora.{key}: this model has no {missing[0]}")
+    assert lora.rank is not None
+    config = LoraConfig(
+        r=lora.rank,
+        lora_alpha=cast("int", 2 * lora.rank if lora.alpha is None else lora.alpha),  # a float will do
+        lora_dropout=lora.dropout,
+        target_modules=list(lora.targets),
+        modules_to_save=list(lora.whole) or None,
+        ensure_weight_tying=bool(model.config.tie_word_embeddings) and "embed_tokens" in lora.whole,
+        task_type="CAUSAL_LM",
+    )
+    return cast("PeftModel", get_peft_model(cast("PreTrainedModel", model), config))
+
+
+def merged(adapters: PeftModel) -> dict[str, Tensor]:
+    """The weights by their ordinary names, adapters added in."""
+    plain = copy.deepcopy(adapters).merge_and_unload()
+    return {name: parameter.detach() for name, parameter in plain.named_parameters()}
+
+
+class AdapterFiles(Hook):
+    """Writes the adapters of every checkpoint to `RUN/adapter`, in peft's format, whole or not at all."""
+
+    def after_save(self, run: Run, checkpoint: Path) -> None:
+        """From the checkpoint, since the model may have taken further steps."""
+        from peft import get_peft_model_state_dict
+        from safetensors.torch import save_file
+
+        adapters = run.training.adapters
+        assert adapters is not None
+        trained = {name: p for name, p in run.training.model.named_parameters() if p.requires_grad}
+        tensors = {name: torch.empty(p.shape, dtype=torch.float32) for name, p in trained.items()}
+        load_tensors(checkpoint, {f"model.{name}": tensor for name, tensor in tensors.items()})
+        wrapped = {WRAPPED + name: tensor for name, tensor in tensors.items()}
+        found = get_peft_model_state_dict(adapters, state_dict=wrapped, save_embedding_layers=False)
+        new, final, old = (run.run_dir / name for name in (f".{ADAPTER}.new", ADAPTER, f".{ADAPTER}.old"))
+        for path in (new, old):
+            shutil.rmtree(path, ignore_errors=True)
+        config = copy.copy(adapters.peft_config["default"])
+        config.base_model_name_or_path = str(run.recipe.model.get("from_pretrained"))
+        config.inference_mode = True
+        config.save_pretrained(str(new))
+        save_file({name: tensor.contiguous() for name, tensor in found.items()}, new / ADAPTER_WEIGHTS)
+        if final.exists():
+            os.replace(final, old)
+        os.replace(new, final)
+        shutil.rmtree(old, ignore_errors=True)

@@ -1,0 +1,93 @@
+"""Adapters in place of weights: what trains, what is written beside the checkpoints, and what the export is made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from fathom.checkpoints.export import export
+from fathom.checkpoints.find import RunError
+from fathom.models import FathomForCausalLM
+from fathom.recipe import Recipe, RecipeError
+from fathom.training import build_training, train
+
+IDS = torch.arange(32).view(1, 32)
+
+
+def logits(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        return model.eval()(IDS).logits
+
+
+def test_adapters_train_and_are_merged_and_resume(recipe: Recipe, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = train(recipe.override("train.export=true"), tmp_path / "base").model
+    tuned = recipe.override(
+        *(f"model.from_pretrained={base}", "train.export=true", "train.steps=4", "train.checkpoint_every=2"),
+        *("lora.rank=2", "lora.targets=[q_proj, v_proj, up_proj]", "optim.lr=0.02", "train.keep_last=5"),
+    )
+    training = build_training(tuned)
+    trained = {name for name, p in training.model.named_parameters() if p.requires_grad}
+    assert len(trained) == 2 * 3 * 2 and all(".lora_" in name for name in trained)
+    assert {name.removesuffix(".weight") for name in training.optimizer.parameters} == {
+        name.removesuffix(".weight") for name in trained
+    }
+
+    whole = train(tuned, tmp_path / "whole")
+    assert whole.model is not None and base is not None
+    plain, merged = (FathomForCausalLM.from_pretrained(path) for path in (base, whole.model))
+    moved = {name for name, p in plain.named_parameters() if not torch.equal(p, merged.get_parameter(name))}
+    assert moved == {
+        f"model.layers.{layer}.{name}.weight"
+        for layer in range(2)
+        for name in ("self_attn.q_proj", "self_attn.v_proj", "mlp.up_proj")
+    }
+    # The adapters beside the checkpoints, put on the base by peft itself, are the exported model.
+    adapter = tmp_path / "whole" / "adapter"
+    assert json.loads((adapter / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
+    found = peft.PeftModel.from_pretrained(FathomForCausalLM.from_pretrained(base), adapter)
+    assert torch.allclose(logits(found), logits(merged), atol=1e-5)
+    assert not torch.allclose(logits(plain), logits(merged), atol=1e-3)
+
+    # Stopped half-way and gone on with, the same weights; what goes on from it begins with the merged ones.
+    half = build_training(tuned)
+    for step in range(2):
+        half.step(step)
+    (tmp_path / "whole" / "result.json").unlink()
+    (tmp_path / "whole" / "step-000004").rename(tmp_path / "gone")
+    again = train(tuned, tmp_path / "whole")
+    assert again.step == 4
+    assert torch.equal(logits(FathomForCausalLM.from_pretrained(again.model)), logits(merged))
+    onward = build_training(recipe.override(f"model.from_pretrained={tmp_path / 'whole'}"))
+    assert torch.equal(logits(onward.model), logits(merged))
+    (tmp_path / "unfinished").mkdir()
+    (tmp_path / "unfinished" / "recipe.yaml").write_text(tuned.to_yaml())
+    with pytest.raises(RunError, match="adapters"):
+        export(tmp_path / "unfinished", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (("lora.rank=4",), r"lora\.rank=4: allowed: null, without model\.from_pretrained"),
+        (("lora.rank=0",), r"lora\.rank=0: allowed: 1 or more, or null"),
+        (("lora.dropout=1",), r"lora\.dropout=1\.0: allowed: a share"),
+        (
+            ("lora.rank=4", "model.from_pretrained=BASE", "optim.only=[lm_head]"),
+            r"optim\.only=.*empty, with lora\.rank",
+        ),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line(recipe: Recipe, overrides: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RecipeError, match=message):
+        recipe.override(*overrides)
+
+
+def test_a_module_that_is_not_there(recipe: Recipe, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    base = train(recipe.override("train.export=true", "train.steps=1"), tmp_path / "base").model
+    with pytest.raises(RecipeError, match=r"lora\.targets: this model has no c_attn"):
+        build_training(recipe.override(f"model.from_pretrained={base}", "lora.rank=2", "lora.targets=[c_attn]"))
