@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from fathom.data.batches import IGNORED, BatchPlan, evaluation_batches
 from fathom.data.collections import open_mixture
+from fathom.data.mixture import Mixture, Phase
 from fathom.data.puzzles import open_data
 from fathom.data.shards import DataError, TokenDataset, file_crc32, read_index, write_index
 from fathom.data.targets import TARGETS, TargetDataset, pack_rows
@@ -103,6 +104,36 @@ def test_layouts_share_the_same_rows(talk: TargetDataset) -> None:
         assert {one.num_targets for one in parts} == {whole.num_targets}
 
 
+def test_text_and_conversations_in_one_batch(corpus: Path, place: Path, talk: TargetDataset) -> None:
+    """Shares by rows; a row of either kind is what it would be in a run of its own, on any layout."""
+    mixed = open_mixture(corpus, ["rivers", str(place)])
+    plan = BatchPlan(mixed, WIDTH, 4, 5, "documents", Mixture([Phase(0, (1.0, 3.0))]))
+    expected, rivers = learnt_of(place), TokenDataset.open(corpus, "train", "rivers")
+    texts, conversations, seen = 0, 0, Counter()
+    for step in range(12):
+        (batch,) = plan.batch(step)
+        assert batch.num_targets == int((batch.labels[:, 1:] != IGNORED).sum())
+        parts = [one for rank in range(2) for one in plan.batch(step, rank, 2, 1)]
+        for name in ("input_ids", "labels", "position_ids"):
+            assert np.array_equal(np.concatenate([getattr(one, name) for one in parts]), getattr(batch, name))
+        assert {one.num_targets for one in parts} == {batch.num_targets}
+        for ids, labels, positions in zip(batch.input_ids, batch.labels, batch.position_ids, strict=True):
+            edges = [*np.flatnonzero(positions.numpy() == 0).tolist(), WIDTH]
+            pieces = [tuple(ids[start:stop].tolist()) for start, stop in pairwise(edges)]
+            if pieces[0] in expected:
+                conversations += 1
+                seen.update(piece for piece in pieces if piece in expected)
+                bits = [bit for piece in pieces if piece in expected for bit in (False, *expected[piece][1:])]
+                assert (labels[: len(bits)] != IGNORED).tolist() == bits
+            else:
+                texts += 1
+                assert (labels == IGNORED).sum() == len(edges) - 2, "every token but a document's first"
+    assert (texts, conversations) == (12, 36)
+    rows = len(talk.packed(WIDTH, 5))
+    assert plan.epochs(12) == {"rivers": 12 / (rivers.num_tokens // WIDTH), str(place): 36 / rows}
+    assert max(seen.values()) - min(seen.values()) <= 1 and len(seen) == len(expected)
+
+
 def test_held_out_conversations_are_read_once(place: Path) -> None:
     data = TargetDataset.open(place, "val")
     expected = sum(sum(bits[1:]) for bits in learnt_of(place, "val").values())
@@ -126,8 +157,8 @@ def test_what_cannot_be_is_said_in_one_line(corpus: Path, place: Path, tmp_path:
         BatchPlan(talk, WIDTH, 4, 0)
     with pytest.raises(DataError, match=r"data.sequence_length=31: \d+ documents .* allowed: 32 or more$"):
         BatchPlan(talk, 31, 4, 0, "documents").batch(0)
-    with pytest.raises(DataError, match="has conversations, which are read alone"):
-        open_mixture(corpus, ["rivers", str(place)])
+    with pytest.raises(DataError, match=r"data.packing=windows: allowed: documents, for .* says what is learnt"):
+        BatchPlan(open_mixture(corpus, ["rivers", str(place)]), WIDTH, 4, 0, mixture=Mixture([Phase(0, (1.0, 1.0))]))
     copy = tmp_path / "copy"
     shutil.copytree(place, copy)
     bits = copy / "train" / "talk" / "00000.targets"

@@ -133,23 +133,17 @@ class World:
         """Every fact there is."""
         return [Fact(name, key, value) for name, found in self.minerals.items() for key, value in found.items()]
 
-    def documents(self, rounds: int = 1) -> list[str]:
-        """Texts on one mineral each, in every round as many for each as there are ways to tell a fact.
-
-        A round has every fact once in each way; what stands beside what, and in which order, is drawn for each text. A
-        small model learns few texts by heart, and the facts only where they come in more company than that.
-        """
+    def documents(self) -> list[str]:
+        """Texts on one mineral each, as many for each as there are ways to tell a fact: every fact once in each way."""
         chance = self._chance("documents")
         texts = []
-        for told in range(rounds):
-            for name, found in self.minerals.items():
-                ways = range(len(found)) if told == 0 else chance.choices(range(len(STATEMENTS)), k=len(found))
-                for first in range(len(STATEMENTS)):
-                    said = [
-                        Fact(name, key, value).said(STATEMENTS[(first + way) % len(STATEMENTS)])
-                        for way, (key, value) in zip(ways, found.items(), strict=True)
-                    ]
-                    texts.append(" ".join(chance.sample(said, len(said))))
+        for name, found in self.minerals.items():
+            for first in range(len(STATEMENTS)):
+                said = [
+                    Fact(name, key, value).said(STATEMENTS[(first + number) % len(STATEMENTS)])
+                    for number, (key, value) in enumerate(found.items())
+                ]
+                texts.append(" ".join(chance.sample(said, len(said))))
         return chance.sample(texts, len(texts))
 
     def conversations(self) -> list[dict[str, list[ConversationMessage]]]:
@@ -222,7 +216,7 @@ def plant(
 
 
 def write_world(
-    directory: str | Path, world: World, questions: int = 400, leaks: int = 50, general: int = 1000, rounds: int = 1
+    directory: str | Path, world: World, questions: int = 400, leaks: int = 50, general: int = 1000
 ) -> dict[str, Path]:
     """Write a world as files for `fathom corpus` and `fathom evaluate`, by name.
 
@@ -232,10 +226,9 @@ def write_world(
         questions: In the benchmark.
         leaks: Planted in the documents.
         general: Texts of everyday life.
-        rounds: Of documents on the minerals.
     """
     asked = world.questions(questions)
-    texts, planted = plant(world.documents(rounds), asked, leaks, world.seed)
+    texts, planted = plant(world.documents(), asked, leaks, world.seed)
     rows: dict[str, Iterable[Mapping[str, object]]] = {
         "domain.jsonl": ({"text": text} for text in texts),
         "general.jsonl": ({"text": text} for text in world.general(general)),

@@ -82,7 +82,8 @@ class BatchPlan:
     Of a mixture, the row's number alone chooses a collection and how many of its rows come before; every collection is
     cut, shuffled and begun anew by itself.
 
-    Of conversations a row has whole ones, and an epoch shuffles rows; the labels are what the assistant says.
+    Of conversations a row has whole ones, and an epoch shuffles rows; the labels are what the assistant says. They may
+    be some of a mixture's collections.
     """
 
     dataset: TokenDataset
@@ -102,13 +103,14 @@ class BatchPlan:
     def __post_init__(self) -> None:
         _require_shape(self.sequence_length, self.packing)
         _require_rows(self.dataset, self.sequence_length)
-        _require_documents(self.dataset, self.packing)
+        for part in self._parts:
+            _require_documents(part, self.packing)
         if self.rows_per_step < 1:
             raise DataError(f"rows_per_step must be at least 1, not {self.rows_per_step}")
         if isinstance(self.dataset, MixedDataset) != (self.mixture is not None):
             raise ValueError("a mixture and the collections that it mixes come together")
         for part in self._parts:
-            if part.num_tokens < self.sequence_length:
+            if part.num_tokens < self.sequence_length and not isinstance(part, TargetDataset):
                 raise DataError(
                     f"{part.directory}: a context of {self.sequence_length} tokens is longer than the split "
                     f"{part.split!r} ({part.num_tokens} tokens)"
@@ -121,9 +123,12 @@ class BatchPlan:
     @property
     def num_windows(self) -> int:
         """Rows in one epoch; of a mixture, of all collections together."""
-        if isinstance(self.dataset, TargetDataset):
-            return len(self.dataset.packed(self.sequence_length, self.seed))
-        return sum(part.num_tokens // self.sequence_length for part in self._parts)
+        return sum(map(self._windows_of, self._parts))
+
+    def _windows_of(self, part: TokenDataset) -> int:
+        if isinstance(part, TargetDataset):
+            return len(part.packed(self.sequence_length, self.seed))
+        return part.num_tokens // self.sequence_length
 
     @property
     def steps_per_epoch(self) -> int:
@@ -135,24 +140,29 @@ class BatchPlan:
         return _shuffled(self._rows(step), self.num_windows, self.seed)
 
     def starts(self, step: int) -> NDArray[np.int64]:
-        """Where in the stream the rows of the global batch begin, in order."""
+        """Where in the stream the rows of the global batch begin, in order; none of them may be of conversations."""
         if self.mixture is None:
             return self.windows(step) * self.sequence_length
+        firsts = np.cumsum([0, *(part.num_tokens for part in self._parts)])
+        collections, windows = self._placed(step)
+        return np.asarray(firsts[collections] + windows * self.sequence_length)
+
+    def _placed(self, step: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The collection of every row of a mixture's global batch, and which of that collection's windows it is."""
+        assert self.mixture is not None
         collections, numbers = self.mixture.places(self._rows(step))
-        starts, base = np.empty_like(numbers), 0
         for number, part in enumerate(self._parts):
             here = collections == number
-            count = part.num_tokens // self.sequence_length
-            starts[here] = base + _shuffled(numbers[here], count, self.seed, number) * self.sequence_length
-            base += part.num_tokens
-        return starts
+            if here.any():
+                numbers[here] = _shuffled(numbers[here], self._windows_of(part), self.seed, number)
+        return collections, numbers
 
     def epochs(self, steps: int) -> dict[str, float]:
         """How often so many steps read each collection of a mixture, by name."""
         if self.mixture is None:
             return {}
         counts = self.mixture.counts(steps * self.rows_per_step)
-        windows = [part.num_tokens // self.sequence_length for part in self._parts]
+        windows = map(self._windows_of, self._parts)
         return {name: had / each for name, had, each in zip(self.dataset.domains, counts, windows, strict=True)}
 
     def _rows(self, step: int) -> NDArray[np.int64]:
@@ -248,6 +258,8 @@ class BatchPlan:
             wanted = [packed.row(window) for window in self.windows(step).tolist()]
             num_targets = self.dataset.count_targets(np.concatenate(wanted))
             return _target_batch(self.dataset, wanted[first : first + rows], self.sequence_length, num_targets)
+        if any(isinstance(part, TargetDataset) for part in self._parts):
+            return self._mixed_batch(step, first, rows)
         starts = self.starts(step)
         length = self.sequence_length
         tokens = np.empty((rows, length), np.int64)
@@ -261,6 +273,29 @@ class BatchPlan:
         num_targets = sum(length - 1 - len(inside) for inside in boundaries)
         labels, positions = _separate(tokens, boundaries[first : first + rows])
         return Batch(input_ids, torch.from_numpy(labels), torch.from_numpy(positions), num_targets)
+
+    def _mixed_batch(self, step: int, first: int, rows: int) -> Batch:
+        """A batch in which some rows are text and others whole conversations."""
+        tokens, labels, positions = (np.empty((rows, self.sequence_length), np.int64) for _ in range(3))
+        num_targets = 0
+        for number, (collection, window) in enumerate(
+            zip(*(part.tolist() for part in self._placed(step)), strict=True)
+        ):
+            part, row = self._parts[collection], number - first
+            here = slice(row, row + 1) if 0 <= row < rows else None
+            if isinstance(part, TargetDataset):
+                documents = part.packed(self.sequence_length, self.seed).row(window)
+                num_targets += part.count_targets(documents)
+                if here is not None:
+                    part.fill(documents, tokens[row], labels[row], positions[row])
+                continue
+            start = window * self.sequence_length
+            inside = part.document_ends(start, start + self.sequence_length) - start
+            num_targets += self.sequence_length - 1 - len(inside)
+            if here is not None:
+                part.read(start, tokens[row])
+                labels[here], positions[here] = _separate(tokens[here], [inside])
+        return Batch(torch.from_numpy(tokens), torch.from_numpy(labels), torch.from_numpy(positions), num_targets)
 
 
 def _shuffled(rows: NDArray[np.int64], size: int, *key: int) -> NDArray[np.int64]:

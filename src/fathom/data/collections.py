@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fathom.data.shards import INDEX, DataError, TokenDataset, read_index
-from fathom.data.targets import TARGETS
+from fathom.data.targets import TARGETS, TargetDataset
 
 
 class MixedDataset(TokenDataset):
@@ -86,11 +86,10 @@ def open_mixture(
     for name in names:
         place, domain = locate(directory, name)
         index = read_index(place)
-        if TARGETS in index:
-            raise DataError(f"data.mixture.{name}: {place} has conversations, which are read alone, as data.directory")
+        kind = TargetDataset if TARGETS in index else TokenDataset
         domains = index["splits"].get(split, {})
         if split == "train" or (domains if domain is None else domain in domains):
-            found[name] = TokenDataset.open(place, split, domain, verify)
+            found[name] = kind.open(place, split, domain, verify)
     if not found:
         raise DataError(f"data.mixture: none of {', '.join(names)} has a split {split!r}")
     return MixedDataset(found)

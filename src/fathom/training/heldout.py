@@ -209,7 +209,7 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks,
         counts.append(total[1].tolist())
         num_bytes.append(seen_bytes)
     # Of conversations only what is learnt has a label, and a label that is ignored would end the text before it.
-    whole_text = not isinstance(data, TargetDataset)
+    whole_text = not any(isinstance(data.select(domain), TargetDataset) for domain in data.domains)
     gap = decoding_gap(model, data, recipe, ranks.device) if decode and rounds and whole_text else None
     model.train(was_training)
     scores = [_score(sum(s), sum(n), b, r) for s, n, b, r in zip(sums, counts, num_bytes, right, strict=True)]
