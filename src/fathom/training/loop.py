@@ -27,10 +27,12 @@ from fathom.training.adapters import AdapterFiles, merged
 from fathom.training.build import Training, build_training
 from fathom.training.change import CHANGEABLE, Change, begin, record
 from fathom.training.checkpoint import Checkpointer
+from fathom.training.first import FirstSteps
 from fathom.training.heldout import Evaluation, HeldOut
 from fathom.training.hooks import Hook, Hooks, Tracker
 from fathom.training.meter import Meter
 from fathom.training.parallel import Ranks, start, whole
+from fathom.training.probe import ProbeReport, is_probe
 from fathom.training.results import TrainerState
 from fathom.training.tracking import Display, open_trackers, require_backends
 
@@ -163,8 +165,10 @@ class Run:
             data = self.training.data
             self.say(f"{self.epochs:.3g} epochs: every one of {data.num_tokens:,} tokens is read so many times")
         trackers = open_trackers(recipe, run_dir, self.step, self.say) if ranks.first else []
-        own = [AdapterFiles()] if self.training.adapters is not None else []
-        self.hooks = Hooks([self.display, *own, *callbacks, self.held_out, *trackers], ranks.first)
+        own: list[Hook] = [FirstSteps()]
+        own += [AdapterFiles()] if self.training.adapters is not None else []
+        probe = [ProbeReport()] if is_probe(recipe) else []  # last: it reads what the trackers wrote
+        self.hooks = Hooks([self.display, *own, *callbacks, self.held_out, *trackers, *probe], ranks.first)
         self._hook_states = trainer.get("hooks", {})  # an older checkpoint has none
 
     @property

@@ -1,0 +1,116 @@
+"""The first steps of a run that goes on from a checkpoint: does it begin as the checkpoint is, and does it stay so?
+
+Two faults are seen here and nowhere else: a loop that computes another loss than an evaluation of the same tokens, and
+an optimizer that throws the weights away within a few steps, so that the loss climbs back to that of a model which
+knows nothing, ln(vocabulary).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from fathom.checkpoints.layout import METRICS
+from fathom.errors import FathomError
+from fathom.training.heldout import token_losses
+from fathom.training.hooks import Hook
+from fathom.training.tracking import read_metrics
+
+if TYPE_CHECKING:
+    from fathom.training.loop import Run
+
+WATCHED = 10
+"""Steps of every call."""
+TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
+"""Of the first loss, as a share of it."""
+INFORMED = 0.8
+"""A loss below this share of ln(vocabulary) is one of a model that knows something, and can be lost again."""
+
+
+class FirstStepsError(FathomError):
+    """A run that does not begin as its checkpoint is; the message is one line."""
+
+    exit_code = 1
+
+
+class FirstSteps(Hook):
+    """Compares the first loss with an evaluation of the same batch, and stops a run that forgets everything at once.
+
+    After a stop the run is watched again: it must not be above where it was.
+    """
+
+    every_rank = True
+
+    def __init__(self) -> None:
+        self._expected: float | None = None
+        """The loss of the first batch, as an evaluation computes it."""
+        self._known: float | None = None
+        """What the run is at: its first loss, later a running mean."""
+        self._watched = range(0)
+
+    def before_run(self, run: Run) -> None:
+        """Evaluate the first batch of a run that goes on from a checkpoint."""
+        self._run = run
+        self._watched = range(run.step + 1, run.step + 1 + WATCHED)
+        recipe, config = run.recipe, run.training.config
+        self._known = _last_loss(run.run_dir) if run.step else None
+        begins = run.step == 0 and recipe.model.get("from_pretrained") is not None
+        # With further trips or a compressed cache training computes a loss of its own.
+        if begins and config.recurrence == "once" and recipe.kvcache.method == "full":
+            self._expected = self._evaluated(run)
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Look at the loss of a step."""
+        loss = values.get("loss")
+        if loss is None or not math.isfinite(loss) or values.get("skipped"):
+            return
+        if step == 1 and self._expected is not None:
+            self._require_equal(loss)
+        if step in self._watched:
+            self._require_kept(step, loss)
+        self._known = loss if self._known is None else 0.9 * self._known + 0.1 * loss
+
+    def _evaluated(self, run: Run) -> float:
+        training, ranks = run.training, run.ranks
+        training.model.set_step(0, run.recipe.train.steps)
+        training.model.eval()
+        total = torch.zeros((), dtype=torch.float64, device=ranks.device)
+        for batch in training.plan.batch(0, ranks.rank, ranks.world_size, training.micro_batch):
+            batch = batch.to(ranks.device)
+            losses = token_losses(training.model, batch.input_ids, batch.labels, batch.position_ids)
+            total += losses.double().sum() / batch.num_targets
+        training.model.train()
+        return float(ranks.sum(total))
+
+    def _require_equal(self, loss: float) -> None:
+        assert self._expected is not None
+        tolerance = TOLERANCE[self._run.recipe.train.precision]
+        if abs(loss - self._expected) > tolerance * max(1.0, self._expected):
+            raise FirstStepsError(
+                f"the first batch has a loss of {loss:.5f} in training and of {self._expected:.5f} as it is evaluated: "
+                "these must be equal; train.compile=false and parallel.name=single may tell where they part"
+            )
+        self._run.say(f"first batch: loss {loss:.4f}, as an evaluation of it gives")
+
+    def _require_kept(self, step: int, loss: float) -> None:
+        """Half-way back to knowing nothing is no fluctuation."""
+        nothing = math.log(self._run.training.config.vocab_size)
+        if self._known is None or self._known > INFORMED * nothing:
+            return
+        if loss > (self._known + nothing) / 2:
+            raise FirstStepsError(
+                f"step {step}: the loss went from {self._known:.3f} to {loss:.3f}, towards the {nothing:.2f} of a "
+                f"model that knows nothing: optim.lr={self._run.recipe.optim.lr:g} or its warm-up destroys what was "
+                "learnt, or the optimizer's state was lost"
+            )
+
+
+def _last_loss(run_dir: Path) -> float | None:
+    """The mean loss of the last steps that were logged; None where none was, or a damaged file says nothing."""
+    rows = read_metrics(run_dir) if (run_dir / METRICS).is_file() else []
+    losses = [row["loss"] for row in rows if "grad_norm" in row and math.isfinite(row["loss"]) and not row["skipped"]]
+    return math.fsum(losses[-WATCHED:]) / len(losses[-WATCHED:]) if losses else None

@@ -1,0 +1,128 @@
+"""A learning-rate probe: a run whose warm-up is all of it, and at which rate its gradient norm and its loss are least.
+
+Beyond the rate where the gradient norm turns up, steps begin to work against each other. GeoGalactica took its rate
+from there; one run without a control, so it is where to begin and not what is best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fathom.recipe import Recipe
+from fathom.report import html
+from fathom.report.plots import Line, line_plot
+from fathom.report.provenance import provenance
+from fathom.training.hooks import Hook
+from fathom.training.tracking import read_metrics
+
+if TYPE_CHECKING:
+    from fathom.training.loop import Run
+
+SMOOTH = 0.05
+"""Share of the steps over which numbers are averaged on either side: one batch is no measurement."""
+LEAST = 20
+"""Steps of a probe that says something."""
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What a probe found."""
+
+    gradient: float
+    """The rate at which the smoothed gradient norm is least."""
+    loss: float
+    """The rate at which the smoothed loss is least."""
+    steps: int
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+    """Smoothed, of every rate."""
+    gradients: tuple[float, ...]
+    """Smoothed, of every rate."""
+
+    def __str__(self) -> str:
+        """For a person."""
+        return (
+            f"over {self.steps} rates up to {self.rates[-1]:.2g} the gradient norm was least at {self.gradient:.2g}, "
+            f"the loss at {self.loss:.2g}: begin with the smaller, warmed up"
+        )
+
+
+def is_probe(recipe: Recipe) -> bool:
+    """Whether a run does nothing but raise its rate."""
+    return recipe.train.steps >= LEAST and recipe.optim.rising(recipe.train.steps) >= recipe.train.steps
+
+
+def read_probe(run_dir: str | Path) -> Probe:
+    """What the metrics of a probe's run say."""
+    rows = read_metrics(Path(run_dir))
+    steps = [row for row in rows if "grad_norm" in row and math.isfinite(row["loss"] + row["grad_norm"])]
+    return find_edges(*([row[key] for row in steps] for key in ("lr", "loss", "grad_norm")))
+
+
+def find_edges(rates: Sequence[float], losses: Sequence[float], gradients: Sequence[float]) -> Probe:
+    """Where smoothed losses and gradient norms are least; one value of each for every rate, rates rising."""
+    if len(rates) < LEAST:
+        raise ValueError(f"{len(rates)} steps are no probe: allowed: {LEAST} or more")
+    width = max(2, round(SMOOTH * len(rates)))
+    smooth = [_smoothed(values, width) for values in (losses, gradients)]
+    places = [min(range(len(rates)), key=values.__getitem__) for values in smooth]
+    return Probe(rates[places[1]], rates[places[0]], len(rates), tuple(rates), *map(tuple, smooth))
+
+
+def _smoothed(values: Sequence[float], width: int) -> list[float]:
+    """Means of the values on either side and itself; fewer at the ends."""
+    found = []
+    for place in range(len(values)):
+        reach = min(width, place, len(values) - 1 - place)
+        near = values[place - reach : place + reach + 1]
+        found.append(math.fsum(near) / len(near))
+    return found
+
+
+class ProbeReport(Hook):
+    """Says what a probe found, and draws it, when it is over; also when it broke off past the edge."""
+
+    def after_run(self, run: Run, error: BaseException | None) -> None:
+        """Read the metrics of all calls."""
+        try:
+            found = read_probe(run.run_dir)
+        except (OSError, ValueError):
+            return  # it ended before there was anything to see, and the run says why
+        run.say(str(found))
+        report = {**provenance(), "verdict": str(found), **asdict(found)}
+        html.write(run.run_dir, report, page(found, report))
+
+
+def page(found: Probe, report: dict[str, Any]) -> str:
+    """The report of a probe."""
+    x = [math.log10(rate) for rate in found.rates]
+    figures = []
+    for title, values, at in (
+        ("Gradient norm", found.gradients, found.gradient),
+        ("Loss", found.losses, found.loss),
+    ):
+        edge = found.rates.index(at)
+        lines = [
+            Line(title, x, values, 0, marks=False),
+            Line(f"least, at {at:.2g}", [x[edge]], [values[edge]], 1, joined=False),
+        ]
+        words = f"{title} over the learning rate; it is least at {at:.2g}."
+        figures.append(
+            html.figure(title, line_plot(lines, "rate, log10", title.lower(), words, x_from_zero=False), words)
+        )
+    reading = [
+        f"Every step has a rate of its own; curves are means over {100 * SMOOTH:.0f} % of the steps on either side.",
+        "Beyond the rate where the gradient norm turns up, steps begin to work against each other. This is one run "
+        "without a control: a place to begin, to be held against its neighbours.",
+    ]
+    return html.page(
+        "Learning-rate probe",
+        f"{str(found)[0].upper()}{str(found)[1:]}.",
+        html.figures(*figures),
+        html.section("How to read this", html.bullets(reading)),
+        html.section("Where it comes from", html.source(report)),
+    )

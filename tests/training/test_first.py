@@ -1,0 +1,107 @@
+"""The first steps of a continued run: as an evaluation says, and never back towards knowing nothing."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import types
+from pathlib import Path
+
+import pytest
+import torch
+
+from fathom.models.modeling import FathomForCausalLM
+from fathom.recipe import Recipe
+from fathom.training import train
+from fathom.training.build import Training
+from fathom.training.first import FirstSteps, FirstStepsError
+from tests.tiny import make_conversations
+
+
+@pytest.fixture(scope="module")
+def base(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    from tests.tiny import tiny_recipe
+
+    place = tmp_path_factory.mktemp("base") / "run"
+    train(tiny_recipe(corpus, "train.steps=40", "optim.lr=0.02"), place)
+    return place
+
+
+def continued(recipe: Recipe, base: Path, *words: str) -> Recipe:
+    return recipe.override(f"model.from_pretrained={base}", "train.steps=12", "track.display=lines", *words)
+
+
+@pytest.mark.parametrize("kind", ["text", "documents", "conversations", "accumulated"])
+def test_the_first_batch_is_evaluated_to_its_loss(
+    kind: str, recipe: Recipe, corpus: Path, base: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = {
+        "text": (),
+        "documents": ("data.packing=documents",),
+        "conversations": (
+            "data.packing=documents",
+            f"data.directory={make_conversations(corpus, tmp_path / 'talk')}",
+        ),
+        "accumulated": ("train.micro_batch=1",),
+    }[kind]
+    train(continued(recipe, base, *words, "train.steps=1"), tmp_path / "run")
+    said = capsys.readouterr()
+    (loss,) = re.findall(r"first batch: loss ([\d.]+), as an evaluation of it gives", said.out + said.err)
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert float(loss) == pytest.approx(first["loss"], abs=1e-4)
+
+
+def test_a_loop_that_computes_another_loss_is_stopped(
+    recipe: Recipe, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The control: a forward pass of training that is off by one token in the shift."""
+    from fathom.training import build
+
+    plain = build.forward
+
+    def shifted(model: FathomForCausalLM, batch: object) -> object:
+        wrong = types.SimpleNamespace(**{**vars(batch), "labels": torch.roll(batch.labels, 1, 1)})
+        return plain(model, wrong)
+
+    monkeypatch.setattr(build, "forward", shifted)
+    with pytest.raises(FirstStepsError, match=r"first batch has a loss of [\d.]+ in training and of [\d.]+ as it is"):
+        train(continued(recipe, base), tmp_path / "run")
+
+
+@pytest.mark.parametrize("stopped", [0, 4])
+def test_weights_that_are_thrown_away_are_noticed(
+    stopped: int, recipe: Recipe, base: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An optimizer that begins anew with a huge step, as one that lost its state does; before or after a restart."""
+    words = ("train.checkpoint_every=4", "train.skip_spikes=null", "optim.lr=1e-4")
+    recipe = continued(recipe, base, *words)
+    if stopped:
+        train(recipe.override("optim.schedule=constant", f"train.steps={stopped}"), tmp_path / "run")
+        recipe = recipe.override("optim.schedule=constant")
+    plain = Training.step
+
+    def lost(self: Training, step: int, batches: object = None) -> object:
+        if step == stopped + 1:
+            with torch.no_grad():
+                for parameter in self.model.parameters():
+                    parameter.copy_(torch.randn_like(parameter) * 0.02)
+        return plain(self, step, batches)
+
+    monkeypatch.setattr(Training, "step", lost)
+    from fathom.training import extension
+
+    again = extension(tmp_path / "run", ["train.steps=12"]) if stopped else recipe
+    with pytest.raises(FirstStepsError, match=r"the loss went from [\d.]+ to [\d.]+, towards the 5.72 of a model"):
+        train(again, None if stopped else tmp_path / "run")
+
+
+def test_what_knows_nothing_has_nothing_to_lose() -> None:
+    """From scratch, and from a base to which the text is new, a loss may go where it will."""
+    run = types.SimpleNamespace(training=types.SimpleNamespace(config=types.SimpleNamespace(vocab_size=300)))
+    watch = FirstSteps()
+    watch._run, watch._watched = run, range(1, 11)  # type: ignore[assignment]
+    watch.log(1, {"loss": 0.9 * math.log(300)})
+    watch.log(2, {"loss": 3 * math.log(300)})
+    watch.log(3, {"loss": math.nan})
+    watch.log(4, {"held_out_loss": 1.0})
