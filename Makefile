@@ -8,7 +8,7 @@ STAMP := $(VENV)/.ready
 # The torch to install: pip's own choice, or a version, a wheel's path or its URL.
 TORCH ?= torch
 
-.PHONY: setup test test-all test-transformers test-kernels test-outside lint demo clean
+.PHONY: setup test test-all test-transformers test-kernels test-outside lint docs demo clean
 
 setup: $(STAMP)
 
@@ -81,6 +81,20 @@ $(VLLM)/.ready: pyproject.toml
 	@touch $@
 VLLM_TORCH ?= torch==2.13.0
 
+# README, docs/ and what they link to as a site in build/site, in an environment of its own; a broken link is an error.
+SITE := .venv-docs
+PAGES = README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs recipes examples benchmarks/README.md benchmarks/results
+docs: $(SITE)/.ready
+	@rm -rf build/docs && mkdir -p build/docs
+	tar cf - --exclude='*.jsonl' $(PAGES) | tar xf - -C build/docs
+	$(SITE)/bin/mkdocs build --strict --quiet
+	@echo "build/site/index.html"
+
+$(SITE)/.ready: pyproject.toml
+	$(PYTHON) -m venv $(SITE)
+	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.6' 'mkdocstrings-python>=1.16'
+	@touch $@
+
 # The whole job in miniature: text, tokenizer, shards, nine training runs by two workers, a report, and a sample.
 STDLIB = $(shell $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
 demo: setup
@@ -94,4 +108,4 @@ demo: setup
 	@$(BIN)/fathom generate demo/compare 'def read(self, ' --max-new-tokens 90 --temperature 0.6 --seed 1
 
 clean:
-	rm -rf $(VENV) $(OUTSIDE) $(VLLM) $(TRITON) build dist demo src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OUTSIDE) $(VLLM) $(TRITON) $(SITE) build dist demo src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -38,7 +38,7 @@ COMPUTING = "models kernels kvcache checkpoints training evaluation inference le
 FOREIGN = {
     "torch": f"{COMPUTING} data.batches report.provenance",
     "transformers": "models kvcache checkpoints data.tokenizer corpus.chat_template training evaluation inference "
-    "lens.live cli.export",
+    "lens cli.export",
     **dict.fromkeys(("triton", "liger_kernel"), "kernels"),
     "numpy": "report checkpoints data corpus training evaluation lens lineage ladder",
     "scipy": "report.statistics corpus lineage ladder",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from huggingface_hub import snapshot_download
@@ -19,9 +18,6 @@ from fathom.checkpoints.runs import open_decoder, read_config
 from fathom.checkpoints.tokenizers import open_tokenizer
 from fathom.models import FathomConfig
 from fathom.models.published import is_published
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 # What opening a model needs of a repository: no pickles, and code only for those who let it run.
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")

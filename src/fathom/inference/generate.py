@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, TypedDict
+from typing import IO, Any, TypedDict
 
 import torch
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from fathom.checkpoints.special_tokens import as_list, pad_token, stop_tokens
 from fathom.errors import FathomError
@@ -22,9 +23,6 @@ from fathom.inference.cache import Policy
 from fathom.models.speculation import Speculation, check_speculation
 from fathom.report.files import HeldError, lock
 from fathom.report.progress import ProgressBar
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 Write = Callable[[str], object]
 BATCH = {"cpu": 8, "other": 32}

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, cast
 import numpy as np
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from fathom.checkpoints.tokenizers import byte_letters
 from fathom.errors import FathomError
@@ -33,8 +34,6 @@ from fathom.models.uniform_depth import UniformDepth
 from fathom.models.value_residual import ValueResidual
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from fathom.models.modeling import DecoderLayer
 
 Array = np.ndarray
