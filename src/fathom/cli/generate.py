@@ -72,16 +72,7 @@ def run(options: Namespace) -> int:
     )
     from fathom.kernels import use
 
-    if sum((options.prompt is not None, options.chat, options.prompts is not None)) > 1:
-        raise UsageError("give a prompt, --chat or --prompts FILE, one of them")
-    if (options.prompts is None) != (options.out is None):
-        raise UsageError("--prompts and --out belong together: one file in, one file out")
-    if options.system is not None and not options.chat:
-        raise UsageError("--system says how to answer: give --chat with it")
-    if options.batch_size is not None and (options.prompts is None or options.batch_size < 1):
-        raise UsageError(f"--batch-size {options.batch_size}: allowed: 1 or more, with --prompts")
-    if options.kvcache is not None and (options.static_cache or options.compile):
-        raise UsageError("--kvcache makes a cache that grows and shrinks: leave out --static-cache and --compile")
+    _check(options)
     prompt = None if options.chat or options.prompts is not None else prompt_of(options.prompt)
     sampling = Sampling(
         options.max_new_tokens,
@@ -120,6 +111,20 @@ def run(options: Namespace) -> int:
             print(flush=True)
         report_speed(made.tokens, made.seconds, made.trips, made.acceptance)
     return 0
+
+
+def _check(options: Namespace) -> None:
+    """Refuse words that do not go together, before anything is loaded."""
+    if sum((options.prompt is not None, options.chat, options.prompts is not None)) > 1:
+        raise UsageError("give a prompt, --chat or --prompts FILE, one of them")
+    if (options.prompts is None) != (options.out is None):
+        raise UsageError("--prompts and --out belong together: one file in, one file out")
+    if options.system is not None and not options.chat:
+        raise UsageError("--system says how to answer: give --chat with it")
+    if options.batch_size is not None and (options.prompts is None or options.batch_size < 1):
+        raise UsageError(f"--batch-size {options.batch_size}: allowed: 1 or more, with --prompts")
+    if options.kvcache is not None and (options.static_cache or options.compile):
+        raise UsageError("--kvcache makes a cache that grows and shrinks: leave out --static-cache and --compile")
 
 
 def prompt_of(word: str | None) -> str:
