@@ -95,7 +95,7 @@ class Data(Section):
         return tuple(dict.fromkeys(name for shares in named for name in shares))
 
     def later(self, steps: int) -> list[tuple[int, dict[str, float]]]:
-        """The phases after the first of a run of so many steps: at which step, which shares."""
+        """The phases after the first of a run of `steps` steps: at which step, which shares."""
         found = []
         for phase in self.phases:
             at = typing.cast("float", phase["at"])
@@ -175,11 +175,11 @@ class Optim(Section):
             yield fits, "decay", f"allowed: at most 1 - optim.warmup={_show(self.warmup)}"
 
     def rising(self, steps: int) -> int:
-        """Steps of warm-up of a run of so many."""
+        """Steps of warm-up in a run of `steps` steps."""
         return round(self.warmup * steps) if self.warmup_steps is None else self.warmup_steps
 
     def falling(self, steps: int) -> int:
-        """Steps of wsd's decay of a run of so many."""
+        """Steps of wsd's decay in a run of `steps` steps."""
         return round(self.decay * steps) if self.decay_steps is None else self.decay_steps
 
 
@@ -208,7 +208,7 @@ class Train(Section):
     skip_spikes: float | None = 10.0
     """skip a step whose gradient norm exceeds this many times its running mean; null skips non-finite steps only"""
     max_skipped: int = 10
-    """stop after so many skipped steps in a row"""
+    """stop after this many skipped steps in a row"""
     log_every: int = 10
     """steps between two looks at the device; every step is logged"""
     checkpoint_every: int = 500

@@ -15,7 +15,7 @@ from fathom.checkpoints.tensors import PICKLES, SafetensorsStore, read_header, r
 
 
 def check_checkpoint(directory: str | Path) -> dict[str, object]:
-    """Refuse a model directory that could harm whoever opens it; otherwise its configuration.
+    """Refuse a model directory that is unsafe to open; otherwise return its configuration.
 
     Refused are pickles, links and shard names that leave the directory, weights that are missing, truncated,
     oversized or overlapping, adapters, settings that are no JSON objects, and a configuration that names code to fetch.

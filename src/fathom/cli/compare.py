@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def add(parser: Parser) -> None:
-    """Arguments."""
+    """Add the command's arguments."""
     add_recipe(parser)
     parser.add_argument(
         "--arms", help="MECHANISM or NAME=MECHANISM[;key=value...], comma between; the first is the control"
@@ -37,7 +37,7 @@ def add(parser: Parser) -> None:
     parser.add_argument("--out", type=Path, help="directory (default: runs/ and the recipe's name, -compare)")
     parser.add_argument("--workers", type=int, default=1, help="processes on this machine; more may join from others")
     parser.add_argument("--threads", type=int, help="CPU threads of a worker (default: 1 if there are several)")
-    parser.add_argument("--report", action="store_true", help="only write the report anew from what is finished")
+    parser.add_argument("--report", action="store_true", help="only write the report again from what is finished")
     parser.add_argument(
         "--retry-failed", action="store_true", help="go on with runs that diverged; without it they stay left out"
     )

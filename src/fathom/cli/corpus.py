@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def add(parser: Parser) -> None:
-    """Arguments."""
+    """Add the command's arguments."""
     parser.add_argument("recipe", type=Path, help="a YAML file")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="values that win over the file's")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to (default: corpora/ and the recipe's name)")

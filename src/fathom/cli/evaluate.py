@@ -12,7 +12,7 @@ WINDOWS = "1x,2x,4x,8x"
 
 
 def add(parser: Parser) -> None:
-    """Arguments."""
+    """Add the command's arguments."""
     parser.add_argument(
         "checkpoints",
         nargs="+",

@@ -10,7 +10,7 @@ from fathom.cli.parser import Parser
 
 
 def add(parser: Parser) -> None:
-    """Arguments."""
+    """Add the command's arguments."""
     parser.add_argument(
         "source", type=Path, help="a run, finished or not, a comparison (its best run), or a model directory"
     )

@@ -17,7 +17,7 @@ from fathom.cli.parser import Parser, UsageError, add_kernels, add_kvcache, add_
 
 
 def add(parser: Parser) -> None:
-    """Arguments."""
+    """Add the command's arguments."""
     parser.add_argument("model", help="a model directory, a run, or a comparison (its best arm)")
     parser.add_argument("prompt", nargs="?", help="what to continue; - or a pipe: standard input; else a new document")
     parser.add_argument("--chat", action="store_true", help="a conversation on the terminal")

@@ -16,7 +16,7 @@ STAGES = ("tune", "rungs", "seal", "last", "check")
 
 
 def add(parser: Parser) -> None:
-    """Arguments."""
+    """Add the command's arguments."""
     add_recipe(parser)
     parser.add_argument(
         "--arms",
@@ -33,7 +33,7 @@ def add(parser: Parser) -> None:
     )
     parser.add_argument("--until", choices=STAGES, default=STAGES[-1], help="the last stage to carry out")
     parser.add_argument("--dry-run", action="store_true", help="print runs, FLOPs, hours and what to resolve, and stop")
-    parser.add_argument("--report", action="store_true", help="only write the report anew from what is finished")
+    parser.add_argument("--report", action="store_true", help="only write the report again from what is finished")
     parser.add_argument("--retry-failed", action="store_true", help="go on with runs that diverged")
     parser.add_argument("--json", action="store_true", help="print the report for a program")
 

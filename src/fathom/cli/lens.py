@@ -16,13 +16,13 @@ if TYPE_CHECKING:
 
 
 def add(parser: Parser) -> None:
-    """Arguments."""
+    """Add the command's arguments."""
     parser.add_argument("model", help="an exported directory, a run, or any Qwen3")
     parser.add_argument("text", nargs="?", help="what to look at")
     parser.add_argument("--file", type=Path, metavar="FILE", help="look at a file's text instead")
     parser.add_argument("-o", "--out", type=Path, help="the page to write (default: lens.html, or none with --json)")
     parser.add_argument("--compare", metavar="MODEL", help="a second model of the same tokenizer, side by side")
-    parser.add_argument("--max-tokens", type=int, default=2000, help="look at so many at most (default: 2000)")
+    parser.add_argument("--max-tokens", type=int, default=2000, help="maximum tokens to analyse (default: 2000)")
     parser.add_argument("--top", type=int, default=5, help="predictions to keep after every layer (default: 5)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     parser.add_argument("--json", action="store_true", help="print the numbers for a program")

@@ -69,7 +69,7 @@ def _plain(value: object) -> object:
 
 @contextmanager
 def _status(quiet: bool) -> Iterator[Callable[[str], None]]:
-    """A line on standard error that says what is being done, where somebody is watching."""
+    """A line on standard error that says what is being done, on a terminal."""
     from rich.console import Console
 
     console = Console(stderr=True)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def add(parser: Parser) -> None:
-    """Arguments."""
+    """Add the command's arguments."""
     parser.add_argument(
         "--config",
         metavar="MODEL",

@@ -10,7 +10,7 @@ from fathom.data.prepare import Summary, prepare
 
 
 def add(parser: Parser) -> None:
-    """Arguments."""
+    """Add the command's arguments."""
     parser.add_argument("--json", action="store_true", help="print the result for a program")
     add_parameters(parser, prepare, "inputs")
 

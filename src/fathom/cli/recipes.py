@@ -11,7 +11,7 @@ from fathom.recipe import find_recipe, packaged_recipes, summary_of
 
 
 def add(parser: Parser) -> None:
-    """Arguments."""
+    """Add the command's arguments."""
     parser.add_argument("action", nargs="?", choices=("list", "copy"), default="list", help="default: list")
     parser.add_argument("name", nargs="?", help="of the recipe to copy")
     parser.add_argument("--to", type=Path, metavar="FILE", help="where to (default: NAME.yaml, here)")

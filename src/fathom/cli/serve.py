@@ -13,7 +13,7 @@ UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
 
 
 def add(parser: Parser) -> None:
-    """Arguments."""
+    """Add the command's arguments."""
     parser.add_argument("model", help="a model directory, a run, or a comparison (its best arm)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine)")
     parser.add_argument("--port", type=int, default=8000, help="port to listen on; 0 takes a free one (default: 8000)")

@@ -27,7 +27,7 @@ EXIT_CODES = """exit code:
 
 
 def add(parser: Parser) -> None:
-    """Arguments."""
+    """Add the command's arguments."""
     add_recipe(parser, runs=True)
     parser.add_argument(
         "--run",
@@ -45,7 +45,7 @@ def add(parser: Parser) -> None:
         "--cooldown",
         type=int,
         metavar="STEPS",
-        help="with --from: let the learning rate fall over so many steps, and end",
+        help="with --from: let the learning rate fall over this many steps, and end",
     )
     parser.add_argument("--new", action="store_true", help="refuse to continue a run that exists")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and what it costs, and stop")

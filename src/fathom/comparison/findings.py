@@ -296,7 +296,7 @@ def _pairs(a: ArmResult, b: ArmResult) -> list[tuple[RunRow, RunRow]]:
 
 
 def _add_holm(rows: Sequence[TestedGap], arms: int) -> None:
-    """Adjust the p values of those differences between so many arms that have one."""
+    """Adjust the p values of the differences that have one, for `arms` arms."""
     for row in rows:
         row["p_holm"] = None
     tested = [(row, p) for row in rows if (p := row["p"]) is not None]
@@ -403,7 +403,7 @@ def _mean(arm: ArmResult) -> float:
 
 
 def _alone(arm: ArmResult) -> bool:
-    """Whether so many of its seeds failed that there is no interval."""
+    """Whether too few of its seeds finished for an interval."""
     return arm["difference"]["half_width"] is None
 
 

@@ -1,9 +1,9 @@
 """Who works on what, when all they share is a directory.
 
 A task's claims are files numbered 0, 1, 2, …; the highest number holds. Claiming creates the next number with `link`,
-which fails if somebody else was faster, locally and on network file systems alike. Nothing is ever deleted, so no two
+which fails if another worker was faster, locally and on network file systems alike. Nothing is ever deleted, so no two
 processes can disagree about which number is next. A holder touches its file while it lives; a file whose process is
-gone, or that nobody touched for a while, may be succeeded.
+gone, or that was not renewed for a while, may be taken over.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ STALE_SECONDS = 60.0
 
 
 class ClaimError(FathomError):
-    """A claim that somebody else holds by now; the message is one line."""
+    """A claim that another worker holds by now; the message is one line."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Claims:
     """When each claim's heartbeat was last seen to change, by our own clock: those of two machines may differ."""
 
     def take(self, task: str) -> Claim | None:
-        """Claim a task; None if somebody holds it."""
+        """Claim a task; None if another worker holds it."""
         self.directory.mkdir(parents=True, exist_ok=True)
         number = self._newest(task)
         if number is not None and not self._free(self._path(task, number)):
@@ -90,7 +90,7 @@ class Claim:
 
     @property
     def lost(self) -> bool:
-        """Whether somebody else has taken over."""
+        """Whether another worker has taken over."""
         return self.successor.exists()
 
     def require(self) -> None:

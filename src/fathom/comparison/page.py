@@ -234,7 +234,7 @@ def _sequence_length(recipe: Mapping[str, object]) -> int:
 
 
 def _trips(report: ComparisonReport) -> Markup:
-    """How many trips tokens make, whether they go where the loss is, and what they buy; nothing if nobody halts."""
+    """Trips per token, whether they go where the loss is, and what they buy; nothing where no token halts."""
     arms = [(i, arm) for i, arm in enumerate(report["arms"]) if arm["runs"] and "trips" in arm]
     if not any(arm["trips"]["shares"] for _, arm in arms):
         return Markup()
@@ -457,7 +457,7 @@ def _looks(report: ComparisonReport) -> list[str]:
         return ["The seeds were fixed before the first look at results, as the 5 % of false claims need."]
     shown = [f"{len(look['seeds'])} of {len(look['seeds']) + len(look['awaited'])}" for look in looks]
     return [
-        f"Planned seeds that were finished when a report was written: {', then '.join(shown)}. A test made anew "
+        f"Planned seeds that were finished when a report was written: {', then '.join(shown)}. A test repeated "
         "with more seeds until it agrees claims too often: each look at which one might have stopped adds up to 5 %."
     ]
 

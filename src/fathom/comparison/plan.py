@@ -49,7 +49,7 @@ class Plan:
         return self.recipes[arm].override(f"train.seed={seed}", "track.display=none")
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values."""
+        """As plain values, for JSON."""
         values = {"arms": [asdict(arm) for arm in self.arms], "seeds": list(self.seeds)}
         return {**values, "equal": self.equal, "pairs": self.pairs, "recipe": self.recipe.to_dict()}
 

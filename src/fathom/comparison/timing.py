@@ -61,7 +61,7 @@ class Measured:
     """Parameters of equal name and shape, and how many of them started from bitwise equal values."""
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values."""
+        """As plain values, for JSON."""
         return asdict(self)
 
 
@@ -192,7 +192,7 @@ def _allocated(device: torch.device) -> int:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without the garbage collector, whose pauses belong to nobody."""
+    """Without the garbage collector, whose pauses belong to neither side."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -217,7 +217,7 @@ def work_together(job: Callable[[Path, int], bool], out: Path, workers: int, thr
     """Start workers and wait; the first that fails ends the others, which save what they have.
 
     Args:
-        job: What a worker does in `out` with so many threads, importable by name; False if a signal came.
+        job: What a worker does in `out` with `threads` threads, importable by name; False if a signal came.
         out: The directory.
         workers: Processes.
         threads: CPU threads of each.

@@ -37,7 +37,7 @@ class Budget:
     """The collection that sets it."""
 
     def to_dict(self) -> BudgetValues:
-        """Plain values."""
+        """As plain values, for JSON."""
         return cast(BudgetValues, asdict(self))
 
 

@@ -83,7 +83,7 @@ def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[dict[str, 
             limits.append(rules.shortest if what == "stem and answer" else rules.whole)
     words = words_of(texts)
     counts = np.diff(words.bounds)
-    # A text is looked for in runs of so many words; of none where it is too short.
+    # The length of the runs of words that a text is looked for by; none where it is too short.
     lengths = np.where(counts >= np.array(limits), np.minimum(counts, rules.words), 0)
     owner = np.array(owners)
     index: dict[str, np.ndarray] = {}

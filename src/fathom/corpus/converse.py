@@ -28,7 +28,7 @@ REASONS = ("too_long", "no_target", "no_template")
 
 
 class Converse(Stage):
-    """One task for so many files of conversations as make a shard; what a template cannot say is listed."""
+    """One task for the files of conversations that make up a shard; what a template cannot render is listed."""
 
     name = "converse"
 

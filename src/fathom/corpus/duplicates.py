@@ -30,7 +30,7 @@ BUCKET_DOCUMENTS = 1 << 24
 VERIFY_PAIRS = 1 << 16
 """Pairs that a task compares, about."""
 CROWD, NEIGHBOURS = 64, 32
-"""Of so many documents that agree in a band, each is compared with so many that are next in length, and the longest."""
+"""Where more documents agree in a band, each is compared with its neighbours in length and the longest."""
 CACHED_RUNS = 1 << 24
 
 

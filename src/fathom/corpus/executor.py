@@ -88,7 +88,7 @@ class Pool:
         self.run(str(workspace.directory), stage, len(tasks), workers, tick)
 
     def run(self, directory: str, stage: str, count: int, workers: int, tick: Tick) -> None:
-        """Have so many tasks done by so many processes."""
+        """Run tasks on a number of processes."""
         self._directory, self._stage, self._tick = directory, stage, tick
         for number in range(count):
             self._todo.put(number)

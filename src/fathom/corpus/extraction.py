@@ -22,7 +22,7 @@ class Extracted:
     meta: dict[str, object] = field(default_factory=dict)
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values."""
+        """As plain values, for JSON."""
         return asdict(self)
 
 

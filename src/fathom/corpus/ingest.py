@@ -38,7 +38,7 @@ from fathom.report.files import digest, read_json, write_json
 from fathom.report.progress import ProgressBar
 
 TASK_BYTES, TASK_FILES = 1 << 27, 512
-"""A task reads files until they are so large, or so many; one larger file is a task."""
+"""A task reads files up to this size or number; one larger file is a task."""
 HTML, PDF, TEI = (".html", ".htm", ".xhtml"), (".pdf",), (".tei",)
 MIMES = {"jsonl": "text/plain", "parquet": "text/plain", "text": "text/plain", "html": "text/html"} | {
     "pdf": "application/pdf",

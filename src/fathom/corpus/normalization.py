@@ -23,7 +23,7 @@ def normalize(text: str, strip: Sequence[str] = (), blank_lines: int = 2) -> str
     Args:
         text: Any.
         strip: Regular expressions whose matches are removed.
-        blank_lines: More in a row become so many.
+        blank_lines: Longer runs are cut to this many.
     """
     before = None
     # What is stripped may bring together what is to be stripped next, and NFKC what is to be composed.

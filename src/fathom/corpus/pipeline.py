@@ -75,7 +75,7 @@ class Report:
     card: Path
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values."""
+        """As plain values, for JSON."""
         return {**asdict(self), "directory": str(self.directory), "card": str(self.card)}
 
     def __str__(self) -> str:

@@ -78,7 +78,7 @@ class Normalize:
     strip: tuple[str, ...] = ()
     """regular expressions whose matches are removed, such as a library's header; ^ and $ are those of a line"""
     blank_lines: int = 2
-    """more blank lines in a row than this become so many"""
+    """longer runs of blank lines are cut to this many"""
 
 
 @dataclass(frozen=True)
@@ -174,9 +174,9 @@ class Decontaminate:
     action: Literal["drop", "cut", "report"] = "drop"
     """drop the document, cut the passage out, or only report it"""
     words: int = 13
-    """a shared run of so many words is a leak"""
+    """a shared run of this many words is a leak"""
     whole: int = 8
-    """an item of fewer than `words` but so many is a leak if it occurs whole; a shorter one only with its answer"""
+    """items of `whole` to `words` - 1 words are leaks if they occur whole; shorter ones only with their answer"""
     shortest: int = 5
     """a question with its answer that is shorter than this is not looked for"""
     margin: int = 200
@@ -192,7 +192,7 @@ class TokenizeOptions:
     tokenizer: str | None = None
     """a tokenizer's directory or file, or a name on the Hub"""
     train: int | None = None
-    """train a byte-level BPE of so many tokens on the kept documents instead"""
+    """train a byte-level BPE of this many tokens on the kept documents instead"""
     train_bytes: int = 1 << 28
     """text that it learns from at most, an equal share of each collection"""
     eos_token: str | None = None

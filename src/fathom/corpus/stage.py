@@ -59,7 +59,7 @@ class Task:
     """what else decides the outcome"""
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values."""
+        """As plain values, for JSON."""
         return asdict(self)
 
     @classmethod
@@ -241,7 +241,7 @@ def _sync(path: Path) -> None:
 
 
 def forget_peak() -> None:
-    """Let the system count this process's peak anew, where it can."""
+    """Reset the system's count of this process's peak memory, where it can."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 

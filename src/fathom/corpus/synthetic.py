@@ -197,7 +197,7 @@ class World:
 def plant(
     documents: Sequence[str], questions: Sequence[Question], count: int, seed: int = 0
 ) -> tuple[list[str], list[Leak]]:
-    """Documents of which so many give a question and its answer away, each another; and where.
+    """Documents, a given number of which contain a question with its answer, each a different one; and where.
 
     Args:
         documents: To plant in.
@@ -248,7 +248,7 @@ def _lines(rows: Iterable[Mapping[str, object]]) -> Iterator[str]:
 
 
 def _dealt(chance: random.Random, values: Sequence[str], count: int) -> list[str]:
-    """So many values, each equally often to within one: which is commonest tells nothing."""
+    """A given number of values, each equally often to within one."""
     order = chance.sample(values, len(values))
     dealt = [order[number % len(order)] for number in range(count)]
     return chance.sample(dealt, count)

@@ -99,7 +99,7 @@ class Tokenizer(Stage):
 
 
 class Tokenize(Stage):
-    """One task for so many files of a collection as make a shard."""
+    """One task for the files of a collection that make up a shard."""
 
     name = "tokenize"
 
@@ -146,7 +146,7 @@ class Tokenize(Stage):
 
 
 def groups_of(workspace: Workspace, parts: list[KeptPart], shard_bytes: int) -> list[Task]:
-    """Tasks of neighbouring files of one collection, of about so many bytes each, with the tokenizer."""
+    """Tasks of neighbouring files of one collection, of about a given number of bytes each, with the tokenizer."""
     tokenizer = tuple(one for name in (TOKENIZER_JSON, FACTS) for one in workspace.outputs("tokenizer", name))
     found: list[Task] = []
     group: list[KeptPart] = []

@@ -40,7 +40,7 @@ class Words:
     bounds: NDArray[np.int64]  # [D + 1]: the words of text d are bounds[d] to bounds[d + 1]
 
     def runs(self, length: int) -> tuple[Numbers, NDArray[np.int64]]:
-        """The numbers of all runs of so many words within a text, and the bounds of each text's own."""
+        """The numbers of all runs of `length` words within a text, and the bounds of each text's own."""
         counts = np.maximum(np.diff(self.bounds) - length + 1, 0)
         bounds = np.concatenate([[0], np.cumsum(counts)])
         if len(self.numbers) < length:
@@ -82,7 +82,7 @@ def words_of(texts: Sequence[str]) -> Words:
 
 
 def batches(texts: Iterator[str] | Sequence[str], size: int = BLOCK) -> Iterator[list[str]]:
-    """Texts in groups of about so many characters."""
+    """Texts in groups of about a given number of characters."""
     batch: list[str] = []
     total = 0
     for text in texts:

@@ -80,7 +80,7 @@ class BatchPlan:
     step's rows and every micro-batch a slice of the rank's, so no layout changes what a step learns from.
 
     Of a mixture, the row's number alone chooses a collection and how many of its rows come before; every collection is
-    cut, shuffled and begun anew by itself.
+    cut, shuffled and restarted by itself.
 
     Of conversations a row has whole ones, and an epoch shuffles rows; the labels are what the assistant says. They may
     be some of a mixture's collections.
@@ -158,7 +158,7 @@ class BatchPlan:
         return collections, numbers
 
     def epochs(self, steps: int) -> dict[str, float]:
-        """How often so many steps read each collection of a mixture, by name."""
+        """How often `steps` steps read each collection of a mixture, by name."""
         if self.mixture is None:
             return {}
         counts = self.mixture.counts(steps * self.rows_per_step)
@@ -327,7 +327,7 @@ def evaluation_batches(
         dataset: What to evaluate on; `TokenDataset.select` gives one domain.
         sequence_length: Tokens per row.
         batch_size: Rows per batch and rank.
-        max_tokens: Predict about so many tokens, in whole windows and at least one; all of them if not given.
+        max_tokens: Predict about this many tokens, in whole windows and at least one; all of them if not given.
         rank: Which rank's batches to yield.
         world_size: How many ranks share the windows.
         packing: As in `BatchPlan`.

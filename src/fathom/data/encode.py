@@ -127,7 +127,7 @@ class Encoder:
         return result
 
     def _batches(self, chunk: Chunk, result: EncodedChunk) -> Iterator[list[SourceText]]:
-        """The documents of a chunk, so many together as the tokenizer may hold in memory."""
+        """The documents of a chunk, in groups that the tokenizer can hold in memory."""
         batch: list[SourceText] = []
         size = 0
         for number, payload in enumerate(chunk.payloads, chunk.first):
@@ -205,7 +205,7 @@ class _EncodingProcess:
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                # Closing flushes, and nobody reads any more.
+                # Closing flushes, and the reader is gone.
                 with contextlib.suppress(OSError):
                     pipe.close()
 

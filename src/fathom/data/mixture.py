@@ -30,7 +30,7 @@ def row_order(weights: Sequence[int], rows: int) -> NDArray[np.uint8]:
     if not 1 <= len(weights) <= 256 or min(weights) < 1:
         raise ValueError(f"1 to 256 positive weights are wanted, not {list(weights)}")
     total, order = sum(weights), bytearray()
-    # After `total` rows every collection has exactly its share, and the sequence begins anew.
+    # After `total` rows every collection has exactly its share, and the sequence repeats.
     period = min(rows, total)
     deficits = [0] * len(weights)
     for _ in range(period):
@@ -54,7 +54,7 @@ class Phase:
 class Mixture:
     """Which collection each row of an endless list comes from, and which of its rows that is.
 
-    Every phase counts anew: any of its prefixes keeps its shares. A collection goes on where it was left.
+    Every phase counts from its start: any of its prefixes keeps its shares. A collection goes on where it was left.
     """
 
     def __init__(self, phases: Sequence[Phase]) -> None:
@@ -77,7 +77,7 @@ class Mixture:
         return collections, numbers
 
     def counts(self, rows: int) -> list[int]:
-        """Of the first so many rows, those of each collection."""
+        """How many of the first `rows` rows are of each collection."""
         if not rows:
             return [0] * len(self._before[0])
         phase = int(self._firsts.searchsorted(rows - 1, side="right")) - 1
@@ -105,6 +105,6 @@ class _Cycle:
         return found, cycles * self._weights[found] + self._ranks[inside]
 
     def counts(self, rows: int) -> NDArray[np.int64]:
-        """Of the first so many rows, those of each collection."""
+        """How many of the first `rows` rows are of each collection."""
         cycles, rest = divmod(rows, len(self._order))
         return cycles * self._weights + np.bincount(self._order[:rest], minlength=len(self._weights))

@@ -129,7 +129,7 @@ class Summary:
     """How many documents a second this run tokenised."""
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values."""
+        """As plain values, for JSON."""
         return {**asdict(self), "directory": str(self.directory)}
 
     def __str__(self) -> str:

@@ -38,7 +38,7 @@ Chances = NDArray[np.uint64]
 UNASKED = -100
 """The label of what is no answer."""
 ROWS = {"train": 1 << 40, "val": 1 << 20}
-"""Rows of a split, which nobody reaches the end of."""
+"""Rows of a split: more than any run reads."""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MODULUS = 23
 
@@ -69,7 +69,7 @@ class Puzzle(ABC):
     @property
     @abstractmethod
     def vocabulary(self) -> int:
-        """Token ids; the last one ends a row."""
+        """How many token ids there are; the last one ends a row."""
 
     @property
     @abstractmethod
@@ -84,7 +84,7 @@ class Puzzle(ABC):
     @property
     @abstractmethod
     def levels(self) -> tuple[int, ...]:
-        """Difficulties that are held out."""
+        """Difficulties that are held out, the easiest first."""
 
     @abstractmethod
     def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
@@ -126,7 +126,7 @@ class Hops(Puzzle):
 
     @property
     def vocabulary(self) -> int:
-        """Token ids."""
+        """How many token ids the puzzle uses."""
         return self.words + self.hops + 2
 
     @property
@@ -141,7 +141,7 @@ class Hops(Puzzle):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Difficulties."""
+        """Its difficulties, the easiest first."""
         return tuple(2**i for i in range(self.hops.bit_length()))
 
     @property
@@ -188,7 +188,7 @@ class Word(Puzzle):
 
     @property
     def vocabulary(self) -> int:
-        """Token ids."""
+        """How many token ids the puzzle uses."""
         return 61
 
     @property
@@ -203,7 +203,7 @@ class Word(Puzzle):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Difficulties."""
+        """Its difficulties, the easiest first."""
         return tuple(2**i for i in range(1, self.elements.bit_length()))
 
     @property
@@ -258,7 +258,7 @@ class Arithmetic(Puzzle):
 
     @property
     def vocabulary(self) -> int:
-        """Token ids."""
+        """How many token ids the puzzle uses."""
         return MODULUS + 3 + self.operators + 2
 
     @property
@@ -273,7 +273,7 @@ class Arithmetic(Puzzle):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Difficulties."""
+        """Its difficulties, the easiest first."""
         return tuple(range(1, self.operators + 1))
 
     @property
@@ -332,7 +332,7 @@ class RecallPuzzle(Puzzle):
 
     @property
     def vocabulary(self) -> int:
-        """Token ids."""
+        """How many token ids the puzzle uses."""
         return 2 * self.words + 2
 
     @property
@@ -347,7 +347,7 @@ class RecallPuzzle(Puzzle):
 
     @property
     def levels(self) -> tuple[int, ...]:
-        """Difficulties."""
+        """Its difficulties, the easiest first."""
         return (1,)
 
     @property

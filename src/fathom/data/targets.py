@@ -34,7 +34,7 @@ def write_targets(token_file: Path, targets: NDArray[np.bool_]) -> None:
 
 
 def read_targets(token_file: Path, tokens: int) -> NDArray[np.bool_]:
-    """The bits of a shard of so many tokens."""
+    """The bits of a shard of `tokens` tokens."""
     return np.unpackbits(_packed(token_file, tokens), count=tokens, bitorder="little").astype(np.bool_)
 
 
@@ -57,7 +57,7 @@ class PackedRows:
     bounds: NDArray[np.int64]
 
     def __len__(self) -> int:
-        """Rows."""
+        """How many rows."""
         return len(self.bounds) - 1
 
     def row(self, number: int) -> NDArray[np.int64]:

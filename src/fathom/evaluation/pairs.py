@@ -44,7 +44,7 @@ class Quizzed:
     choices: tuple[str, ...]
     answer: int
     dirty: bool | None = None
-    """Whether training text gives it away; None where nobody looked."""
+    """Whether training text gives it away; None where that was not checked."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ class Answered:
 
     @property
     def p(self) -> float:
-        """McNemar's, exact."""
+        """McNemar's exact test, two-sided."""
         return mcnemar(self.lost, self.won)
 
     def row(self) -> QuestionRow:
@@ -283,7 +283,7 @@ def verdict(report: PairResults) -> str:
 
 
 def lines(report: PairResults) -> list[list[str]]:
-    """The table."""
+    """The rows of the table, cell by cell."""
     made = []
     for name, text in report["texts"].items():
         gap = Ratio(**text["difference"])

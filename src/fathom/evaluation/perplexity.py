@@ -355,7 +355,7 @@ class _Forward:
         width = len(batch[0][0]) - 1  # the longest is first
         inputs = torch.zeros(len(batch), width, dtype=torch.long)
         for row, (ids, _) in zip(inputs, batch, strict=True):
-            row[: len(ids) - 1] = torch.from_numpy(ids[:-1])  # what follows on the right is seen by nobody
+            row[: len(ids) - 1] = torch.from_numpy(ids[:-1])  # what follows on the right is masked
         first = min(len(ids) - 1 - count for ids, count in batch)
         logits = self.model(
             input_ids=inputs.to(self.model.device), use_cache=False, logits_to_keep=width - first

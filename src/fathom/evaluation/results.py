@@ -40,7 +40,7 @@ class ScoreRow(TypedDict):
 
 
 PlaceLoss = TypedDict("PlaceLoss", {"from": int, "to": int, "loss": float, "tokens": int})
-"""Loss of tokens predicted from so many tokens of context."""
+"""Loss of tokens predicted from `from` to `to` tokens of context."""
 
 
 class TextScore(TypedDict, total=False):
@@ -151,7 +151,7 @@ class RecallValues(TypedDict):
 
 
 class LoadValues(TypedDict):
-    """A cache after so many tokens: what it holds and how fast it is."""
+    """A cache after a number of tokens: what it holds and how fast it is."""
 
     tokens: int
     entries: int

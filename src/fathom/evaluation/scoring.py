@@ -380,11 +380,11 @@ def kept(
             kept = read_json(path)
             same, before = kept["key"] == key, kept["value"]
         except (ValueError, KeyError) as error:
-            raise EvaluateError(f"{path} is damaged ({error}); delete it to compute that anew") from None
+            raise EvaluateError(f"{path} is damaged ({error}); delete it to compute that again") from None
         if same:
             print(f"{checkpoint.name}: {name}: done before", file=sys.stderr)
             return before
-        print(f"{checkpoint.name}: {name}: done before under other conditions; computing it anew", file=sys.stderr)
+        print(f"{checkpoint.name}: {name}: done before under other conditions; computing it again", file=sys.stderr)
     print(f"{checkpoint.name}: {name}", file=sys.stderr)
     value = make()
     if path:

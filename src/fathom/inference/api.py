@@ -39,7 +39,7 @@ class ApiError(HTTPException):
         return {"error": {"message": message, "type": kind, "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """The answer."""
+        """The error as an HTTP answer."""
         return JSONResponse(self.body(), self.status_code, headers=self.headers)
 
 

@@ -6,7 +6,7 @@ cache holds them is the model's affair:
     SlabBatch    one trip, or several that do not read one another: a slab of keys and values for each bank, in which a
                  row starts at the left and is written in place
     SlotBatch    slots (views other than SAME, halting): the slot cache, merged and cut by rows. A token that halted
-                 early takes no part in later trips, so it costs nothing, whoever else thinks on
+                 early takes no part in later trips, so it costs nothing, whatever other rows do
     LoneBatch    everything else, such as caches of constant size: a cache for each row, one after the other
 """
 
@@ -72,7 +72,7 @@ class LiveBatch(ABC):
         """A row goes; the place of the row that takes its number."""
 
     def reserve(self, rows: int, tokens: int) -> None:  # noqa: B027
-        """Make room for so many rows of so many tokens, where a cache does not grow by itself."""
+        """Make room for `rows` rows of `tokens` tokens, where a cache does not grow by itself."""
 
     def _call(
         self, ids: Tensor, positions: Tensor | None, cache: Cache, every: bool = False, mask: Mask = None
@@ -104,7 +104,7 @@ class Slab:
         self.rows, self.tokens = 0, 0
         """Room."""
         self.first, self.filled = 0, torch.zeros(0, dtype=torch.long)
-        """The rows of this call start here and hold so many tokens, `[n]`."""
+        """First row of this call, and the number of tokens that its rows hold, `[n]`."""
         self.most = 0
 
 

@@ -127,7 +127,7 @@ class Engine:
         self.calls: deque[tuple[Callable[[], object], Future]] = deque()
         self.joining: tuple[Lane, Job] | None = None
         self.counts = {"prompt_tokens": 0, "tokens": 0, "steps": 0, "finished": 0, "cancelled": 0, "failed": 0}
-        """Since the start, for whoever watches."""
+        """Since the start, for /metrics."""
         self._out: list[tuple[Job, Event]] = []
         self._wake, self._closing, self._reason = threading.Condition(), False, "the server is shutting down"
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -208,7 +208,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # a fault of the engine's own, not of a request: nobody may wait for it in vain
+        except Exception as error:  # a fault of the engine's own, not of a request: no request may be left waiting
             logger.exception("the engine failed")
             self._reason = f"the engine failed: {type(error).__name__}"
         with self._wake:
@@ -261,7 +261,7 @@ class Engine:
         self.counts["cancelled"] += len(gone)
 
     def _read_prompts(self) -> None:
-        """Read waiting prompts, until so many tokens were read or there is no room for the next."""
+        """Read waiting prompts, until `READ` tokens were read or there is no room for the next."""
         left = READ
         while left > 0 and (self.joining is not None or self._admit()):
             assert self.joining is not None
@@ -388,7 +388,7 @@ def deliver(out: list[tuple[Job, Event]]) -> None:
 def _fulfil(function: Callable[[], object], future: Future) -> None:
     try:
         future.set_result(function())
-    except BaseException as error:  # whoever asked gets it
+    except BaseException as error:  # raised where the result is read
         future.set_exception(error)
 
 

@@ -148,7 +148,7 @@ class Timed(H11Protocol):
         self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """The end."""
+        """The connection is gone: stop the clock."""
         super().connection_lost(exc)
         if self.late is not None:
             self.late.cancel()

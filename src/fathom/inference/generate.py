@@ -77,7 +77,7 @@ class Sampling:
     max_trips: int | None = None
     """Trips per token at most, of those that the model was trained for."""
     speculate: int | None = None
-    """Draft with the first so many trips and check with the rest: the same texts, faster where drafts are good."""
+    """Draft with this many first trips and check with the rest: the same texts, faster where drafts are good."""
 
     def __post_init__(self) -> None:
         allowed = {
@@ -255,7 +255,7 @@ def chat(
         system: A first message that says how to answer.
     """
     opening = [{"role": "system", "content": system}] if system else []
-    encode(tokenizer, [*opening, {"role": "user", "content": ""}])  # no template: say so before anybody types
+    encode(tokenizer, [*opening, {"role": "user", "content": ""}])  # no template: say so before the first line is typed
     messages = list(opening)
     _seed(sampling.seed)
     for line in lines:

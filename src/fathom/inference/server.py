@@ -2,7 +2,7 @@
 
 A request is checked (`api.py`), becomes one job for each of its texts (`engine.py`), and is answered as its tokens
 come (`answers.py`). In front stands the gate (`gate.py`). Everything here is asyncio on one thread; the model runs on
-another, so a slow client holds up nobody.
+another, so a slow client holds up no other.
 """
 
 from __future__ import annotations
@@ -248,7 +248,7 @@ class Service:
                 self.engine.cancel([jobs[i] for i in open_texts])
 
     def metrics(self) -> str:
-        """For Prometheus."""
+        """Counters in the format of Prometheus."""
         engine, counts = self.engine, self.engine.counts
         values = {
             "prompt_tokens_total": ("counter", counts["prompt_tokens"]),
@@ -307,14 +307,14 @@ def _one_line(error: Exception) -> str:
 
 
 def default_memory(model: PreTrainedModel) -> int:
-    """Bytes for keys and values where nobody says: most of what a GPU has left, a quarter of what a machine has."""
+    """Default bytes for keys and values: most of what a GPU has left, a quarter of what a machine has."""
     if model.device.type == "cuda":
         return int(torch.cuda.mem_get_info(model.device)[0] * 0.8)
     return free_memory() // 4
 
 
 def free_memory() -> int:
-    """Bytes of this machine that nobody uses, or of the container that this runs in, if that is less."""
+    """Free bytes of this machine, or of the container that this runs in, if that is less."""
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
         free = int(lines["MemAvailable"].split()[0]) << 10
@@ -448,7 +448,7 @@ class _Server(uvicorn.Server):
 
 
 def _bind(host: str, port: int) -> socket.socket:
-    """Before the model is opened, so that a port that is taken costs no wait. Nobody is let in yet."""
+    """Before the model is opened, so that a port that is taken costs no wait. Connections are not accepted yet."""
     if not 0 <= port < 1 << 16:
         raise ServeError(f"--port {port}: allowed: 0 to 65535")
     try:

@@ -98,7 +98,7 @@ def make_method(
         if (window, sinks, ratio, kept, options) != (None, 4, 0.5, None, {}):
             raise ValueError(f"this {method.name} brings its own schedule and options: give the method alone")
         if not method.rope.turns_as(Rope(config)):
-            raise ValueError(f"this {method.name} was made for other rotary angles than this model's: make it anew")
+            raise ValueError(f"this {method.name} was made for other rotary angles than this model's: make another")
         return method
     if method not in METHODS:
         raise ValueError(f"method must be one of {', '.join([*WHOLE, *METHODS])}, got {method!r}")

@@ -76,7 +76,7 @@ class Memory(CacheLayerMixin, Scheduled):
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that `update` will return for so many tokens, and the position of the first."""
+        """How many keys `update` will return for a query of this length, and the position of the first."""
         self.schedule.fit(self.seen, query_length)
         held = self.schedule.survivors if self._is_due(query_length) else self.entries
         return held + query_length, self.seen - held
@@ -128,7 +128,7 @@ class Memory(CacheLayerMixin, Scheduled):
         self.keys, self.values = keys, values
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all entries."""
         self.keys = self.values = None  # type: ignore[assignment]  # as transformers has it before the first update
         self.is_initialized = False
         self._forget()
@@ -143,7 +143,7 @@ class Memory(CacheLayerMixin, Scheduled):
             self._each_row(lambda x: x[indices.to(x.device)])
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Each row so many times."""
+        """Repeat each row."""
         if self.seen:
             self._each_row(lambda x: x.repeat_interleave(repeats, dim=0))
 
@@ -179,7 +179,7 @@ class Memory(CacheLayerMixin, Scheduled):
 def _refuse_compiling() -> None:
     raise RuntimeError(
         "a compressed cache cannot run under torch.compile: its length is part of the program, so every token would "
-        "compile anew; run the model that was not compiled, or use method 'full_static'"
+        "compile again; run the model that was not compiled, or use method 'full_static'"
     )
 
 

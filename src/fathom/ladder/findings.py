@@ -89,7 +89,7 @@ class Study:
 
     @cached_property
     def rungs(self) -> list[Rung]:
-        """Their losses."""
+        """Losses of both arms at each of these rungs."""
         return self.state.rungs(self.arm, self.sizes)
 
     @cached_property
@@ -100,7 +100,7 @@ class Study:
 
     @cached_property
     def line(self) -> Horizontal | None:
-        """The cross-check."""
+        """The cross-check: a straight line through ln M of the rungs."""
         return horizontal(self.rungs) if self.fit is not None else None
 
     @property

@@ -28,7 +28,7 @@ RUNS = "runs.jsonl"
 
 
 def write_report(report: LadderReport, out: Path) -> tuple[Path, Path]:
-    """Write `report.json`, `report.html` and `runs.jsonl`, from which the fit can be made anew."""
+    """Write `report.json`, `report.html` and `runs.jsonl`, from which the fit can be made again."""
     rows = [
         {
             "arm": arm["name"],

@@ -228,7 +228,7 @@ class Ladder:
         return training_flops(self.arm_at(arm, size).recipe(self.base(size)))
 
     def to_dict(self) -> PlanValues:
-        """Plain values."""
+        """As plain values, for JSON."""
         rules = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self.rules).items()}
         arms: list[ArmValues] = [
             {"name": arm.name, "mechanism": arm.mechanism, "overrides": list(arm.overrides)} for arm in self.arms

@@ -63,7 +63,7 @@ class Rung:
 
     @property
     def seeds(self) -> int:
-        """Pairs."""
+        """How many pairs of runs there are."""
         return len(self.control)
 
     @property
@@ -109,7 +109,7 @@ class Interval:
         return cls(median, q25, q75, low, high)
 
     def to_dict(self) -> Span:
-        """Plain values."""
+        """As plain values, for JSON."""
         return {"median": self.median, "q25": self.q25, "q75": self.q75, "low": self.low, "high": self.high}
 
 
@@ -160,7 +160,7 @@ class Posterior:
         return max(2 * min(below, 1 - below), 1 / len(self.slope))
 
     def predict(self, x_control: float, x_arm: float, seeds: int) -> tuple[Interval, Interval]:
-        """What a further rung of so many seeds will show: the paired difference of the loss, and ln M."""
+        """What a further rung with `seeds` seeds will show: the paired difference of the loss, and ln M."""
         chance = np.random.default_rng(len(self.slope))
         reducible = self.control_loss(x_control) - self.floor
         deviation = np.hypot(self.own, self.noise.paired / math.sqrt(seeds)) * chance.normal(size=len(self.slope))

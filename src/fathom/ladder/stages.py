@@ -98,11 +98,11 @@ class Tuned:
 
     @property
     def rate(self) -> float:
-        """The optimum."""
+        """The learning rate at the optimum."""
         return self.centre * 2**self.bowl.place
 
     def to_dict(self) -> TunedRow:
-        """Plain values."""
+        """As plain values, for JSON."""
         rates = {str(place): rounded(self.centre * 2**place) for place in sorted(self.points)}
         losses = {str(place): list(self.points[place]) for place in sorted(self.points)}
         bowl = self.bowl
@@ -241,7 +241,7 @@ class State:
         return last[arm.name].rate / last[control].rate  # it diverges at the control's rate
 
     def rate(self, arm: Arm, size: Size) -> float:
-        """The rate of an arm at a size: one rule for all, and a ratio of the arm's own."""
+        """The learning rate at the optimum."""
         ladder = self.ladder
         if not self.tuned:
             return rounded(ladder.recipe.optim.lr * ladder.rule(size))

@@ -28,7 +28,7 @@ ONE_BUDGET = "one token budget: φ cannot be told from the law; another budget a
 
 @dataclass(frozen=True)
 class Looped:
-    """One size and budget with so many trips."""
+    """One size and budget with a number of trips."""
 
     once: float
     """Parameters outside of the loop, embeddings left out."""

@@ -1,6 +1,6 @@
 """A learning rate for each arm: points a factor 2 apart, a parabola in log2 of the rate, and what to doubt of it.
 
-A rate is named by its place: so many doublings above the centre. A diverged run has an infinite loss, which brackets an
+A rate is named by its place: its doublings above the centre. A diverged run has an infinite loss, which brackets an
 optimum as any other loss does but bends no parabola.
 """
 
@@ -48,7 +48,7 @@ class Bowl:
 
 
 def first_places(count: int) -> list[int]:
-    """So many places around the centre; of an even number, one more above than below."""
+    """`count` places around the centre; of an even number, one more above than below."""
     return list(range(-((count - 1) // 2), count // 2 + 1))
 
 

@@ -412,7 +412,7 @@ document.addEventListener("change", (event) => {
   chosen[name] = event.target.value;
   if (name === "colour" || name === "of") return colour();
   const { name: full, value } = event.target;
-  select(at);  // which draws the control anew
+  select(at);  // which draws the control again
   const again = full ? document.querySelector(`input[name="${full}"][value="${value}"]`) : document.querySelector('[data-name="head"]');
   again?.focus({ preventScroll: true });
 });

@@ -31,7 +31,7 @@ def add_lens(
         raise ServeError(f"--lens looks into Fathom's decoder; this is a {type(model).__name__}")
 
     async def looked(text: str) -> LensData:
-        # Shielded: the thread cannot be stopped, and would find nobody to give its result to.
+        # Shielded: the thread cannot be stopped, and cancelling would leave its result without a reader.
         return await asyncio.shield(asyncio.wrap_future(engine.call(partial(look, model, tokenizer, text, name=name))))
 
     @app.get("/lens")

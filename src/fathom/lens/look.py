@@ -221,7 +221,7 @@ def look(
         tokenizer: Its tokenizer.
         text: What to look at.
         top: Predictions to keep at every visit.
-        max_tokens: Look at so many tokens at most, and never at more than the model's context holds.
+        max_tokens: Look at no more tokens than this, and never at more than the model's context holds.
         name: What the page calls the model.
         progress: Told after every visit how many are done.
     """

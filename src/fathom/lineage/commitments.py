@@ -2,7 +2,7 @@
 
 A Merkle root over SHA-256 leaves: one per tensor, one for config.json and one for the tokenizer (of a GGUF file: what
 comes before its first tensor). With a blinding key the leaves say nothing about the weights until the key is shown.
-Nothing here is zero-knowledge: whoever verifies must see the weights, or trust somebody who did. A commitment shows
+Nothing here is zero-knowledge: a verifier must see the weights, or trust a party that did. A commitment shows
 that *these* weights were held, not that they are the deployed or the first ones.
 """
 

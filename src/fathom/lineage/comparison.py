@@ -163,7 +163,7 @@ def _unseen(weights: Weights) -> Iterator[str]:
     if not names:
         yield f"{weights.name}: no feed-forward weights of a known name: T1 of neurons, T2 along them, T4 missing"
     elif any(".experts." in name for name in names):
-        yield f"{weights.name}: of the experts of a layer only the first is compared; the others may be anybody's"
+        yield f"{weights.name}: of the experts of a layer only the first is compared; nothing is said of the others"
 
 
 def _small(pair: Pair) -> bool:
@@ -589,7 +589,7 @@ def _thresholds(pair: Pair, null: Null | None) -> dict[str, float]:
 
 
 def _tampering(pair: Pair, thresholds: dict[str, float]) -> list[str]:
-    """Signs that somebody moved the weights without moving the function; only where a score is high to begin with."""
+    """Signs of function-preserving changes to the weights; only where a score is high to begin with."""
     score = {name: pair.scores[name].score for name in pair.scores}
     clear = {name: max(CLEAR, thresholds.get(name, CLEAR)) for name in score}
     lap, rotated, order = (score.get(name) for name in ("awm_canonical", "procrustes", "order"))

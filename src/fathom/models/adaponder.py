@@ -50,11 +50,11 @@ class AdaponderOptions(MixtureOptions, HaltingOptions):
     tau: float = 1e-4
     """A token halts when its gate falls below."""
     gate_bias: float = 2.0
-    """Where the gates' logits start: open. With -20 nobody makes a second trip."""
+    """Where the gates' logits start: open. With -20 no token makes a second trip."""
     penalty_max: float = 0.1
     """λ."""
     penalty_fraction: float = 0.1
-    """q in the end: the part of all gates that the penalty shuts. Once so many are shut it rests."""
+    """q in the end: the part of all gates that the penalty shuts; it is zero from there on."""
     penalty_span: list = field(default_factory=lambda: [0.1, 0.3])
     """Between which fractions of training q grows."""
     penalty_on: str = "sigmoid"
@@ -172,7 +172,7 @@ class Adaponder(Pondering[AdaponderOptions]):
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """The stack, a mixture and a gate for every extra trip, if nobody halts."""
+    """The stack, a mixture and a gate for every extra trip, if no token halts."""
     width, gates = config.hidden_size, AdaponderOptions.of(config).trips - 1
     gate = 8 * width * width + 8 * width
     parameters = gates * (4 * width * width + 8 * width + 1)

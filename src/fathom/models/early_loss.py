@@ -24,7 +24,7 @@ NAME = "early{}"
 
 
 def early_weight(config: FathomConfig) -> float:
-    """w."""
+    """Weight w of the loss of early trips."""
     weight: float = config.recurrence_options.get("early_loss", 0.0)
     return float(weight)
 

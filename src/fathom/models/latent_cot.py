@@ -48,7 +48,7 @@ class LatentCotOptions(SampleOptions):
     tau: float = 1e-2
     """Reach below which a token stops."""
     router_bias: float = 2.0
-    """Where the router starts: going on. With -10 nobody makes a second trip."""
+    """Where the router starts: going on. With -10 no token makes a second trip."""
     penalty: float = 0.05
     """λ."""
     penalty_beta: float = 1.0
@@ -141,7 +141,7 @@ class LatentCot(Sampled[LatentCotOptions]):
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """The stack again for every thought, and the router, if nobody stops."""
+    """The stack again for every thought, and the router, if no token stops."""
     width = config.hidden_size
     return trips_cost(config, visits, scalar, 2 * width, width + 1)
 

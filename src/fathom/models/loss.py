@@ -22,7 +22,7 @@ IGNORE = -100
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 """Logits per chunk: small enough to stay in a processor's cache, large enough to fill a GPU."""
 CHUNK_ROWS = 128
-"""At least so many rows, since every chunk reads the whole weight."""
+"""Least rows of a chunk, since every chunk reads the whole weight."""
 
 
 def causal_lm_loss(
@@ -85,7 +85,7 @@ def linear_cross_entropy(rows: Tensor, weight: Tensor, targets: Tensor) -> Tenso
     if torch.is_autocast_enabled(rows.device.type):
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(dtype), weight.to(dtype)
-    if not torch.is_grad_enabled():  # a function of autograd is told what requires grad, not whether anybody asks
+    if not torch.is_grad_enabled():  # a function of autograd is told what requires grad, not whether grad is enabled
         rows, weight = rows.detach(), weight.detach()
     with torch.autocast(rows.device.type, enabled=False):
         kernel = faster("linear_cross_entropy", rows) or _LinearCrossEntropy.apply

@@ -20,7 +20,7 @@ from .loss import chunk_rows, is_bare
 from .numerics import widen
 
 SPARSE = 16
-"""From so many times `top_k` words on, gathering the words in use is cheaper than whole products."""
+"""From this many times `top_k` words on, gathering the words in use is cheaper than whole products."""
 
 
 def is_sparse(words: int, top_k: int) -> bool:

@@ -401,7 +401,7 @@ class FathomModel(FathomPreTrainedModel):
         return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
 
     def plan_of(self, trips: int) -> tuple[tuple[Visit, ...], ...]:
-        """The visits of so many trips."""
+        """The visits of `trips` trips."""
         if trips not in self.plans:
             self.plans[trips] = plan(self.config, trips)
         return self.plans[trips]
@@ -545,7 +545,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         Args:
             inputs: As in transformers.
             generation_config: As in transformers.
-            draft_trips: Draft with the first so many trips and check with the rest (`speculation.py`).
+            draft_trips: Draft with this many first trips and check with the rest (`speculation.py`).
             draft_tokens: Tokens that are drafted at a time, to begin with.
             speculation: In place of these two; says afterwards what was drafted and accepted.
             kwargs: As in transformers.
@@ -614,10 +614,10 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             inputs_embeds: `[B, T, hidden_size]` in place of `input_ids`.
             labels: `[B, T]`, shifted inside; -100 is ignored. Asks for the loss.
             use_cache: Whether to return a cache; by default as the configuration says, and not while training.
-            logits_to_keep: Make logits for the last so many positions only; 0 for all.
+            logits_to_keep: Make logits for this many last positions only; 0 for all.
             return_logits: Whether to make logits beside a loss. By default only outside training.
             num_items_in_batch: Targets of the whole batch, when the loss of one call is a part of its mean.
-            max_trips: At most so many trips per token, of those that the model was trained for.
+            max_trips: Trips per token at most, of those that the model was trained for.
             return_token_losses: Give the loss of every position, without a gradient, in place of their mean.
             kwargs: `shift_labels` (labels that are already shifted), and what the attention backend takes.
         """

@@ -60,7 +60,7 @@ class Ponder3Options(SolverOptions, SampleOptions):
     tau: float = 1e-4
     """Share below which a thought is not had."""
     router_bias: float = 0.0
-    """Of trip 0. With 20 nobody makes a second trip."""
+    """Of trip 0. With 20 no token makes a second trip."""
     router_damping: float = 1.0
     """How much of a round's new router output the next round uses. Below 1 the solver no longer becomes exact."""
     penalty: str = "prefix_quality"
@@ -136,7 +136,7 @@ class Ponder3(Sampled[Ponder3Options]):
                 share = torch.lerp(state["before"], share, self.options.router_damping)
             state = new = {"share": share, "tail": share.flip(-1).cumsum(-1).flip(-1)}
         share, tail = state["share"], state["tail"]
-        # Whoever is made to stop early, by a budget, reads out all that is left.
+        # A token that a budget stops early reads out all the weight that is left.
         new["hidden"] = spread(state.get("hidden"), tail[..., k] if out.last else share[..., k], h)
         alive = torch.zeros_like(tail[..., 0], dtype=torch.bool) if out.last else tail[..., k + 1] > self.options.tau
         new["alive"] = alive
@@ -197,7 +197,7 @@ class Ponder3(Sampled[Ponder3Options]):
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
-    """The stack again for every thought, the router once, and a bias beside every slot, if nobody stops."""
+    """The stack again for every thought, the router once, and a bias beside every slot, if no token stops."""
     width, trips = config.hidden_size, Ponder3Options.of(config).trips
     router = Cost(flops=2 * width * trips, cache_bytes=4 * trips)
     return trips_cost(config, visits, scalar, 0, (width + 1) * trips) + router

@@ -159,7 +159,7 @@ class Sampled(Pondering[ChosenSampled]):
 
 
 def sample_every(fraction: float) -> int:
-    """One token in so many is looked at."""
+    """One token in this many is looked at."""
     return max(1, round(1 / fraction))
 
 

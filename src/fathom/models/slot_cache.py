@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
 SPARE = 8
-"""A full buffer grows by one part in so many."""
+"""A full buffer grows by 1/SPARE of its size."""
 EMPTY = -1
 """Sentinel for unused positions: the token and the last trip of no slot."""
 
@@ -30,7 +30,7 @@ class Tags:
     live: Tensor | None = None
     """False where there is nothing to read."""
     bias: Tensor | None = None
-    """Added to the logit of whoever reads the slot."""
+    """Added to the logit of every query that reads the slot."""
     document: Tensor | None = None
     """Slots of other documents are not read."""
     halt: Tensor | None = None
@@ -368,7 +368,7 @@ class SlotLayer(CacheLayerMixin):
             self.stored = tuple(x.gather(1, order[:, :, None, None].expand_as(x)) for x in self.stored)  # type: ignore
 
     def reset(self) -> None:
-        """Forget everything."""
+        """Forget all slots."""
         if self.owner:
             self.table.__init__()  # type: ignore[misc]
         self.stored, self.is_initialized = None, False

@@ -256,7 +256,7 @@ def sweep(
         trips: Of a token at most, the first included.
         live: `[B, T]`, False for padding, which makes one trip only when tokens may halt.
         pick: How halted tokens are left out, None from it ending the sweep; without it they are computed and forgotten.
-        stop: Stop after so many trips, having fed the next one; with 0 all are made and none is fed.
+        stop: Stop after this many trips, having fed the next one; with 0 all are made and none is fed.
         state: What an earlier round left.
     """
     state = dict(state or {})

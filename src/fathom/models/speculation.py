@@ -120,7 +120,7 @@ class Stages:
         return self.decoder.embed_tokens(ids) * self.decoder.config.embedding_scale
 
     def crop(self, tokens: int) -> None:
-        """Forget the last so many tokens."""
+        """Forget the last `tokens` tokens."""
         for layer in self.cache.layers if tokens else ():
             layer.crop(-tokens)
 
@@ -207,7 +207,7 @@ class _Run:
             self.stages.make(self.stages.embed(ids), self._positions(0, ids), self._padding(ids.shape[1]), every, {})
 
     def draft(self, ids: Tensor, count: int) -> Drafts:
-        """So many tokens, each from the first trips of the one before."""
+        """Draft tokens, each from the first trips of the one before."""
         length, starts, drawn_from = ids.shape[1], [], []
         sources: list[dict[int, KeyValue]] = []
         states: list[TripState] = []

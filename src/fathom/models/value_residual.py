@@ -23,7 +23,7 @@ class ValueResidual(ValueMixer):
 
     @staticmethod
     def source_layers(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
-        """Layer 0."""
+        """Every later layer reads layer 0."""
         return (0,) if layer_idx else ()
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:

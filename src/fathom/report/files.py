@@ -49,7 +49,7 @@ def lock(path: Path) -> Iterator[None]:
         yield
     finally:
         if not isinstance(taken, SoftFileLock):
-            # While it is still held: a process that opened the file before sees that its name is gone and tries anew.
+            # While it is still held: a process that opened the file before sees that its name is gone and tries again.
             with suppress(OSError):
                 path.unlink()
         taken.release()

@@ -59,7 +59,7 @@ class IntervalMark:
 
     @property
     def words(self) -> str:
-        """The numbers."""
+        """The numbers in words, for a screen reader."""
         if self.low is None or self.high is None:
             return f"{self.value:+.4f}, no interval"
         return f"{self.value:+.4f}, 95 % interval {self.low:+.4f} to {self.high:+.4f}"

@@ -1,4 +1,4 @@
-"""A progress bar for work longer than two seconds, drawn only where somebody can see it."""
+"""A progress bar for work longer than two seconds, drawn on a terminal only."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ NOISE = {
 
 @cache
 def coverage(pairs: int, noise: str, draws: int = 50_000) -> float:
-    """How often the 95 % interval of so many differences holds their true mean, simulated.
+    """How often the 95 % interval of `pairs` differences holds their true mean, simulated.
 
     Args:
         pairs: Differences, at least two.
@@ -184,7 +184,7 @@ def mcnemar(lost: int, won: int) -> float:
 
 
 def bootstrap_ratio(gaps: Sequence[float], weights: Sequence[float], draws: int = 1000) -> Ratio:
-    """Σd/Σw of paired differences d that weigh w, with the percentile interval of pairs drawn anew; the same each time.
+    """Σd/Σw of paired differences d that weigh w, with the bootstrap interval over pairs; the same each time.
 
     Args:
         gaps: One difference for each document.
@@ -213,7 +213,7 @@ class Correlation:
 def rank_correlation(a: Sequence[np.ndarray], b: Sequence[np.ndarray], draws: int = 1000) -> Correlation | None:
     """Of two quantities measured together; None where one of them never changes.
 
-    Values of one cluster (a row of text) depend on one another, so whole clusters are drawn anew. Ranks are those of
+    Values of one cluster (a row of text) depend on one another, so whole clusters are resampled. Ranks are those of
     the whole sample, in every draw.
 
     Args:
@@ -256,7 +256,7 @@ def holm(p_values: Sequence[float], means: int | None = None) -> list[float]:
 
     Args:
         p_values: One for each test.
-        means: Where the tests are of differences between so many means: how many. Such differences depend on one
+        means: The number of means, where the tests are of differences between them. Such differences depend on one
             another (of three means, two pairs cannot be equal and the third not), so that once some are known to
             differ, fewer can still be equal. Shaffer's counts make use of that.
     """
@@ -274,7 +274,7 @@ def holm(p_values: Sequence[float], means: int | None = None) -> list[float]:
 
 @cache
 def _equal_pairs(means: int) -> frozenset[int]:
-    """How many pairs among so many means can be equal: each group of equal ones adds all of its pairs."""
+    """How many pairs among `means` means can be equal: each group of equal ones adds all of its pairs."""
     if means < 2:
         return frozenset({0})
     sizes = range(1, means + 1)

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step's numbers. Tensors are on the device and stay there until somebody reads them."""
+    """One step's numbers. Tensors stay on the device until they are read."""
 
     step: int
     lr: float
@@ -190,7 +190,7 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device) -> F
 
 
 def initialize(model: FathomForCausalLM, seed: int) -> None:
-    """Draw the weights anew, each module's from a generator seeded with its name.
+    """Initialise the weights, each module's from a generator seeded with its name.
 
     So two mechanisms start from equal values wherever they share a parameter, whatever else either of them has.
     """

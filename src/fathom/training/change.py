@@ -89,7 +89,7 @@ def branch(
         source: `RUN` (its newest checkpoint), `RUN@step-400` or `RUN/step-000400`.
         run_dir: The new run's directory. The same branch again goes on with it.
         overrides: `key=value`: what changes.
-        cooldown: Let the learning rate fall linearly from where it is to the floor over so many steps, and end there.
+        cooldown: Let the learning rate fall linearly from where it is to the floor over this many steps, and end there.
     """
     run_dir = Path(run_dir)
     saved = find_checkpoint(source)
@@ -110,7 +110,7 @@ def branch(
 
 
 def _cooldown(before: Recipe, step: int, length: int | None, overrides: Sequence[str]) -> list[str]:
-    """The keys that let the rate fall over so many steps from here on."""
+    """The keys that let the rate fall over a number of steps from here on."""
     if length is None:
         return []
     if length < 1:
@@ -174,7 +174,7 @@ def _rate(recipe: Recipe, step: int) -> float:
 def begin(change: Change) -> None:
     """Put what a branch begins with into its directory: the checkpoint, and the metrics up to it.
 
-    A process that dies in here leaves a directory without a recipe, in which the same branch begins anew.
+    A process that dies in here leaves a directory without a recipe, in which the same branch starts over.
     """
     assert change.origin is not None
     source, target = change.origin.directory.parent, change.run_dir / step_name(change.step)

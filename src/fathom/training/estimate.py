@@ -78,7 +78,7 @@ class Estimate:
     """As `optim.groups` names them."""
 
     def to_dict(self) -> dict[str, object]:
-        """Plain values."""
+        """As plain values, for JSON."""
         return asdict(self)
 
 

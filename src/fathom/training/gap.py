@@ -25,9 +25,9 @@ if TYPE_CHECKING:
     from fathom.models.modeling import FathomCausalLMOutput
 
 SAMPLE = 4096
-"""Predicted tokens in a sample, at least, where there are so many."""
+"""Least number of predicted tokens in a sample, where the text has them."""
 WINDOWS = 8
-"""Windows in a sample, at least, where there are so many: the interval is over windows."""
+"""Least number of windows in a sample, where the text has them: the interval is over windows."""
 TOKENS_AT_ONCE = {"cpu": 1 << 12, "other": 1 << 13}
 """Tokens of the rows that are decoded side by side; their cache holds every slot."""
 
@@ -63,7 +63,7 @@ class Gap:
         )
 
     def to_dict(self) -> DecodingGap:
-        """Plain values."""
+        """As plain values, for JSON."""
         return cast(DecodingGap, asdict(self))
 
 
@@ -149,7 +149,7 @@ def _in_parallel(model: PreTrainedModel, ids: Tensor) -> Tensor:
 def _decoded(model: PreTrainedModel, ids: Tensor) -> Tensor:
     """The same, one token after another through a cache."""
     cache, losses = None, []
-    with torch.compiler.set_stance("force_eager"):  # a cache that grows would compile every step anew
+    with torch.compiler.set_stance("force_eager"):  # a growing cache would recompile at every step
         for token, following in zip(ids[:, :-1].T, ids[:, 1:].T, strict=True):
             out = model(input_ids=token.unsqueeze(1), past_key_values=cache, use_cache=True)
             cache = out.past_key_values

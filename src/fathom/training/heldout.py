@@ -270,7 +270,7 @@ class Tally:
             self.made.append(made[valid].cpu().numpy())
 
     def trips(self, ranks: Ranks, most: int) -> Trips | None:
-        """What all ranks saw together, of at most so many trips; None where no model told them."""
+        """What all ranks saw together, of at most `most` trips; None where the model reports none."""
         rows = list(zip(self.losses, self.made, strict=True))
         if ranks.control is not None:
             found: list[list[tuple[np.ndarray, np.ndarray]]] = [[]] * ranks.world_size

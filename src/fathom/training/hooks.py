@@ -36,7 +36,7 @@ class Hook:
         """After a step; `run.step` counts it. The metrics are tensors on the device: reading one waits for it."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers known after so many steps, once they are read from the device (every `train.log_every` steps)."""
+        """Pass the numbers on to the tracker."""
 
     def after_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """After the held-out split was scored."""
@@ -45,7 +45,7 @@ class Hook:
         """Once a checkpoint is on disk. Saving goes on beside the steps, so some more may have been taken."""
 
     def after_run(self, run: Run, error: BaseException | None) -> None:
-        """However the run ended, also if another hook failed; `error` is what ended it, None if nothing went wrong."""
+        """Close the tracker."""
 
     def state(self) -> dict[str, object]:
         """What a checkpoint keeps of this object: JSON, such as numbers, strings and lists. Called before each save."""
@@ -59,7 +59,7 @@ class Tracker(Protocol):
     """Receives numbers and nothing else; `train` takes these too as `callbacks`."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers known after so many steps."""
+        """Pass the numbers on to the tracker."""
 
     def close(self) -> None:
         """The run ends here."""
@@ -72,11 +72,11 @@ class Adapter(Hook):
         self.tracker = tracker
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass on."""
+        """Pass the numbers on to the tracker."""
         self.tracker.log(step, values)
 
     def after_run(self, run: Run, error: BaseException | None) -> None:
-        """Close it."""
+        """Close the tracker."""
         self.tracker.close()
 
 

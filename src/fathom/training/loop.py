@@ -163,7 +163,7 @@ class Run:
             self.say(f"epochs: {in_words(collections)}")
         elif self.epochs > 1:
             data = self.training.data
-            self.say(f"{self.epochs:.3g} epochs: every one of {data.num_tokens:,} tokens is read so many times")
+            self.say(f"{self.epochs:.3g} epochs: every one of {data.num_tokens:,} tokens is read that often")
         trackers = open_trackers(recipe, run_dir, self.step, self.say) if ranks.first else []
         own: list[Hook] = [FirstSteps()]
         own += [AdapterFiles()] if self.training.adapters is not None else []
@@ -182,7 +182,7 @@ class Run:
         return self.step * self.recipe.train.tokens_per_step
 
     def train(self) -> TrainResult:
-        """The loop."""
+        """Take the steps that are left, then evaluate and export."""
         settings, training = self.recipe.train, self.training
         with self.hooks.around(self, self._hook_states), stop_signals() as stopped:
             for step, batches in training.batches(self.step, settings.steps):
@@ -204,7 +204,7 @@ class Run:
             return self._finish()
 
     def due(self, every: int) -> bool:
-        """Whether it is time for what happens every so many steps and after the last one; 0 is never."""
+        """Whether this step is a multiple of `every` or the last one; 0 is never."""
         return bool(every) and (self.step % every == 0 or self.step == self.recipe.train.steps)
 
     def log(self, values: Mapping[str, float]) -> None:
@@ -359,7 +359,7 @@ def stop_signals() -> Iterator[list[int]]:
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             before[number] = signal.signal(number, note)
-    except ValueError:  # not the main thread: whoever owns the process decides when it ends
+    except ValueError:  # not the main thread, which alone may handle signals
         pass
     try:
         yield received

@@ -1,4 +1,4 @@
-"""Speed, memory and losses of a run, read from the device no more often than somebody looks."""
+"""Speed, memory and losses of a run, read from the device only when they are shown."""
 
 from __future__ import annotations
 

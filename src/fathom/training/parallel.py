@@ -116,7 +116,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
         "mp_policy": MixedPrecisionPolicy(lowered, reduce_dtype=torch.float32, cast_forward_inputs=False),
         "reshard_after_forward": recipe.parallel.reshard_after_forward and ranks.name in ("fsdp", "hsdp"),
     }
-    # A layer returns its key and value, which are views; nobody changes them in place.
+    # A layer returns its key and value, which are views and are not changed in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     for layer in layers:
         fully_shard(layer, **settings)

@@ -259,7 +259,7 @@ def _spectrum(checkpoint: Checkpoint, schedule: Schedule, texts: Sequence[Tensor
 
 
 def _texts(checkpoint: Checkpoint, domains: Sequence[Domain], length: int, most: int) -> list[Tensor]:
-    """The first tokens, at least `length` and at most `most`, of each document that has so many, `[1, T]`."""
+    """The first tokens, at least `length` and at most `most`, of each document that is long enough, `[1, T]`."""
     _, tokenizer = checkpoint.open()
     found, longest = [], 0
     for domain in domains:

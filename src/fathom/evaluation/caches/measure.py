@@ -42,7 +42,7 @@ def read(
         model: Any causal language model.
         ids: The text, or how it goes on after what the cache has seen.
         cache: Is filled.
-        keep: Logits of the last so many positions of each piece; 0 for all.
+        keep: Logits of this many last positions of each piece; 0 for all.
         width: Tokens of a row in a piece, at most; fewer where the cache takes fewer.
     """
     ids = ids.to(model.device)
@@ -83,7 +83,7 @@ def stretches(nats: np.ndarray, width: int) -> list[list[float]]:
 
 @dataclass(frozen=True)
 class Load:
-    """A cache after so many tokens."""
+    """A cache after a number of tokens."""
 
     tokens: int
     entries: int
@@ -125,7 +125,7 @@ def each_length(
     decode: int,
     width: int = CHUNK,
 ) -> Iterator[Load]:
-    """As `loads`, with a cache of its own for each length, made for so many tokens: what sets its room aside must not
+    """As `loads`, with a cache of its own for each length, made for that many tokens: what sets its room aside must not
     have that of the longest text while a short one is timed."""
     for length in sorted(lengths):
         yield from loads(model, ids, new(length + decode), [length], decode, width)

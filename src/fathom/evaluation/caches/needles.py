@@ -121,8 +121,8 @@ def plant(
         needles: What to plant.
         count: Needles in a row, all of different keys.
         generator: Draws keys, values and places.
-        within: Plant in the first three quarters of so many tokens and ask after those; else anywhere, in this order.
-        after: Leave so many first tokens alone: a needle among the sinks would never be compressed.
+        within: Plant in the first three quarters of this many tokens and ask after them; else anywhere, in this order.
+        after: Leave this many first tokens alone: a needle among the sinks would never be compressed.
     """
     batch, length = text.shape
     wide = max(needles.planted.shape[-1], needles.asked.shape[-1])
@@ -212,7 +212,7 @@ def recall(score: Scorer, batches: Iterable[Rows], needles: Needles, schedule: S
         batches: Texts.
         needles: What is planted in them.
         schedule: By which compressions are counted, for every memory alike.
-        compressions: Count up to so many.
+        compressions: Count up to this many.
     """
     found = Recall.empty(compressions)
     for rows in batches:
