@@ -38,7 +38,7 @@ class Origin(Protocol):
     """A flat place of files that can be read in part."""
 
     bytes_read: int
-    gap_bytes: int  # reading this much in vain costs less than another read
+    gap_bytes: int  # two ranges this close are read as one: another request would cost more
 
     @property
     def name(self) -> str:

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class UsageError(FathomError):
-    """A command line that means nothing."""
+    """A command line that cannot be carried out as it stands."""
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,4 +1,4 @@
-"""Who works on what, when all they share is a directory.
+"""Which worker holds which task, where workers share nothing but a directory.
 
 A task's claims are files numbered 0, 1, 2, …; the highest number holds. Claiming creates the next number with `link`,
 which fails if another worker was faster, locally and on network file systems alike. Nothing is ever deleted, so no two

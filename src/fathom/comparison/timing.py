@@ -66,7 +66,7 @@ class Measured:
 
 
 def measure(arm: Recipe, control: Recipe, pairs: int) -> Measured:
-    """Build both models for one seed, count what they share, and time them taking turns."""
+    """Time and memory of an arm's training step beside the control's, both built from one seed, in turns A B B A."""
     ranks = start(control)
     base = _allocated(ranks.device)
     a = build_training(arm, ranks)

@@ -1,8 +1,8 @@
 """What every stage of a corpus is: a pure function of files, cut into tasks that any scheduler may carry out.
 
 A task's key is a hash of the stage's name, version and settings and of the contents that the task reads. What it
-writes lies in a folder of that name, which appears at once, whole, by a rename: a folder that is there is finished,
-whatever killed the process that came before or beside, and a task whose folder is there is not done again.
+writes lies in a folder of that name, which appears whole, by a rename: a folder that exists is finished even if a
+process was killed while it wrote another, and a task whose folder exists is not done again.
 """
 
 from __future__ import annotations

@@ -37,8 +37,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LONGEST_DEFAULT_CONTEXT = 2048
+"""The context where none is given, unless the model's own is shorter."""
 TOKENS_AT_ONCE = {"cpu": 1 << 12, "other": 1 << 15}
+"""Tokens of a batch, by device."""
 SORTED_AT_ONCE = 512
+"""Windows that are sorted by length before they are put into batches."""
 
 
 class PerplexityError(FathomError, ValueError):

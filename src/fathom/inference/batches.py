@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 PLAIN = ("qwen3", "qwen2", "llama", "mistral", "smollm3", "olmo2")
-"""Other people's decoders whose attention takes any mask and whose cache is keys and values alone."""
+"""Decoders of transformers whose attention takes any mask and whose cache is keys and values alone."""
 GRAIN = 256
 """Tokens by which a slab grows."""
 
@@ -38,7 +38,7 @@ Mask = Tensor | dict[str, Tensor | None] | None
 
 
 class LiveBatch(ABC):
-    """Rows in the order in which they joined, but that the last takes the place of one that leaves a slab."""
+    """Rows that generate together, in the order in which they joined; in a slab the last fills the gap of a leaver."""
 
     def __init__(self, model: PreTrainedModel, trips: int | None) -> None:
         self.model, self.trips = model, trips
@@ -46,7 +46,7 @@ class LiveBatch(ABC):
         self.lengths: list[int] = []
         """Tokens that each row's cache holds."""
         self.read_already = 0
-        """Of the row that is joining."""
+        """Prompt tokens read so far of the row that is joining."""
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -102,7 +102,7 @@ class Slab:
 
     def __init__(self) -> None:
         self.rows, self.tokens = 0, 0
-        """Room."""
+        """Rows and tokens that there is room for."""
         self.first, self.filled = 0, torch.zeros(0, dtype=torch.long)
         """First row of this call, and the number of tokens that its rows hold, `[n]`."""
         self.most = 0

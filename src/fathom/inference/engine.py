@@ -32,9 +32,9 @@ logger = logging.get_logger(__name__)
 READ = 512
 """Tokens of prompts that are read between two tokens of the rows."""
 SCORED = 64
-"""Of a prompt whose own tokens are scored, since each needs the logits of the whole vocabulary."""
+"""As `READ`, for a prompt whose own tokens are scored: each needs the logits of the whole vocabulary."""
 ROWS = 64
-"""Texts at a time."""
+"""Rows that generate at a time, at most."""
 
 T = TypeVar("T")
 

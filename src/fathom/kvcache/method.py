@@ -25,11 +25,11 @@ Reducer = Callable[[Tensor], Tensor]
 
 
 class Method(ABC):
-    """One rule with its schedule; all layers share it and none changes it."""
+    """One compression rule with its schedule, shared by all layers and never changed by one."""
 
     name: ClassVar[str]
     by_name: ClassVar[bool] = True
-    """Whether its name says all; a method with weights of its own is given as itself, once they are trained."""
+    """Whether a name selects it; a method with trained weights of its own is passed as an object."""
     has_ratio: ClassVar[bool] = True
     """Whether the share that a compression leaves may be chosen."""
     observed: int = 0

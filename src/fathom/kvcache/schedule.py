@@ -1,4 +1,4 @@
-"""When a memory is compressed, and to how many entries: a pure function of the tokens seen.
+"""When a memory (a cache of constant size) is compressed, and to how many entries: a function of the tokens seen.
 
     entries(T) = T                          while T ≤ N
                = S + L + 1 + (T − N − 1) mod F   after it,      F = N − S − L

@@ -26,10 +26,10 @@ Points = Mapping[int, Sequence[float]]
 
 @dataclass(frozen=True)
 class Bowl:
-    """What the runs at several rates say."""
+    """The parabola through the losses at several rates, and its optimum."""
 
     place: float
-    """The optimum in doublings above the centre, clipped to what was tried; of the best point where no parabola is."""
+    """The optimum in doublings above the centre, clipped to what was tried; without a parabola, the best run's."""
     low: float
     high: float
     """Ends of its 68 % interval."""

@@ -22,9 +22,9 @@ Array = np.ndarray
 BITS = 1024
 """Steps per bit of surprisal."""
 NONE = 65535
-"""Stands for no surprisal."""
+"""Code for a token without a surprisal, the first one."""
 MANY = 500_000
-"""Depth weights in all above which they are kept to 1 in 255, not 1 in 65535."""
+"""With more depth weights than this, each takes one byte in place of two."""
 
 
 def lens_page(data: LensData, live_endpoint: str | None = None, compare: LensData | None = None) -> str:

@@ -89,20 +89,20 @@ class NoOptions(MechanismOptions):
 
 
 class MixerOptions(MechanismOptions):
-    """MechanismOptions of a value mixer."""
+    """Options of a value mixer."""
 
     axis = "mixer"
 
 
 class ResidualOptions(MechanismOptions):
-    """MechanismOptions of a residual."""
+    """Options of a residual."""
 
     axis = "residual"
 
 
 @dataclass(frozen=True)
 class RecurrenceOptions(MechanismOptions):
-    """MechanismOptions of a recurrence."""
+    """Options of a recurrence."""
 
     axis = "recurrence"
 
@@ -123,8 +123,8 @@ class HaltingOptions(RecurrenceOptions):
     """Options of a recurrence whose tokens may halt."""
 
     skip_dead_rows: bool = False
-    """Whether training leaves halted tokens out of a trip. The same numbers for less, at a word with the host per trip;
-    by default they are computed and forgotten."""
+    """Whether training leaves halted tokens out of a trip: the same numbers for less compute, with one host
+    synchronisation per trip. By default they are computed and discarded."""
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ class MechanismModule(nn.Module):
         """Follow a schedule over training steps, of which there will be `steps`."""
 
     def settle(self, config: FathomConfig) -> None:
-        """Write into `config`, about to be saved, where a schedule stands; the schedule ends there."""
+        """Write the present value of a schedule into `config`, which is about to be saved, as its final one."""
 
 
 class ValueMixer(MechanismModule):
@@ -205,15 +205,29 @@ class Residual(MechanismModule):
         return self.write(state, *written) if written else self.read(state)
 
     def begin(self, embeddings: Tensor) -> ResidualState:
-        """The state in which a trip starts; `embeddings` is `[B, T, hidden_size]`."""
+        """The state in which a trip starts.
+
+        Args:
+            embeddings: `[B, T, hidden_size]`, or the trip's input in a later trip.
+        """
         return (embeddings,)
 
     def read(self, state: ResidualState) -> tuple[Tensor, WriteContext]:
-        """The sub-layer's input `[B, T, hidden_size]`, and whatever `write` will need."""
+        """The sub-layer's input, `[B, T, hidden_size]`, and what `write` of the same sub-layer will need.
+
+        Args:
+            state: As the last `write` left it; its tensors are this mechanism's own, `[B, T, ...]`.
+        """
         return state[0], None
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
-        """Merge the sub-layer's output into the state."""
+        """Merge the sub-layer's output into the state; returns a new one.
+
+        Args:
+            state: As `read` was given it.
+            update: The sub-layer's output, `[B, T, hidden_size]`.
+            context: What `read` returned beside the input.
+        """
         return (state[0] + update,)
 
 
@@ -286,15 +300,26 @@ class Recurrence(MechanismModule):
         return 0.0
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """The next trip's input from this trip's input and output, `[B, T, hidden_size]`."""
+        """The next trip's input, `[B, T, hidden_size]`.
+
+        Args:
+            x: This trip's input, `[B, T, hidden_size]`.
+            out: This trip's output: `out.hidden` is normed, `[B, T, hidden_size]`.
+            state: As `gate` left it after this trip.
+        """
         raise RuntimeError(f"{type(self).__name__} makes one trip only")
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """What a trip changes in the state. Here: the last trip counts."""
+        """What a trip changes in the state, tensors `[B, T, ...]`. Here: the last trip's output is kept.
+
+        Args:
+            out: The trip's output: `out.hidden` is normed, `[B, T, hidden_size]`.
+            state: As the trip before left it; empty before the first.
+        """
         return {"hidden": out.hidden}
 
     def key_bias(self, state: TripState, trip: int) -> Tensor | None:
-        """What is added to the logits of every query that reads the slots of `trip`, `[B, T]`."""
+        """Added to the attention logits of every query that reads the slots of `trip`, `[B, T]`; None: nothing."""
         return None
 
     def readout(self, state: TripState) -> Tensor:

@@ -18,13 +18,14 @@ from fathom.report.templates import macro
 WIDTH, HEIGHT = 360, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 44
 ROW = 34
-"""Height of an interval."""
+"""Height of one interval with its label, in pixels as all sizes here."""
 CELLS_LEFT, CELLS_TOP = 40, 24
 FAINTEST = 0.004
-"""Of a cell that is drawn."""
+"""Least value of a matrix cell that is drawn."""
 TEMPLATE = "report/plots.html.j2"
 DASHES = ("none", "6 3", "2 3", "8 3 2 3", "4 2", "1 2")
 UNSEEN = "1 4"
+"""Dashes of a line where nothing was observed."""
 SERIES = 8
 """Colours the page defines, `--series-0` (the control) to `--series-7`."""
 Pairs = Collection[tuple[int, int]]

@@ -1,4 +1,4 @@
-"""Paired differences: how large, how sure, and whether any is left once all of them have been looked at."""
+"""Paired differences: means, intervals and p values, and Holm's adjustment over all that were tested."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Difference:
 
 
 def paired_difference(values: Sequence[float], control: Sequence[float]) -> Difference:
-    """Each value minus its partner, summed up."""
+    """The mean of each value minus its partner, with its Student t interval."""
     gaps = [value - partner for value, partner in zip(values, control, strict=True)]
     mean, count = statistics.fmean(gaps), len(gaps)
     if count < 2:

@@ -50,7 +50,7 @@ class StepMetrics:
 
 @dataclass
 class Training:
-    """A model with everything that moves it."""
+    """A model with its data, optimizer and guard: all that a step takes."""
 
     recipe: Recipe
     ranks: Ranks

@@ -1,4 +1,4 @@
-"""Decides on the device, without a word to the host, whether a step may touch the weights."""
+"""Skips bad steps on the device, without a host synchronisation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 # A mean over fewer norms than this is no ground to call one a spike: the first steps differ by orders of magnitude.
 SETTLED = 50
-MEMORY = 0.98
+MEMORY = 0.98  # decay of the running mean of gradient norms
 
 
 class Guard:
