@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import Cache, DynamicCache
 
 from fathom.inference.cache import Policy
 from fathom.kvcache.prefill import chunks
 from fathom.models import FathomForCausalLM
-from fathom.models.slot_cache import SPARE, drop_row, merge_slots
+from fathom.models.slot_cache import SPARE, GrowingLayer, drop_row, merge_slots
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -108,10 +108,9 @@ class Slab:
         self.most = 0
 
 
-class SlabLayer(CacheLayerMixin):
+class SlabLayer(GrowingLayer):
     """One bank: `[rows, H_kv, tokens, D]`, written in place."""
 
-    is_sliding = False
     is_croppable = False
 
     def __init__(self, slab: Slab) -> None:
@@ -161,16 +160,6 @@ class SlabLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         """Of the longest row of the call."""
         return self.slab.most
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Keys that the call sees."""
-        return self.slab.most + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
-
-    get_max_cache_shape = get_max_length
 
 
 class SlabBatch(LiveBatch):

@@ -276,11 +276,26 @@ def _stored(which: int, words: str) -> property:
     return property(read, write, doc=words)
 
 
-class SlotLayer(CacheLayerMixin):
+class GrowingLayer(CacheLayerMixin):
+    """A cache of one layer that holds every token, without a maximum."""
+
+    is_sliding = False
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """Tokens that a call sees, and the position of the first."""
+        return self.get_seq_length() + query_length, 0
+
+    def get_max_length(self) -> int:
+        """No maximum."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+
+class SlotLayer(GrowingLayer):
     """Keys and values of one physical layer, slot by slot. The last place of the buffers is for what is thrown away."""
 
     is_croppable = True
-    is_sliding = False
 
     def __init__(self, table: SlotTable, owner: bool) -> None:
         super().__init__()
@@ -323,16 +338,6 @@ class SlotLayer(CacheLayerMixin):
     def get_seq_length(self) -> int:
         """Tokens, not slots."""
         return self.table.columns
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As the caller sees it: tokens."""
-        return self.table.columns + query_length, 0
-
-    def get_max_length(self) -> int:
-        """No maximum."""
-        return -1
-
-    get_max_cache_shape = get_max_length
 
     def _select(self, rows: Tensor) -> None:
         if self.owner:
