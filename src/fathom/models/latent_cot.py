@@ -22,7 +22,7 @@ from transformers import initialization as init
 from .loss import IGNORE
 from .numerics import widen
 from .pondering import (
-    Sampled,
+    Routed,
     SampleOptions,
     check_fraction,
     check_positive,
@@ -64,20 +64,11 @@ class LatentCotOptions(SampleOptions):
         return self
 
 
-class LatentCot(Sampled[LatentCotOptions]):
+class LatentCot(Routed[LatentCotOptions]):
     """Feeds back the normed hidden state, and reads out a mixture of all thoughts."""
 
     options_class = LatentCotOptions
-    halts = True
-
-    def __init__(self, config: FathomConfig) -> None:
-        super().__init__(config)
-        self.router = nn.Linear(config.hidden_size, 1)
-
-    @staticmethod
-    def sees(config: FathomConfig) -> View:
-        """View.DUO."""
-        return View.DUO
+    reads = View.DUO
 
     @classmethod
     def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:

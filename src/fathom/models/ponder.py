@@ -66,8 +66,8 @@ class Ponder(EarlyReadout, Pondering[PonderOptions]):
         """All trips add to one stream, unless a hidden state is fed back, which replaces it."""
         return 1 if PonderOptions.of(config).feed == "hidden" else cls.trips_of(config)
 
-    @staticmethod
-    def sees(config: FathomConfig) -> View:
+    @classmethod
+    def sees(cls, config: FathomConfig) -> View:
         """As the option says."""
         return View(PonderOptions.of(config).view)
 

@@ -40,11 +40,7 @@ class Ponder2(Pondering[Ponder2Options]):
     """Feeds back the normed hidden state, and shows every trip to all later tokens."""
 
     options_class = Ponder2Options
-
-    @staticmethod
-    def sees(config: FathomConfig) -> View:
-        """View.ALL."""
-        return View.ALL
+    reads = View.ALL
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
         """The thought itself: no projection, no residual."""

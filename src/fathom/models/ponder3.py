@@ -24,7 +24,7 @@ from transformers import initialization as init
 from .loss import IGNORE
 from .numerics import widen
 from .pondering import (
-    Sampled,
+    Routed,
     SampleOptions,
     SolverOptions,
     check_fraction,
@@ -88,21 +88,19 @@ class Ponder3Options(SolverOptions, SampleOptions):
         return self
 
 
-class Ponder3(Sampled[Ponder3Options]):
+class Ponder3(Routed[Ponder3Options]):
     """Feeds back the normed hidden state as often as the router allows."""
 
     options_class = Ponder3Options
-    halts = True
+    reads = View.ALL
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
-        self.router = nn.Linear(config.hidden_size, self.trips)
         self.weight = nn.Buffer(torch.zeros(()), persistent=False)  # λ now
 
-    @staticmethod
-    def sees(config: FathomConfig) -> View:
-        """View.ALL."""
-        return View.ALL
+    def routes(self) -> int:
+        """The share of every trip."""
+        return self.trips
 
     @classmethod
     def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:

@@ -158,6 +158,20 @@ class Sampled(Pondering[ChosenSampled]):
         return (torch.arange(count, device=self.first.device) * self.every + self.first) % length
 
 
+class Routed(Sampled[ChosenSampled]):
+    """One whose tokens halt where a linear router says so."""
+
+    halts = True
+
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__(config)
+        self.router = nn.Linear(config.hidden_size, self.routes())
+
+    def routes(self) -> int:
+        """Outputs of the router."""
+        return 1
+
+
 def sample_every(fraction: float) -> int:
     """One token in this many is looked at."""
     return max(1, round(1 / fraction))

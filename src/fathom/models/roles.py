@@ -246,6 +246,8 @@ class Recurrence(MechanismModule):
     """The layer whose input in the first trip `gate` is then given as `out.entry`; None for none."""
     halts = False
     """Whether tokens may stop before the last trip; `gate` then leaves `alive` (`[B, T]`, bool) in the state."""
+    reads = View.SAME
+    """What `sees` says, where no option has a say."""
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__()
@@ -279,10 +281,10 @@ class Recurrence(MechanismModule):
         deviation by its square root."""
         return 1
 
-    @staticmethod
-    def sees(config: FathomConfig) -> View:
+    @classmethod
+    def sees(cls, config: FathomConfig) -> View:
         """Which slots a slot may read."""
-        return View.SAME
+        return cls.reads
 
     @staticmethod
     def span(config: FathomConfig) -> tuple[int, int]:
