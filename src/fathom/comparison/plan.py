@@ -56,9 +56,7 @@ class Plan:
     @classmethod
     def read(cls, out: Path) -> Plan:
         """The plan of an existing comparison."""
-        path = out / PLAN
-        if not path.exists():
-            raise RecipeError(f"{out}: holds no comparison ({PLAN} is missing)")
+        path = plan_file(out, PLAN, "comparison")
         try:
             values = read_json(path)
             arms = [(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"]]
@@ -74,6 +72,19 @@ class Plan:
         except RecipeError as error:
             raise RecipeError(f"{path}: {error}") from error
         return plan
+
+
+def plan_file(out: Path, name: str, what: str) -> Path:
+    """Where a directory has its plan.
+
+    Args:
+        out: The directory.
+        name: The file's name.
+        what: What is planned.
+    """
+    if not (out / name).exists():
+        raise RecipeError(f"{out}: holds no {what} ({name} is missing)")
+    return out / name
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fathom.checkpoints.layout import LADDER
 from fathom.comparison.arms import Arm, parse_arms, training_flops
-from fathom.comparison.plan import Plan, check
+from fathom.comparison.plan import Plan, check, plan_file
 from fathom.data.puzzles import open_data
 from fathom.ladder.results import ArmValues, PlanValues, RulesValues
 from fathom.ladder.scaling import ESTIMATOR
@@ -250,9 +250,7 @@ class Ladder:
     @classmethod
     def read(cls, out: Path) -> Ladder:
         """The plan of an existing ladder; one that was changed by hand is refused."""
-        path = out / LADDER
-        if not path.exists():
-            raise RecipeError(f"{out}: holds no ladder ({LADDER} is missing)")
+        path = plan_file(out, LADDER, "ladder")
         try:
             values = read_json(path)
             sealed = values.pop("sha256")
