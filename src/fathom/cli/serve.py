@@ -6,7 +6,7 @@ import dataclasses
 import os
 from argparse import ArgumentTypeError, Namespace
 
-from fathom.cli.parser import Parser, UsageError, add_kernels, add_kvcache
+from fathom.cli.parser import Parser, UsageError, add_kernels, add_kvcache, add_opening
 
 LONGEST_GRACE = 86_400
 UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -21,8 +21,7 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--api-key", default=os.environ.get("FATHOM_API_KEY"), help="clients must send it (default: $FATHOM_API_KEY)"
     )
-    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: auto, as stored)")
-    parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    add_opening(parser)
     add_kernels(parser)
     add_kvcache(parser)
     parser.add_argument("--max-trips", type=int, metavar="N", help="trips per token at most, unless a request says so")
@@ -35,9 +34,6 @@ def add(parser: Parser) -> None:
     parser.add_argument("--lens", action="store_true", help="offer the lens at /lens")
     parser.add_argument(
         "--grace", type=float, default=20.0, help="seconds to finish requests when told to stop (default: 20)"
-    )
-    parser.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python files of the directory, for unknown architectures"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
@@ -51,7 +52,7 @@ class Document:
         return cls(**json.loads(line))
 
 
-class PartWriter:
+class PartWriter(AbstractContextManager["PartWriter"]):
     """Writes documents to numbered files of about `PART_BYTES` each."""
 
     def __init__(self, folder: Path, limit: int = PART_BYTES) -> None:
@@ -74,9 +75,6 @@ class PartWriter:
         if self._file is not None:
             self._file.close()
             self._file = None
-
-    def __enter__(self) -> PartWriter:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -11,6 +11,7 @@ state, so activation checkpointing recomputes it exactly.
 from __future__ import annotations
 
 import warnings
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 import torch
@@ -27,7 +28,7 @@ PATIENCE = 8
 """Passes in training through which no row need be longer than the window."""
 
 
-class Compression:
+class Compression(AbstractContextManager["Compression"]):
     """A model that attends under compression until `stop()` or the end of a `with` block."""
 
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
@@ -56,9 +57,6 @@ class Compression:
         self.model.set_attn_implementation(self._before)
         for layer in self._layers:
             vars(layer).pop("kvcache_compression", None)
-
-    def __enter__(self) -> Compression:
-        return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

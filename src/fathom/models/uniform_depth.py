@@ -39,11 +39,8 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """One addition per source and a division."""
     width = config.num_key_value_heads * config.head_dim
     candidates = sum(len(v.sources) + 1 for v in visits if v.sources)
-    return Cost(
-        flops=width * candidates,
-        transient_bytes=2 * width * scalar * sum(v.kept for v in visits),
-        io_bytes=scalar * width * (candidates + len(visits)),
-    )
+    kept, moved = sum(v.kept for v in visits), candidates + len(visits)
+    return Cost(flops=width * candidates, transient_bytes=2 * width * scalar * kept, io_bytes=scalar * width * moved)
 
 
 UNIFORM_DEPTH = Mechanism(
