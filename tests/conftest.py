@@ -26,10 +26,16 @@ settings.register_profile("fathom", deadline=None, print_blob=True)  # a shared 
 settings.load_profile("fathom")
 
 
+def pytest_collectstart() -> None:
+    """Until all is imported, nothing is garbage."""
+    gc.disable()
+
+
 def pytest_collection_finish() -> None:
     """What was imported is there to stay: half a million objects that no later collection need walk through."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True)
