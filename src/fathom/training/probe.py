@@ -10,12 +10,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from fathom.recipe import Recipe
 from fathom.report import html
 from fathom.report.plots import Line, line_plot
-from fathom.report.provenance import provenance
+from fathom.report.provenance import Provenance, provenance
 from fathom.training.hooks import Hook
 from fathom.training.tracking import read_metrics
 
@@ -93,11 +93,11 @@ class ProbeReport(Hook):
         except (OSError, ValueError):
             return  # it ended before there was anything to see, and the run says why
         run.say(str(found))
-        report = {**provenance(), "verdict": str(found), **asdict(found)}
-        html.write(run.run_dir, report, page(found, report))
+        source = provenance()
+        html.write(run.run_dir, {**source, "verdict": str(found), **asdict(found)}, page(found, source))
 
 
-def page(found: Probe, report: dict[str, Any]) -> str:
+def page(found: Probe, source: Provenance) -> str:
     """The report of a probe."""
     x = [math.log10(rate) for rate in found.rates]
     figures = []
@@ -124,5 +124,5 @@ def page(found: Probe, report: dict[str, Any]) -> str:
         f"{str(found)[0].upper()}{str(found)[1:]}.",
         html.figures(*figures),
         html.section("How to read this", html.bullets(reading)),
-        html.section("Where it comes from", html.source(report)),
+        html.section("Where it comes from", html.source(source)),
     )
