@@ -413,6 +413,7 @@ def test_a_puzzle_is_told_by_solved_runs(whole) -> None:
     report, out = whole
     assert report["puzzle"]["domains"] == ["z60-2", "z60-4"]
     assert "on z60-4, vanilla solved 0 of 2 (median accuracy 0.50)" in report["verdict"]
+    assert "by solved runs no arm can be told apart from vanilla" in report["verdict"]
     page = (out / "report.html").read_text()
     for heading in ("Loss and multiplier", "Rates", "The sealed rung", "The law and the noise", "How to read this"):
         assert f">{heading}<" in page

@@ -635,11 +635,10 @@ def _puzzle_words(report: LadderResults, puzzle: PuzzleResult) -> list[str]:
     def words(name: str, row: PuzzleShares) -> str:
         return f"{name} solved {row['solved']} of {len(row['accuracy'])} (median accuracy {row['median']:.2f})"
 
-    parts = [words(report["control"], control)]
-    for name, row in rows.items():
-        apart = row["low"] > control["high"] or row["high"] < control["low"]
-        parts.append(words(name, row) + ("" if apart else ", cannot be told apart by solved runs"))
-    return [f"on {hardest}, {', '.join(parts)}"]
+    parts = [words(name, row) for name, row in ((report["control"], control), *rows.items())]
+    apart = [name for name, row in rows.items() if row["low"] > control["high"] or row["high"] < control["low"]]
+    told = f"only {', '.join(apart)} can be told" if apart else "no arm can be told"
+    return [f"on {hardest}, {', '.join(parts)}; by solved runs {told} apart from {report['control']}"]
 
 
 def _finding(report: LadderResults, arm: ArmRow) -> str:
