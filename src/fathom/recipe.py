@@ -651,7 +651,7 @@ def _section(name: str, values: object) -> Any:
     return section(**values)
 
 
-def _convert(key: str, hint: object, value: object) -> Any:
+def _convert(key: str, hint: object, value: object) -> object:
     """The value as the field's type, or one line that says what is allowed."""
     try:
         return convert(hint, value)
@@ -687,7 +687,7 @@ def convert(hint: Any, value: Any) -> Any:
     raise ValueError(f"{value!r} is not {allowed(hint)}")
 
 
-def _first(hints: Sequence[object], value: object) -> Any:
+def _first(hints: Sequence[object], value: object) -> object:
     """The value as the first of several types that takes it."""
     for hint in hints:
         try:
@@ -697,7 +697,7 @@ def _first(hints: Sequence[object], value: object) -> Any:
     raise ValueError(f"{value!r} is none of {hints}")
 
 
-def _items(origin: object, hints: tuple[object, ...], values: Sequence[object]) -> Any:
+def _items(origin: object, hints: tuple[object, ...], values: Sequence[object]) -> object:
     """The items of a list, each as its own type."""
     if origin is tuple and hints[-1] is not Ellipsis:
         if len(values) != len(hints):
@@ -820,7 +820,7 @@ def _leaves(values: dict[str, object], prefix: str = "") -> Iterator[tuple[str, 
             yield prefix + str(key), value
 
 
-def _plain(value: object) -> Any:
+def _plain(value: object) -> object:
     if isinstance(value, dict):
         return {key: _plain(item) for key, item in value.items()}
     return [_plain(item) for item in value] if isinstance(value, (list, tuple)) else value

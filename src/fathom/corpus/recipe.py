@@ -16,7 +16,7 @@ import typing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import yaml
 
@@ -47,7 +47,7 @@ class Collection:
     """a line that separates documents within text files; null: a file is a document"""
     encoding: str = "utf-8"
     """of text files"""
-    filter: dict[str, Any] = field(default_factory=dict)
+    filter: dict[str, object] = field(default_factory=dict)
     """keys of the filter section that are otherwise for this collection"""
 
 
@@ -279,9 +279,9 @@ class CorpusRecipe:
             "Filter", fill(Filter, f"collections.{collection}.filter", dataclasses.asdict(self.filter) | own)
         )
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain lists, dicts and scalars."""
-        return typing.cast("dict[str, Any]", json.loads(json.dumps(dataclasses.asdict(self))))
+        return typing.cast("dict[str, object]", json.loads(json.dumps(dataclasses.asdict(self))))
 
     def to_yaml(self) -> str:
         """The resolved recipe."""
@@ -299,7 +299,7 @@ def load_corpus_recipe(path: Path, overrides: Sequence[str] = ()) -> CorpusRecip
     return parse_corpus_recipe(overridden(read_values(path), overrides))
 
 
-def parse_corpus_recipe(values: dict[str, Any]) -> CorpusRecipe:
+def parse_corpus_recipe(values: dict[str, object]) -> CorpusRecipe:
     """A checked recipe from nested values."""
     recipe = typing.cast("CorpusRecipe", fill(CorpusRecipe, "", values))
     for holds, key, words in _rules(recipe):
@@ -310,11 +310,11 @@ def parse_corpus_recipe(values: dict[str, Any]) -> CorpusRecipe:
     return recipe
 
 
-SHORT: dict[Any, str] = {BenchmarkFile: "path", Executor: "name"}
+SHORT: dict[object, str] = {BenchmarkFile: "path", Executor: "name"}
 """Sections that may be written as one of their values."""
 
 
-def fill(section: type, name: str, values: Any) -> Any:
+def fill(section: type, name: str, values: object) -> object:
     """A dataclass from a mapping; sections and named sections in it too."""
     hints = typing.get_type_hints(section)
     if values is None:
@@ -328,7 +328,7 @@ def fill(section: type, name: str, values: Any) -> Any:
     return section(**{key: _value(hints[key], f"{dot}{key}", value) for key, value in values.items()})
 
 
-def _value(hint: Any, name: str, value: Any) -> Any:
+def _value(hint: object, name: str, value: object) -> object:
     if isinstance(value, str) and hint in SHORT:
         value = {SHORT[hint]: value}
     if isinstance(value, str) and typing.get_origin(hint) is tuple and not value.startswith("["):
@@ -340,7 +340,7 @@ def _value(hint: Any, name: str, value: Any) -> Any:
         if not isinstance(value, dict):
             raise RecipeError(f"{name}={value}: expected names and what they stand for")
         return {str(key): _value(inner, f"{name}.{key}", item) for key, item in value.items()}
-    if hint is Any:
+    if hint is object:
         return value
     try:
         converted = convert(hint, value)
@@ -373,7 +373,7 @@ def _describe(section: type, name: str) -> Iterator[tuple[str, str, str, str]]:
         yield key, words, shown, texts[one.name]
 
 
-def _words(hint: Any) -> str:
+def _words(hint: object) -> str:
     return "a list of names" if isinstance(hint, types.GenericAlias) else allowed(hint)
 
 
