@@ -24,6 +24,7 @@ from fathom.comparison.results import (
     DomainValues,
     FailedRun,
     GapValues,
+    PairedGap,
     PairGap,
     ParallelRun,
     RunRow,
@@ -317,7 +318,7 @@ def _difference(pairs: Sequence[tuple[RunRow, RunRow]], value: Callable[[RunRow]
     return gap_of(paired_difference([value(a) for a, _ in pairs], [value(b) for _, b in pairs]))
 
 
-def gap_of(found: Difference) -> GapValues:
+def paired_gap(found: Difference) -> PairedGap:
     """A difference as a report holds it."""
     return {
         "mean": found.mean,
@@ -326,8 +327,12 @@ def gap_of(found: Difference) -> GapValues:
         "p": found.p,
         "low": found.low,
         "high": found.high,
-        "excludes_zero": found.excludes_zero,
     }
+
+
+def gap_of(found: Difference) -> GapValues:
+    """With what its interval says."""
+    return {**paired_gap(found), "excludes_zero": found.excludes_zero}
 
 
 def _while_training(pairs: Sequence[tuple[RunRow, RunRow]], step_tokens: float) -> Band:

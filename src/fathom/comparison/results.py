@@ -12,7 +12,7 @@ CurveAxis = Literal["tokens", "flops", "seconds"]
 """What a learning curve is drawn over."""
 
 
-class GapValues(TypedDict):
+class PairedGap(TypedDict):
     """A paired difference of two arms, in the unit of what was paired."""
 
     mean: float
@@ -21,6 +21,11 @@ class GapValues(TypedDict):
     p: float | None
     low: float | None
     high: float | None
+
+
+class GapValues(PairedGap):
+    """One with what its interval says."""
+
     excludes_zero: bool
 
 

@@ -10,8 +10,8 @@ from fathom.corpus.stage import CorpusError
 from fathom.data.mixture import whole_weights
 
 
-class BudgetValues(TypedDict):
-    """A `Budget` in `mixture.json`."""
+class BudgetValues(TypedDict, total=False):
+    """A `Budget` in `mixture.json`; in a preview all of it or nothing."""
 
     tokens: int
     weights: dict[str, int]

@@ -175,17 +175,11 @@ class StagePreview(TypedDict, total=False):
     key: str
 
 
-class PreviewBudget(TypedDict, total=False):
+class PreviewBudget(BudgetValues, total=False):
     """The budget from counted tokens or from a guess; `infeasible` says why there is none."""
 
     counted: bool
     infeasible: str
-    tokens: int
-    weights: dict[str, int]
-    available: dict[str, int]
-    epochs: dict[str, float]
-    largest: int
-    limited_by: str
 
 
 class Preview(TypedDict):

@@ -12,6 +12,7 @@ import numpy as np
 
 from fathom.checkpoints.layout import RESULT
 from fathom.comparison.arms import Arm
+from fathom.comparison.findings import paired_gap
 from fathom.comparison.plan import Plan, RunTask, read_measured
 from fathom.comparison.results import Time
 from fathom.data.puzzles import is_puzzle, open_puzzle
@@ -33,7 +34,6 @@ from fathom.ladder.results import (
     PuzzleResult,
     PuzzleRow,
     PuzzleShares,
-    RungGap,
     RungRow,
     Span,
     TimedSpan,
@@ -63,7 +63,7 @@ from fathom.models.registry import DEFAULTS, recurrence_class
 from fathom.recipe import Recipe
 from fathom.report.files import read_json
 from fathom.report.provenance import Provenance
-from fathom.report.statistics import Difference, holm, paired_difference, wilson
+from fathom.report.statistics import holm, paired_difference, wilson
 from fathom.training import read_metrics
 
 SOLVED = 0.9
@@ -202,7 +202,7 @@ def _arm(state: State, arm: Arm, studies: Sequence[Study]) -> ArmRow:
         if size in study.sizes:
             rung = study.rungs[study.sizes.index(size)]
             gap = paired_difference(rung.arm, rung.control)
-            row["difference"] = _gap(gap)
+            row["difference"] = paired_gap(gap)
     if study.fit is not None and study.line is not None:
         values = {**values, **_multipliers(study, values["rungs"])}
         values["views"] = _views(study)
@@ -284,17 +284,6 @@ def _crossed(factor: Span, found: tuple[float, float, float] | None) -> CrossedS
 def _factor(found: Interval) -> Span:
     """e to the power of each end."""
     return Interval(*(_exp(value) for value in astuple(found))).to_dict()
-
-
-def _gap(found: Difference) -> RungGap:
-    return {
-        "mean": found.mean,
-        "pairs": found.pairs,
-        "half_width": found.half_width,
-        "p": found.p,
-        "low": found.low,
-        "high": found.high,
-    }
 
 
 def _exp(value: float) -> float:
@@ -481,7 +470,7 @@ def _twin(state: State) -> Twin | None:
         rung = Rung(x, x, tuple(control[seed] for seed in seeds), tuple(own[seed] for seed in seeds))
         gap = paired_difference(rung.arm, rung.control)
         rungs.append(rung)
-        rows.append({"index": size.index, "difference": _gap(gap)})
+        rows.append({"index": size.index, "difference": paired_gap(gap)})
     if not rows:
         return None
     multiplier = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Literal, TypedDict
 
-from fathom.comparison.results import Failure
+from fathom.comparison.results import Failure, PairedGap
 from fathom.report.provenance import Provenance
 
 
@@ -32,17 +32,6 @@ class Multiplier(CrossedSpan):
 
     kind: str
     ln_flops: float
-
-
-class RungGap(TypedDict):
-    """A paired difference of the final loss."""
-
-    mean: float
-    pairs: int
-    half_width: float | None
-    p: float | None
-    low: float | None
-    high: float | None
 
 
 class RungRow(TypedDict):
@@ -79,7 +68,7 @@ class Cell(TypedDict):
     flops: float
     seeds: list[int]
     loss: list[float]
-    difference: RungGap | None
+    difference: PairedGap | None
     ln_m: float | None
     error: float | None
 
@@ -237,7 +226,7 @@ class TwinRung(TypedDict):
     """The twin's difference at a rung."""
 
     index: int
-    difference: RungGap
+    difference: PairedGap
 
 
 class Twin(TypedDict):
