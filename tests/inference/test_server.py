@@ -542,7 +542,8 @@ def test_asked_wrongly(directory, capsys, monkeypatch):
     assert "allowed: 0 to 65535" in refused(str(directory), "--port", "99999")
     assert "cannot listen on 192.0.2.1" in refused(str(directory), "--port", "0", "--host", "192.0.2.1")
     assert "warning" not in refused("nowhere", "--port", "0")
-    assert "any client that reaches this machine can use the model" in refused("nowhere", "--port", "0", "--host", "0.0.0.0")
+    open_to_all = refused("nowhere", "--port", "0", "--host", "0.0.0.0")
+    assert "any client that reaches this machine can use the model" in open_to_all
     monkeypatch.setenv("FATHOM_API_KEY", "secret")
     assert "warning" not in refused("nowhere", "--port", "0", "--host", "0.0.0.0")
 
