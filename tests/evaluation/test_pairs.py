@@ -15,15 +15,15 @@ import pytest
 from fathom.cli.main import main
 from fathom.corpus.synthetic import World
 from fathom.evaluation.harness import TaskResult
+from fathom.evaluation.origin import runs_between
+from fathom.evaluation.pair_page import WAYS, card, page
 from fathom.evaluation.pairs import (
     LETTERS,
-    WAYS,
     Quizzed,
     compare_texts,
     count_answers,
     evaluate_pair,
     guessing,
-    page,
     read_benchmarks,
     summarize,
     task_rows,
@@ -60,6 +60,13 @@ def scored(name: str, answers: dict[str, Sequence[bool]], texts: dict[str, list[
 
 
 TASKS = {("quiz", way): f"choice:{way}" for way in ("text", "letter", "shuffled")}
+
+
+RUN = {
+    "data": {"corpora/rocks": 0.8, "towns": 0.2},
+    "epochs": {"corpora/rocks": 27.43, "towns": 1.1},
+    **{"tokens": 1024, "rate": 0.005, "first_loss": 9.5, "last_loss": 0.5, "held_out_loss": 0.75, "adapters": None},
+}
 
 
 def report_of(base: list[bool], new: list[bool], gap: float = -10.0) -> dict[str, Any]:
@@ -187,6 +194,17 @@ def test_the_page_has_all_of_it() -> None:
     for words in ("quiz, option text, clean", "quiz, letter, shuffled, all", "rocks, bits per byte", "quiz, majority"):
         assert words in text
     assert "100.0 % (91.2–100.0)" in text
+    assert "The colour of item 10 is" in text, "a clean one"
+    assert "The colour of item 3 is" not in text
+    runs = [{**RUN, "run": "continued"}, {**RUN, "run": "new", "adapters": 8, "held_out_loss": None}]
+    corpus = dict.fromkeys(("unreadable", "filtered", "duplicate", "cut", "conversations"), 0)
+    whole = {**report, "runs": runs, "corpus": {**corpus, "read": 1104, "dropped": 12, "tokens": 5000}}
+    for made in (page(whole), card(whole)):
+        assert "Of 1,104 documents read: 12 dropped because they give questions away. 5,000 tokens are left." in made
+        assert "rocks 80 % (27.4), towns 20 % (1.1)" in made
+        assert "new, adapters of rank 8" in made
+    rows = [line for line in card(whole).splitlines() if line.startswith("| quiz, option text, clean")]
+    assert len(rows) == 1 and "100.0 %" in rows[0]
     json.dumps(report, allow_nan=False)
 
 
@@ -261,7 +279,32 @@ def test_two_runs_are_compared_and_nothing_is_scored_twice(
     sizes = {(row["way"], row["part"]): row["asked"] for row in report["questions"]}
     assert sizes == {(w, p): n for w in WAYS for p, n in (("all", 16), ("clean", 12), ("dirty", 4))}
     assert (tmp_path / "out" / "report.html").stat().st_size > 5000
+    assert report["runs"] == [] and report["corpus"] is None, "neither came from the other, nor the questions from here"
+    assert "quiz, option text, clean" in (tmp_path / "out" / "card.md").read_text()
     assert main([*words, "--out", str(tmp_path / "out"), "--json"]) == 0
     again = capsys.readouterr()
     assert again.err.count("done before") == 10
     assert json.loads(again.out)["questions"] == report["questions"]
+
+
+def test_the_runs_between_a_base_and_what_was_made_of_it(corpus: Path, tmp_path: Path) -> None:
+    """By the directories alone: the base, a run from it, and another from a checkpoint of that one."""
+    base, middle, new = (tmp_path / name for name in ("base", "middle", "new"))
+    train(tiny_recipe(corpus, "train.steps=2", "train.export=true"), base)
+    mixed = ("data.mixture={rivers: 3, seas: 1}", f"model.from_pretrained={base / 'model'}")
+    train(tiny_recipe(corpus, "train.steps=4", *mixed), middle)
+    train(tiny_recipe(corpus, "train.steps=2", "train.export=true", f"model.from_pretrained={middle}@step-4"), new)
+    found = runs_between(base / "model", new / "model")
+    assert [one["run"] for one in found] == ["middle", "new"]
+    assert found[0]["data"] == {"rivers": 0.75, "seas": 0.25}
+    assert found[0]["epochs"] == json.loads((middle / "result.json").read_text())["collections"]
+    assert found[1]["tokens"] == json.loads((new / "result.json").read_text())["tokens"]
+    losses = [json.loads(line)["loss"] for line in (middle / "metrics.jsonl").read_text().splitlines() if "lr" in line]
+    assert (found[0]["first_loss"], found[0]["last_loss"]) == (losses[0], losses[-1])
+    assert runs_between(new / "model", new / "model") == []
+    assert runs_between(tmp_path / "elsewhere", middle) == [], "made of something else"
+    shutil.copytree(base / "model", tmp_path / "downloaded")
+    tuned = train(
+        tiny_recipe(corpus, "train.steps=1", f"model.from_pretrained={tmp_path / 'downloaded'}"), tmp_path / "t"
+    )
+    assert [one["run"] for one in runs_between(tmp_path / "downloaded", tuned.run_dir)] == ["t"]

@@ -64,8 +64,8 @@ def run(options: Namespace) -> int:
     """Score, keep, print."""
     from fathom.evaluation.caches.evaluate import ask, evaluate_caches
     from fathom.evaluation.caches.page import show as show_caches
+    from fathom.evaluation.pair_page import show as show_pair
     from fathom.evaluation.pairs import evaluate_pair
-    from fathom.evaluation.pairs import show as show_pair
     from fathom.evaluation.scoring import Settings, show
     from fathom.evaluation.scoring import run as score
     from fathom.kernels import use

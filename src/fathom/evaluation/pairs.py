@@ -19,20 +19,20 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fathom.data.shards import INDEX, read_index
+from fathom.evaluation.origin import corpus_beside, runs_between
+from fathom.evaluation.pair_page import WAYS, card, page
 from fathom.evaluation.perplexity import DomainScore
-from fathom.evaluation.results import PairReport, PairResults, QuestionRow, TextPair
+from fathom.evaluation.results import ExampleRow, PairReport, PairResults, QuestionRow, TextPair
 from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings, run
-from fathom.report import PAGE, html
+from fathom.report import html
 from fathom.report.files import write_atomically
-from fathom.report.numbers import DASH
 from fathom.report.provenance import provenance
 from fathom.report.statistics import Ratio, bootstrap_ratio, holm, mcnemar, wilson
-from fathom.report.tables import terminal_table
 
 LETTERS = string.ascii_uppercase
-WAYS = {"text": "option text", "length": "option text, by length", "letter": "letter", "shuffled": "letter, shuffled"}
-"""How questions are asked; the first is what the verdict is about."""
-COLUMNS = ["", "n", "base", "new", "difference", "95 % interval, or changes and p"]
+CARD = "card.md"
+EXAMPLES = 8
+"""Questions that a page shows."""
 
 
 @dataclass(frozen=True)
@@ -154,8 +154,10 @@ def evaluate_pair(entries: Sequence[str | Path], directory: Path, settings: Sett
         words = ",".join(f"choice:{path}" for path in files.values())
         found, _ = run(entries, replace(settings, tasks=words, perplexity=texts))
         report = summarize(found, benchmarks, {key: f"choice:{path}" for key, path in files.items()})
+    report["runs"], report["corpus"] = runs_between(*(one.directory for one in found)), corpus_beside(directory)
     if settings.out is not None:
         html.write(settings.out, report, page(report))
+        write_atomically(settings.out / CARD, card(report))
     return report
 
 
@@ -199,8 +201,7 @@ def summarize(
     for name, items in benchmarks.items():
         for way in WAYS:
             task, metric = tasks[name, "text" if way == "length" else way], "acc_norm" if way == "length" else "acc"
-            right = [[value == 1 for value in one.tasks[task].items[f"{task}/{metric}"]["values"]] for one in pair]
-            answered += count_answers(name, way, items, *right)
+            answered += count_answers(name, way, items, *(_right(one, task, metric) for one in pair))
     report: PairResults = {
         **provenance(),
         "base": {"name": base.name, "directory": str(base.directory)},
@@ -208,8 +209,31 @@ def summarize(
         "texts": {name: compare_texts(score, new.domains[name]) for name, score in base.domains.items()},
         "questions": [one.row() for one in answered],
         "guessing": {name: guessing(items) for name, items in benchmarks.items()},
+        "examples": [row for name, items in benchmarks.items() for row in _examples(items, pair, tasks[name, "text"])],
+        "runs": [],
+        "corpus": None,
     }
     return {"verdict": verdict(report), **report}
+
+
+def _right(one: Checkpoint, task: str, metric: str = "acc") -> list[bool]:
+    """Of every question whether a checkpoint answers it rightly."""
+    return [value == 1 for value in one.tasks[task].items[f"{task}/{metric}"]["values"]]
+
+
+def _examples(items: Sequence[Quizzed], pair: Sequence[Checkpoint], task: str) -> list[ExampleRow]:
+    """The first questions that are not known to be dirty, and who is right on them by option text."""
+    base, new = (_right(one, task) for one in pair)
+    clean = [number for number, item in enumerate(items) if not item.dirty]
+    return [
+        {
+            "question": items[number].question,
+            "answer": items[number].choices[items[number].answer],
+            "wrong": [text for place, text in enumerate(items[number].choices) if place != items[number].answer],
+            "right": (base[number], new[number]),
+        }
+        for number in clean[:EXAMPLES]
+    ]
 
 
 def count_answers(
@@ -280,61 +304,3 @@ def verdict(report: PairResults) -> str:
         parts.append(f"{name} takes {how} bits per byte ({gap.value:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}])")
     sentence = "; ".join(parts) + "."
     return sentence[0].upper() + sentence[1:]
-
-
-def lines(report: PairResults) -> list[list[str]]:
-    """The rows of the table, cell by cell."""
-    made = []
-    for name, text in report["texts"].items():
-        gap = Ratio(**text["difference"])
-        cells = [f"{text['base']:.4f}", f"{text['new']:.4f}", f"{gap.value:+.4f}", f"[{gap.low:+.4f}, {gap.high:+.4f}]"]
-        made.append([f"{name}, bits per byte", f"{text['bytes']:,} bytes", *cells])
-    for row in report["questions"]:
-        shares = [right / row["asked"] for right in row["right"]]
-        scores = [
-            f"{100 * share:.1f} % ({100 * low:.1f}–{100 * high:.1f})"
-            for share, (low, high) in zip(shares, row["intervals"], strict=True)
-        ]
-        changes = f"{row['won']} won, {row['lost']} lost, p = {row['p']:.2g}"
-        label = f"{row['benchmark']}, {WAYS[row['way']]}, {row['part']}"
-        made.append([label, f"{row['asked']:,}", *scores, f"{100 * (shares[1] - shares[0]):+.1f}", changes])
-    for name, guess in report["guessing"].items():
-        for word, share in guess.items():
-            made.append([f"{name}, {word}", "", f"{100 * share:.1f} %", f"{100 * share:.1f} %", DASH, DASH])
-    return made
-
-
-def show(report: PairReport, out: Path | None) -> None:
-    """The table, the sentence, and where the page is."""
-    from rich.console import Console
-
-    console = Console(highlight=False, width=200)
-    console.print(terminal_table("", _columns(report), lines(report)), "")
-    console.print(report["verdict"], markup=False, soft_wrap=True)
-    if out is not None:
-        console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)
-
-
-def _columns(report: PairResults) -> list[str]:
-    names = {"base": report["base"]["name"], "new": report["new"]["name"]}
-    return [names.get(one, one) for one in COLUMNS]
-
-
-def page(report: PairReport) -> str:
-    """The whole report."""
-    flagged = any(row["part"] != "all" for row in report["questions"])
-    reading = [
-        "Text: bits per byte of held-out documents, each read alone; intervals are of 1,000 bootstrap samples of "
-        "documents, both models on the same ones.",
-        "Questions: lm-eval's scores. By option text the choices are not listed, and the likeliest is the answer; by "
-        "length, the likeliest per character. By letter they are listed in the prompt. Brackets: Wilson's intervals; "
-        "won and lost are questions that one model alone answers rightly, p is McNemar's exact test of that row alone.",
-        "random is a guess, majority the letter that is right most often.",
-        "Dirty questions are those that training text gives away; the sentence above speaks of the clean ones."
-        if flagged
-        else "Nothing is known of whether training text gives questions away.",
-    ]
-    title = f"{report['new']['name']} against {report['base']['name']}"
-    table = html.table("Base and new on the same text and questions", _columns(report), lines(report))
-    where = html.section("Where it comes from", html.source(report))
-    return html.page(title, report["verdict"], table, html.section("How to read this", html.bullets(reading)), where)

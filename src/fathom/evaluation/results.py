@@ -117,6 +117,45 @@ class NamedModel(TypedDict):
     directory: str
 
 
+class ExampleRow(TypedDict):
+    """A question, and whether base and new answer it rightly."""
+
+    question: str
+    answer: str
+    wrong: list[str]
+    right: tuple[bool, bool]
+
+
+class RunBetween(TypedDict):
+    """A training run on the way from a base to a new model; None stands for what its directory does not tell."""
+
+    run: str
+    data: dict[str, float]
+    """Shares, by collection."""
+    epochs: dict[str, float | None]
+    steps: int | None
+    tokens: int | None
+    seconds: float | None
+    rate: float
+    adapters: int | None
+    first_loss: float | None
+    last_loss: float | None
+    held_out_loss: float | None
+
+
+class CorpusCounts(TypedDict):
+    """How many documents of a corpus were read, left out and why, and what is left."""
+
+    read: int
+    unreadable: int
+    filtered: int
+    duplicate: int
+    dropped: int
+    cut: int
+    tokens: int
+    conversations: int
+
+
 class PairResults(Provenance):
     """All of a pair's `report.json` but its verdict."""
 
@@ -125,6 +164,9 @@ class PairResults(Provenance):
     texts: dict[str, TextPair]
     questions: list[QuestionRow]
     guessing: dict[str, dict[str, float]]
+    examples: list[ExampleRow]
+    runs: list[RunBetween]
+    corpus: CorpusCounts | None
 
 
 class PairReport(PairResults):

@@ -123,10 +123,10 @@ def line_plot(
     return macro("lines", TEMPLATE, frame, x_label, y_label, description, at_zero, bands, curves)
 
 
-def interval_plot(intervals: Sequence[IntervalMark], x_label: str, description: str) -> Markup:
-    """One row per interval, and the line of no difference."""
+def interval_plot(intervals: Sequence[IntervalMark], x_label: str, description: str, line: float = 0.0) -> Markup:
+    """One row per interval, and a line: that of no difference, or of what is to be expected."""
     values = [v for i in intervals for v in (i.value, i.low, i.high) if v is not None and math.isfinite(v)]
-    low, high = _range([*values, 0.0])
+    low, high = _range([*values, line])
     frame = _Frame((low, high), (0.0, 1.0), height=ROW * len(intervals) + BOTTOM + TOP, left=RIGHT + 4)
     rows = []
     for number, item in enumerate(intervals):
@@ -143,7 +143,7 @@ def interval_plot(intervals: Sequence[IntervalMark], x_label: str, description: 
                 "ends": None if item.low is None or item.high is None else (frame.x(item.low), frame.x(item.high)),
             }
         )
-    return macro("intervals", TEMPLATE, frame, x_label, description, frame.x(0.0), rows)
+    return macro("intervals", TEMPLATE, frame, x_label, description, frame.x(line), rows)
 
 
 def cell_plot(values: Sequence[Sequence[float]], down: Axis, across: Axis, outlined: Pairs, description: str) -> Markup:

@@ -1,0 +1,90 @@
+"""How a model came from a base: the runs between them and the corpus beside a benchmark, by what they left on disk."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from fathom.checkpoints.layout import METRICS, RECIPE, RESULT, run_and_step
+from fathom.evaluation.results import CorpusCounts, RunBetween
+from fathom.recipe import Recipe, load_recipe
+from fathom.report.files import read_json
+from fathom.training.tracking import read_metrics
+
+CORPUS_RUN = "run.json"
+
+
+def runs_between(base: Path, new: Path) -> list[RunBetween]:
+    """The training runs that lead from one model directory to another, first to last; none where none do.
+
+    Args:
+        base: Where to stop: a run's model, or any other.
+        new: Where to begin; a run's model knows its run, and the run its `model.from_pretrained`.
+    """
+    found: list[RunBetween] = []
+    seen: set[Path] = set()
+    run, last = _run_of(new), _run_of(base)
+    while run is not None and run != last and run not in seen:
+        seen.add(run)
+        recipe = load_recipe(run / RECIPE)
+        found.append(_facts(run, recipe))
+        source = recipe.model.get("from_pretrained")
+        if source is not None and Path(source).resolve() == base.resolve():
+            return found[::-1]
+        run = None if source is None else _run_of(Path(source))
+    return found[::-1] if run is not None and run == last else []
+
+
+def _run_of(place: Path) -> Path | None:
+    """The run that a model directory, a run or one of its checkpoints belongs to."""
+    for one in (place, place.parent):
+        found = run_and_step(one)
+        if found is not None:
+            return found[0].resolve()
+    return None
+
+
+def _facts(run: Path, recipe: Recipe) -> RunBetween:
+    result = read_json(run / RESULT) if (run / RESULT).is_file() else {}
+    losses = _losses(run)
+    evaluation = result.get("evaluation") or {}
+    return {
+        "run": run.name,
+        "data": {name: share / sum(recipe.data.mixture.values()) for name, share in recipe.data.mixture.items()}
+        or {recipe.data.directory: 1.0},
+        "epochs": result.get("collections") or {recipe.data.directory: result.get("epochs")},
+        "steps": result.get("step"),
+        "tokens": result.get("tokens"),
+        "seconds": result.get("seconds"),
+        "rate": recipe.optim.lr,
+        "adapters": recipe.lora.rank,
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "held_out_loss": evaluation.get("loss"),
+    }
+
+
+def _losses(run: Path) -> list[float]:
+    """The loss of every step that was logged."""
+    rows = read_metrics(run) if (run / METRICS).is_file() else []
+    return [row["loss"] for row in rows if "grad_norm" in row and math.isfinite(row["loss"])]
+
+
+def corpus_beside(benchmark: Path) -> CorpusCounts | None:
+    """What `fathom corpus` read, left out and kept for the corpus that a benchmark's directory belongs to, if one."""
+    path = benchmark.resolve().parent / CORPUS_RUN
+    if not path.is_file():
+        return None
+    stages = read_json(path).get("stages", {})
+    counts = {name: stage.get("counts", {}) for name, stage in stages.items()}
+    read, kept = counts.get("ingest", {}), counts.get("clean", {}).get("kept", 0)
+    return {
+        "read": read.get("documents", 0),
+        "unreadable": read.get("documents", 0) - read.get("ok", 0),
+        "filtered": read.get("ok", 0) - kept,
+        "duplicate": counts.get("duplicates", {}).get("removed", 0),
+        "dropped": counts.get("contamination", {}).get("dropped", 0),
+        "cut": counts.get("contamination", {}).get("cut", 0),
+        "tokens": counts.get("tokenize", {}).get("tokens", 0),
+        "conversations": counts.get("converse", {}).get("conversations", 0),
+    }

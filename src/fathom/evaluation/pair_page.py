@@ -1,0 +1,220 @@
+"""What a comparison of a base and a new model looks like: a page, a card in Markdown, and rows for a terminal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from markupsafe import Markup
+
+from fathom.evaluation.results import PairReport, PairResults
+from fathom.report import PAGE, html
+from fathom.report.numbers import DASH
+from fathom.report.plots import IntervalMark, interval_plot
+from fathom.report.provenance import facts_of
+from fathom.report.statistics import Ratio
+from fathom.report.tables import terminal_table
+
+WAYS = {"text": "option text", "length": "option text, by length", "letter": "letter", "shuffled": "letter, shuffled"}
+"""How questions are asked; the first is what the verdict is about."""
+COLUMNS = ["", "n", "base", "new", "difference", "95 % interval, or changes and p"]
+MARKS = {True: "right", False: "wrong"}
+
+
+def lines(report: PairResults) -> list[list[str]]:
+    """The table."""
+    made = []
+    for name, text in report["texts"].items():
+        gap = Ratio(**text["difference"])
+        cells = [f"{text['base']:.4f}", f"{text['new']:.4f}", f"{gap.value:+.4f}", f"[{gap.low:+.4f}, {gap.high:+.4f}]"]
+        made.append([f"{name}, bits per byte", f"{text['bytes']:,} bytes", *cells])
+    for row in report["questions"]:
+        shares = [right / row["asked"] for right in row["right"]]
+        scores = [
+            f"{100 * share:.1f} % ({100 * low:.1f}–{100 * high:.1f})"
+            for share, (low, high) in zip(shares, row["intervals"], strict=True)
+        ]
+        changes = f"{row['won']} won, {row['lost']} lost, p = {row['p']:.2g}"
+        label = f"{row['benchmark']}, {WAYS[row['way']]}, {row['part']}"
+        made.append([label, f"{row['asked']:,}", *scores, f"{100 * (shares[1] - shares[0]):+.1f}", changes])
+    for name, guess in report["guessing"].items():
+        for word, share in guess.items():
+            made.append([f"{name}, {word}", "", f"{100 * share:.1f} %", f"{100 * share:.1f} %", DASH, DASH])
+    return made
+
+
+def show(report: PairReport, out: Path | None) -> None:
+    """The table, the sentence, and where the page is."""
+    from rich.console import Console
+
+    console = Console(highlight=False, width=200)
+    console.print(terminal_table("", columns(report), lines(report)), "")
+    console.print(report["verdict"], markup=False, soft_wrap=True)
+    if out is not None:
+        console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)
+
+
+def columns(report: PairResults) -> list[str]:
+    """The table's head: the models by their names."""
+    names = {"base": report["base"]["name"], "new": report["new"]["name"]}
+    return [names.get(one, one) for one in COLUMNS]
+
+
+def page(report: PairReport) -> str:
+    """The whole report."""
+    title = f"{report['new']['name']} against {report['base']['name']}"
+    table = html.table("Base and new on the same text and questions", columns(report), lines(report))
+    return html.page(
+        title,
+        report["verdict"],
+        html.section("What it learnt", html.figures(*_right_answers(report), _bits(report))),
+        html.section("What was asked", _examples(report)),
+        html.section(f"From {report['base']['name']} to {report['new']['name']}", _corpus(report), _runs(report)),
+        html.section("Every number", table),
+        html.section("How to read this", html.bullets(reading(report))),
+        html.section("Where it comes from", html.source(report)),
+    )
+
+
+def reading(report: PairResults) -> list[str]:
+    """What the numbers mean."""
+    flagged = any(row["part"] != "all" for row in report["questions"])
+    return [
+        "Text: bits per byte of held-out documents, each read alone; intervals are of 1,000 bootstrap samples of "
+        "documents, both models on the same ones.",
+        "Questions: lm-eval's scores. By option text the choices are not listed, and the likeliest is the answer; by "
+        "length, the likeliest per character. By letter they are listed in the prompt. Brackets: Wilson's intervals; "
+        "won and lost are questions that one model alone answers rightly, p is McNemar's exact test of that row alone.",
+        "random is a guess, majority the letter that is right most often.",
+        "Dirty questions are those that training text gives away; the sentence above speaks of the clean ones."
+        if flagged
+        else "Nothing is known of whether training text gives questions away.",
+    ]
+
+
+def _right_answers(report: PairResults) -> list[Markup]:
+    """Shares of right answers beside a guess, one picture for each benchmark."""
+    pictures = []
+    names = [report["base"]["name"], report["new"]["name"]]
+    for benchmark, guess in report["guessing"].items():
+        rows = {(row["way"], row["part"]): row for row in report["questions"] if row["benchmark"] == benchmark}
+        marks = []
+        for way, part in (("text", "clean"), ("text", "dirty"), ("text", "all"), ("letter", "all")):
+            row = rows.get((way, part))
+            if row is None or (part == "all" and (way, "clean") in rows and way == "text"):
+                continue
+            label = WAYS[way] + ("" if part == "all" else f", {part}")
+            for number, name in enumerate(names):
+                low, high = row["intervals"][number]
+                share = 100 * row["right"][number] / row["asked"]
+                marks.append(IntervalMark(f"{label}: {name}", share, 100 * low, 100 * high, number))
+        words = f"Shares of right answers on {benchmark}, with 95 % intervals."
+        picture = interval_plot(marks, "% right", words, line=100 * guess["random"])
+        caption = f"Dots with Wilson's 95 % intervals; the line is a guess, {100 * guess['random']:.0f} %."
+        pictures.append(html.figure(f"Right answers on {benchmark}", picture, caption))
+    return pictures
+
+
+def _bits(report: PairResults) -> Markup:
+    marks: list[IntervalMark] = []
+    for name, text in report["texts"].items():
+        gap = Ratio(**text["difference"])
+        label = f"{name}: {text['base']:.3f} to {text['new']:.3f} bits per byte"
+        marks.append(IntervalMark(label, gap.value, gap.low, gap.high, len(marks)))
+    if not marks:
+        return Markup()
+    words = "Differences in bits per byte of held-out text, with 95 % intervals."
+    picture = interval_plot(marks, f"{report['new']['name']} minus {report['base']['name']}, bits per byte", words)
+    caption = "Left of the line the new model predicts a text better; right of it, worse: it has forgotten."
+    return html.figure("Held-out text", picture, caption)
+
+
+def _examples(report: PairResults) -> Markup:
+    if not report["examples"]:
+        return Markup()
+    names = [report["base"]["name"], report["new"]["name"]]
+    rows = [
+        [one["answer"], one["question"], ", ".join(one["wrong"]), *(MARKS[right] for right in one["right"])]
+        for one in report["examples"]
+    ]
+    head = ["answer", "question", "other choices", *names]
+    caption = "The first of the questions, and who is right by option text"
+    return html.table(caption, head, rows, prose=("question", "other choices"))
+
+
+def corpus_words(report: PairResults) -> str:
+    """What the corpus was made of, in a sentence; nothing where nothing tells."""
+    found = report["corpus"]
+    if found is None:
+        return ""
+    counts = {
+        "unreadable": found["unreadable"],
+        "filtered out": found["filtered"],
+        "duplicates": found["duplicate"],
+        "dropped because they give questions away": found["dropped"],
+        "cut for the same reason": found["cut"],
+    }
+    left = [f"{count:,} {words}" for words, count in counts.items() if count]
+    talk = f", and {found['conversations']:,} conversations" if found["conversations"] else ""
+    out = ", ".join(left) or "none left out"
+    return f"Of {found['read']:,} documents read: {out}. {found['tokens']:,} tokens are left{talk}."
+
+
+def _corpus(report: PairResults) -> Markup:
+    words = corpus_words(report)
+    return html.paragraph(words) if words else Markup()
+
+
+RUN_COLUMNS = ["run", "reads (epochs)", "tokens", "rate", "loss, first step", "last step", "held out"]
+
+
+def run_rows(report: PairResults) -> list[list[str]]:
+    """The runs from the base to the new model."""
+    return [
+        [
+            one["run"] + (f", adapters of rank {one['adapters']}" if one["adapters"] else ""),
+            ", ".join(
+                f"{Path(name).name} {100 * share:.0f} %" + _epochs(one["epochs"].get(name))
+                for name, share in one["data"].items()
+            ),
+            DASH if one["tokens"] is None else f"{one['tokens']:,}",
+            f"{one['rate']:g}",
+            *(
+                DASH if loss is None else f"{loss:.3f}"
+                for loss in (one["first_loss"], one["last_loss"], one["held_out_loss"])
+            ),
+        ]
+        for one in report["runs"]
+    ]
+
+
+def _epochs(number: float | None) -> str:
+    return "" if number is None else f" ({number:.3g})"
+
+
+def _runs(report: PairResults) -> Markup:
+    rows = run_rows(report)
+    return html.table("The runs, in order", RUN_COLUMNS, rows, prose=("reads (epochs)",)) if rows else Markup()
+
+
+def card(report: PairReport) -> str:
+    """The page's contents as Markdown, to lie beside the model."""
+    return "\n".join(_card(report)) + "\n"
+
+
+def _card(report: PairReport) -> Iterator[str]:
+    yield from (f"# {report['new']['name']}, made from {report['base']['name']}", "", report["verdict"], "")
+    if words := corpus_words(report):
+        yield from (words, "")
+    if rows := run_rows(report):
+        yield from ("## Runs", "", *_markdown(RUN_COLUMNS, rows), "")
+    yield from ("## Scores", "", *_markdown(columns(report), lines(report)), "")
+    yield from (f"- {one}" for one in reading(report))
+    yield from ("", "## Provenance", "", *_markdown(["", ""], [[k, str(v)] for k, v in facts_of(report).items()]))
+
+
+def _markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(head)} |"
+    yield "| --- " * len(head) + "|"
+    for row in rows:
+        yield "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in row) + " |"
