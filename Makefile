@@ -8,7 +8,7 @@ STAMP := $(VENV)/.ready
 # The torch to install: pip's own choice, or a version, a wheel's path or its URL.
 TORCH ?= torch
 
-.PHONY: setup test test-all test-transformers test-kernels test-outside lint docs demo clean
+.PHONY: setup test test-all test-transformers test-kernels test-outside lint docs demo specialise clean
 
 setup: $(STAMP)
 
@@ -107,5 +107,27 @@ demo: setup
 	@echo "3/3  A few lines from the best arm"
 	@$(BIN)/fathom generate demo/compare 'def read(self, ' --max-new-tokens 90 --temperature 0.6 --seed 1
 
+# An expert in miniature: documents to a corpus, a base, the base continued and tuned, and what that was good for.
+# Stopped and started again it goes on; what is done is not done again.
+specialise: $(VENV)/.evaluate
+	@echo "1/6  Inventing minerals, of which no model can have read"
+	@$(BIN)/python examples/minerals.py specialise/world
+	@echo "2/6  Documents and conversations to shards; documents that give questions away are dropped"
+	@$(BIN)/fathom corpus recipes/specialise/corpus.yaml --out specialise/corpus
+	@echo "3/6  A base, from general text alone"
+	@$(BIN)/fathom train recipes/specialise/base.yaml --run specialise/base
+	@echo "4/6  Continued on the minerals, with replay"
+	@$(BIN)/fathom train recipes/specialise/continue.yaml --run specialise/continued
+	@echo "5/6  Tuned on conversations"
+	@$(BIN)/fathom train recipes/specialise/tune.yaml --run specialise/expert
+	@echo "6/6  Base and expert on questions in words that neither has seen, and on held-out text"
+	@HF_DATASETS_OFFLINE=1 $(BIN)/fathom evaluate specialise/base specialise/expert \
+	  --benchmark specialise/corpus/benchmark --out specialise/report
+
+# lm-eval, which scores the questions: half a gigabyte.
+$(VENV)/.evaluate: $(STAMP)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,evaluate]'
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(OUTSIDE) $(VLLM) $(TRITON) $(SITE) build dist demo src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OUTSIDE) $(VLLM) $(TRITON) $(SITE) build dist demo specialise src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -47,7 +47,7 @@ FOREIGN = {
     "tokenizers": "data evaluation.perplexity",
     "yaml": "checkpoints.runs recipe corpus comparison.page ladder.page",
     "jinja2": "report.templates corpus.chat_template inference.server",
-    "markupsafe": "report evaluation.caches.page comparison.page ladder.page",
+    "markupsafe": "report evaluation.caches.page evaluation.pair_page comparison.page ladder.page",
     "filelock": "report.files",
     "rich": "report training.tracking evaluation comparison ladder cli",
     # Of the extras.

@@ -54,6 +54,7 @@ SUBJECT = {
     "nodes": "train",
     "data": "prepare",
     "corpus": "corpus",
+    "specialise": "evaluate",
     "compare": "compare",
     "ladder": "ladder",
     "evaluate": "evaluate",
@@ -245,11 +246,17 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         json.dumps({"question": "how deep is the water below the old bridge today"}) + "\n"
     )
 
+    (here / "talk.jsonl").write_text(
+        "".join(
+            json.dumps({"instruction": sentence(chance, 8), "output": sentence(chance, 4)}) + "\n" for _ in range(80)
+        )
+    )
+    specialise(here)
+
     tokenizer = train_bpe((sentence(chance) for _ in range(100)), 300)
     tokenizer.chat_template = CHAT
     for name in ("EleutherAI/gpt-neox-20b", "Qwen/Qwen3-0.6B-Base", "gpt2"):
         tokenizer.save_pretrained(here / name)
-    (here / "recipes").mkdir()
     for path in (ROOT / "recipes").glob("*.yaml"):
         (here / "recipes" / path.name).write_text(
             load_recipe(path, [f"{key}={value}" for key, value in MICRO.items()]).to_yaml()
@@ -267,6 +274,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         quiet(["train", "recipes/tiny.yaml", "--run", "runs/other", "model.mixer=depth_attention", "train.seed=1"])
         quiet(["train", "recipes/tiny.yaml", "--run", "runs/third", "train.seed=2"])
         quiet(["export", "runs/tiny", "--to", "path/to/qwen3", "--as", "qwen3"])
+        shutil.copytree("path/to/qwen3", "models/Qwen3-0.6B-Base")
+    (here / "models/Qwen3-0.6B-Base/chat_template.jinja").write_text(CHAT.replace("\n", "<|endoftext|>\n"))
     for name, of in (("vanilla", "tiny"), ("depth", "other")):
         shutil.copytree(here / "runs" / of, here / "runs" / name)
     for name, of in (("A", "tiny"), ("B", "other"), ("C", "other"), ("M1", "tiny"), ("M2", "other"), ("M3", "third")):
@@ -274,6 +283,21 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (here / "cards").mkdir()
     quiet(["lineage", "card", str(here / "B"), "--out", str(here / "cards" / "B.json")])
     return here
+
+
+def specialise(here: Path) -> None:
+    """The recipes that docs/specialise.md writes, and the probe: a second each, of whatever model they name."""
+    bodies = {
+        body.partition("\n")[0].removeprefix("# "): body for _, _, body in fences(ROOT / "docs" / "specialise.md")
+    }
+    (here / "expert.yaml").write_text(bodies["expert.yaml"].replace("max_tokens: 2048", "max_tokens: 64"))
+    small = [f"{key}={value}" for key, value in MICRO.items() if not key.startswith("model.")]
+    for name in ("continue.yaml", "tune.yaml"):
+        (here / name).write_text(bodies[name])
+        (here / name).write_text(load_recipe(here / name, small).to_yaml())
+    probe = load_recipe(ROOT / "recipes/specialise/probe.yaml", [*small, "train.steps=20"])
+    (here / "recipes/specialise").mkdir(parents=True)
+    (here / "recipes/specialise/probe.yaml").write_text(probe.to_yaml())
 
 
 def small_ladder(path: Path) -> str:

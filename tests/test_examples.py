@@ -10,7 +10,7 @@ import pytest
 from fathom.models.registry import MECHANISMS
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-SCRIPTS = ("train", "hook", "compare", "mechanism", "shards")
+SCRIPTS = ("train", "hook", "compare", "mechanism", "shards", "minerals")
 
 
 def test_scripts_are_short_and_listed():
@@ -66,3 +66,9 @@ def test_shards_agree_with_the_index(said):
     assert "{} documents, {} tokens".format(*counts) in said["shards"]
     first = next(runpy.run_path(str(EXAMPLES / "shards.py"))["documents"](folder / "data/example"))
     assert int(first[-1]) == index["eos_token_id"]
+
+
+def test_minerals(said):
+    folder = Path(said["folder"]) / "data" / "minerals"
+    assert "questions.jsonl" in said["minerals"]
+    assert len((folder / "questions.jsonl").read_text().splitlines()) == 192
