@@ -48,9 +48,9 @@ def family(tmp_path_factory):
     return root
 
 
-def ran(family, a, b="base", controls=("control",), **options):
-    names = [str(family / name) for name in controls]
-    return commands.compare(str(family / a), str(family / b), control=names, exit_code=True, **options)
+def ran(family, a, b="base", controls=("control",), mode="fast", **options):
+    names, choices = [str(family / name) for name in controls], commands.Choices(mode=mode)
+    return commands.compare(str(family / a), str(family / b), names, exit_code=True, choices=choices, **options)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import inspect
 import json
@@ -61,7 +62,10 @@ def given(family: Path, case: str) -> dict[str, Any]:
         out[key] = value
         if key in places:
             out[key] = [str(family / v) for v in value] if isinstance(value, list) else str(family / value)
-    return out | ({"null": Path(out["null"])} if "null" in out else {})
+    own = {field.name for field in dataclasses.fields(commands.Choices)}
+    choices = commands.Choices(**{key: value for key, value in out.items() if key in own})
+    rest = {key: Path(value) if key == "null" else value for key, value in out.items() if key not in own}
+    return {**rest, "choices": choices}
 
 
 @pytest.fixture(scope="module")

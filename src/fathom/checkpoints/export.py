@@ -209,9 +209,6 @@ tags:
 ```python
 from transformers import {auto}, AutoTokenizer
 
-if TYPE_CHECKING:
-    from torch import nn
-
 model = {auto}.from_pretrained("path/to/this"{remote})
 tokenizer = AutoTokenizer.from_pretrained("path/to/this"{remote})
 ```
