@@ -66,8 +66,8 @@ def test_a_survivor_out_of_order_is_seen(method, monkeypatch):
     """The living of a row must keep their order: causal attention goes by it."""
     pack = TokenSubset.pack
 
-    def faulty(alive):
-        made = pack(alive)
+    def faulty(*alive):
+        made = pack(*alive)
         if made.index is not None:
             made.index, made.valid = made.index.flip(1), made.valid.flip(1)
         return made

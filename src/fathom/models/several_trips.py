@@ -17,6 +17,7 @@ from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
+from .host import told
 from .reading import MASKED, read_mask, side_by_side
 from .roles import TripState, View
 from .slot_cache import Placement, SlotTable, Tags
@@ -422,15 +423,18 @@ class Picking(TripMaker):
 
     def tags(self, turn: Turn) -> Tags:
         """The slots that a trip is about to make."""
-        tokens = turn.tokens
+        tokens, living = turn.tokens, turn.tokens.living
         live = tokens.valid if tokens.valid is not None else _both(self.inputs.live, tokens.alive)
+        if live is not None and living is None:
+            living = told(live.sum(1))
         token = tokens.take(self.column)
         return Tags(
             token,
             torch.full_like(token, turn.trip),
-            None if live is not None and bool(live.all()) else live,
+            None if living is None or min(living) == token.shape[1] else live,
             None if turn.bias is None else tokens.take(turn.bias),
             None if self.documents is None else tokens.take(self.documents),
+            living=living,
         )
 
     def found(self, tokens: TokenSubset) -> dict[int, KeyValue]:
@@ -498,7 +502,7 @@ class Stored(Picking):
         """Make one trip."""
         tokens, table = turn.tokens, self.store.table
         query = self.tags(turn)
-        placement = table.place(query, tokens.batch)
+        placement = table.place(query, tokens.batch, tokens.rows)
         table.note(query, placement, turn.trip)
         positions = tokens.take(self.positions)
         own_only = self.fresh and turn.trip == 0

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
+from .host import told
+
 SPARE = 8
 """A full buffer grows by 1/SPARE of its size."""
 EMPTY = -1
@@ -35,6 +37,8 @@ class Tags:
     """Slots of other documents are not read."""
     halt: Tensor | None = None
     """The last trip that the slot's token made."""
+    living: list[int] | None = None
+    """How many of each row are live, where the host knows it."""
 
 
 @dataclass
@@ -48,6 +52,8 @@ class Placement:
     start: int
     end: int
     """What is read ends here."""
+    counts: list[int] | None = None
+    """How far each row of the batch is filled with these slots, where the host knows it."""
 
     def write(self, buffer: Tensor, new: Tensor) -> None:
         """Put `[B', M, ...]` into `[B, capacity, ...]`."""
@@ -75,6 +81,8 @@ class SlotTable:
         """Whether all rows hold the same slots, so that none has to be hidden."""
         self.end = 0
         self.count: Tensor | None = None  # [B]
+        self.counts: list[int] | None = None
+        """`count`, as far as the host knows it."""
         self.halt: Tensor | None = None  # [B, columns]
         self.token = self.trip = self.bias = self.document = None
         self.order: Tensor | None = None
@@ -87,33 +95,40 @@ class SlotTable:
 
     def select(self, rows: Tensor) -> None:
         """Reorder, repeat or drop rows of the batch."""
+        self.counts = None
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
 
     def open(self, batch: int, columns: int, device: torch.device) -> None:
         """Make room for tokens that are about to be seen."""
         if self.count is None:
-            self.count = torch.zeros(batch, dtype=torch.long, device=device)
+            self.count, self.counts = torch.zeros(batch, dtype=torch.long, device=device), [0] * batch
             self.halt = torch.full((batch, 0), EMPTY, dtype=torch.long, device=device)
         assert self.halt is not None
         self.halt = torch.nn.functional.pad(self.halt, (0, columns - self.halt.shape[1]), value=EMPTY)
 
-    def place(self, query: Tags, batch: Tensor | None) -> Placement:
-        """Where the slots of a pass go; nothing is kept until `commit`."""
+    def place(self, query: Tags, batch: Tensor | None, rows: list[int] | None = None) -> Placement:
+        """Where the slots of a pass go; nothing is kept until `commit`.
+
+        Args:
+            query: The slots.
+            batch: Their rows of the batch, `[B']`; None for all.
+            rows: The same on the host.
+        """
         assert self.count is not None
         new = query.token.shape[1]
         if self.even and query.live is None and batch is None:
-            placement = Placement(None, None, self.end, self.end + new)
+            counts = None if self.counts is None else [count + new for count in self.counts]
+            placement = Placement(None, None, self.end, self.end + new, counts)
             self._grow(placement.end)
         else:
             count = self.count if batch is None else self.count[batch]
             live = torch.ones_like(query.token, dtype=torch.bool) if query.live is None else query.live
             live = live.expand(len(count), new)
-            end = int((count + live.sum(1)).max())
-            end = max(end, 1)
+            counts, end = self._counted(query, live, rows)
             self._grow(end)
             slot = torch.where(live, count.unsqueeze(1) + live.cumsum(1) - 1, self.capacity)
-            placement = Placement(batch, slot, 0, end)
+            placement = Placement(batch, slot, 0, end, counts)
         shape = (len(self.count) if batch is None else len(batch), new)
         for name in ("token", "trip", "bias", "document"):
             value = getattr(query, name)
@@ -127,6 +142,20 @@ class SlotTable:
             placement.write(buffer, value)
         return placement
 
+    def _counted(self, query: Tags, live: Tensor, rows: list[int] | None) -> tuple[list[int], int]:
+        """How far rows are filled once these slots are kept, and what is read then; asks what is not known."""
+        assert self.count is not None
+        counts = list(self.counts) if self.counts is not None else told(self.count)
+        rows = list(range(len(counts))) if rows is None else rows
+        living = query.living
+        if query.live is None:
+            living = [live.shape[1]] * len(rows)
+        elif living is None or len(living) != len(rows):
+            living = told(live.sum(1))
+        for row, more in zip(rows, living, strict=True):
+            counts[row] += more
+        return counts, max(1, *(counts[row] for row in rows))
+
     def _grow(self, end: int) -> None:
         if self.token is not None and end <= self.token.shape[1] - 1:
             return
@@ -139,8 +168,9 @@ class SlotTable:
         """Know how far the tokens of a pass have come; `deepest` is the latest trip in it."""
         assert self.halt is not None
         rows, live = self._members(query, placement)
-        place = (rows.unsqueeze(1) * self.halt.shape[1] + query.token).expand_as(live)[live]
-        halt = self.halt.flatten().scatter_reduce(0, place, query.trip.expand_as(live)[live], "amax")
+        place = (rows.unsqueeze(1) * self.halt.shape[1] + query.token).expand_as(live)
+        trip = torch.where(live, query.trip, EMPTY)  # which raises nothing
+        halt = self.halt.flatten().scatter_reduce(0, place.flatten(), trip.flatten(), "amax")
         self.halt = halt.view_as(self.halt)
         self.deepest = max(self.deepest, deepest)
 
@@ -148,7 +178,7 @@ class SlotTable:
         """Keep what a pass has written."""
         assert self.count is not None
         rows, live = self._members(query, placement)
-        self.count = self.count.index_add(0, rows, live.sum(1))
+        self.count, self.counts = self.count.index_add(0, rows, live.sum(1)), placement.counts
         self.end = max(self.end, placement.end)
         self.even = self.even and placement.slot is None
 
@@ -188,9 +218,10 @@ class SlotTable:
                 setattr(self, name, tensor.gather(1, order))
         self.token = self.token.masked_fill(~keep.gather(1, order), EMPTY)
         self.count = keep.sum(1)
+        self.counts = told(self.count)
         self.halt = self.halt[:, :columns]
         # A place is in use as long as there are columns, if only padding: "nothing was seen" is said by `end` 0.
-        self.columns, self.end, self.order = columns, max(int(self.count.max()), min(columns, 1)), order
+        self.columns, self.end, self.order = columns, max(*self.counts, min(columns, 1)), order
 
     def absorb(self, other: SlotTable) -> None:
         """Take in another table's rows below these. All rows then end at one column, as padding on the left would do.
@@ -221,11 +252,12 @@ class SlotTable:
     def settle(self) -> None:
         """After rows came or went: forget columns that are padding in all of them, and know how far they are filled."""
         assert self.count is not None and self.halt is not None and self.token is not None and self.trip is not None
-        used = (self.halt != EMPTY).any(0).nonzero()
-        self._end_at(self.columns - int(used[0]) if len(used) else self.columns)
-        self.end = int(self.count.max())
+        used = told((self.halt != EMPTY).any(0))
+        self._end_at(self.columns - used.index(True) if any(used) else self.columns)
+        self.counts = told(self.count)
+        self.end = max(self.counts)
         alike = [(x[:, : self.end] == x[:1, : self.end]).all() for x in (self.token, self.trip)]
-        self.even = all(map(bool, alike)) and bool((self.count == self.end).all())
+        self.even = min(self.counts) == self.end and all(told(torch.stack(alike)))
 
     def _end_at(self, columns: int) -> None:
         """Count columns so that the last one is at this place."""

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
+from .host import told
 from .registry import mixer_class, recurrence_class
 
 if TYPE_CHECKING:
@@ -167,29 +168,36 @@ class TokenSubset:
     """Columns of the tokens that take part, `[B', M]`; None for all. Rows with fewer repeat columns of theirs."""
     valid: Tensor | None = None
     """`[B', M]`; False where `index` only fills the rectangle."""
+    rows: list[int] | None = None
+    """`batch`, as the host knows it."""
+    living: list[int] | None = None
+    """How many places of each row are valid, as the host knows it."""
 
     @classmethod
     def pick(cls, alive: Tensor) -> TokenSubset | None:
         """Leave out rows without a living token, and the tokens that halted; None where all have."""
-        batch = alive.any(1).nonzero().squeeze(1)
-        if not len(batch):
-            return None
-        return cls._left(alive, None if len(batch) == len(alive) else batch)
+        known = told(alive)
+        rows = [i for i, row in enumerate(known) if any(row)]
+        return cls._left(alive, known, None if len(rows) == len(known) else rows) if rows else None
 
     @classmethod
     def pack(cls, alive: Tensor) -> TokenSubset:
         """Leave out the tokens that halted, as far as some row has none in their place. One column always stays: in
         training a trip that no token makes has gates in the penalty, and ranks that share a model pass together."""
-        return cls._left(alive, None)
+        return cls._left(alive, told(alive), None)
 
     @classmethod
-    def _left(cls, alive: Tensor, batch: Tensor | None) -> TokenSubset:
-        inside = alive if batch is None else alive[batch]
-        most = max(1, int(inside.sum(1).max()))
+    def _left(cls, alive: Tensor, known: list[list[bool]], rows: list[int] | None) -> TokenSubset:
+        batch, inside = None, alive
+        if rows is not None:
+            batch = _first_true(alive.any(1), len(rows))
+            inside = alive[batch]
+        living = [sum(row) for row in known if rows is None or any(row)]
+        most = max(1, *living)
         if most == alive.shape[1]:
-            return cls(alive, batch, None, inside)
-        index = (~inside).to(torch.int8).argsort(dim=1, stable=True)[:, :most]  # the living first, in their order
-        return cls(alive, batch, index, inside.gather(1, index))
+            return cls(alive, batch, None, inside, rows, living)
+        index = _first_true(inside, most)
+        return cls(alive, batch, index, inside.gather(1, index), rows, living)
 
     def take(self, x: Tensor) -> Tensor:
         """`[B, T, ...]` to `[B', M, ...]`."""
@@ -206,11 +214,13 @@ class TokenSubset:
         if self.valid is None:
             alive = self.alive.view(*self.alive.shape, *[1] * (new.ndim - 2))
             return torch.where(alive, new, torch.zeros_like(new) if old is None else old)
-        old = new.new_zeros((*self.alive.shape, *new.shape[2:])) if old is None else old.clone()
-        row, place = self.valid.nonzero(as_tuple=True)
-        column = place if self.index is None else self.index[row, place]
-        old[row if self.batch is None else self.batch[row], column] = new[row, place]
-        return old
+        old = new.new_zeros((*self.alive.shape, *new.shape[2:])) if old is None else old
+        shape = (*self.valid.shape, *[1] * (new.ndim - 2))
+        made = torch.where(self.valid.view(shape), new.to(old.dtype), self.take(old))
+        if self.index is not None:  # whose columns differ within a row, those too that only fill the rectangle
+            part = old if self.batch is None else old[self.batch]
+            made = part.scatter(1, self.index.view(shape).expand_as(made), made)
+        return made if self.batch is None else old.index_copy(0, self.batch, made)
 
     def take_all(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`take` of every tensor of a state."""
@@ -219,6 +229,11 @@ class TokenSubset:
     def put_all(self, old: Mapping[str, Tensor], new: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """`put` of every tensor of a state."""
         return {**old, **{name: self.put(old.get(name), x) for name, x in new.items()}}
+
+
+def _first_true(which: Tensor, count: int) -> Tensor:
+    """The first `count` places along the last axis, those that are True before the others, in their order."""
+    return (~which).to(torch.int8).argsort(dim=-1, stable=True)[..., :count]
 
 
 @dataclass
@@ -332,12 +347,12 @@ def jacobi(
         before = turns
         state, turns = again(turns, trips, state=recurrence.carry(state) if n + 1 < rounds else None)
         moved = torch.stack([(a.x - b.x).detach().float().square().mean() for a, b in zip(turns, before, strict=True)])
-        if until_still and not moved.any():
+        if until_still and not any(told(moved)):
             break
     state, _ = again(turns, 0, final=True)
     if moved is not None:
         state["jacobi_residual"] = moved[1:].mean().sqrt()
-        state["jacobi_rounds"] = moved.new_tensor(float(n + 1))
+        state["jacobi_rounds"] = moved.new_full((), float(n + 1))
     return state
 
 
