@@ -8,7 +8,7 @@ STAMP := $(VENV)/.ready
 # The torch to install: pip's own choice, or a version, a wheel's path or its URL.
 TORCH ?= torch
 
-.PHONY: setup test test-all test-transformers test-kernels test-outside lint docs demo specialise clean
+.PHONY: setup test test-all test-transformers test-kernels test-outside gpu-dry gpu lint docs demo specialise clean
 
 setup: $(STAMP)
 
@@ -53,6 +53,29 @@ test-kernels: setup $(TRITON)/.ready
 $(TRITON)/.ready:
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(TRITON) --no-deps 'triton>=3.5'
 	@touch $@
+
+# Everything on a GPU that is not there (docs/gpu.md), with torch's CUDA build, 5 GB, in an environment of its own.
+DRY := .venv-gpu-dry
+DRY_PYTHON ?= python3.13
+gpu-dry: $(DRY)/.ready
+	TRITON_INTERPRET=0 $(DRY)/bin/python -m tests.gpu.machine_code --out benchmarks/results/kernels-machine-code.json
+	TRITON_INTERPRET=0 $(DRY)/bin/python -m pytest -m dry tests/gpu
+
+$(DRY)/.ready: pyproject.toml
+	@echo "Setting up $(DRY): torch's CUDA build and what the tests need, over 5 GB; no GPU is needed"
+	$(DRY_PYTHON) -m venv $(DRY)
+	$(DRY)/bin/python -m pip install --quiet --disable-pip-version-check '$(DRY_TORCH)'
+	$(DRY)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[gpu]' 'pytest>=8' 'hypothesis>=6.100'
+	@touch $@
+DRY_TORCH ?= torch
+
+# A GPU (docs/gpu.md): calls of MINUTES until the cells of PLAN are there, or with ONCE=1 a single call.
+PLAN ?= 120
+MINUTES ?= 9
+gpu: setup
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[gpu]'
+	@while :; do $(BIN)/python benchmarks/gpu.py --plan $(PLAN) --minutes $(MINUTES); code=$$?; \
+	  [ $$code -eq 3 ] || exit $$code; [ -z "$(ONCE)" ] || exit 0; done
 
 # Other people's tests and tools (docs/outside.md), in two directories of their own; what was set up is not set up again.
 SUITES ?= transformers clients lm_eval trl llama_cpp vllm
@@ -130,4 +153,4 @@ $(VENV)/.evaluate: $(STAMP)
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(OUTSIDE) $(VLLM) $(TRITON) $(SITE) build dist demo specialise src/*.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(OUTSIDE) $(VLLM) $(TRITON) $(DRY) $(SITE) build dist demo specialise src/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -66,7 +66,7 @@ def test_is_an_operator_of_torch(biased):
 @pytest.mark.parametrize(
     ("right", "wrong"),
     [
-        ("(gains[j] - mean)", "(gains[j] + mean)"),
+        ("(tl.sum(d * x, 1) - mean)", "(tl.sum(d * x, 1) + mean)"),
         ("along[:, None] * q - (along", "along[:, None] * q + (along"),
         ("of_bias += back", "of_bias -= back"),
     ],

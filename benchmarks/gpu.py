@@ -1,0 +1,391 @@
+"""What a GPU is asked for, cell by cell: conformance, kernels, bandwidth, training, decoding (docs/gpu.md).
+
+    python benchmarks/gpu.py --plan 10            # the cells of the ten-minute plan; again: it goes on where it stopped
+    python benchmarks/gpu.py --plan 120 --minutes 9 --step train
+    python benchmarks/gpu.py --plan 120 --tiny --out /tmp/kit   # small shapes, on a CPU too, to try the kit itself
+
+A cell is a process of its own, so that one that fails or runs out of memory costs no other. Its result is one line of
+OUT/STEP.jsonl. A cell begins only while there are minutes left, is stopped with them, and then comes first next time.
+The exit code is 0 when the plan is done and 3 when cells are left; `make gpu` calls again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+PLANS = (10, 30, 120)
+LEFT = 3
+LEAST = 20.0
+"""Seconds below which no cell begins."""
+KERNELS = ("depth_mix", "depth_pool", "rms_norm", "swiglu")
+TINY = "tiny"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One result: a step, a name, and the shortest plan that has it."""
+
+    step: str
+    name: str
+    plan: int = 120
+
+
+def cells(tiny: bool = False) -> list[Cell]:
+    """Every cell, those of the shortest plan first."""
+    found = [*_checks(), *_bandwidths(), *_trainings(tiny), *_decodings(tiny)]
+    return sorted(found, key=lambda cell: cell.plan)
+
+
+def _checks() -> Iterator[Cell]:
+    yield Cell("conformance", "vanilla_is_qwen3", 10)
+    yield Cell("kernels", "tests/kernels", 10)
+    for check in ("full_is_chunked", "every_parameter", "prefix_invariance", "left_padded", "generate"):
+        yield Cell("conformance", check, 30)
+    for check in ("token_by_token", "checkpointing", "initialised", "declared_cost", "packed", "compiled", "faults"):
+        yield Cell("conformance", check, 120)
+
+
+def _bandwidths() -> Iterator[Cell]:
+    for sources in (1, 2, 4, 12):
+        yield Cell("bandwidth", f"depth_mix {sources}", 10 if sources == 2 else 30)
+    for sources in (2, 9):
+        yield Cell("bandwidth", f"depth_pool {sources}", 10 if sources == 9 else 30)
+
+
+def _trainings(tiny: bool) -> Iterator[Cell]:
+    """`SHAPE MODEL HOW`."""
+    one_trip = ("depth_attention", "attention_residuals", "denseformer", "hyper_connections")
+    several = ("loop", "ponder", "ponder2", "ponder3", "adaponder", "latent_cot")
+    for number, shape in enumerate((TINY,) if tiny else ("410m", "1.5b", "3b")):
+        for model in ("hf", "vanilla", "depth_attention"):
+            for how in ("eager", "compiled"):
+                yield Cell("train", f"{shape} {model} {how}", 10 if number == 0 else 30 if number == 1 else 120)
+        for model in ("depth_attention", "attention_residuals"):
+            yield Cell("train", f"{shape} {model} kernels", 30 if number == 0 else 120)
+        for model in (*one_trip[1:], "uniform_depth", "value_residual"):
+            for how in ("eager", "compiled"):
+                yield Cell("train", f"{shape} {model} {how}")
+        for model in several if number == 0 else ():
+            yield Cell("train", f"{shape} {model} eager")
+
+
+def _decodings(tiny: bool) -> Iterator[Cell]:
+    """`SHAPE MODEL HOW BATCH`."""
+    for number, shape in enumerate((TINY,) if tiny else ("410m", "1.5b", "3b")):
+        for batch in (1, 64):
+            for model, how in (
+                *(("hf", "eager"), ("vanilla", "eager"), ("vanilla", "compiled"), ("depth_attention", "compiled")),
+                *(("vanilla", "continuous"), ("depth_attention", "eager"), ("depth_attention", "kernels")),
+            ):
+                yield Cell("decode", f"{shape} {model} {how} {batch}", 30 if number == 0 else 120)
+
+
+class Log:
+    """OUT/STEP.jsonl: where it was made, and a line for each cell."""
+
+    def __init__(self, folder: Path, step: str) -> None:
+        self.path = folder / f"{step}.jsonl"
+
+    def rows(self) -> list[dict[str, Any]]:
+        """What is there; a line that was cut off is none."""
+        lines = self.path.read_text(encoding="utf-8").splitlines() if self.path.exists() else []
+        found = []
+        for line in lines:
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
+
+    def done(self) -> set[str]:
+        """The cells that are there."""
+        return {row["cell"] for row in self.rows() if "cell" in row}
+
+    def add(self, row: dict[str, Any]) -> None:
+        """One more line, behind whatever was cut off."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        whole = not self.path.exists() or self.path.read_bytes()[-1:] in (b"", b"\n")
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(("" if whole else "\n") + json.dumps(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+
+
+Run = Callable[[Cell, float], dict[str, Any] | None]
+"""Runs a cell for so many seconds at most; None where they did not do."""
+
+
+def work(wanted: Sequence[Cell], folder: Path, seconds: float, run: Run, head: Callable[[], dict[str, Any]]) -> int:
+    """Run what is not there yet, as long as there is time; how many cells are left."""
+    end = time.monotonic() + seconds
+    todo = [cell for cell in wanted if cell.name not in Log(folder, cell.step).done()]
+    print(f"{len(wanted) - len(todo)} of {len(wanted)} cells are there", flush=True)
+    while todo and (left := end - time.monotonic()) > min(LEAST, seconds / 2):
+        cell, log, began = todo[0], Log(folder, todo[0].step), time.monotonic()
+        found = run(cell, left)
+        took = time.monotonic() - began
+        if found is None and left < 0.9 * seconds:
+            break  # next time it comes first, and has all the time there is
+        if not log.rows():
+            log.add(head())
+        log.add({"cell": cell.name, "took": round(took, 1), **(found or {"failed": f"not done after {took:.0f} s"})})
+        print(f"{cell.step}: {cell.name}: {json.dumps(found)}", flush=True)
+        todo.pop(0)
+    return len(todo)
+
+
+def in_a_process(tiny: bool) -> Run:
+    """A cell as a process of its own."""
+
+    def run(cell: Cell, seconds: float) -> dict[str, Any] | None:
+        words = [sys.executable, __file__, "--cell", cell.step, cell.name, *(["--tiny"] if tiny else [])]
+        try:
+            done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=seconds)
+        except subprocess.TimeoutExpired:
+            return None
+        lines = done.stdout.strip().splitlines()
+        if done.returncode == 0 and lines:
+            return json.loads(lines[-1])
+        said = (done.stderr.strip() or done.stdout.strip()).splitlines()
+        return {"failed": said[-1][:500] if said else f"exit code {done.returncode}"}
+
+    return run
+
+
+def measured(step: str, name: str, tiny: bool) -> dict[str, Any]:
+    """One cell's result, in this process."""
+    if step in ("conformance", "kernels"):
+        return tested(step, name)
+    if step == "bandwidth":
+        return bandwidth(*name.split(), tiny)  # type: ignore[arg-type]
+    return train_step(*name.split()) if step == "train" else decoding(*name.split(), tiny)  # type: ignore[arg-type]
+
+
+def tested(step: str, name: str) -> dict[str, Any]:
+    """Tests passed, failed and skipped."""
+    words = ["tests/models/test_on_gpu.py", "-m", "gpu", "-k", name] if step == "conformance" else [name]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    last = (done.stdout.strip().splitlines() or [""])[-1]
+    counts = {kind: int(number) for number, kind in re.findall(r"(\d+) (passed|failed|skipped|errors?)", last)}
+    if not counts:
+        raise SystemExit(f"pytest {' '.join(words)}: {last or done.stderr.strip()[-300:]}")
+    failures = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return counts | ({"failures": failures[:20]} if failures else {})
+
+
+def device() -> str:
+    """Where cells run."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def seconds_of(call: Callable[[], Any], rounds: int, warm: int = 3) -> float:
+    """Median seconds of a call: between events of the device where there is one."""
+    import torch
+
+    for _ in range(warm):
+        call()
+    if device() == "cpu":
+        return statistics.median(_clocked(call) for _ in range(rounds))
+    pairs = []
+    for _ in range(rounds):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        call()
+        end.record()
+        pairs.append((begin, end))
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in pairs) / 1000
+
+
+def _clocked(call: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    call()
+    return time.perf_counter() - began
+
+
+def bandwidth(kernel: str, sources: str, tiny: bool) -> dict[str, Any]:
+    """Forward, and forward with backward: the reference eager and compiled, and the kernel, beside a device copy."""
+    import torch
+
+    from fathom.kernels import KernelError, use
+
+    torch.manual_seed(0)
+    dtype, where = torch.bfloat16, device()
+    call, inputs = (mix_of if kernel == "depth_mix" else pool_of)(int(sources), tiny, dtype, where)
+    once = sum(x.nbytes for x in inputs)
+    out = call()
+    grad = torch.randn_like(out)
+    # Forward reads everything and writes the output; backward reads everything and its gradient and writes theirs.
+    moved = {"forward": once + out.nbytes, "both": once + out.nbytes + 2 * once + grad.nbytes}
+    rounds = 2 if tiny else 30
+    big = torch.empty(1 << (16 if tiny else 28), dtype=dtype, device=where)
+    other = torch.empty_like(big)
+    copy = 2 * big.nbytes / seconds_of(lambda: other.copy_(big), rounds)
+    found: dict[str, Any] = {"copy_gb_per_s": round(copy / 1e9, 1)}
+    for way in ("eager", *(() if tiny else ("compiled",)), "kernel"):
+        try:
+            use([kernel] if way == "kernel" else [], where)
+        except KernelError as error:
+            found[way] = {"refused": str(error)}
+            continue
+        this = torch.compile(call) if way == "compiled" else call
+
+        def both(this: Callable[[], Any] = this) -> None:
+            torch.autograd.grad(this(), inputs, grad, allow_unused=True)
+
+        for name, timed in (("forward", this), ("both", both)):
+            seconds = seconds_of(timed, rounds)
+            share = moved[name] / seconds / copy
+            found.setdefault(way, {})[name] = {"ms": round(1000 * seconds, 4), "of_copy": round(share, 3)}
+    use([])
+    return found
+
+
+def mix_of(sources: int, tiny: bool, dtype: Any, where: str) -> tuple[Callable[[], Any], list[Any]]:
+    """A layer's mix at 32768 tokens of 16 query and 4 key-value heads, and its inputs."""
+    import torch
+
+    from fathom.models import FathomConfig
+    from fathom.models.depth_attention import DepthAttention
+
+    batch, length = (1, 4) if tiny else (16, 2048)
+
+    def tensor(heads: int) -> Any:
+        x = torch.randn(batch, length, heads, 64, device=where, dtype=dtype)
+        return x.transpose(1, 2).requires_grad_()
+
+    query, *rest = tensor(16), *(tensor(4) for _ in range(2 * sources + 2))
+    mixer = DepthAttention(FathomConfig(mixer="depth_attention"), 1)
+    return lambda: mixer(query, rest[0], rest[1], tuple(rest[2:])), [query, *rest]
+
+
+def pool_of(sources: int, tiny: bool, dtype: Any, where: str) -> tuple[Callable[[], Any], list[Any]]:
+    """A sub-layer's read at 32768 tokens of width 1536, and its inputs."""
+    import torch
+
+    from fathom.models import FathomConfig
+    from fathom.models.attention_residuals import AttentionResiduals
+
+    width, shape = (64, (1, 4, 64)) if tiny else (1536, (16, 2048, 1536))
+    config = FathomConfig(hidden_size=width, residual="attention_residuals")
+    residual = AttentionResiduals(config, 1).to(where)
+    for parameter in residual.parameters():
+        torch.nn.init.normal_(parameter)
+    state = tuple(torch.randn(shape, device=where, dtype=dtype, requires_grad=True) for _ in range(sources))
+    return lambda: residual.read(state)[0], list(state)
+
+
+def model_of(shape: str, name: str, how: str, training: bool) -> tuple[Any, int, int]:
+    """A model with random weights, and its batch and length."""
+    import torch
+
+    import train
+    from fathom.kernels import use
+
+    keys, batch, length = train.shape_of(shape)
+    use(KERNELS if how == "kernels" else [], device())
+    model = train.build(name, keys, None, device())
+    return (model if training else model.eval().to(torch.bfloat16)), batch, length
+
+
+def train_step(shape: str, name: str, how: str) -> dict[str, Any]:
+    """Seconds of a step, MFU by vanilla's FLOPs, and the peak of memory."""
+    import torch
+
+    import train
+    from fathom.models import FathomConfig
+    from fathom.models.cost import flops_per_token
+
+    model, batch, length = model_of(shape, name, how, training=True)
+    keys, *_ = train.shape_of(shape)
+    ids = torch.randint(0, keys["vocab_size"], (batch, length), device=device())
+    step = train.step_of(model, ids, how == "compiled", torch.bfloat16)
+    small = shape == TINY
+    seconds = seconds_of(step, 1 if small else 10, 1 if small else 3)
+    tokens = batch * length / seconds
+    flops = 3 * flops_per_token(FathomConfig(**keys), length)
+    peak = torch.cuda.max_memory_allocated() if device() == "cuda" else None
+    return {
+        **{"seconds": round(seconds, 5), "tokens_per_second": round(tokens), "batch": batch, "length": length},
+        **{"mfu": round(flops * tokens / train.PEAK, 5), "peak_bytes": peak},
+    }
+
+
+def decoding(shape: str, name: str, how: str, batch: str, tiny: bool) -> dict[str, Any]:
+    """Tokens per second behind a prompt; the prompt's own time is taken off."""
+    import torch
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    rows, prompt, new = int(batch), *((8, 4) if tiny else (1024, 128))
+    model, _, _ = model_of(shape, name, how, training=False)
+    model.generation_config.eos_token_id = None
+    ids = torch.randint(0, model.config.vocab_size, (rows, prompt), device=device())
+    static = {"cache_implementation": "static"} if how == "compiled" else {}
+
+    def make(tokens: int) -> Any:
+        if how == "continuous":
+            config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+            pages = -(-rows * (prompt + new) // 32) + rows
+            batching = ContinuousBatchingConfig(page_size=32, num_blocks=pages, max_batch_tokens=max(512, rows * 8))
+            return model.generate_batch(ids.tolist(), config, batching, progress_bar=False)
+        length = {"max_new_tokens": tokens, "min_new_tokens": tokens}
+        return model.generate(ids, do_sample=False, pad_token_id=0, **length, **static)
+
+    with torch.no_grad():
+        whole = seconds_of(lambda: make(new), 1 if tiny else 3, 1)
+        first = seconds_of(lambda: make(1), 1 if tiny else 3, 1)
+    return {
+        **{
+            "tokens_per_second": round(rows * (new - 1) / max(whole - first, 1e-9), 1),
+            "prefill_seconds": round(first, 4),
+        },
+        **{"batch": rows, "prompt": prompt, "new": new},
+    }
+
+
+def main() -> int:
+    """Run a plan, or one cell."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--plan", type=int, choices=PLANS, default=PLANS[-1], help="minutes that there are in all")
+    parser.add_argument("--minutes", type=float, default=9.0, help="of this call (default: 9)")
+    parser.add_argument("--step", action="append", choices=sorted({cell.step for cell in cells()}))
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results" / "gpu")
+    parser.add_argument("--tiny", action="store_true", help="small shapes, on a CPU too: try the kit, not the device")
+    parser.add_argument("--cell", nargs=2, metavar=("STEP", "NAME"), help="measure this one and print it")
+    options = parser.parse_args()
+    if options.cell is not None:
+        print(json.dumps(measured(*options.cell, options.tiny)))
+        return 0
+    if device() == "cpu" and not options.tiny:
+        print("benchmarks/gpu.py: there is no CUDA device here; --tiny tries the kit on a CPU", file=sys.stderr)
+        return 2
+    from fathom.report.provenance import provenance
+
+    steps = options.step or [cell.step for cell in cells()]
+    wanted = [cell for cell in cells(options.tiny) if cell.plan <= options.plan and cell.step in steps]
+    left = work(wanted, options.out, 60 * options.minutes, in_a_process(options.tiny), provenance)
+    print(f"{left} cells to go" if left else "the plan is done")
+    return LEFT if left else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
