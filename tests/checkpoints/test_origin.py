@@ -196,7 +196,7 @@ def test_local_directories_win_and_endpoints_must_be_http(tmp_path, monkeypatch)
 
 
 def test_a_report_on_a_repository_is_verified_at_its_commit(hub, repositories, tmp_path):
-    result = commands.compare("org/base@main", "org/other", layers=2, out=tmp_path / "out")
+    result = commands.compare("org/base@main", "org/other", out=tmp_path / "out", choices=commands.Choices(layers=2))
     assert result.data["inputs"][0]["revision"] == COMMIT and result.data["inputs"][0]["content"]["root"] is None
     hub.log.clear()
     again = commands.verify(tmp_path / "out" / "report.json")

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from fathom.data.prepare import prepare
 from fathom.data.shards import TokenDataset
 from tests.data.corpora import tree
+from tests.data.making import prepare
 
 RECORDED = Path(__file__).parent / "recorded"
 OPTIONS = {"train_tokenizer": 270, "domain_field": "topic", "held_out": 0.2, "shard_tokens": 1500, "workers": 1}
