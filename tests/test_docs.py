@@ -641,6 +641,7 @@ def typed(source: str, where: Path) -> str:
     return said + complaint
 
 
+@pytest.mark.slow
 def test_what_the_readme_shows_is_well_typed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one run of mypy, which finds the planted faults and no other."""
     monkeypatch.chdir(ROOT)

@@ -34,6 +34,7 @@ def planted(small: Recipe, tmp_path_factory: pytest.TempPathFactory) -> tuple[di
     return carry_out(plan, out, quiet=True), out
 
 
+@pytest.mark.slow
 def test_an_arm_against_itself_shows_nothing(planted):
     report, _ = planted
     again = report["arms"][1]
@@ -50,6 +51,7 @@ def test_a_planted_improvement_is_found(planted):
     assert "better's validation loss is lower than vanilla's" in report["verdict"]
 
 
+@pytest.mark.slow
 def test_a_weaker_plant_keeps_its_sign(small: Recipe, tmp_path: Path):
     """An arm that differs by less than the seeds do is not called better."""
     plan = make_plan(small, "vanilla,other=vanilla;optim.lr=1.0001e-2", seeds=2, pairs=0, out=tmp_path)

@@ -55,6 +55,7 @@ def measured(folder: Path, tokenizer: str, cases: list) -> tuple[int, list]:
     return after - before, found
 
 
+@pytest.mark.slow
 def test_long_records_take_no_memory(tmp_path: Path, tokenizer: str) -> None:
     """Everything here is one record of 60 MB, of which no more than a few pieces are ever in memory."""
     size = 60_000_000

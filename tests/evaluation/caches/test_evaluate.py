@@ -107,6 +107,7 @@ def test_the_page_draws_what_was_measured(here: Path, tmp_path: Path) -> None:
     assert "average − sinks" in text and "<script" not in text
 
 
+@pytest.mark.slow
 def test_every_cache_has_a_row_in_every_table(here: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     methods = [*NAMES, "full_static", "full_fp8"]
     words = ("--kvcache", ",".join(methods), *SCHEDULE, "--kvcache-ratio", "0.75", "--at", "1x,2x")
