@@ -15,7 +15,7 @@ from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe
 from fathom.training import train
 from fathom.training.build import Training
-from fathom.training.first import FirstSteps, FirstStepsError
+from fathom.training.first import FirstSteps, FirstStepsError, ForgottenError
 from tests.tiny import make_conversations
 
 
@@ -105,3 +105,24 @@ def test_what_knows_nothing_has_nothing_to_lose() -> None:
     watch.log(2, {"loss": 3 * math.log(300)})
     watch.log(3, {"loss": math.nan})
     watch.log(4, {"held_out_loss": 1.0})
+
+
+def test_dropout_is_no_fault(recipe: Recipe, base: Path, tmp_path: Path) -> None:
+    """A training forward pass with dropout has another loss than an evaluation, so the first batch is not compared."""
+    assert train(continued(recipe, base, "model.attention_dropout=0.5", "train.steps=1"), tmp_path / "run").finished
+
+
+def test_a_comparison_counts_what_forgets_as_diverged(
+    recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else the worker would end, and the same command would meet the same run again."""
+    from fathom.comparison import work
+    from fathom.comparison.leases import Claims
+
+    def forgets(*arguments: object, **given: object) -> None:
+        raise ForgottenError("step 3: the loss went from 2.0 to 5.0", 3)
+
+    monkeypatch.setattr(work, "train", forgets)
+    with Claims(tmp_path / "claims").take("run") as claim:
+        assert work.run_training(recipe, tmp_path / "run", claim)
+    assert json.loads((tmp_path / "run" / "failed.json").read_text())["step"] == 3

@@ -91,3 +91,22 @@ def test_a_module_that_is_not_there(recipe: Recipe, tmp_path: Path) -> None:
     base = train(recipe.override("train.export=true", "train.steps=1"), tmp_path / "base").model
     with pytest.raises(RecipeError, match=r"lora\.targets: this model has no c_attn"):
         build_training(recipe.override(f"model.from_pretrained={base}", "lora.rank=2", "lora.targets=[c_attn]"))
+
+
+@pytest.mark.parametrize("key", ["lora.targets=[q_proj, lm_head]", "lora.whole=[lm_head]"])
+def test_a_tied_head_takes_no_adapter_of_its_own(recipe: Recipe, key: str, tmp_path: Path) -> None:
+    """Its export could not be what was trained: the embedding would change too, or the trained head be lost."""
+    pytest.importorskip("peft")
+    base = train(recipe.override("train.export=true", "model.tie_word_embeddings=true", "train.steps=1"), tmp_path)
+    with pytest.raises(RecipeError, match=r"lm_head is the input embedding.*embed_tokens"):
+        build_training(recipe.override(f"model.from_pretrained={base.model}", "lora.rank=2", key))
+
+
+def test_adapters_are_merged_in_half_precision_too(recipe: Recipe, tmp_path: Path) -> None:
+    """Where the model is sharded, even over one process, so that it can be neither copied nor merged."""
+    pytest.importorskip("peft")
+    base = train(recipe.override("train.export=true", "train.steps=1"), tmp_path / "base").model
+    words = (f"model.from_pretrained={base}", "train.precision=bf16", "train.export=true", "lora.rank=2")
+    run = train(recipe.override(*words), tmp_path / "run")
+    assert run.model is not None
+    FathomForCausalLM.from_pretrained(run.model)

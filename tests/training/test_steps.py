@@ -254,3 +254,17 @@ def test_loss_falls(recipe: Recipe, tmp_path: Path) -> None:
     assert losses[-1] < losses[0] - 1.5
     assert result.evaluation is not None and result.evaluation.loss < losses[0]
     assert result.evaluation.perplexity == pytest.approx(2.718281828**result.evaluation.loss)
+
+
+def test_a_term_that_some_steps_lack_is_logged_for_the_others(recipe: Recipe, tmp_path: Path) -> None:
+    """A step that draws one trip has no early readouts."""
+    looped = recipe.override(
+        "model.recurrence=loop",
+        "model.recurrence_options={trips: 2, trips_range: [1, 3], early_loss: 0.5}",
+        "train.steps=12",
+        "train.log_every=6",
+    )
+    assert train(looped, tmp_path).finished
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    steps = ["early" in line for line in lines if "grad_norm" in line]
+    assert len(steps) == 12 and set(steps) == {True, False}

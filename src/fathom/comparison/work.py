@@ -41,6 +41,7 @@ from fathom.recipe import Recipe, RecipeError
 from fathom.report.files import read_json, write_json
 from fathom.report.provenance import hardware, provenance, recorded
 from fathom.training import Hook, TrainingError, read_metrics, train
+from fathom.training.first import ForgottenError
 
 POLL_SECONDS = 1.0
 STOPPED = 3
@@ -79,6 +80,10 @@ def run_training(recipe: Recipe, run_dir: Path, claim: Claim, **facts: str) -> b
     write_json(run_dir / MACHINE, {**hardware(), **facts})
     try:
         return train(recipe, run_dir, callbacks=[Watch(claim)]).finished
+    except ForgottenError as error:
+        claim.require()
+        write_json(run_dir / FAILED, {"error": " ".join(str(error).split()), "step": error.step})
+        return True
     except TrainingError as error:
         last = next((line for line in reversed(read_metrics(run_dir)) if "skipped" in line), None)
         if last is None or not last["skipped"]:

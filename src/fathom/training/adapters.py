@@ -12,11 +12,12 @@ import torch
 from torch import Tensor
 
 from fathom.checkpoints.layout import ADAPTER, ADAPTER_WEIGHTS
-from fathom.checkpoints.runs import load_tensors
+from fathom.checkpoints.runs import load_tensors, model_directory
 from fathom.kvcache.lora import with_lora
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Lora, Recipe, RecipeError
 from fathom.training.hooks import Hook
+from fathom.training.parallel import whole
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -57,6 +58,8 @@ def _wrapped(model: FathomForCausalLM, lora: Lora) -> PeftModel:
     for key, names in (("targets", lora.targets), ("whole", lora.whole)):
         if missing := sorted(set(names) - leaves):
             raise RecipeError(f"lora.{key}: this model has no {missing[0]}")
+    if model.config.tie_word_embeddings and "lm_head" in (*lora.targets, *lora.whole):
+        raise RecipeError("lora: lm_head is the input embedding of this model: name embed_tokens in lora.whole instead")
     assert lora.rank is not None
     config = LoraConfig(
         r=lora.rank,
@@ -72,8 +75,15 @@ def _wrapped(model: FathomForCausalLM, lora: Lora) -> PeftModel:
 
 def merged(adapters: PeftModel) -> dict[str, Tensor]:
     """The weights by their ordinary names, adapters added in."""
-    plain = copy.deepcopy(adapters).merge_and_unload()
-    return {name: parameter.detach() for name, parameter in plain.named_parameters()}
+    from peft import get_peft_model
+
+    # Into a model of its own: this one trains on, and one that is sharded can be neither copied nor merged.
+    twin = get_peft_model(FathomForCausalLM(adapters.config), copy.deepcopy(adapters.peft_config["default"]))
+    with torch.no_grad():
+        for (name, own), (same, trained) in zip(twin.named_parameters(), adapters.named_parameters(), strict=True):
+            assert name == same
+            own.copy_(whole(trained))
+    return {name: parameter.detach() for name, parameter in twin.merge_and_unload().named_parameters()}
 
 
 class AdapterFiles(Hook):
@@ -95,7 +105,8 @@ class AdapterFiles(Hook):
         for path in (new, old):
             shutil.rmtree(path, ignore_errors=True)
         config = copy.copy(adapters.peft_config["default"])
-        config.base_model_name_or_path = str(run.recipe.model.get("from_pretrained"))
+        source = run.recipe.model.get("from_pretrained")
+        config.base_model_name_or_path = str(source if source is None else model_directory(source) or source)
         config.inference_mode = True
         config.save_pretrained(str(new))
         save_file({name: tensor.contiguous() for name, tensor in found.items()}, new / ADAPTER_WEIGHTS)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fathom.data.collections import collection_sizes
+from fathom.data.collections import collection_sizes, locate
 from fathom.data.puzzles import is_puzzle
 from fathom.data.shards import DataError, read_index
 from fathom.data.targets import TARGETS
@@ -157,7 +157,9 @@ def _collections(recipe: Recipe) -> dict[str, float]:
         return {}
     counts = mixture.counts(recipe.train.steps * recipe.rows_per_step)
     windows = [size // recipe.data.sequence_length for size in sizes]
-    return {name: had / each for name, had, each in zip(names, counts, windows, strict=True) if each}
+    told = {name: had / each for name, had, each in zip(names, counts, windows, strict=True) if each}
+    # How many rows conversations fill is known once they are packed.
+    return {name: n for name, n in told.items() if TARGETS not in read_index(locate(recipe.data.directory, name)[0])}
 
 
 def _activation_bytes(recipe: Recipe, config: FathomConfig) -> int:

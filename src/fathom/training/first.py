@@ -37,6 +37,14 @@ class FirstStepsError(FathomError):
     exit_code = 1
 
 
+class ForgottenError(FirstStepsError):
+    """A run that lost what its checkpoint knew: the arm's own fault, as divergence is."""
+
+    def __init__(self, message: str, step: int) -> None:
+        super().__init__(message)
+        self.step = step
+
+
 class FirstSteps(Hook):
     """Compares the first loss with an evaluation of the same batch, and stops a run that forgets everything at once.
 
@@ -59,8 +67,9 @@ class FirstSteps(Hook):
         recipe, config = run.recipe, run.training.config
         self._known = _last_loss(run.run_dir) if run.step else None
         begins = run.step == 0 and recipe.model.get("from_pretrained") is not None
-        # With further trips or a compressed cache training computes a loss of its own.
-        if begins and config.recurrence == "once" and recipe.kvcache.method == "full":
+        # With further trips, a compressed cache or dropout training computes a loss of its own.
+        plain = config.recurrence == "once" and recipe.kvcache.method == "full" and not config.attention_dropout
+        if begins and plain and not recipe.lora.dropout:
             self._expected = self._evaluated(run)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
@@ -102,10 +111,11 @@ class FirstSteps(Hook):
         if self._known is None or self._known > INFORMED * nothing:
             return
         if loss > (self._known + nothing) / 2:
-            raise FirstStepsError(
+            raise ForgottenError(
                 f"step {step}: the loss went from {self._known:.3f} to {loss:.3f}, towards the {nothing:.2f} of a "
                 f"model that knows nothing: optim.lr={self._run.recipe.optim.lr:g} or its warm-up destroys what was "
-                "learnt, or the optimizer's state was lost"
+                "learnt, or the optimizer's state was lost",
+                step,
             )
 
 

@@ -48,8 +48,9 @@ class Meter:
         if not self._steps:
             return []
         steps, self._steps = self._steps, []
-        names = list(steps[-1].extra)
-        columns = [[m.loss, m.grad_norm, m.skipped, *(m.extra[name] for name in names)] for m in steps]
+        # A term of the loss may be missing where fewer trips were drawn.
+        names, absent = list(dict.fromkeys(name for m in steps for name in m.extra)), torch.zeros_like(steps[-1].loss)
+        columns = [[m.loss, m.grad_norm, m.skipped, *(m.extra.get(name, absent) for name in names)] for m in steps]
         table = torch.stack([torch.stack([value.float() for value in column]) for column in columns]).tolist()
         now = time.perf_counter()
         elapsed, self._since = now - self._since, now
@@ -62,7 +63,7 @@ class Meter:
                 "grad_norm": norm,
                 "lr": metrics.lr,
                 "skipped": int(skipped),
-                **dict(zip(names, extra, strict=True)),
+                **{name: value for name, value in zip(names, extra, strict=True) if name in metrics.extra},
             }
             lines.append(line)
         lines[-1] |= self._speed(len(steps), elapsed, steps[-1])
