@@ -103,7 +103,7 @@ def hunt(out: Path, workers: int, kills: int, chance: random.Random) -> list[int
         before, climbing, deadline = trained(out), climb(out, workers), math.inf
         while time.monotonic() < deadline and climbing.poll() is None:
             if deadline == math.inf and trained(out) != before:  # until then there is nothing to lose
-                deadline = time.monotonic() + chance.uniform(0, 5)
+                deadline = time.monotonic() + chance.uniform(0, 3)
             time.sleep(0.02)
         ended = climbing.poll() is not None
         with contextlib.suppress(ProcessLookupError):

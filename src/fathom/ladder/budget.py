@@ -41,7 +41,7 @@ def _row(ladder: Ladder, size: Size) -> BudgetRow:
     tuned = rules.tune_points[at] * rules.tune_seeds[at] if main and at < len(rules.tune_points) else 0
     twins = min(rules.twin[at], rules.seeds[at]) if main and at < len(rules.twin) else 0
     last = main and rules.check and len(ladder.sizes) >= 3 and size == ladder.sizes[-1]
-    runs = {arm.name: rules.seeds[at] + (2 if last else 0) for arm in ladder.every_arm}
+    runs = {arm.name: ladder.seeds[at] + (2 if last else 0) for arm in ladder.every_arm}
     for arm in ladder.arms:
         runs[arm.name] += tuned
     runs[ladder.control.name] += twins
@@ -74,7 +74,7 @@ def _step_seconds(ladder: Ladder, size: Size) -> float:
 
 def _resolution(ladder: Ladder) -> Resolution | None:
     """Half-widths that simulated ladders of these rungs and seeds have; None where there is nothing to fit."""
-    if len(ladder.sizes) < 2 or max(ladder.rules.seeds) < 2:
+    if len(ladder.sizes) < 2 or max(ladder.seeds) < 2:
         return None
     flops = [ladder.flops(ladder.control, size) for size in ladder.sizes]
     decades = math.log10(flops[-1] / flops[0])
@@ -82,7 +82,7 @@ def _resolution(ladder: Ladder) -> Resolution | None:
         return None
 
     def width(noise: Truth) -> Width:
-        truth = dataclasses.replace(noise, decades=decades, seeds=ladder.rules.seeds, start=flops[0])
+        truth = dataclasses.replace(noise, decades=decades, seeds=ladder.seeds, start=flops[0])
         top, trend = resolution(truth)
         return {"last_rung": top, "per_decade": trend}
 

@@ -9,6 +9,7 @@ check   half and twice the rate at the top
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -429,7 +430,7 @@ class State:
         """Put the plans of the rungs of a stage in place, so that each is a comparison by itself."""
         sizes = {"rungs": self.main_sizes(), "last": self.ladder.sizes[-1:]}.get(stage, [])
         for size in sizes:
-            path, planned = self.rung_dir(size) / PLAN, self.plan(size).to_dict()
+            path, planned = self.rung_dir(size) / PLAN, json.loads(json.dumps(self.plan(size).to_dict()))
             if not path.exists() or read_json(path) != planned:  # seeds were added
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, planned)
