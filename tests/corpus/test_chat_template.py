@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 
 from fathom.corpus.chat_template import TokenizerTemplate
+from fathom.corpus.converse import Converse
 from fathom.corpus.pipeline import build
 from fathom.corpus.recipe import parse_corpus_recipe
 from fathom.corpus.stage import CorpusError
@@ -143,3 +145,10 @@ def test_a_tokenizer_that_is_trained_has_the_tokens_of_its_conversations(tmp_pat
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out/conversations/tokenizer")
     assert tokenizer.chat_template == CHATS["chatml"]
     assert {"<|im_start|>", "<|im_end|>"} <= set(tokenizer.all_special_tokens)
+
+
+def test_a_template_without_an_end_is_one_line_before_anything_is_read(tmp_path: Path) -> None:
+    asked = SimpleNamespace(converse=SimpleNamespace(template="tokenizer", max_tokens=100))
+    directory = saved(tmp_path / "t", "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
+    with pytest.raises(CorpusError, match=r"converse.template=tokenizer: .*choose chatml"):
+        Converse._encoder(SimpleNamespace(recipe=asked), directory / "tokenizer.json", 0)

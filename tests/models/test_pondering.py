@@ -478,7 +478,7 @@ def test_bad_options_are_one_clear_line(name, options, says):
     assert "\n" not in str(found.value)
 
 
-# --- found by a reviewer ----------------------------------------------------------------------------------------------
+# --- weights, budgets, and calls out of the ordinary ------------------------------------------------------------------
 
 
 def test_a_trained_router_comes_back(tmp_path):

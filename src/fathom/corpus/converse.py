@@ -91,9 +91,10 @@ class Converse(Stage):
         try:
             template = TokenizerTemplate(file.parent) if wanted.template == OWN else wanted.template
             encoder = ConversationEncoder(plain_encoder(file), eos_token_id, template, wanted.max_tokens)
+            missing = encoder.missing_tokens()
         except TemplateError as error:
             raise CorpusError(f"converse.template={OWN}: {error}: choose chatml, alpaca or react") from None
-        if missing := encoder.missing_tokens():
+        if missing:
             raise CorpusError(
                 f"converse.template={wanted.template}: the tokenizer has no token {', '.join(missing)}: choose another "
                 "template, or a tokenizer that has"
