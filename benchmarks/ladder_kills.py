@@ -65,7 +65,7 @@ def main() -> int:
             raise SystemExit(f"the ladder that was left alone ended with {whole}")
         killed = hunt(hunted, options.workers, options.kills, chance)
         ends = [climb(hunted, options.workers).wait() for _ in range(2)]  # to the end, and once more with nothing to do
-        same = bare(alone) == bare(hunted)
+        differences = apart(bare(alone), bare(hunted))
         files = {str(path.relative_to(alone)) for path in alone.rglob("result.json")}
         found = {
             "command": " ".join(["python", *sys.argv]),
@@ -76,13 +76,13 @@ def main() -> int:
             "runs": len(files),
             "exit_codes": ends,
             "same_runs": files == {str(path.relative_to(hunted)) for path in hunted.rglob("result.json")},
-            "same_report": same,
+            "differences": differences,
         }
     text = json.dumps(found, indent=2)
     print(text)
     if options.out:
         options.out.write_text(text + "\n", encoding="utf-8")
-    return 0 if same and len(killed) == options.kills and ends == [0, 0] else 1
+    return 0 if not differences and len(killed) == options.kills and ends == [0, 0] else 1
 
 
 def climb(out: Path, workers: int) -> subprocess.Popen[bytes]:
@@ -121,16 +121,20 @@ def trained(out: Path) -> int:
     return sum(path.stat().st_size for path in out.rglob("metrics.jsonl"))
 
 
-def bare(out: Path) -> str:
-    """The report without what depends on when and how fast it was made."""
-    return json.dumps(without(json.loads((out / "report.json").read_text(encoding="utf-8"))), sort_keys=True)
+def bare(out: Path) -> Any:
+    """The report without what it says of the moment it was written."""
+    report = json.loads((out / "report.json").read_text(encoding="utf-8"))
+    del report["prediction"]["sha256"]  # of the results it stands on, which hold the seconds that they took
+    return {key: value for key, value in report.items() if key not in LATER}
 
 
-def without(value: Any) -> Any:
-    """The same without times."""
-    if isinstance(value, dict):
-        return {key: without(inner) for key, inner in value.items() if key not in LATER}
-    return [without(inner) for inner in value] if isinstance(value, list) else value
+def apart(one: Any, other: Any, place: str = "") -> list[str]:
+    """Where two reports differ."""
+    if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
+        return [found for key in one for found in apart(one[key], other[key], f"{place}/{key}")]
+    if isinstance(one, list) and isinstance(other, list) and len(one) == len(other):
+        return [found for i, pair in enumerate(zip(one, other, strict=True)) for found in apart(*pair, f"{place}/{i}")]
+    return [] if one == other else [f"{place}: {str(one)[:60]} against {str(other)[:60]}"]
 
 
 if __name__ == "__main__":
