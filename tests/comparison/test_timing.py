@@ -12,7 +12,7 @@ from fathom.comparison.timing import cache_growth, interleaved, measure, saved_b
 from fathom.evaluation.clock import Clock
 from fathom.models.cost import cache_bytes_per_token
 from fathom.recipe import Recipe
-from fathom.training import build_training
+from fathom.training import Training, build_training
 from tests.models.cases import CASES, build, config_of, in_turn
 
 
@@ -80,3 +80,21 @@ def test_cache_growth_is_what_is_declared(case: str):
     grown, declared = cache_growth(model), cache_bytes_per_token(model.config, bytes_per_scalar=4)
     assert 0 < grown <= declared
     assert grown == declared or model.model.recurrence.halts
+
+
+def test_each_step_computes_by_its_own_kernels(small: Recipe, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table of stand-ins is one for the process: what was built last must not time both."""
+    now: list[tuple[str, ...]] = []
+    for place in ("fathom.training.build.use", "fathom.comparison.timing.use"):
+        monkeypatch.setattr(place, lambda names, device=None: now.append(tuple(names)))
+    seen = []
+    plain = Training.step
+
+    def step(self: Training, number: int, batches: object = None) -> object:
+        if batches is not None:  # a timed one
+            seen.append((tuple(self.recipe.train.kernels), now[-1]))
+        return plain(self, number, batches)
+
+    monkeypatch.setattr(Training, "step", step)
+    measure(small.override("train.kernels=[rms_norm]"), small, 2)
+    assert len(seen) == 12 and all(own == used for own, used in seen) and len(set(seen)) == 2

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from fathom.evaluation.clock import Clock
+from fathom.kernels import use
 from fathom.kvcache import cache_bytes
 from fathom.recipe import Recipe
 from fathom.report.statistics import quartiles
@@ -77,7 +78,10 @@ def measure(arm: Recipe, control: Recipe, pairs: int) -> Measured:
     shared = _shared(start_a, b.weights())
     del start_a
     memory_b = step_memory(b) - base
-    ratio = interleaved(_stepper(a), _stepper(b), pairs, ranks.device)
+    one, other = _stepper(a), _stepper(b)
+    if arm.train.kernels != control.train.kernels:  # the table of stand-ins is one for the process
+        one, other = _with_kernels(one, arm, ranks.device), _with_kernels(other, control, ranks.device)
+    ratio = interleaved(one, other, pairs, ranks.device)
     cuda = ranks.device.type == "cuda"
     return Measured(
         time=ratio,
@@ -88,6 +92,14 @@ def measure(arm: Recipe, control: Recipe, pairs: int) -> Measured:
         cache_bytes_per_token=(cache_growth(a.model), cache_growth(b.model)),
         shared_tensors=shared,
     )
+
+
+def _with_kernels(step: Callable[[], object], recipe: Recipe, device: torch.device) -> Callable[[], object]:
+    def with_its_own() -> object:
+        use(recipe.train.kernels, device.type)
+        return step()
+
+    return with_its_own
 
 
 def interleaved(
