@@ -110,7 +110,7 @@ PAGES = README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs recipes examples ben
 docs: $(SITE)/.ready
 	@rm -rf build/docs && mkdir -p build/docs
 	tar cf - --exclude='*.jsonl' $(PAGES) | tar xf - -C build/docs
-	$(SITE)/bin/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(SITE)/bin/mkdocs build --strict --quiet
 	@echo "build/site/index.html"
 
 $(SITE)/.ready: pyproject.toml

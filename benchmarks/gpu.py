@@ -2,7 +2,7 @@
 
     python benchmarks/gpu.py --plan 10            # the cells of the ten-minute plan; again: it goes on where it stopped
     python benchmarks/gpu.py --plan 120 --minutes 9 --step train
-    python benchmarks/gpu.py --plan 120 --tiny --out /tmp/kit   # small shapes, on a CPU too, to try the kit itself
+    python benchmarks/gpu.py --plan 120 --tiny --out runs/kit   # small shapes, on a CPU too, to try the kit itself
 
 A cell is a process of its own, so that one that fails or runs out of memory costs no other. Its result is one line of
 OUT/STEP.jsonl. A cell begins only while there are minutes left, is stopped with them, and then comes first next time.

@@ -64,7 +64,7 @@ def run(options: Namespace) -> int:
         depth = f", {sum(data.trips) / len(data.trips):.2f} trips per token" if data.halts else ""
         print(f"{data.model}: {len(data.tokens)} tokens, {data.bits_per_token:.2f} bits per token{depth}")
     if out is not None:
-        print(f"{out}: {out.stat().st_size / 1e6:.1f} MB")
+        print(f"{out}: {out.stat().st_size / 1e3:,.0f} KB")
     return 0
 
 
