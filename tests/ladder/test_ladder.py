@@ -78,6 +78,21 @@ def test_the_check_settles_the_rate(whole) -> None:
     assert sorted(path.name for path in (out / "check").iterdir()) == ["better", "vanilla"]
 
 
+def test_an_arm_is_shown_at_the_controls_rate_too(whole) -> None:
+    """One doubling off its best rate costs what was planted, at every rung, and the sentence says what becomes of M."""
+    report, out = whole
+    better, again = arm_of(report, "better"), arm_of(report, "again")
+    shared = better["shared_rate"]
+    assert again["shared_rate"] is None and sorted(path.name for path in (out / "shared/1").iterdir()) == ["better"]
+    assert shared["rates"] == [cell["rate"] for cell in report["arms"][0]["rungs"]]
+    cost = [gap - cell["difference"]["mean"] for gap, cell in zip(shared["differences"], better["rungs"], strict=True)]
+    assert cost == pytest.approx([0.02] * 4, abs=0.012)
+    top = next(row for row in reversed(better["multiplier"]) if row["kind"] == "rung")
+    assert shared["multiplier"]["median"] < top["low"]
+    assert ("at vanilla's rate it is between" in report["verdict"]) == (shared["multiplier"]["low"] <= 1)
+    assert "Arms whose rate is another than the control" in (out / "report.html").read_text()
+
+
 def test_a_rung_is_a_comparison(whole, capsys) -> None:
     _, out = whole
     assert main(["compare", str(out / "rungs/2"), "--report", "--json"]) == 0

@@ -35,6 +35,7 @@ from fathom.ladder.results import (
     PuzzleRow,
     PuzzleShares,
     RungRow,
+    SharedRate,
     Span,
     TimedSpan,
     TunedRow,
@@ -190,6 +191,7 @@ def _arm(state: State, arm: Arm, studies: Sequence[Study]) -> ArmRow:
         "flags": _tuning_flags(state, arm) + ([UNSETTLED] if check and check["better"] else []),
         "diverged": _lost(state, arm),
         "check": check,
+        "shared_rate": None,
         "p": None,
         "p_holm": None,
         "multiplier": [],
@@ -206,6 +208,7 @@ def _arm(state: State, arm: Arm, studies: Sequence[Study]) -> ArmRow:
     if study.fit is not None and study.line is not None:
         values = {**values, **_multipliers(study, values["rungs"])}
         values["views"] = _views(study)
+        values["shared_rate"] = _shared_rate(study)
         if _outside(study):
             values["flags"].append(OUTSIDE)
         top = next(row for row in reversed(values["multiplier"]) if row["kind"] == "rung")
@@ -388,6 +391,30 @@ def _check(state: State, arm: Arm) -> Check | None:
         excess = ((above - below) / 2) ** 2 / (4 * bend)
     rates = [rounded(state.rate(arm, size) * factor) for factor in (0.5, 1, 2)]
     return {"rates": rates, "losses": [below, chosen, above], "better": better, "excess": excess}
+
+
+def _shared_rate(study: Study) -> SharedRate | None:
+    """The arm at the control's rate; None where its own is no other, or while none of these runs is settled."""
+    state, control, seed = study.state, study.state.ladder.control, study.state.ladder.first_seed()
+    rates, losses, differences, rungs = list[float](), list[float | None](), list[float | None](), list[Rung]()
+    for size in study.sizes:
+        for run in state.shared([size]):
+            if run.run_dir.parent.name != study.arm.name or not run.settled:
+                continue
+            own, beside = run.loss(), state.losses(size, control).get(seed)
+            paired = math.isfinite(own) and beside is not None
+            rates.append(state.rate(control, size))
+            losses.append(own if math.isfinite(own) else None)
+            differences.append(own - beside if paired and beside is not None else None)
+            if paired and beside is not None:
+                x_control, x_arm = (math.log(state.flops(arm, size)) for arm in (control, study.arm))
+                rungs.append(Rung(x_control, x_arm, (beside,), (own,)))
+    if not rates:
+        return None
+    fit = posterior(rungs, study.fit.noise) if study.fit is not None and len(rungs) > 1 else None
+    usable = fit is not None and fit.usable
+    multiplier = _factor(Interval.of(fit.log_multiplier(rungs[-1].x_arm))) if fit is not None and usable else None
+    return {"rates": rates, "losses": losses, "differences": differences, "multiplier": multiplier}
 
 
 def _lost(state: State, arm: Arm) -> list[int]:
@@ -651,7 +678,20 @@ def _finding(report: LadderResults, arm: ArmRow) -> str:
         said = f"{arm['name']} and {report['control']} cannot be told apart {at}: the multiplier is between {span}"
     if DISAGREE in arm["flags"]:
         said += f" by the grid, between {top['t_low']:.2f} and {top['t_high']:.2f} by the line"
-    return f"{said}; {_trend(trend, count)}{_extrapolation(report, arm)}"
+    return f"{said}{_at_the_shared_rate(report, arm, top)}; {_trend(trend, count)}{_extrapolation(report, arm)}"
+
+
+def _at_the_shared_rate(report: LadderResults, arm: ArmRow, top: Span) -> str:
+    """What the arm shows at the control's rate, where that is another finding."""
+    found = None if arm["shared_rate"] is None else arm["shared_rate"]["multiplier"]
+    if found is None or _side(found) == _side(top):
+        return ""
+    return f"; at {report['control']}'s rate it is between {found['low']:.2f} and {found['high']:.2f}"
+
+
+def _side(found: Span) -> int:
+    """Whether a multiplier's interval lies above 1, below, or around it."""
+    return (found["low"] > 1) - (found["high"] < 1)
 
 
 def _trend(trend: CrossedSpan, count: int) -> str:

@@ -62,7 +62,7 @@ def page(report: LadderReport) -> str:
         _table(puzzle_rows(report)),
         html.section("Loss and multiplier", html.legend(names), html.figures(_losses(report), _multipliers(report))),
         html.section("Accuracy", html.legend(names), html.figures(*_accuracies(report))),
-        html.section("Rates", html.figures(*_bowls(report)), _checks(report)),
+        html.section("Rates", html.figures(*_bowls(report)), _checks(report), _shared_rates(report)),
         html.section("The sealed rung", _sealed(report)),
         html.section("What a trip is worth", _phi(report)),
         html.section("Rung by rung", _table(loss_rows(report)), _twin(report)),
@@ -302,6 +302,21 @@ def _checks(report: LadderReport) -> Markup:
     ]
     columns = ["arm", "half the rate", "chosen", "twice the rate", "excess by a parabola", "rate"]
     return html.table("The rate at the last rung, one seed", columns, rows) if rows else Markup()
+
+
+def _shared_rates(report: LadderReport) -> Markup:
+    rows = []
+    for arm in report["arms"]:
+        shared = arm["shared_rate"]
+        if shared is None:
+            continue
+        own = next((row for row in reversed(arm["multiplier"]) if row["kind"] == "rung"), None)
+        gaps = [DASH if gap is None else f"{gap:+.4f}" for gap in shared["differences"]]
+        both = [DASH if found is None else _span(found) for found in (own, shared["multiplier"])]
+        rows.append([arm["name"], f"{arm['rate_ratio']:.2f}", *both, ", ".join(gaps)])
+    columns = ["arm", "its rate / the control's", "M at its own", "M at the control's", "differences by rung, nats"]
+    caption = "Arms whose rate is another than the control's: one seed of each rung at the control's"
+    return _table((caption, columns, rows))
 
 
 def _sealed(report: LadderReport) -> Markup:

@@ -82,6 +82,15 @@ class Check(TypedDict):
     excess: float | None
 
 
+class SharedRate(TypedDict):
+    """An arm at the control's rate: one seed of each rung, None where it diverged or has not run; M by the grid."""
+
+    rates: list[float]
+    losses: list[float | None]
+    differences: list[float | None]
+    multiplier: Span | None
+
+
 class TimedSpan(Span):
     """M in seconds, and how they were measured."""
 
@@ -121,6 +130,7 @@ class LadderArmBasics(TypedDict):
     flags: list[str]
     diverged: list[int]
     check: Check | None
+    shared_rate: SharedRate | None
     p: float | None
     p_holm: float | None
 

@@ -30,7 +30,7 @@ SECTION = "ladder"
 PLANNED = "plan"
 ADDED = "added.json"
 """Seeds that were added after the plan, and when."""
-RUNGS, TUNE, TWIN, CHECK = "rungs", "tune", "twin", "check"
+RUNGS, TUNE, TWIN, SHARED, CHECK = "rungs", "tune", "twin", "shared", "check"
 LAYERS = "ladder.layers"
 """Override of an arm: its depth as a share of the rung's, as in ladder.layers=1/3."""
 TUNING_SEED = 10_000
@@ -70,6 +70,8 @@ class Rules:
     """held-out domains whose mean loss is tuned; empty tunes the loss of all"""
     twin: tuple[int, ...] = (5, 2)
     """seeds of the control with other initial values, at the first rung, the second, ..."""
+    shared_rate: bool = True
+    """run one seed of each rung at the control's rate too, for arms whose own is beyond 0.8 to 1.25 times that"""
     parameters: bool = True
     """add a control with a wider MLP for each arm that adds more than 0.5 % of parameters"""
     seal: bool = True

@@ -1,7 +1,7 @@
 """Which runs a ladder needs next, as a function of its directory alone: two machines that look see the same.
 
 tune    every arm at several rates, at the first rungs
-rungs   all rungs but a sealed last one, each a comparison, and the twins of the control
+rungs   all rungs but a sealed last one, each a comparison; the twins of the control; arms at the control's rate
 seal    the last rung predicted, its hash kept
 last    the last rung
 check   half and twice the rate at the top
@@ -26,6 +26,7 @@ from fathom.ladder.rungs import (
     CHECK,
     MATCHED,
     RUNGS,
+    SHARED,
     TUNE,
     TUNING_SEED,
     TWIN,
@@ -44,6 +45,8 @@ from fathom.report.statistics import holm
 STAGES = ("tune", "rungs", "seal", "last", "check")
 PREDICTION = "prediction.json"
 SURE = 0.05
+NEAR = (0.8, 1.25)
+"""Times the control's rate: an arm's own in here is the control's for all that can be seen."""
 
 
 class NotReadyError(RecipeError):
@@ -288,6 +291,21 @@ class State:
         recipe = self.ladder.run(control, size, self.rate(control, size), seed + TWIN_SEED)
         return recipe.override(f"data.seed={seed}")
 
+    def shared(self, sizes: Sequence[Size]) -> list[LadderRun]:
+        """One seed at the control's rate, at each of these rungs, of the arms whose own rate is another."""
+        if not self.ladder.rules.shared_rate or not self.tuned:
+            return []
+        control, seed, found = self.ladder.control, self.ladder.first_seed(), list[LadderRun]()
+        for size in sizes:
+            for arm in self.ladder.arms[1:]:
+                if size.budget or NEAR[0] <= self.ratio(arm) <= NEAR[1]:
+                    continue
+                make = partial(self.ladder.run, arm, size, self.rate(control, size), seed)
+                where = self.out / SHARED / size.name / arm.name / f"seed-{seed}"
+                name = f"{SHARED}-{size.name}-{arm.name}-seed-{seed}"
+                found.append(LadderRun(name, where, self._keep((SHARED, size.name, arm.name), make)))
+        return found
+
     def main_sizes(self) -> list[Size]:
         """All that run before the seal."""
         last = self.ladder.sizes[-1]
@@ -409,9 +427,9 @@ class State:
             return list(self.tuning()[0])
         if stage == "rungs":
             found: list[Work] = [task for size in self.main_sizes() for task in self.rung_tasks(size)]
-            return [*found, *self.twins()]
+            return [*found, *self.twins(), *self.shared(self.main_sizes())]
         if stage == "last":
-            return list(self.rung_tasks(last)) if sealed else []
+            return [*self.rung_tasks(last), *self.shared([last])] if sealed else []
         return list(self.checks()) if stage == "check" else []
 
     def stages(self, until: str = STAGES[-1]) -> Iterator[tuple[str, list[Work]]]:
