@@ -435,17 +435,16 @@ class State:
     def stages(self, until: str = STAGES[-1]) -> Iterator[tuple[str, list[Work]]]:
         """Stage by stage up to one, as far as they are settled; the last one given has work left, or is `until`."""
         for stage in STAGES[: STAGES.index(until) + 1]:
-            if stage == "seal" and self.ladder.rules.sealed:
-                self.seal()
-            if stage == "last" and self.ladder.rules.sealed and self.sealed() is None:
-                raise RecipeError(f"{self.out}: rung {self.ladder.sizes[-1].index} does not start unsealed")
             found = self.work(stage)
             yield stage, found
             if not all(task.settled for task in found):
                 return
 
     def begin(self, stage: str) -> None:
-        """Put the plans of the rungs of a stage in place, so that each is a comparison by itself."""
+        """Seal the prediction before the last rung; put the plans of a stage's rungs in place, a comparison each."""
+        if self.ladder.rules.sealed and STAGES.index(stage) >= STAGES.index("seal"):
+            self.seal()
+            self.sealed()  # refuses one that was changed
         sizes = {"rungs": self.main_sizes(), "last": self.ladder.sizes[-1:]}.get(stage, [])
         for size in sizes:
             path, planned = self.rung_dir(size) / PLAN, json.loads(json.dumps(self.plan(size).to_dict()))
