@@ -32,7 +32,7 @@ from fathom.evaluation.results import ScoresReport, TextScore
 from fathom.evaluation.tasks import file_task, task_names
 from fathom.report.files import read_json, write_json
 from fathom.report.tables import terminal_table
-from fathom.training.gap import Sample, gap_of
+from fathom.training.gap import Sample, gap_of, with_interval
 from fathom.training.results import DecodingGap
 
 if TYPE_CHECKING:
@@ -419,7 +419,7 @@ def _perplexity(checkpoint: Checkpoint) -> dict[str, TextScore]:
         sizes = [sum(checkpoint.domains[name].tokens) for name in checkpoint.samples]
         gaps[WHOLE] = gap_of(list(checkpoint.samples.values()), sizes)
     for name, gap in gaps.items():
-        found[name]["decoding"] = gap.to_dict()
+        found[name]["decoding"] = gap
     return found
 
 
@@ -457,8 +457,7 @@ def _by_trips(report: ScoresReport) -> Table:
 def _gap_cells(gap: DecodingGap | None) -> list[str]:
     if gap is None:
         return ["", "", ""]
-    ends = "" if gap["low"] is None else f" [{gap['low']:+.4f}, {gap['high']:+.4f}]"
-    return [f"{gap['rounds']:g}", f"{gap['value']:+.4f}{ends}", f"{gap['tokens']:,}"]
+    return [f"{gap['rounds']:g}", with_interval(gap), f"{gap['tokens']:,}"]
 
 
 def _stamp(path: Path) -> tuple[str, int, int]:

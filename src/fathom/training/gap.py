@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, cast
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -40,33 +40,6 @@ class Row(NamedTuple):
     scored: int
 
 
-@dataclass(frozen=True)
-class Gap:
-    """The loss of the parallel reading minus that of decoding, nats per token."""
-
-    value: float
-    low: float | None
-    """Lower end of the 95 % interval over windows; None with one window."""
-    high: float | None
-    rounds: float
-    """Jacobi rounds of the parallel reading, in the mean."""
-    tokens: int
-    """Predicted, both ways."""
-    windows: int
-
-    def __str__(self) -> str:
-        """As a line of output ends."""
-        ends = "" if self.low is None else f" [{self.low:+.4f}, {self.high:+.4f}]"
-        return (
-            f"{self.rounds:g} Jacobi rounds, {self.value:+.4f}{ends} nats per token against decoding "
-            f"on {self.tokens:,} tokens"
-        )
-
-    def to_dict(self) -> DecodingGap:
-        """As plain values, for JSON."""
-        return cast(DecodingGap, asdict(self))
-
-
 @dataclass
 class Sample:
     """Windows that were read both ways."""
@@ -83,13 +56,27 @@ class Sample:
         return weighted_difference(gaps, self.tokens)
 
 
-def gap_of(samples: Sequence[Sample], sizes: Sequence[float] = (1.0,)) -> Gap:
+def gap_of(samples: Sequence[Sample], sizes: Sequence[float] = (1.0,)) -> DecodingGap:
     """What samples of several texts say of all of them together, each counting as its text is large."""
     shares = [size / sum(sizes) for size in sizes]
     found = combined_difference([sample.difference() for sample in samples], shares)
     rounds = sum(share * sample.rounds for share, sample in zip(shares, samples, strict=True))
     tokens = sum(sum(sample.tokens) for sample in samples)
-    return Gap(found.mean, found.low, found.high, rounds, tokens, found.pairs)
+    return DecodingGap(
+        value=found.mean, low=found.low, high=found.high, rounds=rounds, tokens=tokens, windows=found.pairs
+    )
+
+
+def with_interval(gap: DecodingGap) -> str:
+    """Its value, and its interval where there is one."""
+    ends = "" if gap["low"] is None else f" [{gap['low']:+.4f}, {gap['high']:+.4f}]"
+    return f"{gap['value']:+.4f}{ends}"
+
+
+def in_words(gap: DecodingGap) -> str:
+    """As a line of output ends."""
+    value = with_interval(gap)
+    return f"{gap['rounds']:g} Jacobi rounds, {value} nats per token against decoding on {gap['tokens']:,} tokens"
 
 
 def read_both_ways(model: PreTrainedModel, rows: Sequence[Row]) -> Sample | None:

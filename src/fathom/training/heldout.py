@@ -19,10 +19,10 @@ from fathom.data.shards import TokenDataset
 from fathom.data.targets import TargetDataset
 from fathom.recipe import Recipe
 from fathom.report.statistics import rank_correlation
-from fathom.training.gap import SAMPLE, WINDOWS, Gap, Row, gap_of, read_both_ways, watching
+from fathom.training.gap import SAMPLE, WINDOWS, Row, gap_of, in_words, read_both_ways, watching
 from fathom.training.hooks import Hook
 from fathom.training.parallel import Ranks
-from fathom.training.results import CorrelationValues, EvaluationValues
+from fathom.training.results import CorrelationValues, DecodingGap, EvaluationValues
 
 if TYPE_CHECKING:
     from fathom.training.build import StepMetrics
@@ -75,7 +75,7 @@ class Evaluation(Score):
     versions, which read the head of every domain."""
     jacobi_rounds: float | None = None
     """Made to read the text, in the mean; None for a model whose passes need none."""
-    gap: Gap | None = None
+    gap: DecodingGap | None = None
     """Of such a model, at the last evaluation: how far the loss lies from that of decoding."""
 
     @property
@@ -83,7 +83,7 @@ class Evaluation(Score):
         """What a line that gives the perplexity ends with: trips where tokens halt, rounds where the text took some."""
         words = [] if self.trips is None else [f"{self.trips.mean:.2f} trips per token"]
         if self.jacobi_rounds is not None:
-            words.append(f"{self.jacobi_rounds:g} Jacobi rounds" if self.gap is None else str(self.gap))
+            words.append(f"{self.jacobi_rounds:g} Jacobi rounds" if self.gap is None else in_words(self.gap))
         return "".join(f", {word}" for word in words)
 
     def flat(self) -> dict[str, float]:
@@ -102,7 +102,7 @@ class Evaluation(Score):
         if self.jacobi_rounds is not None:
             values["val/jacobi_rounds"] = self.jacobi_rounds
         if self.gap is not None:
-            values["val/decoding_gap"] = self.gap.value
+            values["val/decoding_gap"] = self.gap["value"]
         return {**values, **{f"val/position/{i}": loss for i, loss in enumerate(self.position_loss)}}
 
     def to_dict(self) -> EvaluationValues:
@@ -112,7 +112,7 @@ class Evaluation(Score):
     @classmethod
     def from_dict(cls, values: EvaluationValues) -> Evaluation:
         """The inverse of `to_dict`."""
-        trips, gap = values.get("trips"), values.get("gap")
+        trips = values.get("trips")
         return cls(
             values["loss"],
             values["bits_per_byte"],
@@ -122,7 +122,7 @@ class Evaluation(Score):
             None if trips is None else Trips(**trips),
             values.get("coverage"),
             values.get("jacobi_rounds"),
-            None if gap is None else Gap(**gap),
+            values.get("gap"),
             accuracy=values.get("accuracy"),
         )
 
@@ -228,7 +228,7 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks,
     )
 
 
-def decoding_gap(model: nn.Module, data: TokenDataset, recipe: Recipe, device: torch.device) -> Gap | None:
+def decoding_gap(model: nn.Module, data: TokenDataset, recipe: Recipe, device: torch.device) -> DecodingGap | None:
     """Read a sample of a held-out split in parallel and by decoding; every rank reads all of it, as sharding needs.
 
     Args:

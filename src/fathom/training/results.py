@@ -23,13 +23,16 @@ class TripsValues(TypedDict):
 
 
 class DecodingGap(TypedDict):
-    """The loss of reading in parallel minus that of decoding."""
+    """The loss of the parallel reading minus that of decoding, nats per token."""
 
     value: float
     low: float | None
+    """Lower end of the 95 % interval over windows; None with one window."""
     high: float | None
     rounds: float
+    """Jacobi rounds of the parallel reading, in the mean."""
     tokens: int
+    """Predicted, both ways."""
     windows: int
 
 
