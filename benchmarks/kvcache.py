@@ -404,7 +404,7 @@ def run_system(options: argparse.Namespace) -> dict[str, Any]:
             new = partial(cache_of, model, arm, Schedule.at(n, 4, 0.5))
             ids = torch.randint(0, 256, (batch, lengths[-1] + options.decode))
             measured = each_length(model, ids, new, lengths, options.decode)
-            return {"loads": [vars(load) for load in measured]}
+            return {"loads": list(measured)}
 
         found.append({"arm": arm, "batch": batch, "layers": layers, "width": width})
         found[-1] |= done(options.work / f"system-{n}-{arm}-{batch}-{lengths[-1]}.json", work)

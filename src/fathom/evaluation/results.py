@@ -192,16 +192,21 @@ class RecallValues(TypedDict):
     asked: list[int]
 
 
-class LoadValues(TypedDict):
+class Load(TypedDict):
     """A cache after a number of tokens: what it holds and how fast it is."""
 
     tokens: int
     entries: int
+    """Of each layer."""
     cache_bytes: int
     peak_bytes: int | None
+    """More than before the text, weights thus left out; None where the system does not tell."""
     prefill_tokens_per_second: float
+    """Over the tokens of all rows that were read in chunks so far."""
     decode_ms: dict[str, float]
+    """Milliseconds for a step: p50, p90 and max, compressions included."""
     clock: str
+    """Which clock, in words."""
 
 
 class CacheValues(TypedDict):
@@ -211,7 +216,7 @@ class CacheValues(TypedDict):
     """By document, over stretches of positions."""
     recall: dict[str, RecallValues]
     chance: float
-    loads: list[LoadValues]
+    loads: list[Load]
 
 
 class CacheRow(CacheValues, total=False):

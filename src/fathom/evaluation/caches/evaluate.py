@@ -24,7 +24,6 @@ from fathom.evaluation.results import (
     CacheReport,
     CacheValues,
     CheckpointCaches,
-    LoadValues,
     RecallValues,
     SpectrumValues,
 )
@@ -213,9 +212,7 @@ def _cache(
             found[name] = cast(RecallValues, asdict(answers))
         decode = _decoded(schedule, lengths)
         ids = usable[torch.randint(0, len(usable), (1, lengths[-1] + decode), generator=generator)]
-        costs = [
-            cast(LoadValues, asdict(load)) for load in told(each_length(model, ids, made_for, lengths, decode, width))
-        ]
+        costs = list(told(each_length(model, ids, made_for, lengths, decode, width)))
     return {"nats": by_document, "recall": found, "chance": needles.chance, "loads": costs}
 
 

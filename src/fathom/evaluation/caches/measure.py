@@ -9,7 +9,6 @@ import ctypes
 import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -21,6 +20,7 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from fathom.evaluation.clock import Clock
+from fathom.evaluation.results import Load
 from fathom.kvcache import cache_bytes, chunks
 
 if TYPE_CHECKING:
@@ -81,24 +81,6 @@ def stretches(nats: np.ndarray, width: int) -> list[list[float]]:
     return nats[:, : count * width].reshape(rows, count, width).sum(2).tolist()
 
 
-@dataclass(frozen=True)
-class Load:
-    """A cache after a number of tokens."""
-
-    tokens: int
-    entries: int
-    """Of each layer."""
-    cache_bytes: int
-    peak_bytes: int | None
-    """More than before the text, weights thus left out; None where the system does not tell."""
-    prefill_tokens_per_second: float
-    """Over the tokens of all rows that were read in chunks so far."""
-    decode_ms: dict[str, float]
-    """Milliseconds for a step: p50, p90 and max, compressions included."""
-    clock: str
-    """Which clock, in words."""
-
-
 def loads(
     model: PreTrainedModel, ids: Tensor, cache: Cache, lengths: Sequence[int], decode: int, width: int = CHUNK
 ) -> Iterator[Load]:
@@ -114,7 +96,15 @@ def loads(
         spent = [1000 * clock.seconds(lambda: _consume(model, step, cache, 1)) for step in steps]  # noqa: B023
         p50, p90 = np.percentile(spent, (50, 90))
         times = {"p50": float(p50), "p90": float(p90), "max": max(spent)}
-        yield Load(length, entries, held, peak.bytes(), prefilled / seconds, times, clock.words)
+        yield {
+            "tokens": length,
+            "entries": entries,
+            "cache_bytes": held,
+            "peak_bytes": peak.bytes(),
+            "prefill_tokens_per_second": prefilled / seconds,
+            "decode_ms": times,
+            "clock": clock.words,
+        }
 
 
 def each_length(

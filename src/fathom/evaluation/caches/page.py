@@ -18,7 +18,7 @@ from fathom.evaluation.results import (
     CacheResults,
     CheckpointCacheRow,
     CheckpointCaches,
-    LoadValues,
+    Load,
     ShareValues,
 )
 from fathom.report import PAGE, html
@@ -267,7 +267,7 @@ def _needle_figures(values: CheckpointCacheRow, report: CacheReport) -> Markup:
 
 
 def _cost_figures(values: CheckpointCacheRow, report: CacheReport) -> Markup:
-    kinds: tuple[tuple[str, str, Callable[[LoadValues], float]], ...] = (
+    kinds: tuple[tuple[str, str, Callable[[Load], float]], ...] = (
         ("Cache bytes", "bytes", lambda load: load["cache_bytes"]),
         ("Peak memory, weights left out", "bytes", lambda load: load["peak_bytes"] or float("nan")),
         ("Decoding, median", "milliseconds per token", lambda load: load["decode_ms"]["p50"]),
