@@ -3,27 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from typing import TypedDict, cast
+from typing import TypedDict
 
 from fathom.corpus.stage import CorpusError
 from fathom.data.mixture import whole_weights
 
 
-class BudgetValues(TypedDict, total=False):
-    """A `Budget` in `mixture.json`; in a preview all of it or nothing."""
-
-    tokens: int
-    weights: dict[str, int]
-    available: dict[str, int]
-    epochs: dict[str, float]
-    largest: int
-    limited_by: str
-
-
-@dataclass(frozen=True)
-class Budget:
-    """A feasible mixture."""
+class Budget(TypedDict, total=False):
+    """A feasible mixture, as `mixture.json` has it; in a preview all of it or nothing."""
 
     tokens: int
     weights: dict[str, int]
@@ -35,10 +22,6 @@ class Budget:
     """Tokens that the cap on epochs would allow."""
     limited_by: str
     """The collection that sets it."""
-
-    def to_dict(self) -> BudgetValues:
-        """As plain values, for JSON."""
-        return cast(BudgetValues, asdict(self))
 
 
 def plan_budget(

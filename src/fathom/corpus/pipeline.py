@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from fathom.checkpoints.layout import LOCK, PLAN, RECIPE
-from fathom.corpus.budget import BudgetValues, plan_budget
+from fathom.corpus.budget import Budget, plan_budget
 from fathom.corpus.card import write_card
 from fathom.corpus.executor import Executing, executing, write_plan
 from fathom.corpus.ingest import collection_files
@@ -70,7 +70,7 @@ class Report:
 
     directory: Path
     stages: dict[str, StageReport]
-    budget: BudgetValues | None
+    budget: Budget | None
     """None where there are only conversations."""
     card: Path
 
@@ -121,7 +121,7 @@ def build(recipe: CorpusRecipe, directory: Path) -> Report:
             reports = {stage.name: _carry_out(stage(workspace), execute) for stage in ORDER}
         budget = publish(workspace)
         card = write_card(workspace)
-        report = Report(directory, reports, budget.to_dict() if budget else None, card)
+        report = Report(directory, reports, budget, card)
         write_json(directory / RUN, {**report.to_dict(), "versions": package_versions(PACKAGES)})
     return report
 
@@ -175,7 +175,7 @@ class StagePreview(TypedDict, total=False):
     key: str
 
 
-class PreviewBudget(BudgetValues, total=False):
+class PreviewBudget(Budget, total=False):
     """The budget from counted tokens or from a guess; `infeasible` says why there is none."""
 
     counted: bool
@@ -237,10 +237,10 @@ def _expected(workspace: Workspace, inputs: dict[str, dict[str, int]], known: bo
         return {"counted": known, "tokens": 0, "epochs": {}}
     try:
         if known:
-            return {"counted": True, **budget_of(workspace).to_dict()}
+            return {"counted": True, **budget_of(workspace)}
         names = [name for name, one in workspace.recipe.collections.items() if one.kind == "documents"]
         guess = {name: int(inputs[name]["bytes"] / BYTES_PER_TOKEN) for name in names}
-        return {"counted": False, **plan_budget(guess, mix.shares, mix.tokens, mix.epochs).to_dict()}
+        return {"counted": False, **plan_budget(guess, mix.shares, mix.tokens, mix.epochs)}
     except CorpusError as error:
         return {"counted": known, "infeasible": str(error)}
 

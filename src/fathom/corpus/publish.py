@@ -54,10 +54,11 @@ def publish(workspace: Workspace) -> Budget | None:
 
 def _publish_mixture(workspace: Workspace, budget: Budget) -> None:
     block = workspace.recipe.mix.block
-    period = sum(budget.weights.values())
-    mixture = {**budget.to_dict(), "collections": list(budget.weights), "block": block}
-    mixture |= {"rows": -(-budget.tokens // block), "period": period}
-    (workspace.directory / ORDER).write_bytes(row_order(list(budget.weights.values()), period).tobytes())
+    weights = list(budget["weights"].values())
+    period = sum(weights)
+    mixture = {**budget, "collections": list(budget["weights"]), "block": block}
+    mixture |= {"rows": -(-budget["tokens"] // block), "period": period}
+    (workspace.directory / ORDER).write_bytes(row_order(weights, period).tobytes())
     write_json(workspace.directory / MIXTURE, mixture)
 
 
