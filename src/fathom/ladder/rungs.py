@@ -88,18 +88,35 @@ class Rules:
 
 
 @dataclass(frozen=True)
-class Size:
+class Shape:
+    """Depth and widths of the control."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    mlp: int
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Of a recipe, to give its model this shape."""
+        return (
+            f"model.num_hidden_layers={self.layers}",
+            f"model.hidden_size={self.hidden}",
+            f"model.num_attention_heads={self.heads}",
+            f"model.num_key_value_heads={self.kv_heads}",
+            f"model.intermediate_size={self.mlp}",
+        )
+
+
+@dataclass(frozen=True)
+class Size(Shape):
     """One rung under one token budget."""
 
     index: int
     """From 1."""
     budget: int
     """Which of the token budgets; the first is the ladder's."""
-    layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    mlp: int
     parameters: int
     """The control's, embeddings left out."""
     tokens: int
@@ -186,11 +203,7 @@ class Ladder:
         micro = self.recipe.train.micro_batch
         length = self.recipe.data.sequence_length
         return self.recipe.override(
-            f"model.num_hidden_layers={size.layers}",
-            f"model.hidden_size={size.hidden}",
-            f"model.num_attention_heads={size.heads}",
-            f"model.num_key_value_heads={size.kv_heads}",
-            f"model.intermediate_size={size.mlp}",
+            *size.overrides,
             f"train.tokens_per_step={size.rows * length}",
             f"train.micro_batch={next(m for m in range(min(micro, size.rows), 0, -1) if size.rows % m == 0)}",
             f"train.steps={size.steps}",
@@ -285,7 +298,7 @@ class Ladder:
         write_json(out / ADDED, {"added": [asdict(one) for one in added]})
         return dataclasses.replace(self, added=added)
 
-    def _size(self, index: int, budget: int, first: Size | None) -> Size:
+    def _shape(self, index: int) -> Shape:
         rules, model = self.rules, self.recipe.config()
         hidden, head_dim = rules.hidden[index], model.head_dim
         if hidden % head_dim:
@@ -295,15 +308,11 @@ class Ladder:
         if heads % kv_heads:
             kv_heads = heads
         mlp = max(1, round(8 * hidden / 3 / rules.mlp_multiple)) * rules.mlp_multiple
-        shape = Size(index + 1, budget, rules.layers[index], hidden, heads, kv_heads, mlp, 0, 1, 1, 1)
-        length = self.recipe.data.sequence_length
-        shaped = self.recipe.override(
-            f"model.num_hidden_layers={shape.layers}",
-            f"model.hidden_size={hidden}",
-            f"model.num_attention_heads={heads}",
-            f"model.num_key_value_heads={kv_heads}",
-            f"model.intermediate_size={mlp}",
-        )
+        return Shape(rules.layers[index], hidden, heads, kv_heads, mlp)
+
+    def _size(self, index: int, budget: int, first: Size | None) -> Size:
+        rules, shape, length = self.rules, self._shape(index), self.recipe.data.sequence_length
+        shaped = self.recipe.override(*shape.overrides)
         plain = self.control.overrides
         overrides = tuple(o for o in plain if not o.startswith(f"{LAYERS}="))
         parameters = without_embeddings(
@@ -315,7 +324,15 @@ class Ladder:
             micro = min(self.recipe.train.micro_batch, rows)
             rows = max(1, round(rows * (tokens / first.tokens) ** rules.batch_exponent / micro)) * micro
         steps = max(1, round(tokens / (rows * length)))
-        return dataclasses.replace(shape, parameters=parameters, tokens=steps * rows * length, rows=rows, steps=steps)
+        return Size(
+            **asdict(shape),
+            index=index + 1,
+            budget=budget,
+            parameters=parameters,
+            tokens=steps * rows * length,
+            rows=rows,
+            steps=steps,
+        )
 
     def _matched_name(self, arm: Arm) -> Arm | None:
         """The control for an arm that adds parameters at the first rung."""
