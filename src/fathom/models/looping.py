@@ -26,10 +26,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .arithmetic import layer_cache_bytes, layer_flops
-from .draws import between
 from .early_loss import EarlyReadout, check_early_loss
 from .numerics import widen
-from .pondering import check_trips_range
+from .pondering import DrawnTrips, check_trips_range
 from .rms_norm import RMSNorm
 from .roles import Cost, Mechanism, RecurrenceOptions, TripState
 
@@ -102,7 +101,7 @@ class LoopOptions(RecurrenceOptions):
         return self.injection == "none" and self.norm_between == "none"
 
 
-class Loop(EarlyReadout):
+class Loop(DrawnTrips, EarlyReadout):
     """Feeds the residual stream back into the stack."""
 
     no_weight_decay = ("entry_map",)
@@ -121,7 +120,7 @@ class Loop(EarlyReadout):
         if self.options.injection == "diagonal":
             self.step_size, self.rate = nn.Parameter(torch.empty(width)), nn.Parameter(torch.empty(width))  # δ, a
             self.entry_map = nn.Parameter(torch.empty(width, width))  # B
-        Loop.set_step(self, 0)
+        self.set_step(0)
 
     def init_weights(self, std: float) -> None:
         """A decay of √(1/5), and B = 1."""
@@ -135,12 +134,6 @@ class Loop(EarlyReadout):
     def trips_of(config: FathomConfig) -> int:
         """As the option says."""
         return LoopOptions.of(config).trips
-
-    @classmethod
-    def training_trips(cls, config: FathomConfig) -> tuple[int, int]:
-        """As `trips_range` says."""
-        least, most = LoopOptions.of(config).trips_range or [cls.trips_of(config)] * 2
-        return least, most
 
     @classmethod
     def most_trips(cls, config: FathomConfig) -> int:
@@ -157,12 +150,6 @@ class Loop(EarlyReadout):
         """What is left between prelude and coda."""
         options = LoopOptions.of(config)
         return options.prelude, config.num_hidden_layers - options.coda
-
-    def set_step(self, step: int, steps: int | None = None) -> None:
-        """Draw this step's trips, the same on every rank."""
-        super().set_step(step, steps)
-        if self.options.trips_range:
-            self.drawn_trips = between(self.options.trips_range, self.options.seed, step, "depth")
 
     def gate(self, out: Out, state: TripState) -> TripState:
         """Also what further trips are given of the entry: it does not depend on the trip."""

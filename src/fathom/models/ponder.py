@@ -15,9 +15,17 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .draws import between
 from .early_loss import EarlyReadout, check_early_loss
-from .pondering import MixtureOptions, Pondering, SolverOptions, check_trips_range, mixed, mixture_cost, trips_cost
+from .pondering import (
+    DrawnTrips,
+    MixtureOptions,
+    Pondering,
+    SolverOptions,
+    check_trips_range,
+    mixed,
+    mixture_cost,
+    trips_cost,
+)
 from .roles import Cost, Mechanism, TripState, View
 
 if TYPE_CHECKING:
@@ -50,16 +58,10 @@ class PonderOptions(MixtureOptions, SolverOptions):
         return replace(self, trips_range=check_trips_range(self.trips_range, self.trips))
 
 
-class Ponder(EarlyReadout, Pondering[PonderOptions]):
+class Ponder(DrawnTrips, EarlyReadout, Pondering[PonderOptions]):
     """Feeds back a mixture of word embeddings."""
 
     options_class = PonderOptions
-
-    @classmethod
-    def training_trips(cls, config: FathomConfig) -> tuple[int, int]:
-        """As `trips_range` says."""
-        least, most = PonderOptions.of(config).trips_range or [cls.trips_of(config)] * 2
-        return least, most
 
     @classmethod
     def additions(cls, config: FathomConfig) -> int:
@@ -75,12 +77,6 @@ class Ponder(EarlyReadout, Pondering[PonderOptions]):
     def needs_head(config: FathomConfig) -> bool:
         """For the mixture."""
         return PonderOptions.of(config).feed == "mixture"
-
-    def set_step(self, step: int, steps: int | None = None) -> None:
-        """Draw this step's trips, the same on every rank."""
-        super().set_step(step, steps)
-        if self.options.trips_range:
-            self.drawn_trips = between(self.options.trips_range, self.options.seed, step, "depth")
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
         """x_k + μ_{k+1}, or h_k."""
