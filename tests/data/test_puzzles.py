@@ -85,10 +85,10 @@ def test_a_solver_agrees(name: str) -> None:
     """Every label is what one finds by hand, nothing else is asked, and all of a row's answers are."""
     data = open_puzzle(f"puzzle:{name}")
     rows = data.rows(np.arange(ROWS))
-    assert rows.tokens.shape == (ROWS, data.puzzle.length) and rows.tokens.max() < data.vocab_size
+    assert rows.tokens.shape == (ROWS, data.puzzle.traits.length) and rows.tokens.max() < data.vocab_size
     for tokens, labels in zip(rows.tokens.tolist(), rows.labels.tolist(), strict=True):
         asked = {place: label for place, label in enumerate(labels) if label != IGNORED}
-        assert asked == SOLVERS[name](tokens) and len(asked) == data.puzzle.answers
+        assert asked == SOLVERS[name](tokens) and len(asked) == data.puzzle.traits.answers
 
 
 def test_a_wrong_answer_is_seen() -> None:
@@ -128,7 +128,7 @@ def test_rows_stay_what_they_are() -> None:
     """A run of another year reads the same rows."""
     sums = {
         name: int((open_puzzle(f"puzzle:{name}").rows(np.arange(100)).tokens @ np.arange(1, n + 1)).sum() % 65521)
-        for name, n in ((name, open_puzzle(f"puzzle:{name}").puzzle.length) for name in KINDS)
+        for name, n in ((name, open_puzzle(f"puzzle:{name}").puzzle.traits.length) for name in KINDS)
     }
     assert sums == FROZEN
 
@@ -181,7 +181,7 @@ def test_a_bag_of_tokens_stays_at_chance(name: str, level: int) -> None:
         return float(np.mean((x[4000:] @ solution).argmax(1) == answer[4000:]))
 
     # Only so many names are on the cycle, and the bag knows which.
-    assert accuracy(bag) < data.puzzle.chance + 0.03
+    assert accuracy(bag) < data.puzzle.traits.chance + 0.03
     assert accuracy(np.concatenate([bag, target], 1)) > 0.9
 
 
@@ -194,7 +194,7 @@ def test_chance_of_arithmetic_is_not_even() -> None:
 
 def test_batches_and_evaluation() -> None:
     data = open_puzzle("puzzle:arithmetic")
-    plan = BatchPlan(data, data.puzzle.length, rows_per_step=6, seed=3)
+    plan = BatchPlan(data, data.puzzle.traits.length, rows_per_step=6, seed=3)
     whole = plan.batch(5)[0]
     parts = [batch for rank in (0, 1) for batch in plan.batch(5, rank, 2, micro_batch=1)]
     assert torch.equal(whole.input_ids, torch.cat([part.input_ids for part in parts]))

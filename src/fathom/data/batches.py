@@ -252,7 +252,7 @@ class BatchPlan:
     def _rank_batch(self, step: int, first: int, rows: int) -> Batch:
         if isinstance(self.dataset, PuzzleDataset):
             mine = self.windows(step)[first : first + rows]
-            return _puzzle_batch(self.dataset, mine, self.rows_per_step * self.dataset.puzzle.answers)
+            return _puzzle_batch(self.dataset, mine, self.rows_per_step * self.dataset.puzzle.traits.answers)
         if isinstance(self.dataset, TargetDataset):
             packed = self.dataset.packed(self.sequence_length, self.seed)
             wanted = [packed.row(window) for window in self.windows(step).tolist()]
@@ -464,10 +464,8 @@ def _require_documents(dataset: TokenDataset, packing: str) -> None:
 
 def _require_rows(dataset: TokenDataset, sequence_length: int) -> None:
     """A puzzle's rows are whole."""
-    if isinstance(dataset, PuzzleDataset) and sequence_length != dataset.puzzle.length:
-        raise DataError(
-            f"data.sequence_length={sequence_length}: allowed: {dataset.puzzle.length}, the row of {dataset.directory}"
-        )
+    if isinstance(dataset, PuzzleDataset) and sequence_length != (length := dataset.puzzle.traits.length):
+        raise DataError(f"data.sequence_length={sequence_length}: allowed: {length}, the row of {dataset.directory}")
 
 
 def _separate(

@@ -19,9 +19,9 @@ import zlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 from urllib.parse import parse_qsl
 
 import numpy as np
@@ -52,6 +52,23 @@ class PuzzleRows:
     positions: Ids | None = None
 
 
+class Traits(NamedTuple):
+    """The numbers of a puzzle under its options."""
+
+    length: int
+    """Tokens of a row."""
+    vocabulary: int
+    """How many token ids there are; the last one ends a row."""
+    answers: int
+    """Of a training row."""
+    chance: float
+    """Accuracy of an even guess among the answers that are possible."""
+    levels: tuple[int, ...]
+    """Difficulties that are held out, the easiest first."""
+    draws: int
+    """Chances that a row takes."""
+
+
 @dataclass(frozen=True)
 class Puzzle(ABC):
     """One kind of puzzle; its fields are the options."""
@@ -63,42 +80,17 @@ class Puzzle(ABC):
 
     @property
     @abstractmethod
-    def length(self) -> int:
-        """Tokens of a row."""
-
-    @property
-    @abstractmethod
-    def vocabulary(self) -> int:
-        """How many token ids there are; the last one ends a row."""
-
-    @property
-    @abstractmethod
-    def answers(self) -> int:
-        """Answers of a training row."""
-
-    @property
-    @abstractmethod
-    def chance(self) -> float:
-        """Accuracy of an even guess among the answers that are possible."""
-
-    @property
-    @abstractmethod
-    def levels(self) -> tuple[int, ...]:
-        """Difficulties that are held out, the easiest first."""
+    def traits(self) -> Traits:
+        """Its numbers."""
 
     @abstractmethod
     def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
-        """Rows from chance `[rows, draws]`; of one difficulty, or of all as in training."""
-
-    @property
-    @abstractmethod
-    def draws(self) -> int:
-        """Chances that a row takes."""
+        """Rows from chance `[rows, traits.draws]`; of one difficulty, or of all as in training."""
 
     @property
     def end(self) -> int:
         """The last token id."""
-        return self.vocabulary - 1
+        return self.traits.vocabulary - 1
 
 
 @dataclass(frozen=True)
@@ -119,35 +111,17 @@ class Hops(Puzzle):
         if not self.hops < self.names <= self.words or self.queries > self.names:
             raise DataError("hops: allowed: hops < names <= words, queries <= names")
 
-    @property
-    def length(self) -> int:
-        """Tokens of a row."""
-        return 2 * self.names + 4 * self.queries + 1
-
-    @property
-    def vocabulary(self) -> int:
-        """How many token ids the puzzle uses."""
-        return self.words + self.hops + 2
-
-    @property
-    def answers(self) -> int:
-        """Of a training row."""
-        return self.queries
-
-    @property
-    def chance(self) -> float:
-        """Of an even guess."""
-        return 1 / (self.names - 1)
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """Its difficulties, the easiest first."""
-        return tuple(2**i for i in range(self.hops.bit_length()))
-
-    @property
-    def draws(self) -> int:
-        """Chances of a row."""
-        return self.words + 2 * self.names + self.queries
+    @cached_property
+    def traits(self) -> Traits:
+        """As `Puzzle.traits`."""
+        return Traits(
+            length=2 * self.names + 4 * self.queries + 1,
+            vocabulary=self.words + self.hops + 2,
+            answers=self.queries,
+            chance=1 / (self.names - 1),
+            levels=tuple(2**i for i in range(self.hops.bit_length())),
+            draws=self.words + 2 * self.names + self.queries,
+        )
 
     def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
         """As `Puzzle.rows`."""
@@ -181,35 +155,17 @@ class Word(Puzzle):
         """What two elements make, `[60, 60]`."""
         return np.add.outer(np.arange(60), np.arange(60)) % 60
 
-    @property
-    def length(self) -> int:
-        """Tokens of a row."""
-        return self.elements + 1
-
-    @property
-    def vocabulary(self) -> int:
-        """How many token ids the puzzle uses."""
-        return 61
-
-    @property
-    def answers(self) -> int:
-        """Of a training row."""
-        return self.elements
-
-    @property
-    def chance(self) -> float:
-        """Of an even guess."""
-        return 1 / 60
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """Its difficulties, the easiest first."""
-        return tuple(2**i for i in range(1, self.elements.bit_length()))
-
-    @property
-    def draws(self) -> int:
-        """Chances of a row."""
-        return self.elements
+    @cached_property
+    def traits(self) -> Traits:
+        """As `Puzzle.traits`."""
+        return Traits(
+            length=self.elements + 1,
+            vocabulary=61,
+            answers=self.elements,
+            chance=1 / 60,
+            levels=tuple(2**i for i in range(1, self.elements.bit_length())),
+            draws=self.elements,
+        )
 
     def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
         """As `Puzzle.rows`."""
@@ -251,39 +207,21 @@ class Arithmetic(Puzzle):
         """Tokens set aside for an item."""
         return 2 * self.operators + 4
 
-    @property
-    def length(self) -> int:
-        """Tokens of a row."""
-        return self.items * self.slot
-
-    @property
-    def vocabulary(self) -> int:
-        """How many token ids the puzzle uses."""
-        return MODULUS + 3 + self.operators + 2
-
-    @property
-    def answers(self) -> int:
-        """Of a training row."""
-        return self.items
-
-    @property
-    def chance(self) -> float:
-        """Of an even guess."""
-        return 1 / MODULUS
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """Its difficulties, the easiest first."""
-        return tuple(range(1, self.operators + 1))
-
-    @property
-    def draws(self) -> int:
-        """Chances of a row."""
-        return self.items * (3 * self.operators + 2)
+    @cached_property
+    def traits(self) -> Traits:
+        """As `Puzzle.traits`."""
+        return Traits(
+            length=self.items * self.slot,
+            vocabulary=MODULUS + 3 + self.operators + 2,
+            answers=self.items,
+            chance=1 / MODULUS,
+            levels=tuple(range(1, self.operators + 1)),
+            draws=self.items * (3 * self.operators + 2),
+        )
 
     def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
         """As `Puzzle.rows`."""
-        tokens = np.full((len(chances), self.length), self.end)
+        tokens = np.full((len(chances), self.traits.length), self.end)
         labels = np.full_like(tokens, UNASKED)
         for row, drawn in enumerate(chances.reshape(len(chances), self.items, -1)):
             for item in range(self.items):
@@ -325,35 +263,17 @@ class RecallPuzzle(Puzzle):
         if not self.queries <= self.pairs <= self.words:
             raise DataError("recall: allowed: queries <= pairs <= words")
 
-    @property
-    def length(self) -> int:
-        """Tokens of a row."""
-        return 2 * self.pairs + 3 * self.queries + 1
-
-    @property
-    def vocabulary(self) -> int:
-        """How many token ids the puzzle uses."""
-        return 2 * self.words + 2
-
-    @property
-    def answers(self) -> int:
-        """Of a training row."""
-        return self.queries
-
-    @property
-    def chance(self) -> float:
-        """Of an even guess."""
-        return 1 / self.words
-
-    @property
-    def levels(self) -> tuple[int, ...]:
-        """Its difficulties, the easiest first."""
-        return (1,)
-
-    @property
-    def draws(self) -> int:
-        """Chances of a row."""
-        return self.words + 2 * self.pairs
+    @cached_property
+    def traits(self) -> Traits:
+        """As `Puzzle.traits`."""
+        return Traits(
+            length=2 * self.pairs + 3 * self.queries + 1,
+            vocabulary=2 * self.words + 2,
+            answers=self.queries,
+            chance=1 / self.words,
+            levels=(1,),
+            draws=self.words + 2 * self.pairs,
+        )
 
     def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
         """As `Puzzle.rows`."""
@@ -386,13 +306,13 @@ class PuzzleDataset(TokenDataset):
         self.name, self.puzzle, self.seed, self.split = name, puzzle, seed, split
         self.directory = Path(where)
         self.domains = tuple(domains)
-        self.vocab_size, self.eos_token_id = puzzle.vocabulary, puzzle.end
+        self.vocab_size, self.eos_token_id = puzzle.traits.vocabulary, puzzle.end
         self.dtype = np.dtype("<u2")
         self.tokenizer_identity = None
         self.fingerprint = zlib.crc32(repr((name, puzzle, seed)).encode())
         self.num_documents = ROWS[split]
-        self.num_tokens = ROWS[split] * puzzle.length
-        self.num_bytes = ROWS[split] * puzzle.answers
+        self.num_tokens = ROWS[split] * puzzle.traits.length
+        self.num_bytes = ROWS[split] * puzzle.traits.answers
 
     def has_fingerprint(self, fingerprint: int) -> bool:
         """Whether a recorded fingerprint is of this puzzle."""
@@ -412,24 +332,24 @@ class PuzzleDataset(TokenDataset):
                 raise DataError(f"{self.directory}: a held-out row has one difficulty: select one")
             level = int(self.domains[0].rpartition("-")[2])
         digest = hashlib.blake2b(repr((self.name, self.seed, self.split, self.domains)).encode(), digest_size=8)
-        chances = chances_of(np.frombuffer(digest.digest(), "<u8")[0], numbers, self.puzzle.draws)
+        chances = chances_of(np.frombuffer(digest.digest(), "<u8")[0], numbers, self.puzzle.traits.draws)
         return self.puzzle.rows(chances, level)
 
     def read(self, start: int, out: NDArray[np.int64]) -> None:
         """Copy the tokens that begin at `start` of the endless text of rows."""
-        length = self.puzzle.length
+        length = self.puzzle.traits.length
         first, last = start // length, (start + len(out) - 1) // length
         text = self.rows(np.arange(first, last + 1)).tokens.ravel()
         out[:] = text[start - first * length :][: len(out)]
 
     def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
         """Where rows begin, `start < p < stop`."""
-        length = self.puzzle.length
+        length = self.puzzle.traits.length
         return np.arange(start // length + 1, -(-stop // length), dtype=np.int64) * length
 
     def bytes_before(self, position: int) -> int:
         """One for each answer, spread evenly."""
-        return position * self.puzzle.answers // self.puzzle.length
+        return position * self.puzzle.traits.answers // self.puzzle.traits.length
 
 
 def is_puzzle(directory: str | Path) -> bool:
@@ -487,7 +407,7 @@ def open_puzzle(where: str, split: str = "train") -> PuzzleDataset:
         puzzle = kind(**given)
     except DataError as error:
         raise DataError(f"{where}: {error}") from None
-    domains = [f"{name}-{level}" for level in puzzle.levels] if split == "val" else [name]
+    domains = [f"{name}-{level}" for level in puzzle.traits.levels] if split == "val" else [name]
     return PuzzleDataset(name, puzzle, seed, split, domains, where)
 
 

@@ -565,7 +565,7 @@ def _puzzle(state: State) -> PuzzleResult | None:
                 domains[name] = _solved([result[name]["accuracy"] for result in results], reached)
             seeds = [run.seed for run in done]
             rows.append({"index": size.index, "arm": arm.name, "flops": flops, "seeds": seeds, "domains": domains})
-    return {"domains": list(data.domains), "chance": data.puzzle.chance, "solved_at": SOLVED, "rows": rows}
+    return {"domains": list(data.domains), "chance": data.puzzle.traits.chance, "solved_at": SOLVED, "rows": rows}
 
 
 def _solved(shares: Sequence[float], reached: Sequence[float | None]) -> PuzzleShares:
