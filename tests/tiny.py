@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from fathom.data.prepare import prepare
-from fathom.data.shards import ShardWriter, file_crc32, read_index, shard_entries, shard_files, write_index
+from fathom.data.shards import ShardWriter, file_crc32, read_index, shard_files, write_index
 from fathom.data.targets import TARGETS, targets_file, write_targets
 from fathom.recipe import Recipe, parse_recipe
 
@@ -48,7 +48,7 @@ def make_conversations(corpus: Path, folder: Path, longest: int = 32) -> Path:
         file = shard_files(folder, split, "talk", 0)[0]
         write_targets(file, np.concatenate([bits for _, bits in made]))
         targets[f"{split}/talk/00000.targets"] = file_crc32(targets_file(file))
-        splits[split] = {"talk": shard_entries(writer.shards)}
+        splits[split] = {"talk": writer.shards}
         (folder / f"{split}.json").write_text(json.dumps(made))
     write_index(folder, {**index, "splits": splits, TARGETS: targets})
     return folder

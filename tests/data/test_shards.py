@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom.data import shards
-from fathom.data.shards import DataError, Shard, ShardWriter, TokenDataset, token_dtype, write_index
+from fathom.data.shards import DataError, ShardWriter, TokenDataset, token_dtype, write_index
 
 
 @pytest.fixture
@@ -49,15 +49,14 @@ def test_what_is_written_is_read(tmp_path_factory, documents, cuts, shard_tokens
             lengths = np.array([len(document) for document in part])
             writer.append(np.concatenate(part).astype("<u2"), lengths, 3 * (lengths - 1))
     assert writers[0].shards == writers[1].shards
-    assert all(shard.tokens >= shard_tokens for shard in writers[0].shards[:-1])
+    assert all(shard["tokens"] >= shard_tokens for shard in writers[0].shards[:-1])
     for path, (size, _) in writers[0].files().items():
         assert path.stat().st_size == size
         assert path.read_bytes() == (folder / "many" / path.relative_to(folder / "one")).read_bytes()
 
-    entries = shards.shard_entries(writers[0].shards)
     index = {"vocab_size": 1001, "eos_token_id": 1000, "dtype": "uint16", "tokenizer_crc32": {}}
     header = {"format": shards.FORMAT, "version": shards.VERSION}
-    write_index(folder / "one", {**header, **index, "splits": {"train": {"d": entries}}})
+    write_index(folder / "one", {**header, **index, "splits": {"train": {"d": writers[0].shards}}})
     dataset = TokenDataset.open(folder / "one")
     flat = np.concatenate(documents)
     assert (dataset.num_tokens, dataset.num_documents) == (len(flat), len(documents))
@@ -187,7 +186,3 @@ def test_what_is_not_there_is_said(corpus: Path, tmp_path: Path) -> None:
 def test_messages_are_one_line() -> None:
     assert shards.first_line(ValueError("one\ntwo")) == "one"
     assert shards.first_line(ValueError()) == "ValueError"
-
-
-def test_shards_start_empty() -> None:
-    assert Shard() == Shard(0, 0, 0, 0, 0)

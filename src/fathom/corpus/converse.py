@@ -17,7 +17,7 @@ from fathom.corpus.stage import CorpusError, Stage, Task
 from fathom.corpus.templates import ConversationEncoder, TemplateError
 from fathom.corpus.tokens import ENDLESS, SHARDS, groups_of
 from fathom.data.encode import choose_split
-from fathom.data.shards import ShardWriter, shard_entries, shard_files, token_dtype
+from fathom.data.shards import ShardWriter, shard_files, token_dtype
 from fathom.data.targets import write_targets
 from fathom.data.tokenizer import plain_encoder
 from fathom.report.files import read_json, write_json
@@ -80,7 +80,7 @@ class Converse(Stage):
         shards = {}
         for split, writer in writers.items():
             if writer.shards:
-                (shards[split],) = shard_entries(writer.shards)
+                (shards[split],) = writer.shards
                 write_targets(shard_files(folder, split, collection, 0)[0], np.concatenate(bits[split]))
         write_lines(folder / "rejected.jsonl", rejected)
         write_json(folder / SHARDS, {"collection": collection, "shards": shards, "licenses": licenses})

@@ -16,7 +16,7 @@ from fathom.corpus.kept import KeptPart, kept_documents, kept_parts
 from fathom.corpus.stage import CorpusError, Input, Stage, Task, Workspace
 from fathom.corpus.templates import CHATS, TEMPLATES, tokens_of
 from fathom.data.encode import choose_split
-from fathom.data.shards import ShardWriter, shard_entries, token_dtype
+from fathom.data.shards import ShardWriter, token_dtype
 from fathom.data.tokenizer import load_tokenizer, plain_encoder, save_tokenizer, train_bpe, vocabulary_size
 from fathom.report.files import digest, read_json, write_json
 
@@ -129,7 +129,7 @@ class Tokenize(Stage):
         shards = {}
         for split, writer in writers.items():
             if writer.shards:
-                (entry,) = shard_entries(writer.shards)
+                (entry,) = writer.shards
                 shards[split] = entry
                 for key in keys:
                     counts[key] += entry[key]

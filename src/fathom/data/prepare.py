@@ -33,14 +33,13 @@ from fathom.data.shards import (
     VERSION,
     DataError,
     Shard,
-    ShardEntry,
     Shards,
     ShardWriter,
+    extents,
     file_crc32,
     first_line,
     read_index,
     require_vocabulary,
-    shard_entries,
     token_dtype,
     write_index,
 )
@@ -106,7 +105,7 @@ class Journal(TypedDict):
     left_out: int
     vocab_size: int
     eos_token_id: int
-    shards: list[tuple[str, str, list[ShardEntry]]]
+    shards: list[tuple[str, str, list[Shard]]]
 
 
 @dataclass
@@ -333,7 +332,7 @@ class _Run:
         self._write_journal()
         splits: dict[str, Shards] = {"train": {}, "val": {}}
         for (split, domain), writer in sorted(self.writers.items()):
-            splits[split][domain] = shard_entries(writer.shards)
+            splits[split][domain] = writer.shards
         if not splits["train"]:
             raise DataError(f"{self.out}: every document was held out, none is left to train on: lower --held-out")
         if self.held_out and not splits["val"]:
@@ -430,7 +429,7 @@ class _Run:
             "left_out": self.left_out,
             "vocab_size": self.vocab_size,
             "eos_token_id": self.eos_token_id,
-            "shards": [(*key, shard_entries(writer.shards)) for key, writer in self.writers.items()],
+            "shards": [(*key, writer.shards) for key, writer in self.writers.items()],
         }
         write_json(self.out / JOURNAL, journal)
 
@@ -440,8 +439,8 @@ class _Run:
 
     def _restore_writers(self) -> None:
         """Go back to the journal: what was written after it is cut off."""
-        for split, domain, entries in self.journal["shards"] if self.journal else []:
-            self.writers[split, domain] = self._writer(split, domain, [Shard(**entry) for entry in entries])
+        for split, domain, shards in self.journal["shards"] if self.journal else []:
+            self.writers[split, domain] = self._writer(split, domain, shards)
         wanted: dict[Path, tuple[int, int]] = {}
         for writer in self.writers.values():
             wanted.update(writer.files())
@@ -564,8 +563,8 @@ def _damage(out: Path) -> str | None:
         return f"{out / TOKENIZER} is gone"
     dtype = token_dtype(journal["vocab_size"])
     files: dict[Path, tuple[int, int]] = {}
-    for split, domain, entries in journal["shards"]:
-        files |= ShardWriter(out, split, domain, dtype, 1, [Shard(**entry) for entry in entries]).files()
+    for split, domain, shards in journal["shards"]:
+        files |= extents(out, split, domain, dtype, shards)
     done = 0
     with ProgressBar("verifying", sum(size for size, _ in files.values())) as bar:
         for path, (size, crc32) in files.items():

@@ -21,9 +21,8 @@ import os
 import zlib
 from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal, TypedDict, TypeVar, cast
+from typing import Literal, TypedDict, TypeVar
 from urllib.parse import quote
 
 import numpy as np
@@ -53,19 +52,8 @@ def first_line(error: Exception) -> str:
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
-@dataclass
-class Shard:
+class Shard(TypedDict):
     """What the index says of one shard; the checksums cover its two files."""
-
-    tokens: int = 0
-    documents: int = 0
-    bytes: int = 0
-    tokens_crc32: int = 0
-    index_crc32: int = 0
-
-
-class ShardEntry(TypedDict):
-    """A `Shard` in the index."""
 
     tokens: int
     documents: int
@@ -74,7 +62,7 @@ class ShardEntry(TypedDict):
     index_crc32: int
 
 
-Shards = dict[str, list[ShardEntry]]
+Shards = dict[str, list[Shard]]
 """By domain, in order."""
 
 
@@ -151,6 +139,18 @@ def file_crc32(path: Path, size: int | None = None) -> int:
     return value
 
 
+def extents(
+    directory: Path, split: str, domain: str, dtype: np.dtype[np.unsignedinteger], shards: Iterable[Shard]
+) -> dict[Path, tuple[int, int]]:
+    """How long each file of the shards of one (split, domain) is, and its checksum."""
+    files = {}
+    for number, shard in enumerate(shards):
+        token_file, index_file = shard_files(directory, split, domain, number)
+        files[token_file] = (shard["tokens"] * dtype.itemsize, shard["tokens_crc32"])
+        files[index_file] = (shard["documents"] * 16, shard["index_crc32"])
+    return files
+
+
 class ShardWriter:
     """Appends documents to the shards of one (split, domain); its whole state is a list of `Shard`s.
 
@@ -177,18 +177,18 @@ class ShardWriter:
         token_ends, byte_ends = np.cumsum(lengths), np.cumsum(byte_lengths)
         done = 0
         while done < len(lengths):
-            if not self.shards or self.shards[-1].tokens >= self.shard_tokens:
-                self.shards.append(Shard())
+            if not self.shards or self.shards[-1]["tokens"] >= self.shard_tokens:
+                self.shards.append(Shard(tokens=0, documents=0, bytes=0, tokens_crc32=0, index_crc32=0))
             shard = self.shards[-1]
             token_base, byte_base = (int(token_ends[done - 1]), int(byte_ends[done - 1])) if done else (0, 0)
-            room = token_base + self.shard_tokens - shard.tokens
+            room = token_base + self.shard_tokens - shard["tokens"]
             stop = min(int(np.searchsorted(token_ends, room)) + 1, len(lengths))
             ends = np.stack([token_ends[done:stop] - token_base, byte_ends[done:stop] - byte_base], axis=1)
             self._write(shard, tokens[token_base : int(token_ends[stop - 1])], ends.astype("<i8"))
             done = stop
 
     def _write(self, shard: Shard, tokens: NDArray[np.integer], ends: NDArray[np.int64]) -> None:
-        ends += np.array([shard.tokens, shard.bytes])
+        ends += np.array([shard["tokens"], shard["bytes"]])
         token_bytes, index_bytes = tokens.astype(self.dtype, copy=False).tobytes(), ends.tobytes()
         token_file, index_file = shard_files(self.directory, self.split, self.domain, len(self.shards) - 1)
         token_file.parent.mkdir(parents=True, exist_ok=True)
@@ -196,19 +196,14 @@ class ShardWriter:
             with path.open("ab") as file:
                 file.write(data)
             self._dirty.add(path)
-        shard.tokens, shard.bytes = int(ends[-1, 0]), int(ends[-1, 1])
-        shard.documents += len(ends)
-        shard.tokens_crc32 = zlib.crc32(token_bytes, shard.tokens_crc32)
-        shard.index_crc32 = zlib.crc32(index_bytes, shard.index_crc32)
+        shard["tokens"], shard["bytes"] = int(ends[-1, 0]), int(ends[-1, 1])
+        shard["documents"] += len(ends)
+        shard["tokens_crc32"] = zlib.crc32(token_bytes, shard["tokens_crc32"])
+        shard["index_crc32"] = zlib.crc32(index_bytes, shard["index_crc32"])
 
     def files(self) -> dict[Path, tuple[int, int]]:
         """How long each of the shards' files is, and its checksum."""
-        files = {}
-        for number, shard in enumerate(self.shards):
-            token_file, index_file = shard_files(self.directory, self.split, self.domain, number)
-            files[token_file] = (shard.tokens * self.dtype.itemsize, shard.tokens_crc32)
-            files[index_file] = (shard.documents * 16, shard.index_crc32)
-        return files
+        return extents(self.directory, self.split, self.domain, self.dtype, self.shards)
 
     def sync(self) -> None:
         """Force what was appended to the disk, so that a journal may speak of it."""
@@ -251,11 +246,11 @@ class TokenDataset:
             # A plain view of the map: np.memmap's own indexing is several times slower.
             self._tokens.append(np.asarray(np.memmap(token_file, self.dtype, "r")))
             self._documents.append(np.asarray(np.memmap(index_file, "<i8", "r")).reshape(-1, 2))
-        self._starts = [0, *np.cumsum([shard.tokens for shard in shards]).tolist()]
-        self._byte_starts = [0, *np.cumsum([shard.bytes for shard in shards]).tolist()]
+        self._starts = [0, *np.cumsum([shard["tokens"] for shard in shards]).tolist()]
+        self._byte_starts = [0, *np.cumsum([shard["bytes"] for shard in shards]).tolist()]
         self.num_tokens: int = self._starts[-1]
         self.num_bytes: int = self._byte_starts[-1]
-        self.num_documents = sum(shard.documents for shard in shards)
+        self.num_documents = sum(shard["documents"] for shard in shards)
 
     @classmethod
     def open(
@@ -282,13 +277,9 @@ class TokenDataset:
         if domain is not None and domain not in splits[split]:
             raise DataError(f"{directory}: split {split!r} has no domain {domain!r}: it has {', '.join(splits[split])}")
         domains = [domain] if domain is not None else list(splits[split])
-        files = {}
+        files: dict[Path, tuple[int, int]] = {}
         for name in domains:
-            for number, entry in enumerate(splits[split][name]):
-                shard = Shard(**entry)
-                token_file, index_file = shard_files(directory, split, name, number)
-                files[token_file] = (shard.tokens * np.dtype(index["dtype"]).itemsize, shard.tokens_crc32)
-                files[index_file] = (shard.documents * 16, shard.index_crc32)
+            files |= extents(directory, split, name, np.dtype(index["dtype"]), splits[split][name])
         for name, crc32 in index["tokenizer_crc32"].items():
             path = directory / TOKENIZER / name
             files[path] = (path.stat().st_size if path.exists() else -1, crc32)
@@ -367,8 +358,8 @@ class TokenDataset:
 
     def _shard_files(self) -> Iterable[tuple[Shard, tuple[Path, Path]]]:
         for domain in self.domains:
-            for number, entry in enumerate(self._index["splits"][self.split][domain]):
-                yield Shard(**entry), shard_files(self.directory, self.split, domain, number)
+            for number, shard in enumerate(self._index["splits"][self.split][domain]):
+                yield shard, shard_files(self.directory, self.split, domain, number)
 
 
 def require_vocabulary(vocab_size: int, model_vocab_size: int, where: str | Path) -> None:
@@ -416,8 +407,3 @@ def _read_verified(directory: Path) -> dict[str, list[int]]:
     except (OSError, ValueError):
         return {}
     return known if isinstance(known, dict) else {}
-
-
-def shard_entries(shards: Iterable[Shard]) -> list[ShardEntry]:
-    """Shards as the index and the journal hold them."""
-    return [cast(ShardEntry, asdict(shard)) for shard in shards]

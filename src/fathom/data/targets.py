@@ -98,7 +98,7 @@ class TargetDataset(TokenDataset):
         ends = self.document_ends(0, self.num_tokens)
         self._spans = np.stack([np.r_[0, ends], np.r_[ends, self.num_tokens]], axis=1)  # [documents, 2]
         bits = [
-            np.unpackbits(_packed(token_file, shard.tokens), count=shard.tokens, bitorder="little")
+            np.unpackbits(_packed(token_file, shard["tokens"]), count=shard["tokens"], bitorder="little")
             for shard, (token_file, _) in self._shard_files()
         ]
         self._bits = np.packbits(np.concatenate(bits))  # of the whole stream
