@@ -14,9 +14,9 @@ from transformers import DynamicCache
 from fathom.checkpoints.open import load
 from fathom.cli.main import main
 from fathom.evaluation.budgets import counting, most_trips, stored_trips
-from fathom.evaluation.perplexity import sampled, windows
+from fathom.evaluation.perplexity import Cut, sampled
 from fathom.inference.generate import Sampling, generate
-from fathom.inference.server import build_app
+from fathom.inference.server import Service, build_app
 from tests.inference.tiny import export_tiny
 
 TEXT = "To fathom a thing is to measure its depth, and after much thought to understand it."
@@ -111,7 +111,7 @@ def test_gates_where_there_are_none(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_serve(models: Path) -> None:
     model, tokenizer = load(models / "ponder", "cpu")
-    client = TestClient(build_app(model, tokenizer, "tiny", max_trips=2), raise_server_exceptions=False)
+    client = TestClient(build_app(Service(model, tokenizer, "tiny", max_trips=2)), raise_server_exceptions=False)
 
     def ask(**more):
         body = {"model": "tiny", "prompt": "To fathom", "max_tokens": 3, "temperature": 0, **more}
@@ -202,9 +202,9 @@ def test_a_perplexity_says_how_far_it_is_from_decoding(
 
 
 def test_a_sample_of_a_long_text() -> None:
-    chosen = sampled([70, 3, 20_000, 900], 64, 32)
+    chosen = sampled([70, 3, 20_000, 900], Cut(64, 32))
     assert 4096 <= sum(window.stop - window.scored for _, window in chosen) < 4096 + 64
-    assert len(set(chosen)) == len(chosen) and chosen == sampled([70, 3, 20_000, 900], 64, 32)
+    assert len(set(chosen)) == len(chosen) and chosen == sampled([70, 3, 20_000, 900], Cut(64, 32))
     assert {document for document, _ in chosen} >= {2, 3}
-    assert len(sampled([9_000_000], 8192)) == 8, "never one window alone"
-    assert len(sampled([70, 3], 64, 32)) == len([*windows(70, 64, 32)]) + 1
+    assert len(sampled([9_000_000], Cut(8192))) == 8, "never one window alone"
+    assert len(sampled([70, 3], Cut(64, 32))) == len([*Cut(64, 32).windows(70)]) + 1

@@ -20,7 +20,7 @@ from fathom.data.shards import TokenDataset
 from fathom.data.sources import Reading
 from fathom.data.tokenizer import train_bpe
 from fathom.evaluation.paired import Items, difference, group_difference, rows
-from fathom.evaluation.perplexity import Domain, DomainScore, Passage, PerplexityError, read_domains, score, windows
+from fathom.evaluation.perplexity import Cut, Domain, DomainScore, Passage, PerplexityError, read_domains, score
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.report.statistics import paired_difference
 
@@ -57,7 +57,7 @@ def token_by_token(model, ids: list[int], context: int, stride: int) -> list[flo
 @pytest.mark.parametrize(("context", "stride"), [(64, 64), (16, 16), (16, 5), (16, 1), (7, 3), (1, 1)])
 def test_windows_equal_the_definition(tokenizer, context: int, stride: int) -> None:
     model = tiny(tokenizer, mixer="depth_attention").double()
-    found = score(model, tokenizer, domain(*TEXTS), context, stride)
+    found = score(model, tokenizer, domain(*TEXTS), Cut(context, stride))
     for i, text in enumerate(TEXTS):
         ids = [tokenizer.eos_token_id, *tokenizer(text)["input_ids"]]
         expected = token_by_token(model, ids, context, stride)
@@ -72,17 +72,17 @@ def test_every_token_is_scored_once() -> None:
     for length in range(40):
         for context in (1, 4, 9):
             for stride in range(1, context + 1):
-                cut = list(windows(length, context, stride))
-                assert [j for w in cut for j in range(w.scored, w.stop)] == list(range(length))
-                assert all(w.stop - w.start <= context and w.start <= w.scored for w in cut)
+                found = list(Cut(context, stride).windows(length))
+                assert [j for w in found for j in range(w.scored, w.stop)] == list(range(length))
+                assert all(w.stop - w.start <= context and w.start <= w.scored for w in found)
                 # After the first window, more than context - stride tokens are seen.
-                assert all(w.scored + 1 - w.start > context - stride for w in cut[1:])
+                assert all(w.scored + 1 - w.start > context - stride for w in found[1:])
 
 
 def test_batches_change_nothing(tokenizer) -> None:
     model = tiny(tokenizer).double()
-    alone = score(model, tokenizer, domain(*TEXTS), 12, 4, batch_size=1)
-    together = score(model, tokenizer, domain(*TEXTS), 12, 4, batch_size=100)
+    alone = score(model, tokenizer, domain(*TEXTS), Cut(12, 4), batch_size=1)
+    together = score(model, tokenizer, domain(*TEXTS), Cut(12, 4), batch_size=100)
     assert together.nats == pytest.approx(alone.nats, rel=1e-6)
     assert together.position_tokens == alone.position_tokens
 
@@ -119,7 +119,7 @@ class Chunks:
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer() -> None:
-    found = [score(Uniform(256**n), Chunks(n), domain("eéight bits", "per byte"), 8) for n in (1, 2)]
+    found = [score(Uniform(256**n), Chunks(n), domain("eéight bits", "per byte"), Cut(8)) for n in (1, 2)]
     assert [f.bits_per_byte for f in found] == pytest.approx([8.0, 8.0])
     assert found[0].perplexity == pytest.approx(256) and found[1].perplexity == pytest.approx(65536)
 
@@ -127,12 +127,12 @@ def test_bits_per_byte_do_not_depend_on_the_tokenizer() -> None:
 def test_out_of_memory_halves_the_batch(capsys) -> None:
     model = Uniform(256)
     model.rows_that_fit = 3
-    found = score(model, Chunks(1), domain(*["a" * 100] * 5), 10, batch_size=20)
+    found = score(model, Chunks(1), domain(*["a" * 100] * 5), Cut(10), batch_size=20)
     assert found.bits_per_byte == pytest.approx(8) and max(model.seen) <= 3
     assert "out of memory" in capsys.readouterr().err
     model.rows_that_fit = 0
     with pytest.raises(torch.OutOfMemoryError):
-        score(model, Chunks(1), domain("a"), 10)
+        score(model, Chunks(1), domain("a"), Cut(10))
 
 
 def test_shards_and_their_text_score_alike(corpus: Path, tokenizer) -> None:
@@ -148,11 +148,11 @@ def test_shards_and_their_text_score_alike(corpus: Path, tokenizer) -> None:
         assert [len(text.encode()) for text in texts] == [document.bytes for document in domain_.documents]
         for other in (theirs, tokenizer):
             model = tiny(other)
-            found = score(model, other, domain_, 32)
-            assert found.to_dict() == score(model, other, domain(*texts), 32).to_dict()
+            found = score(model, other, domain_, Cut(32))
+            assert found.to_dict() == score(model, other, domain(*texts), Cut(32)).to_dict()
         torn = replace(domain_, documents=[domain_.documents[0]._replace(bytes=7)])
         with pytest.raises(PerplexityError, match="give the text"):
-            score(tiny(tokenizer), tokenizer, torn, 32)
+            score(tiny(tokenizer), tokenizer, torn, Cut(32))
 
 
 def test_domains_have_names(tmp_path: Path) -> None:
@@ -195,8 +195,8 @@ def test_the_interval_has_teeth() -> None:
 
 
 def test_rows_pair_only_what_is_the_same(tokenizer) -> None:
-    found = score(tiny(tokenizer), tokenizer, domain(*TEXTS), 16)
-    other = score(Uniform(256), Chunks(1), domain(*TEXTS), 16)
+    found = score(tiny(tokenizer), tokenizer, domain(*TEXTS), Cut(16))
+    other = score(Uniform(256), Chunks(1), domain(*TEXTS), Cut(16))
     table = rows({name: {("t", m): i for m, i in s.items().items()} for name, s in (("a", found), ("b", other))})
     by_metric = {row["metric"]: row for row in table}
     assert by_metric["perplexity"]["differences"] == {}, "other tokens: per-token losses do not compare"

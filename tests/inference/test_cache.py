@@ -147,19 +147,19 @@ def test_a_method_without_a_ratio(opened, tmp_path: Path) -> None:
 
 def test_a_server_reads_past_the_context(opened) -> None:
     testclient = pytest.importorskip("starlette.testclient")
-    from fathom.inference.server import build_app
+    from fathom.inference.server import Service, build_app
 
     model, tokenizer = opened
     prompt = " ".join(TEXT * 2)
     ids = tokenizer(prompt)["input_ids"]
     assert len(ids) > model.config.max_position_embeddings
     body = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0}
-    with testclient.TestClient(build_app(model, tokenizer, "tiny", policy=FREQKV)) as client:
+    with testclient.TestClient(build_app(Service(model, tokenizer, "tiny", policy=FREQKV))) as client:
         answer = client.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         expected = tokenizer.decode(recomputed(model, ids, 12), skip_special_tokens=True)
         assert answer.json()["choices"][0]["text"] == expected
-    with testclient.TestClient(build_app(model, tokenizer, "tiny")) as client:
+    with testclient.TestClient(build_app(Service(model, tokenizer, "tiny"))) as client:
         assert client.post("/v1/completions", json=body).json()["error"]["code"] == "context_length_exceeded"
 
 

@@ -450,14 +450,14 @@ def test_a_planted_leak_is_seen(directory, monkeypatch):
         return await read(self, receive, chunks)
 
     monkeypatch.setattr(gate.Gate, "_read", hoarding)
-    with in_thread(server.build_app(*open_checkpoint(directory, "cpu"), "tiny")) as leaking:
+    with in_thread(server.build_app(server.Service(*open_checkpoint(directory, "cpu"), "tiny"))) as leaking:
         assert steady_growth(leaking, 60) > BOUND
 
 
 def test_who_sends_too_slowly(directory, monkeypatch):
     """Half a head, and half a body."""
     monkeypatch.setattr(gate, "PATIENCE", 0.5)
-    with in_thread(server.build_app(*open_checkpoint(directory, "cpu"), "tiny")) as waiting:
+    with in_thread(server.build_app(server.Service(*open_checkpoint(directory, "cpu"), "tiny"))) as waiting:
         with socket.create_connection(("127.0.0.1", waiting.port), timeout=30) as half:
             half.sendall(b"POST /v1/comp")
             assert half.recv(100) == b"", "closed"
@@ -470,12 +470,12 @@ def test_memory_for_the_cache_is_a_limit(directory):
     """What cannot fit is refused, what can waits; a budget for one row serves eight one after another."""
     model, tokenizer = open_checkpoint(directory, "cpu")
     rows = token_bytes(model, None) * 256
-    with in_thread(server.build_app(model, tokenizer, "tiny", memory=rows * 4 // 3)) as small:
+    with in_thread(server.build_app(server.Service(model, tokenizer, "tiny", memory=rows * 4 // 3))) as small:
         check_error(small.post(prompt="x", max_tokens=300), 400, "cache_memory_exceeded")
         assert small.post(prompt="x")[1]["usage"]["total_tokens"] <= 256, "no more than there is room for"
         with ThreadPoolExecutor(8) as pool:
             found = list(pool.map(lambda i: small.complete(PROMPTS[i], max_tokens=100).choices[0].text, range(8)))
-    with in_thread(server.build_app(model, tokenizer, "tiny", memory=100 * rows)) as large:
+    with in_thread(server.build_app(server.Service(model, tokenizer, "tiny", memory=100 * rows))) as large:
         assert found == [large.complete(PROMPTS[i], max_tokens=100).choices[0].text for i in range(8)]
 
 
@@ -490,7 +490,9 @@ def test_another_name_is_not_ours(served):
 
 
 def test_an_api_key_is_asked_for(directory):
-    with in_thread(server.build_app(*open_checkpoint(directory, "cpu"), "tiny", api_key="sésame")) as locked:
+    with in_thread(
+        server.build_app(server.Service(*open_checkpoint(directory, "cpu"), "tiny"), api_key="sésame")
+    ) as locked:
         assert locked.raw("GET", "/health")[0] == 200
         right = {"Authorization": "Bearer sésame".encode()}
         assert locked.raw("GET", "/v1/models", headers=right)[0] == 200
@@ -506,7 +508,7 @@ def test_an_api_key_is_asked_for(directory):
 
 def test_a_model_that_was_not_taught_to_converse(tmp_path):
     directory = export_tiny(tmp_path / "base", chat=False)
-    with in_thread(server.build_app(*open_checkpoint(directory, "cpu"), "base")) as base:
+    with in_thread(server.build_app(server.Service(*open_checkpoint(directory, "cpu"), "base"))) as base:
         message = {"role": "user", "content": "x"}
         check_error(base.post("/v1/chat/completions", messages=[message]), 400, "no_chat_template")
         status, answer = base.post(prompt="", max_tokens=3)  # an empty prompt starts a document
@@ -516,7 +518,7 @@ def test_a_model_that_was_not_taught_to_converse(tmp_path):
 
 
 def test_the_lens_is_live(directory):
-    with in_thread(server.build_app(*open_checkpoint(directory, "cpu"), "tiny", lens=add_lens)) as live:
+    with in_thread(server.build_app(server.Service(*open_checkpoint(directory, "cpu"), "tiny"), lens=add_lens)) as live:
         connection = http.client.HTTPConnection("127.0.0.1", live.port, timeout=60)
         connection.request("GET", "/lens")
         response = connection.getresponse()

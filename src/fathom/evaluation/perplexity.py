@@ -74,6 +74,24 @@ class Window(NamedTuple):
     stop: int
 
 
+@dataclass(frozen=True)
+class Cut:
+    """How a document is cut into windows."""
+
+    context: int
+    """Tokens a prediction may see at most, the start token included."""
+    stride: int | None = None
+    """From window to window; by default the context."""
+
+    def windows(self, length: int) -> Iterator[Window]:
+        """Those of a sequence of a start token and `length` tokens."""
+        scored = start = 0
+        while scored < length:
+            stop = min(start + self.context, length)
+            yield Window(start, scored, stop)
+            scored, start = stop, start + (self.stride or self.context)
+
+
 @dataclass
 class DomainScore:
     """The loss on a domain, kept by document so that checkpoints can be paired."""
@@ -209,21 +227,11 @@ def default_context(config: object) -> int:
     return min(getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT_CONTEXT, LONGEST_DEFAULT_CONTEXT)
 
 
-def windows(length: int, context: int, stride: int) -> Iterator[Window]:
-    """How a sequence of a start token and `length` tokens is cut."""
-    scored = start = 0
-    while scored < length:
-        stop = min(start + context, length)
-        yield Window(start, scored, stop)
-        scored, start = stop, start + stride
-
-
 def score(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     domain: Domain,
-    context: int,
-    stride: int | None = None,
+    cut: Cut,
     batch_size: int | None = None,
 ) -> DomainScore:
     """Score a domain.
@@ -232,17 +240,15 @@ def score(
         model: Any Hugging Face causal language model.
         tokenizer: Its tokenizer.
         domain: What to score.
-        context: Tokens a prediction may see at most, the start token included.
-        stride: From window to window; by default `context`.
+        cut: Into which windows.
         batch_size: Windows of full length at once. By default as many as fit: halved whenever memory runs out.
     """
-    stride = stride or context
-    if not 1 <= stride <= context:
-        raise PerplexityError(f"--stride {stride}: allowed: 1 to {context}, the context")
-    limit = getattr(model.config, "max_position_embeddings", None) or context
-    if context > limit:
-        raise PerplexityError(f"--context {context}: this model's context is {limit}")
-    forward = _Forward(model, batch_size and batch_size * context)
+    if cut.stride is not None and not 1 <= cut.stride <= cut.context:
+        raise PerplexityError(f"--stride {cut.stride}: allowed: 1 to {cut.context}, the context")
+    limit = getattr(model.config, "max_position_embeddings", None) or cut.context
+    if cut.context > limit:
+        raise PerplexityError(f"--context {cut.context}: this model's context is {limit}")
+    forward = _Forward(model, batch_size and batch_size * cut.context)
     begin, encode = beginning(tokenizer), encoder(tokenizer, domain)
     result = DomainScore()
     pending: list[tuple[int, Window, np.ndarray]] = []
@@ -253,7 +259,7 @@ def score(
             result.nats.append(0.0)
             result.tokens.append(len(ids) - 1)
             result.bytes.append(document.bytes)
-            for window in windows(len(ids) - 1, context, stride):
+            for window in cut.windows(len(ids) - 1):
                 pending.append((number, window, ids[window.start : window.stop + 1]))
             done += document.bytes
             if len(pending) >= SORTED_AT_ONCE:
@@ -263,15 +269,14 @@ def score(
     return result
 
 
-def sampled(tokens: Sequence[int], context: int, stride: int | None = None) -> list[tuple[int, Window]]:
+def sampled(tokens: Sequence[int], cut: Cut) -> list[tuple[int, Window]]:
     """(document, window) drawn at random, the same ones every time, until `SAMPLE` tokens and `WINDOWS` are reached.
 
     Args:
         tokens: How many each document has.
-        context: As `score` takes it.
-        stride: As `score` takes it.
+        cut: As `score` takes it.
     """
-    every = [(i, window) for i, count in enumerate(tokens) for window in windows(count, context, stride or context)]
+    every = [(i, window) for i, count in enumerate(tokens) for window in cut.windows(count)]
     chosen: list[tuple[int, Window]] = []
     seen = 0
     for place in np.random.default_rng(0).permutation(len(every)).tolist():
@@ -287,12 +292,11 @@ def read_sample(
     tokenizer: PreTrainedTokenizerBase,
     domain: Domain,
     tokens: Sequence[int],
-    context: int,
-    stride: int | None = None,
+    cut: Cut,
 ) -> Sample | None:
     """A sample of what `score` reads, in parallel and by decoding; None for a model whose passes need no rounds."""
     encode, begin, rows = encoder(tokenizer, domain), beginning(tokenizer), []
-    for number, window in sampled(tokens, context, stride):
+    for number, window in sampled(tokens, cut):
         ids = np.concatenate([[begin], encode(domain.documents[number])]).astype(np.int64)
         rows.append(Row(torch.from_numpy(ids[window.start : window.stop + 1]), window.stop - window.scored))
     return read_both_ways(model, rows) if rows else None

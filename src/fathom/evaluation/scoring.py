@@ -26,7 +26,7 @@ from fathom.errors import FathomError
 from fathom.evaluation.budgets import limited
 from fathom.evaluation.harness import TaskResult, TaskSettings, items_of, open_lm, run_task, tables
 from fathom.evaluation.paired import Scored, rows, table
-from fathom.evaluation.perplexity import LONGEST_DEFAULT_CONTEXT, Domain, DomainScore, read_domains, read_sample
+from fathom.evaluation.perplexity import LONGEST_DEFAULT_CONTEXT, Cut, Domain, DomainScore, read_domains, read_sample
 from fathom.evaluation.perplexity import score as score_domain
 from fathom.evaluation.results import ScoresReport, TextScore
 from fathom.evaluation.tasks import file_task, task_names
@@ -335,7 +335,7 @@ def _task(checkpoint: Checkpoint, name: str, settings: Settings) -> TaskResult:
 
 def _domain(checkpoint: Checkpoint, domain: Domain, context: int, settings: Settings) -> DomainScore:
     def make() -> Mapping[str, object]:
-        return score_domain(*checkpoint.open(), domain, context, settings.stride, settings.batch_size).to_dict()
+        return score_domain(*checkpoint.open(), domain, Cut(context, settings.stride), settings.batch_size).to_dict()
 
     key = _text_key(checkpoint, domain, context, settings)
     return DomainScore(**kept(checkpoint, settings.out, "perplexity", domain.name, key, make))
@@ -347,7 +347,7 @@ def _sample(
     """Some of a domain decoded as well; None of a model that reads it by no rounds."""
 
     def make() -> Mapping[str, object]:
-        found = read_sample(*checkpoint.open(), domain, tokens, context, settings.stride)
+        found = read_sample(*checkpoint.open(), domain, tokens, Cut(context, settings.stride))
         return {} if found is None else asdict(found)
 
     key = _text_key(checkpoint, domain, context, settings)

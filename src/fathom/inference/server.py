@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequen
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import uvicorn
@@ -328,26 +328,16 @@ def free_memory() -> int:
 
 
 def build_app(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    name: str,
-    api_key: str | None = None,
-    lens: AddPages | None = None,
-    hosts: Collection[str] | None = None,
-    **settings: Any,
+    service: Service, api_key: str | None = None, lens: AddPages | None = None, hosts: Collection[str] | None = None
 ) -> FastAPI:
     """The server as an ASGI application.
 
     Args:
-        model: An open causal language model.
-        tokenizer: Its tokenizer.
-        name: What clients call it.
+        service: The model and what is done with it.
         api_key: What clients must send as `Authorization: Bearer KEY`.
         lens: Adds pages of its own; `fathom.lens.live.add_lens` offers the lens at /lens.
         hosts: Names by which clients may call the server; None for any.
-        settings: As `Service` takes them.
     """
-    service = Service(model, tokenizer, name, **settings)
     app = FastAPI(title="Fathom", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service, app.state.engine = service, service.engine
 
@@ -388,9 +378,9 @@ def build_app(
     async def detokenize(body: dict[str, object]) -> dict[str, object]:
         asked = parsed(TokensBody, body)
         service.known(asked.model)
-        if not all(0 <= token < model.config.vocab_size for token in asked.tokens):
-            raise ApiError(400, f"tokens: must be 0 to {model.config.vocab_size - 1}", param="tokens")
-        return {"prompt": tokenizer.decode(asked.tokens)}
+        if not all(0 <= token < service.model.config.vocab_size for token in asked.tokens):
+            raise ApiError(400, f"tokens: must be 0 to {service.model.config.vocab_size - 1}", param="tokens")
+        return {"prompt": service.tokenizer.decode(asked.tokens)}
 
     @app.get("/metrics")
     async def metrics() -> Response:
@@ -401,7 +391,7 @@ def build_app(
         return {"status": "ok"}
 
     if lens is not None:
-        lens(app, model, tokenizer, name, service.engine)
+        lens(app, service.model, service.tokenizer, service.name, service.engine)
     _say_errors(app)
     # Every character may be escaped into six bytes, and few tokens have more than ten characters.
     app.add_middleware(Gate, api_key=api_key, body_limit=max(1 << 20, 64 * service.context), hosts=hosts)
@@ -549,9 +539,8 @@ def _run(
     name = options.name or Path(path).resolve().name
     check_trips(model, options.max_trips)
     policy = choose(model, options.kvcache, options.kvcache_window, options.kvcache_sinks, options.kvcache_ratio)
-    settings = {"memory": options.cache_memory, "policy": policy, "max_trips": options.max_trips}
-    app = build_app(model, tokenizer, name, options.api_key, lens, hosts, **settings)
-    engine: Engine = app.state.engine
+    service = Service(model, tokenizer, name, options.cache_memory, policy, options.max_trips)
+    app = build_app(service, options.api_key, lens, hosts)
     address, port = listener.getsockname()[:2]
     url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
     ready = f"{name} at {url}/v1" + (f", lens at {url}/lens" if lens else "")
@@ -564,6 +553,6 @@ def _run(
     gc.collect()
     gc.freeze()
     try:
-        _Server(config, engine, options.grace, ready).run(sockets=[listener])
+        _Server(config, service.engine, options.grace, ready).run(sockets=[listener])
     finally:
-        engine.join(10.0)
+        service.engine.join(10.0)
