@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from typing import TYPE_CHECKING
+
+from .roles import Recurrence
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
 
 
 def draw(seed: int | None, step: int, what: str) -> int:
@@ -14,3 +20,24 @@ def between(bounds: list[int], seed: int | None, step: int, what: str) -> int:
     """Uniform over least..most, both included."""
     least, most = bounds
     return least + draw(seed, step, what) % (most - least + 1)
+
+
+class DrawnTrips(Recurrence):
+    """A recurrence whose training may draw the number of trips anew for every step (`trips_range`)."""
+
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__(config)
+        given = config.recurrence_options
+        self.trips_range, self.seed = given["trips_range"], given["seed"]
+
+    @classmethod
+    def training_trips(cls, config: FathomConfig) -> tuple[int, int]:
+        """As `trips_range` says."""
+        least, most = config.recurrence_options["trips_range"] or [cls.trips_of(config)] * 2
+        return least, most
+
+    def set_step(self, step: int, steps: int | None = None) -> None:
+        """Draw this step's trips, the same on every rank."""
+        super().set_step(step, steps)
+        if self.trips_range:
+            self.drawn_trips = between(self.trips_range, self.seed, step, "depth")

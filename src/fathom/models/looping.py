@@ -26,9 +26,10 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .arithmetic import layer_cache_bytes, layer_flops
+from .draws import DrawnTrips
 from .early_loss import EarlyReadout, check_early_loss
 from .numerics import widen
-from .pondering import DrawnTrips, check_trips_range
+from .pondering import check_trips_range
 from .rms_norm import RMSNorm
 from .roles import Cost, Mechanism, RecurrenceOptions, TripState
 

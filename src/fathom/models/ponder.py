@@ -15,17 +15,9 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from .draws import DrawnTrips
 from .early_loss import EarlyReadout, check_early_loss
-from .pondering import (
-    DrawnTrips,
-    MixtureOptions,
-    Pondering,
-    SolverOptions,
-    check_trips_range,
-    mixed,
-    mixture_cost,
-    trips_cost,
-)
+from .pondering import MixtureOptions, Pondering, SolverOptions, check_trips_range, mixed, mixture_cost, trips_cost
 from .roles import Cost, Mechanism, TripState, View
 
 if TYPE_CHECKING:

@@ -127,27 +127,6 @@ class Pondering(Recurrence, Generic[Chosen]):
         return isinstance(self.options, SolverOptions) and self.options.prefill == "exact"
 
 
-class DrawnTrips(Recurrence):
-    """A recurrence whose training may draw the number of trips anew for every step (`trips_range`)."""
-
-    def __init__(self, config: FathomConfig) -> None:
-        super().__init__(config)
-        given = config.recurrence_options
-        self.trips_range, self.seed = given["trips_range"], given["seed"]
-
-    @classmethod
-    def training_trips(cls, config: FathomConfig) -> tuple[int, int]:
-        """As `trips_range` says."""
-        least, most = config.recurrence_options["trips_range"] or [cls.trips_of(config)] * 2
-        return least, most
-
-    def set_step(self, step: int, steps: int | None = None) -> None:
-        """Draw this step's trips, the same on every rank."""
-        super().set_step(step, steps)
-        if self.trips_range:
-            self.drawn_trips = between(self.trips_range, self.seed, step, "depth")
-
-
 class Sampled(Pondering[ChosenSampled]):
     """A recurrence with a penalty that looks at a part of the tokens, so that the head runs on few more."""
 

@@ -39,13 +39,13 @@ class Speculation:
     draft_trips: int = 1
     draft_tokens: int = 6
     """Tokens per round to begin with: one more after a round in which all were kept, one fewer after any other."""
-    rounds: int = 0
-    drafted: int = 0
-    accepted: int = 0
+    rounds: int = field(default=0, init=False)
+    drafted: int = field(default=0, init=False)
+    accepted: int = field(default=0, init=False)
     """Of the drafted, those that the whole model would have made."""
-    tokens: int = 0
+    tokens: int = field(default=0, init=False)
     """New tokens, all rows."""
-    streamer: BaseStreamer | None = field(default=None, repr=False)
+    streamer: BaseStreamer | None = field(default=None, init=False, repr=False)
 
     @property
     def acceptance(self) -> float:
