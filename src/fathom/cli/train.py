@@ -42,10 +42,7 @@ def add(parser: Parser) -> None:
         help="branch: begin --run with the weights, optimizer state and data position of a checkpoint of another run",
     )
     parser.add_argument(
-        "--cooldown",
-        type=int,
-        metavar="STEPS",
-        help="with --from: let the learning rate fall over this many steps, and end",
+        "--cooldown", type=int, metavar="STEPS", help="with --from: let the rate fall over this many steps, and end"
     )
     parser.add_argument("--new", action="store_true", help="refuse to continue a run that exists")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and what it costs, and stop")
