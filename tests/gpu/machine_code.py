@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import triton
-import triton.language as tl
 from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -61,7 +60,7 @@ def mixes() -> Iterator[Kernel]:
     """The depth mix: groups of 1, 4 and 8 queries, heads of 64 and 128, up to 25 sources."""
     half, full = "*bf16", "*fp32"
     for group, width, count in ((1, 64, 2), (4, 64, 2), (4, 64, 7), (4, 64, 25), (8, 64, 7), (4, 128, 25)):
-        fixed = {**depth_mix.constants(group, width, count), "WIDE": tl.float32}
+        fixed = depth_mix.constants(group, width)
         several = (half,) * count
         shape = f"G {group}, D {width}, {count} sources"
         inputs = {"query": half, "keys": several, "values": several, "weights": full, "rows": "i32"}
@@ -75,7 +74,7 @@ def pools() -> Iterator[Kernel]:
     """The pooling: rows of 1024 to 4096, up to 25 sources, with a bias."""
     half, full = "*bf16", "*fp32"
     for width, count in ((1024, 9), (2048, 2), (2048, 9), (2048, 16), (2048, 25), (4096, 9)):
-        fixed = {**depth_pool.constants(width, count, 1e-6), "WIDE": tl.float32}
+        fixed = depth_pool.constants(width, 1e-6)
         several, shape = (half,) * count, f"width {width}, {count} sources"
         inputs = {"query": full, "sources": several, "weights": full, "rows": "i32"}
         warps = depth_pool.warps(width)

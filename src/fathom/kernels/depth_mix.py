@@ -14,19 +14,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fathom.kernels.online import Context, absorb, wide_of
+from fathom.kernels.online import Context, absorb, nothing, read, tile
 
 TILE = 2048
 """Numbers of one tensor that a program holds at a time."""
 
 
 @triton.jit
-def pooled(query, row, column, inside, GROUP: tl.constexpr, WIDTH: tl.constexpr, WIDE: tl.constexpr):
+def pooled(query, row, column, inside, GROUP: tl.constexpr, WIDTH: tl.constexpr):
     """The mean query of each row's group, `[rows, D]`."""
-    total = tl.zeros(inside.shape, WIDE)
-    for g in tl.static_range(GROUP):
-        at = (row * GROUP + g)[:, None] * WIDTH + column[None, :]
-        total += tl.load(query + at, mask=inside, other=0.0).to(WIDE)
+    total = read(query + (row * GROUP)[:, None] * WIDTH + column[None, :], inside)
+    for g in tl.static_range(1, GROUP):
+        total += read(query + (row * GROUP + g)[:, None] * WIDTH + column[None, :], inside)
     return total / GROUP
 
 
@@ -39,35 +38,23 @@ def depth_mix_forward(
     mixed,  # [rows, D]
     weights,  # [sources, rows]
     rows,
-    COUNT: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
     TALL: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """ṽ and α of a tile of rows."""
-    row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
-    column = tl.arange(0, PADDED)
-    live = row < rows
-    inside = live[:, None] & (column < WIDTH)[None, :]
-    at = row[:, None] * WIDTH + column[None, :]
-    q = pooled(query, row, column, inside, GROUP, WIDTH, WIDE)
-    top = tl.full((TALL,), float("-inf"), WIDE)
-    total = tl.zeros((TALL,), WIDE)
-    sum_ = tl.zeros((TALL, PADDED), WIDE)
+    row, column, live, inside, at = tile(tl.program_id(0).to(tl.int64), rows, TALL, WIDTH)
+    q = pooled(query, row, column, inside, GROUP, WIDTH)
+    top, total, sum_ = nothing(live, inside, q.dtype)
     scores = ()
-    for j in tl.static_range(COUNT):
-        k = tl.load(keys[j] + at, mask=inside, other=0.0).to(WIDE)
-        score = tl.sum(q * k, 1) * SCALE
-        if bias is not None and j == COUNT - 1:
-            score += tl.load(bias).to(WIDE)
-        v = tl.load(values[j] + at, mask=inside, other=0.0).to(WIDE)
-        top, total, sum_ = absorb(top, total, sum_, score, v)
+    for j in tl.static_range(len(keys)):
+        score = tl.sum(q * read(keys[j] + at, inside), 1) * WIDTH**-0.5
+        if bias is not None and j == len(keys) - 1:
+            score += tl.load(bias).to(score.dtype)
+        top, total, sum_ = absorb(top, total, sum_, score, read(values[j] + at, inside))
         scores = scores + (score,)  # noqa: RUF005
     tl.store(mixed + at, (sum_ / total[:, None]).to(mixed.dtype.element_ty), mask=inside)
-    for j in tl.static_range(COUNT):
+    for j in tl.static_range(len(keys)):
         tl.store(weights + j * rows + row, tl.exp(scores[j] - top) / total, mask=live)
 
 
@@ -82,54 +69,36 @@ def depth_mix_backward(
     grad_keys,
     grad_values,
     rows,
-    COUNT: tl.constexpr,
     GROUP: tl.constexpr,
     WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
     TALL: tl.constexpr,
-    SCALE: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """Every gradient of a tile of rows: first what the values say of each weight, then the keys and the query."""
-    row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
-    column = tl.arange(0, PADDED)
-    live = row < rows
-    inside = live[:, None] & (column < WIDTH)[None, :]
-    at = row[:, None] * WIDTH + column[None, :]
-    d = tl.load(grad + at, mask=inside, other=0.0).to(WIDE)
-    mean = tl.zeros((TALL,), WIDE)
+    row, column, live, inside, at = tile(tl.program_id(0).to(tl.int64), rows, TALL, WIDTH)
+    d = read(grad + at, inside)
+    mean = tl.zeros(live.shape, d.dtype)
     gains = ()
-    for j in tl.static_range(COUNT):
-        weight = tl.load(weights + j * rows + row, mask=live, other=0.0)
-        v = tl.load(values[j] + at, mask=inside, other=0.0).to(WIDE)
-        gain = tl.sum(d * v, 1)
+    for j in tl.static_range(len(keys)):
+        weight = read(weights + j * rows + row, live)
+        gain = tl.sum(d * read(values[j] + at, inside), 1)
         mean += weight * gain
         gains = gains + (gain,)  # noqa: RUF005
         tl.store(grad_values[j] + at, (weight[:, None] * d).to(grad_values[j].dtype.element_ty), mask=inside)
-    q = pooled(query, row, column, inside, GROUP, WIDTH, WIDE)
-    along = tl.zeros((TALL, PADDED), WIDE)
-    for j in tl.static_range(COUNT):
-        weight = tl.load(weights + j * rows + row, mask=live, other=0.0)
-        score = weight * (gains[j] - mean) * SCALE
-        k = tl.load(keys[j] + at, mask=inside, other=0.0).to(WIDE)
-        along += score[:, None] * k
+    q = pooled(query, row, column, inside, GROUP, WIDTH)
+    along = tl.zeros(inside.shape, q.dtype)
+    for j in tl.static_range(len(keys)):
+        weight = read(weights + j * rows + row, live)
+        score = weight * (gains[j] - mean) * WIDTH**-0.5
+        along += score[:, None] * read(keys[j] + at, inside)
         tl.store(grad_keys[j] + at, (score[:, None] * q).to(grad_keys[j].dtype.element_ty), mask=inside)
     shared = (along / GROUP).to(grad_query.dtype.element_ty)
     for g in tl.static_range(GROUP):
         tl.store(grad_query + (row * GROUP + g)[:, None] * WIDTH + column[None, :], shared, mask=inside)
 
 
-def constants(group: int, width: int, count: int) -> dict[str, object]:
-    """What a kernel is compiled for: query heads to a key-value head, head size, and sources with the own layer."""
-    padded = triton.next_power_of_2(width)
-    return {
-        "COUNT": count,
-        "GROUP": group,
-        "WIDTH": width,
-        "PADDED": padded,
-        "TALL": max(1, TILE // padded),
-        "SCALE": width**-0.5,
-    }
+def constants(group: int, width: int) -> dict[str, int]:
+    """What a kernel is compiled for: query heads to a key-value head, head size, and the rows of a tile."""
+    return {"GROUP": group, "WIDTH": width, "TALL": max(1, TILE // triton.next_power_of_2(width))}
 
 
 def depth_mix(
@@ -154,7 +123,7 @@ def mix(
     like = values[-1]
     batch, heads, length, width = like.shape
     mixed, weights = _outputs(like, len(keys))
-    rows, fixed = batch * heads * length, constants(query.shape[1] // heads, width, len(keys))
+    rows, fixed = batch * heads * length, constants(query.shape[1] // heads, width)
     if rows:
         with torch.cuda.device_of(query):
             depth_mix_forward[(triton.cdiv(rows, fixed["TALL"]),)](
@@ -165,17 +134,12 @@ def mix(
                 mixed.transpose(1, 2),
                 weights,
                 rows,
-                WIDE=wide_of(like),
                 **fixed,
             )
     return mixed, weights
 
 
-@mix.register_fake
-def _(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], self_bias: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return _outputs(values[-1], len(keys))
+mix.register_fake(lambda query, keys, values, self_bias: _outputs(values[-1], len(keys)))
 
 
 @torch.library.custom_op("fathom::depth_mix_backward", mutates_args=())
@@ -185,7 +149,7 @@ def mix_backward(
     """Gradients of the query, of all keys and of all values, in this order."""
     batch, heads, length, width = grad.shape
     made = _gradients(query, keys, values)
-    rows, fixed = batch * heads * length, constants(query.shape[1] // heads, width, len(keys))
+    rows, fixed = batch * heads * length, constants(query.shape[1] // heads, width)
     flat = [x.transpose(1, 2) for x in made]
     if rows:
         with torch.cuda.device_of(query):
@@ -199,15 +163,12 @@ def mix_backward(
                 tuple(flat[1 : 1 + len(keys)]),
                 tuple(flat[1 + len(keys) :]),
                 rows,
-                WIDE=wide_of(grad),
                 **fixed,
             )
     return made
 
 
-@mix_backward.register_fake
-def _(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], weights: Tensor, grad: Tensor) -> list[Tensor]:
-    return _gradients(query, keys, values)
+mix_backward.register_fake(lambda query, keys, values, weights, grad: _gradients(query, keys, values))
 
 
 def _keep(

@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fathom.kernels.online import Context, absorb, wide_of
+from fathom.kernels.online import Context, absorb, nothing, read, tile
 
 TILE = 2048
 """Numbers that a program holds at a time, of one source: a row, or several short ones."""
@@ -33,33 +33,24 @@ def depth_pool_forward(
     mixed,  # [rows, D]
     weights,  # [sources, rows]
     rows,
-    COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
     TALL: tl.constexpr,
     EPS: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """h and α of a tile of rows."""
-    row = tl.program_id(0).to(tl.int64) * TALL + tl.arange(0, TALL)
-    column = tl.arange(0, PADDED)
-    live = row < rows
-    inside = live[:, None] & (column < WIDTH)[None, :]
-    at = row[:, None] * WIDTH + column[None, :]
-    q = tl.load(query + column, mask=column < WIDTH, other=0.0).to(WIDE)[None, :]
-    top = tl.full((TALL,), float("-inf"), WIDE)
-    total = tl.zeros((TALL,), WIDE)
-    sum_ = tl.zeros((TALL, PADDED), WIDE)
+    row, column, live, inside, at = tile(tl.program_id(0).to(tl.int64), rows, TALL, WIDTH)
+    q = read(query + column, column < WIDTH)[None, :]
+    top, total, sum_ = nothing(live, inside, q.dtype)
     scores = ()
-    for j in tl.static_range(COUNT):
-        x = tl.load(sources[j] + at, mask=inside, other=0.0).to(WIDE)
+    for j in tl.static_range(len(sources)):
+        x = read(sources[j] + at, inside)
         score = tl.sum(x * q, 1) / tl.sqrt(tl.sum(x * x, 1) / WIDTH + EPS)
-        if bias is not None and j == COUNT - 1:
-            score += tl.load(bias).to(WIDE)
+        if bias is not None and j == len(sources) - 1:
+            score += tl.load(bias).to(score.dtype)
         top, total, sum_ = absorb(top, total, sum_, score, x)
         scores = scores + (score,)  # noqa: RUF005
     tl.store(mixed + at, (sum_ / total[:, None]).to(mixed.dtype.element_ty), mask=inside)
-    for j in tl.static_range(COUNT):
+    for j in tl.static_range(len(sources)):
         tl.store(weights + j * rows + row, tl.exp(scores[j] - top) / total, mask=live)
 
 
@@ -74,50 +65,42 @@ def depth_pool_backward(
     grad_sources,
     rows,
     programs,
-    COUNT: tl.constexpr,
     WIDTH: tl.constexpr,
-    PADDED: tl.constexpr,
     TALL: tl.constexpr,
     EPS: tl.constexpr,
-    WIDE: tl.constexpr,
 ):
     """The sources' gradients of every `programs`-th tile, and what its rows add to the query's and the bias'."""
-    column = tl.arange(0, PADDED)
     first = tl.program_id(0).to(tl.int64)
-    q = tl.load(query + column, mask=column < WIDTH, other=0.0).to(WIDE)[None, :]
-    of_query = tl.zeros((TALL, PADDED), WIDE)
-    of_bias = tl.zeros((TALL,), WIDE)
-    for tile in range(first, tl.cdiv(rows, TALL), programs):
-        row = tile * TALL + tl.arange(0, TALL)
-        live = row < rows
-        inside = live[:, None] & (column < WIDTH)[None, :]
-        at = row[:, None] * WIDTH + column[None, :]
-        d = tl.load(grad + at, mask=inside, other=0.0).to(WIDE)
-        mean = tl.zeros((TALL,), WIDE)
-        for j in tl.static_range(COUNT):
-            gain = tl.sum(d * tl.load(sources[j] + at, mask=inside, other=0.0).to(WIDE), 1)
-            mean += tl.load(weights + j * rows + row, mask=live, other=0.0) * gain
-        for j in tl.static_range(COUNT):
-            x = tl.load(sources[j] + at, mask=inside, other=0.0).to(WIDE)
+    column = tl.arange(0, triton.next_power_of_2(WIDTH))
+    q = read(query + column, column < WIDTH)[None, :]
+    of_query = tl.zeros((TALL, triton.next_power_of_2(WIDTH)), q.dtype)
+    of_bias = tl.zeros((TALL,), q.dtype)
+    for number in range(first, tl.cdiv(rows, TALL), programs):
+        row, _, live, inside, at = tile(number, rows, TALL, WIDTH)
+        d = read(grad + at, inside)
+        mean = tl.zeros((TALL,), d.dtype)
+        for j in tl.static_range(len(sources)):
+            mean += read(weights + j * rows + row, live) * tl.sum(d * read(sources[j] + at, inside), 1)
+        for j in tl.static_range(len(sources)):
+            x = read(sources[j] + at, inside)
             inverse = 1.0 / tl.sqrt(tl.sum(x * x, 1) / WIDTH + EPS)
             score = tl.sum(x * q, 1) * inverse
-            weight = tl.load(weights + j * rows + row, mask=live, other=0.0)
+            weight = read(weights + j * rows + row, live)
             back = weight * (tl.sum(d * x, 1) - mean)  # again, since all of them would not fit the registers
             along = back * inverse
             made = weight[:, None] * d + along[:, None] * q - (along * score * inverse / WIDTH)[:, None] * x
             tl.store(grad_sources[j] + at, made.to(grad_sources[j].dtype.element_ty), mask=inside)
             of_query += along[:, None] * x
-            if grad_bias is not None and j == COUNT - 1:
+            if grad_bias is not None and j == len(sources) - 1:
                 of_bias += back
     tl.store(grad_query + first * WIDTH + column, tl.sum(of_query, 0), mask=column < WIDTH)
     if grad_bias is not None:
         tl.store(grad_bias + first, tl.sum(of_bias, 0))
 
 
-def constants(width: int, count: int, eps: float) -> dict[str, object]:
-    """What a kernel is compiled for: the row's width, sources, and the ε of their rms."""
-    padded = triton.next_power_of_2(width)
-    return {"COUNT": count, "WIDTH": width, "PADDED": padded, "TALL": max(1, TILE // padded), "EPS": eps}
+def constants(width: int, eps: float) -> dict[str, float]:
+    """What a kernel is compiled for: the row's width, the rows of a tile, and the ε of the sources' rms."""
+    return {"WIDTH": width, "TALL": max(1, TILE // triton.next_power_of_2(width)), "EPS": eps}
 
 
 def warps(width: int) -> int:
@@ -144,7 +127,7 @@ def pool(sources: Sequence[Tensor], query: Tensor, recency_bias: Tensor | None, 
     rows = weights[0].numel()
     if rows:
         width = query.shape[0]
-        fixed = constants(width, len(sources), eps)
+        fixed = constants(width, eps)
         with torch.cuda.device_of(mixed):
             depth_pool_forward[(triton.cdiv(rows, fixed["TALL"]),)](
                 query.contiguous(),
@@ -153,16 +136,13 @@ def pool(sources: Sequence[Tensor], query: Tensor, recency_bias: Tensor | None, 
                 mixed,
                 weights,
                 rows,
-                WIDE=wide_of(mixed),
                 num_warps=warps(width),
                 **fixed,
             )
     return mixed, weights
 
 
-@pool.register_fake
-def _(sources: Sequence[Tensor], query: Tensor, recency_bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    return _outputs(sources)
+pool.register_fake(lambda sources, query, recency_bias, eps: _outputs(sources))
 
 
 @torch.library.custom_op("fathom::depth_pool_backward", mutates_args=())
@@ -176,7 +156,7 @@ def pool_backward(
 ) -> list[Tensor]:
     """Gradients of the query, of the bias where it is `biased`, and of all sources, in this order."""
     rows, width = weights[0].numel(), query.shape[0]
-    fixed = constants(width, len(sources), eps)
+    fixed = constants(width, eps)
     programs = max(1, min(triton.cdiv(rows, fixed["TALL"]), PROGRAMS))
     of_query = weights.new_zeros((programs, width))
     of_bias = weights.new_zeros(programs) if biased else None
@@ -193,7 +173,6 @@ def pool_backward(
                 tuple(made),
                 rows,
                 programs,
-                WIDE=wide_of(grad),
                 num_warps=warps(width),
                 **fixed,
             )
@@ -201,17 +180,9 @@ def pool_backward(
     return [of_query.sum(0).to(query.dtype), *bias, *made]
 
 
-@pool_backward.register_fake
-def _(
-    sources: Sequence[Tensor],
-    query: Tensor,
-    weights: Tensor,
-    grad: Tensor,
-    eps: float,
-    biased: bool,
-) -> list[Tensor]:
-    bias = [weights.new_empty(1)] if biased else []
-    return [torch.empty_like(query), *bias, *_like(sources)]
+pool_backward.register_fake(
+    lambda sources, query, weights, grad, eps, biased: _gradients(sources, query, weights, biased)
+)
 
 
 def _keep(
@@ -243,3 +214,8 @@ def _outputs(sources: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
 
 def _like(sources: Sequence[Tensor]) -> list[Tensor]:
     return [torch.empty_like(s, memory_format=torch.contiguous_format) for s in sources]
+
+
+def _gradients(sources: Sequence[Tensor], query: Tensor, weights: Tensor, biased: bool) -> list[Tensor]:
+    bias = [weights.new_empty(1)] if biased else []
+    return [torch.empty_like(query), *bias, *_like(sources)]
