@@ -1,7 +1,7 @@
 """Nothing in a training step waits for the device; a halting token costs one question per trip.
 
 By dispatch tracing on a CPU: what would make the host wait is an operator of its own, whatever the device. What the
-host is told on purpose goes through `fathom.models.host.told`.
+host reads on purpose goes through `fathom.models.host.to_host`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ MODULES = (several_trips, slot_cache, slots)
 
 @pytest.fixture
 def questions(monkeypatch):
-    """What the host was told, as it is told."""
+    """Every tensor that `to_host` reads, in order."""
     asked = []
     for module in MODULES:
-        monkeypatch.setattr(module, "told", lambda x: (asked.append(x), x.tolist())[1])
+        monkeypatch.setattr(module, "to_host", lambda x: (asked.append(x), x.tolist())[1])
     return asked
 
 

@@ -3,11 +3,11 @@
     σ_k = sigmoid(MLP_k(h_k))      alive_{k+1} = alive_k · [σ_k >= τ]      x_{k+1} = x_k + alive_{k+1} σ_k μ_{k+1}
 
 A halted token keeps the keys, values and output of its last trip; later trips of others read those. Since the gate
-multiplies the update, cutting it at τ removes next to nothing, which is why training needs no estimator.
+multiplies the update, cutting it at τ changes almost nothing, so training needs no gradient estimator for the cut.
 
 The penalty is λ times the mean of the lowest q of all gates: λ = `penalty_max`, with q growing from 0 to
-`penalty_fraction` over `penalty_span`. A halted token's gates count as 0, so once a part q of all gates is shut the
-penalty has no gradient left: q is the part of the further trips that it saves, not a pressure that goes on.
+`penalty_fraction` over `penalty_span`. A halted token's gates count as 0, so once a share q of all gates is shut the
+penalty has no gradient: q sets the share of further trips to save, and the penalty stops there.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from .numerics import widen
 from .pondering import (
     MixtureOptions,
     Pondering,
+    check_not_negative,
     check_over,
-    check_positive,
     check_threshold,
     entropy,
     lowest_sum,
@@ -54,19 +54,19 @@ class AdaponderOptions(MixtureOptions, HaltingOptions):
     penalty_max: float = 0.1
     """λ."""
     penalty_fraction: float = 0.1
-    """q in the end: the part of all gates that the penalty shuts; it is zero from there on."""
+    """Final q: the share of all gates that the penalty shuts. Once they are shut the penalty is 0."""
     penalty_span: list = field(default_factory=lambda: [0.1, 0.3])
     """Between which fractions of training q grows."""
     penalty_on: str = "sigmoid"
-    """`sigmoid`, as the gate acts; or `logit`, whose slope does not fade before the cut."""
+    """`sigmoid`: the gate itself; or `logit`, whose gradient does not vanish before the cut."""
     penalty_over: str = "row"
-    """The lowest of every `row`, or of the `batch` (the paper's words), which depends on how it is split up."""
+    """The lowest gates of every `row`, or of the `batch` as in the paper, which depends on how batches are split."""
 
     def resolve(self, config: FathomConfig) -> AdaponderOptions:
         """Refuse what is impossible."""
         self.check(config)
         check_over(self.penalty_over)
-        check_positive("penalty_max", self.penalty_max)
+        check_not_negative("penalty_max", self.penalty_max)
         if self.penalty_on not in ("sigmoid", "logit"):
             raise ValueError(f"recurrence_options.penalty_on must be sigmoid or logit, got {self.penalty_on!r}")
         span = self.penalty_span
@@ -115,7 +115,7 @@ class Adaponder(Pondering[AdaponderOptions]):
         return True
 
     def init_weights(self, std: float) -> None:
-        """Open: a bias, and a last weight that hardly moves it."""
+        """Start with open gates: a bias, and a small last weight."""
         init.zeros_(self.fraction)
         for gate in self.gates:
             assert isinstance(gate, HaltGate)
@@ -160,7 +160,7 @@ class Adaponder(Pondering[AdaponderOptions]):
         return {"penalty": self.options.penalty_max * per_item(total, targets, num_items_in_batch)}
 
     def metrics(self, state: TripState, targets: Tensor) -> dict[str, Tensor]:
-        """Trips, how undecided the gates are, and how many of them are about to shut or have."""
+        """Mean trips, the gates' entropy, and the share of gates that are shut or nearly so."""
         gates = self._gates(state)
         found = super().metrics(state, targets)
         if gates is not None:

@@ -9,18 +9,18 @@ if TYPE_CHECKING:
 
 
 def layer_flops(config: FathomConfig) -> int:
-    """The matrix products of one layer, attention scores left out."""
+    """FLOPs per token of one layer's projections and MLP; attention scores are left out."""
     attention = config.hidden_size * config.head_dim * 2 * (config.num_attention_heads + config.num_key_value_heads)
     return 2 * (attention + 3 * config.hidden_size * config.intermediate_size)
 
 
 def head_flops(config: FathomConfig) -> int:
-    """Logits of one token."""
+    """FLOPs of one token's logits."""
     return 2 * config.hidden_size * config.vocab_size
 
 
 def layer_cache_bytes(config: FathomConfig, bytes_per_scalar: int = 2) -> int:
-    """One layer's key and value of one token."""
+    """Bytes of one token's key and value in one layer."""
     return 2 * config.num_key_value_heads * config.head_dim * bytes_per_scalar
 
 

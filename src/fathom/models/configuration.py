@@ -38,7 +38,7 @@ class FathomConfig(Qwen3Config):
         k_norm_position: Keys are normed `before_rope`, or `after_rope` as the released Depth-Attention weights need.
         embedding_scale: Factor on the input embeddings.
         output_init: `plain`, or `depth`: smaller initial output projections, the deeper the model.
-        max_trips: A budget of trips per token, of those that the model was trained for; None is as many as it makes.
+        max_trips: Most trips per token, up to the number that the model was trained for; None for no limit.
 
     Every other key is `Qwen3Config`'s.
     """
@@ -60,7 +60,7 @@ class FathomConfig(Qwen3Config):
     recurrence_options: dict = field(default_factory=dict)
     """Options of the recurrence."""
     max_trips: int | None = None
-    """Trips per token at most, where a call does not say: a budget at run time, also for engines (`hf_overrides`)."""
+    """Most trips per token, unless a call says otherwise; engines can set it too (vLLM's `hf_overrides`)."""
     k_norm_position: str = "before_rope"
     """`after_rope` norms keys after rotating them, as the released Depth-Attention weights need."""
     embedding_scale: float = 1.0
@@ -105,7 +105,7 @@ class FathomConfig(Qwen3Config):
             )
 
     def validate_rope(self) -> None:
-        """As transformers does, which names neither a kind that it does not know nor the key that lacks another."""
+        """As in transformers, with messages that name an unknown `rope_type` and the key that lacks a parameter."""
         given = self.rope_parameters or {}
         for part in given.values() if given and all(isinstance(part, dict) for part in given.values()) else [given]:
             kind, theta = part.get("rope_type", part.get("type", "default")), part.get("rope_theta", 1.0)

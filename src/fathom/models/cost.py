@@ -2,8 +2,8 @@
 
 FLOPs are per token and count a multiply-add as two. Causal attention is counted once, (T + 1) / 2 positions, or fewer
 in a sliding window; the head is counted, the embedding look-up is not. A training step is three forward passes of
-training, which are not those of decoding where Jacobi rounds stand for the order in time, and what a mechanism declares
-beyond that. Tokens that halt are counted as if they did not.
+training (with Jacobi rounds, where decoding needs none), and what a mechanism declares beyond that. Tokens that halt
+are counted as if they did not.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from .slots import plan
 
 
 def count_parameters(config: FathomConfig) -> int:
-    """Exactly, from the shapes of a model without memory."""
+    """The exact number of parameters, from the shapes of a model on the meta device."""
     with torch.device("meta"):
         model = FathomForCausalLM(config)
     return sum(p.numel() for p in model.parameters())
 
 
 def mechanism_cost(config: FathomConfig, bytes_per_scalar: int = 2) -> Cost:
-    """What the three axes add to the vanilla decoder, attention scores of further trips left out."""
+    """What the three axes add to the vanilla decoder, without the attention scores of further trips."""
     total, visits = Cost(), [visit for trip in plan(config) for visit in trip]
     for axis in AXES:
         total = total + mechanism(axis, getattr(config, axis)).cost(config, visits, bytes_per_scalar)
@@ -37,7 +37,7 @@ def mechanism_cost(config: FathomConfig, bytes_per_scalar: int = 2) -> Cost:
 
 
 def attention_reads(config: FathomConfig) -> list[int]:
-    """Keys that a token's trips read for each earlier token, layer by layer; in vanilla it is one."""
+    """How many keys of each earlier token all trips of a token read, layer by layer; one in vanilla."""
     trips, view = plan(config), recurrence_class(config).sees(config)
     banks = {View.SAME: [1] * len(trips), View.DUO: range(1, len(trips) + 1), View.ALL: [len(trips)] * len(trips)}
     reads = [0] * config.num_hidden_layers
@@ -53,37 +53,37 @@ def _attention(config: FathomConfig, sequence_length: int, reads: Sequence[float
 
 
 def vanilla_flops_per_token(config: FathomConfig, sequence_length: int) -> float:
-    """One forward pass with every axis at its first value."""
+    """FLOPs per token of a forward pass with every axis at its first value."""
     layers = config.num_hidden_layers
     return layers * layer_flops(config) + _attention(config, sequence_length, [1] * layers) + head_flops(config)
 
 
 def flops_per_token(config: FathomConfig, sequence_length: int) -> float:
-    """One forward pass as decoding makes it, mechanisms included: all trips, as if no token halted."""
+    """FLOPs per token of decoding, mechanisms included: all trips, as if no token halted."""
     attention = _attention(config, sequence_length, attention_reads(config))
     return head_flops(config) + _linear_flops(config) + attention
 
 
 def training_flops_per_token(config: FathomConfig, sequence_length: int) -> float:
-    """A training step, forward and backward, on average over whatever is drawn for it."""
+    """FLOPs per token of a training step, forward and backward: the mean over what is drawn for it."""
     return training_flops_range(config, sequence_length)[1]
 
 
 def training_flops_range(config: FathomConfig, sequence_length: int) -> tuple[float, float, float]:
-    """The least, the mean and the most that a training step costs a token, forward and backward."""
+    """FLOPs per token of a training step, forward and backward: least, mean and most over what is drawn for it."""
     costs = [_training_flops(drawn, sequence_length, rounds) for drawn, rounds in _draws(config)]
     return min(costs), sum(costs) / len(costs), max(costs)
 
 
 def training_visits(config: FathomConfig) -> tuple[float, int]:
-    """How often a token goes through a layer in one forward pass of training: on average, and at the most."""
+    """Passes of a token through a layer in one forward pass of training: the mean and the most."""
     found = [_visits(drawn, rounds) for drawn, rounds in _draws(config)]
     return sum(found) / len(found), max(found)
 
 
 def _draws(config: FathomConfig) -> list[tuple[FathomConfig, int]]:
-    """Every number of trips that training may draw, with the fewest and the most rounds: whatever a forward pass costs
-    is linear in the rounds and draws are uniform, so the mean of these is the mean."""
+    """Every number of trips that training may draw, with the fewest and with the most rounds. The cost is linear in
+    the rounds and draws are uniform, so the mean over this list is the mean over all draws."""
     recurrence = recurrence_class(config)
     least, most = recurrence.training_trips(config)
     rounds = recurrence.training_rounds(config)
@@ -96,7 +96,7 @@ def _visits(config: FathomConfig, rounds: int) -> int:
 
 
 def _stages(config: FathomConfig, rounds: int) -> list[int]:
-    """How many trips of all tokens each pass of the Jacobi solver holds; nothing where none is needed."""
+    """How many trips side by side each pass of the Jacobi solver holds; empty without the solver."""
     recurrence = recurrence_class(config)
     trips = recurrence.trips_of(config)
     if recurrence.sees(config).depth_parallel or trips == 1:
@@ -114,9 +114,9 @@ def _training_flops(config: FathomConfig, sequence_length: int, rounds: int) -> 
         return 3 * flops_per_token(config, sequence_length) + _scores_again(config, sequence_length) + beyond + penalty
     trips = sizes[-1]
     trip = _linear_flops(_of_trips(config, 1))
-    fed = sum(min(size, trips - 1) for size in sizes[:-1]) / (trips - 1)  # the last pass feeds nothing
+    fed = sum(min(size, trips - 1) for size in sizes[:-1]) / (trips - 1)  # the last pass makes no further input
     between = _linear_flops(config) - trips * trip  # of all trips: gates, mixtures
-    # A bias of keys is a channel more of queries, keys and values.
+    # A bias on keys is one more channel of queries, keys and values.
     wider = 1 + (recurrence_class(config).key_bias is not Recurrence.key_bias) / config.head_dim
     reads = sum(size * size * (wider if size > 1 else 1) for size in sizes)
     attention = _attention(config, sequence_length, [reads] * config.num_hidden_layers)
@@ -124,7 +124,7 @@ def _training_flops(config: FathomConfig, sequence_length: int, rounds: int) -> 
 
 
 def _scores_again(config: FathomConfig, sequence_length: int) -> float:
-    """Of view DUO: the backward pass of a trip that reads earlier ones makes its scores again."""
+    """View DUO: the backward pass of a trip that reads earlier ones recomputes its attention."""
     first, *later = plan(config)
     if not later or recurrence_class(config).sees(config) is not View.DUO:
         return 0.0
@@ -140,7 +140,7 @@ def _linear_flops(config: FathomConfig) -> float:
 
 
 def _of_trips(config: FathomConfig, trips: int) -> FathomConfig:
-    """The same with another number of trips, where that is an option."""
+    """The configuration with another number of trips, if that is an option."""
     if "trips" not in config.recurrence_options:
         return config
     other = copy.copy(config)

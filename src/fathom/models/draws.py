@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 def draw(seed: int | None, step: int, what: str) -> int:
-    """A number of 64 bits that depends on its arguments only."""
+    """A 64-bit number: a hash of seed, step and what is drawn."""
     return int.from_bytes(hashlib.blake2b(f"{seed or 0}/{step}/{what}".encode(), digest_size=8).digest(), "little")
 
 
 def between(bounds: list[int], seed: int | None, step: int, what: str) -> int:
-    """Uniform over least..most, both included."""
+    """A whole number drawn uniformly from `[least, most]`, both included."""
     least, most = bounds
     return least + draw(seed, step, what) % (most - least + 1)
 
 
 class DrawnTrips(Recurrence):
-    """A recurrence whose training may draw the number of trips anew for every step (`trips_range`)."""
+    """A recurrence whose number of trips may be drawn for every training step (`trips_range`)."""
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)

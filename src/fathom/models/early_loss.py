@@ -1,8 +1,8 @@
-"""`early_loss`: training reads the head after early trips too, so that they can draft for the rest (`speculation.py`).
+"""`early_loss`: a loss on early trips as well, so that they can draft for the rest (`speculation.py`).
 
     loss + w · mean over the trips k before the last of CE(head(norm(r_k)))
 
-What is read after trip k is what the model makes with a budget of k trips. Off by default.
+The readout after trip k is the one that the model makes with `max_trips=k + 1`. Off by default.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class EarlyReadout(Recurrence):
         return super().penalty_flops(config, sequence_length) + early
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """Also what an early trip would be read out as."""
+        """Also keeps what each early trip would be read out as."""
         new = super().gate(out, state)
         if self.training and self.early_weight and not out.last:
             new[NAME.format(out.trip)] = out.hidden

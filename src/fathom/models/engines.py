@@ -3,9 +3,9 @@
 transformers' continuous batching, vLLM and SGLang look keys and values up by a layer's `layer_idx`. A model of several
 trips needs a bank for each visit (layer, trip): in a bank that trips share, the later one overwrites the earlier, and
 the tokens are wrong without an error. So the engine is told of as many layers as the plan has visits
-(`engine_config`), and its attention gets, in place of the layer, a `Seat` at the visit's bank; vLLM, which hangs a bank
-on each module that calls attention, finds a `Bank` for it (`take_banks`). What cannot be served so is refused by name.
-This file travels with every export, and the refusal with it.
+(`engine_config`), and its attention gets a `Seat`: the layer's module under the index of the visit's bank. vLLM
+attaches a cache to each module that calls attention, so it finds a `Bank` for each visit (`take_banks`). A model that
+cannot be served so is refused by name. This file is part of every export, so exports refuse it too.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ Visits = tuple[tuple[Visit, ...], ...]
 """The visits of a pass, by trip."""
 
 BACKENDS = ("sdpa", "eager", "paged|eager", "flash", "flex", "kernels-community/", "fathom_")
-"""Attention backends, by their beginning, that leave the cache to the model or find it by a seat."""
+"""Prefixes of the attention backends that leave the cache to the model, or find it through a seat."""
 ENGINES = ("vllm", "sglang")
 """Backends that find their cache in `attention_instances`, by `layer_idx`."""
 HUNG = "attn"
-"""What vLLM calls the bank that it hangs on a module."""
+"""The attribute under which vLLM attaches its attention layer, and so the cache, to a module."""
 HANDED_OVER = ("cache", "attention_instances", "forward_batch")
-"""Arguments by which an engine hands over a cache of its own: continuous batching, vLLM and SGLang, SGLang."""
+"""Keyword arguments by which an engine passes its own cache: continuous batching; vLLM and SGLang; SGLang."""
 
 
 class Seat:
-    """An attention module at the place of one visit: everything is the module's own but `layer_idx`."""
+    """A layer's attention module as one visit: a proxy whose `layer_idx` is the visit's bank."""
 
     def __init__(self, attention: Attention, bank: int) -> None:
         self.attention, self.layer_idx = attention, bank
@@ -49,7 +49,7 @@ class Seat:
 
 
 class Bank(nn.Module):
-    """One visit's bank, for an engine that looks for the modules which call attention: vLLM hangs its cache on it."""
+    """One visit's bank as a module, for vLLM, which attaches a cache to each module that calls attention."""
 
     def __init__(self, attention: Attention, bank: int) -> None:
         super().__init__()
@@ -60,15 +60,15 @@ class Bank(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = None, **kwargs: object
     ) -> object:
-        """Attention over this bank. Written out, since vLLM reads this source to know what it found."""
+        """Attention over this bank. The call is written out, since vLLM searches the source of `forward` for it."""
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, None)
         return attend(self, query, key, value, mask, scaling=self.scaling, **kwargs)
 
 
 def take_banks(attentions: Iterable[Attention], plan: Visits) -> nn.ModuleDict:
-    """A module for every visit: a layer's own for its first one, a `Bank` for each further one, by number.
+    """A `Bank` for each visit after a layer's first one, by index; a layer's first visit uses its own module.
 
-    The layers know theirs afterwards (`banks`).
+    Sets `banks` of every attention module, and its `layer_idx` to the index of its first visit.
     """
     layers, made = list(attentions), nn.ModuleDict()
     for attention in layers:
@@ -84,7 +84,7 @@ def take_banks(attentions: Iterable[Attention], plan: Visits) -> nn.ModuleDict:
 
 
 def seat(attention: Attention, bank: int | None, arguments: Mapping[str, object]) -> nn.Module | Seat:
-    """What the attention backend takes for the module: itself, or its seat where an engine holds the cache."""
+    """The module to pass to the attention backend: the layer's own, or a seat or bank if an engine holds the cache."""
     if bank is None or bank == attention.layer_idx:
         return attention
     if any(name in arguments for name in HANDED_OVER):
@@ -93,17 +93,17 @@ def seat(attention: Attention, bank: int | None, arguments: Mapping[str, object]
 
 
 def engine_config(config: FathomConfig, plan: Visits) -> FathomConfig:
-    """The configuration as an engine has to see it: one layer for each visit."""
-    told = copy.deepcopy(config)
+    """The configuration for an engine: one layer for each visit."""
+    unrolled = copy.deepcopy(config)
     layers = [visit.layer for trip in plan for visit in trip]
-    told.num_hidden_layers = len(layers)
-    told.layer_types = [config.layer_types[layer] for layer in layers]
-    return told
+    unrolled.num_hidden_layers = len(layers)
+    unrolled.layer_types = [config.layer_types[layer] for layer in layers]
+    return unrolled
 
 
 def check_engine(
     config: FathomConfig,
-    policy: Recurrence,
+    recurrence: Recurrence,
     plan: Visits,
     arguments: Mapping[str, object] | None = None,
     attentions: Iterable[Attention] = (),
@@ -111,11 +111,11 @@ def check_engine(
     """Refuse an engine that would make a model of several trips answer wrongly.
 
     Args:
-        config: The model; its attention backend names the engine.
-        policy: Its recurrence.
+        config: The model's; its attention backend names the engine.
+        recurrence: Its recurrence.
         plan: The visits of a forward pass.
         arguments: Further keyword arguments of the call; None while the model is made.
-        attentions: Its layers' attention, which may have banks.
+        attentions: The attention modules of its layers, which may have banks.
     """
     backend = str(config._attn_implementation)
     foreign = next((name for name in HANDED_OVER if name in (arguments or ())), None)
@@ -123,8 +123,8 @@ def check_engine(
         return
     engine = f"attn_implementation={backend}" if foreign is None else f"an engine that passes {foreign}="
     needed = sum(map(len, plan))
-    if policy.halts or policy.view is not View.SAME:
-        why = "tokens halt at different trips" if policy.halts else "trips read other trips"
+    if recurrence.halts or recurrence.view is not View.SAME:
+        why = "tokens halt at different trips" if recurrence.halts else "trips read other trips"
         raise ValueError(
             f"{engine} keeps one row of keys and values for each token, and {config.recurrence} needs slots: {why}. "
             "Use `generate` or `fathom serve`"
@@ -137,7 +137,7 @@ def check_engine(
         held = _banks(arguments[foreign])
     if held < needed:
         unrolled = config.recurrence == "loop" and config.mixer == "none" and config.residual == "plain"
-        unrolled = unrolled and getattr(getattr(policy, "options", None), "is_plain", False)
+        unrolled = unrolled and getattr(getattr(recurrence, "options", None), "is_plain", False)
         raise ValueError(
             f"{engine} is not known to keep a cache for each trip: {config.recurrence} makes {len(plan)} trips, which "
             f"need {needed} layers of cache and find {held}, and the answers would be wrong. Use `generate`, "

@@ -1,4 +1,4 @@
-"""The feed-forward sub-layer: Qwen3's, down(silu(gate(x)) ⊙ up(x)), whose middle a kernel may take."""
+"""The feed-forward sub-layer: Qwen3's down(silu(gate(x)) ⊙ up(x)), where a kernel may compute silu(gate) ⊙ up."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .replaceable import faster
 
 
 class FeedForward(Qwen3MLP):
-    """Qwen3's, with its names and its numbers."""
+    """Qwen3's MLP: the same parameter names and results."""
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, T, hidden_size]` to the same."""

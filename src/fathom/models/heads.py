@@ -1,4 +1,4 @@
-"""Heads for other tasks than the next token: a label of each row, a label of each token, a span that answers.
+"""Heads for other tasks than the next token: a label for each row, a label for each token, an answer span.
 
 transformers' generic classes around `FathomModel`. They train by their task's loss alone: what a recurrence adds to a
 language model's loss (`aux_losses`) is not in it.
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 
 
 class FathomWithHead(FathomPreTrainedModel):
-    """What the heads share: a language model's checkpoint opens too, with a head that is yet to be trained."""
+    """Base of these heads: also opens a language model's checkpoint, with an untrained head."""
 
     def __init__(self, config: FathomConfig) -> None:
-        # Not the generic classes' own, which asks `AutoModel` for the decoder: an export would need trust twice.
+        # Not the generic classes' own __init__: it calls `AutoModel`, which would ask for trust_remote_code again.
         PreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         self.model = FathomModel(config)

@@ -1,6 +1,6 @@
-"""What the host must be told of a device's numbers: each answer waits for the device, so all are asked for here.
+"""Reads from the device to the host: each waits for the device, so all of them go through this function.
 
-Where tokens halt, the size of the next trip depends on who goes on, and the host makes sizes: one question per trip.
+Where tokens halt, the host needs the number of tokens that go on to size the next trip: one read per trip.
 """
 
 from __future__ import annotations
@@ -8,6 +8,6 @@ from __future__ import annotations
 from torch import Tensor
 
 
-def told(x: Tensor) -> list:
-    """A tensor's numbers as nested lists."""
+def to_host(x: Tensor) -> list:
+    """A tensor's numbers as nested lists, once the device has computed them."""
     return x.tolist()

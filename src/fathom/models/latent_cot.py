@@ -5,7 +5,7 @@
 
 Trip k reads trips up to k of earlier tokens (view DUO), so all tokens make it at once, exactly.
 
-The penalty charges for going on in proportion to the probability p that the true next word has already:
+The penalty charges for going on in proportion to the probability p that the true next token already has:
 λ · mean_t Σ_k p(h_k)^β R_{k+1}, without gradient through p.
 """
 
@@ -25,7 +25,7 @@ from .pondering import (
     Routed,
     SampleOptions,
     check_fraction,
-    check_positive,
+    check_not_negative,
     check_threshold,
     entropy,
     per_item,
@@ -46,20 +46,20 @@ class LatentCotOptions(SampleOptions):
     trips: int = 4
     """How many trips a token makes at most, the first included."""
     tau: float = 1e-2
-    """Reach below which a token stops."""
+    """A token stops when R falls below."""
     router_bias: float = 2.0
-    """Where the router starts: going on. With -10 no token makes a second trip."""
+    """Initial bias of the router, at which tokens go on. With -10 no token makes a second trip."""
     penalty: float = 0.05
     """λ."""
     penalty_beta: float = 1.0
-    """β: larger spares the uncertain."""
+    """β: larger values charge uncertain tokens less."""
 
     def resolve(self, config: FathomConfig) -> LatentCotOptions:
         """Refuse what is impossible."""
         self.check_trips()
         check_fraction("penalty_token_fraction", self.penalty_token_fraction)
-        check_positive("penalty", self.penalty)
-        check_positive("penalty_beta", self.penalty_beta)
+        check_not_negative("penalty", self.penalty)
+        check_not_negative("penalty_beta", self.penalty_beta)
         check_threshold("tau", self.tau)
         return self
 
@@ -123,7 +123,7 @@ class LatentCot(Routed[LatentCotOptions]):
         return {"penalty": self.options.penalty * per_item(total, targets, num_items_in_batch)}
 
     def metrics(self, state: TripState, targets: Tensor) -> dict[str, Tensor]:
-        """Trips, and how undecided the router is."""
+        """Mean trips, and the router's entropy."""
         found = super().metrics(state, targets)
         gates = [state[f"gate{k}"] for k in range(self.trips - 1) if f"gate{k}" in state]
         if gates:

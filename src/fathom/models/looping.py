@@ -63,15 +63,15 @@ class LoopOptions(RecurrenceOptions):
     coda: int = 0
     """Layers that run once, after the loop."""
     injection: str = "none"
-    """What every further trip is given of the loop's entry: `none`, `add` (all of it) or `diagonal` (Parcae's)."""
+    """How the loop's entry e goes into every further trip: `none`, `add` or `diagonal` (Parcae's)."""
     entry_norm: bool = False
     """Whether the entry is normed before it is injected."""
     norm_between: str = "none"
     """What norms the stream between trips: `none`, `final` (the model's last norm) or `own`."""
     seed: int | None = None
-    """Of the trips drawn for a step; training fills in its own."""
+    """Seed of the trips drawn for a step; training fills in its own."""
     early_loss: float = 0.0
-    """Weight of the mean loss of what earlier trips would say; for drafts (`generate(draft_trips=...)`)."""
+    """Weight of the mean loss of earlier trips' readouts; for drafting (`generate(draft_trips=...)`)."""
 
     def resolve(self, config: FathomConfig) -> LoopOptions:
         """Refuse a loop without layers."""
@@ -143,7 +143,7 @@ class Loop(DrawnTrips, EarlyReadout):
 
     @classmethod
     def additions(cls, config: FathomConfig) -> int:
-        """All trips add to one stream, unless a norm between them makes it small again."""
+        """All trips add to one stream, unless a norm between them rescales it."""
         return cls.trips_of(config) if LoopOptions.of(config).norm_between == "none" else 1
 
     @staticmethod

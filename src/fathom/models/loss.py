@@ -22,7 +22,7 @@ IGNORE = -100
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 26}
 """Logits per chunk: small enough to stay in a processor's cache, large enough to fill a GPU."""
 CHUNK_ROWS = 128
-"""Least rows of a chunk, since every chunk reads the whole weight."""
+"""Fewest rows of a chunk, since every chunk reads the whole weight."""
 
 
 def causal_lm_loss(
@@ -74,7 +74,7 @@ def shifted(labels: Tensor) -> Tensor:
 
 
 def is_bare(head: nn.Linear) -> bool:
-    """Whether a head is its weight and nothing else: no bias, no adapter, no hook, not offloaded."""
+    """Whether a head is a plain weight: no bias, no adapter, no hook, not offloaded."""
     if type(head) is not nn.Linear or head.bias is not None or "forward" in vars(head):
         return False
     return not (head._forward_hooks or head._forward_pre_hooks or head.weight.is_meta)
@@ -85,7 +85,7 @@ def linear_cross_entropy(rows: Tensor, weight: Tensor, targets: Tensor) -> Tenso
     if torch.is_autocast_enabled(rows.device.type):
         dtype = torch.get_autocast_dtype(rows.device.type)
         rows, weight = rows.to(dtype), weight.to(dtype)
-    if not torch.is_grad_enabled():  # a function of autograd is told what requires grad, not whether grad is enabled
+    if not torch.is_grad_enabled():  # an autograd.Function sees requires_grad, not whether gradients are enabled
         rows, weight = rows.detach(), weight.detach()
     with torch.autocast(rows.device.type, enabled=False):
         kernel = faster("linear_cross_entropy", rows) or _LinearCrossEntropy.apply

@@ -74,7 +74,7 @@ class Attention(nn.Module):
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
         self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
-        self.banks: dict[int, nn.Module] = {}  # by number, where an engine hangs its cache on modules
+        self.banks: dict[int, nn.Module] = {}  # by index, for engines that attach their cache to modules
         self.norm_rotated_keys = config.k_norm_position == "after_rope"
 
         width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
@@ -165,7 +165,7 @@ class DecoderLayer(GradientCheckpointingLayer):
     def forward(self, *state: Tensor, sources: tuple[Tensor, ...] = (), **kwargs: object) -> ResidualState:
         """The new residual state and, last, this layer's key and mixed value for the layers that read them.
 
-        In and out go tensors, not tuples of tensors: reentrant checkpointing sees gradients of nothing else.
+        Inputs and outputs are tensors, not tuples of tensors: reentrant checkpointing tracks gradients of tensors only.
         """
         x, context = self.attn_residual(state)
         update, _, key, value = self.self_attn(self.input_layernorm(x), sources=sources, **kwargs)
@@ -201,9 +201,9 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
     ) -> Any:
         """Open a Fathom, Qwen3 or released depth checkpoint; `mixer=`, `residual=` and `recurrence=` retrofit it.
 
-        Stricter than transformers: a decoder tensor that is missing or has another shape is an error, since a model
-        that silently starts part of itself at random is worth nothing. A mechanism of which the checkpoint has no
-        tensor is initialised, and with `state_dict={}`, which is no checkpoint, everything. Pickles are not opened.
+        Stricter than transformers, which initialises a tensor that is missing at random: here a decoder tensor that is
+        missing or has another shape is an error. A mechanism that has no tensor in the checkpoint is initialised, and
+        with `state_dict={}`, which stands for no checkpoint, everything is. Pickles are not opened.
         """
         kwargs.setdefault("use_safetensors", True)
         wants_info = kwargs.pop("output_loading_info", False)
@@ -236,7 +236,8 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
     def gradient_checkpointing_enable(
         self, gradient_checkpointing_kwargs: dict[str, object] | None = None, **kwargs: object
     ) -> None:
-        """Recompute each layer in backward; reentrant if asked, where a layer reads the one below and no more."""
+        """Recompute each layer in the backward pass. `use_reentrant=True` is refused where a layer reads more than the
+        layer below it."""
         chosen = dict(gradient_checkpointing_kwargs or {})
         model = self.base_model
         if chosen.setdefault("use_reentrant", False):
@@ -247,7 +248,7 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
         super().gradient_checkpointing_enable(chosen, **kwargs)
 
     def settled_config(self) -> FathomConfig:
-        """A copy of the configuration in which every schedule stands still where it is."""
+        """A copy of the configuration with every schedule fixed at its present value."""
         config = copy.deepcopy(self.config)
         for module in self.modules():
             if isinstance(module, MechanismModule):
@@ -263,7 +264,7 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
             self.config = config
 
     def set_step(self, step: int, steps: int | None = None) -> None:
-        """Tell every mechanism that follows a schedule how many optimizer steps have been made, and of how many."""
+        """Tell every mechanism how many optimizer steps have been made, and how many there will be if that is known."""
         for module in self.modules():
             if isinstance(module, MechanismModule):
                 module.set_step(step, steps)
@@ -411,12 +412,12 @@ class FathomModel(FathomPreTrainedModel):
 
     @property
     def recomputing(self) -> bool:
-        """Whether a call makes its passes again in backward."""
+        """Whether this call computes its passes again in the backward pass."""
         return self.recurrence.recompute and self.training and torch.is_grad_enabled()
 
     @property
     def served_trips(self) -> int:
-        """Trips per token outside training, where a call does not say; an engine asks before the model is in either."""
+        """Trips per token outside training, unless a call says otherwise; engines ask before `eval()` or `train()`."""
         return self.config.max_trips or self.recurrence.trips
 
     def _trips(self, max_trips: int | None) -> int:
@@ -454,7 +455,7 @@ class FathomModel(FathomPreTrainedModel):
 
     @property
     def slotted(self) -> bool:
-        """Whether trips read one another or tokens halt, so that every slot counts by itself."""
+        """Whether trips read one another or tokens halt, so that the cache must hold slots."""
         return self.recurrence.view is not View.SAME or self.recurrence.halts
 
     def causal_masks(
@@ -523,7 +524,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def check_chunks(self, size: int | None) -> None:
-        """Refuse to read a prompt in chunks of a `size` where that changes what is computed."""
+        """Refuse to read a prompt in chunks of `size` tokens if that would change the result."""
         recurrence = self.model.recurrence
         if size and recurrence.trips > 1 and not recurrence.view.depth_parallel and not recurrence.exact():
             raise ValueError(
@@ -566,7 +567,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         visits = plan(self.config, self.model._trips(None))
         told = engine_config(self.config, visits)
         check_engine(self.config, self.model.recurrence, visits, {"cache": SimpleNamespace(config=told)})
-        # What the engine takes for the model: this one's modules, under the configuration that it is told.
+        # The engine gets this model's modules under a configuration with a layer for each visit.
         engine = self.__dict__.pop("_engine", None) or copy.copy(self)
         engine.__dict__.update(self.__dict__, config=told)
         self.__dict__["_engine"] = engine
@@ -578,13 +579,14 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             GenerationMixin.destroy_cached_continuous_batching_manager(engine)
 
     def create_masks_for_generate(self, attention_mask: Tensor | None = None, **kwargs: object) -> object:
-        """The masks of a static cache. Who sees which slot, only the passes of the model know."""
+        """The masks of a static cache. For slots the padding mask is returned: only the model's own passes know who
+        reads which slot."""
         if self.model.slotted:
             return attention_mask
         return create_masks_for_generate(attention_mask=attention_mask, **kwargs)
 
     def _valid_auto_compile_criteria(self, *args: object, **kwargs: object) -> bool:
-        # A slot cache holds another number of slots after every token.
+        # The number of slots changes with every token, so decoding would recompile each time.
         return not self.model.slotted and super()._valid_auto_compile_criteria(*args, **kwargs)
 
     @can_return_tuple
@@ -649,7 +651,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         if return_logits or targets is None:
             keep = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self.lm_head(hidden[:, keep])
-        # Made at once: an output lists its fields in the order in which they were set.
+        # Built in one call, since an output lists its fields in the order in which they were set.
         return FathomCausalLMOutput(
             loss=loss,
             logits=logits,
@@ -663,7 +665,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         )
 
     def _use_cache(self, use_cache: bool | None, cache: Cache | None, with_loss: bool) -> bool | None:
-        """What to ask of the decoder, which knows nothing of losses."""
+        """The `use_cache` that the decoder is called with, which does not know whether there is a loss."""
         if use_cache is None and with_loss and (self.training or self.model.slotted):
             use_cache = False
         if self.model.slotted and cache is None and torch.is_grad_enabled():
@@ -671,7 +673,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
                 raise ValueError("slots are stored in place, which autograd cannot follow: call under torch.no_grad()")
             use_cache = False
         if use_cache is None and cache is None and self.model.recurrence.view is View.ALL:
-            use_cache = False  # reading a prompt into a cache takes other rounds than an evaluation
+            use_cache = False  # prefill and evaluation make different numbers of rounds
         return use_cache
 
     def _loss(

@@ -1,4 +1,4 @@
-"""The few sums that several mechanisms share, written so that a compiler fuses them: lists, never stacks."""
+"""Sums that several mechanisms share, over lists of tensors instead of stacks, so that a compiler fuses them."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ def head_pool(query: Tensor, num_key_value_heads: int) -> Tensor:
 def lowest_mean(values: Tensor, valid: Tensor, fraction: Tensor | float) -> Tensor:
     """Mean of the lowest `fraction` of each row's valid values, `[R, N]` to `[R]`.
 
-    The value at the edge counts in part. A fraction of less than one value is that part of the lowest, so that the
-    mean falls to 0 with the fraction.
+    A value at the edge of the fraction counts in part. A fraction of less than one value gives that part of the lowest
+    value, so that the mean falls to 0 with the fraction.
     """
     order = values.masked_fill(~valid, torch.inf).argsort(dim=1)
     rank = torch.empty_like(order).scatter_(

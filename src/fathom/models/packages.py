@@ -2,7 +2,7 @@
 
 An exported checkpoint opens without Fathom and without the package, so a mechanism's file obeys the rule of this
 folder: torch, transformers, the standard library, files of this folder (`from fathom.models.roles import ...`) and
-siblings (`from .shared import ...`). `travelling` gives it as it is written into an export.
+siblings (`from .shared import ...`). `travelling` returns the files as an export holds them.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ GROUP = "fathom.mechanisms"
 """The group of entry points: each names a `Mechanism`, as `package.file:NAME`."""
 FOLDER = Path(__file__).parent
 STAYS = {"__init__", Path(__file__).stem}
-"""Files of this folder that no export carries."""
+"""Files of this folder that are not part of an export."""
 
 
 def add_mechanism(mechanism: Mechanism) -> None:
     """Make a mechanism of your own known by its name, in recipes, on the command line and in exports.
 
-    Adding it twice is adding it once. A package does without this call by an entry point in the group
+    Adding it again has no effect. A package can declare it by an entry point instead, in the group
     `fathom.mechanisms`.
 
     Args:
@@ -60,12 +60,12 @@ def find_mechanisms() -> None:
 
 
 def is_ours(mechanism: Mechanism) -> bool:
-    """Whether it stands in this folder."""
+    """Whether its file is in this folder."""
     return mechanism.build.__module__.rpartition(".")[0] == __package__
 
 
 def home(mechanism: Mechanism) -> Path:
-    """The file that its class stands in."""
+    """The file that defines its class."""
     file = getattr(sys.modules.get(mechanism.build.__module__), "__file__", None)
     if file is None or mechanism.build.__module__ == "__main__":
         raise ValueError(f"mechanism {mechanism.name}: its class must stand in a file that can be imported")
@@ -73,7 +73,7 @@ def home(mechanism: Mechanism) -> Path:
 
 
 def declared_as(mechanism: Mechanism) -> str:
-    """The name under which its file holds it."""
+    """The name of the module variable that holds it."""
     for name, value in vars(sys.modules[mechanism.build.__module__]).items():
         if value is mechanism:
             return name
@@ -81,7 +81,7 @@ def declared_as(mechanism: Mechanism) -> str:
 
 
 def travelling(mechanism: Mechanism) -> dict[str, str]:
-    """The files of a mechanism from another package by name, as they stand flat beside ours."""
+    """The source files of a mechanism from another package, by name, rewritten to lie flat beside ours."""
     declared_as(mechanism)
     found: dict[str, str] = {}
     waiting = [home(mechanism)]
@@ -103,7 +103,7 @@ def travelling(mechanism: Mechanism) -> dict[str, str]:
 
 
 def flattened(source: str) -> tuple[str, list[str]]:
-    """A file with its imports of `fathom.models` as imports of siblings, and the siblings that it has of its own."""
+    """A source file with imports of `fathom.models` turned into imports of siblings, and its own package's siblings."""
     lines, siblings = source.splitlines(keepends=True), []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
@@ -126,7 +126,7 @@ def flattened(source: str) -> tuple[str, list[str]]:
 
 
 def _require_known(module: str, says: str) -> None:
-    """Refuse an import that would not be there."""
+    """Refuse an import that an export could not resolve."""
     top = module.split(".")[0]
     if top == "fathom":
         raise ValueError(f"{says}: of Fathom only `from fathom.models.FILE import NAME`")

@@ -36,7 +36,7 @@ class PonderOptions(MixtureOptions, SolverOptions):
     view: str = "same"
     """`same`, `duo` or `all`: which trips of earlier tokens a trip reads."""
     early_loss: float = 0.0
-    """Weight of the mean loss of what earlier trips would say; for drafts (`generate(draft_trips=...)`)."""
+    """Weight of the mean loss of earlier trips' readouts; for drafting (`generate(draft_trips=...)`)."""
 
     def resolve(self, config: FathomConfig) -> PonderOptions:
         """Refuse what is impossible."""

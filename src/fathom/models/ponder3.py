@@ -5,8 +5,8 @@
 Every query that reads slot (t, k) adds log w_{t,k} to its logit, so a thought fades before it is cut, and the router
 learns both from the mixture and from attention.
 
-The penalty is λ Σ_k (mean of the lowest ρ_k of w_k), where ρ_k is how good the readout is that stops before trip k. The
-token at the edge of that part counts in part, so that a readout that is good for nothing costs nothing.
+The penalty is λ Σ_k (mean of the lowest ρ_k of w_k), where ρ_k is the quality of the readout that stops before trip k.
+The token at the edge of that share counts in part, so that the penalty is 0 where the quality is 0.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from .pondering import (
     SampleOptions,
     SolverOptions,
     check_fraction,
+    check_not_negative,
     check_over,
-    check_positive,
     check_range,
     check_threshold,
     lowest_sum,
@@ -58,9 +58,9 @@ class Ponder3Options(SolverOptions, SampleOptions):
     jacobi_eval: int = 10
     """Rounds of a forward pass without a cache."""
     tau: float = 1e-4
-    """Share below which a thought is not had."""
+    """τ: a trip whose w is not above this is not made."""
     router_bias: float = 0.0
-    """Of trip 0. With 20 no token makes a second trip."""
+    """Initial bias of trip 0 in the router. With 20 no token makes a second trip."""
     router_damping: float = 1.0
     """How much of a round's new router output the next round uses. Below 1 the solver no longer becomes exact."""
     penalty: str = "prefix_quality"
@@ -79,7 +79,7 @@ class Ponder3Options(SolverOptions, SampleOptions):
         check_over(self.penalty_over)
         check_range("penalty_steps", self.penalty_steps)
         check_fraction("penalty_token_fraction", self.penalty_token_fraction)
-        check_positive("penalty_max", self.penalty_max)
+        check_not_negative("penalty_max", self.penalty_max)
         if self.penalty not in PENALTIES:
             raise ValueError(f"recurrence_options.penalty must be one of {', '.join(PENALTIES)}, got {self.penalty!r}")
         if not 0 < self.router_damping <= 1:
@@ -104,7 +104,7 @@ class Ponder3(Routed[Ponder3Options]):
 
     @classmethod
     def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
-        """Of `prefix_quality`; the others look at no words."""
+        """FLOPs of `prefix_quality`, the only penalty that runs the head."""
         options = Ponder3Options.of(config)
         asks = options.penalty == "prefix_quality" and options.penalty_max > 0
         return super().penalty_flops(config, sequence_length) if asks else 0.0
@@ -117,7 +117,7 @@ class Ponder3(Routed[Ponder3Options]):
         init.trunc_normal_(self.router.weight, std=math.sqrt(2 / (5 * width)))
         bias = torch.zeros_like(self.router.bias)
         bias[0] = self.options.router_bias
-        init.copy_(self.router.bias, bias)  # which leaves a bias alone that a checkpoint has brought
+        init.copy_(self.router.bias, bias)  # does not touch a bias that came from a checkpoint
 
     def set_step(self, step: int, steps: int | None = None) -> None:
         """λ at this step."""
@@ -158,7 +158,7 @@ class Ponder3(Routed[Ponder3Options]):
     def aux_losses(
         self, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
     ) -> dict[str, Tensor]:
-        """λ times the price of thinking."""
+        """λ times the chosen penalty on thoughts."""
         kind = self.options.penalty
         if kind == "none" or self.trips == 1 or not self.options.penalty_max:
             return {}
@@ -188,7 +188,7 @@ class Ponder3(Routed[Ponder3Options]):
         return (1 - (10 * (ce - 0.5)).sigmoid()).where(valid, 0).sum(1) / valid.sum(1).clamp(min=1)
 
     def metrics(self, state: TripState, targets: Tensor) -> dict[str, Tensor]:
-        """Trips, and how undecided the router is."""
+        """Mean trips, and the router's entropy."""
         share = state["share"].detach().float()
         entropy = valid_mean(-(share * share.clamp(min=1e-9).log()).sum(-1), targets)
         return {**super().metrics(state, targets), "gate_entropy": entropy}

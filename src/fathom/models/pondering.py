@@ -1,4 +1,4 @@
-"""What the pondering recurrences share: options, penalties, the mixture that is fed back, and what a trip costs."""
+"""What the pondering recurrences share: options, penalties, the mixture that is fed back, and the cost of a trip."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SolverOptions(RecurrenceOptions):
-    """How many rounds the solver makes where all tokens are computed at once. Decoding is exact without it."""
+    """Rounds of the Jacobi solver, which computes all tokens at once under the view ALL. Decoding needs no solver."""
 
     jacobi_train: list = field(default_factory=lambda: [2, 3])
     """`[least, most]` rounds in training, drawn for every step."""
@@ -33,9 +33,9 @@ class SolverOptions(RecurrenceOptions):
     jacobi_prefill: int = 10
     """Rounds when a prompt is read into a cache."""
     prefill: str = "jacobi"
-    """`jacobi`, or `exact`: evaluation and prefill then equal decoding token by token, at its price."""
+    """`jacobi`, or `exact`: evaluation and prefill equal decoding token by token, and cost as much."""
     seed: int | None = None
-    """Of everything that is drawn for a step; training fills in its own."""
+    """Seed of everything that is drawn for a step; training fills in its own."""
 
     def check_solver(self) -> None:
         """Refuse impossible rounds."""
@@ -56,7 +56,7 @@ class MixtureOptions(RecurrenceOptions):
     top_k: int = 100
     """Words in the mixture, renormalised; 0 for the whole vocabulary."""
     temperature: float = 1.0
-    """Of the mixture's softmax."""
+    """Temperature of the mixture's softmax."""
     mixture_gain: float = 1.0
     """Factor on every mixture, relative to the scale of the embeddings."""
 
@@ -74,9 +74,9 @@ class SampleOptions(HaltingOptions):
     """Halting, with a penalty that is measured on a part of the tokens."""
 
     penalty_token_fraction: float = 0.125
-    """Part of the tokens on which the penalty is measured, drawn for every step."""
+    """Share of the tokens on which the penalty is measured, drawn for every step."""
     seed: int | None = None
-    """Of everything that is drawn for a step; training fills in its own."""
+    """Seed of everything that is drawn for a step; training fills in its own."""
 
 
 Chosen = TypeVar("Chosen", bound=RecurrenceOptions)
@@ -128,7 +128,7 @@ class Pondering(Recurrence, Generic[Chosen]):
 
 
 class Sampled(Pondering[ChosenSampled]):
-    """A recurrence with a penalty that looks at a part of the tokens, so that the head runs on few more."""
+    """A recurrence whose penalty is measured on a sample of the tokens, so that the head runs on few of them."""
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
@@ -147,19 +147,19 @@ class Sampled(Pondering[ChosenSampled]):
 
     @classmethod
     def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
-        """The head on the sample, after every trip but the last, without a gradient."""
+        """FLOPs of the head on the sample, after every trip but the last, without a gradient."""
         every = sample_every(SampleOptions.of(config).penalty_token_fraction)
         share = sample_size(sequence_length, every) / sequence_length
         return (cls.trips_of(config) - 1) * share * head_flops(config)
 
     def sample(self, length: int) -> Tensor:
-        """Columns of the tokens that are looked at."""
+        """Columns of the sampled tokens."""
         count = sample_size(length, self.every)
         return (torch.arange(count, device=self.first.device) * self.every + self.first) % length
 
 
 class Routed(Sampled[ChosenSampled]):
-    """One whose tokens halt where a linear router says so."""
+    """A recurrence whose tokens halt where a linear router says so."""
 
     halts = True
 
@@ -173,37 +173,43 @@ class Routed(Sampled[ChosenSampled]):
 
 
 def sample_every(fraction: float) -> int:
-    """One token in this many is looked at."""
+    """The sample takes one token in this many."""
     return max(1, round(1 / fraction))
 
 
 def sample_size(length: int, every: int) -> int:
-    """Tokens of a row that are looked at."""
+    """Number of sampled tokens of a row."""
     return max(1, length // every)
 
 
 def mixed(out: Out, options: MixtureOptions) -> Tensor:
-    """μ at the scale of the embeddings."""
+    """The vocabulary mixture μ of a trip's output at the scale of the embeddings, `[B, T, hidden_size]`."""
     head, table = out.tables
     gain = out.embedding_scale * options.mixture_gain
     return mixture(out.hidden, head, table, options.top_k, options.temperature) * gain
 
 
 def mixture_cost(config: FathomConfig, visits: Sequence[Visit]) -> Cost:
-    """A mixture after every trip but the last."""
+    """Cost of a mixture after every trip but the last."""
     forward, step = mixture_flops(config.hidden_size, config.vocab_size, MixtureOptions.of(config).top_k)
     made = visits[-1].trip
     return Cost(flops=made * forward, training_flops=made * (step - 3 * forward))
 
 
 def spread(before: Tensor | None, mass: Tensor, hidden: Tensor) -> Tensor:
-    """One more term of Σ_k q_k h_k."""
+    """Adds the term q_k h_k to Σ_k q_k h_k.
+
+    Args:
+        before: The sum so far, `[B, T, hidden_size]`; None before the first term.
+        mass: q_k, `[B, T]`.
+        hidden: h_k, `[B, T, hidden_size]`.
+    """
     term = mass.unsqueeze(-1) * widen(hidden)
     return (term if before is None else widen(before) + term).to(hidden.dtype)
 
 
 def entropy(gates: Tensor) -> Tensor:
-    """Of every gate, in nats."""
+    """Entropy of every gate, in nats."""
     g = gates.float().clamp(1e-6, 1 - 1e-6)
     return -(g * g.log() + (1 - g) * (1 - g).log())
 
@@ -211,7 +217,7 @@ def entropy(gates: Tensor) -> Tensor:
 def trips_cost(
     config: FathomConfig, visits: Sequence[Visit], scalar: int, flops_per_trip: float = 0.0, parameters: int = 0
 ) -> Cost:
-    """Every extra trip pays the stack again, in arithmetic and in cache."""
+    """Cost of the extra trips: each runs the stack again and stores its own keys and values."""
     again = len(visits) - config.num_hidden_layers
     return Cost(
         parameters=parameters,
@@ -221,7 +227,7 @@ def trips_cost(
 
 
 def per_item(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | None) -> Tensor:
-    """A sum over tokens as the cross-entropy would weigh it."""
+    """A sum over tokens, divided as the cross-entropy is: by the targets here, or by `num_items_in_batch`."""
     if num_items_in_batch is None:
         return total / (targets != IGNORE).sum().clamp(min=1)
     if isinstance(num_items_in_batch, Tensor):
@@ -230,13 +236,13 @@ def per_item(total: Tensor, targets: Tensor, num_items_in_batch: Tensor | int | 
 
 
 def lowest_sum(values: Tensor, targets: Tensor, fraction: Tensor | float, over: str) -> Tensor:
-    """Mean of the lowest fraction, once per valid token: over each row, or over the whole batch.
+    """The mean of the lowest fraction of the values, times the number of valid tokens, by row or over the batch.
 
     Args:
         values: `[B, T, n]`
-        targets: `[B, T]`
+        targets: `[B, T]`; tokens whose target is ignored are not valid.
         fraction: One number, or one for every row.
-        over: `row` or `batch`.
+        over: `row`: the lowest of each row; `batch`: of the whole batch.
     """
     valid = targets != IGNORE
     several = valid.unsqueeze(2).expand_as(values)
@@ -247,32 +253,32 @@ def lowest_sum(values: Tensor, targets: Tensor, fraction: Tensor | float, over: 
 
 
 def check_over(over: str) -> None:
-    """Refuse a `penalty_over` that does not exist."""
+    """Refuse a `penalty_over` other than `row` and `batch`."""
     if over not in ("row", "batch"):
         raise ValueError(f"recurrence_options.penalty_over must be row or batch, got {over!r}")
 
 
 def ramp(now: float, start: float, stop: float) -> float:
-    """From 0 at `start` to 1 at `stop`."""
+    """A share that rises linearly from 0 at `start` to 1 at `stop`."""
     if now >= stop:
         return 1.0
     return 0.0 if now <= start else (now - start) / (stop - start)
 
 
-def check_positive(name: str, value: float) -> None:
+def check_not_negative(name: str, value: float) -> None:
     """Refuse a negative number."""
     if value < 0:
         raise ValueError(f"recurrence_options.{name} must not be negative, got {value}")
 
 
 def check_threshold(name: str, value: float) -> None:
-    """Refuse a threshold on probabilities that is 0 or 1, or beyond."""
+    """Refuse a threshold on probabilities outside (0, 1)."""
     if not 0 < value < 1:
         raise ValueError(f"recurrence_options.{name} must lie between 0 and 1, got {value}")
 
 
 def check_range(name: str, value: Sequence[int]) -> list[int]:
-    """Two whole numbers, the smaller first."""
+    """Refuse anything but two whole numbers `[least, most]`; returns them as a list."""
     whole = isinstance(value, Sequence) and len(value) == 2 and all(type(v) is int for v in value)
     if not whole or not 0 <= value[0] <= value[1]:
         raise ValueError(f"recurrence_options.{name} must be [least, most], got {value!r}")
@@ -280,7 +286,7 @@ def check_range(name: str, value: Sequence[int]) -> list[int]:
 
 
 def check_trips_range(drawn: Sequence[int] | None, trips: int) -> list[int] | None:
-    """The range that training draws trips from; `trips` must lie in it."""
+    """Check the range that training draws trips from, which must hold `trips`; returns it, or None for none."""
     if drawn is None:
         return None
     least, most = check_range("trips_range", drawn)

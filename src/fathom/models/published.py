@@ -43,7 +43,7 @@ def is_published(config: ConfigValues) -> bool:
 
 
 def published_config(config: ConfigValues) -> ConfigValues:
-    """The same model in our words."""
+    """The configuration with our keys."""
     if not config.get("use_qk_norm", True):
         raise ValueError("this checkpoint has use_qk_norm=false; Fathom's decoder always norms queries and keys")
     theirs = (*DEPTH_FLAGS, *BASELINE_KEYS, "use_qk_norm", "scale_embeds", "architectures", "auto_map")
@@ -116,7 +116,7 @@ def variant_of(names: list[str]) -> str:
 
 
 def rename(name: str) -> str | None:
-    """Our name for a released tensor; None for what nothing reads."""
+    """Our name for a released tensor; None for one that the model does not use."""
     if DEAD.match(name):
         return None
     for pattern, replacement in RENAMES:
@@ -133,7 +133,7 @@ def published_state_dict(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
 def released(
     path: str | PathLike[str] | None, config_class: type[PretrainedConfig], kwargs: dict[str, Any]
 ) -> tuple[str | PathLike[str] | None, dict[str, Any]]:
-    """Arguments for `from_pretrained`: as they came, or, for a released model, its tensors and config translated."""
+    """Path and arguments for `from_pretrained`: unchanged, or with a released model's tensors and config translated."""
     hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
     if path is None or "state_dict" in kwargs or not is_published(PretrainedConfig.get_config_dict(path, **hub)[0]):
         return path, kwargs

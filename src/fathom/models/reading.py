@@ -4,8 +4,8 @@
     DUO     t' <= t  and  k' <= k
     ALL     t' <  t,  or  t' = t and k' <= k
 
-A mask that carried a gradient would drive attention out of the flash kernels and keep a number for every query, key
-and head. So a bias of keys is two more channels of queries and keys, which any kernel takes.
+A mask that needs a gradient rules out the flash kernels and is kept in memory for every query, key and head. So a bias
+on keys becomes one or two more channels of queries and keys, which any kernel takes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,15 @@ MASKED = ("sdpa", "eager")
 
 
 def read_mask(view: View, query: Tags, key: Tags, reach: int | None, dtype: torch.dtype | None) -> Tensor:
-    """Who reads whom, `[B, 1, M, N]`: bool, or with a dtype the number to add to the logit."""
+    """Which query slot reads which key slot, `[B, 1, M, N]`: bool, or with a `dtype` the number to add to the logit.
+
+    Args:
+        view: The recurrence's.
+        query: The slots that read, M of them.
+        key: The slots that may be read, N of them.
+        reach: How many tokens back a slot reads; None for all.
+        dtype: Of an additive mask; None for a boolean one.
+    """
     t, k = query.token.unsqueeze(2), query.trip.unsqueeze(2)  # [B, M, 1]
     of, at = key.token.unsqueeze(1), key.trip.unsqueeze(1)  # [B, 1, N]
     if view is View.ALL:
@@ -43,7 +51,7 @@ def read_mask(view: View, query: Tags, key: Tags, reach: int | None, dtype: torc
         seen = seen & (query.document.unsqueeze(2) == key.document.unsqueeze(1))
     if key.live is not None:
         seen = seen & key.live.unsqueeze(1)
-        # Padding sees anything: a softmax over nothing would be no number.
+        # A row that may read nothing (padding) reads everything: a softmax over nothing is NaN.
         seen = seen | ~seen.any(-1, keepdim=True)
     seen = seen.unsqueeze(1)
     if dtype is None:
@@ -58,7 +66,7 @@ def with_key_bias(
     """Queries, keys and values with more channels, whose attention is that of the given ones with `bias` on the logits.
 
     A query's new channel is a power of two c near 1 / scaling, so that it is exact; a key's is bias / (scaling c), in
-    half precision split into what fits and the rest. The output's new channels are nothing.
+    half precision split into its rounded value and the remainder. The output's new channels are 0.
 
     Args:
         query: `[B, H, M, D]`
@@ -90,7 +98,7 @@ def attend_beside(
 ) -> tuple[Tensor, Tensor | None]:
     """Attention to keys and values of earlier trips, (key, value, key, value, …), beside the new ones.
 
-    Their concatenation is made again in backward; else every trip would keep a copy of all trips before it.
+    The concatenation is recomputed in the backward pass; else every trip would keep a copy of all trips before it.
     """
 
     def read(query: Tensor, key: Tensor, value: Tensor, *earlier: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -44,7 +44,7 @@ ALL = (
 )
 MECHANISMS: dict[str, Mechanism] = {mechanism.name: mechanism for mechanism in ALL}
 late: list[Callable[[], None]] = []
-"""What adds mechanisms from other packages, called when a name is first asked for; empty in an export."""
+"""Functions that add mechanisms from other packages, called on the first look-up; empty in an export."""
 AXES = ("mixer", "residual", "recurrence")
 DEFAULTS = {"mixer": "none", "residual": "plain", "recurrence": "once"}
 VANILLA = "vanilla"
@@ -59,7 +59,7 @@ EARLIER_NAMES = {
     "depth_attention": {"recent_window": ("recent_layers", 0)},
     "uniform_depth": {"recent_window": ("recent_layers", 0)},
 }
-"""Options of a mechanism as they were once called: their present name, and what is added to the value."""
+"""Former option names of a mechanism: their present name, and what to add to the value."""
 
 logger = logging.get_logger(__name__)
 
@@ -104,7 +104,7 @@ def mechanism_name(config: FathomConfig) -> str:
 
 
 def present_options(axis: str, name: str, given: Mapping[str, object]) -> dict[str, object]:
-    """Options under their present names: configurations that were written under earlier ones stay readable."""
+    """Options with former names replaced by the present ones, so that old configurations stay readable."""
     read = dict(given)
     for earlier, (present, more) in EARLIER_NAMES.get(name, {}).items():
         if earlier not in given:
@@ -122,7 +122,7 @@ def present_options(axis: str, name: str, given: Mapping[str, object]) -> dict[s
 
 
 def resolve_options(config: FathomConfig, axis: str) -> dict[str, object]:
-    """The axis' options with every default filled in, or one line that says what is wrong."""
+    """The axis' options with every default filled in; a `ValueError` names a wrong key or value."""
     chosen, given = mechanism(axis, getattr(config, axis)), getattr(config, f"{axis}_options") or {}
     if not isinstance(given, dict):
         raise ValueError(f"{axis}_options must be a dictionary of options, got {given!r}")
@@ -140,8 +140,8 @@ def resolve_options(config: FathomConfig, axis: str) -> dict[str, object]:
 
 
 def check_trips(config: FathomConfig) -> None:
-    """Refuse a mixer whose sources cross trips where there is but one, or where trips are computed at once: under the
-    view ALL the sources of one would be an unknown of the solver."""
+    """Refuse a mixer whose sources cross trips if there is only one trip, or under the view ALL, where all trips are
+    solved for at once."""
     crosses = config.recurrence != DEFAULTS["recurrence"] and recurrence_class(config).sees(config).depth_parallel
     allowed = ("none", "same_layer", "grid") if crosses else ("none",)
     rule = mixer_class(config).across_trips(config)

@@ -1,7 +1,7 @@
-"""The functions that a faster one may stand in for: one table, empty in an export, which runs what its files say.
+"""The functions that a faster kernel may replace: one table, empty in an export, which runs its own code.
 
-`fathom.kernels.use` fills it. A stand-in serves one kind of device, and half and single precision; double precision is
-for measuring exactness, and always runs the reference.
+`fathom.kernels.use` fills it. A replacement serves one type of device, in half and single precision. Double precision
+is for measuring exactness and always runs the reference.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ REPLACEABLE = {
 
 Function: TypeAlias = Callable[..., Any]
 
-_faster: dict[tuple[str, str], Function] = {}  # by name and kind of device
+_faster: dict[tuple[str, str], Function] = {}  # by name and type of device
 
 
 def replace(functions: Mapping[str, Function], device: str) -> None:
-    """Let these stand in from now on, by name, for tensors on a kind of device (`cuda`), and nothing else anywhere."""
+    """Use these functions, by name, for tensors on one type of device (`cuda`), and drop all earlier replacements."""
     assert set(functions) <= set(REPLACEABLE)
     _faster.clear()
     _faster.update({(name, device): function for name, function in functions.items()})
 
 
 def faster(name: str, x: Tensor) -> Function | None:
-    """What stands in for a function when it computes with `x`, or None: the reference."""
+    """The replacement of a function for a tensor such as `x`; None for the reference."""
     if not _faster or x.dtype == torch.float64:
         return None
     return _faster.get((name, x.device.type))

@@ -109,8 +109,8 @@ class RecurrenceOptions(MechanismOptions):
     trips: int = 1
     """How many trips a token makes at most, the first included."""
     recompute: bool = False
-    """Whether training makes every pass through the layers again in backward, and keeps its input alone. Gradients flow
-    as ever."""
+    """Whether training keeps only the input of each pass through the layers and computes the pass again in the backward
+    pass: less memory, the same gradients."""
 
     def check_trips(self) -> None:
         """Refuse a token that makes no trip."""
@@ -201,7 +201,7 @@ class Residual(MechanismModule):
         self.sublayer = sublayer
 
     def forward(self, state: ResidualState, *written: Any) -> Any:
-        """`read`, or `write` when there is something to write: by way of a call, since hooks see only calls."""
+        """`write` if an update is given, else `read`. A call of the module, since hooks run only on calls."""
         return self.write(state, *written) if written else self.read(state)
 
     def begin(self, embeddings: Tensor) -> ResidualState:
@@ -239,20 +239,20 @@ class Recurrence(MechanismModule):
     """
 
     recompute = False
-    """Whether training makes every pass through the layers again in backward."""
+    """Whether training computes every pass through the layers again in the backward pass."""
     skip_dead_rows = False
-    """Whether training leaves halted tokens out of a trip instead of computing and forgetting them."""
+    """Whether training leaves halted tokens out of a trip instead of computing and discarding them."""
     entry_layer: int | None = None
-    """The layer whose input in the first trip `gate` is then given as `out.entry`; None for none."""
+    """The layer whose input in the first trip `gate` gets as `out.entry`; None for none."""
     halts = False
     """Whether tokens may stop before the last trip; `gate` then leaves `alive` (`[B, T]`, bool) in the state."""
     reads = View.SAME
-    """What `sees` says, where no option has a say."""
+    """The view, unless a subclass overrides `sees` to take it from an option."""
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__()
         self.trips = self.drawn_trips = self.trips_of(config)
-        """Trips of a token, the first included; `drawn_trips` is training's number, where it changes by step."""
+        """Trips of a token, the first included; `drawn_trips` is their number in this training step."""
         self.view = self.sees(config)
 
     @staticmethod
@@ -262,17 +262,17 @@ class Recurrence(MechanismModule):
 
     @classmethod
     def training_trips(cls, config: FathomConfig) -> tuple[int, int]:
-        """The fewest and the most trips of a training step, each number between being as likely."""
+        """The fewest and the most trips of a training step; the number is drawn uniformly."""
         return cls.trips_of(config), cls.trips_of(config)
 
     @classmethod
     def training_rounds(cls, config: FathomConfig) -> tuple[int, int]:
-        """The fewest and the most Jacobi rounds of a training step, each number between being as likely."""
+        """The fewest and the most Jacobi rounds of a training step; the number is drawn uniformly."""
         return 0, 0
 
     @classmethod
     def most_trips(cls, config: FathomConfig) -> int:
-        """How many trips the weights were trained for, and thus may be asked for."""
+        """The largest number of trips that a call may ask for: what the weights were trained for."""
         return cls.training_trips(config)[1]
 
     @classmethod
@@ -298,7 +298,7 @@ class Recurrence(MechanismModule):
 
     @classmethod
     def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
-        """What `aux_losses` takes of a training step, for each token."""
+        """FLOPs per token that `aux_losses` adds to a training step."""
         return 0.0
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
@@ -337,7 +337,7 @@ class Recurrence(MechanismModule):
         return False
 
     def carry(self, state: TripState) -> TripState | None:
-        """What a Jacobi round leaves for the gates of the next one."""
+        """The part of the state that the gates of the next Jacobi round start with; None for nothing."""
         return None
 
     def aux_losses(
@@ -347,7 +347,7 @@ class Recurrence(MechanismModule):
         num_items_in_batch: Tensor | int | None,
         head: nn.Module,
     ) -> dict[str, Tensor]:
-        """Terms to add to the cross-entropy, by name; weighted by tokens as it is.
+        """Terms to add to the cross-entropy, by name, averaged over tokens as it is.
 
         Args:
             state: As `gate` left it.

@@ -1,4 +1,4 @@
-"""Which layers are sources: the options and the rule that mixers share which read a grid of earlier layers."""
+"""Which layers are sources: the options and the rule shared by mixers that read a grid of earlier layers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ class ScheduleOptions(MixerOptions):
     """Which layers are sources."""
 
     stride: int | None = None
-    """Every stride-th layer, counted from layer 0, is a source for all layers above it. Default: half the layers."""
+    """Every stride-th layer, counted from layer 0, is a source for all layers above it. Default: half the number of
+    layers."""
     recent_layers: int = 0
     """How many layers just below are sources too."""
     across_trips: str | None = None
@@ -39,13 +40,13 @@ class ScheduleOptions(MixerOptions):
 
 
 def grid_sources(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
-    """The absolute grid below a layer, and its recent window."""
+    """The sources of a layer: every stride-th layer below it, and the `recent_layers` just below."""
     options = ScheduleOptions.of(config)
     assert options.stride is not None
     return tuple(i for i in range(layer_idx) if i % options.stride == 0 or i >= layer_idx - options.recent_layers)
 
 
 def trip_rule(config: FathomConfig) -> str:
-    """How sources cross trips: as the option says, or what suits the recurrence."""
+    """How sources cross trips: the option, else `same_layer` for a loop and `none` for other recurrences."""
     rule = ScheduleOptions.of(config).across_trips
     return rule if rule is not None else "same_layer" if config.recurrence == "loop" else "none"

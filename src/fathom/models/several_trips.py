@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
-from .host import told
+from .host import to_host
 from .reading import MASKED, read_mask, side_by_side
 from .roles import TripState, View
 from .slot_cache import Placement, SlotTable, Tags
@@ -35,23 +35,23 @@ AT_ONCE = 1024
 
 @dataclass
 class Inputs:
-    """What a call of several trips was given beside its embeddings."""
+    """The arguments of a forward call of several trips, without its embeddings."""
 
     trips: int
     positions: Tensor
     """`[1 or B, T]`"""
     packed: Tensor | None
-    """The positions, where they were given and may restart."""
+    """Positions that restart within a row, where packed documents are told apart by them; else None."""
     padding: Tensor | None
-    """`[B, past + T]`, or nothing is padded."""
+    """`[B, past + T]`; None where nothing is padded."""
     cache: Cache | None
     """As the caller gave it."""
     dtype: torch.dtype
-    """Of masks that hold numbers."""
+    """Of additive masks."""
     head: nn.Module | None
     """Turns hidden states into logits, for recurrences that feed on them."""
     extra: Mapping[str, object]
-    """For the attention backend."""
+    """Further keyword arguments for the attention backend."""
     hidden: list[Tensor] | None = None
     """Filled with every visit's input, in the plan's order."""
 
@@ -61,7 +61,7 @@ class Inputs:
         return None if self.padding is None else self.padding[:, -self.positions.shape[1] :].bool()
 
     def columns(self, start: int, stop: int) -> Inputs:
-        """The same for some of the new tokens."""
+        """The inputs for the new tokens `[start, stop)` alone."""
         padding = None
         if self.padding is not None:
             padding = self.padding[:, : self.padding.shape[1] - self.positions.shape[1] + stop]
@@ -77,20 +77,20 @@ class Inputs:
 
 @dataclass
 class Store:
-    """A cache whose layers hold slots, and their table."""
+    """A slot cache and its table."""
 
     cache: Cache
     table: SlotTable
 
 
 def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | None) -> TripState:
-    """All trips of all tokens: the final state of the recurrence.
+    """Make all trips of all tokens; returns the final state of the recurrence.
 
     Args:
         model: The decoder.
         x: Trip 0's input, `[B, T, hidden_size]`.
-        inputs: What else the call was given.
-        cache: With a bank for every visit; or, of a model that keeps slots, its slots.
+        inputs: The other arguments of the call.
+        cache: A cache with a bank for every visit; for a model that keeps slots, its `Store`.
     """
     recurrence = model.recurrence
     if not isinstance(cache, Store) and not model.slotted:
@@ -116,12 +116,12 @@ def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | No
 
 
 def _among_ranks() -> bool:
-    """Whether others may gather weights with this process: then all must make the same passes, whatever they read."""
+    """Whether several processes run together: if they gather weights, all must make the same number of passes."""
     return distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
 
 
 def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: bool) -> TripState:
-    """With a slot cache: in pieces, one token at a time where the solver must be exact."""
+    """Run with a slot cache, in chunks; one token at a time where the solver must be exact."""
     recurrence, table, length = model.recurrence, store.table, x.shape[1]
     table.open(x.shape[0], table.columns + length, x.device)
     exact = recurrence.exact()
@@ -138,7 +138,7 @@ def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: 
 
 
 def check_backend(model: FathomModel, trips: int) -> None:
-    """Refuse, before anything is computed, a backend that knows causal masks only."""
+    """Refuse an attention backend that takes causal masks only, before anything is computed."""
     backend = str(model.config._attn_implementation)
     if trips > 1 and backend not in MASKED:
         raise ValueError(f"trips that read one another need attn_implementation {' or '.join(MASKED)}, not {backend}")
@@ -146,22 +146,22 @@ def check_backend(model: FathomModel, trips: int) -> None:
 
 @dataclass
 class Pass:
-    """Everything that one pass through the layers needs beside its input."""
+    """The arguments of one pass through the layers, without its input."""
 
     visits: Sequence[Visit]
     masks: Mapping[str, object]
     position_embeddings: KeyValue
     position_ids: Tensor
     cache: Cache | Exchange | None = None
-    """Whatever has `update(key, value, layer)`."""
+    """Anything with `update(key, value, layer)`."""
     by_bank: bool = False
-    """Whether the cache has a layer for every visit, or one for every layer."""
+    """Whether the cache has a layer for every visit; else it has one for every layer."""
     earlier: dict[int, tuple[Tensor, ...]] = field(default_factory=dict)
     """By layer: keys and values of earlier trips of the same tokens."""
     alive: Tensor | None = None
-    """`[B, 1, M, 1]`; the others keep the keys and values that they had."""
+    """`[B, 1, M, 1]`: the tokens that make this trip; the others keep the keys and values of their last one."""
     sources: dict[int, KeyValue] = field(default_factory=dict)
-    """By visit: what earlier trips kept for mixers."""
+    """By visit: keys and mixed values of earlier trips, which mixers read."""
     keep: bool = False
     """Whether every layer's keys and values are wanted afterwards, not only what mixers read."""
     key_bias: Tensor | None = None
@@ -170,7 +170,7 @@ class Pass:
 
 @dataclass
 class Passed:
-    """What a pass left."""
+    """The results of one pass."""
 
     residual: Tensor
     pairs: dict[int, KeyValue]
@@ -178,11 +178,11 @@ class Passed:
     hidden: list[Tensor]
     """Every visit's input, if asked for."""
     entry: Tensor | None = None
-    """What entered the layer that the recurrence names, in the first trip."""
+    """The input of the recurrence's `entry_layer` in the first trip."""
 
 
 class TripMaker:
-    """Makes the trips of one call; how, its subclasses say."""
+    """Makes the trips of one call; each subclass is one way of storing and reading keys and values."""
 
     def __init__(self, model: FathomModel, inputs: Inputs) -> None:
         self.model, self.inputs, self.view = model, inputs, model.recurrence.view
@@ -194,14 +194,14 @@ class TripMaker:
         """By layer type: how many tokens back it reads; None for all."""
 
     def out(self, residual: Tensor, trip: int, entry: Tensor | None = None) -> Out:
-        """What the recurrence sees of a trip."""
+        """A trip's output as the recurrence gets it."""
         model, last = self.model, trip == self.inputs.trips - 1
         head, scale = self.inputs.head, model.config.embedding_scale
         return Out(residual, model.norm, head, model.embed_tokens, scale, trip, last, entry)
 
     def through(self, x: Tensor, one: Pass) -> Passed:
-        """Once through the layers of a trip."""
-        if one.cache is None and self.model.recomputing:  # a pass that is made twice would store twice
+        """One pass through the layers of a trip, recomputed in the backward pass if the recurrence says so."""
+        if one.cache is None and self.model.recomputing:  # with a cache, recomputing would store twice
             return checkpoint(self._through, x, one, use_reentrant=False)
         return self._through(x, one)
 
@@ -236,7 +236,7 @@ class TripMaker:
         return passed
 
     def record(self, passed: Passed, stages: int = 1) -> None:
-        """Keep a pass' hidden states; interleaved stages come apart into trips."""
+        """Keep a pass' hidden states; those of interleaved trips are separated."""
         if self.inputs.hidden is not None and stages == 1:
             self.inputs.hidden.extend(passed.hidden)  # the tensors themselves, so that gradients reach them
         elif self.inputs.hidden is not None:
@@ -244,20 +244,20 @@ class TripMaker:
                 self.inputs.hidden.extend(h.unflatten(1, (-1, stages))[:, :, j] for h in passed.hidden)
 
     def causal_masks(self, x: Tensor, padding: Tensor | None, packed: Tensor | None) -> Mapping[str, object]:
-        """transformers' own: `padding` is `[B, N]`, `packed` the positions where documents are."""
+        """transformers' causal masks; `padding` is `[B, N]`, `packed` the positions of packed documents."""
         return self.model.causal_masks(x, padding, None if self.model.slotted else self.inputs.cache, packed)
 
     def masks(self, query: Tags, key: Tags) -> dict[str, Tensor]:
-        """Which slot reads which, by layer type."""
+        """Masks that say which slot reads which, by layer type."""
         check_backend(self.model, self.inputs.trips)
         as_bool = self.model.config._attn_implementation == "sdpa" and key.bias is None
-        as_bool = as_bool and not torch.is_grad_enabled()  # else every layer would keep a copy of it as numbers
+        as_bool = as_bool and not torch.is_grad_enabled()  # with gradients every layer would keep an additive copy
         dtype = None if as_bool else self.inputs.dtype
         return {kind: read_mask(self.view, query, key, reach, dtype) for kind, reach in self.reach.items()}
 
 
 class Banked(TripMaker):
-    """SAME, and no token halts: each trip an ordinary pass over a bank of its own."""
+    """View SAME without halting: each trip is an ordinary pass over a bank of its own."""
 
     def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, cache: Cache | None) -> None:
         super().__init__(model, inputs)
@@ -287,7 +287,8 @@ class Banked(TripMaker):
 
 
 class Dense(TripMaker):
-    """SAME with halting, or DUO, without a cache: every token makes every trip, and the halted ones are hidden."""
+    """SAME with halting, or DUO, without a cache: every trip is computed for every token, and
+    discarded for halted ones."""
 
     def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor) -> None:
         super().__init__(model, inputs)
@@ -340,7 +341,7 @@ class Interleaved(TripMaker):
         super().__init__(model, inputs)
         self.store, self.skip = store, skip
         self.causal = set(self.reach.values()) == {None} and not (skip and inputs.packed is not None)
-        """Whether every layer reads everything before: then a slot's place on the axis says all about its view."""
+        """Whether every layer reads everything before: then an ordinary causal mask over the slots is enough."""
 
     def __call__(self, turns: Sequence[Turn], final: bool) -> list[Out]:
         """One pass of the Jacobi solver."""
@@ -373,7 +374,7 @@ class Interleaved(TripMaker):
                 self.store.table.commit(tags, placement)
         residuals = list(slots.put(None, passed.residual).unflatten(1, (-1, stages)).unbind(2))
         if slots.alive is not None:
-            for j, turn in enumerate(turns[1:], 1):  # a slot that a later round revives goes on from the last trip made
+            for j, turn in enumerate(turns[1:], 1):  # a revived slot continues from the last trip made
                 if turn.tokens.alive is not None:
                     residuals[j] = torch.where(turn.tokens.alive.unsqueeze(-1), residuals[j], residuals[j - 1])
         return [self.out(residual, j) for j, residual in enumerate(residuals)]
@@ -389,7 +390,7 @@ class Interleaved(TripMaker):
         return side_by_side(parts, interleave=True)
 
     def _own_masks(self, x: Tensor, turns: Sequence[Turn], tags: Tags) -> tuple[Mapping[str, object], Tensor]:
-        """Masks among the slots of this pass, and positions that no kernel can take for the start of a document."""
+        """Masks among the slots of this pass, and positions that no kernel takes for the start of a document."""
         inputs, stages = self.inputs, len(turns)
         first = torch.arange(stages, device=x.device)
         slots = (inputs.positions.unsqueeze(2) * stages + first).flatten(1, 2)
@@ -398,12 +399,12 @@ class Interleaved(TripMaker):
             return self.masks(tags, tags), slots
         padding = None if inputs.padding is None else inputs.padding.repeat_interleave(stages, 1)
         if self._own_bias(tags) is not None:
-            padding = None  # is in the keys
+            padding = None  # the key bias hides it
         return self.causal_masks(x, padding, None if inputs.packed is None else slots), slots
 
     def _own_bias(self, tags: Tags) -> Tensor | None:
-        """What readers of the slots of this pass add to their logits, `[B, N]`. Where attention is plainly causal, dead
-        slots are hidden by it too, once some token may halt."""
+        """The bias on the logits of queries that read the slots of this pass, `[B, N]`. With a plain causal mask it
+        also hides dead slots."""
         if not self.causal or not (self.model.recurrence.halts and tags.live is not None):
             return tags.bias
         bias = torch.zeros((), device=tags.live.device) if tags.bias is None else tags.bias
@@ -411,7 +412,7 @@ class Interleaved(TripMaker):
 
 
 class Picking(TripMaker):
-    """Trips of the tokens that go on, and of no others."""
+    """Trips of the tokens that go on only: halted tokens are left out."""
 
     def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, first: int = 0) -> None:
         super().__init__(model, inputs)
@@ -422,11 +423,11 @@ class Picking(TripMaker):
         self.sources: dict[int, KeyValue] = {}
 
     def tags(self, turn: Turn) -> Tags:
-        """The slots that a trip is about to make."""
+        """The tags of the slots that a trip makes."""
         tokens, living = turn.tokens, turn.tokens.living
         live = tokens.valid if tokens.valid is not None else _both(self.inputs.live, tokens.alive)
         if live is not None and living is None:
-            living = told(live.sum(1))
+            living = to_host(live.sum(1))
         token = tokens.take(self.column)
         return Tags(
             token,
@@ -438,7 +439,7 @@ class Picking(TripMaker):
         )
 
     def found(self, tokens: TokenSubset) -> dict[int, KeyValue]:
-        """What earlier trips of these tokens left for mixers."""
+        """Keys and mixed values of earlier trips of these tokens, for mixers."""
         return {i: (_take(tokens, k), _take(tokens, v)) for i, (k, v) in self.sources.items()}
 
     def leave(self, turn: Turn, passed: Passed) -> None:
@@ -490,7 +491,7 @@ class Packed(Picking):
 
 
 class Stored(Picking):
-    """Any view with a slot cache, trip after trip: what halted is neither computed nor stored."""
+    """Any view with a slot cache, trip after trip; halted tokens are neither computed nor stored."""
 
     def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, store: Store) -> None:
         super().__init__(model, inputs, x, store.table.columns - x.shape[1])
@@ -534,15 +535,15 @@ class Stored(Picking):
 
 @dataclass
 class Exchange:
-    """Stands for the cache in one pass."""
+    """What layers get as their cache in one pass: stores the pass' slots and returns those that it may read."""
 
     store: Store
     placement: Placement
     own_only: bool
-    """Nothing was stored before this pass, so its tokens read one another and nothing else."""
+    """Whether nothing was stored before this pass, so that its tokens read only one another."""
 
     def update(self, key: Tensor, value: Tensor, layer: int) -> KeyValue:
-        """Store, and return what can be seen."""
+        """Store keys and values of one layer; returns those that the pass reads."""
         seen = self.store.cache.layers[layer].exchange(self.placement, (key, value))
         return (key, value) if self.own_only else seen
 
@@ -562,7 +563,7 @@ def _put(tokens: TokenSubset, x: Tensor) -> Tensor:
 
 
 def _taken(slots: TokenSubset, tags: Tags) -> Tags:
-    """The tags of some slots; the places that only fill a rectangle are dead."""
+    """The tags of some slots; places that only pad rows to one length are not live."""
     whole = {f.name: getattr(tags, f.name) for f in fields(Tags)}
     assert slots.alive is not None
     taken = {name: None if x is None else slots.take(x.expand(slots.alive.shape)) for name, x in whole.items()}

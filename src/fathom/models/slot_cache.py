@@ -1,9 +1,9 @@
 """The slot cache: one cache layer per physical layer, whose time axis counts slots.
 
 It serves recurrences whose trips read one another or whose tokens halt. Keys and values of every slot that was really
-made stand behind one another, row by row of the batch, so a token that made three trips takes three places. The table,
-which all layers share, says which token and trip stands where. `get_seq_length` answers tokens, since positions and
-masks of `generate` depend on it. Padding is never stored.
+made are stored one after another in each row of the batch, so a token that made three trips takes three places. A table
+that all layers share holds the token and trip of each place. `get_seq_length` counts tokens, since positions and masks
+of `generate` depend on it. Padding is never stored.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
 
-from .host import told
+from .host import to_host
 
 SPARE = 8
 """A full buffer grows by 1/SPARE of its size."""
@@ -24,10 +24,10 @@ EMPTY = -1
 
 @dataclass
 class Tags:
-    """Which slots stand on an axis of queries or keys; every tensor is `[B, N]`, or `[1, N]` where rows agree."""
+    """The slots along an axis of queries or keys; every tensor is `[B, N]`, or `[1, N]` where rows agree."""
 
     token: Tensor
-    """The token's column, counted from the first that the cache saw."""
+    """The token's column, counted from the first token that the cache saw."""
     trip: Tensor
     live: Tensor | None = None
     """False where there is nothing to read."""
@@ -38,7 +38,7 @@ class Tags:
     halt: Tensor | None = None
     """The last trip that the slot's token made."""
     living: list[int] | None = None
-    """How many of each row are live, where the host knows it."""
+    """How many slots of each row are live; None where the host does not know it."""
 
 
 @dataclass
@@ -48,12 +48,12 @@ class Placement:
     batch: Tensor | None
     """Rows of the batch, `[B']`; None for all."""
     slot: Tensor | None
-    """Places, `[B', M]`; None when all rows go on at `start` alike. Slots not to be kept go to the last place."""
+    """Places, `[B', M]`; None if all rows continue at `start`. Slots not to be kept go to the last place."""
     start: int
     end: int
-    """What is read ends here."""
+    """The pass reads the places before this one."""
     counts: list[int] | None = None
-    """How far each row of the batch is filled with these slots, where the host knows it."""
+    """Slots of each row once these are stored; None where the host does not know it."""
 
     def write(self, buffer: Tensor, new: Tensor) -> None:
         """Put `[B', M, ...]` into `[B, capacity, ...]`."""
@@ -64,7 +64,7 @@ class Placement:
             buffer[rows.unsqueeze(1), self.slot] = new.to(buffer.dtype)
 
     def read(self, buffer: Tensor) -> Tensor:
-        """What the pass sees, `[B', end, ...]`."""
+        """The part of a buffer that the pass reads, `[B', end, ...]`."""
         return buffer[:, : self.end] if self.batch is None else buffer[self.batch, : self.end]
 
 
@@ -78,11 +78,11 @@ class SlotTable:
         self.deepest = 0
         """The latest trip that any token made."""
         self.even = True
-        """Whether all rows hold the same slots, so that none has to be hidden."""
+        """Whether all rows hold the same slots, so that no place has to be masked."""
         self.end = 0
         self.count: Tensor | None = None  # [B]
         self.counts: list[int] | None = None
-        """`count`, as far as the host knows it."""
+        """`count` on the host; None where it is not known."""
         self.halt: Tensor | None = None  # [B, columns]
         self.token = self.trip = self.bias = self.document = None
         self.order: Tensor | None = None
@@ -143,15 +143,15 @@ class SlotTable:
         return placement
 
     def _counted(self, query: Tags, live: Tensor, rows: list[int] | None) -> tuple[list[int], int]:
-        """How far rows are filled once these slots are kept, and what is read then; asks what is not known."""
+        """Slots of each row once these are kept, and where reading ends; reads from the device what is not known."""
         assert self.count is not None
-        counts = list(self.counts) if self.counts is not None else told(self.count)
+        counts = list(self.counts) if self.counts is not None else to_host(self.count)
         rows = list(range(len(counts))) if rows is None else rows
         living = query.living
         if query.live is None:
             living = [live.shape[1]] * len(rows)
         elif living is None or len(living) != len(rows):
-            living = told(live.sum(1))
+            living = to_host(live.sum(1))
         for row, more in zip(rows, living, strict=True):
             counts[row] += more
         return counts, max(1, *(counts[row] for row in rows))
@@ -165,17 +165,17 @@ class SlotTable:
                 setattr(self, name, grown(tensor, self.capacity, self.end, EMPTY if name == "token" else 0))
 
     def note(self, query: Tags, placement: Placement, deepest: int) -> None:
-        """Know how far the tokens of a pass have come; `deepest` is the latest trip in it."""
+        """Record the trips that the tokens of a pass have made; `deepest` is the latest trip in it."""
         assert self.halt is not None
         rows, live = self._members(query, placement)
         place = (rows.unsqueeze(1) * self.halt.shape[1] + query.token).expand_as(live)
-        trip = torch.where(live, query.trip, EMPTY)  # which raises nothing
+        trip = torch.where(live, query.trip, EMPTY)  # the maximum below ignores it
         halt = self.halt.flatten().scatter_reduce(0, place.flatten(), trip.flatten(), "amax")
         self.halt = halt.view_as(self.halt)
         self.deepest = max(self.deepest, deepest)
 
     def commit(self, query: Tags, placement: Placement) -> None:
-        """Keep what a pass has written."""
+        """Count the slots that a pass has written."""
         assert self.count is not None
         rows, live = self._members(query, placement)
         self.count, self.counts = self.count.index_add(0, rows, live.sum(1)), placement.counts
@@ -218,9 +218,9 @@ class SlotTable:
                 setattr(self, name, tensor.gather(1, order))
         self.token = self.token.masked_fill(~keep.gather(1, order), EMPTY)
         self.count = keep.sum(1)
-        self.counts = told(self.count)
+        self.counts = to_host(self.count)
         self.halt = self.halt[:, :columns]
-        # A place is in use as long as there are columns, if only padding: "nothing was seen" is said by `end` 0.
+        # At least 1 as long as there are columns, if only of padding: an `end` of 0 means that nothing was seen.
         self.columns, self.end, self.order = columns, max(*self.counts, min(columns, 1)), order
 
     def absorb(self, other: SlotTable) -> None:
@@ -250,21 +250,21 @@ class SlotTable:
         self.settle()
 
     def settle(self) -> None:
-        """After rows came or went: forget columns that are padding in all of them, and know how far they are filled."""
+        """After rows came or went: drop columns that are padding in every row, and recount the slots of each."""
         assert self.count is not None and self.halt is not None and self.token is not None and self.trip is not None
-        used = told((self.halt != EMPTY).any(0))
+        used = to_host((self.halt != EMPTY).any(0))
         self._end_at(self.columns - used.index(True) if any(used) else self.columns)
-        self.counts = told(self.count)
+        self.counts = to_host(self.count)
         self.end = max(self.counts)
         alike = [(x[:, : self.end] == x[:1, : self.end]).all() for x in (self.token, self.trip)]
-        self.even = min(self.counts) == self.end and all(told(torch.stack(alike)))
+        self.even = min(self.counts) == self.end and all(to_host(torch.stack(alike)))
 
     def _end_at(self, columns: int) -> None:
-        """Count columns so that the last one is at this place."""
+        """Renumber columns so that there are `columns` of them, ending where they ended."""
         assert self.token is not None and self.halt is not None
         by = columns - self.columns
         self.token = torch.where(self.token == EMPTY, EMPTY, self.token + by)
-        self.halt = torch.nn.functional.pad(self.halt, (by, 0), value=EMPTY)  # below 0 it takes away
+        self.halt = torch.nn.functional.pad(self.halt, (by, 0), value=EMPTY)  # a negative pad crops
         self.columns = columns
 
 
@@ -290,14 +290,14 @@ def drop_row(cache: Cache, row: int) -> None:
 
 
 def grown(buffer: Tensor, capacity: int, used: int, fill: int = 0) -> Tensor:
-    """A buffer `[B, capacity + 1, ...]` that holds what the old one held in its first `used` places."""
+    """A new buffer `[B, capacity + 1, ...]` with the first `used` places of the old one."""
     new = buffer.new_full((buffer.shape[0], capacity + 1, *buffer.shape[2:]), fill)
     new[:, :used] = buffer[:, :used]
     return new
 
 
 def _stored(which: int, words: str) -> property:
-    """One of a layer's two buffers, as transformers reads and, empty, sets it."""
+    """A layer's keys or values as transformers reads them; transformers sets them only to None."""
 
     def read(layer: SlotLayer) -> Tensor | None:
         return None if layer.stored is None else layer.stored[which][:, : layer.table.end].transpose(1, 2)
@@ -314,7 +314,7 @@ class GrowingLayer(CacheLayerMixin):
     is_sliding = False
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """Tokens that a call sees, and the position of the first."""
+        """Number of tokens that a call reads, and the position of the first."""
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
@@ -347,11 +347,11 @@ class SlotLayer(GrowingLayer):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """A slot needs a token and a trip, which only the model's own pass knows."""
+        """Refused: a slot needs a token and a trip, which only the model's own pass knows (`exchange`)."""
         raise TypeError("a slot cache is written by the model that made it")
 
     def exchange(self, placement: Placement, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Store a pass' keys and values, `[B', H_kv, M, D]`, and return those that it can see."""
+        """Store a pass' keys and values, `[B', H_kv, M, D]`, and return those that it reads."""
         if self.stored is None:
             self.lazy_initialization(*new)
         assert self.stored is not None

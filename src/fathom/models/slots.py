@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from .host import told
+from .host import to_host
 from .registry import mixer_class, recurrence_class
 
 if TYPE_CHECKING:
@@ -135,9 +135,9 @@ class Out:
 
     @property
     def entry(self) -> Tensor:
-        """What entered the recurrence's `entry_layer`, `[B, T, hidden_size]`; of the first trip alone."""
+        """The input of the recurrence's `entry_layer` in the first trip, `[B, T, hidden_size]`."""
         if self._entry is None:
-            raise ValueError("a trip has an entry where it is the first, and the recurrence sets entry_layer")
+            raise ValueError("only the first trip has an entry, and only if the recurrence sets entry_layer")
         return self._entry
 
     @property
@@ -146,7 +146,8 @@ class Out:
         if self.head is None or self.embedding is None:
             raise ValueError("this recurrence feeds on logits: call the model with its head (FathomForCausalLM does)")
         table = self.embedding
-        if table.weight.is_meta or table._forward_pre_hooks or "forward" in vars(table):  # brought by a call alone
+        # The weight of a table that is sharded or offloaded exists only while it is called.
+        if table.weight.is_meta or table._forward_pre_hooks or "forward" in vars(table):
             return self.head, table(torch.arange(table.num_embeddings, device=self.residual.device))
         return self.head, table.weight
 
@@ -165,7 +166,8 @@ class TokenSubset:
     batch: Tensor | None = None
     """Rows of the batch that take part, `[B']`; None for all."""
     index: Tensor | None = None
-    """Columns of the tokens that take part, `[B', M]`; None for all. Rows with fewer repeat columns of theirs."""
+    """Columns of the tokens that take part, `[B', M]`; None for all. Shorter rows are filled with columns of halted
+    tokens, which `valid` marks."""
     valid: Tensor | None = None
     """`[B', M]`; False where `index` only fills the rectangle."""
     rows: list[int] | None = None
@@ -175,16 +177,16 @@ class TokenSubset:
 
     @classmethod
     def pick(cls, alive: Tensor) -> TokenSubset | None:
-        """Leave out rows without a living token, and the tokens that halted; None where all have."""
-        known = told(alive)
+        """Leave out the tokens that halted, and rows in which all have; None if no token is left."""
+        known = to_host(alive)
         rows = [i for i, row in enumerate(known) if any(row)]
         return cls._left(alive, known, None if len(rows) == len(known) else rows) if rows else None
 
     @classmethod
     def pack(cls, alive: Tensor) -> TokenSubset:
-        """Leave out the tokens that halted, as far as some row has none in their place. One column always stays: in
-        training a trip that no token makes has gates in the penalty, and ranks that share a model pass together."""
-        return cls._left(alive, told(alive), None)
+        """Leave out the tokens that halted; rows are padded to the longest. At least one column stays even if all have
+        halted: the penalty reads the trip's gates, and ranks that share a model must make the same passes."""
+        return cls._left(alive, to_host(alive), None)
 
     @classmethod
     def _left(cls, alive: Tensor, known: list[list[bool]], rows: list[int] | None) -> TokenSubset:
@@ -217,7 +219,7 @@ class TokenSubset:
         old = new.new_zeros((*self.alive.shape, *new.shape[2:])) if old is None else old
         shape = (*self.valid.shape, *[1] * (new.ndim - 2))
         made = torch.where(self.valid.view(shape), new.to(old.dtype), self.take(old))
-        if self.index is not None:  # whose columns differ within a row, those too that only fill the rectangle
+        if self.index is not None:  # columns are distinct within a row, the filling ones included
             part = old if self.batch is None else old[self.batch]
             made = part.scatter(1, self.index.view(shape).expand_as(made), made)
         return made if self.batch is None else old.index_copy(0, self.batch, made)
@@ -261,18 +263,19 @@ def sweep(
 ) -> tuple[TripState, list[Turn]]:
     """Trip, gate, feed: the recurrence's final state and the turns that were taken.
 
-    A token that halts keeps its state, and so its readout, as its last trip left it. Hence whether halted tokens are
-    left out (`pick`) or computed and forgotten makes no difference.
+    A token that halts keeps the state, and so the readout, of its last trip. So the result is the same whether halted
+    tokens are left out (`pick`) or computed and discarded.
 
     Args:
-        recurrence: Which feeds and gates.
+        recurrence: Supplies `gate`, `feed` and `key_bias`.
         x: Trip 0's input, `[B, T, hidden_size]`.
         make: Runs the stack once over the tokens of a turn.
-        trips: Of a token at most, the first included.
+        trips: Most trips of a token, the first included.
         live: `[B, T]`, False for padding, which makes one trip only when tokens may halt.
-        pick: How halted tokens are left out, None from it ending the sweep; without it they are computed and forgotten.
-        stop: Stop after this many trips, having fed the next one; with 0 all are made and none is fed.
-        state: What an earlier round left.
+        pick: Selects the tokens of the next trip; None from it ends the sweep. Without it halted tokens are computed
+            and discarded.
+        stop: Stop after this many trips, with the input of the next one made; 0 makes all trips and feeds none.
+        state: What the previous Jacobi round carries over.
     """
     state = dict(state or {})
     turn = Turn(0, x, TokenSubset())
@@ -320,12 +323,12 @@ def jacobi(
         rounds  n times:                      H = pass(S_0..S_K);  S_{j+1} <- feed(S_j, H_j)  for j = 0..K-1 in turn
         final                                 H = pass(S_0..S_K);  read out
 
-    All H_j are of one pass. S_j is the new one: a feed that adds to its input gives x_0 plus what that pass made.
+    All H_j come from the same pass, and `feed` gets the S_j already updated in this round.
 
     Args:
-        recurrence: Which feeds and gates.
+        recurrence: Supplies `gate`, `feed` and `key_bias`.
         x: Trip 0's input, `[B, T, hidden_size]`.
-        through: One pass over the slots of some turns, interleaved by token; the last pass is told so.
+        through: One pass over the slots of some turns, interleaved by token, and whether it is the final one.
         trips: K + 1.
         rounds: n. Exact from (T - 1) K on.
         live: As in `sweep`.
@@ -347,7 +350,7 @@ def jacobi(
         before = turns
         state, turns = again(turns, trips, state=recurrence.carry(state) if n + 1 < rounds else None)
         moved = torch.stack([(a.x - b.x).detach().float().square().mean() for a, b in zip(turns, before, strict=True)])
-        if until_still and not any(told(moved)):
+        if until_still and not any(to_host(moved)):
             break
     state, _ = again(turns, 0, final=True)
     if moved is not None:
@@ -357,6 +360,6 @@ def jacobi(
 
 
 def joined(states: Sequence[TripState]) -> TripState:
-    """States of consecutive tokens as one; what some token never reached is left out."""
+    """States of consecutive tokens as one; entries that some of them lack are left out."""
     names = [name for name in states[0] if all(name in state for state in states)]
     return {name: torch.cat([state[name] for state in states], 1) for name in names}

@@ -3,7 +3,7 @@
 Tokens are drafted one by one with the first `draft_trips` trips, read out early. Then the remaining trips of all of
 them are made in one pass that starts where the drafts stopped: in view SAME the first trips' keys and values do not
 depend on how many follow, so none of that work is done twice. The longest run of drafts that the whole model would have
-made is kept, its own token takes the place of the first that differs, and the caches of the others are cropped. Greedy
+made is kept, its own token replaces the first that differs, and the caches of the rest are cropped. Greedy
 tokens are those of plain decoding; sampled ones have its distribution (accept with probability min(1, p/q), else draw
 from what p has more than q).
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Speculation:
-    """What drafting is allowed to do, and what it did."""
+    """Settings of drafting, and counts of what was drafted and accepted."""
 
     draft_trips: int = 1
     draft_tokens: int = 6
@@ -42,7 +42,7 @@ class Speculation:
     rounds: int = field(default=0, init=False)
     drafted: int = field(default=0, init=False)
     accepted: int = field(default=0, init=False)
-    """Of the drafted, those that the whole model would have made."""
+    """Drafted tokens that the whole model confirmed."""
     tokens: int = field(default=0, init=False)
     """New tokens, all rows."""
     streamer: BaseStreamer | None = field(default=None, init=False, repr=False)
@@ -59,13 +59,13 @@ class Speculation:
 
 
 def check_speculation(model: FathomForCausalLM, asked: Speculation, trips: int) -> None:
-    """Refuse a model whose first trips are not a beginning of the whole."""
-    config, policy = model.config, model.model.recurrence
-    if policy.view is not View.SAME or policy.halts:
+    """Refuse a model whose first trips cannot be made and read out apart from the rest."""
+    config, recurrence = model.config, model.model.recurrence
+    if recurrence.view is not View.SAME or recurrence.halts:
         raise ValueError(
             f"draft_trips: {config.recurrence} keeps slots; only trips that read no other can be made apart"
         )
-    if policy.span(config)[1] < config.num_hidden_layers:
+    if recurrence.span(config)[1] < config.num_hidden_layers:
         raise ValueError("draft_trips: a coda belongs to the last trip alone, so that earlier ones cannot be read out")
     if not 1 <= asked.draft_trips < trips:
         raise ValueError(
@@ -106,14 +106,14 @@ class Stages:
         held = self.cache.layers[first : first + 1]  # masks ask this one, for the other part's banks are longer
         seen = Cache(layers=held) if held else DynamicCache()
         inputs = Inputs(self.trips, positions, None, padding, seen, x.dtype, self.model.lm_head, {})
-        banked, policy = Banked(self.decoder, inputs, x, self.cache), self.decoder.recurrence
+        banked, recurrence = Banked(self.decoder, inputs, x, self.cache), self.decoder.recurrence
         banked.sources = sources
         state = dict(state or {})
         for trip in trips:
             out = banked(Turn(trip, x, TokenSubset()))
-            state = {**state, **policy.gate(out, state)}
-            x = x if out.last else policy.feed(x, out, state)
-        return (policy.readout(state) if out.last else out.hidden), x, state
+            state = {**state, **recurrence.gate(out, state)}
+            x = x if out.last else recurrence.feed(x, out, state)
+        return (recurrence.readout(state) if out.last else out.hidden), x, state
 
     def embed(self, ids: Tensor) -> Tensor:
         """The first trip's input."""

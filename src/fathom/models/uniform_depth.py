@@ -1,4 +1,4 @@
-"""`uniform_depth`: the plain average over the sources of `depth_attention`, the honest control for it.
+"""`uniform_depth`: the plain average over the sources of `depth_attention`; its control.
 
 ṽ_ℓ = (v_ℓ + Σ_{j ∈ D_ℓ} ṽ_j) / M_ℓ,        M_ℓ = |D_ℓ| + 1
 """
