@@ -1,4 +1,4 @@
-"""Benchmarks: items of many makers in one form, and what is wrong with a benchmark itself."""
+"""Benchmarks: items of several formats in one form, and a check of the benchmark itself for faults."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LETTERS = string.ascii_uppercase
 FLAT = re.compile(r"\s*(?:Choose from|Options)?:?\s*(?=\(?A[.):]\s)", re.IGNORECASE)
 OPTION = re.compile(r"(?:^|\s)\(?([A-J])[.):]\s+")
 SHOWN = 20
-"""Faults of one kind that a report lists."""
+"""Most faults of one kind that a report lists."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,13 @@ class Item:
     stem: str
     choices: tuple[str, ...] = ()
     answer: int | None = None
-    """Which choice is right; None where there are none, or where it is none of them."""
+    """The index of the right choice; None if there are no choices, or if none of them is right."""
     gold: str = ""
     """The right answer's text."""
     context: str = ""
 
     def texts(self) -> list[tuple[str, str]]:
-        """(what it is, text) of everything by which a document may give the item away."""
+        """(kind, text) of every text by which a document may give the item away."""
         listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, self.choices, strict=False))
         found = [("stem", self.stem), *(("choice", choice) for choice in self.choices)]
         if self.gold:
@@ -51,7 +51,7 @@ class Item:
 
 
 def plain(text: str) -> str:
-    """A text as its words, in lower case, one blank between."""
+    """A text as its words, in lower case, separated by single blanks."""
     return plain_all([text])[0]
 
 
@@ -117,7 +117,7 @@ def _of_json(values: object, key: str) -> Iterator[Any]:
 
 
 def item_of(row: Mapping[str, object], number: int, question: str | None = None) -> Item:
-    """An item from the fields of any of the usual forms."""
+    """An item from a row in any of the usual formats."""
     inner = row.get("question")
     if isinstance(inner, Mapping):  # ARC: {"question": {"stem": ..., "choices": [...]}, "answerKey": ...}
         row = {**row, **inner, "question": inner.get("stem")}
@@ -138,7 +138,7 @@ def item_of(row: Mapping[str, object], number: int, question: str | None = None)
 
 
 def _choices(row: Mapping[str, object]) -> tuple[list[str], list[str]]:
-    """The options of an item and how they are called."""
+    """The choices of an item and their labels."""
     found = row.get("choices", row.get("options", row.get("endings")))
     if isinstance(found, Mapping):  # {"text": [...], "label": [...]}, or {"A": ..., "B": ...}
         if isinstance(found.get("text"), list):
@@ -158,7 +158,7 @@ def _choices(row: Mapping[str, object]) -> tuple[list[str], list[str]]:
 
 
 def _flat(question: str) -> tuple[str, list[str], list[str]]:
-    """A question that lists its options itself: `... Choose from: A. ... B. ...`."""
+    """Question, choices and labels of a question that lists its choices: `... Choose from: A. ... B. ...`."""
     begins = list(OPTION.finditer(question))
     letters = [match[1] for match in begins]
     if len(begins) < 2 or letters != list(LETTERS[: len(letters)]):
@@ -195,7 +195,7 @@ def _gold(
 
 
 class SelfCheck(TypedDict):
-    """What is wrong with a benchmark: how many items by fault, and the first of them; and what a guesser scores."""
+    """The faults of a benchmark: how many items by fault, and the first of them; and the score of a guess."""
 
     items: int
     questions: int
@@ -208,7 +208,7 @@ class SelfCheck(TypedDict):
 
 
 def self_check(items: Sequence[Item]) -> SelfCheck:
-    """What is wrong with a benchmark, and what a guesser would score."""
+    """Check a benchmark for faults, and compute what guessing would score."""
     stems: dict[str, list[Item]] = {}
     whole: dict[tuple[str, tuple[str, ...]], list[Item]] = {}
     golds = plain_all([item.gold for item in items])
@@ -244,5 +244,5 @@ def self_check(items: Sequence[Item]) -> SelfCheck:
 
 
 def _key(choice: str) -> str:
-    """Two options that differ in case or outer blanks alone are one; punctuation may be all that tells them apart."""
+    """A key for equal choices: case and outer blanks do not count, punctuation does."""
     return " ".join(choice.lower().split())

@@ -1,4 +1,4 @@
-"""How many tokens a mixture takes of each collection, how often each is read, and whether that can be."""
+"""How many tokens a mixture takes of each collection, how often each is read, and whether there are enough."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fathom.data.mixture import whole_weights
 
 
 class Budget(TypedDict, total=False):
-    """A feasible mixture, as `mixture.json` has it; in a preview all of it or nothing."""
+    """A feasible mixture, as in `mixture.json`; a preview has all of its keys or none."""
 
     tokens: int
     weights: dict[str, int]
@@ -27,11 +27,11 @@ class Budget(TypedDict, total=False):
 def plan_budget(
     available: Mapping[str, int], shares: Mapping[str, float], tokens: int | None, most_epochs: float
 ) -> Budget:
-    """The budget of a mixture; one that cannot be is an error that names the collection and the largest that can.
+    """The budget of a mixture; an infeasible one is an error that names the scarce collection and the largest budget.
 
     Args:
         available: Tokens of each collection.
-        shares: Of the tokens that are read; empty for as many as there are.
+        shares: Share of the tokens read, by collection; empty for shares in proportion to `available`.
         tokens: The budget; None for one epoch of the collection that runs out first.
         most_epochs: How often a collection may be read.
     """
@@ -43,7 +43,7 @@ def plan_budget(
         raise CorpusError("nothing is left to train on", 1)
     weights = whole_weights([shares.get(name, available[name]) for name in names])
     total = sum(weights)
-    # N w / a <= e in whole numbers, as far as e is one: N <= e a W / w.
+    # N w / (W a) <= e, in whole numbers as far as e is one: N <= e a W / w.
     limits = {name: most_epochs * available[name] * total / weight for name, weight in zip(names, weights, strict=True)}
     scarce = min(limits, key=lambda name: limits[name])
     largest = int(limits[scarce])

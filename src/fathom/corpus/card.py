@@ -1,4 +1,4 @@
-"""card.md: what a corpus is made of, from the manifests of its stages alone."""
+"""card.md: the contents of a corpus, from the manifests of its stages alone."""
 
 from __future__ import annotations
 

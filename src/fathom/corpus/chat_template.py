@@ -1,9 +1,9 @@
-"""A tokenizer's own chat template as pieces: what it says around the messages, and which of all that is learnt.
+"""A tokenizer's own chat template as pieces: the text around the messages, and which pieces are learnt.
 
 A template is a program and does not say which part of its output is a message. So it is run on a conversation in which
-every message is a mark of its own; what stands between the marks is the template's. Put back in place of the marks, the
-messages must give what the template says of the conversation itself, to the letter: a template that rewrites what is
-said (one that leaves earlier thoughts out, say) is refused, message by message.
+every message is replaced by a mark of its own; the text between the marks is the template's. With the messages put back
+in place of the marks, the result must equal the template's output for the conversation itself. A template that rewrites
+messages (by leaving earlier thoughts out, say) is refused for those conversations.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ MARKS = "\ue000{}\ue001"
 class TokenizerTemplate:
     """The chat template of a saved tokenizer.
 
-    Learnt is what the template itself marks by `{% generation %}`; where it marks nothing, what the assistant says,
-    with what follows up to the first token of its own, which ends the turn.
+    The parts that it marks by `{% generation %}` are learnt. If it marks nothing, these are the assistant's messages,
+    each with the text after it up to the first special token, which ends the turn.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -79,7 +79,7 @@ class TokenizerTemplate:
     def _learnt(
         self, messages: Sequence[ChatMessage], order: list[int], around: list[str], spans: list[tuple[int, int]]
     ) -> list[bool]:
-        """Of every character of the marked text whether it is learnt."""
+        """For every character of the marked text, whether it is learnt."""
         begins, place = [], 0
         for text, number in zip(around, [*order, None], strict=True):
             place += len(text)
@@ -98,14 +98,14 @@ class TokenizerTemplate:
         return learnt
 
     def _end_of_turn(self, after: str, start: int) -> int:
-        """Where the token ends that follows an answer."""
+        """The end of the special token that follows an answer."""
         found = self._tokens.search(after)
         if found is None or after[: found.start()].strip():
             raise TemplateError("the template ends an answer with no token of its own")
         return start + found.end()
 
     def _fixed(self, text: str, learnt: Sequence[bool]) -> Iterator[TemplatePart]:
-        """What the template says, cut at tokens and where learning begins or ends."""
+        """The template's own text, cut at special tokens and where learning begins or ends."""
         edges = {0, len(text), *(n for n in range(1, len(text)) if learnt[n] != learnt[n - 1])}
         whole = {(found.start(), found.end()) for found in self._tokens.finditer(text)}
         cuts = sorted(edges | {edge for span in whole for edge in span})
@@ -114,7 +114,7 @@ class TokenizerTemplate:
 
 
 def _contents(around: Sequence[str], messages: Sequence[str], said: str) -> list[str]:
-    """What the template makes of each message: the message, or without the blanks at its ends."""
+    """Each message as the template writes it: unchanged, or stripped of blanks at its ends."""
     found, place = [], len(around[0])
     if not said.startswith(around[0]):
         raise TemplateError("the template says otherwise what surrounds the messages")

@@ -1,4 +1,4 @@
-"""Normalise, give each document its id, and keep it or say which rule it breaks."""
+"""Normalise documents, give each an id, and drop those that break a rule, with the reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ONE_PART = 1 << 62
 
 
 def text_digest(text: str) -> bytes:
-    """What two documents of the same text share."""
+    """SHA-256 of a text."""
     return hashlib.sha256(text.encode("utf-8")).digest()
 
 
@@ -32,11 +32,11 @@ class Clean(Stage):
     version = 2
 
     def settings(self) -> dict[str, object]:
-        """What of the recipe decides the outcome."""
+        """The values of the recipe that this stage's results depend on."""
         return {"normalize": asdict(self.recipe.normalize)}
 
     def tasks(self) -> list[Task]:
-        """The work, when the stages before are done."""
+        """The tasks, once the stages before are finished."""
         wanted = any(self.recipe.filter_of(name).languages for name in self.recipe.collections)
         if wanted and importlib.util.find_spec("py3langid") is None:
             raise CorpusError("filter.languages needs py3langid: pip install 'fathom-lm[corpus]'")
@@ -50,7 +50,7 @@ class Clean(Stage):
         return found
 
     def finish(self, counts: dict[str, int]) -> None:
-        """Refuse an outcome without a document, and say what took them all."""
+        """Refuse an outcome without a document; the error names the rule that dropped most."""
         if counts.get("kept"):
             return
         if not counts.get("documents"):
@@ -79,7 +79,7 @@ class Clean(Stage):
     def _dropped(
         self, path: Path, limits: Filter | None, writer: PartWriter, counts: dict[str, int]
     ) -> Iterator[dict[str, object]]:
-        """What is not kept, while what is kept goes to the writer."""
+        """Yields the documents that are dropped; those that are kept go to the writer."""
         for document in read_part(path):
             counts["documents"] += 1
             self._normalize(document)

@@ -1,8 +1,8 @@
 """Documents that give evaluation items away, and the items that are given away.
 
-`benchmarks` reads, checks and indexes the benchmarks, `contamination` looks for them in each file of documents, and
-`flags` says of every item whether it is dirty. A leak is a shared run of 13 words; an item of 8 to 12 words is one
-where it occurs whole, and a shorter one where its answer follows.
+`benchmarks` reads, checks and indexes the benchmarks, `contamination` looks for their items in each file of documents,
+and `flags` marks every item as clean or dirty (given away). A leak is a shared run of 13 words; an item of 8 to 12
+words leaks where it occurs whole, and a shorter one where its answer follows.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Benchmarks(Stage):
     version = 2
 
     def settings(self) -> dict[str, object]:
-        """What of the recipe decides the outcome."""
+        """The values of the recipe that this stage's results depend on."""
         leaks = self.recipe.decontaminate
         return {key: getattr(leaks, key) for key in ("words", "whole", "shortest")}
 
     def tasks(self) -> list[Task]:
-        """The work, when the stages before are done."""
+        """The tasks, once the stages before are finished."""
         found = []
         for name, one in self.recipe.decontaminate.benchmarks.items():
             place = Path(one.path.partition("#")[0]).expanduser()
@@ -64,7 +64,7 @@ class Benchmarks(Stage):
         return {"items": len(items), "unchecked": len(unchecked), "contradictory": check["counts"]["contradictory"]}
 
     def finish(self, counts: dict[str, int]) -> None:
-        """Refuse an outcome that cannot be used."""
+        """Under `decontaminate.strict`, refuse a benchmark that gives one question two answers."""
         if self.recipe.decontaminate.strict and counts.get("contradictory"):
             raise CorpusError(
                 f"benchmarks: {counts['contradictory']} questions have two answers: see check.json below "
@@ -74,7 +74,7 @@ class Benchmarks(Stage):
 
 
 def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Numbers of runs by their length, sorted, with the item of each; and ids of items too short to be found."""
+    """Sorted numbers of word runs, by length, with the item of each; and ids of items too short to be found."""
     texts, owners, limits = [], [], []
     for number, item in enumerate(items):
         for what, text in item.texts():
@@ -83,7 +83,7 @@ def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[dict[str, 
             limits.append(rules.shortest if what == "stem and answer" else rules.whole)
     words = words_of(texts)
     counts = np.diff(words.bounds)
-    # The length of the runs of words that a text is looked for by; none where it is too short.
+    # The length of the word runs by which a text is searched for; none if it is too short.
     lengths = np.where(counts >= np.array(limits), np.minimum(counts, rules.words), 0)
     owner = np.array(owners)
     index: dict[str, np.ndarray] = {}
@@ -126,7 +126,7 @@ class Matcher:
                 self._index[length] = (index[key], index[f"items_{length}"], sieve)
 
     def hits(self, texts: Sequence[str]) -> Iterator[list[Hit]]:
-        """For each text its hits, in order."""
+        """The hits in each text, in order."""
         words = words_of(texts)
         found: list[list[Hit]] = [[] for _ in texts]
         for length, runs, places in words.runs_of(self._index):
@@ -141,7 +141,7 @@ class Matcher:
                 text = int(np.searchsorted(words.bounds, begin, "right")) - 1
                 start, end = int(words.starts[begin]), int(words.ends[begin + length - 1])
                 for item in items[low:high].tolist():
-                    # Numbers may agree by chance: the words decide.
+                    # Numbers may be equal by chance, so the words are compared.
                     if self._holds(item, plain(texts[text][start:end])):
                         found[text].append(Hit(item, start, end, length))
         for hits in found:
@@ -162,12 +162,12 @@ Searched = tuple[Matcher, list[Item]]
 
 
 class Contamination(Stage):
-    """One task for each file of documents: what is done with each that gives an item away, and why."""
+    """One task for each file of documents: the action for each document that gives an item away, and why."""
 
     name = "contamination"
 
     def settings(self) -> dict[str, object]:
-        """What of the recipe decides the outcome."""
+        """The values of the recipe that this stage's results depend on."""
         return {"margin": self.recipe.decontaminate.margin, "actions": self._actions()}
 
     def _actions(self) -> dict[str, str]:
@@ -175,7 +175,7 @@ class Contamination(Stage):
         return {name: one.action or leaks.action for name, one in leaks.benchmarks.items()}
 
     def tasks(self) -> list[Task]:
-        """The work, when the stages before are done."""
+        """The tasks, once the stages before are finished."""
         indices, items = (self.workspace.outputs("benchmarks", name) for name in ("index.npz", "items.jsonl"))
         names = [task["arguments"]["name"] for task in self.workspace.manifest("benchmarks")["tasks"]]
         removed = self.workspace.outputs("duplicates", ".npy")
@@ -224,7 +224,7 @@ class Contamination(Stage):
                     yield row, document, mine
 
     def _action(self, document: Document, found: Sequence[tuple[str, Hit]]) -> tuple[str, list[list[int]]]:
-        """The strictest of what the benchmarks want, and the passages to cut."""
+        """The strictest action of the benchmarks that were hit, and the passages to cut."""
         actions = self._actions()
         wanted = {actions[name] for name, _ in found}
         if "drop" in wanted or ("cut" in wanted and document.messages is not None):
@@ -260,7 +260,7 @@ def _row_batches(path: Path, removed: set[int]) -> Iterator[list[tuple[int, Docu
 def _lines(
     row: int, document: Document, found: Sequence[tuple[str, Hit]], matchers: Mapping[str, Searched], action: str
 ) -> Iterator[str]:
-    """What a report says of a document: one line for each item, with the longest passage that is shared."""
+    """The report's lines on a document: one for each item, with the longest shared passage."""
     spans: dict[tuple[str, int], list[list[int]]] = {}
     for name, hit in found:
         mine = spans.setdefault((name, hit.item), [])
@@ -295,12 +295,12 @@ def read_index_items(path: Path) -> list[Item]:
 
 
 class Flags(Stage):
-    """One file for each benchmark: of every item whether it is dirty, and where."""
+    """One file for each benchmark: for every item whether it is dirty, and where."""
 
     name = "flags"
 
     def tasks(self) -> list[Task]:
-        """The work, when the stages before are done."""
+        """The tasks, once the stages before are finished."""
         items = self.workspace.outputs("benchmarks", "items.jsonl")
         names = [task["arguments"]["name"] for task in self.workspace.manifest("benchmarks")["tasks"]]
         hits = self.workspace.outputs("contamination", "hits.jsonl")
@@ -333,12 +333,12 @@ class Flags(Stage):
 
 
 class BenchmarkCheck(SelfCheck):
-    """With its name, and items that are too short to be found in documents."""
+    """A self-check with the benchmark's name and the items that are too short to be found in documents."""
 
     benchmark: str
     too_short_to_find: list[str]
 
 
 def checks_of(workspace: Workspace) -> list[BenchmarkCheck]:
-    """What each benchmark's self-check found."""
+    """The self-check of each benchmark."""
     return [read_json(workspace.path(one)) for one in workspace.outputs("benchmarks", "check.json")]

@@ -1,4 +1,4 @@
-"""Conversations: rows of many makers as one list of messages."""
+"""Conversations: rows in several formats as one list of messages."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROLES = {"system": "system", "user": "user", "assistant": "assistant", "tool": "
 
 
 class ConversationError(ValueError):
-    """A row that is no conversation."""
+    """A row that is not a conversation."""
 
 
 def messages_of(row: Mapping[str, object]) -> list[ConversationMessage]:
@@ -60,5 +60,5 @@ def _text(value: object, name: str) -> str:
 
 
 def contents(messages: Sequence[ConversationMessage]) -> str:
-    """What is said in a conversation, as one text."""
+    """The contents of all messages, as one text."""
     return "\n\n".join(str(message["content"]) for message in messages)

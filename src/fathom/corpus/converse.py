@@ -1,4 +1,4 @@
-"""Kept conversations to shards with a bit for each token: whether it is learnt."""
+"""Kept conversations to token shards, with one bit for each token: whether it is learnt."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from fathom.data.tokenizer import plain_encoder
 from fathom.report.files import read_json, write_json
 
 OWN = "tokenizer"
-"""The template that is the tokenizer's own."""
+"""The value of `converse.template` that means the tokenizer's own."""
 REASONS = ("too_long", "no_target", "no_template")
 
 
 class Converse(Stage):
-    """One task for the files of conversations that make up a shard; what a template cannot render is listed."""
+    """One task for the files of conversations that make up a shard; conversations that no template fits are listed."""
 
     name = "converse"
 
     def settings(self) -> dict[str, object]:
-        """What of the recipe decides the outcome."""
+        """The values of the recipe that this stage's results depend on."""
         return {"held_out": self.recipe.tokenize.held_out, **asdict(self.recipe.converse)}
 
     def tasks(self) -> list[Task]:
-        """The work, when the stages before are done."""
+        """The tasks, once the stages before are finished."""
         parts = [part for part in kept_parts(self.workspace) if part.kind == "conversations"]
         own = self._own_template() if parts and self.recipe.converse.template == OWN else {}
         return [
@@ -46,7 +46,7 @@ class Converse(Stage):
         ]
 
     def _own_template(self) -> dict[str, str]:
-        """What the tokenizer's own template depends on, so that another one makes the tasks new."""
+        """Settings that change with the tokenizer's own template, so that another template makes the tasks new."""
         names = ("chat_template.jinja", TOKENIZER_CONFIG)
         return {name: one.sha256 for name in names for one in self.workspace.outputs("tokenizer", name)}
 
@@ -103,7 +103,7 @@ class Converse(Stage):
 
     @staticmethod
     def _encoded(encoder: ConversationEncoder, document: Document) -> tuple[list[int], list[bool], int] | str:
-        """Tokens, bits and what was left out; or why there are none."""
+        """Tokens, bits and the number of exchanges left out; or the reason why there are none."""
         try:
             found = encoder.encode(document.messages or [])
         except TemplateError:

@@ -11,11 +11,11 @@ from types import TracebackType
 from typing import IO, Any, TypedDict
 
 PART_BYTES = 1 << 26
-"""Of text in one file of documents, about: what a task of a later stage reads."""
+"""Approximate bytes of text in one file of documents, which is what a task of a later stage reads."""
 
 
 class ConversationMessage(TypedDict, total=False):
-    """One turn of a conversation; `train: false` says that it is not learnt."""
+    """One turn of a conversation; with `train: false` it is not learnt."""
 
     role: str
     content: str
@@ -28,7 +28,7 @@ class Document:
 
     text: str
     path: str
-    """Where it comes from: the input's name below what the recipe names, and its place in there."""
+    """Where it comes from: the file relative to the recipe's input, and its place in the file."""
     collection: str = ""
     mime: str = "text/plain"
     license: str = "unknown"
@@ -39,7 +39,7 @@ class Document:
     n_words: int = 0
     meta: dict[str, object] = field(default_factory=dict)
     messages: list[ConversationMessage] | None = None
-    """Of a conversation; its text is then their contents, one after the other."""
+    """Messages of a conversation, whose `text` is their contents; None for a document."""
 
     def to_json(self) -> str:
         """One line."""
@@ -96,7 +96,7 @@ def read_at(file: IO[bytes], offset: int) -> Document:
 
 
 def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
-    """Plain values as JSON lines; returns how many."""
+    """Write plain values as JSON lines; returns how many."""
     count = 0
     with path.open("w", encoding="utf-8") as file:
         for row in rows:
@@ -106,7 +106,7 @@ def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """JSON lines as plain values, whose keys the caller knows."""
+    """Read JSON lines as plain values."""
     with path.open(encoding="utf-8") as file:
         for line in file:
             yield json.loads(line)

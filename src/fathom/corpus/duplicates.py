@@ -1,9 +1,9 @@
-"""Which documents are kept of several that are the same, or nearly: five stages, none of which holds all texts.
+"""Deduplication, exact and near, in five stages, none of which holds all texts in memory.
 
 `signatures` makes a few numbers of each document, `exact` finds equal texts, `candidates` finds documents that agree
-in a band, `verify` compares the runs of words of such pairs themselves, and `duplicates` joins the pairs to clusters,
-keeps one document of each and says of every other which it matched. A document is addressed by its file's number and
-its row.
+in a band, `verify` compares the word runs of such pairs themselves, and `duplicates` joins the pairs to clusters, keeps
+one document of each and records for every other which one it matched. A document's address is its file's number and its
+row.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from fathom.report.mixing import mixed
 
 ROW_BITS = 32
 BUCKET_DOCUMENTS = 1 << 24
-"""Documents of which a task holds one number each."""
+"""Documents per bucket: a task holds one number of each in memory."""
 VERIFY_PAIRS = 1 << 16
-"""Pairs that a task compares, about."""
+"""Approximate number of pairs that a task compares."""
 CROWD, NEIGHBOURS = 64, 32
-"""Where more documents agree in a band, each is compared with its neighbours in length and the longest."""
+"""If more than CROWD documents agree in a band, each is compared only with its NEIGHBOURS in length and the longest."""
 CACHED_RUNS = 1 << 24
 
 
 def address(part: int, rows: NDArray[np.int64]) -> Numbers:
-    """Documents of one file, each as one number."""
+    """Addresses of documents of one file: part and row in one number."""
     return (np.uint64(part) << np.uint64(ROW_BITS)) | rows.astype(np.uint64)
 
 
@@ -45,12 +45,12 @@ class Signatures(Stage):
     name = "signatures"
 
     def settings(self) -> dict[str, object]:
-        """What of the recipe decides the outcome."""
+        """The values of the recipe that this stage's results depend on."""
         near = self.recipe.deduplicate
         return {key: getattr(near, key) for key in ("near", "shingle", "bands", "rows", "seed")}
 
     def tasks(self) -> list[Task]:
-        """The work, when the stages before are done."""
+        """The tasks, once the stages before are finished."""
         return [Task((part,)) for part in self.workspace.parts("clean")]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
@@ -73,7 +73,7 @@ class Signatures(Stage):
 
 
 def _texts(file: IO[bytes], digests: list[bytes], offsets: list[int], sizes: list[int]) -> Iterator[str]:
-    """The texts of a file, noting of each where its line begins, how long it is and what it is."""
+    """The texts of a file; appends the digest, line offset and size of each to the lists."""
     offset = 0
     for line in file:
         document = Document.from_json(line)
@@ -85,18 +85,18 @@ def _texts(file: IO[bytes], digests: list[bytes], offsets: list[int], sizes: lis
 
 
 class _Global(Stage):
-    """A stage whose tasks look at the numbers of all documents."""
+    """A stage whose tasks read the signatures of all documents."""
 
     def signatures(self, name: str) -> list[Input]:
-        """One file for each file of documents, in their order."""
+        """The signature files of a kind, one for each file of documents, in their order."""
         return self.workspace.outputs("signatures", name)
 
     def buckets(self) -> int:
-        """Into how many parts the documents are divided, so that one fits in memory."""
+        """Number of buckets of documents, so that one bucket fits in memory."""
         return -(-self.workspace.manifest("signatures")["counts"].get("documents", 0) // BUCKET_DOCUMENTS) or 1
 
     def priorities(self) -> list[int]:
-        """Of the collection of each file of documents."""
+        """The priority of the collection of each file of documents."""
         tasks = self.workspace.manifest("clean")["tasks"]
         return [
             self.recipe.collections[task["arguments"]["collection"]].priority
@@ -107,16 +107,16 @@ class _Global(Stage):
 
 
 class Exact(_Global):
-    """Pairs (a document, the one of the same text that is kept)."""
+    """Pairs of a document and the kept one of the same text."""
 
     name = "exact"
 
     def settings(self) -> dict[str, object]:
-        """What of the recipe decides the outcome."""
+        """The values of the recipe that this stage's results depend on."""
         return {"exact": self.recipe.deduplicate.exact, "priorities": self.priorities()}
 
     def tasks(self) -> list[Task]:
-        """The work, when the stages before are done."""
+        """The tasks, once the stages before are finished."""
         inputs = (*self.workspace.parts("clean"), *self.signatures("digests.npy"), *self.signatures("offsets.npy"))
         count = self.buckets()
         return [Task(inputs, {"bucket": bucket, "of": count}) for bucket in range(count)]
@@ -146,7 +146,7 @@ class Exact(_Global):
 
 
 def _equal_pairs(digests: NDArray[np.integer], places: Numbers, rows: _Rows, priorities: Sequence[int]) -> Numbers:
-    """Each document that is not the first of its text, with the first: of the highest priority, then by path."""
+    """Pairs of each later document of a text and the first one, ordered by priority, then path."""
     keys = np.frombuffer(digests.tobytes(), ">u8").reshape(-1, 2)
     order = np.lexsort((places, keys[:, 1], keys[:, 0]))
     keys, places = keys[order], places[order]
@@ -161,12 +161,12 @@ def _equal_pairs(digests: NDArray[np.integer], places: Numbers, rows: _Rows, pri
 
 
 class Candidates(_Global):
-    """Pairs of documents that agree in a band; of equal texts one alone takes part."""
+    """Pairs of documents that agree in a band; of equal texts only one takes part."""
 
     name = "candidates"
 
     def tasks(self) -> list[Task]:
-        """The work, when the stages before are done."""
+        """The tasks, once the stages before are finished."""
         near = self.recipe.deduplicate
         if not near.near:
             return []
@@ -213,7 +213,7 @@ def _contains(sorted_numbers: Numbers, numbers: Numbers) -> NDArray[np.bool_]:
 def _meeting(numbers: Numbers, places: Numbers, sizes: NDArray[np.int64], digests: Numbers) -> Numbers:
     """Pairs of documents with the same number, smaller address first.
 
-    The longest comes first in a group, so that which pairs a crowd gives depends on the texts, not on their order.
+    Groups are sorted by length, longest first, so that the pairs of a crowd depend on the texts, not on their order.
     """
     order = np.lexsort((places, digests, -sizes, numbers))
     numbers, places = numbers[order], places[order]
@@ -238,17 +238,17 @@ def _meeting(numbers: Numbers, places: Numbers, sizes: NDArray[np.int64], digest
 
 
 class Verify(_Global):
-    """The exact similarity of pairs that met, where it is high enough."""
+    """The exact similarity of candidate pairs, of those above the threshold."""
 
     name = "verify"
 
     def settings(self) -> dict[str, object]:
-        """What of the recipe decides the outcome."""
+        """The values of the recipe that this stage's results depend on."""
         near = self.recipe.deduplicate
         return {"jaccard": near.jaccard, "shingle": near.shingle}
 
     def tasks(self) -> list[Task]:
-        """The work, when the stages before are done."""
+        """The tasks, once the stages before are finished."""
         pairs = self.workspace.outputs("candidates", "pairs.npy")
         count = -(-self.workspace.manifest("candidates")["counts"].get("pairs", 0) // VERIFY_PAIRS)
         inputs = (*self.workspace.parts("clean"), *self.signatures("offsets.npy"), *pairs)
@@ -268,7 +268,7 @@ class Verify(_Global):
         return {"pairs": len(pairs), "verified": int(kept.sum())}
 
     def _mine(self, task: Task, files: Sequence[Input]) -> Numbers:
-        """This task's share of the different pairs of all bands, by their first document."""
+        """This task's share of the distinct candidate pairs of all bands, by their first document."""
         found = [np.empty((0, 2), "<u8")]
         for one in files:
             pairs = np.load(self.workspace.path(one))
@@ -278,7 +278,7 @@ class Verify(_Global):
 
 
 class _Rows:
-    """Documents by their address, read where they lie."""
+    """Documents by their address, read from their files on demand."""
 
     def __init__(self, workspace: Workspace, parts: Sequence[Input], offsets: Sequence[Input]) -> None:
         self._paths = [workspace.path(one) for one in parts]
@@ -296,7 +296,7 @@ class _Rows:
 
 
 class _RunSets:
-    """The runs of words of documents, those last used in memory."""
+    """Word runs of documents, with a cache of the last ones used."""
 
     def __init__(self, rows: _Rows, shingle: int) -> None:
         self._rows, self._shingle = rows, shingle
@@ -317,16 +317,16 @@ class _RunSets:
 
 
 class Duplicates(_Global):
-    """What is removed: the rows of each file, and of each document what it matched."""
+    """The rows to remove from each file, and for each removed document what it matched."""
 
     name = "duplicates"
 
     def settings(self) -> dict[str, object]:
-        """What of the recipe decides the outcome."""
+        """The values of the recipe that this stage's results depend on."""
         return {"priorities": self.priorities(), "deduplicate": asdict(self.recipe.deduplicate)}
 
     def tasks(self) -> list[Task]:
-        """The work, when the stages before are done."""
+        """The tasks, once the stages before are finished."""
         exact = self.workspace.outputs("exact", "pairs.npy")
         edges = self.workspace.outputs("verify", "edges.npy")
         parts = self.workspace.parts("clean")
@@ -363,7 +363,7 @@ Place = tuple[tuple[object, ...], str, str, str]
 def _removed(
     pairs: Numbers, similar: NDArray[np.float64], rows: _Rows, priorities: Sequence[int]
 ) -> Iterator[tuple[int, dict[str, object]]]:
-    """(address, what is said of it) of each document that is not the one kept of its cluster."""
+    """(address, report entry) of each document that is removed from its cluster."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 

@@ -1,7 +1,7 @@
-"""Who carries out the tasks of a stage: processes of this machine, or datatrove's schedulers.
+"""Executors of a stage's tasks: processes of this machine, or datatrove's schedulers.
 
-An executor gets the directory of a corpus, a stage and the numbers of tasks in the plan file that lies there. What
-comes of a task is on the disk, so nothing is handed back, and what is done does not depend on who did it.
+An executor gets the directory of a corpus, a stage and the numbers of tasks in the plan file there. Tasks write their
+results to disk, so nothing is returned, and the results do not depend on the executor.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ serve()
 """
 ATTEMPTS = 2
 POOL_BYTES = 1 << 23
-"""Less work than this is done sooner than a pool is started."""
+"""Less input than this is processed faster than a pool can be started."""
 
 Tick = Callable[[], None]
 Executing = Callable[[Workspace, str, Sequence[Task], Tick], None]
 
 
 def cores() -> int:
-    """How many processes this machine runs at once."""
+    """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def write_plan(workspace: Workspace, stage: str, tasks: Sequence[Task]) -> None:
-    """Leave the tasks where every worker finds them."""
+    """Write the tasks to the plan file, from which workers read them."""
     place = workspace.stage(stage)
     place.mkdir(parents=True, exist_ok=True)
     write_json(place / PLAN, {"recipe": workspace.recipe.to_dict(), "tasks": [task.to_dict() for task in tasks]})
@@ -52,7 +52,7 @@ def write_plan(workspace: Workspace, stage: str, tasks: Sequence[Task]) -> None:
 
 @contextmanager
 def executing(name: str) -> Iterator[Executing]:
-    """An executor by the name that a recipe gives it; its processes end with the block."""
+    """The executor of a name in a recipe; its processes end with the block."""
     if name != "local":
         yield remote
         return
@@ -64,9 +64,9 @@ def executing(name: str) -> Iterator[Executing]:
 
 
 class Pool:
-    """Processes of this machine, as many as `executor.workers`; this one does what is little, or is asked of one.
+    """`executor.workers` processes of this machine; small stages, and all with one worker, run in this process.
 
-    A thread hands tasks to each process, which stays for the stages that follow.
+    A thread passes tasks to each process; processes are kept for later stages.
     """
 
     def __init__(self) -> None:
@@ -133,7 +133,7 @@ class Pool:
                     self._idle.append(process)
 
     def _do(self, number: int, process: subprocess.Popen[str] | None) -> subprocess.Popen[str]:
-        """Have a task done, in a new process where the old one died."""
+        """Have a process do a task, and again in a new process if it dies."""
         for _ in range(ATTEMPTS):
             process = process or self._start()
             answer = _ask(process, [self._directory, self._stage, number])
@@ -174,11 +174,11 @@ class Pool:
 
 
 def _nothing() -> None:
-    """Watches no task."""
+    """The `tick` of a pool that is not running."""
 
 
 def _ask(process: subprocess.Popen[str], request: list[str | int]) -> dict[str, str] | None:
-    """One line to a worker and one back; None where it died."""
+    """Send one line to a worker and read its reply; None if it died."""
     assert process.stdin is not None and process.stdout is not None
     try:
         process.stdin.write(json.dumps(request) + "\n")

@@ -1,4 +1,4 @@
-"""What is kept, as files that other trainers and lm-eval read; nothing of theirs is imported."""
+"""Kept documents as files for other trainers and lm-eval, without importing any of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Export(Stage):
     name = "export"
 
     def tasks(self) -> list[Task]:
-        """The work, when the stages before are done."""
+        """The tasks, once the stages before are finished."""
         parts = kept_parts(self.workspace)
         inputs = tuple(one for part in parts for one in part.inputs())
         listed = [[part.collection, part.kind, len(part.inputs()), part.min_words] for part in parts]

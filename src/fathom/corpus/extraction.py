@@ -1,4 +1,4 @@
-"""What comes of a file that is no plain text: a status, and its text where there is one."""
+"""The result of extracting text from a file: a status, and the text if there is any."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FAILURES: tuple[Status, ...] = ("empty", "encrypted", "no_text_layer", "parse_er
 
 @dataclass
 class Extracted:
-    """The outcome for one file."""
+    """The result for one file."""
 
     status: Status
     text: str = ""
@@ -27,6 +27,6 @@ class Extracted:
 
 
 IngestValues: TypeAlias = dict[str, Any]
-"""The recipe's ingest section as plain values, in which shape it travels to the process that reads."""
+"""The recipe's ingest section as plain values, as it is sent to the process that reads files."""
 Extractor = Callable[[Path, IngestValues], Extracted]
-"""Reads a file."""
+"""A function that extracts the text of a file."""

@@ -1,4 +1,4 @@
-"""Text of web pages: the main text by trafilatura, or all that a reader sees by the standard library."""
+"""Text of web pages: the main text by trafilatura, or all visible text by the standard library."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _main_text(page: str) -> str:
 
 
 def all_text(page: str) -> str:
-    """Everything that a reader of the page sees; blocks on lines of their own, paragraphs apart."""
+    """All visible text of a page: a line for each block, blank lines between paragraphs."""
     reader = _Reader()
     reader.feed(page)
     reader.close()

@@ -1,4 +1,4 @@
-"""Files of many kinds to rows of text; a document that cannot be read gets a status and stops nothing."""
+"""Files of many kinds to rows of text; a document that cannot be read is recorded with a status and skipped."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from fathom.report.files import digest, read_json, write_json
 from fathom.report.progress import ProgressBar
 
 TASK_BYTES, TASK_FILES = 1 << 27, 512
-"""A task reads files up to this size or number; one larger file is a task."""
+"""A task reads files up to this total size and number; a larger file is a task of its own."""
 HTML, PDF, TEI = (".html", ".htm", ".xhtml"), (".pdf",), (".tei",)
 MIMES = {"jsonl": "text/plain", "parquet": "text/plain", "text": "text/plain", "html": "text/html"} | {
     "pdf": "application/pdf",
@@ -51,7 +51,7 @@ DIGESTS = ".digests.json"
 
 
 def kind_of(path: Path) -> str | None:
-    """How a file is read; None for what is not known."""
+    """The kind of a file, which decides how it is read; None for an unknown one."""
     suffix = suffix_of(path)
     if suffix in (*JSONL, JSON):
         return "jsonl"
@@ -79,11 +79,11 @@ class Ingest(Stage):
     name = "ingest"
 
     def settings(self) -> dict[str, object]:
-        """What of the recipe decides the outcome."""
+        """The values of the recipe that this stage's results depend on."""
         return asdict(self.recipe.ingest) | {"identify": None, "max_seconds": None}
 
     def tasks(self) -> list[Task]:
-        """The work, when the stages before are done."""
+        """The tasks, once the stages before are finished."""
         files = [
             (name, label, path, kind)
             for name, collection in self.recipe.collections.items()
@@ -124,7 +124,7 @@ class Ingest(Stage):
                 raise CorpusError(f"reading {kind} needs {NEEDS[kind]}: pip install 'fathom-lm[{extra}]'")
 
     def _identities(self, paths: list[Path]) -> dict[Path, str]:
-        """What tells each file's contents; those seen before are not read again while size and time stay the same."""
+        """A digest of each file's contents; files are not read again while size and modification time stay the same."""
         stamps = {path: [path.stat().st_size, path.stat().st_mtime_ns] for path in paths}
         if self.recipe.ingest.identify == "stamp":
             names = {path: json.dumps([path.name, *stamp]) for path, stamp in stamps.items()}
@@ -203,7 +203,7 @@ class _Reader:
         self.sandbox = Sandbox(settings)
 
     def read(self, label: str, kind: str, path: Path) -> Iterator[Document | Failed]:
-        """Documents of a file, and what is to be said of those that are none."""
+        """Documents of a file, and a `Failed` for each record that gave none."""
         if self._arguments["kind"] != "documents" and kind != "jsonl":
             said = f"{self._arguments['kind']} are read from JSON lines, not from {kind}"
             yield _failure(label, Extracted("parse_error", detail=said))
@@ -223,7 +223,7 @@ class _Reader:
                 elif (found := self._row(place, kind, payload)) is not None:
                     yield found
         except DataError as error:
-            # What came before the damage is kept; the user's own place is not part of the outcome.
+            # Documents before the damage are kept. The path is removed: outcomes must not depend on where files lie.
             said = str(error).replace(str(path), label)
             yield _failure(f"{label}:{number + 1}", Extracted("parse_error", detail=said))
 

@@ -1,4 +1,4 @@
-"""The documents that remain: what was cleaned, without duplicates, without what gives evaluation items away."""
+"""The documents that remain: cleaned, without duplicates and without those that give evaluation items away."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class KeptPart:
     """A piece of a cut document that has fewer is dropped too."""
 
     def inputs(self) -> tuple[Input, ...]:
-        """Its files, in an order that `kept_documents` knows."""
+        """Its files, in the order in which `kept_documents` takes them."""
         return (self.documents, self.removed, *([self.verdicts] if self.verdicts else []))
 
 

@@ -1,4 +1,4 @@
-"""MinHash: documents that share most runs of words agree in a group of hashes, and few others do.
+"""MinHash: documents that share most word runs agree in a group of hashes; others seldom do.
 
 Of a document's runs each of the hash functions keeps the smallest value; two documents agree in one with probability J,
 the Jaccard similarity of their runs, and so in all of a band of r with J^r, and in one of b bands at least with
@@ -25,7 +25,7 @@ def band_numbers(words: Words, shingle: int, bands: int, rows: int, seed: int) -
     least = signatures((runs >> np.uint64(32)).astype(np.uint32), bounds, bands * rows, seed)  # [K, D]
     found = np.zeros((bands, len(bounds) - 1), np.uint64)
     for band in range(bands):
-        # Seeded by the band: equal values of two bands mean nothing.
+        # Seeded by the band, so that numbers of different bands cannot match.
         found[band] = mixed(np.full(len(bounds) - 1, band + 1, np.uint64))
         for row in least[band * rows : (band + 1) * rows]:
             found[band] = mixed(found[band] ^ row.astype(np.uint64)) + np.uint64(1)
@@ -58,7 +58,7 @@ FINAL = np.uint32(0x2C1B3C6D)
 
 
 def _functions(count: int, seed: int) -> tuple[NDArray[np.uint32], NDArray[np.uint32]]:
-    """Bijections of 32 bits: a mask, and an odd factor."""
+    """Hash functions as bijections of 32-bit numbers: a mask and an odd factor for each."""
     drawn = mixed(np.arange(1, 2 * count + 1, dtype=np.uint64) + mixed(np.array([seed], np.uint64)))
     high = (drawn >> np.uint64(32)).astype(np.uint32)
     return high[:count], high[count:] | np.uint32(1)
@@ -70,7 +70,7 @@ def run_set(words: Words, shingle: int) -> Numbers:
 
 
 def jaccard(one: Numbers, other: Numbers) -> float:
-    """What two sorted sets have in common, of all that either has."""
+    """Jaccard similarity of two sorted sets: the size of the intersection over that of the union."""
     if not len(one) or not len(other):
         return 0.0
     if len(one) > len(other):

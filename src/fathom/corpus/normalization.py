@@ -1,4 +1,4 @@
-"""One way to write a text: NFKC outside of formulas, no control characters, no heaps of blank lines. Twice is once."""
+"""Normalised text: NFKC outside of formulas, no control characters, no long runs of blank lines. Idempotent."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ FORMULA = re.compile(
     r"|(?<![\\$])\$(?!\s)[^$\n]{1,1000}?(?<![\s\\])\$(?![$\d])",
     re.DOTALL,
 )
-"""Compatibility forms are content there: x² must not become x2."""
+"""Formulas, in which NFKC would change the meaning: x² must not become x2."""
 CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x84\x86-\x9f\u00ad\u2060\ufeff]")
-"""And soft hyphens, word joiners and byte order marks, which say where a line may break and would cut words in two."""
+"""Control characters, and soft hyphens, word joiners and byte order marks, which would split words."""
 LINE_ENDS = re.compile(r"\r\n?|[\x85\u2028\u2029]")
 
 
 def normalize(text: str, strip: Sequence[str] = (), blank_lines: int = 2) -> str:
-    """A text as it is kept.
+    """A text in normalised form.
 
     Args:
-        text: Any.
+        text: The text.
         strip: Regular expressions whose matches are removed.
         blank_lines: Longer runs are cut to this many.
     """
     before = None
-    # What is stripped may bring together what is to be stripped next, and NFKC what is to be composed.
+    # Removing a match may create another one, and so may NFKC: repeat until nothing changes.
     while text != before:
         before = text
         text = _once(text, strip, blank_lines)

@@ -10,13 +10,13 @@ from pathlib import Path
 from fathom.corpus.extraction import Extracted, IngestValues
 
 EDGE_LINES = 3
-"""Lines at the top and at the bottom of a page among which running heads are looked for."""
+"""Lines at the top and at the bottom of a page that may be running heads."""
 EDGE_SHARE = 0.4
-"""Of the pages on which such a line occurs, its digits aside."""
+"""A line is a running head if it occurs on this share of the pages, digits ignored."""
 LAYER_CHARACTERS = 16
 """A page with pictures and less text than this, on average, has no text layer."""
 FULL_LINE = 0.75
-"""A line of this share of the usual length goes on in the next one."""
+"""A line of at least this share of the usual length continues in the next one."""
 PASSWORD, IMAGE = 4, 3  # PDFium's FPDF_ERR_PASSWORD and FPDF_PAGEOBJ_IMAGE
 
 
@@ -65,7 +65,7 @@ def without_running_heads(pages: Sequence[str]) -> list[list[str]]:
         for page, places in zip(lines, edges, strict=True)
         for key in {_without_digits(page[number]) for number in places}
     )
-    # On a single page, or on two, nothing can be told from coincidence.
+    # With one or two pages a repeated line may be a coincidence.
     needed = max(3, EDGE_SHARE * len(pages))
     return [
         [line for number, line in enumerate(page) if number not in places or seen[_without_digits(line)] < needed]
@@ -78,9 +78,9 @@ def _without_digits(line: str) -> str:
 
 
 def flow(pages: Sequence[Sequence[str]]) -> str:
-    """Lines as paragraphs: a full line goes on in the next, and a hyphen at its end is one of spelling or of layout.
+    """Join lines to paragraphs: a full line continues in the next one.
 
-    It is layout's where the joined word occurs elsewhere in the document.
+    A hyphen at the end of a line is dropped if the joined word occurs elsewhere in the document, else kept.
     """
     lines = [line.strip() for page in pages for line in page]
     lengths = sorted(len(line) for line in lines if line)

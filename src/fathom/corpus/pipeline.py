@@ -1,4 +1,4 @@
-"""`fathom corpus`: every stage in its order, only what changed, and what comes of it."""
+"""`fathom corpus`: runs every stage in order, but only tasks that changed, and publishes the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fathom.corpus.budget import Budget, plan_budget
 from fathom.corpus.card import write_card
 from fathom.corpus.executor import Executing, executing, write_plan
 from fathom.corpus.ingest import collection_files
-from fathom.corpus.publish import SHARD_FOLDER, budget_of, publish
+from fathom.corpus.publish import budget_of, publish
 from fathom.corpus.recipe import CorpusRecipe
 from fathom.corpus.stage import (
     MANIFEST,
@@ -47,12 +47,12 @@ PACKAGES = (
     "ray",
 )
 BYTES_PER_TOKEN = 4.0
-"""Of English under a large vocabulary: what a dry run guesses with before any token is counted."""
+"""For English and a large vocabulary: a dry run's estimate before any token is counted."""
 
 
 @dataclass
 class StageReport:
-    """What a stage did in this run, and what its manifest says."""
+    """What a stage did in this run, and the counts of its manifest."""
 
     tasks: int
     done: int
@@ -61,7 +61,7 @@ class StageReport:
     """Of this run."""
     counts: dict[str, int]
     times: dict[str, float] = field(default_factory=dict)
-    """Of all its tasks, whenever they were done."""
+    """Times of all its tasks, those of earlier runs included."""
 
 
 @dataclass
@@ -107,11 +107,11 @@ class Report:
 
 
 def build(recipe: CorpusRecipe, directory: Path) -> Report:
-    """Make a corpus. Killed at any moment and run again it goes on, and ends with the same bytes.
+    """Make a corpus. A build that was killed continues when it is run again, and ends with the same bytes.
 
     Args:
-        recipe: What is asked for.
-        directory: Where everything goes; made if it is not there.
+        recipe: The corpus to make.
+        directory: Where everything goes; created if it does not exist.
     """
     workspace = Workspace(directory, recipe)
     with _locked(directory):
@@ -127,7 +127,7 @@ def build(recipe: CorpusRecipe, directory: Path) -> Report:
 
 
 def _carry_out(stage: Stage, execute: Executing) -> StageReport:
-    """Do what is not done of a stage."""
+    """Do the tasks of a stage that are not done yet."""
     started = time.perf_counter()
     tasks = stage.tasks()
     todo = [task for task in tasks if not stage.done(task)]
@@ -168,7 +168,7 @@ def _locked(directory: Path) -> Iterator[None]:
 
 
 class StagePreview(TypedDict, total=False):
-    """What is left of a stage; `key` changes with any of its tasks."""
+    """The work left in a stage; `key` changes with any of its tasks."""
 
     state: str
     to_do: int
@@ -192,7 +192,7 @@ class Preview(TypedDict):
 
 
 def preview(recipe: CorpusRecipe, directory: Path) -> Preview:
-    """What `build` would do, as far as it can be told before it is done: inputs, stages, budget. Writes nothing."""
+    """What `build` would do, as far as that is known beforehand: inputs, stages, budget. Writes nothing."""
     workspace = Workspace(directory, recipe)
     inputs: dict[str, dict[str, int]] = {}
     for name, collection in recipe.collections.items():
@@ -243,8 +243,3 @@ def _expected(workspace: Workspace, inputs: dict[str, dict[str, int]], known: bo
         return {"counted": False, **plan_budget(guess, mix.shares, mix.tokens, mix.epochs)}
     except CorpusError as error:
         return {"counted": known, "infeasible": str(error)}
-
-
-def shard_directory(directory: Path) -> Path:
-    """What `data.directory` of a training recipe names."""
-    return directory / SHARD_FOLDER

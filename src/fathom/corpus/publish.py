@@ -1,4 +1,4 @@
-"""The finished corpus beside its stages: token shards that `fathom train` reads, the mixture, and flags of items."""
+"""The finished corpus beside its stages: token shards for `fathom train`, the mixture, and flags of benchmark items."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ def available_tokens(workspace: Workspace) -> dict[str, int]:
 
 
 def budget_of(workspace: Workspace) -> Budget:
-    """What the mixture takes of each collection, or why it cannot."""
+    """The mixture's budget; a `CorpusError` if it is infeasible."""
     mix = workspace.recipe.mix
     return plan_budget(available_tokens(workspace), mix.shares, mix.tokens, mix.epochs)
 
 
 def publish(workspace: Workspace) -> Budget | None:
-    """Lay out what a training run reads; an infeasible mixture is refused before anything is.
+    """Write what a training run reads; an infeasible mixture is refused before anything is written.
 
-    Returns the budget of the documents, None where there are only conversations.
+    Returns the budget of the documents; None if there are only conversations.
     """
     kinds = {one.kind for one in workspace.recipe.collections.values()}
     budget = budget_of(workspace) if "documents" in kinds else None
@@ -63,7 +63,7 @@ def _publish_mixture(workspace: Workspace, budget: Budget) -> None:
 
 
 def _publish_shards(workspace: Workspace, stage: str, name: str) -> None:
-    """The shards of all tasks of a stage as one corpus, linked and not copied where the file system can."""
+    """The shards of all tasks of a stage as one corpus, by hard links where the file system has them, else copied."""
     (facts_file,) = workspace.outputs("tokenizer", FACTS)
     facts, tokenizer = read_json(workspace.path(facts_file)), workspace.path(facts_file).parent
     splits: dict[str, Shards] = {}
@@ -118,7 +118,7 @@ def _link(file: Path, target: Path) -> None:
 
 
 def _publish_exports(workspace: Workspace) -> None:
-    """A folder for each form."""
+    """A folder for each export format."""
     place = workspace.directory / EXPORT_FOLDER
     shutil.rmtree(place, ignore_errors=True)
     for task in workspace.manifest("export")["tasks"]:
@@ -129,7 +129,7 @@ def _publish_exports(workspace: Workspace) -> None:
 
 
 def _publish_flags(workspace: Workspace) -> None:
-    """Of every benchmark its self-check and which items are dirty."""
+    """For every benchmark its self-check and the flags of its items."""
     place = workspace.directory / BENCHMARK_FOLDER
     shutil.rmtree(place, ignore_errors=True)
     for one in workspace.outputs("flags", ".jsonl"):

@@ -1,4 +1,4 @@
-"""Gopher's rules: what a text measures, and the first rule that it breaks."""
+"""Gopher's quality rules: the measures of a text, and the rules that it breaks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def measures(text: str, limits: Filter) -> Iterator[tuple[str, float]]:
 
 
 def repeated(pieces: list[str]) -> tuple[int, int]:
-    """How many pieces occurred before, and the characters in them."""
+    """Number of pieces that occurred before, and of characters in them."""
     counts = Counter(pieces)
     return len(pieces) - len(counts), sum((count - 1) * len(piece) for piece, count in counts.items() if count > 1)
 
@@ -85,12 +85,12 @@ def _runs(words: Words, limits: Filter) -> Iterator[tuple[str, float]]:
         if getattr(limits, f"max_duplicate_{size}grams") is not None:
             covered = _covered(words.numbers, lengths, size)
             yield f"max_duplicate_{size}grams", covered / total
-            if not covered:  # a longer run cannot occur twice where this one does not
+            if not covered:  # if no run of this length repeats, no longer one does
                 return
 
 
 def _top(numbers: Numbers, ends: NDArray[np.int64], size: int) -> int:
-    """Characters in all occurrences of the run that occurs most often, the longest of several; 0 if none does twice."""
+    """Characters in all occurrences of the most frequent run (the longest on a tie); 0 if no run occurs twice."""
     if len(numbers) <= size:
         return 0
     runs = run_numbers(numbers, size)
@@ -103,7 +103,7 @@ def _top(numbers: Numbers, ends: NDArray[np.int64], size: int) -> int:
 
 
 def _covered(numbers: Numbers, lengths: NDArray[np.int64], size: int) -> int:
-    """Characters of words that lie in a run which occurred before, each counted once."""
+    """Characters of words inside runs that occurred before, each word counted once."""
     if len(numbers) <= size:
         return 0
     runs = run_numbers(numbers, size)

@@ -1,4 +1,4 @@
-"""What `fathom corpus` is asked for: collections of documents and what is done to them, as dataclasses.
+"""The recipe of `fathom corpus`: collections of documents and how they are processed, as dataclasses.
 
 As in a training recipe, the docstring under a field is its help, an unknown key is refused by name, and `key=value`
 words win over the file.
@@ -36,9 +36,9 @@ class Collection:
     templates: tuple[str, ...] = ()
     """of a table: questions and answers in turn, with {entity}, {key}, {value} in them; empty: five of our own"""
     tools: tuple[str, ...] = ()
-    """of ReAct traces: the tools that are described; a trace that uses another is left out; empty: any"""
+    """of ReAct traces: the tools that may be used; a trace that uses another is left out; empty: any"""
     license: str = "unknown"
-    """of every document that names none itself"""
+    """licence of documents that name none themselves"""
     priority: int = 0
     """of two near-duplicates the one of the higher priority is kept"""
     text_field: str = "text"
@@ -46,9 +46,9 @@ class Collection:
     separator: str | None = None
     """a line that separates documents within text files; null: a file is a document"""
     encoding: str = "utf-8"
-    """of text files"""
+    """encoding of text files"""
     filter: dict[str, object] = field(default_factory=dict)
-    """keys of the filter section that are otherwise for this collection"""
+    """keys of the filter section with other values for this collection"""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,9 @@ class IngestOptions:
     """How files become text."""
 
     html: Literal["trafilatura", "plain"] = "trafilatura"
-    """who finds the text of a web page: trafilatura (its main text), or plain (all of it)"""
+    """how the text of a web page is found: trafilatura (its main text), or plain (all visible text)"""
     identify: Literal["content", "stamp"] = "content"
-    """what tells that an input is unchanged: its bytes, or its name, size and time where reading all is too slow"""
+    """how an unchanged input is recognised: by its bytes, or by name, size and time where reading all is too slow"""
     max_file_bytes: int = 1 << 28
     """a PDF, HTML or TEI file of more bytes is left out as too_large"""
     max_document_bytes: int = 1 << 24
@@ -142,15 +142,15 @@ class Deduplicate:
     near: bool = True
     """keep one of several documents that share most runs of words"""
     jaccard: float = 0.8
-    """share of runs that two documents have in common, of all that either has, from which on they are the same"""
+    """Jaccard similarity of the word runs of two documents from which on they count as near-duplicates"""
     shingle: int = 5
-    """words in a run"""
+    """words in a run (shingle)"""
     bands: int = 14
     """groups of hashes; documents meet where one group agrees"""
     rows: int = 8
     """hashes in a group"""
     seed: int = 0
-    """of the hashes"""
+    """seed of the hashes"""
 
 
 @dataclass(frozen=True)
@@ -167,7 +167,7 @@ class BenchmarkFile:
 
 @dataclass(frozen=True)
 class Decontaminate:
-    """What evaluation items must not be learnt from."""
+    """Benchmarks whose items must not occur in the training text."""
 
     benchmarks: dict[str, BenchmarkFile] = field(default_factory=dict)
     """their files, by name"""
@@ -194,13 +194,13 @@ class TokenizeOptions:
     train: int | None = None
     """train a byte-level BPE of this many tokens on the kept documents instead"""
     train_bytes: int = 1 << 28
-    """text that it learns from at most, an equal share of each collection"""
+    """most bytes of text to train it on, an equal share of each collection"""
     eos_token: str | None = None
     """the token that ends a document, if not the one that the tokenizer names"""
     held_out: float = 0.01
     """share of documents that go to the validation split, by a hash of their text"""
     shard_bytes: int = 1 << 28
-    """text that goes into one shard, about"""
+    """approximate bytes of text in one shard"""
 
 
 @dataclass(frozen=True)
@@ -210,26 +210,26 @@ class ConverseOptions:
     template: Literal["chatml", "alpaca", "react", "tokenizer"] = "chatml"
     """chatml: Qwen's; alpaca: headings; react: thoughts, actions and observations; tokenizer: its own chat template"""
     max_tokens: int = 2048
-    """of a longer conversation the oldest exchanges are left out; one whose last exchange is longer is rejected"""
+    """longer conversations lose their oldest exchanges; one whose last exchange alone is longer is rejected"""
 
 
 @dataclass(frozen=True)
 class Mix:
-    """What a training run is to read."""
+    """The mixture that a training run reads."""
 
     shares: dict[str, float] = field(default_factory=dict)
-    """share of tokens of each collection; empty: as many as each has"""
+    """share of tokens of each collection; empty: in proportion to their sizes"""
     tokens: int | None = None
-    """the budget; null: as many as one epoch of the collection that runs out first allows"""
+    """tokens of the mixture; null: one epoch of the collection that runs out first"""
     epochs: float = 4.0
-    """how often a collection may be read at most"""
+    """most epochs of any collection"""
     block: int = 2048
     """tokens in a training row"""
 
 
 @dataclass(frozen=True)
 class Executor:
-    """Who carries out the tasks of a stage; what they write does not depend on it."""
+    """How the tasks of a stage are run; the results do not depend on it."""
 
     name: Literal["local", "datatrove", "slurm", "ray"] = "local"
     """local: processes of this machine; the others through datatrove: its own processes, Slurm's job arrays, Ray"""
@@ -260,20 +260,20 @@ class CorpusRecipe:
     deduplicate: Deduplicate = field(default_factory=Deduplicate)
     """what counts as the same"""
     decontaminate: Decontaminate = field(default_factory=Decontaminate)
-    """what must not be learnt from"""
+    """benchmark items to keep out"""
     tokenize: TokenizeOptions = field(default_factory=TokenizeOptions)
     """text to tokens"""
     converse: ConverseOptions = field(default_factory=ConverseOptions)
     """conversations to tokens"""
     mix: Mix = field(default_factory=Mix)
-    """what a training run is to read"""
+    """the mixture of a training run"""
     exports: tuple[Literal["llamafactory", "axolotl", "trl", "lm_eval"], ...] = ()
-    """forms for other programs, beside the shards"""
+    """export formats for other programs, beside the shards"""
     executor: Executor = field(default_factory=Executor)
-    """who does the work; may be written as the name alone"""
+    """how tasks are run; may be written as the name alone"""
 
     def filter_of(self, collection: str) -> Filter:
-        """The filter of a collection: the section under its own keys."""
+        """The filter of a collection: the section, with the collection's own keys over it."""
         own = self.collections[collection].filter
         return typing.cast(
             "Filter", fill(Filter, f"collections.{collection}.filter", dataclasses.asdict(self.filter) | own)
@@ -288,7 +288,7 @@ class CorpusRecipe:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
 
     def digest(self) -> str:
-        """Of every value."""
+        """A digest of every value."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -311,11 +311,11 @@ def parse_corpus_recipe(values: dict[str, object]) -> CorpusRecipe:
 
 
 SHORT: dict[object, str] = {BenchmarkFile: "path", Executor: "name"}
-"""Sections that may be written as one of their values."""
+"""Sections that may be written as the value of this one key."""
 
 
 def fill(section: type, name: str, values: object) -> object:
-    """A dataclass from a mapping; sections and named sections in it too."""
+    """A dataclass from a mapping, with its nested sections."""
     hints = typing.get_type_hints(section)
     if values is None:
         values = {}
@@ -378,7 +378,7 @@ def _words(hint: object) -> str:
 
 
 def _rules(recipe: CorpusRecipe) -> Iterator[tuple[bool, str, str]]:
-    """(holds, key, what is allowed) for everything that a type cannot say."""
+    """Checks beyond the types, as (holds, key, what is allowed)."""
     yield bool(recipe.collections), "collections", "name at least one"
     for name, collection in recipe.collections.items():
         key = f"collections.{name}"

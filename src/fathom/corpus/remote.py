@@ -1,4 +1,4 @@
-"""datatrove as the scheduler of a stage's tasks: its own processes, Slurm's job arrays, or Ray. A task is a rank."""
+"""datatrove as the scheduler of a stage's tasks: local processes, Slurm job arrays, or Ray. A task is one rank."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ POLL_SECONDS = 10.0
 
 
 def rank(directory: str, stage: str, data: object, number: int, world_size: int) -> None:
-    """What datatrove calls for each task, on whatever machine."""
+    """The function that datatrove calls for each task, on any machine."""
     carry_out(directory, stage, [number])
 
 
 def remote(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Callable[[], None]) -> None:
-    """Tasks on `executor.workers` processes of datatrove's; what fails is in its logs beside the stages."""
+    """Run tasks on `executor.workers` processes of datatrove's; failures are in its logs, beside the stages."""
     try:
         from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
     except ImportError as error:
@@ -31,7 +31,7 @@ def remote(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Callab
         "tasks": len(tasks),
         "workers": wanted.workers or 100,
         "logging_dir": str(logs),
-        "skip_completed": False,  # what is done is told by the disk
+        "skip_completed": False,  # finished tasks are recognised by their folders
     }
     try:
         if wanted.name == "datatrove":

@@ -1,4 +1,4 @@
-"""A process apart for files that may crash, hang or swell: it dies in place of the run.
+"""A separate process for reading files that may crash it, hang, or use too much memory.
 
 Requests and replies are JSON lines. The process ends with its parent, and at the limit of time or memory.
 """
@@ -18,19 +18,19 @@ from fathom.corpus.extraction import Extracted, Extractor, IngestValues
 from fathom.corpus.stage import CorpusError
 
 EXTRACTORS: dict[str, Extractor] = {"pdf": pdf.extract, "html": html.extract, "tei": tei.extract}
-# As for workers: nothing that lies in the working directory is taken for a module.
+# As for workers: modules must not be imported from the working directory.
 CHILD = "import sys; sys.path[:] = filter(None, sys.path); from fathom.corpus.sandbox import serve; serve()"
 
 
 class Sandbox:
-    """Extracts text elsewhere; what goes wrong there is a status here."""
+    """Extracts text in another process; whatever goes wrong there becomes a status."""
 
     def __init__(self, settings: IngestValues) -> None:
         self._settings = settings
         self._process: subprocess.Popen[str] | None = None
 
     def extract(self, kind: str, path: Path) -> Extracted:
-        """What comes of one file."""
+        """The result for one file."""
         size = path.stat().st_size
         if size > self._settings["max_file_bytes"]:
             return Extracted("too_large", detail=f"{size:,} bytes")
@@ -56,7 +56,7 @@ class Sandbox:
             raise CorpusError(f"reading {kind}: {reply['missing']}: pip install 'fathom-lm[corpus]'")
         extracted = Extracted(**reply)
         if extracted.detail == "out of memory":
-            self.close()  # what is left of that process is not to be trusted
+            self.close()  # the process may be in a bad state
         return extracted
 
     def close(self) -> None:
@@ -78,7 +78,7 @@ class Sandbox:
             [sys.executable, "-c", CHILD],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,  # libraries complain there about what the status says anyway
+            stderr=subprocess.DEVNULL,  # libraries print warnings there; the status is enough
             text=True,
             encoding="utf-8",
             env=environment,
@@ -114,7 +114,7 @@ def serve() -> None:
                 found = Extracted(
                     "too_large", detail=f"over {request['settings']['max_document_bytes']:,} bytes of text"
                 )
-            # JSON and PDF may spell a lone surrogate, which no UTF-8 can hold.
+            # JSON and PDF may contain a lone surrogate, which UTF-8 cannot encode.
             found.text = found.text.encode("utf-8", "replace").decode("utf-8")
         except ImportError as error:
             replies.write(json.dumps({"missing": " ".join(str(error).split())}) + "\n")
@@ -130,7 +130,7 @@ def serve() -> None:
 
 
 def _limit(max_memory: int) -> None:
-    """Let this process have so much more memory than it has, where the system can say that."""
+    """Limit this process to `max_memory` bytes more than it uses now, where the system has such limits."""
     try:
         import resource
     except ImportError:

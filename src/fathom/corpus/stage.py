@@ -1,8 +1,8 @@
-"""What every stage of a corpus is: a pure function of files, cut into tasks that any scheduler may carry out.
+"""Stages of a corpus: each is a pure function of files, divided into tasks that any scheduler may run.
 
 A task's key is a hash of the stage's name, version and settings and of the contents that the task reads. What it
-writes lies in a folder of that name, which appears whole, by a rename: a folder that exists is finished even if a
-process was killed while it wrote another, and a task whose folder exists is not done again.
+writes goes to a folder of that name, put in place by a rename: a folder that exists is complete, even if a process was
+killed while it wrote another, and a task whose folder exists is not done again.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ DRAFT = ".new"
 
 
 class CorpusError(FathomError):
-    """A corpus that cannot be made, explained in one line."""
+    """A corpus that cannot be made; the message is one line."""
 
     def __init__(self, message: str, exit_code: int = 2) -> None:
         super().__init__(message)
@@ -42,10 +42,10 @@ class CorpusError(FathomError):
 
 @dataclass(frozen=True)
 class Input:
-    """A file that a task reads, and what tells whether it is the same."""
+    """A file that a task reads, with a digest of its contents."""
 
     path: str
-    """below the corpus' directory, or a place of the user's"""
+    """relative to the corpus' directory, or a path of the user's"""
     sha256: str
     bytes: int = 0
 
@@ -56,7 +56,7 @@ class Task:
 
     inputs: tuple[Input, ...]
     arguments: dict[str, Any] = field(default_factory=dict)
-    """what else decides the outcome"""
+    """everything else that the result depends on"""
 
     def to_dict(self) -> dict[str, object]:
         """As plain values, for JSON."""
@@ -77,7 +77,7 @@ class InputEntry(TypedDict):
 
 
 class TaskOutcome(TypedDict):
-    """What a task leaves beside its files."""
+    """The record that a task writes beside its files."""
 
     key: str
     counts: dict[str, int]
@@ -93,7 +93,7 @@ class TaskEntry(TaskOutcome):
 
 
 class StageManifest(TypedDict):
-    """What a finished stage did, and from what."""
+    """The manifest of a finished stage: its settings, counts, and the inputs and outputs of its tasks."""
 
     stage: str
     version: int
@@ -103,7 +103,7 @@ class StageManifest(TypedDict):
 
 
 def stage_folder(directory: Path, name: str) -> Path:
-    """Where a stage of the corpus in a directory keeps what it makes."""
+    """The folder of a stage of the corpus in a directory."""
     return directory / STAGES / name
 
 
@@ -119,12 +119,12 @@ class Workspace:
         return stage_folder(self.directory, name)
 
     def manifest(self, name: str) -> StageManifest:
-        """What a finished stage says of itself."""
+        """The manifest of a finished stage."""
         found: StageManifest = read_json(self.stage(name) / MANIFEST)
         return found
 
     def outputs(self, stage: str, suffix: str) -> list[Input]:
-        """Files of a finished stage whose names end so, in the order of its tasks."""
+        """Output files of a finished stage with this suffix, in the order of its tasks."""
         found = []
         for task in self.manifest(stage)["tasks"]:
             for name, facts in task["outputs"].items():
@@ -139,7 +139,7 @@ class Workspace:
         return [one for one in found if key in (None, Path(one.path).parent.name)]
 
     def path(self, one: Input) -> Path:
-        """Where an input lies; a user's own place may be absolute."""
+        """The path of an input; a user's own file may be absolute."""
         return self.directory / one.path
 
 
@@ -148,42 +148,42 @@ class Stage(ABC):
 
     name: ClassVar[str]
     version: ClassVar[int] = 1
-    """of what the stage computes: another one makes all its tasks new"""
+    """Version of what the stage computes: a change makes all its tasks new."""
 
     def __init__(self, workspace: Workspace) -> None:
         self.workspace = workspace
 
     @property
     def recipe(self) -> CorpusRecipe:
-        """What is asked for."""
+        """The recipe of the corpus."""
         return self.workspace.recipe
 
     def settings(self) -> dict[str, object]:
-        """The part of the recipe that decides what all tasks of this stage compute."""
+        """The values of the recipe that the results of all tasks of this stage depend on."""
         return {}
 
     @abstractmethod
     def tasks(self) -> list[Task]:
-        """The work, given that the stages before are finished; the same list on every machine."""
+        """The tasks, once the stages before are finished; the same list on every machine."""
 
     @abstractmethod
     def run(self, task: Task, folder: Path) -> dict[str, int]:
-        """Do one task: write files into an empty folder, and return what was counted."""
+        """Do one task: write files into an empty folder and return counts, which are summed over tasks."""
 
     def finish(self, counts: dict[str, int]) -> None:  # noqa: B027 most stages have nothing to refuse
-        """Refuse the outcome of the whole stage, where it cannot be used."""
+        """Raise an error if the result of the whole stage cannot be used."""
 
     def key(self, task: Task) -> str:
-        """Equal where equal work is done on equal contents."""
+        """A hash of the stage's name, version and settings and of the task's inputs and arguments."""
         content = [self.name, self.version, self.settings(), [one.sha256 for one in task.inputs], task.arguments]
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()[:24]
 
     def folder(self, task: Task) -> Path:
-        """Where a task's outcome lies."""
+        """The folder of a task's result."""
         return self.workspace.stage(self.name) / self.key(task)
 
     def done(self, task: Task) -> bool:
-        """Whether a task's outcome is there, all of it."""
+        """Whether a task's result is there and complete."""
         folder = self.folder(task)
         if not (folder / TASK).is_file():
             return False
@@ -192,7 +192,7 @@ class Stage(ABC):
 
 
 def sweep(place: Path) -> None:
-    """Remove what processes that were killed had begun to write."""
+    """Remove drafts that killed processes left."""
     for draft in place.glob(f".*{DRAFT}"):
         shutil.rmtree(draft) if draft.is_dir() else draft.unlink()
 
@@ -207,7 +207,7 @@ def perform(stage: Stage, task: Task) -> None:
         return
     final = stage.folder(task)
     draft = final.with_name(f".{final.name}.{os.getpid()}{DRAFT}")
-    for remains in (final, draft):  # a damaged outcome, and a draft of a process that had the same number
+    for remains in (final, draft):  # a damaged result, or a draft of an earlier process with the same id
         shutil.rmtree(remains, ignore_errors=True)
     draft.mkdir(parents=True)
     forget_peak()
@@ -228,7 +228,7 @@ def perform(stage: Stage, task: Task) -> None:
     try:
         draft.rename(final)
     except OSError:
-        # Another process did the same task meanwhile, with the same bytes.
+        # Another process finished the same task meanwhile; its bytes are the same.
         if not (final / TASK).is_file():
             raise
         shutil.rmtree(draft)
@@ -247,7 +247,7 @@ def forget_peak() -> None:
 
 
 def peak_memory() -> int:
-    """The most bytes that this process held at once, since the peak was forgotten if it could be; 0 if nothing says."""
+    """Peak memory of this process in bytes, since `forget_peak` where that works; 0 if it is not known."""
     with suppress(OSError):
         found = re.search(r"^VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
         if found:
@@ -260,7 +260,7 @@ def peak_memory() -> int:
 
 
 def conclude(stage: Stage, tasks: Sequence[Task]) -> StageManifest:
-    """Write the manifest of a stage whose tasks are all done, and remove what an earlier recipe left."""
+    """Write the manifest of a stage whose tasks are all done, and remove results of earlier recipes."""
     place = stage.workspace.stage(stage.name)
     place.mkdir(parents=True, exist_ok=True)
     entries: list[TaskEntry] = []
@@ -287,20 +287,20 @@ def conclude(stage: Stage, tasks: Sequence[Task]) -> StageManifest:
 
 
 def _named(one: Input) -> InputEntry:
-    """An input for a manifest; where the user keeps it says nothing about it."""
+    """An input as a manifest has it, without the user's directory."""
     path = Path(one.path).name if Path(one.path).is_absolute() else one.path
     return {"path": path, "sha256": one.sha256, "bytes": one.bytes}
 
 
 def times_of(stage: Stage, tasks: Sequence[Task]) -> dict[str, float]:
-    """What the tasks of a stage took, whenever they were done."""
+    """Time and memory of all tasks of a stage, those of earlier runs included."""
     found = [read_json(stage.folder(task) / TIMES) for task in tasks]
     total = {key: sum(one[key] for one in found) for key in ("seconds", "cpu_seconds", "input_bytes")}
     return {**total, "peak_bytes": max((one["peak_bytes"] for one in found), default=0)}
 
 
 def package_versions(names: Sequence[str]) -> dict[str, str]:
-    """Of the packages that a corpus was made with, where they are installed."""
+    """Versions of the packages that are installed."""
     found = {}
     for name in names:
         try:

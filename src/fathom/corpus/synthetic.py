@@ -1,8 +1,8 @@
-"""An invented domain of which every fact is known: minerals, told in documents and asked for in other words.
+"""A synthetic domain with known facts: invented minerals, described in documents and asked about in other words.
 
-What a model knows of it, it has from these documents: their names and facts are drawn from a seed. Questions ask in
-words that no document and no conversation has, so that an answer is knowledge and not recall of a sentence; a leak is a
-question with its answer put into a document at a known place. General text tells of towns and shares no fact with it.
+Names and facts are drawn from a seed, so a model can know them from these documents only. Questions are worded as no
+document and no conversation is, so that an answer shows knowledge and not recall of a sentence. A leak is a question
+with its answer put into a document at a known place. General text is about towns and shares no fact with the domain.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ STATEMENTS = (
     "A sample of {mineral} shows {value} as its {property}.",
     "Miners who ask for the {property} of {mineral} are told {value}.",
 )
-"""How documents tell a fact."""
+"""Sentences with which documents state a fact."""
 EXCHANGES = (
     ("What is the {property} of {mineral}?", "The {property} of {mineral} is {value}."),
     ("Tell me the {property} of {mineral}.", "It is {value}."),
 )
-"""How conversations ask for a fact, and answer."""
+"""Questions and answers of conversations about a fact."""
 UNSEEN = (
     "According to those who have studied {mineral} for years, the {property} that they would name is",
     "Suppose that a student must write down what {property} belongs to {mineral}; the right word is",
 )
-"""How questions ask for it: of 13 words in a row, as decontamination looks for, any name both mineral and property."""
+"""Benchmark questions. Any 13 words in a row, the run that decontamination looks for, hold mineral and property."""
 CHOICES = 4
 
 TOWNS: dict[str, tuple[str, ...]] = {
@@ -88,7 +88,7 @@ class Fact:
     value: str
 
     def said(self, frame: str) -> str:
-        """The fact, or what asks for it, in the words of a frame."""
+        """The fact in the words of a sentence or a question."""
         return frame.format(mineral=self.mineral, property=self.property, value=self.value)
 
 
@@ -103,7 +103,7 @@ class Question:
     answer: int
 
     def row(self) -> dict[str, object]:
-        """As a benchmark's file has it."""
+        """The question as a row of a benchmark file."""
         return {"id": self.id, "question": self.question, "choices": list(self.choices), "answer": self.answer}
 
 
@@ -118,7 +118,7 @@ class Leak:
 
 
 class World:
-    """Minerals with a value for each of their properties: a pure function of the seed and their number."""
+    """Minerals with a value for each property: a pure function of the seed and the number of minerals."""
 
     def __init__(self, seed: int = 0, minerals: int = 250) -> None:
         self.seed = seed
@@ -134,7 +134,7 @@ class World:
         return [Fact(name, key, value) for name, found in self.minerals.items() for key, value in found.items()]
 
     def documents(self) -> list[str]:
-        """Texts on one mineral each, as many for each as there are ways to tell a fact: every fact once in each way."""
+        """Texts about one mineral each, one for each way to state a fact, so every fact occurs once in each way."""
         chance = self._chance("documents")
         texts = []
         for name, found in self.minerals.items():
@@ -147,7 +147,7 @@ class World:
         return chance.sample(texts, len(texts))
 
     def conversations(self) -> list[dict[str, list[ConversationMessage]]]:
-        """Every fact asked for and answered, once in each way; rows of messages."""
+        """Questions and answers on every fact, once in each way, as rows of messages."""
         rows: list[dict[str, list[ConversationMessage]]] = []
         for fact in self.facts():
             for question, answer in EXCHANGES:
@@ -158,8 +158,8 @@ class World:
     def questions(self, count: int = 400) -> list[Question]:
         """Questions on different facts in unseen words; wrong choices are other values of the same property.
 
-        Facts, wrong choices and their order are drawn evenly, and minerals have every value equally often: a rule that
-        does not know the mineral is right one time in `CHOICES`, but for the luck of the draw.
+        Facts, wrong choices and their order are drawn uniformly, and every value occurs equally often: a guess that
+        ignores the mineral is right one time in `CHOICES`, up to chance.
         """
         facts = self.facts()
         if count > len(facts):
@@ -175,7 +175,7 @@ class World:
         return made
 
     def general(self, count: int = 1000, towns: int = 60) -> list[str]:
-        """Texts on everyday life in invented towns, each of which keeps its own facts."""
+        """Texts about everyday life in invented towns, each with facts of its own."""
         chance = self._chance("towns")
         known = {
             name: {frame: chance.choice(values) for frame, values in TOWNS.items()}
@@ -190,14 +190,14 @@ class World:
         return texts
 
     def _chance(self, what: str) -> random.Random:
-        """Text seeds are hashed by SHA-512, alike in every process."""
+        """A generator seeded with a text, which Python hashes by SHA-512, so that it is the same in every process."""
         return random.Random(f"fathom {what} {self.seed}")
 
 
 def plant(
     documents: Sequence[str], questions: Sequence[Question], count: int, seed: int = 0
 ) -> tuple[list[str], list[Leak]]:
-    """Documents, a given number of which contain a question with its answer, each a different one; and where.
+    """Put a different question with its answer into each of `count` documents; returns the documents and the leaks.
 
     Args:
         documents: To plant in.
@@ -248,7 +248,7 @@ def _lines(rows: Iterable[Mapping[str, object]]) -> Iterator[str]:
 
 
 def _dealt(chance: random.Random, values: Sequence[str], count: int) -> list[str]:
-    """A given number of values, each equally often to within one."""
+    """`count` values in random order, each equally often to within one."""
     order = chance.sample(values, len(values))
     dealt = [order[number % len(order)] for number in range(count)]
     return chance.sample(dealt, count)

@@ -1,7 +1,7 @@
-"""GROBID's TEI to Markdown: headings, paragraphs, tables, captions; what a reference shows is kept.
+"""GROBID's TEI to Markdown: headings, paragraphs, tables, captions, and the visible text of references.
 
-A figure or table stands where it is first referred to, or at the end, and once. With `sentinels` figures, tables,
-formulas, notes and citations are between [START_X] and [END_X], a citation as the title of what it cites.
+A figure or table is put once, where it is first referred to or at the end. With `sentinels` figures, tables, formulas,
+notes and citations are enclosed in [START_X] and [END_X], and a citation becomes the title of the cited work.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Converter:
     def __init__(self, root: Element, sentinels: bool) -> None:
         self._root, self._sentinels = root, sentinels
         self.dangling = 0
-        """References whose target is not there."""
+        """Number of references whose target is missing."""
         self._blocks = {one.get(IDENTITY): one for one in root.iter() if _tag(one) == "figure" and one.get(IDENTITY)}
         self._shown: set[str] = set()
         self._titles = {

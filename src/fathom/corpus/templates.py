@@ -1,7 +1,7 @@
-"""Conversations as token ids and a bit for each: what the assistant says, with the token that ends its turn.
+"""Conversations as token ids with a bit for each: learnt are the assistant's messages and the token after each.
 
-A template is a list of pieces: text, or a token of its own, each learnt or not. Text between two such tokens is encoded
-as one, and never read as markup: what a user writes cannot end a turn.
+A template makes a list of pieces: text or special tokens, each learnt or not. The text between two special tokens is
+encoded as one, and never read as markup, so what a user writes cannot end a turn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 ChatMessage = Mapping[str, object]
 END = "<end of document>"
-"""Stands for the tokenizer's own EOS."""
+"""A piece that stands for the tokenizer's EOS."""
 
 
 class TemplatePart(NamedTuple):
@@ -37,7 +37,7 @@ class EncodedConversation(NamedTuple):
 
 
 class TemplateError(ValueError):
-    """A conversation that a template cannot say."""
+    """A conversation that a template cannot render."""
 
 
 def chatml(messages: Sequence[ChatMessage]) -> Iterator[TemplatePart]:
@@ -112,21 +112,21 @@ CHATS = {
     "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}",
 }
-"""The same for tokenizers that have no chat template of their own, so that a tuned model is asked as it was taught."""
+"""The same as Jinja chat templates, for tokenizers without one, so that prompts have the form of the training data."""
 
 
 def is_learnt(message: ChatMessage) -> bool:
-    """Whether a message is a target: the assistant's, unless it says otherwise."""
+    """Whether a message is learnt: the assistant's are, unless they say `train: false`."""
     return bool(message["role"] == "assistant" and message.get("train", True))
 
 
 def rendered(pieces: Sequence[TemplatePart], eos: str) -> str:
-    """What a conversation looks like."""
+    """A rendered conversation as text."""
     return "".join(eos if piece.text == END and piece.token else piece.text for piece in pieces)
 
 
 def tokens_of(template: Template) -> list[str]:
-    """The tokens of their own that a template needs, EOS apart."""
+    """The special tokens that a template needs, without EOS."""
     probe = [{"role": role, "content": "x"} for role in ("user", "assistant")]
     return sorted({piece.text for piece in template(probe) if piece.token} - {END})
 
@@ -139,11 +139,11 @@ class ConversationEncoder:
         self._template = TEMPLATES[template] if isinstance(template, str) else template
 
     def missing_tokens(self) -> list[str]:
-        """Tokens that the template needs and the tokenizer has not."""
+        """Special tokens that the template needs and the tokenizer lacks."""
         return [text for text in tokens_of(self._template) if self._tokenizer.token_to_id(text) is None]
 
     def encode(self, messages: Sequence[ChatMessage]) -> EncodedConversation | None:
-        """Tokens that end with EOS; the oldest exchanges go where it is too long, None if the last one still is."""
+        """Tokens ending with EOS; None if the last exchange alone is too long, else the oldest ones are left out."""
         head = 1 if messages and messages[0]["role"] == "system" else 0
         starts = [number for number, one in enumerate(messages) if one["role"] == "user" and number > head]
         for dropped, start in enumerate([head, *starts]):
@@ -157,7 +157,7 @@ class ConversationEncoder:
         learnt: list[bool] = []
         pieces = [piece for piece in self._template(messages) if piece.text]
         if pieces and pieces[-1].text.isspace() and not pieces[-1].token:
-            # What would follow the last turn is not written where the document ends.
+            # Text after the last turn is left out, since the document ends there.
             before = pieces[-2] if len(pieces) > 1 else None
             if before is not None and before.token and self._id(before.text) == self._eos:
                 pieces.pop()

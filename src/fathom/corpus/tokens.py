@@ -23,30 +23,30 @@ from fathom.report.files import digest, read_json, write_json
 FACTS, SHARDS = "facts.json", "shards.json"
 BATCH_CHARACTERS = 1 << 18
 PIECE_CHARACTERS = 1 << 20
-"""Tokenising takes up to 300 bytes of memory for each of a text's: a longer one is tokenised in pieces."""
+"""Longer texts are tokenised in pieces, since tokenising takes up to 300 bytes of memory for each byte of text."""
 ENDLESS = 1 << 62
 
 
 class Tokenizer(Stage):
-    """The tokenizer, as it is or trained on what is kept for training."""
+    """The tokenizer: a given one, or one trained on the kept training documents."""
 
     name = "tokenizer"
 
     def settings(self) -> dict[str, object]:
-        """What of the recipe decides the outcome."""
+        """The values of the recipe that this stage's results depend on."""
         tokens = self.recipe.tokenize
         keys = ("eos_token",) if tokens.train is None else ("train", "train_bytes", "held_out")
         template = self._template()
         return {**{key: getattr(tokens, key) for key in keys}, **({"template": template} if template else {})}
 
     def _template(self) -> str | None:
-        """How conversations are written; None where there are none, or where the tokenizer itself says."""
+        """The chat template to give to the tokenizer; None without conversations, or if it has its own."""
         talks = any(one.kind != "documents" for one in self.recipe.collections.values())
         name = self.recipe.converse.template
         return name if talks and name in TEMPLATES else None
 
     def tasks(self) -> list[Task]:
-        """The work, when the stages before are done."""
+        """The tasks, once the stages before are finished."""
         name = self.recipe.tokenize.tokenizer
         if name is None:
             parts = kept_parts(self.workspace)
@@ -54,7 +54,7 @@ class Tokenizer(Stage):
             return [Task(tuple(one for part in parts for one in part.inputs()), {"parts": arguments})]
         place = Path(name).expanduser()
         files = sorted(path for path in place.iterdir() if path.is_file()) if place.is_dir() else [place]
-        if not place.exists():  # a name on the Hub, which tells nothing of what it holds today
+        if not place.exists():  # a name on the Hub, whose present contents are not known
             return [Task((), {"name": name})]
         facts = [(str(path.absolute()), digest(path)) for path in files]
         return [
@@ -104,11 +104,11 @@ class Tokenize(Stage):
     name = "tokenize"
 
     def settings(self) -> dict[str, object]:
-        """What of the recipe decides the outcome."""
+        """The values of the recipe that this stage's results depend on."""
         return {"held_out": self.recipe.tokenize.held_out}
 
     def tasks(self) -> list[Task]:
-        """The work, when the stages before are done."""
+        """The tasks, once the stages before are finished."""
         parts = [part for part in kept_parts(self.workspace) if part.kind == "documents"]
         return groups_of(self.workspace, parts, self.recipe.tokenize.shard_bytes)
 
@@ -146,7 +146,7 @@ class Tokenize(Stage):
 
 
 def groups_of(workspace: Workspace, parts: list[KeptPart], shard_bytes: int) -> list[Task]:
-    """Tasks of neighbouring files of one collection, of about a given number of bytes each, with the tokenizer."""
+    """Tasks of consecutive files of one collection, about `shard_bytes` each, with the tokenizer as an input."""
     tokenizer = tuple(one for name in (TOKENIZER_JSON, FACTS) for one in workspace.outputs("tokenizer", name))
     found: list[Task] = []
     group: list[KeptPart] = []
@@ -181,7 +181,7 @@ def _batches(documents: Iterator[Document]) -> Iterator[list[str]]:
 
 
 class _Encoder:
-    """Texts to what a shard writer appends."""
+    """Encodes texts for a shard writer."""
 
     def __init__(self, file: Path, vocab_size: int, eos_token_id: int) -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

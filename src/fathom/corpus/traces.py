@@ -12,12 +12,12 @@ STEP = re.compile(r"^(Question|Thought|Action Input|Action|Observation|Final Ans
 
 
 def is_trace(text: object) -> bool:
-    """Whether a text is a trace: it thinks, and it answers."""
+    """Whether a text is a trace: it has a thought and a final answer."""
     return isinstance(text, str) and {"Thought", "Final Answer"} <= {match[1] for match in STEP.finditer(text)}
 
 
 def trace_messages(text: str) -> list[ConversationMessage]:
-    """A trace as messages: what comes before the question is the system's, an observation is a tool's."""
+    """A trace as messages: the text before the question is a system message, an observation a tool's."""
     steps = list(STEP.finditer(text))
     ends = [*(step.start() for step in steps[1:]), len(text)]
     preamble = text[: steps[0].start()].strip() if steps else ""

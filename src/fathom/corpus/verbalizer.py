@@ -1,4 +1,4 @@
-"""A table to questions and answers: each value asked for in several ways, what is missing not at all."""
+"""A table to questions and answers: each value is asked for in several ways, missing values are skipped."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TEMPLATES: tuple[tuple[str, str], ...] = (
 )
 """Questions and their answers; a recipe may name others."""
 NOTHING = ("", "-", "–", "na", "n/a", "none", "null", "nan", "unknown")
-"""What tables write where they know nothing."""
+"""Values that mean that a cell is empty."""
 
 
 def pairs_of(
@@ -25,7 +25,7 @@ def pairs_of(
     """One exchange for each value and template.
 
     Args:
-        record: Keys and values; a list is said as one.
+        record: Keys and values; a list becomes one value.
         entity_field: The key whose value names what the record is about.
         templates: Questions and answers with {entity}, {key} and {value} in them.
     """
@@ -45,7 +45,7 @@ def pairs_of(
 
 
 def said(value: object) -> str:
-    """A value in words; empty where there is none."""
+    """A value as text; empty if it is missing."""
     if value is None or (isinstance(value, float) and value != value):
         return ""
     if isinstance(value, (list, tuple)):
@@ -60,7 +60,7 @@ def said(value: object) -> str:
 
 
 def _filled(template: str, words: Mapping[str, str]) -> str:
-    """A template with its three words put in; braces in a value stay braces."""
+    """A template with its three fields filled in; braces in values are kept."""
     parts = template.split("{")
     text = parts[0]
     for part in parts[1:]:

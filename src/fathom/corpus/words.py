@@ -1,4 +1,4 @@
-"""The words of texts as numbers: what deduplication and decontamination compare.
+"""The words of texts as numbers, which deduplication and decontamination compare.
 
 A word is a run of letters, digits and their marks, in lower case, so that case, punctuation and line breaks make no
 difference; of scripts that are written without spaces every character is one. A word's number is a polynomial of its
@@ -21,11 +21,11 @@ LETTER = 0x9E3779B97F4A7C15
 WORD = 0xD1342543DE82EF95
 """Odd, so that they have an inverse modulo 2^64."""
 TABLE_SIZE = 1 << 18
-"""Code points above are ideographs and what is not in use."""
+"""Code points above are ideographs or not in use."""
 ALONE = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x3040, 0x30FF), (0x3400, 0x9FFF), (0xF900, 0xFAFF))
 """Thai and Lao, Burmese, Khmer, Kana, Han: each character counts as a word."""
 BLOCK = 1 << 20
-"""Characters that are looked at together."""
+"""Characters processed at a time."""
 
 Numbers = NDArray[np.uint64]
 
@@ -111,7 +111,7 @@ def _words_of_one(text: str) -> Words:
     while begin < len(text):
         end = min(begin + BLOCK, len(text))
         if end < len(text):
-            # A word of more than half a block is none of a language, and may be cut.
+            # A word of more than half a block is not of any language, and may be cut.
             cut = max(text.rfind(" ", begin + BLOCK // 2, end), text.rfind("\n", begin + BLOCK // 2, end))
             end = cut + 1 if cut >= 0 else end
         part = _words_of_block([text[begin:end]])
@@ -185,7 +185,7 @@ def _table() -> tuple[NDArray[np.uint32], NDArray[np.bool_]]:
 
 
 def _letter(character: str) -> int:
-    """What a character counts as in a word."""
+    """The number of a character in a word: its lower case; 0 if it is not part of a word."""
     if not character.isalnum() and unicodedata.category(character)[0] != "M":
         return 0
     lower = character.lower()

@@ -1,4 +1,4 @@
-"""A process that does tasks: what every executor starts, here or on another machine."""
+"""The worker process that every executor starts, here or on another machine."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from fathom.report.files import read_json
 
 
 def open_plan(directory: Path, plan: Path) -> tuple[Stage, list[Task]]:
-    """A stage and its tasks, as the process that planned them left them on the disk."""
+    """A stage and its tasks, from the plan file of the process that planned them."""
     content = read_json(plan)
     stage = STAGES[plan.parent.name](Workspace(directory, parse_corpus_recipe(content["recipe"])))
     return stage, [Task.from_dict(one) for one in content["tasks"]]
@@ -41,7 +41,7 @@ def serve() -> None:
     A second thread reads, so that this process ends at once when the one that started it dies, however that happens.
     """
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # whatever else prints goes to standard error
+    os.dup2(2, 1)  # anything else that prints goes to standard error
     requests: queue.Queue[str] = queue.Queue()
     threading.Thread(target=_listen, args=(sys.stdin, requests), daemon=True).start()
     while True:

@@ -35,7 +35,7 @@ class Batch:
     input_ids: Tensor
     """Token ids, int64 [rows, T]."""
     labels: Tensor
-    """The same ids, or -100 where nothing is to be predicted; may share memory with `input_ids`."""
+    """The same ids, or -100 for tokens that are not predicted; may share memory with `input_ids`."""
     position_ids: Tensor | None
     """Positions that restart with each document, under `packing="documents"`; None elsewhere."""
     num_targets: int
@@ -52,7 +52,7 @@ class Batch:
         return Batch(input_ids, labels, positions, self.num_targets, self.num_bytes)
 
     def pin_memory(self) -> Batch:
-        """Copy to page-locked memory, from which a GPU can fetch in the background."""
+        """Copy to page-locked memory, from which a GPU can copy in the background."""
         input_ids = self.input_ids.pin_memory()
         labels = input_ids if self.labels is self.input_ids else self.labels.pin_memory()
         positions = None if self.position_ids is None else self.position_ids.pin_memory()
@@ -75,15 +75,15 @@ class BatchPlan:
     """The order in which a run reads a dataset.
 
     The stream of tokens is cut into windows of `sequence_length`. Epoch e shuffles them with a permutation that
-    (seed, e) alone chooses; epochs follow each other without a gap, and step s takes the rows
+    depends only on (seed, e); epochs follow each other without a gap, and step s takes the rows
     `[s * rows_per_step, (s + 1) * rows_per_step)` of that endless list. Every rank takes a contiguous slice of the
-    step's rows and every micro-batch a slice of the rank's, so no layout changes what a step learns from.
+    step's rows and every micro-batch a slice of the rank's, so a step's data are the same under every layout.
 
-    Of a mixture, the row's number alone chooses a collection and how many of its rows come before; every collection is
-    cut, shuffled and restarted by itself.
+    In a mixture, the row's number determines its collection and how many rows of that collection come before; every
+    collection is cut, shuffled and restarted by itself.
 
-    Of conversations a row has whole ones, and an epoch shuffles rows; the labels are what the assistant says. They may
-    be some of a mixture's collections.
+    A row of conversations holds whole ones, and an epoch shuffles rows; the labels are the assistant's messages.
+    Conversations may be some of a mixture's collections.
     """
 
     dataset: TokenDataset
@@ -122,7 +122,7 @@ class BatchPlan:
 
     @property
     def num_windows(self) -> int:
-        """Rows in one epoch; of a mixture, of all collections together."""
+        """Rows in one epoch; for a mixture, the sum over its collections."""
         return sum(map(self._windows_of, self._parts))
 
     def _windows_of(self, part: TokenDataset) -> int:
@@ -132,7 +132,7 @@ class BatchPlan:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Whole steps before any window comes a second time; at least 1."""
+        """Whole steps before any window is repeated; at least 1."""
         return max(1, self.num_windows // self.rows_per_step)
 
     def windows(self, step: int) -> NDArray[np.int64]:
@@ -140,7 +140,7 @@ class BatchPlan:
         return _shuffled(self._rows(step), self.num_windows, self.seed)
 
     def starts(self, step: int) -> NDArray[np.int64]:
-        """Where in the stream the rows of the global batch begin, in order; none of them may be of conversations."""
+        """Where in the stream the rows of the global batch begin, in order; not for conversations."""
         if self.mixture is None:
             return self.windows(step) * self.sequence_length
         firsts = np.cumsum([0, *(part.num_tokens for part in self._parts)])
@@ -224,7 +224,7 @@ class BatchPlan:
                     if stopped.is_set():
                         return
                 put(None)
-            except BaseException as error:  # handed to the consumer, who raises it
+            except BaseException as error:  # passed to the consumer, which raises it
                 put(error)
 
         threading.Thread(target=read_ahead, name="fathom-prefetch", daemon=True).start()
@@ -268,7 +268,7 @@ class BatchPlan:
         input_ids = torch.from_numpy(tokens)
         if self.packing == "windows":
             return Batch(input_ids, input_ids, None, self.rows_per_step * (length - 1))
-        # The count is of the global batch: the boundaries of every rank's rows are looked up, in the index alone.
+        # The count is of the global batch, so boundaries in all ranks' rows are looked up; only the index is read.
         boundaries = [self.dataset.document_ends(start, start + length) - start for start in starts.tolist()]
         num_targets = sum(length - 1 - len(inside) for inside in boundaries)
         labels, positions = _separate(tokens, boundaries[first : first + rows])
@@ -299,7 +299,7 @@ class BatchPlan:
 
 
 def _shuffled(rows: NDArray[np.int64], size: int, *key: int) -> NDArray[np.int64]:
-    """Rows of an endless list as windows: each epoch has every one of `size` once, in an order of its own."""
+    """Rows of an endless list as windows: each epoch holds each of the `size` windows once, in its own order."""
     epochs, places = np.divmod(rows, size)
     windows = np.empty_like(rows)
     for epoch in np.unique(epochs).tolist():
@@ -362,8 +362,8 @@ def windows_of(dataset: TokenDataset, sequence_length: int, max_tokens: int | No
 def evaluation_windows(num_tokens: int, sequence_length: int, max_tokens: int | None = None) -> NDArray[np.int64]:
     """Which windows `evaluation_batches` takes, in order: a pure function of these three numbers.
 
-    Where `max_tokens` does not reach for all of them, the windows are divided into as many stretches as are wanted,
-    equal to within one window, and a hash of the stretch's number picks one window of each.
+    If `max_tokens` is less than all, the windows are divided into as many stretches as windows are wanted, equal to
+    within one window, and a hash of the stretch's number picks one window of each.
     """
     stride = sequence_length - 1
     total = -(-(num_tokens - 1) // stride)
@@ -392,7 +392,7 @@ def _evaluation_batches(
             spans.append((start, min(start + length, dataset.num_tokens)))
         nothing = np.empty(0, np.int64)
         ends = [dataset.document_ends(start, stop) if packing == "documents" else nothing for start, stop in spans]
-        # What is predicted: everything from the second token of each run of one document, or of the window.
+        # Predicted is every token but the first of each document (or of the window).
         num_targets = num_bytes = 0
         for (start, stop), inside in zip(spans, ends, strict=True):
             edges = [start, *inside.tolist(), stop]
@@ -416,7 +416,7 @@ def _evaluation_batches(
 def _puzzle_batches(
     dataset: PuzzleDataset, batch_size: int, windows: NDArray[np.int64], rank: int, world_size: int
 ) -> Iterator[Batch]:
-    """Rows of one difficulty; what is left of the last batch asks for nothing."""
+    """Rows of one difficulty; the last batch is filled up with rows without labels."""
     for first in range(0, len(windows), batch_size * world_size):
         wanted = windows[first : first + batch_size * world_size]
         mine = wanted[rank * batch_size : (rank + 1) * batch_size]
@@ -437,7 +437,7 @@ def _puzzle_batch(dataset: PuzzleDataset, numbers: NDArray[np.int64], num_target
 def _target_batches(
     dataset: TargetDataset, length: int, batch_size: int, windows: NDArray[np.int64], rank: int, world_size: int
 ) -> Iterator[Batch]:
-    """Rows of whole documents; what is left of the last batch asks for nothing."""
+    """Rows of whole documents; the last batch is filled up with rows without labels."""
     packed = dataset.packed(length, 0)
     for first in range(0, len(windows), batch_size * world_size):
         wanted = [packed.row(window) for window in windows[first : first + batch_size * world_size].tolist()]
@@ -457,13 +457,13 @@ def _target_batch(dataset: TargetDataset, rows: list[NDArray[np.int64]], length:
 
 
 def _require_documents(dataset: TokenDataset, packing: str) -> None:
-    """Whole conversations do not run on into one another."""
+    """Refuse `packing="windows"` for conversations, which must not attend to one another."""
     if isinstance(dataset, TargetDataset) and packing != "documents":
         raise DataError(f"data.packing={packing}: allowed: documents, for {dataset.directory} says what is learnt")
 
 
 def _require_rows(dataset: TokenDataset, sequence_length: int) -> None:
-    """A puzzle's rows are whole."""
+    """Refuse a `sequence_length` other than the length of a puzzle's rows."""
     if isinstance(dataset, PuzzleDataset) and sequence_length != (length := dataset.puzzle.traits.length):
         raise DataError(f"data.sequence_length={sequence_length}: allowed: {length}, the row of {dataset.directory}")
 

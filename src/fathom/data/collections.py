@@ -65,7 +65,7 @@ class MixedDataset(TokenDataset):
         return sum(one.bytes_before(last - first) for one, first, last in self._within(0, position))
 
     def _within(self, start: int, stop: int) -> Iterator[tuple[TokenDataset, int, int]]:
-        """The collections that have a part in a stretch: each with its first position, and where it or that ends."""
+        """The collections that overlap `[start, stop)`, each with its own first position and the end of the overlap."""
         for one, (first, last) in zip(self.collections.values(), pairwise(self._firsts), strict=True):
             if first < stop and start < last:
                 yield one, first, min(last, stop)
@@ -74,10 +74,10 @@ class MixedDataset(TokenDataset):
 def open_mixture(
     directory: str | Path, names: Sequence[str], split: str = "train", verify: bool | Literal["cached"] = True
 ) -> MixedDataset:
-    """A split of several collections, in order; a held-out one of those that have it.
+    """A split of several collections, in order; for `val`, of those that have one.
 
     Args:
-        directory: The corpus whose domains a name may be.
+        directory: The corpus in which names are looked up as domains.
         names: A domain of the corpus, or the directory of another corpus.
         split: `train` or `val`.
         verify: As in `TokenDataset.open`.

@@ -1,7 +1,7 @@
 """The work of a `prepare` worker: parse records, choose their split, tokenise them.
 
-A worker is a plain subprocess that serves requests on its standard input until that closes, which it does when the
-parent dies, however it dies. Unlike multiprocessing it needs no `__main__` guard in the caller's script.
+A worker is a plain subprocess that serves requests on its standard input until that closes, which also happens when the
+parent dies. Unlike multiprocessing it needs no `__main__` guard in the caller's script.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ serve(sys.stdin.buffer, replies)
 
 
 BATCH_BYTES = 1 << 18
-# Of all workers one at a time works on a chunk with more text than this.
+# Only one worker at a time works on a chunk with more text than this.
 LARGE_BYTES = 3 << 19
 
 T = TypeVar("T")
@@ -51,7 +51,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Encoding:
-    """Everything that turns a record into tokens of a split."""
+    """The settings by which records become tokens of a split."""
 
     tokenizer_file: Path
     vocab_size: int
@@ -62,7 +62,7 @@ class Encoding:
 
 @dataclass
 class Chunk:
-    """Records that travel to a worker together."""
+    """Records that are sent to a worker together."""
 
     kind: Kind
     name: str
@@ -76,7 +76,7 @@ class Chunk:
 
 @dataclass
 class EncodedChunk:
-    """What became of a chunk."""
+    """The result of encoding a chunk."""
 
     groups: list[Encoded] = field(default_factory=list)
     left_out: int = 0
@@ -127,7 +127,7 @@ class Encoder:
         return result
 
     def _batches(self, chunk: Chunk, result: EncodedChunk) -> Iterator[list[SourceText]]:
-        """The documents of a chunk, in groups that the tokenizer can hold in memory."""
+        """The documents of a chunk, in groups that fit in the tokenizer's memory."""
         batch: list[SourceText] = []
         size = 0
         for number, payload in enumerate(chunk.payloads, chunk.first):
@@ -205,7 +205,7 @@ class _EncodingProcess:
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
-                # Closing flushes, and the reader is gone.
+                # Closing flushes the pipe, whose reader may be gone.
                 with contextlib.suppress(OSError):
                     pipe.close()
 
@@ -257,7 +257,7 @@ def encode_chunks(
 
 
 def serve(requests: IO[bytes], replies: IO[bytes]) -> None:
-    """Answer chunks with what they encode to, or with the exception, until the requests end."""
+    """Answer each chunk with its encoding, or with the exception, until the requests end."""
     encoder = None
     while True:
         try:

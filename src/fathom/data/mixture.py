@@ -1,7 +1,7 @@
-"""Which collection each training row comes from: shares that every prefix keeps, by largest deficit.
+"""Which collection each training row comes from: by largest deficit, so that every prefix keeps the shares.
 
-Row n + 1 goes to the collection for which w (n + 1) - c is largest, w being its share and c the rows that it has had;
-of several the first. Computed in integers, so that no rounding decides. After any n rows, of k collections each has
+Row n + 1 goes to the collection for which w (n + 1) - c is largest (the first on a tie), w being its share and c the
+rows that it has had. This is computed in integers, without rounding. After any n rows, with k collections, each has had
 its share to within -1 < w n - c < k - 1.
 """
 
@@ -48,20 +48,21 @@ class Phase:
     first: int
     """The row."""
     shares: tuple[float, ...]
-    """Of every collection, 0 where nothing of it is read; their sum need not be 1."""
+    """Share of every collection, 0 if it is not read; their sum need not be 1."""
 
 
 class Mixture:
     """Which collection each row of an endless list comes from, and which of its rows that is.
 
-    Every phase counts from its start: any of its prefixes keeps its shares. A collection goes on where it was left.
+    Every phase counts from its own start, so any prefix of a phase keeps its shares. Collections continue where they
+    were.
     """
 
     def __init__(self, phases: Sequence[Phase]) -> None:
         self.phases = tuple(phases)
         self._cycles = [_Cycle(phase.shares) for phase in self.phases]
         self._firsts = np.array([phase.first for phase in self.phases])
-        # What each collection has had when a phase begins.
+        # Rows that each collection has had when a phase begins.
         self._before = [np.zeros(len(self.phases[0].shares), np.int64)]
         for cycle, rows in zip(self._cycles, np.diff(self._firsts).tolist(), strict=False):
             self._before.append(self._before[-1] + cycle.counts(rows))

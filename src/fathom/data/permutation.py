@@ -1,4 +1,4 @@
-"""A shuffle of any size that needs no array: a keyed Feistel network, walked until it lands inside the range."""
+"""A shuffle of any size without an array: a keyed Feistel network, applied until the result lies in the range."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROUNDS = 8
 
 
 class Permutation:
-    """A bijection of `range(size)` chosen by `key`; evaluating it costs the same time and memory at any size."""
+    """A bijection of `range(size)` chosen by `key`; the cost of an evaluation does not depend on the size."""
 
     def __init__(self, size: int, *key: int) -> None:
         self.size = size
@@ -23,9 +23,9 @@ class Permutation:
         self._keys = np.frombuffer(digest, "<u8").astype(np.uint64)
 
     def __call__(self, indices: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Where each index goes."""
+        """The image of each index."""
         values = self._scramble(indices.astype(np.uint64))
-        # The network permutes the next power of four; what falls outside the range is sent on until it returns.
+        # The network permutes the next power of four; results outside the range are permuted again.
         while (outside := values >= self.size).any():
             values[outside] = self._scramble(values[outside])
         return values.astype(np.int64)
@@ -38,6 +38,6 @@ class Permutation:
 
 
 def scatter(indices: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """For each index a place in `range(size)`, by a hash of the index alone; sizes below 2 ** 32."""
+    """For each index a number in `range(size)`, by a hash of the index; sizes must be below 2 ** 32."""
     high = mixed(indices.astype(np.uint64) + np.uint64(1)) >> np.uint64(32)
     return ((high * sizes.astype(np.uint64)) >> np.uint64(32)).astype(np.int64)

@@ -1,9 +1,9 @@
 """`fathom prepare`: text in, checksummed token shards out; parallel, in constant memory, and resumable.
 
 One process reads records in order, workers parse and tokenise them, and the same process appends the results in order,
-so the output does not depend on the number of workers. Shards only ever grow. From time to time they are forced to the
-disk and a journal records their lengths and how far reading has come; after a crash they are cut back to the journal
-and work goes on from there.
+so the output does not depend on the number of workers. Shards only ever grow. From time to time they are synced to disk
+and a journal records their lengths and the position in the input; after a crash they are cut back to the journal and
+work continues from there.
 """
 
 from __future__ import annotations
@@ -69,20 +69,20 @@ from fathom.report.progress import ProgressBar
 CHUNK_BYTES = 1 << 20
 CHUNK_RECORDS = 4096
 CHECKPOINT_SECONDS = 5.0
-# Starting a pool costs about a second per worker; less text than this is tokenised sooner without one.
+# Starting a pool takes about a second per worker; less text than this is tokenised faster without one.
 POOL_BYTES = 8 << 20
 # Tokenising takes up to 300 bytes of memory for each byte of a document.
 MAX_RECORD_BYTES = 3 << 20
-# What a corpus was prepared with that names none of these options.
+# Settings of older corpora, whose index does not name these options.
 FORMER_READING = Reading(max_record_bytes=MAX_RECORD_BYTES)
 MOST_DOMAINS = 1000
 SMALLEST_RECORD = 64
 JOURNAL_KEYS = {"settings", "position", "documents", "vocab_size", "eos_token_id", "shards"}
-DRAFTS = ".*.new"  # what a crash leaves of a file that was being replaced
+DRAFTS = ".*.new"  # temporary files that a crash may leave
 
 
 class PrepareSettings(TypedDict):
-    """What decides which tokens come out."""
+    """The settings that determine the tokens."""
 
     inputs: list[str]
     tokenizer: str | int | None
@@ -96,7 +96,7 @@ class PrepareSettings(TypedDict):
 
 
 class Journal(TypedDict):
-    """How far an unfinished run has come."""
+    """The progress of an unfinished run."""
 
     settings: PrepareSettings
     inputs_stamp: str
@@ -110,7 +110,7 @@ class Journal(TypedDict):
 
 @dataclass
 class Summary:
-    """What `prepare` made, and how fast."""
+    """The result of `prepare`, and its speed."""
 
     directory: Path
     """Where the corpus is."""
@@ -125,7 +125,7 @@ class Summary:
     seconds: float
     """Time this run took, after any tokenizer training."""
     documents_per_second: float
-    """How many documents a second this run tokenised."""
+    """Documents per second that this run tokenised."""
 
     def to_dict(self) -> dict[str, object]:
         """As plain values, for JSON."""
@@ -150,7 +150,7 @@ class Summary:
 
 @dataclass(frozen=True)
 class PrepareOptions:
-    """How `prepare` reads its inputs, and what it makes of them."""
+    """How `prepare` reads its inputs, and how it writes shards and trains a tokenizer."""
 
     eos_token: str | None = None
     """The token that ends every document, if not the one that the tokenizer names."""
@@ -177,7 +177,7 @@ class PrepareOptions:
 
     @property
     def reading(self) -> Reading:
-        """What of this decides how a document is read."""
+        """The options that determine how documents are read."""
         return Reading(
             self.text_field,
             self.domain_field,
@@ -250,21 +250,21 @@ def prepare(
             raise DataError(f"{error.filename or out}: {error.strerror or error}; run again to continue") from error
         except DataError:
             if not begun and not _read_journal(out)["documents"]:
-                _clear(out)  # nothing is lost, and the place is free for another try
+                _clear(out)  # nothing is lost, and the directory is free for another try
             raise
         return _summary(out, run.documents - resumed, time.monotonic() - started, resumed)
 
 
 @dataclass
 class _Run:
-    """One run of `prepare`; what must survive a crash is `position`, `documents` and the writers' shards."""
+    """One run of `prepare`; the journal keeps `position`, `documents` and the writers' shards through a crash."""
 
     out: Path
     sources: list[Source]
     reading: Reading
     settings: PrepareSettings
     position: tuple[int, int] = (0, 0)
-    """The source, and the record in it, from which reading continues."""
+    """(source, record) from which reading continues."""
     documents: int = 0
     left_out: int = 0
     """Records over the size limit."""
@@ -387,10 +387,10 @@ class _Run:
             yield ((number + 1, 0), base), chunk
 
     def _training_texts(self, limit: int) -> Iterator[str]:
-        """Training documents from the start of every source: what is held out teaches the tokenizer nothing.
+        """Training documents from the start of every source, without the held-out ones.
 
-        Each has an equal share of the text and of the different words, which are what training keeps in memory; what
-        one leaves of the words goes to those after it.
+        Each source has an equal share of the text and of the distinct words, which training keeps in memory; words
+        that one source does not use up go to the later ones.
         """
         words, cut, taken = TrainingWords(), 0, 0
         with ProgressBar("training the tokenizer", None) as bar:
@@ -438,7 +438,7 @@ class _Run:
         return ShardWriter(self.out, split, domain, dtype, self.settings["shard_tokens"], shards)
 
     def _restore_writers(self) -> None:
-        """Go back to the journal: what was written after it is cut off."""
+        """Restore the writers from the journal; shards are cut back to their journaled lengths."""
         for split, domain, shards in self.journal["shards"] if self.journal else []:
             self.writers[split, domain] = self._writer(split, domain, shards)
         wanted: dict[Path, tuple[int, int]] = {}
@@ -471,7 +471,7 @@ def _check_least(given: dict[str, int | None]) -> None:
 
 
 def _probe(sources: list[Source], reading: Reading) -> None:
-    """Read the first record of every source, so that a wrong field or a damaged file is found before the work."""
+    """Read the first record of every source, so that a wrong field or a damaged file is found at once."""
     for source in sources:
         if source.kind != "hub":
             for record in itertools.islice(source.records(reading), 1):
@@ -490,19 +490,19 @@ def _payload_bytes(payload: Payload, reading: Reading) -> int:
     if payload is None:
         return 0
     if isinstance(payload, Path):
-        # What a compressed file holds is known when it is read, and is not more than a record may have.
+        # The size of a compressed file's contents is not known yet, but it is at most the limit for a record.
         return reading.max_record_bytes if payload.suffix.lower() in COMPRESSIONS else payload.stat().st_size
     return len(payload[0] or "") if isinstance(payload, tuple) else len(payload)
 
 
 def _stamp(sources: list[Source]) -> str:
-    """Changes when any input file does."""
+    """A hash that changes when any input file does."""
     stamps = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for source in sources for p in source.paths]
     return hashlib.blake2b(json.dumps(stamps).encode(), digest_size=16).hexdigest()
 
 
 def _difference(out: Path, settings: PrepareSettings, sources: list[Source]) -> str | None:
-    """How the corpus in `out`, finished or begun, differs from the one that is asked for; None if it does not."""
+    """How the corpus in `out`, finished or not, differs from the one asked for, in words; None if it does not."""
     try:
         if (out / INDEX).exists():
             old: Mapping[str, Any] = read_index(out)
@@ -527,7 +527,7 @@ def _difference(out: Path, settings: PrepareSettings, sources: list[Source]) -> 
 def _reading_difference(old: Mapping[str, object], new: Mapping[str, object], finished: bool) -> str | None:
     for key, value in new.items():
         found = old.get(key, getattr(FORMER_READING, key))
-        # What `error` let pass so far, every other choice would have let pass too.
+        # Whatever passed under `error` passes under every other choice too.
         if found != value and not (found == "error" and not finished):
             return f"was prepared with {_option(key)} {found!r}, not {value!r}"
     return None
@@ -539,7 +539,7 @@ def _option(key: str) -> str:
 
 
 def _read_journal(out: Path) -> Journal:
-    """How far an interrupted run came."""
+    """The journal of an interrupted run."""
     path = out / JOURNAL
     try:
         journal = json.loads(path.read_bytes())
@@ -553,7 +553,7 @@ def _read_journal(out: Path) -> Journal:
 
 
 def _damage(out: Path) -> str | None:
-    """What is missing or altered of an interrupted run's work, before more is added to it; None if nothing."""
+    """What is missing or altered in an interrupted run's files, in words; None if nothing."""
     if (out / INDEX).exists() or not (out / JOURNAL).exists():
         return None
     journal = _read_journal(out)
@@ -625,14 +625,14 @@ def _locked(out: Path) -> Iterator[None]:
 
 
 def _remove_empty(folders: Sequence[Path]) -> None:
-    """Take back the folders in which nothing was begun, the innermost first."""
+    """Remove folders that stayed empty, the innermost first."""
     with suppress(OSError):
         for folder in folders:
             folder.rmdir()
 
 
 def _is_ours(out: Path) -> bool:
-    """Whether a directory is empty or a corpus, finished or not, however damaged: what may be written over."""
+    """Whether a directory may be overwritten: it is empty, or a corpus, finished or not, even if damaged."""
     drafts = {path.name for path in out.glob(DRAFTS)}
     names = {path.name for path in out.iterdir()} - {JOURNAL + ".tmp", LOCK, f"{LOCK}.held"} - drafts
     if INDEX in names and JOURNAL not in names:
@@ -641,7 +641,7 @@ def _is_ours(out: Path) -> bool:
 
 
 def _clear(out: Path) -> None:
-    # A journal of nothing comes first and goes last: whatever a crash leaves is recognised as ours and as unfinished.
+    # An empty journal is written first and removed last: after a crash the rest is recognised as an unfinished corpus.
     write_json(out / JOURNAL, {"settings": {}})
     for path in (out / INDEX, out / VERIFIED):
         path.unlink(missing_ok=True)

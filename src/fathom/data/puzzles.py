@@ -1,12 +1,13 @@
-"""Puzzles whose accuracy says how deep a model computes: data that is made, not read.
+"""Puzzles whose accuracy shows how many steps a model can compute in sequence: generated data.
 
     data.directory: puzzle:hops?names=17&hops=8&queries=8
 
 `hops`: a cycle through some names, written as pairs in random order, and queries for the k-th name after one. `a5` and
-`z60`: words over sixty elements of a group, whose running product is asked at every place; A5 is not solvable, Z60 is a
-cycle. `arithmetic`: expressions in prefix notation modulo 23. `recall`: pairs of a key and a value, and queries for the
-value: no depth is needed. A row is a pure function of (seed, split, number), on every machine; train and held-out rows
-have different keys. Labels are -100 but at answers, and a domain of the held-out split is a difficulty.
+`z60`: words over a group of sixty elements, with the running product as the label at every position; A5 is not
+solvable, Z60 is cyclic. `arithmetic`: expressions in prefix notation modulo 23. `recall`: pairs of a key and a value,
+and queries for the value, which need no depth. A row is a pure function of (seed, split, number) on every machine;
+train and held-out rows have different keys. Labels are -100 except at answers, and the domains of the held-out split
+are difficulties.
 
 For bits per byte an answer counts as one byte.
 """
@@ -36,16 +37,16 @@ from fathom.report.mixing import mixed
 Ids = NDArray[np.int64]
 Chances = NDArray[np.uint64]
 UNASKED = -100
-"""The label of what is no answer."""
+"""The label of tokens that are not answers."""
 ROWS = {"train": 1 << 40, "val": 1 << 20}
-"""Rows of a split: more than any run reads."""
+"""Number of rows of a split, more than any run reads."""
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 MODULUS = 23
 
 
 @dataclass(frozen=True)
 class PuzzleRows:
-    """Rows `[rows, T]`, their labels, and where each position stands in its item, if a row holds several."""
+    """Rows `[rows, T]` and their labels; `positions` within each item if a row holds several."""
 
     tokens: Ids
     labels: Ids
@@ -53,20 +54,20 @@ class PuzzleRows:
 
 
 class Traits(NamedTuple):
-    """The numbers of a puzzle under its options."""
+    """Sizes, chance level and difficulties of a puzzle with its options."""
 
     length: int
     """Tokens of a row."""
     vocabulary: int
-    """How many token ids there are; the last one ends a row."""
+    """Number of token ids; the last one ends a row."""
     answers: int
-    """Of a training row."""
+    """Number of answers in a training row."""
     chance: float
-    """Accuracy of an even guess among the answers that are possible."""
+    """Accuracy of a uniform guess among the possible answers."""
     levels: tuple[int, ...]
-    """Difficulties that are held out, the easiest first."""
+    """Difficulties of the held-out split, the easiest first."""
     draws: int
-    """Chances that a row takes."""
+    """Random numbers that a row needs."""
 
 
 @dataclass(frozen=True)
@@ -81,11 +82,11 @@ class Puzzle(ABC):
     @property
     @abstractmethod
     def traits(self) -> Traits:
-        """Its numbers."""
+        """Sizes, chance level and difficulties."""
 
     @abstractmethod
     def rows(self, chances: Chances, level: int | None) -> PuzzleRows:
-        """Rows from chance `[rows, traits.draws]`; of one difficulty, or of all as in training."""
+        """Rows from random numbers `[rows, traits.draws]`, of one difficulty, or of all as in training (None)."""
 
     @property
     def end(self) -> int:
@@ -98,13 +99,13 @@ class Hops(Puzzle):
     """n pairs `x next(x)`, then queries `<hop k> x <is> y` whose y is the k-th successor of x."""
 
     names: int = 17
-    """On the cycle. Odd: of 2k names, the k-th after the k-th is the name itself, and an answer gives another away."""
+    """Names on the cycle. Odd: among 2k names, k steps twice lead back, so one answer would give another away."""
     hops: int = 8
     """The largest k."""
     queries: int = 8
-    """Of each row, from different names."""
+    """Queries in a row, each from a different name."""
     words: int = 64
-    """Names there are."""
+    """Names to choose from."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -145,14 +146,14 @@ class Hops(Puzzle):
 
 @dataclass(frozen=True)
 class Word(Puzzle):
-    """Elements of Z60, one after the other; at each place the sum of all so far is asked."""
+    """A sequence of elements of Z60; the label at each position is the sum of all elements so far."""
 
     elements: int = 16
-    """Of a word."""
+    """Elements of a sequence."""
 
     @property
     def table(self) -> Ids:
-        """What two elements make, `[60, 60]`."""
+        """The group's table: the product of two elements, `[60, 60]`."""
         return np.add.outer(np.arange(60), np.arange(60)) % 60
 
     @cached_property
@@ -177,7 +178,7 @@ class Word(Puzzle):
             products.append(product)
         tokens = np.concatenate([word, np.full((len(word), 1), self.end)], 1)
         labels = np.full_like(tokens, UNASKED)
-        labels[:, 1:] = np.stack(products, 1)  # the model shifts: what stands at t + 1 is asked at t
+        labels[:, 1:] = np.stack(products, 1)  # the model shifts labels: the one at t + 1 is predicted at t
         if level is not None:
             labels[:, [place for place in range(self.elements + 1) if place != level]] = UNASKED
         return PuzzleRows(tokens, labels)
@@ -185,11 +186,11 @@ class Word(Puzzle):
 
 @dataclass(frozen=True)
 class Alternating(Word):
-    """The same over A5, the even permutations of five, whose products no short cut finds."""
+    """The same over A5, the even permutations of five, a group that is not solvable."""
 
     @property
     def table(self) -> Ids:
-        """What two elements make."""
+        """The group's table, `[60, 60]`."""
         return a5()
 
 
@@ -198,9 +199,9 @@ class Arithmetic(Puzzle):
     """`<len l> expression <is> value`: l operators + - x in prefix notation, operands and value modulo 23."""
 
     operators: int = 6
-    """The most in an expression."""
+    """Most operators in an expression."""
     items: int = 4
-    """Expressions in a row, which do not see each other."""
+    """Expressions in a row, without attention between them."""
 
     @property
     def slot(self) -> int:
@@ -236,7 +237,7 @@ class Arithmetic(Puzzle):
         return PuzzleRows(tokens, labels, positions)
 
     def _expression(self, size: int, chance: Iterator[int]) -> tuple[list[int], int]:
-        """Tokens and value; each node splits what is left of the operators evenly at random."""
+        """Tokens and value of an expression; each node divides the remaining operators uniformly at random."""
         if size == 0:
             value = _under(next(chance), MODULUS)
             return [value], value
@@ -252,11 +253,11 @@ class RecallPuzzle(Puzzle):
     """n pairs `key value`, then queries `key <is> value`."""
 
     pairs: int = 16
-    """Of a row, with different keys."""
+    """Pairs in a row, with different keys."""
     queries: int = 8
-    """Of each row, for different keys."""
+    """Queries in a row, for different keys."""
     words: int = 64
-    """Keys there are, and as many values."""
+    """Keys to choose from, and as many values."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -300,7 +301,7 @@ KINDS: dict[str, type[Puzzle]] = {
 
 
 class PuzzleDataset(TokenDataset):
-    """One split of a puzzle, all difficulties or one: a corpus whose rows are made when they are read."""
+    """One split of a puzzle, all difficulties or one: a dataset whose rows are generated when they are read."""
 
     def __init__(self, name: str, puzzle: Puzzle, seed: int, split: str, domains: Sequence[str], where: str) -> None:
         self.name, self.puzzle, self.seed, self.split = name, puzzle, seed, split
@@ -348,7 +349,7 @@ class PuzzleDataset(TokenDataset):
         return np.arange(start // length + 1, -(-stop // length), dtype=np.int64) * length
 
     def bytes_before(self, position: int) -> int:
-        """One for each answer, spread evenly."""
+        """Bytes before a position: one for each answer, spread evenly."""
         return position * self.puzzle.traits.answers // self.puzzle.traits.length
 
 
@@ -369,7 +370,7 @@ def open_data(
         directory: What the recipe says.
         split: `train` or `val`.
         verify: As in `TokenDataset.open`.
-        collections: Of a mixture, read in place of the whole corpus.
+        collections: The collections of a mixture, read in place of the whole corpus.
     """
     if collections:
         return open_mixture(directory, collections, split, verify)
@@ -412,13 +413,13 @@ def open_puzzle(where: str, split: str = "train") -> PuzzleDataset:
 
 
 def chances_of(key: np.uint64, numbers: Ids, draws: int) -> Chances:
-    """Chance `[rows, draws]` from a key and the rows' numbers, by hashing alone."""
+    """Random numbers `[rows, draws]`: a hash of a key and the rows' numbers."""
     row = mixed(mixed(numbers.astype(np.uint64) * GOLDEN + key) ^ key)
     return mixed(row[:, None] + GOLDEN * np.arange(1, draws + 1, dtype=np.uint64))
 
 
 def below(chances: Chances, size: int) -> Ids:
-    """Even among `range(size)`."""
+    """Uniform numbers in `range(size)`."""
     return (((chances >> np.uint64(32)) * np.uint64(size)) >> np.uint64(32)).astype(np.int64)
 
 

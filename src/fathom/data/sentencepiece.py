@@ -1,4 +1,4 @@
-"""SentencePiece's `tokenizer.model` as a Hugging Face tokenizer that encodes alike, without the library.
+"""SentencePiece's `tokenizer.model` as a Hugging Face tokenizer that encodes the same way, without the library.
 
 The file is a protocol buffer: pieces with scores, how they were trained, and how text is normalised before.
 """
@@ -25,7 +25,7 @@ SPACE = "▁"
 
 @dataclass
 class Model:
-    """What the file says."""
+    """The contents of a `tokenizer.model`."""
 
     pieces: list[tuple[str, float, int]] = field(default_factory=list)
     """Text, score and kind."""
@@ -152,7 +152,7 @@ def _assemble(model: Model) -> Tokenizer:
 
 
 def _merges(model: Model) -> list[tuple[str, str]]:
-    """Every way to make a piece of two others, the best-scored piece first, as SentencePiece merges."""
+    """All pairs of pieces that join to a piece, best-scored result first, in SentencePiece's merge order."""
     parts = {text: i for i, (text, _, kind) in enumerate(model.pieces) if kind == NORMAL}
     made: list[tuple[float, int, int, str, str]] = []
     for text, score, kind in model.pieces:

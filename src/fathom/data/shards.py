@@ -8,8 +8,8 @@ A corpus is a directory::
     SPLIT/DOMAIN/00000.idx          int64 [documents, 2]: where each document ends, in tokens and in UTF-8 bytes
 
 The checksum is CRC-32: it finds every error burst of up to 32 bits and all but one in four billion of the others,
-`zlib` computes it several times faster than any hash in the standard library, and its running value is one integer,
-so an interrupted writer goes on without reading a shard again. It guards against accidents, not against adversaries.
+`zlib` computes it several times faster than any hash in the standard library, and its running value is one integer, so
+an interrupted writer can continue without reading a shard again. It guards against accidents, not against adversaries.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ INDEX = "index.json"
 JOURNAL = ".prepare.json"
 VERIFIED = ".verified.json"
 READ_BYTES = 1 << 23
-# What of the index says which tokens there are, and not how they were made.
+# The keys of the index that identify the tokens, not how they were made.
 CONTENT = ("vocab_size", "eos_token_id", "dtype", "tokenizer_crc32", "splits")
 
 
 class DataError(FathomError):
-    """Data that cannot be used, explained in one line."""
+    """Data that cannot be used; the message is one line."""
 
 
 def first_line(error: Exception) -> str:
-    """What another library's exception says, for a one-line message."""
+    """The first line of an exception of another library."""
     return next(iter(str(error).splitlines()), "") or type(error).__name__
 
 
 class Shard(TypedDict):
-    """What the index says of one shard; the checksums cover its two files."""
+    """The entry of one shard in the index; the checksums are of its two files."""
 
     tokens: int
     documents: int
@@ -80,9 +80,9 @@ class CorpusIndex(TypedDict, total=False):
     tokenizer_sha256: str
     splits: dict[str, Shards]
     crc32: int
-    """Of the rest."""
+    """Checksum of the other keys."""
     targets_crc32: dict[str, int]
-    """Of the files that mark which tokens are learnt."""
+    """Checksums of the files that mark which tokens are learnt."""
 
 
 def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
@@ -92,7 +92,7 @@ def token_dtype(vocab_size: int) -> np.dtype[np.unsignedinteger]:
 
 def shard_files(directory: Path, split: str, domain: str, number: int) -> tuple[Path, Path]:
     """The token file and the document index of one shard."""
-    # A domain is any string: quoted, it stays one folder below its split, and a leading dot cannot climb out of it.
+    # A domain is any string: quoted, it is one folder below its split, and leading dots cannot lead out of it.
     folder = directory / split / (quote(domain, safe=" ").replace(".", "%2E") or "%")
     return folder / f"{number:05d}.bin", folder / f"{number:05d}.idx"
 
@@ -142,7 +142,7 @@ def file_crc32(path: Path, size: int | None = None) -> int:
 def extents(
     directory: Path, split: str, domain: str, dtype: np.dtype[np.unsignedinteger], shards: Iterable[Shard]
 ) -> dict[Path, tuple[int, int]]:
-    """How long each file of the shards of one (split, domain) is, and its checksum."""
+    """Length and checksum of each file of the shards of one (split, domain)."""
     files = {}
     for number, shard in enumerate(shards):
         token_file, index_file = shard_files(directory, split, domain, number)
@@ -202,11 +202,11 @@ class ShardWriter:
         shard["index_crc32"] = zlib.crc32(index_bytes, shard["index_crc32"])
 
     def files(self) -> dict[Path, tuple[int, int]]:
-        """How long each of the shards' files is, and its checksum."""
+        """Length and checksum of each of the shards' files."""
         return extents(self.directory, self.split, self.domain, self.dtype, self.shards)
 
     def sync(self) -> None:
-        """Force what was appended to the disk, so that a journal may speak of it."""
+        """Sync what was appended to disk, before the journal records it."""
         for path in self._dirty:
             descriptor = os.open(path, os.O_RDONLY)
             try:
@@ -233,11 +233,11 @@ class TokenDataset:
         self.eos_token_id: int = index["eos_token_id"]
         self.dtype = np.dtype(index["dtype"])
         self.tokenizer_identity: str | None = index.get("tokenizer_sha256")
-        """Of vocabulary and rules; None in corpora of earlier versions."""
+        """Hash of the tokenizer's vocabulary and rules; None in corpora of earlier versions."""
         self._index = index
         content = {key: value for key, value in index.items() if key in CONTENT}
         self.fingerprint: int = zlib.crc32(json.dumps(content, sort_keys=True).encode())
-        """Of every checksum in the index: equal for equal tokens wherever they came from, other for other tokens."""
+        """A checksum of the checksums in the index: equal for equal tokens, whatever they were made from."""
         self._tokens: list[NDArray[np.integer]] = []
         self._documents: list[NDArray[np.int64]] = []
         shards = []
@@ -290,7 +290,7 @@ class TokenDataset:
         return found
 
     def verify_more(self) -> None:
-        """Check what a kind of dataset has beside shards and tokenizer."""
+        """Check files that a subclass has beside shards and tokenizer."""
 
     @property
     def tokenizer_directory(self) -> Path:
@@ -299,7 +299,7 @@ class TokenDataset:
 
     @property
     def tokenizer_sum(self) -> int:
-        """Of the checksums of the tokenizer's files."""
+        """A checksum of the checksums of the tokenizer's files."""
         return zlib.crc32(json.dumps(self._index["tokenizer_crc32"], sort_keys=True).encode())
 
     def has_fingerprint(self, fingerprint: int) -> bool:
@@ -313,7 +313,7 @@ class TokenDataset:
         return TokenDataset(self.directory, self._index, self.split, [domain])
 
     def require_vocabulary(self, model_vocab_size: int) -> None:
-        """Refuse a model whose embedding has no row for some token of this corpus."""
+        """Refuse a model whose embedding has too few rows for this corpus."""
         require_vocabulary(self.vocab_size, model_vocab_size, self.directory)
 
     def read(self, start: int, out: NDArray[np.int64]) -> None:
@@ -363,7 +363,7 @@ class TokenDataset:
 
 
 def require_vocabulary(vocab_size: int, model_vocab_size: int, where: str | Path) -> None:
-    """Refuse a model whose embedding has no row for some token."""
+    """Refuse a model whose embedding has too few rows for a vocabulary."""
     if vocab_size > model_vocab_size:
         raise DataError(f"{where}: a vocabulary of {vocab_size} tokens does not fit a model with {model_vocab_size}")
 
@@ -396,7 +396,7 @@ def _check(directory: Path, files: Mapping[Path, tuple[int, int]], verify: bool 
                 raise DataError(f"{path} is corrupt: checksum {found:08x} where the index says {files[path][1]:08x}")
             done += files[path][0]
             bar.update(done)
-    # A corpus may lie on a read-only disk; it is then verified again next time.
+    # On a read-only disk nothing is recorded, and the corpus is verified again next time.
     with contextlib.suppress(OSError):
         write_json(directory / VERIFIED, {**known, **stamps})
 

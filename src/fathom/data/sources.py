@@ -41,9 +41,9 @@ TEXT = (
     *(".swift", ".ts", ".xml", ".yaml", ".yml", ".toml"),
 )
 MAX_TEXT_BYTES = 1 << 28
-# A line that is to be split is parsed whole.
+# A line that is to be split is parsed as a whole first.
 MAX_LINE_BYTES = 1 << 26
-# A longer document is not hashed whole to choose its side of the split: pieces of it leave before its end is read.
+# The split is chosen by a hash of at most this much of a document: pieces of it are emitted before its end is read.
 LEAD_BYTES = 1 << 12
 # One compressed piece of this size becomes 128 MB at most.
 COMPRESSED_BYTES = 1 << 12
@@ -70,12 +70,12 @@ class Reading:
 
     @property
     def line_bytes(self) -> int:
-        """How long a line may be that is read at all."""
+        """The longest line that is read at all."""
         return max(self.max_record_bytes, MAX_LINE_BYTES) if self.oversize == "split" else self.max_record_bytes
 
 
 class Piece(NamedTuple):
-    """A part of a text that is over the limit, with the beginning of the whole."""
+    """A part of a text that is over the limit, with the beginning of the whole text."""
 
     data: bytes
     lead: bytes
@@ -89,12 +89,12 @@ class SourceText(NamedTuple):
     size: int
     """Its length in UTF-8."""
     lead: str
-    """What chooses its side of the split: the text itself, or for a piece the beginning of the whole text."""
+    """The text whose hash chooses the split: the text itself, or for a piece the beginning of the whole text."""
 
 
 Payload: TypeAlias = Any
 """A record before it is decoded: a file's path, a line or text as bytes, a `Piece` of one, or a row's fields as a
-tuple; None where it is left out."""
+tuple; None if it is left out."""
 
 
 class Record(NamedTuple):
@@ -153,7 +153,7 @@ def find_sources(inputs: Iterable[str], reading: Reading, file_format: FileForma
             else:
                 sources.append(Source(kind, str(path), domain, (path,), path.stat().st_size))
         if whole_files and sources and (sources[-1].kind, sources[-1].domain) == ("files", domain):
-            # A glob that the shell expanded is one source too: its small files share chunks.
+            # Files of a glob that the shell expanded are one source too, so that small files share chunks.
             whole_files = [*sources.pop().paths, *whole_files]
         if whole_files:
             size = sum(path.stat().st_size for path in whole_files)
@@ -241,12 +241,12 @@ def _repair(kind: Kind, domain: str, payload: Payload, reading: Reading, where: 
         text, domain = _json_fields(payload.decode("utf-8", "replace").encode(), domain, reading, where) or ("", domain)
     else:
         text = payload[0] if isinstance(payload, tuple) else payload.decode("utf-8", "replace")
-    # JSON may spell a lone surrogate, which no UTF-8 can hold.
+    # JSON may contain a lone surrogate, which UTF-8 cannot encode.
     return text.encode("utf-8", "replace").decode("utf-8"), domain.encode("utf-8", "replace").decode("utf-8")
 
 
 def _domain(found: Sequence[object], domain: str, reading: Reading) -> str:
-    """What a record names as its domain; the input's where it names none."""
+    """The domain that a record names; the input's if it names none."""
     return domain if reading.domain_field is None or found[0] is None else str(found[0])
 
 
@@ -293,8 +293,8 @@ def find_files(name: str, is_known: Callable[[Path], bool], known_words: str) ->
 
     Args:
         name: As the user wrote it.
-        is_known: Which files of a directory count.
-        known_words: What to say of them where there is none.
+        is_known: Whether a file of a directory is to be read.
+        known_words: The names of such files, for the error if there is none.
     """
     path = Path(name).expanduser()
     if path.is_file():
@@ -302,7 +302,7 @@ def find_files(name: str, is_known: Callable[[Path], bool], known_words: str) ->
     if path.is_dir():
         files = [file for file in _walk(path) if not _hidden(file.relative_to(path))]
         known = [file for file in files if is_known(file)]
-        # Beside other files a plain .json is some program's settings; alone it is what was meant.
+        # Beside other files a .json is taken for some program's settings; alone it is data.
         if not (known := known or [file for file in files if suffix_of(file) == JSON]):
             raise DataError(f"{name}: a directory without any readable file ({known_words})")
         return known
@@ -412,7 +412,7 @@ def _decompressed(raw: IO[bytes], compression: str, path: Path) -> IO[bytes]:
 class _Frames(io.RawIOBase):
     """Compressed frames as one stream, in bounded memory.
 
-    The libraries' own readers either end without a word where a file was cut off, or take what memory a file asks for.
+    The libraries' own readers either end silently at a truncated file, or allocate as much memory as a file demands.
     """
 
     def __init__(self, raw: IO[bytes], decompressor: Callable[[], Any]) -> None:
@@ -486,20 +486,20 @@ def _separated(path: Path, reading: Reading) -> Iterator[Record]:
 
 
 class _Growing:
-    """A document that is being read, never more of it than two records' worth."""
+    """A document that is being read, of which at most two records' length is held."""
 
     def __init__(self, where: str, reading: Reading) -> None:
         self._where, self._reading = where, reading
         self._data = bytearray()
         self._lead: bytes | None = None
-        """Of a document that left in pieces."""
+        """The beginning of a document that is emitted in pieces."""
         self._left_out = False
 
     def __bool__(self) -> bool:
         return bool(self._data) or self._left_out
 
     def add(self, line: bytes) -> Iterator[Piece]:
-        """Read on, and hand out what is complete of a document that is to be split."""
+        """Add a line; yields complete pieces of a document that is to be split."""
         limit = self._reading.max_record_bytes
         if self._left_out:
             return
@@ -514,7 +514,7 @@ class _Growing:
             del self._data[:end]
 
     def rest(self) -> bytes | Piece | None:
-        """What is left at the end."""
+        """The rest of the document at its end."""
         if self._left_out:
             return None
         return bytes(self._data) if self._lead is None else Piece(bytes(self._data), self._lead)
@@ -544,7 +544,7 @@ def _parquet(path: Path, reading: Reading, start: int) -> Iterator[Record]:
     parquet = _require("pyarrow.parquet", str(path))
     columns = [reading.text_field] + ([reading.domain_field] if reading.domain_field else [])
     with _foreign(str(path)):
-        # A value that many rows share stays one value, however many rows of it are read at once.
+        # Dictionary-encoded columns keep one copy of a value that many rows share.
         file = parquet.ParquetFile(path, read_dictionary=columns, pre_buffer=False)
     names = file.schema_arrow.names
     for column in columns:
@@ -574,7 +574,7 @@ def _batch_rows(group: RowGroupMetaData) -> int:
 
 
 def _bounded(payload: tuple[object, ...], where: str, reading: Reading) -> tuple[object, ...] | None:
-    """A row, unless its text is over the limit and not to be split."""
+    """A row; None if its text is over the limit and not to be split."""
     text = payload[0]
     if reading.oversize == "split" or not isinstance(text, str) or len(text) <= reading.max_record_bytes:
         return payload
@@ -599,7 +599,7 @@ def _hub(name: str, reading: Reading, start: int) -> Iterator[Record]:
 
 @contextmanager
 def _foreign(name: str) -> Iterator[None]:
-    """Whatever another library raises while it reads, said in one line."""
+    """Turn any exception of another library into a `DataError` of one line."""
     try:
         yield
     except DataError:

@@ -1,6 +1,6 @@
-"""Which tokens of a shard are learnt: one bit for each, in a file beside the tokens; and rows of such documents, whole.
+"""Which tokens of a shard are learnt: one bit for each, in a file beside the tokens; and rows of whole documents.
 
-Bit n is token n's own: a model is to predict it. The first token of byte 0 is its lowest bit.
+Bit n says whether token n is predicted in training. Token 0 is the lowest bit of byte 0.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fathom.data.permutation import Permutation
 from fathom.data.shards import CorpusIndex, DataError, TokenDataset, file_crc32, shard_files
 
 TARGETS: Final = "targets_crc32"
-"""The key of an index that has checksums of such files."""
+"""The key of the index for the checksums of these files."""
 NOT_LEARNT = -100  # the label that Hugging Face losses skip
 
 
 def targets_file(token_file: Path) -> Path:
-    """Where the bits of a shard's token file are."""
+    """The path of the bits of a shard's token file."""
     return token_file.with_suffix(".targets")
 
 
@@ -51,7 +51,7 @@ def _packed(token_file: Path, tokens: int) -> NDArray[np.uint8]:
 
 @dataclass(frozen=True)
 class PackedRows:
-    """Which documents stand in each row: row r has `documents[bounds[r] : bounds[r + 1]]`, one after the other."""
+    """The documents of each row: row r holds `documents[bounds[r] : bounds[r + 1]]`, one after the other."""
 
     documents: NDArray[np.int64]
     bounds: NDArray[np.int64]
@@ -66,9 +66,9 @@ class PackedRows:
 
 
 def pack_rows(lengths: NDArray[np.int64], width: int, seed: int) -> PackedRows:
-    """Whole documents in rows of at most `width` tokens: the longest first, each where the least room is left.
+    """Pack whole documents into rows of at most `width` tokens: best fit, the longest first.
 
-    Which of equally long documents stand together follows from the seed.
+    The order of equally long documents depends on the seed.
     """
     shuffled = Permutation(len(lengths), seed)(np.arange(len(lengths)))
     order = shuffled[np.argsort(-lengths[shuffled], kind="stable")]
@@ -146,7 +146,7 @@ class TargetDataset(TokenDataset):
         return sum(int(self.learnt(start + 1, stop).sum()) for start, stop in self._spans[documents].tolist())
 
     def target_bytes(self, documents: NDArray[np.int64]) -> int:
-        """The bytes of text that these tokens stand for, a document's spread evenly as in `bytes_before`."""
+        """The bytes of text that these tokens stand for; a document's bytes are spread evenly, as in `bytes_before`."""
         found = 0
         for start, stop in self._spans[documents].tolist():
             length, size = max(stop - start - 1, 1), self.bytes_before(stop) - self.bytes_before(start)
@@ -161,14 +161,14 @@ class TargetDataset(TokenDataset):
         labels: NDArray[np.int64],
         positions: NDArray[np.int64],
     ) -> None:
-        """Write documents into one row `[T]`; what is left of it is a document of EOS, in which nothing is learnt."""
+        """Write documents into one row `[T]`; the rest of it is filled with EOS, which is not learnt."""
         tokens[:], labels[:] = self.eos_token_id, NOT_LEARNT
         place = 0
         for start, stop in self._spans[documents].tolist():
             end = place + stop - start
             self.read(start, tokens[place:end])
             learnt = self.learnt(start, stop)
-            learnt[0] = False  # nothing of this document stands before it
+            learnt[0] = False  # nothing precedes it
             labels[place:end][learnt] = tokens[place:end][learnt]
             positions[place:end] = np.arange(stop - start)
             place = end

@@ -25,21 +25,21 @@ PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# The same pieces, nearly, for the standard library: to count them, not to cut text.
+# Nearly the same pieces with the standard library's `re`: for counting words, not for splitting text.
 PIECE = re.compile(r"[^\r\n\w]?[^\W\d_]+|\d| ?(?:[^\s\w]|_)+[\r\n]*|\s+")
 WORDS_AT_MOST = 1 << 24
-"""Bytes of different words that a training takes in: it needs 40 to 85 times as much memory, 1.4 GB at most."""
+"""Most bytes of distinct words in a training, which needs 40 to 85 times as much memory, at most 1.4 GB."""
 
 
 class TrainingWords:
-    """The different words of some text, up to a limit on their bytes."""
+    """The distinct words of some text, up to a limit on their bytes."""
 
     def __init__(self) -> None:
         self.bytes = 0
         self._seen: set[str] = set()
 
     def add(self, text: str) -> int:
-        """Take in a text; the bytes of all different words so far."""
+        """Add a text; returns the bytes of all distinct words so far."""
         new = set(PIECE.findall(text)) - self._seen
         self._seen |= new
         self.bytes += sum(len(word.encode("utf-8", "replace")) for word in new)
@@ -52,7 +52,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] = ())
     Args:
         texts: What to learn merges from.
         vocab_size: Tokens to aim at, EOS and padding included; a small corpus may give fewer.
-        tokens: Further tokens that no text is read as, such as those which begin and end a turn.
+        tokens: Further special tokens, such as those which begin and end a turn.
 
     Returns:
         A `transformers.PreTrainedTokenizerFast`.
@@ -91,7 +91,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, tokens: Sequence[str] = ())
 def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokenizerBase:
     """Load a tokenizer from a directory, a `tokenizer.json`, a SentencePiece `.model` or the Hub.
 
-    One that cannot mark document ends is refused.
+    One without a token to end documents is refused.
 
     Args:
         name: Where it is.
@@ -133,7 +133,7 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokeniz
 
 
 def _sentencepiece_file(path: Path) -> Path | None:
-    """The SentencePiece model that a path names, itself or as a folder that has no `tokenizer.json` of it."""
+    """The SentencePiece model at a path: the file, or the one in a folder without a `tokenizer.json`; else None."""
     if path.is_file():
         return path if path.suffix == ".model" else None
     if not path.is_dir() or (path / TOKENIZER_JSON).exists():
@@ -157,10 +157,10 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerBase, directory: Path) -> None:
     tokenizer.save_pretrained(temporary)
     config = temporary / TOKENIZER_CONFIG
     settings = json.loads(config.read_bytes())
-    # Where the tokenizer was loaded from says nothing about it, and would make equal corpora differ.
+    # Where the tokenizer was loaded from is left out: it would make equal corpora differ.
     settings.pop("name_or_path", None)
     if settings.get("tokenizer_class") == "TokenizersBackend":
-        # The same class by the name that transformers 4 and what builds on it understand too.
+        # The same class under the name that transformers 4 knows too.
         settings["tokenizer_class"] = "PreTrainedTokenizerFast"
     config.write_text(json.dumps(settings, indent=2, ensure_ascii=False, sort_keys=True), encoding="utf-8")
     temporary.replace(directory / TOKENIZER)
@@ -177,14 +177,14 @@ def tokenizer_checksums(directory: Path) -> dict[str, int]:
 
 
 def plain_encoder(tokenizer_file: Path) -> Tokenizer:
-    """A tokenizer that encodes text as text."""
+    """A tokenizer from a file that encodes text literally (`plain`)."""
     from tokenizers import Tokenizer
 
     return plain(Tokenizer.from_file(str(tokenizer_file)))
 
 
 def plain(tokenizer: Tokenizer) -> Tokenizer:
-    """Make a tokenizer encode text as text: nothing added, nothing cut, and no special token read from a document."""
+    """Make a tokenizer encode text literally: nothing added, nothing truncated, no special token read from the text."""
     tokenizer.no_padding()
     tokenizer.no_truncation()
     tokenizer.encode_special_tokens = True
