@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA, by peft) in place of weights: put in, saved beside the checkpoints, merged at the end."""
+"""Training low-rank adapters (LoRA, by peft) instead of weights: added, saved beside checkpoints, merged at the end."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ if TYPE_CHECKING:
     from fathom.training.loop import Run
 
 WRAPPED = "base_model.model."
-"""What peft puts before the name of every parameter."""
+"""The prefix that peft gives to the name of every parameter."""
 
 
 def adapt(model: FathomForCausalLM, recipe: Recipe, world_size: int) -> PeftModel | None:
-    """Put adapters into the model if the recipe says so; whatever else it has is frozen.
+    """Add adapters to the model if the recipe says so, and freeze its other parameters.
 
     Args:
         model: Changed in place; its parameters get peft's names.
         recipe: `lora`, or `kvcache.lora_rank`.
-        world_size: Processes that train.
+        world_size: Number of processes that train; adapters need one.
     """
     key, rank = ("lora.rank", recipe.lora.rank) if recipe.lora.rank else ("kvcache.lora_rank", recipe.kvcache.lora_rank)
     if rank is None:
         return None
     if world_size > 1:
         raise RecipeError(f"{key}={rank}: allowed in one process, here are {world_size}")
-    torch.manual_seed(recipe.train.seed)  # adapters start at random: the same run starts at the same
+    torch.manual_seed(recipe.train.seed)  # adapters are initialised at random: make that reproducible
     try:
         return _wrapped(model, recipe.lora) if recipe.lora.rank else with_lora(model, rank, alpha=2 * rank)
     except (ImportError, ValueError) as error:
@@ -74,10 +74,10 @@ def _wrapped(model: FathomForCausalLM, lora: Lora) -> PeftModel:
 
 
 def merged(adapters: PeftModel) -> dict[str, Tensor]:
-    """The weights by their ordinary names, adapters added in."""
+    """The weights by their ordinary names, with the adapters merged."""
     from peft import get_peft_model
 
-    # Into a model of its own: this one trains on, and one that is sharded can be neither copied nor merged.
+    # Into another model: this one continues to train, and a sharded one can be neither copied nor merged.
     twin = get_peft_model(FathomForCausalLM(adapters.config), copy.deepcopy(adapters.peft_config["default"]))
     with torch.no_grad():
         for (name, own), (same, trained) in zip(twin.named_parameters(), adapters.named_parameters(), strict=True):
@@ -90,7 +90,7 @@ class AdapterFiles(Hook):
     """Writes the adapters of every checkpoint to `RUN/adapter`, in peft's format, whole or not at all."""
 
     def after_save(self, run: Run, checkpoint: Path) -> None:
-        """From the checkpoint, since the model may have taken further steps."""
+        """Read them from the checkpoint, since the model may have taken further steps."""
         from peft import get_peft_model_state_dict
         from safetensors.torch import save_file
 

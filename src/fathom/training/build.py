@@ -1,4 +1,4 @@
-"""From a recipe to something that can take a step: the core that `train`, `compare` and benchmarks share."""
+"""From a recipe to a `Training`, which can take steps: the core of `train`, `compare` and the benchmarks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One step's numbers. Tensors stay on the device until they are read."""
+    """Numbers of one step. Tensors stay on the device until they are read."""
 
     step: int
     lr: float
@@ -43,14 +43,14 @@ class StepMetrics:
     grad_norm: Tensor
     """Global norm before clipping."""
     skipped: Tensor
-    """1.0 if the weights were left alone."""
+    """1.0 if the step was skipped and the weights did not change."""
     extra: dict[str, Tensor] = field(default_factory=dict)
-    """What the mechanism reports: auxiliary losses as parts of `loss`, and the means of metrics."""
+    """The mechanism's numbers: auxiliary losses, which `loss` includes, and means of its metrics."""
 
 
 @dataclass
 class Training:
-    """A model with its data, optimizer and guard: all that a step takes."""
+    """Model, data, optimizer and guard: everything that a step needs."""
 
     recipe: Recipe
     ranks: Ranks
@@ -61,7 +61,7 @@ class Training:
     data: TokenDataset
     plan: BatchPlan
     adapters: PeftModel | None = None
-    """Around the model, where only adapters of it are trained."""
+    """peft's wrapper of the model, if only adapters are trained."""
 
     @property
     def micro_batch(self) -> int:
@@ -88,7 +88,7 @@ class Training:
             # FSDP averages gradients over ranks; the loss is already divided by the targets of all of them.
             (out.loss * ranks.world_size).backward()
             loss += out.loss.detach().float()
-            # A penalty is a share of the whole, as the loss is; a metric is a mean.
+            # Penalties of micro-batches add up, as their losses do; metrics are averaged.
             for found, parts in ((out.aux_losses, 1), (out.metrics, len(batches) * ranks.world_size)):
                 for name, value in (found or {}).items():
                     extra[name] = extra.get(name, torch.zeros_like(loss)) + value.detach().float() / parts
@@ -118,8 +118,8 @@ def build_training(recipe: Recipe, ranks: Ranks | None = None, data: TokenDatase
 
     Args:
         recipe: What to build.
-        ranks: This process among others; alone if not given.
-        data: The training split, if it is open already.
+        ranks: This process among the others; by default a single process.
+        data: The training split, if it is already open.
     """
     ranks = ranks or Ranks(device=device_of(recipe.train.device))
     use(recipe.train.kernels, ranks.device.type)
@@ -131,7 +131,7 @@ def build_training(recipe: Recipe, ranks: Ranks | None = None, data: TokenDatase
         )
     _require_rows_per_rank(recipe, ranks.world_size)
     if data is None:
-        # One rank of a machine reads the checksums for all.
+        # One rank of each machine verifies the checksums for all.
         verify = recipe.data.verify and ranks.local_rank == 0
         data = open_data(recipe.data.directory, verify=verify, collections=recipe.data.collections)
     data.require_vocabulary(config.vocab_size)
@@ -172,7 +172,7 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device) -> F
     """The recipe's model with its initial weights in fp32, or those of the checkpoint it continues."""
     source = recipe.model.get("from_pretrained")
     if source is not None:
-        torch.manual_seed(_seed(recipe.train.seed, "init"))  # of a mechanism that the checkpoint does not have
+        torch.manual_seed(_seed(recipe.train.seed, "init"))  # for a mechanism that the checkpoint does not have
         directory = model_directory(source)
         if directory is not None:
             check_checkpoint(directory)
@@ -192,7 +192,7 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device) -> F
 def initialize(model: FathomForCausalLM, seed: int) -> None:
     """Initialise the weights, each module's from a generator seeded with its name.
 
-    So two mechanisms start from equal values wherever they share a parameter, whatever else either of them has.
+    So two models with different mechanisms start from equal values in every parameter that they share.
     """
     for name, module in reversed(list(model.named_modules())):  # children first, as transformers does
         torch.manual_seed(_seed(seed, "init", name))
@@ -201,7 +201,7 @@ def initialize(model: FathomForCausalLM, seed: int) -> None:
 
 
 def forward(model: nn.Module, batch: Batch) -> FathomCausalLMOutput:
-    """A batch through the model; the loss counts as this batch's share of the global mean."""
+    """Run a batch through the model; the loss is this batch's share of the mean over the global batch."""
     return model(
         input_ids=batch.input_ids,
         labels=batch.labels,
@@ -212,7 +212,7 @@ def forward(model: nn.Module, batch: Batch) -> FathomCausalLMOutput:
 
 
 def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
-    """Scale all gradients to a global norm of at most `limit`; their norm before, as a tensor."""
+    """Scale all gradients to a global norm of at most `limit`; returns the norm before, as a tensor."""
     parameters = [p for p in parameters if p.grad is not None]
     norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None]))
     if limit is not None:
@@ -232,5 +232,5 @@ def _require_rows_per_rank(recipe: Recipe, world_size: int) -> None:
 
 
 def _seed(*parts: object) -> int:
-    """A seed that depends on every part and on nothing else."""
+    """A seed: a hash of the parts."""
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:7], "big")

@@ -1,4 +1,4 @@
-"""Schedules of mechanisms under transformers' own Trainer, which does not know of them."""
+"""Schedules of mechanisms under transformers' Trainer: a callback that tells them the step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that go on otherwise than planned: longer, at other rates, or branched from one of their checkpoints."""
+"""Runs that are continued with changes: longer, at other learning rates, or branched from a checkpoint."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from fathom.recipe import FREE_ON_RESUME, Recipe, RecipeError, differences, load
 from fathom.report.files import sync_directory, write_atomically
 from fathom.training.optimizer import learning_rate, leaves_peak
 
-# What a run may change on its way: weights, optimizer state and the order of the data stay what they are.
+# Keys that a run may change on its way: weights, optimizer state and data order are not affected.
 CHANGEABLE = (
     *("evaluate", "data.phases", "train.steps", "train.precision", "train.skip_spikes"),
     *(f"optim.{key}" for key in ("lr", "betas", "eps", "momentum", "weight_decay", "clip", "schedule", "floor")),
@@ -28,25 +28,25 @@ CHANGEABLE = (
 
 @dataclass(frozen=True)
 class Change:
-    """What a run directory holds from now on, and from where."""
+    """A change of a run: the recipe from now on, and where weights and state come from."""
 
     recipe: Recipe
     run_dir: Path
     before: Recipe
-    """Under which the weights came about."""
+    """The recipe until now."""
     step: int
     """Steps taken so far."""
     origin: Saved | None = None
-    """The checkpoint of another run that this one begins with."""
+    """The checkpoint of another run from which this one branches."""
 
     @property
     def keys(self) -> list[str]:
-        """What changes of what is computed."""
+        """The keys that change what is computed."""
         return differences(self.before, self.recipe)
 
     @property
     def rates(self) -> tuple[float, float]:
-        """The learning rate of the next step, as it was planned before and as it is now."""
+        """The learning rate of the next step under the old recipe and under the new one."""
         return _rate(self.before, self.step), _rate(self.recipe, self.step)
 
     def __str__(self) -> str:
@@ -55,10 +55,10 @@ class Change:
 
 
 def extension(run_dir: str | Path, overrides: Sequence[str] = ()) -> Change:
-    """A run that goes on in its own directory, finished or not, under `key=value` overrides.
+    """Continue a run in its own directory, finished or not, with `key=value` overrides.
 
-    Warm-up stays as many steps as it was. What cannot change, or would leave the rates of steps that were taken
-    without a meaning, is a `RecipeError`.
+    Warm-up keeps its number of steps. A key that cannot change, or a schedule that would contradict the rates of the
+    steps already taken, is a `RecipeError`.
     """
     run_dir = Path(run_dir)
     before = load_recipe(run_dir / RECIPE)
@@ -83,13 +83,13 @@ def extension(run_dir: str | Path, overrides: Sequence[str] = ()) -> Change:
 def branch(
     source: str | Path, run_dir: str | Path, overrides: Sequence[str] = (), cooldown: int | None = None
 ) -> Change:
-    """A new run that begins with weights, optimizer state and data position of another one's checkpoint.
+    """Begin a new run with weights, optimizer state and data position of another run's checkpoint.
 
     Args:
         source: `RUN` (its newest checkpoint), `RUN@step-400` or `RUN/step-000400`.
-        run_dir: The new run's directory. The same branch again goes on with it.
-        overrides: `key=value`: what changes.
-        cooldown: Let the learning rate fall linearly from where it is to the floor over this many steps, and end there.
+        run_dir: The new run's directory. If it holds the same branch already, that is continued.
+        overrides: `key=value` words: the changes.
+        cooldown: Let the learning rate fall linearly to the floor over this many steps, and end there.
     """
     run_dir = Path(run_dir)
     saved = find_checkpoint(source)
@@ -110,7 +110,7 @@ def branch(
 
 
 def _cooldown(before: Recipe, step: int, length: int | None, overrides: Sequence[str]) -> list[str]:
-    """The keys that let the rate fall over a number of steps from here on."""
+    """The overrides for a linear fall of the rate over a number of steps from here on."""
     if length is None:
         return []
     if length < 1:
@@ -126,7 +126,7 @@ def _cooldown(before: Recipe, step: int, length: int | None, overrides: Sequence
 
 
 def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: Sequence[str]) -> Recipe:
-    """The recipe under which a run goes on, warm-up kept, or a refusal."""
+    """The recipe under which a run is continued, with its warm-up; a `RecipeError` if it cannot be."""
     _require_changeable(name, before, after)
     given = {word.partition("=")[0] for word in overrides}
     warmup = before.optim.rising(before.train.steps)
@@ -148,7 +148,7 @@ def _continued(name: str, before: Recipe, after: Recipe, step: int, overrides: S
 
 
 def _with_phases(name: str, before: Recipe, after: Recipe, step: int, given: bool) -> Recipe:
-    """A mixture's phases begin at the steps at which they were to, unless they are given; none that holds changes."""
+    """Keep the steps at which phases begin, unless phases are given; a phase that has begun must not change."""
     planned, now = before.data.later(before.train.steps), after.data.later(after.train.steps)
     if not given and now != planned:
         after = after.override(f"data.phases={json.dumps([{'at': at, 'mixture': mix} for at, mix in planned])}")
@@ -172,9 +172,9 @@ def _rate(recipe: Recipe, step: int) -> float:
 
 
 def begin(change: Change) -> None:
-    """Put what a branch begins with into its directory: the checkpoint, and the metrics up to it.
+    """Put a branch's first files into its directory: the checkpoint, and the metrics up to it.
 
-    A process that dies in here leaves a directory without a recipe, in which the same branch starts over.
+    A process that dies here leaves a directory without a recipe, in which the same branch starts over.
     """
     assert change.origin is not None
     source, target = change.origin.directory.parent, change.run_dir / step_name(change.step)
@@ -191,7 +191,7 @@ def begin(change: Change) -> None:
 
 
 def _link(source: str, target: str) -> None:
-    """The files of a checkpoint never change, so two runs may share them; where links cannot be made, a copy."""
+    """Hard-link a file of a checkpoint, which never changes; copy it where links are not possible."""
     try:
         os.link(source, target)
     except OSError:
@@ -202,18 +202,17 @@ def _link(source: str, target: str) -> None:
 
 
 def record(run_dir: Path, before: Recipe, after: Recipe, step: int, command: str, origin: Saved | None = None) -> None:
-    """Add a line to a run's history: when, at which step, by which command, and every key that changed, old and new.
+    """Add a line to a run's history: time, step, command, and the old and new value of every key that changed.
 
-    It is written before the recipe is. A line whose change never came about, since the process died between the two,
-    is taken out again.
+    It is written before the recipe is. If the process dies in between, the line is removed again by the next call.
 
     Args:
-        run_dir: Whose.
-        before: Under which the weights came about.
-        after: What holds from now on.
+        run_dir: The run's directory.
+        before: The recipe until now.
+        after: The recipe from now on.
         step: Steps taken.
-        command: As it was typed.
-        origin: The checkpoint that a branch begins with; its run's history until then stands before its own.
+        command: The command as typed.
+        origin: The checkpoint that a branch begins with; its run's history until then is put before its own.
     """
     known = read_history(run_dir if origin is None else origin.directory.parent)
     if origin is None:
@@ -245,7 +244,7 @@ HistoryLine = TypedDict(
 
 
 def read_history(run_dir: Path) -> list[HistoryLine]:
-    """The lines of a run's history, oldest first; none where nothing ever changed."""
+    """The lines of a run's history, oldest first; empty if nothing ever changed."""
     path = run_dir / HISTORY
     if not path.exists():
         return []
@@ -257,7 +256,7 @@ def read_history(run_dir: Path) -> list[HistoryLine]:
 
 
 def _in_effect(history: Sequence[HistoryLine], recipe: Recipe) -> list[HistoryLine]:
-    """Without the last lines that the recipe knows nothing of."""
+    """The history without last lines whose change never reached the recipe."""
     kept, values = list(history), values_of(recipe)
     while kept and any(values.get(key) != new for key, (_, new) in kept[-1]["changes"].items()):
         kept.pop()

@@ -1,9 +1,9 @@
-"""Checkpoints that survive: written beside, checked by checksum, renamed into place, announced last.
+"""Checkpoints that survive crashes: written under a temporary name, with checksums, renamed into place.
 
 `step-000200/` holds safetensors files written by torch.distributed.checkpoint (each rank its shards; no pickle
-anywhere), `trainer.json`, `recipe.yaml` and `manifest.json` with the size and SHA-256 of all of them. It first lies
+anywhere), `trainer.json`, `recipe.yaml` and `manifest.json` with the size and SHA-256 of all of them. It is written
 under a temporary name; every file and directory is fsynced before the rename, and `latest` is updated after it. So a
-directory named `step-*` was once complete, and the manifest tells whether it still is.
+directory named `step-*` was once complete, and the manifest shows whether it still is.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ class Checkpointer:
         self._succeeded = True
 
     def save(self, step: int, tensors: Mapping[str, Tensor], trainer: Mapping[str, object], recipe: str) -> None:
-        """Write a checkpoint, in the background if so asked. Tensors are copied before this returns.
+        """Write a checkpoint, in the background if `asynchronous`. Tensors are copied before this returns.
 
-        A failure costs this checkpoint alone: it is reported, its files are removed, and earlier ones stay.
+        If it fails, only this checkpoint is lost: the error is reported and its files are removed.
         """
         self.wait()
         temporary = self.run_dir / f"{UNFINISHED}{step_name(step)}"
@@ -71,11 +71,11 @@ class Checkpointer:
 
     @property
     def written(self) -> bool:
-        """Whether this rank has nothing left to write: `wait` then returns as soon as the others have come."""
+        """Whether this rank has nothing left to write; `wait` then only waits for the other ranks."""
         return self._pending is None or self._pending.done()
 
     def wait(self) -> bool:
-        """Wait for a save under way; whether the last one succeeded on every rank."""
+        """Wait for a save under way; returns whether the last one succeeded on every rank."""
         if self._pending is None:
             return self._succeeded
         pending, self._pending = self._pending, None
@@ -94,16 +94,16 @@ class Checkpointer:
         return self._succeeded
 
     def close(self) -> None:
-        """Finish what is under way."""
+        """Finish the save under way."""
         self.wait()
         self._thread.shutdown()
 
     def steps(self) -> list[int]:
-        """Steps with a checkpoint, ascending; whether it is intact is another question."""
+        """Steps with a checkpoint, ascending, intact or not."""
         return checkpoint_steps(self.run_dir)
 
     def newest(self) -> Saved | None:
-        """The newest intact checkpoint. Broken ones are named and passed over."""
+        """The newest intact checkpoint; damaged ones are reported and skipped."""
         found: Saved | None = None
         if self.ranks.first:
             for path in self.run_dir.glob(f"{UNFINISHED}*"):
@@ -113,7 +113,7 @@ class Checkpointer:
         return found
 
     def load(self, saved: Saved, tensors: Mapping[str, Tensor]) -> TrainerState:
-        """Read a checkpoint into tensors, however either side is sharded; returns what `trainer.json` says."""
+        """Read a checkpoint into tensors, with any sharding on either side; returns the contents of `trainer.json`."""
         load_tensors(saved.directory, tensors)
         found: TrainerState = read_json(saved.directory / TRAINER)
         return found
@@ -143,7 +143,7 @@ class Checkpointer:
             self._prune(step)
 
     def _checksums(self, directory: Path) -> dict[str, Digest]:
-        """Size and checksum of every file written so far; the ranks share the work, and a failure is everyone's."""
+        """Size and checksum of every file written so far; the ranks share the work, and all fail if one does."""
         files = sorted(path for path in directory.iterdir() if path.is_file())
         mine: dict[str, Digest] | str
         try:
@@ -159,7 +159,7 @@ class Checkpointer:
         return {file: entry for part in parts if not isinstance(part, str) for file, entry in part.items()}
 
     def _prune(self, step: int) -> None:
-        """Delete checkpoints beyond the last k up to this step; newer ones can only be damaged, and stay."""
+        """Delete all but the last k checkpoints up to this step. Newer ones are damaged, and are kept."""
         for old in [s for s in self.steps() if s <= step][: -self.keep_last]:
             # Renamed first: a half-deleted directory must not look like a checkpoint.
             doomed = self.run_dir / f"{REPLACED}{step_name(old)}"
@@ -168,7 +168,7 @@ class Checkpointer:
 
 
 def _publish(temporary: Path, final: Path) -> None:
-    """Give a finished directory its name. A damaged namesake makes room."""
+    """Rename a finished directory to its final name; a damaged checkpoint of that name is deleted."""
     sync_directory(temporary)
     if final.exists():
         doomed = final.with_name(REPLACED + final.name)

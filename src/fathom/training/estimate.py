@@ -1,4 +1,4 @@
-"""What a recipe will cost, before it costs anything: `fathom train --dry-run`."""
+"""The cost of a recipe without running it: `fathom train --dry-run`."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ from fathom.training.optimizer import Share, freeze, shares
 
 @dataclass(frozen=True)
 class Group:
-    """Parameters with rates of their own."""
+    """Parameters with their own learning rate and weight decay."""
 
     pattern: str
     parameters: int
     lr: float
-    """At the peak."""
+    """Peak learning rate."""
     weight_decay: float
-    """Of those that decay."""
+    """Weight decay of those of them that decay."""
 
 
 @dataclass(frozen=True)
@@ -52,30 +52,30 @@ class Estimate:
     parameters: int
     """Exact."""
     flops_per_token: float
-    """One forward pass: causal attention counted once, embeddings not, head counted. As decoding makes it."""
+    """FLOPs of decoding a token: causal attention counted once, the head but not the embedding."""
     training_multiple: tuple[float, float, float]
-    """What a training step costs in vanilla ones: the least, mean and most of what is drawn for it."""
+    """Cost of a training step relative to vanilla's: least, mean and most over what is drawn for it."""
     cache_bytes_per_token: int
-    """Keys and values at two bytes a number."""
+    """Bytes of keys and values, at two bytes a number."""
     tokens: int
-    """Seen by the run."""
+    """Tokens that the run trains on."""
     epochs: float | None
-    """How many times the run reads the corpus; None of puzzles, mixtures, conversations, and what is not there yet."""
+    """Epochs over the corpus; None for puzzles, mixtures, conversations, and a corpus that is not prepared yet."""
     collections: dict[str, float]
-    """How many times it reads each collection of a mixture; empty without one, and where one is not prepared yet."""
+    """Epochs over each collection of a mixture; empty without a mixture, or if a collection is not prepared yet."""
     training_flops: float
-    """Of the whole run, forward and backward."""
+    """FLOPs of the whole run, forward and backward."""
     ranks: int
     state_bytes: int
     """Per rank: fp32 weights, gradients and optimizer moments, and the bf16 weights in use."""
     activation_bytes: int
-    """Per rank and micro-batch: what a fused implementation keeps for the backward pass; an estimate."""
+    """Per rank and micro-batch: activations that a fused implementation keeps for the backward pass; an estimate."""
     evaluation_bytes: int
-    """Per rank: what a batch of held-out text takes at once, the logits of one chunk included; an estimate."""
+    """Per rank: peak of evaluating a batch of held-out text, with the logits of one chunk; an estimate."""
     compressions: int
-    """Of each row's memory; 0 without a cache policy."""
+    """Compressions of each row's memory; 0 without a cache policy."""
     groups: list[Group]
-    """As `optim.groups` names them."""
+    """The parameter groups of `optim.groups`."""
 
     def to_dict(self) -> dict[str, object]:
         """As plain values, for JSON."""
@@ -83,7 +83,7 @@ class Estimate:
 
 
 def estimate(recipe: Recipe) -> Estimate:
-    """Count; nothing is allocated, and of the data only the index is read."""
+    """Estimate a recipe's cost. Nothing is allocated, and of the data only the index is read."""
     config = recipe.config()
     parameters = count_parameters(config)
     length = recipe.data.sequence_length
@@ -114,7 +114,7 @@ def estimate(recipe: Recipe) -> Estimate:
 
 
 def _groups(recipe: Recipe, config: FathomConfig) -> list[Group]:
-    """From the names of a model without memory."""
+    """The groups, from the parameter names of a model on the meta device."""
     optim = recipe.optim
     with torch.device("meta"):
         model = FathomForCausalLM(config)
@@ -132,13 +132,13 @@ def _groups(recipe: Recipe, config: FathomConfig) -> list[Group]:
 
 def _epochs(recipe: Recipe) -> float | None:
     if is_puzzle(recipe.data.directory) or recipe.data.mixture:
-        return None  # no row of a puzzle comes twice, and collections are not read alike
+        return None  # a puzzle never repeats a row, and collections differ in epochs
     try:
         index = read_index(Path(recipe.data.directory))
     except DataError:
         return None
     if TARGETS in index:
-        return None  # how many rows they fill is known once they are packed
+        return None  # the number of rows is known only after packing
     domains = index["splits"]["train"]
     tokens = sum(shard["tokens"] for shards in domains.values() for shard in shards)
     windows = tokens // recipe.data.sequence_length
@@ -153,7 +153,7 @@ def _collections(recipe: Recipe) -> dict[str, float]:
         sizes = collection_sizes(recipe.data.directory, names)
     except DataError:
         if Path(recipe.data.directory).exists():
-            raise  # as the run would
+            raise  # the run would fail with it too
         return {}
     counts = mixture.counts(recipe.train.steps * recipe.rows_per_step)
     windows = [size // recipe.data.sequence_length for size in sizes]
@@ -171,13 +171,13 @@ def _activation_bytes(recipe: Recipe, config: FathomConfig) -> int:
 
 
 def _evaluation_bytes(recipe: Recipe, config: FathomConfig) -> int:
-    """The larger of two moments, beside what later layers and trips read: a layer at work, and a chunk's logits."""
+    """The larger of a layer's activations and a chunk's logits, plus the tensors that later layers and trips read."""
     recurrence, scalar = recurrence_class(config), _scalar(recipe)
     tokens = (recipe.evaluate.micro_batch or recipe.train.micro_batch) * recipe.data.sequence_length
     trips, view = recurrence.trips_of(config), recurrence.sees(config)
-    slots = trips if view is View.ALL else 1  # under ALL, those of a token go through the stack side by side
+    slots = trips if view is View.ALL else 1  # under ALL the trips of a token go through the stack side by side
     kept, seen = _kept_numbers(config, trips, view, recurrence.halts)
-    between = 5 * config.hidden_size if trips > 1 else 0  # inputs, outputs and states of trips
+    between = 5 * config.hidden_size if trips > 1 else 0  # inputs, outputs and states between trips
     held = tokens * slots * ((kept + between) * scalar + _transient_bytes(config, scalar))
     queries, keys = _widths(config)
     work = 4 * config.hidden_size + max(4 * config.intermediate_size, 3 * queries + 3 * keys) + seen
@@ -186,29 +186,29 @@ def _evaluation_bytes(recipe: Recipe, config: FathomConfig) -> int:
     rows = chunk_rows(tokens, config.vocab_size, "cuda" if cuda else "cpu")
     # Logits as they come, in fp32 where they are not, and their logarithms.
     head = rows * config.vocab_size * (8 if scalar == 4 else 10)
-    if recurrence.needs_head(config):  # a mixture: by word its number, its logit and its share
+    if recurrence.needs_head(config):  # a mixture: index, logit and weight of each word
         head += tokens * min(config.recurrence_options["top_k"] or 0, config.vocab_size) * 20
     return held + max(layer, head + tokens * config.hidden_size * scalar)
 
 
 def _kept_numbers(config: FathomConfig, trips: int, view: View, halts: bool) -> tuple[int, int]:
-    """By slot: keys and values that wait for later trips, and those that are put together for one that reads them."""
+    """Numbers per slot: keys and values kept for later trips, and those concatenated for the trip that reads them."""
     queries, keys = _widths(config)
     if view is View.DUO:
         return 2 * keys * config.num_hidden_layers * trips, 2 * (keys + queries) * trips
-    if view is View.SAME and halts:  # the old ones, and beside them the new
+    if view is View.SAME and halts:  # old and new ones side by side
         return 4 * keys * config.num_hidden_layers + 8 * config.hidden_size, 0
     return 0, 0
 
 
 def _transient_bytes(config: FathomConfig, scalar: int) -> int:
-    """By slot: sources and histories, as the mechanisms declare them; streams are rewritten, old, new and normed."""
+    """Bytes per slot of sources and histories, as mechanisms declare them; streams that are rewritten count 4 times."""
     declared = mechanism_cost(config, scalar).transient_bytes
     return declared * (4 if config.residual == "hyper_connections" else 1)
 
 
 def _mask_bytes(recipe: Recipe, trips: int, view: View) -> int:
-    """Who reads whom, where that is not plainly the past: a byte a pair, and the one that it is added to."""
+    """Bytes of masks that are not plainly causal: one byte for each pair, and the mask it is combined with."""
     if trips == 1 or view is not View.DUO:
         return 0
     rows, length = recipe.evaluate.micro_batch or recipe.train.micro_batch, recipe.data.sequence_length
@@ -216,13 +216,13 @@ def _mask_bytes(recipe: Recipe, trips: int, view: View) -> int:
 
 
 def _layer_numbers(config: FathomConfig) -> int:
-    """Made by a layer: four tensors of the residual's width, three of queries, keys and values, four of the MLP's."""
+    """Numbers per token that a layer computes: 4 of the residual's width, 3 of queries and of keys, 4 of the MLP's."""
     queries, keys = _widths(config)
     return 4 * config.hidden_size + 3 * queries + 3 * keys + 4 * config.intermediate_size
 
 
 def _widths(config: FathomConfig) -> tuple[int, int]:
-    """Of all queries, and of all keys, of a token."""
+    """Width of all queries, and of all keys, of a token."""
     return config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
 
 

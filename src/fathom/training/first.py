@@ -1,8 +1,7 @@
-"""The first steps of a run that goes on from a checkpoint: does it begin as the checkpoint is, and does it stay so?
+"""Checks on the first steps of a run that continues from a checkpoint.
 
-Two faults are seen here and nowhere else: a loop that computes another loss than an evaluation of the same tokens, and
-an optimizer that throws the weights away within a few steps, so that the loss climbs back to that of a model which
-knows nothing, ln(vocabulary).
+They find two faults: training that computes another loss than an evaluation of the same tokens, and an optimizer that
+destroys the weights within a few steps, so that the loss rises towards that of an untrained model, ln(vocabulary).
 """
 
 from __future__ import annotations
@@ -24,21 +23,21 @@ if TYPE_CHECKING:
     from fathom.training.loop import Run
 
 WATCHED = 10
-"""Steps of every call."""
+"""Number of first steps of every call that are checked."""
 TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}
-"""Of the first loss, as a share of it."""
+"""Allowed relative difference of the first loss from the evaluation, by precision."""
 INFORMED = 0.8
-"""A loss below this share of ln(vocabulary) is one of a model that knows something, and can be lost again."""
+"""Only a loss below this share of ln(vocabulary) is that of a trained model, which can be destroyed."""
 
 
 class FirstStepsError(FathomError):
-    """A run that does not begin as its checkpoint is; the message is one line."""
+    """A run whose first loss is not that of its checkpoint; the message is one line."""
 
     exit_code = 1
 
 
 class ForgottenError(FirstStepsError):
-    """A run that lost what its checkpoint knew: the arm's own fault, as divergence is."""
+    """A run that destroyed its checkpoint's weights; in a comparison it counts as diverged."""
 
     def __init__(self, message: str, step: int) -> None:
         super().__init__(message)
@@ -46,9 +45,9 @@ class ForgottenError(FirstStepsError):
 
 
 class FirstSteps(Hook):
-    """Compares the first loss with an evaluation of the same batch, and stops a run that forgets everything at once.
+    """Compares the first loss with an evaluation of the same batch, and stops a run that destroys its weights.
 
-    After a stop the run is watched again: it must not be above where it was.
+    A resumed run is checked again, against the loss that it had reached.
     """
 
     every_rank = True
@@ -57,23 +56,23 @@ class FirstSteps(Hook):
         self._expected: float | None = None
         """The loss of the first batch, as an evaluation computes it."""
         self._known: float | None = None
-        """What the run is at: its first loss, later a running mean."""
+        """The run's present loss: the first one, later a running mean."""
         self._watched = range(0)
 
     def before_run(self, run: Run) -> None:
-        """Evaluate the first batch of a run that goes on from a checkpoint."""
+        """Evaluate the first batch of a run that continues from a checkpoint."""
         self._run = run
         self._watched = range(run.step + 1, run.step + 1 + WATCHED)
         recipe, config = run.recipe, run.training.config
         self._known = _last_loss(run.run_dir) if run.step else None
         begins = run.step == 0 and recipe.model.get("from_pretrained") is not None
-        # With further trips, a compressed cache or dropout training computes a loss of its own.
+        # With several trips, a compressed cache or dropout the training loss differs from that of an evaluation.
         plain = config.recurrence == "once" and recipe.kvcache.method == "full" and not config.attention_dropout
         if begins and plain and not recipe.lora.dropout:
             self._expected = self._evaluated(run)
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Look at the loss of a step."""
+        """Check the loss of a step."""
         loss = values.get("loss")
         if loss is None or not math.isfinite(loss) or values.get("skipped"):
             return
@@ -106,7 +105,7 @@ class FirstSteps(Hook):
         self._run.say(f"first batch: loss {loss:.4f}, as an evaluation of it gives")
 
     def _require_kept(self, step: int, loss: float) -> None:
-        """Half-way back to knowing nothing is no fluctuation."""
+        """Refuse a loss more than half-way from the known one to ln(vocabulary)."""
         nothing = math.log(self._run.training.config.vocab_size)
         if self._known is None or self._known > INFORMED * nothing:
             return
@@ -120,7 +119,7 @@ class FirstSteps(Hook):
 
 
 def _last_loss(run_dir: Path) -> float | None:
-    """The mean loss of the last steps that were logged; None where none was, or a damaged file says nothing."""
+    """The mean loss of the last logged steps; None if there are none, or the file is damaged."""
     rows = read_metrics(run_dir) if (run_dir / METRICS).is_file() else []
     losses = [row["loss"] for row in rows if "grad_norm" in row and math.isfinite(row["loss"]) and not row["skipped"]]
     return math.fsum(losses[-WATCHED:]) / len(losses[-WATCHED:]) if losses else None

@@ -1,8 +1,8 @@
-"""How far text that is read all at once, by Jacobi rounds, lies from the same text decoded token by token.
+"""The gap in loss between text read all at once, by Jacobi rounds, and the same text decoded token by token.
 
 Where a trip reads later trips of earlier tokens (view ALL) no parallel pass is exact: without a cache a model makes a
-few rounds toward what decoding computes, and its perplexity is that of those rounds. Here a sample of the text is read
-both ways. Models whose passes need no rounds have no gap.
+few rounds towards the result of decoding, and its perplexity is that of those rounds. Here a sample of the text is read
+both ways. Models that need no rounds have no gap.
 """
 
 from __future__ import annotations
@@ -68,13 +68,13 @@ def gap_of(samples: Sequence[Sample], sizes: Sequence[float] = (1.0,)) -> Decodi
 
 
 def with_interval(gap: DecodingGap) -> str:
-    """Its value, and its interval where there is one."""
+    """The gap and its interval, if there is one, as text."""
     ends = "" if gap["low"] is None else f" [{gap['low']:+.4f}, {gap['high']:+.4f}]"
     return f"{gap['value']:+.4f}{ends}"
 
 
 def in_words(gap: DecodingGap) -> str:
-    """As a line of output ends."""
+    """The gap as the end of a line of output."""
     value = with_interval(gap)
     return f"{gap['rounds']:g} Jacobi rounds, {value} nats per token against decoding on {gap['tokens']:,} tokens"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# A mean over fewer norms than this is no ground to call one a spike: the first steps differ by orders of magnitude.
+# Spikes are looked for after this many norms, since those of the first steps differ by orders of magnitude.
 SETTLED = 50
 MEMORY = 0.98  # decay of the running mean of gradient norms
 
@@ -20,7 +20,7 @@ class Guard:
         self.refused_in_a_row = torch.zeros((), device=device)
 
     def refuse(self, loss: Tensor, norm: Tensor) -> Tensor:
-        """1.0 if the step must be skipped, else 0.0, as a tensor; remembers the verdict."""
+        """1.0 if the step must be skipped, else 0.0, as a tensor; updates the running mean."""
         bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
         if self.spike is not None:
             bad = bad | ((self.accepted >= SETTLED) & (norm > self.spike * self.mean_norm))
@@ -31,7 +31,7 @@ class Guard:
         return bad.float()
 
     def state(self) -> dict[str, Tensor]:
-        """What a checkpoint must hold."""
+        """Tensors for a checkpoint."""
         return {"accepted": self.accepted, "mean_norm": self.mean_norm, "refused_in_a_row": self.refused_in_a_row}
 
     def load(self, state: dict[str, Tensor]) -> None:

@@ -50,7 +50,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Trips:
-    """How many trips tokens made that may halt."""
+    """Trips of tokens that may halt."""
 
     mean: float
     """Per token."""

@@ -1,4 +1,4 @@
-"""Hooks: what a run calls at fixed points, for displays, trackers, evaluations and whatever a user adds."""
+"""Hooks: objects that a run calls at fixed points, for displays, trackers, evaluations and users' own purposes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Hook:
     """
 
     every_rank: bool = False
-    """Whether to run on every rank, as a collective operation must; else on the first alone."""
+    """Whether to run on every rank, as collective operations need; else on the first rank only."""
 
     def before_run(self, run: Run) -> None:
         """Before the first step of this call; the state of a checkpoint is loaded by now."""
@@ -36,33 +36,33 @@ class Hook:
         """After a step; `run.step` counts it. The metrics are tensors on the device: reading one waits for it."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass the numbers on to the tracker."""
+        """Once for each step, when its numbers are read (every `train.log_every` steps), and after evaluations."""
 
     def after_evaluation(self, run: Run, evaluation: Evaluation) -> None:
         """After the held-out split was scored."""
 
     def after_save(self, run: Run, checkpoint: Path) -> None:
-        """Once a checkpoint is on disk. Saving goes on beside the steps, so some more may have been taken."""
+        """Once a checkpoint is on disk. Saving runs in the background, so further steps may have been taken."""
 
     def after_run(self, run: Run, error: BaseException | None) -> None:
-        """Close the tracker."""
+        """At the end of the run, however it ended; `error` is None if nothing went wrong."""
 
     def state(self) -> dict[str, object]:
-        """What a checkpoint keeps of this object: JSON, such as numbers, strings and lists. Called before each save."""
+        """State to keep in checkpoints, as JSON (numbers, strings, lists). Called before each save."""
         return {}
 
     def load(self, state: dict[str, object]) -> None:
-        """Continue with what `state` returned before the checkpoint; not called if that was nothing."""
+        """Restore what `state` returned before the checkpoint; not called if that was empty."""
 
 
 class Tracker(Protocol):
-    """Receives numbers and nothing else; `train` takes these too as `callbacks`."""
+    """An object that only receives numbers; `train` takes these too as `callbacks`."""
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Pass the numbers on to the tracker."""
+        """Receive the numbers of a step."""
 
     def close(self) -> None:
-        """The run ends here."""
+        """The run has ended."""
 
 
 class Adapter(Hook):
@@ -85,7 +85,7 @@ class Hooks:
 
     def __init__(self, given: Sequence[Hook | Tracker], first: bool) -> None:
         self._named: dict[str, Hook] = {}
-        """By class name, the second of a class as `NAME-2`."""
+        """Hooks by class name; the second of a class is `NAME-2`."""
         counts: dict[str, int] = {}
         for one in given:
             hook = one if isinstance(one, Hook) else Adapter(one)
@@ -99,7 +99,7 @@ class Hooks:
 
     @contextmanager
     def around(self, run: Run, states: Mapping[str, dict[str, object]]) -> Iterator[None]:
-        """Every hook's state and `before_run`, and in the end `after_run` of every one, the last first."""
+        """Load every hook's state and call `before_run`; at the end call `after_run` of all, in reverse order."""
         error: BaseException | None = None
         try:
             for name in self.load(states):
@@ -116,7 +116,7 @@ class Hooks:
                     stack.callback(hook.after_run, run, error)
 
     def state(self) -> dict[str, dict[str, object]]:
-        """By name, what those hooks keep that keep anything."""
+        """The states of the hooks that have one, by name."""
         found = {name: state for name, hook in self._named.items() if (state := hook.state())}
         for name, state in found.items():
             try:
@@ -126,7 +126,7 @@ class Hooks:
         return found
 
     def load(self, states: Mapping[str, dict[str, object]]) -> list[str]:
-        """Hand every hook its state; the names for which there is no hook."""
+        """Give every hook its state; returns the names for which there is no hook."""
         for name, state in states.items():
             if name in self._named:
                 self._named[name].load(state)

@@ -1,4 +1,4 @@
-"""Training under a compressed cache: the recipe's policy, put into the model's attention and into its configuration."""
+"""Training under a compressed cache: puts the recipe's policy into the model's attention and configuration."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fathom.recipe import Recipe, RecipeError
 
 
 def compress(model: FathomForCausalLM, recipe: Recipe) -> None:
-    """Let the model attend under the recipe's cache policy; an export's config.json then says which."""
+    """Make the model attend under the recipe's cache policy, and record the policy in its configuration."""
     if recipe.kvcache.method == "full":
         if getattr(model.config, "kvcache", None):
-            model.config.kvcache = None  # of the checkpoint that this run continues, and whose habit it breaks
+            model.config.kvcache = None  # that of the checkpoint no longer applies
         return
     schedule = recipe.kvcache.schedule()
     try:
@@ -22,7 +22,7 @@ def compress(model: FathomForCausalLM, recipe: Recipe) -> None:
 
 
 def compressions(recipe: Recipe) -> int:
-    """How often the memory of a row is compressed."""
+    """Number of compressions of a row's memory."""
     kvcache = recipe.kvcache
     if kvcache.method == "full" or kvcache.window is None:
         return 0

@@ -1,4 +1,4 @@
-"""The training loop, and what surrounds it: resuming, logging, evaluating, saving, stopping."""
+"""The training loop, with resuming, logging, evaluating, saving and stopping."""
 
 from __future__ import annotations
 
@@ -40,24 +40,24 @@ if TYPE_CHECKING:
     from fathom.checkpoints.runs import Facts
 
 FORWARDED = 3.0
-"""Seconds in which signals count as one: a scheduler tells every process, and launchers tell theirs again."""
+"""Signals within this many seconds count as one: a scheduler and a launcher may both signal every process."""
 
 
 class TrainingError(FathomError):
-    """Training cannot go on; the message is one line."""
+    """Training cannot continue; the message is one line."""
 
     exit_code = 1
 
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a call of `train` ended."""
+    """The result of a call of `train`."""
 
     run_dir: Path
     step: int
     """Steps taken over the life of the run."""
     finished: bool
-    """False if a signal ended it early; calling `train` again continues."""
+    """False if a signal ended it early; the same call continues it."""
     tokens: int
     seconds: float
     """Seconds spent in steps over the life of the run: evaluation, checkpoints and downtime left out."""
@@ -78,11 +78,11 @@ def train(
     """Train a recipe in a run directory, continuing where an earlier call ended.
 
     Args:
-        recipe: What to train; or what `extension` or `branch` made, which knows its directory.
+        recipe: What to train; or the result of `extension` or `branch`, which holds its directory.
         run_dir: Where the resolved recipe, metrics and checkpoints go.
         resume: Whether a run that exists may be continued; if not, one that exists is an error.
         callbacks: Hooks, called at fixed points of the run; objects with `log` and `close` alone receive its numbers.
-        command: How the run's history names what changed it.
+        command: The command for the run's history.
     """
     change = recipe if isinstance(recipe, Change) else _as_planned(recipe, run_dir)
     change.recipe.config()
@@ -101,9 +101,9 @@ def train(
 
 @contextmanager
 def claimed(run_dir: Path) -> Iterator[None]:
-    """Hold a run directory for this process alone; the system lets go of it however the process ends.
+    """Hold a run directory for this process alone; the system releases it however the process ends.
 
-    A directory in which nothing was begun is taken away again.
+    A directory that was created and stayed empty is removed again.
     """
     made = [path for path in (run_dir, *run_dir.parents) if not path.exists()]
     try:
@@ -123,7 +123,7 @@ def claimed(run_dir: Path) -> Iterator[None]:
 
 
 def in_words(epochs: Mapping[str, float]) -> str:
-    """How often each collection of a mixture is read."""
+    """The epochs of each collection of a mixture, as text."""
     return ", ".join(f"{name} {value:.3g}" for name, value in epochs.items())
 
 
@@ -148,7 +148,7 @@ class Run:
         stack.callback(self.checkpoints.close)
         saved = change.origin or self.checkpoints.newest()
         self._require_corpus(saved)
-        ranks.barrier()  # whatever a rank refuses, it has refused by now
+        ranks.barrier()  # checks that may fail on a rank are done by now
         if ranks.first:
             self._settle(change, saved, command)
         ranks.barrier()
@@ -157,7 +157,7 @@ class Run:
         self._look_at = self._next_look()
         self._stopping = False
         self._unannounced: int | None = None
-        """The step of a save that the hooks do not know of yet."""
+        """The step of a save that the hooks were not told about yet."""
         collections = self.training.plan.epochs(recipe.train.steps)
         if collections:
             self.say(f"epochs: {in_words(collections)}")
@@ -173,7 +173,7 @@ class Run:
 
     @property
     def epochs(self) -> float:
-        """How many times the run reads the corpus."""
+        """Epochs over the corpus so far."""
         return self.recipe.train.steps * self.recipe.rows_per_step / self.training.plan.num_windows
 
     @property
@@ -217,11 +217,11 @@ class Run:
         self.display.say(text)
 
     def stop(self) -> None:
-        """End after the next step as a signal would: with a checkpoint, from which the same command continues."""
+        """End after the next step, as on a signal: with a checkpoint, from which the same command continues."""
         self._stopping = True
 
     def read(self) -> None:
-        """Read the steps since the last look, and stop if too many in a row were refused."""
+        """Read the metrics of the steps since the last time, and stop if too many in a row were skipped."""
         for line in self.meter.read():
             step = int(line.pop("step"))
             for hook in self.hooks:
@@ -238,7 +238,7 @@ class Run:
             )
 
     def _refused_too_often(self) -> bool:
-        """Whether the run must stop; the device is asked no sooner than that could have come about."""
+        """Whether too many steps in a row were skipped; reads from the device only when that is possible."""
         if self.step < self._look_at:
             return False
         self._look_at = self._next_look()
@@ -249,7 +249,7 @@ class Run:
         return self.step + self.recipe.train.max_skipped - refused
 
     def _advice(self) -> str:
-        """What may help a run that diverges, as its directory accepts it."""
+        """A change that may help a diverging run, as a command that its directory accepts."""
         if self.run_dir.resolve().parent.parent.name == ARMS:
             return "a comparison with a lower optim.lr may help"
         return f"`fathom train {self.run_dir} optim.lr={self.recipe.optim.lr / 2:g}` goes on at half the rate"
@@ -278,7 +278,7 @@ class Run:
                 self._settle_save()
 
     def _settle_save(self) -> bool:
-        """Wait for a save under way, and tell the hooks; whether the last one succeeded."""
+        """Wait for a save under way and tell the hooks; returns whether the last one succeeded."""
         step, self._unannounced = self._unannounced, None
         succeeded = self.checkpoints.wait()
         if step is not None and succeeded:
@@ -318,7 +318,7 @@ class Run:
             raise RecipeError(f"data.directory={self.recipe.data.directory}: not the tokens that this run began with")
 
     def _settle(self, change: Change, saved: Saved | None, command: str) -> None:
-        """From here on, the directory is this recipe's. The recipe comes last: without it, nothing has begun."""
+        """Write recipe and history to the directory. The recipe is last: without it the run has not begun."""
         self.run_dir.mkdir(parents=True, exist_ok=True)
         before = load_recipe(self.run_dir / RECIPE) if (self.run_dir / RECIPE).exists() else change.before
         record(self.run_dir, before, self.recipe, saved.step if saved else 0, command, change.origin)
@@ -329,7 +329,7 @@ class Run:
             self.say(str(change))
 
     def _restore(self, saved: Saved | None) -> tuple[int, TrainerState]:
-        """Continue from a checkpoint; the steps so far, and what `trainer.json` says."""
+        """Continue from a checkpoint; returns the steps so far and the contents of `trainer.json`."""
         if saved is None:
             return 0, {}
         self.training.optimizer.materialize()
@@ -342,7 +342,7 @@ class Run:
 
 @contextmanager
 def stop_signals() -> Iterator[list[int]]:
-    """A list that fills when SIGTERM or SIGINT arrives; a later one, past `FORWARDED`, acts as it always did."""
+    """A list that receives SIGTERM or SIGINT; a later one, after `FORWARDED` seconds, has its default effect."""
     received: list[int] = []
     before: dict[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
     first = 0.0
@@ -359,7 +359,7 @@ def stop_signals() -> Iterator[list[int]]:
     try:
         for number in (signal.SIGTERM, signal.SIGINT):
             before[number] = signal.signal(number, note)
-    except ValueError:  # not the main thread, which alone may handle signals
+    except ValueError:  # only the main thread may handle signals
         pass
     try:
         yield received
@@ -374,7 +374,7 @@ def export_model(training: Training, directory: Path, facts: Facts) -> Path:
     Args:
         training: What was trained.
         directory: Where to write.
-        facts: How it went, for the model card.
+        facts: Facts about the training, for the model card.
     """
     from transformers import AutoTokenizer
     from transformers.utils import logging
@@ -396,7 +396,7 @@ def export_model(training: Training, directory: Path, facts: Facts) -> Path:
 
 
 def in_present_words(recipe: Recipe) -> Recipe:
-    """The recipe with its mechanisms' options under their present names."""
+    """The recipe with the options of its mechanisms under their present names."""
     model = dict(recipe.model)
     for axis in AXES:
         name, options = model.get(axis, DEFAULTS[axis]), model.get(f"{axis}_options")
@@ -406,7 +406,7 @@ def in_present_words(recipe: Recipe) -> Recipe:
 
 
 def _as_planned(recipe: Recipe, run_dir: str | Path | None) -> Change:
-    """A run that begins or goes on under its own recipe; a directory that belongs to another one is refused."""
+    """A run that begins or continues under its own recipe; a directory with another recipe is refused."""
     if run_dir is None:
         raise TypeError("train(recipe, run_dir): a recipe needs a directory")
     run_dir = Path(run_dir)
@@ -423,7 +423,7 @@ def _as_planned(recipe: Recipe, run_dir: str | Path | None) -> Change:
 
 
 def _result(change: Change) -> TrainResult | None:
-    """The result of a run that finished earlier; that of fewer steps than are wanted now is none."""
+    """The result of a run that finished earlier; None if it has fewer steps than are wanted now."""
     run_dir = change.run_dir
     path = run_dir / RESULT
     if not path.exists():

@@ -38,17 +38,17 @@ class Meter:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent here is not the steps'."""
+        """Time in this block does not count as time of the steps."""
         began = time.perf_counter()
         yield
         self._since += time.perf_counter() - began
 
     def read(self) -> list[dict[str, float]]:
-        """A dict per step since the last call, the last one with speed. This waits for the device."""
+        """The numbers of each step since the last call, the last one with speed. This waits for the device."""
         if not self._steps:
             return []
         steps, self._steps = self._steps, []
-        # A term of the loss may be missing where fewer trips were drawn.
+        # A term of the loss is missing in steps that drew fewer trips.
         names, absent = list(dict.fromkeys(name for m in steps for name in m.extra)), torch.zeros_like(steps[-1].loss)
         columns = [[m.loss, m.grad_norm, m.skipped, *(m.extra.get(name, absent) for name in names)] for m in steps]
         table = torch.stack([torch.stack([value.float() for value in column]) for column in columns]).tolist()
@@ -79,7 +79,7 @@ class Meter:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 peak of the accelerators one meets, from their data sheets."""
+    """Dense bf16 peak of common accelerators, from their data sheets; None for others."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)

@@ -44,17 +44,17 @@ def decays(model: nn.Module) -> dict[str, bool]:
         exempt = getattr(module, "no_weight_decay", ())
         for name, parameter in module.named_parameters(recurse=False):
             answer[f"{prefix}.{name}" if prefix else name] = parameter.ndim >= 2 and name not in exempt
-    # A tied parameter sits in two modules but is one; its first name speaks for it.
+    # A tied parameter is in two modules; its first name is used.
     return {name: answer[name] for name, _ in model.named_parameters()}
 
 
 def named(name: str, pattern: str) -> bool:
-    """Whether a pattern, or the beginning of a name up to a dot, means a parameter."""
+    """Whether a pattern matches a parameter's name, or is a prefix of it up to a dot."""
     return name.startswith(f"{pattern}.") or fnmatchcase(name, pattern)
 
 
 def freeze(model: nn.Module, only: Sequence[str]) -> None:
-    """Train the named parameters alone: the others get no gradient, no optimizer state and no decay."""
+    """Train the named parameters only: the others get no gradient, no optimizer state and no decay."""
     names = [name for name, _ in model.named_parameters()]
     for pattern in only:
         if not any(named(name, pattern) for name in names):
@@ -66,14 +66,14 @@ def freeze(model: nn.Module, only: Sequence[str]) -> None:
 
 
 class Share(NamedTuple):
-    """What a parameter gets of the learning rate and of the weight decay."""
+    """Factors on a parameter's learning rate and weight decay."""
 
     lr: float = 1.0
     weight_decay: float = 1.0
 
 
 def shares(model: nn.Module, optim: Optim) -> dict[str, tuple[str | None, Share]]:
-    """Of every parameter that trains, by name: the pattern of `optim.groups` that names it, and its share."""
+    """For every parameter that trains, by name: the pattern of `optim.groups` that names it, and its factors."""
     trained = [name for name, p in model.named_parameters() if p.requires_grad]
     found: dict[str, tuple[str | None, Share]] = {name: (None, Share()) for name in trained}
     for pattern, factors in optim.groups.items():
@@ -90,7 +90,7 @@ def shares(model: nn.Module, optim: Optim) -> dict[str, tuple[str | None, Share]
 
 
 class Optimizer:
-    """One optimizer, or muon and adamw side by side, seen as one."""
+    """One optimizer, or muon and adamw combined to one."""
 
     def __init__(self, model: nn.Module, optim: Optim) -> None:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -99,7 +99,7 @@ class Optimizer:
         matrices = hidden if optim.name == "muon" else set()
 
         def groups(names: Iterable[str]) -> list[dict[str, object]]:
-            """Parameters of one weight decay and one share of the rate, together; what decays comes first."""
+            """Parameter groups by weight decay and rate factor; groups with decay come first."""
             kinds: dict[tuple[bool, Share], list[Tensor]] = {}
             for name in sorted(names, key=lambda name: (not decay[name], order[name])):
                 kinds.setdefault((decay[name], share[name]), []).append(self.parameters[name])
@@ -125,7 +125,7 @@ class Optimizer:
     def step(self, lr: float, skip: Tensor) -> None:
         """Move the weights, unless `skip` holds 1.
 
-        Fused adamw reads `skip` on the device, so the host does not wait; muon cannot, and the host looks.
+        Fused adamw reads `skip` on the device, so the host does not wait. muon cannot: the host reads it.
         """
         for part in self.parts:
             for group in part.param_groups:
@@ -153,7 +153,7 @@ class Optimizer:
         return found
 
     def materialize(self) -> None:
-        """Create the state that a first step would, for a checkpoint to be read into; weights stay as they are."""
+        """Create the state that a first step would, so that a checkpoint can be read into it; weights do not change."""
         for parameter in self.parameters.values():
             parameter.grad = torch.zeros_like(parameter)
         for part in self.parts:

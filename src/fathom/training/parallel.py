@@ -1,8 +1,8 @@
 """Ranks and how they share a model: single, ddp, fsdp or hsdp, by name.
 
-Everything but a plain fp32 process goes through FSDP2, with one mesh per name: ddp is the case in which a group that
-shards has one rank, hsdp has both groups, fsdp one group of all. So precision, clipping and checkpoints have one
-path, and a checkpoint written under one name opens under another.
+Everything but a single fp32 process uses FSDP2, with another mesh for each name: under ddp a sharding group has one
+rank, under fsdp it has all ranks, and hsdp has several such groups. So precision, clipping and checkpoints have one
+code path, and a checkpoint written under one name opens under another.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ class Ranks:
     """This process among the others."""
 
     name: str = "single"
-    """The strategy in force: single, ddp, fsdp or hsdp."""
+    """The strategy: single, ddp, fsdp or hsdp."""
     rank: int = 0
     local_rank: int = 0
     world_size: int = 1
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     control: dist.ProcessGroup | None = None
-    """Gloo group for host-side agreement; it never touches an accelerator. None in a lone process."""
+    """Gloo group for agreement between hosts, without the accelerator. None in a single process."""
 
     @property
     def first(self) -> bool:
-        """Whether this rank speaks and writes for all."""
+        """Whether this is the rank that prints and writes for all."""
         return self.rank == 0
 
     def any(self, flag: bool) -> bool:
@@ -74,9 +74,9 @@ class Ranks:
 
 
 def start(recipe: Recipe) -> Ranks:
-    """Join the ranks that torchrun started, or stand alone.
+    """Join the ranks that torchrun started; without torchrun, a single process.
 
-    Ranks that met stay together until the process ends: meeting again at the same address is a race.
+    The process group is kept until the process ends: to open it again at the same address is a race.
     """
     world_size = int(os.environ.get("WORLD_SIZE", "1"))
     device = device_of(recipe.train.device)
@@ -92,12 +92,12 @@ def start(recipe: Recipe) -> Ranks:
 
 @cache
 def host_group(purpose: str) -> dist.ProcessGroup:
-    """All ranks, over gloo, for one purpose: collectives of two threads must not meet in one group."""
+    """A gloo group of all ranks, one for each purpose, since two threads must not use collectives of one group."""
     return dist.new_group(backend="gloo", timeout=timedelta(hours=2))
 
 
 def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
-    """Prepare a model in place, in the order that works: checkpoint activations, compile layers, shard."""
+    """Prepare a model in place, in the required order: checkpoint activations, compile layers, shard."""
     layers: nn.ModuleList = cast("FathomForCausalLM", model).model.layers
     if recipe.train.activation_checkpointing:
         enable = cast("FathomForCausalLM", model).gradient_checkpointing_enable
@@ -124,9 +124,9 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
 
 
 def synchronize_gradients(model: nn.Module, last: bool) -> None:
-    """Before a micro-batch: replicas add their gradients up once, after the step's last micro-batch.
+    """Called before a micro-batch: replicas sum their gradients once, after the step's last micro-batch.
 
-    Shards still reduce after each, since a rank that shards has no room for whole gradients.
+    Sharded gradients are still reduced after each, since a rank has no memory for whole gradients.
     """
     if isinstance(model, FSDPModule):
         model.set_requires_all_reduce(last)
@@ -134,14 +134,14 @@ def synchronize_gradients(model: nn.Module, last: bool) -> None:
 
 
 def release_gathered(model: nn.Module) -> None:
-    """Back to sharded master weights: a forward pass without a backward leaves the gathered bf16 copies in place."""
+    """Return to sharded master weights: a forward pass without a backward pass leaves the gathered bf16 copies."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A sharded tensor gathered, any other as it is."""
+    """A sharded tensor gathered; any other unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

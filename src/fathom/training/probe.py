@@ -1,7 +1,7 @@
-"""A learning-rate probe: a run whose warm-up is all of it, and at which rate its gradient norm and its loss are least.
+"""A learning-rate probe: a run that is all warm-up, and the rates at which its gradient norm and its loss are least.
 
-Beyond the rate where the gradient norm turns up, steps begin to work against each other. GeoGalactica took its rate
-from there; one run without a control, so it is where to begin and not what is best.
+Beyond the rate where the gradient norm begins to rise, steps work against each other. GeoGalactica took its rate from
+there. It is one run without a control: a starting point, not the best rate.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ if TYPE_CHECKING:
     from fathom.training.loop import Run
 
 SMOOTH = 0.05
-"""Share of the steps over which numbers are averaged on either side: one batch is no measurement."""
+"""Numbers are averaged over this share of the steps on either side, since those of one batch are noisy."""
 LEAST = 20
-"""Steps of a probe that says something."""
+"""Fewest steps of a probe."""
 
 
 @dataclass(frozen=True)
 class Probe:
-    """What a probe found."""
+    """The result of a probe."""
 
     gradient: float
     """The rate at which the smoothed gradient norm is least."""
@@ -39,12 +39,12 @@ class Probe:
     steps: int
     rates: tuple[float, ...]
     losses: tuple[float, ...]
-    """Smoothed, of every rate."""
+    """Smoothed, for every rate."""
     gradients: tuple[float, ...]
-    """Smoothed, of every rate."""
+    """Smoothed, for every rate."""
 
     def __str__(self) -> str:
-        """For a person."""
+        """The result as text."""
         return (
             f"over {self.steps} rates up to {self.rates[-1]:.2g} the gradient norm was least at {self.gradient:.2g}, "
             f"the loss at {self.loss:.2g}: begin with the smaller, warmed up"
@@ -52,19 +52,19 @@ class Probe:
 
 
 def is_probe(recipe: Recipe) -> bool:
-    """Whether a run does nothing but raise its rate."""
+    """Whether a run only raises its rate: its warm-up is all of it."""
     return recipe.train.steps >= LEAST and recipe.optim.rising(recipe.train.steps) >= recipe.train.steps
 
 
 def read_probe(run_dir: str | Path) -> Probe:
-    """What the metrics of a probe's run say."""
+    """The result of a probe's run, from its metrics."""
     rows = read_metrics(Path(run_dir))
     steps = [row for row in rows if "grad_norm" in row and math.isfinite(row["loss"] + row["grad_norm"])]
     return find_edges(*([row[key] for row in steps] for key in ("lr", "loss", "grad_norm")))
 
 
 def find_edges(rates: Sequence[float], losses: Sequence[float], gradients: Sequence[float]) -> Probe:
-    """Where smoothed losses and gradient norms are least; one value of each for every rate, rates rising."""
+    """Find where smoothed losses and gradient norms are least; one of each for every rate, rates rising."""
     if len(rates) < LEAST:
         raise ValueError(f"{len(rates)} steps are no probe: allowed: {LEAST} or more")
     width = max(2, round(SMOOTH * len(rates)))
@@ -84,14 +84,14 @@ def _smoothed(values: Sequence[float], width: int) -> list[float]:
 
 
 class ProbeReport(Hook):
-    """Says what a probe found, and draws it, when it is over; also when it broke off past the edge."""
+    """Prints and draws the result of a probe at its end, also if the run diverged."""
 
     def after_run(self, run: Run, error: BaseException | None) -> None:
         """Read the metrics of all calls."""
         try:
             found = read_probe(run.run_dir)
         except (OSError, ValueError):
-            return  # it ended before there was anything to see, and the run says why
+            return  # it ended too early, and the run reports why
         run.say(str(found))
         source = provenance()
         html.write(run.run_dir, {**source, "verdict": str(found), **asdict(found)}, page(found, source))

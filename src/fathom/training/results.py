@@ -30,9 +30,9 @@ class DecodingGap(TypedDict):
     """Lower end of the 95 % interval over windows; None with one window."""
     high: float | None
     rounds: float
-    """Jacobi rounds of the parallel reading, in the mean."""
+    """Mean Jacobi rounds of the parallel reading."""
     tokens: int
-    """Predicted, both ways."""
+    """Tokens predicted both ways."""
     windows: int
 
 

@@ -1,4 +1,4 @@
-"""Whether the tokens of a corpus mean to a checkpoint what they meant to it before."""
+"""Checks that a corpus was made with the tokenizer of the checkpoint that a run continues."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from fathom.report.files import read_json
 
 
 def require_tokenizer(recipe: Recipe, data: TokenDataset) -> None:
-    """Refuse a corpus of another tokenizer than that of the checkpoint that a recipe continues.
+    """Refuse a corpus with another tokenizer than that of the checkpoint that a recipe continues.
 
-    A checkpoint without a tokenizer cannot be held against anything and passes.
+    A checkpoint without a tokenizer cannot be checked and passes.
     """
     source = recipe.model.get("from_pretrained")
     if source is None or recipe.data.other_tokenizer:
@@ -51,12 +51,12 @@ def _of_source(source: str) -> set[str | None]:
 
 
 def _known(directory: Path) -> set[str | None]:
-    """What a tokenizer's files are known by: as they are, and as they are once transformers has read them."""
+    """Identities of a tokenizer: of its files as they are, and as transformers writes them again."""
     found: set[str | None] = set()
     if (directory / TOKENIZER_JSON).exists():
         found.add(identity((directory / TOKENIZER_JSON).read_text(encoding="utf-8")))
     elif not any((directory / name).exists() for name in (SENTENCEPIECE_MODEL, VOCABULARY)):
         return found
-    with suppress(DataError):  # of a kind that no corpus can be made with
+    with suppress(DataError):  # a tokenizer with which no corpus can be made
         found.add(identity(load_tokenizer(str(directory)).backend_tokenizer.to_str()))
     return found

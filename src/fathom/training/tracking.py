@@ -37,7 +37,7 @@ class JsonLines(Hook):
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
         """Append a line."""
-        # JSON has no NaN: null stands for any number that is not finite, and `read_metrics` gives NaN back.
+        # JSON has no NaN: null stands for any number that is not finite, and `read_metrics` returns NaN for it.
         finite = {name: value if math.isfinite(value) else None for name, value in values.items()}
         self._waiting.append(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         # Whole lines in one write: a killed process leaves at most one broken line, and the last.
@@ -59,18 +59,18 @@ class JsonLines(Hook):
 
 @dataclass(frozen=True)
 class Identity:
-    """What a tracking service knows a run by."""
+    """The identity of a run in a tracking service."""
 
     id: str
-    """The run directory's own, made once and kept in it: a resumed run goes on under it, and no other run has it."""
+    """An id kept in the run directory: the same after a resume, and different for every run."""
     name: str
-    """For people: the directory's, in a comparison with its arm."""
+    """The displayed name: the directory's, in a comparison with its arm."""
     group: str | None
     """The comparison that a run is part of."""
 
     @classmethod
     def of(cls, run_dir: Path) -> Identity:
-        """A run directory's."""
+        """The identity of a run directory."""
         path = run_dir / IDENTITY
         if not path.exists():
             write_json(path, {"id": uuid.uuid4().hex[:16]})
@@ -87,12 +87,12 @@ class _Service(Protocol):
 
 
 class TrackingService(Hook):
-    """A tracking service that is handed whole lines."""
+    """A tracking service to which the numbers of a step are sent together."""
 
     _run: _Service
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Send."""
+        """Send the numbers of a step."""
         self._run.log(dict(values), step=step)
 
     def after_run(self, run: Run, error: BaseException | None) -> None:
@@ -120,7 +120,7 @@ class Trackio(TrackingService):
         import trackio
 
         run = Identity.of(run_dir)
-        # Here a run is its name.
+        # trackio identifies a run by its name.
         name, group = f"{run.name} {run.id[:6]}", {} if run.group is None else {"group": run.group}
         trackio.init(project=recipe.track.project, name=name, config=recipe.to_dict(), resume="allow", **group)
         self._run = trackio
@@ -184,13 +184,13 @@ def _parsed(line: bytes) -> dict[str, float] | None:
 
 
 def _forget_after(path: Path, step: int) -> int:
-    """Drop lines that a resumed run is going to write again, and damaged ones; how many those were."""
+    """Drop lines after `step`, which a resumed run writes again, and damaged ones; returns how many are damaged."""
     lines = _lines(path)
     parsed = [(line, _parsed(line)) for line in lines]
     kept = [line for line, values in parsed if values is not None and values["step"] <= step]
     if kept != lines:
         write_atomically(path, "".join(line.decode("utf-8") + "\n" for line in kept))
-    # A crash leaves one broken line, the last; that is nothing to speak of.
+    # A crash may leave the last line broken, which is not reported.
     return sum(values is None for _, values in parsed[:-1])
 
 
@@ -225,14 +225,14 @@ class Display(Hook):
             print("  ".join(parts), file=sys.stderr, flush=True)
 
     def say(self, text: str) -> None:
-        """A sentence of its own."""
+        """Show a sentence."""
         if self._live is not None:
             self._live.console.print(text, markup=False, highlight=False)
         elif self.mode != "none":
             print(text, file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was found."""
+        """Restore the terminal."""
         if self._live is not None:
             self._live.stop()
 
@@ -253,7 +253,7 @@ class Display(Hook):
 
 
 def readable(values: Mapping[str, float]) -> dict[str, str]:
-    """The numbers a person watches, in a person's units."""
+    """The main numbers of a step, in readable units."""
     shown = {"loss": f"{values['loss']:.4f}", "lr": f"{values['lr']:.2e}", "grad": f"{values['grad_norm']:.2f}"}
     shown["tok/s"] = f"{values['tokens_per_second']:,.0f}"
     if "trips" in values:
