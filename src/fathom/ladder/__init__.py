@@ -1,1 +1,1 @@
-"""Many sizes: how much more compute the control would need to match an arm, and whether that grows with scale."""
+"""Many sizes: how much more compute the control would need to match an arm, and whether that grows with size."""

@@ -1,4 +1,4 @@
-"""What a ladder will take and what it can resolve: `fathom ladder --dry-run`."""
+"""The cost of a ladder, and the precision to expect of it: `fathom ladder --dry-run`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fathom.training import build_training
 TIMED = 5
 """Steps of the control at each rung, after one that warms up."""
 TOYS = Truth(sigma=(0.02, 0.006), shared=0.02, own=0.006)
-"""Noise of small runs on few tokens; `Truth()` has that of longer ones."""
+"""Noise of small runs on few tokens; `Truth()` has the noise of longer ones."""
 
 
 def budget(ladder: Ladder) -> LadderBudget:
@@ -61,7 +61,7 @@ def _row(ladder: Ladder, size: Size) -> BudgetRow:
 
 
 def _step_seconds(ladder: Ladder, size: Size) -> float:
-    """Of the control, as fast as it was in a few steps."""
+    """Seconds per step of the control: the median of a few steps."""
     recipe = ladder.run(ladder.control, size, ladder.recipe.optim.lr, ladder.first_seed())
     training = build_training(recipe)
     times = []
@@ -73,7 +73,7 @@ def _step_seconds(ladder: Ladder, size: Size) -> float:
 
 
 def _resolution(ladder: Ladder) -> Resolution | None:
-    """Half-widths that simulated ladders of these rungs and seeds have; None where there is nothing to fit."""
+    """Half-widths of intervals in simulated ladders of these rungs and seeds; None if there is nothing to fit."""
     if len(ladder.sizes) < 2 or max(ladder.seeds) < 2:
         return None
     flops = [ladder.flops(ladder.control, size) for size in ladder.sizes]

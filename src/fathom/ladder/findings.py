@@ -1,4 +1,4 @@
-"""From a ladder's runs to its numbers, and to the one sentence that they bear."""
+"""From a ladder's runs to its numbers, and to the one sentence that they support."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ SOLVED = 0.9
 """Accuracy at which a run has solved a puzzle."""
 UNSETTLED, OUTSIDE, DISAGREE = "rate not settled", "outside the control's range", "the two estimators disagree"
 MATCHES = (0.9, 1.1)
-"""A multiplier known to lie in here is no effect to speak of."""
+"""A multiplier whose interval lies in this range counts as no effect."""
 WIDEST = 2.0
 """An extrapolation whose interval spans more than this factor is withheld."""
 
@@ -85,7 +85,7 @@ class Study:
 
     @cached_property
     def sizes(self) -> list[Size]:
-        """Rungs at which both have a seed."""
+        """Rungs at which arm and control share a seed."""
         return [size for size in self.state.ladder.sizes if self.state.rung(size, self.arm) is not None]
 
     @cached_property
@@ -95,7 +95,7 @@ class Study:
 
     @cached_property
     def fit(self) -> Posterior | None:
-        """The posterior; None where there is none to speak of."""
+        """The posterior; None if it cannot be computed or is not usable."""
         found = self.state.fit(self.arm, self.sizes)
         return found if found is not None and found.usable else None
 
@@ -146,7 +146,7 @@ def summarize(state: State, source: Provenance) -> LadderReport:
 
 
 def progress(state: State) -> tuple[str, int]:
-    """The stage that a ladder is in, and how many of its known runs are left."""
+    """The stage of a ladder, and how many of its runs known so far are left."""
     stage, tasks = list(state.stages())[-1]
     left = sum(not task.settled for task in tasks)
     return (stage, left) if left else ("done", 0)
@@ -279,13 +279,13 @@ def _multipliers(study: Study, rows: Sequence[Cell]) -> Fitted:
 
 
 def _crossed(factor: Span, found: tuple[float, float, float] | None) -> CrossedSpan:
-    """A factor with the cross-check's numbers beside it; None where two rungs leave it none."""
+    """A factor with the cross-check's numbers; None for these if there are only two rungs."""
     t, low, high = (None, None, None) if found is None else map(_exp, found)
     return {**factor, "t": t, "t_low": low, "t_high": high}
 
 
 def _factor(found: Interval) -> Span:
-    """e to the power of each end."""
+    """The exponential of an interval."""
     return Interval(*(_exp(value) for value in astuple(found))).to_dict()
 
 
@@ -294,7 +294,7 @@ def _exp(value: float) -> float:
 
 
 def _outside(study: Study) -> bool:
-    """Whether the control would need compute more than half a decade beyond what was run."""
+    """Whether the control would need compute more than half a decade beyond any run."""
     line, xs = study.line, [rung.x_control for rung in study.rungs]
     assert line is not None
     wanted = [rung.x_arm + float(h) for rung, h in zip(study.rungs, line.log_m, strict=True)]
@@ -302,7 +302,7 @@ def _outside(study: Study) -> bool:
 
 
 def _views(study: Study) -> Views:
-    """M at the last rung in other currencies than FLOPs, from the same draws."""
+    """M at the last rung in other costs than FLOPs (time, parameters, bytes), from the same draws."""
     state, name = study.state, study.arm.name
     plans = [state.plan(size) for size in study.sizes]
     places = [state.rung_dir(size) for size in study.sizes]
@@ -324,13 +324,13 @@ def _views(study: Study) -> Views:
 
 
 def _seconds(plan: Plan, arm: str, time: Time) -> tuple[float, float]:
-    """Of a run of the control and of an arm, from steps that took turns."""
+    """Seconds of a run of the control and of an arm, from steps timed in turns."""
     control, own = (plan.recipes[name].train.steps for name in (plan.control.name, arm))
     return control * time["seconds"][1], own * time["seconds"][1] * time["median"]
 
 
 def _read(recipe: Recipe, each_trip: bool) -> float:
-    """Bytes that decoding a token at the end of the context reads: bfloat16 weights and the cache."""
+    """Bytes read to decode a token at the end of the context: bfloat16 weights and the cache."""
     config = recipe.config()
     layers = without_embeddings(config)
     again = training_visits(config)[0] / config.num_hidden_layers if each_trip else 1.0
@@ -339,7 +339,7 @@ def _read(recipe: Recipe, each_trip: bool) -> float:
 
 
 def _view(study: Study, costs: Sequence[tuple[float, float]]) -> Span:
-    """M in a currency: what the control would cost that matches the arm, over what the arm costs."""
+    """M in another cost: the cost of a control that matches the arm, over the arm's cost."""
     fit = study.fit
     assert fit is not None
     xs = np.array([rung.x_control for rung in study.rungs])
@@ -349,7 +349,7 @@ def _view(study: Study, costs: Sequence[tuple[float, float]]) -> Span:
 
 
 def _interpolated(x: np.ndarray, xs: np.ndarray, ys: np.ndarray) -> np.ndarray:
-    """Piecewise linear, going on straight beyond both ends."""
+    """Piecewise linear interpolation, extended linearly beyond both ends."""
     place = np.clip(np.searchsorted(xs, x) - 1, 0, len(xs) - 2)
     share = (x - xs[place]) / (xs[place + 1] - xs[place])
     made: np.ndarray = ys[place] + share * (ys[place + 1] - ys[place])
@@ -418,14 +418,14 @@ def _shared_rate(study: Study) -> SharedRate | None:
 
 
 def _lost(state: State, arm: Arm) -> list[int]:
-    """How many of its runs diverged for good, of how many."""
+    """Number of its runs that diverged for good, and of all its runs."""
     plans = [(state.plan(size), state.rung_dir(size)) for size in state.ladder.all_sizes]
     mine = [RunTask(plan, place, arm.name, seed) for plan, place in plans for seed in plan.seeds]
     return [sum(task.failure is not None for task in mine), len(mine)]
 
 
 def _diverged(state: State) -> list[DivergedRun]:
-    """Runs that cannot go on, wherever they are."""
+    """The runs that failed, in all stages."""
     rows: list[DivergedRun] = []
     for stage, tasks in state.stages():
         for task in tasks:
@@ -435,7 +435,7 @@ def _diverged(state: State) -> list[DivergedRun]:
 
 
 def _judge(arms: Sequence[ArmRow], studies: Sequence[Study]) -> None:
-    """Tail probabilities of M = 1 at the last rung, Holm's over all arms."""
+    """Set the tail probabilities of M = 1 at the last rung, with Holm's adjustment over all arms."""
     tested = [study for study in studies if study.fit is not None]
     values = [study.fit.sides(study.top) for study in tested if study.fit is not None]
     for study, p, adjusted in zip(tested, values, holm(values), strict=True):
@@ -444,13 +444,13 @@ def _judge(arms: Sequence[ArmRow], studies: Sequence[Study]) -> None:
 
 
 def _law(studies: Sequence[Study]) -> Law | None:
-    """The control's law, as the first arm's posterior has it."""
+    """The control's law, from the first arm's posterior."""
     fit = next((study.fit for study in studies if study.fit is not None), None)
     return None if fit is None else {"E": Interval.of(fit.floor).to_dict(), "alpha": Interval.of(fit.slope).to_dict()}
 
 
 def _noise(studies: Sequence[Study]) -> NoiseRow | None:
-    """Standard deviations over seeds: of a run by rung, of a paired difference, and how two arms go together."""
+    """Noise over seeds: standard deviations of a run (by rung) and of a paired difference, and correlations."""
     study = next((study for study in studies if study.fit is not None), None)
     if study is None or study.fit is None:
         return None
@@ -464,7 +464,7 @@ def _noise(studies: Sequence[Study]) -> NoiseRow | None:
 
 
 def _prediction(state: State) -> PredictionRow | None:
-    """What was sealed beside what came."""
+    """The sealed prediction beside the observed results."""
     sealed = state.sealed()
     if sealed is None:
         return None
@@ -485,7 +485,7 @@ def _prediction(state: State) -> PredictionRow | None:
 
 
 def _twin(state: State) -> Twin | None:
-    """The control beside itself with other initial values: its multiplier must cover 1."""
+    """The twin: the control with other initial values, whose multiplier's interval must cover 1."""
     runs = [run for run in state.twins() if run.done]
     rungs, rows = list[Rung](), list[TwinRung]()
     for size in state.ladder.sizes:
@@ -513,7 +513,7 @@ def _seed(run: LadderRun) -> int:
 
 
 def _phi(state: State) -> Phi | None:
-    """What a trip is worth, from the control and the plain loops at every budget; None where nothing loops."""
+    """φ, the worth of a trip, from the control and the plain loops at every budget; None without loops."""
     found: list[Looped] = []
     for size in state.ladder.all_sizes:
         for arm in state.ladder.arms:
@@ -547,7 +547,7 @@ def _phi(state: State) -> Phi | None:
 
 
 def _puzzle(state: State) -> PuzzleResult | None:
-    """Accuracy by difficulty, runs that solved it, and the FLOPs that took."""
+    """Accuracy by difficulty, the number of runs that solved it, and the FLOPs to solve it."""
     directory = state.ladder.recipe.data.directory
     if not is_puzzle(directory):
         return None
@@ -583,7 +583,7 @@ def _solved(shares: Sequence[float], reached: Sequence[float | None]) -> PuzzleS
 
 
 def _reached(run: RunTask, domain: str, flops: float) -> float | None:
-    """Training FLOPs until a look at held-out rows first found a domain solved."""
+    """Training FLOPs until an evaluation first found a domain solved."""
     steps = run.plan.recipes[run.arm].train.steps
     for line in read_metrics(run.run_dir):
         if line.get(f"val/{domain}/accuracy", 0.0) >= SOLVED:
@@ -592,7 +592,7 @@ def _reached(run: RunTask, domain: str, flops: float) -> float | None:
 
 
 def verdict(report: LadderResults) -> str:
-    """One sentence by rule: what is missing, what is doubtful, the sealed rung, then the finding."""
+    """The verdict, by fixed rules: what is missing, what is doubtful, the sealed rung, then the finding."""
     if not report["arms"] or not any(row["loss"] for arm in report["arms"] for row in arm["rungs"]):
         return "No rung has been finished yet, so there is nothing to say."
     arms = [arm for arm in report["arms"][1:] if not arm["matched"]]
@@ -659,7 +659,7 @@ def _puzzle_words(report: LadderResults, puzzle: PuzzleResult) -> list[str]:
 
 
 def _finding(report: LadderResults, arm: ArmRow) -> str:
-    """What an arm's intervals bear."""
+    """What an arm's intervals support."""
     top, trend = next(row for row in reversed(arm["multiplier"]) if row["kind"] == "rung"), arm["per_decade"]
     assert trend is not None
     count = sum(row["kind"] == "rung" for row in arm["multiplier"])
@@ -705,7 +705,7 @@ def _trend(trend: CrossedSpan, count: int) -> str:
 
 
 def _extrapolation(report: LadderResults, arm: ArmRow) -> str:
-    """Half a decade on, if nothing forbids to say it."""
+    """The extrapolation by half a decade, if no rule withholds it."""
     row = next((row for row in arm["multiplier"] if row["kind"] == "half a decade above"), None)
     sealed = report["prediction"]
     missed = sealed is not None and any(r["arm"] == arm["name"] and r["inside"] is False for r in sealed["rows"])

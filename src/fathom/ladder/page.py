@@ -28,7 +28,7 @@ RUNS = "runs.jsonl"
 
 
 def write_report(report: LadderReport, out: Path) -> tuple[Path, Path]:
-    """Write `report.json`, `report.html` and `runs.jsonl`, from which the fit can be made again."""
+    """Write `report.json`, `report.html` and `runs.jsonl`, from which the fit can be repeated."""
     rows = [
         {
             "arm": arm["name"],
@@ -47,7 +47,7 @@ def write_report(report: LadderReport, out: Path) -> tuple[Path, Path]:
 
 
 def tables(report: LadderReport) -> list[Table]:
-    """For a terminal."""
+    """Tables for a terminal."""
     found = [multiplier_rows(report), puzzle_rows(report), loss_rows(report)]
     return [terminal_table(*rows) for rows in found if rows[2]]
 
@@ -81,7 +81,7 @@ def _table(found: tuple[str, list[str], list[list[str]]], *prose: str) -> Markup
 
 
 def multiplier_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
-    """Caption, columns, rows: what the control would need to spend over what an arm spends."""
+    """Caption, columns, rows: the compute multipliers."""
     rows = []
     for arm in report["arms"][1:]:
         trend = arm["per_decade"]
@@ -156,7 +156,7 @@ def _log10(ln: float) -> float:
 
 
 def _losses(report: LadderReport) -> Markup:
-    """Seeds as dots, the law of each arm with its band, dashed beyond the last rung."""
+    """Losses of all seeds, and the law of each arm with its band, dashed beyond the last rung."""
     lines: list[Line] = []
     for i, arm in enumerate(report["arms"]):
         dots = [(math.log10(cell["flops"]), loss) for cell in arm["rungs"] for loss in cell["loss"] if cell["loss"]]
@@ -191,7 +191,7 @@ def _law_lines(arm: ArmRow, key: str, name: str, series: int) -> list[Line]:
 
 
 def _multipliers(report: LadderReport) -> Markup:
-    """ln M of each rung with the error of its seeds, the band of the grid, and no effect at 0."""
+    """ln M of each rung with its error, and the band of the grid estimator; 0 is no effect."""
     lines: list[Line] = []
     for i, arm in enumerate(report["arms"]):
         if not arm["multiplier"]:
@@ -217,7 +217,7 @@ def _multipliers(report: LadderReport) -> Markup:
 
 
 def _forecast(report: LadderReport, arm: ArmRow, series: int) -> list[Line]:
-    """The sealed prediction of ln M at the last rung, beside what came."""
+    """The sealed prediction of ln M at the last rung, beside the observed value."""
     rows = [] if report["prediction"] is None else report["prediction"]["rows"]
     found = next((row["ln_m"] for row in rows if row["arm"] == arm["name"]), None)
     if found is None:
@@ -257,7 +257,7 @@ def _accuracies(report: LadderReport) -> list[Markup]:
 
 
 def _bowls(report: LadderReport) -> list[Markup]:
-    """A panel for each arm and tuned rung: every run, the parabola and the optimum."""
+    """A panel for each arm and tuned rung: all runs, the parabola and the optimum."""
     panels = []
     for number, rows in enumerate(report["tuning"], 1):
         for i, (name, tuned) in enumerate(rows.items()):

@@ -20,7 +20,7 @@ class Span(TypedDict):
 
 
 class CrossedSpan(Span):
-    """A factor by the grid, and by the cross-check; None where two rungs leave it none."""
+    """A factor by the grid estimator, and by the cross-check (`t`), which is None with only two rungs."""
 
     t: float | None
     t_low: float | None
@@ -35,7 +35,7 @@ class Multiplier(CrossedSpan):
 
 
 class RungRow(TypedDict):
-    """One rung as the control has it."""
+    """One rung: the control's sizes and rate."""
 
     index: int
     budget: int
@@ -99,7 +99,7 @@ class TimedSpan(Span):
 
 
 class Views(TypedDict):
-    """M at the last rung in other currencies than FLOPs."""
+    """M at the last rung in other costs than FLOPs (time, parameters, bytes)."""
 
     time: TimedSpan | None
     parameters: Span
@@ -111,7 +111,7 @@ Currency = Literal["time", "parameters", "bytes_weights_once", "bytes_weights_ea
 
 
 class SeedNoise(TypedDict):
-    """Standard deviations over seeds of a run and of a paired difference; how two arms go together."""
+    """Standard deviations over seeds of a run and of a paired difference, and the correlation of two arms."""
 
     single: float
     paired: float
@@ -119,7 +119,7 @@ class SeedNoise(TypedDict):
 
 
 class LadderArmBasics(TypedDict):
-    """What is known of an arm without a posterior."""
+    """The part of an arm's results that needs no posterior."""
 
     name: str
     mechanism: str
@@ -136,7 +136,7 @@ class LadderArmBasics(TypedDict):
 
 
 class Fitted(TypedDict):
-    """What an arm's posterior says."""
+    """The results of an arm's posterior."""
 
     multiplier: list[Multiplier]
     per_decade: CrossedSpan
@@ -149,7 +149,7 @@ class Fitted(TypedDict):
 
 
 class ArmRow(LadderArmBasics, total=False):
-    """An arm; what `Fitted` has is there where there is a posterior, else `multiplier` is empty."""
+    """An arm; the keys of `Fitted` are there if there is a posterior, else `multiplier` is empty."""
 
     multiplier: list[Multiplier]
     per_decade: CrossedSpan | None
@@ -202,7 +202,7 @@ class Forecast(TypedDict):
 
 
 class PredictionBody(TypedDict):
-    """What is sealed."""
+    """The contents of a sealed prediction."""
 
     ladder: str
     estimator: str
@@ -218,7 +218,7 @@ class SealedPrediction(PredictionBody):
 
 
 class Outcome(Forecast):
-    """A forecast beside what came."""
+    """A forecast beside the observed value."""
 
     observed: float | None
     inside: bool | None
@@ -248,7 +248,7 @@ class Twin(TypedDict):
 
 
 class Phi(TypedDict, total=False):
-    """What a trip is worth; `refused` says why it is not resolved, else None."""
+    """φ, the worth of a trip; `refused` says why it was not estimated, else None."""
 
     refused: str | None
     value: float
@@ -281,7 +281,7 @@ class PuzzleRow(TypedDict):
 
 
 class PuzzleResult(TypedDict):
-    """What runs on a puzzle reached."""
+    """Results of runs on a puzzle."""
 
     domains: list[str]
     chance: float
@@ -290,7 +290,7 @@ class PuzzleResult(TypedDict):
 
 
 class DivergedRun(Failure):
-    """A run that cannot go on."""
+    """A run that failed."""
 
     stage: str
     run: str
@@ -320,7 +320,7 @@ class LadderResults(Provenance):
 
 
 class AddedSeeds(TypedDict):
-    """Seeds that came after the plan: of each rung from then on, and how many runs had finished."""
+    """Seeds added after the plan: the new number for each rung, and how many runs had finished by then."""
 
     seeds: Sequence[int]
     date: str
@@ -328,7 +328,7 @@ class AddedSeeds(TypedDict):
 
 
 class RulesValues(TypedDict):
-    """Of a plan's rules, those that the page speaks of."""
+    """The rules of a plan that the page shows."""
 
     layers: Sequence[int]
     hidden: Sequence[int]
@@ -360,7 +360,7 @@ class LadderReport(LadderResults):
 
 
 class BudgetRow(TypedDict):
-    """What a rung will take."""
+    """The cost of a rung."""
 
     rung: str
     parameters: int
@@ -380,7 +380,7 @@ class Width(TypedDict):
 
 
 class Resolution(TypedDict):
-    """What simulated ladders resolve, with the noise of long runs and of short ones."""
+    """The precision of simulated ladders, with the noise of long runs (`text`) and of short ones (`toy`)."""
 
     decades: float
     text: Width
@@ -388,7 +388,7 @@ class Resolution(TypedDict):
 
 
 class LadderBudget(TypedDict):
-    """What a ladder will take."""
+    """The cost of a ladder."""
 
     rungs: list[BudgetRow]
     runs: int

@@ -1,4 +1,4 @@
-"""A ladder as data: its sizes by one rule, and what a run of an arm at a size and a rate is."""
+"""A ladder as data: its sizes by one rule, and the recipe of an arm at a size and learning rate."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from fathom.report.files import read_json, write_json
 SECTION = "ladder"
 PLANNED = "plan"
 ADDED = "added.json"
-"""Seeds that were added after the plan, and when."""
+"""The file of seeds that were added after the plan."""
 RUNGS, TUNE, TWIN, SHARED, CHECK = "rungs", "tune", "twin", "shared", "check"
 LAYERS = "ladder.layers"
 """Override of an arm: its depth as a share of the rung's, as in ladder.layers=1/3."""
 TUNING_SEED = 10_000
-"""Added to the seed of tuning runs, which are never a ladder's: the best of several looks better than it is."""
+"""Offset of the seeds of tuning runs, which never count for the ladder: the best of several is biased."""
 TWIN_SEED = 1_000_000
 RATE_RULES = {"adamw": (-0.28, -0.37, 0.5), "muon": (-0.32, 0.0, 0.56)}
-"""Exponents of tokens, width and batch in the rate's rule."""
+"""Exponents of tokens, width and batch in the rule that scales the learning rate, by optimizer."""
 EXTRA = 0.005
 """Share of parameters that an arm may add before a control is widened to match it."""
 
@@ -59,13 +59,13 @@ class Rules:
     mlp_multiple: int = 16
     """the MLP's width is rounded to a multiple of this"""
     batch_exponent: float = 0.5
-    """of tokens: a batch grows as (tokens of the rung / tokens of the first rung) to this power"""
+    """the batch grows as (tokens of the rung / tokens of the first rung) to this power"""
     rate_exponents: tuple[float, float, float] | None = None
-    """of tokens, width and batch in the rule that carries the learning rate; null takes those of optim.name"""
+    """exponents of tokens, width and batch in the rule that scales the learning rate; null takes those of optim.name"""
     tune_points: tuple[int, ...] = (4, 3)
     """learning rates a factor 2 apart that each arm tries, at the first rung, the second, ...; empty tunes nothing"""
     tune_seeds: tuple[int, ...] = (2, 1)
-    """seeds of each of them"""
+    """seeds for each of these learning rates"""
     tune_domains: tuple[str, ...] = ()
     """held-out domains whose mean loss is tuned; empty tunes the loss of all"""
     twin: tuple[int, ...] = (5, 2)
@@ -99,7 +99,7 @@ class Shape:
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Of a recipe, to give its model this shape."""
+        """Overrides that give a recipe's model this shape."""
         return (
             f"model.num_hidden_layers={self.layers}",
             f"model.hidden_size={self.hidden}",
@@ -116,29 +116,29 @@ class Size(Shape):
     index: int
     """From 1."""
     budget: int
-    """Which of the token budgets; the first is the ladder's."""
+    """Index of the token budget; the first is the ladder's own."""
     parameters: int
-    """The control's, embeddings left out."""
+    """Parameters of the control without embeddings."""
     tokens: int
     rows: int
-    """Of a step."""
+    """Rows of a step."""
     steps: int
 
     @property
     def name(self) -> str:
-        """Of its directory."""
+        """The name of its directory."""
         return str(self.index) if self.budget == 0 else f"{self.index}-budget-{self.budget + 1}"
 
 
 @dataclass(frozen=True)
 class Added:
-    """Seeds that a ladder got after it was planned, for all arms of a rung alike."""
+    """Seeds added to a ladder after it was planned, for all arms of a rung."""
 
     seeds: tuple[int, ...]
-    """Of each rung from then on."""
+    """Number of seeds of each rung from then on."""
     date: str
     finished: int
-    """Runs of the rungs that were finished then, whose losses could have been looked at."""
+    """Finished runs of the rungs at that time, whose losses could have been looked at."""
 
 
 @dataclass(frozen=True)
@@ -149,13 +149,13 @@ class Ladder:
     rules: Rules
     arms: tuple[Arm, ...]
     planned: str | None = dataclasses.field(default=None, compare=False)
-    """SHA-256 of the plan as it was written, which a later version may spell otherwise; None of one that was not."""
+    """SHA-256 of the plan as it was written, since later versions may write it differently; None before."""
     added: tuple[Added, ...] = dataclasses.field(default=(), compare=False)
-    """No part of the plan."""
+    """Seeds added later, which are not part of the plan."""
 
     @property
     def control(self) -> Arm:
-        """What the others are measured against."""
+        """The first arm, with which the others are compared."""
         return self.arms[0]
 
     @cached_property
@@ -174,20 +174,20 @@ class Ladder:
 
     @cached_property
     def every_arm(self) -> tuple[Arm, ...]:
-        """The arms, and the controls with as many parameters as they."""
+        """The arms, and the widened controls that match their parameters."""
         return (*self.arms, *(matched for matched in map(self._matched_name, self.arms[1:]) if matched is not None))
 
     def first_seed(self) -> int:
-        """Of the ladder's runs."""
+        """The first seed of the ladder's runs."""
         return self.recipe.train.seed
 
     @property
     def seeds(self) -> tuple[int, ...]:
-        """How many each rung has, added ones too."""
+        """Number of seeds of each rung, with added ones."""
         return self.added[-1].seeds if self.added else self.rules.seeds
 
     def arm_at(self, arm: Arm, size: Size, rate: float | None = None) -> Arm:
-        """An arm of a rung's comparison: its depth there, its rate, and the weight decay that goes with it."""
+        """An arm of a rung's comparison, with its depth, learning rate and weight decay at that rung."""
         if arm.name.startswith(MATCHED):
             arm = self._matched(arm, size)
         overrides = []
@@ -199,7 +199,7 @@ class Ladder:
         return Arm(arm.name, arm.mechanism, tuple(overrides))
 
     def base(self, size: Size) -> Recipe:
-        """What all arms of a rung share."""
+        """The recipe that all arms of a rung share."""
         micro = self.recipe.train.micro_batch
         length = self.recipe.data.sequence_length
         return self.recipe.override(
@@ -212,13 +212,13 @@ class Ladder:
         )
 
     def plan(self, size: Size, rates: Mapping[str, float]) -> Plan:
-        """The comparison that a rung is, at a rate for each arm."""
+        """The comparison of a rung, with a learning rate for each arm."""
         arms = tuple(self.arm_at(arm, size, rates[arm.name]) for arm in self.every_arm)
         first, count = self.first_seed(), self.seeds[size.index - 1]
         return Plan(self.base(size), arms, tuple(range(first, first + count)), "tokens", self.rules.pairs)
 
     def run(self, arm: Arm, size: Size, rate: float, seed: int) -> Recipe:
-        """The recipe of one run of its own, outside of a rung."""
+        """The recipe of a single run outside of the rungs."""
         recipe = self.arm_at(arm, size, rate).recipe(self.base(size))
         return recipe.override(f"train.seed={seed}")
 
@@ -229,7 +229,7 @@ class Ladder:
         return rounded(optim.weight_decay * factor)
 
     def rule(self, size: Size) -> float:
-        """What the carry rule says of a rung's rate, as a ratio to the first rung's."""
+        """A rung's learning rate by the scaling rule, as a ratio to the first rung's."""
         first, optim = self.all_sizes[0], self.recipe.optim.name
         by_tokens, by_width, by_batch = self.rules.rate_exponents or RATE_RULES[optim]
         return float(
@@ -253,11 +253,11 @@ class Ladder:
 
     @cached_property
     def sha256(self) -> str:
-        """Names the ladder."""
+        """SHA-256 of the plan, which identifies the ladder."""
         return self.planned or sha256_of(self.to_dict())
 
     def write(self, out: Path) -> None:
-        """Put the plan in place, with a hash of each of its parts."""
+        """Write the plan, with a hash of each of its parts."""
         values = self.to_dict()
         parts = {key: sha256_of(value) for key, value in values.items()}
         write_json(out / LADDER, {**values, "sha256": {**parts, PLANNED: self.sha256}})
@@ -281,7 +281,7 @@ class Ladder:
         return cls(parse_recipe(values["recipe"]), parse_rules(values["rules"], str(path)), arms, planned, _added(out))
 
     def add_seeds(self, out: Path, seeds: Sequence[int], finished: int) -> Ladder:
-        """The same with more seeds, written down.
+        """The ladder with more seeds, which are also written to its directory.
 
         Args:
             out: The ladder's directory.
@@ -367,11 +367,11 @@ def _added(out: Path) -> tuple[Added, ...]:
 
 
 MATCHED = "as-large-as-"
-"""Begins the name of a control with an arm's parameters."""
+"""Prefix of the name of a control that matches an arm's parameters."""
 
 
 def find_ladder(name: Path) -> Path:
-    """The file of a ladder, given as a file or by the name of one that comes with Fathom; a file goes first."""
+    """The file of a ladder, given as a file or as the name of one that comes with Fathom; an existing file wins."""
     if name.is_file():
         return name
     folder = next(iter(packaged_recipes().values())).parent / "ladders"
@@ -402,7 +402,7 @@ def load_ladder(path: Path, arms: str, overrides: Sequence[str] = ()) -> Ladder:
 
 
 def parse_rules(values: Mapping[str, object], source: str) -> Rules:
-    """The `ladder` section; whatever is wrong is said in one line."""
+    """The `ladder` section, checked; an error is one line."""
     hints = typing.get_type_hints(Rules)
     given = {}
     for key, value in values.items():
@@ -424,7 +424,7 @@ def parse_rules(values: Mapping[str, object], source: str) -> Rules:
 
 
 def checked(ladder: Ladder) -> Ladder:
-    """Open the data as every run will, build every arm's recipe, and see that no rung reads a row twice."""
+    """Check a ladder: open the data, build every arm's recipe, and refuse rungs that read a row twice."""
     rates = {arm.name: ladder.recipe.optim.lr for arm in ladder.every_arm}
     for arm in ladder.arms:
         if arm.name.startswith(MATCHED):
@@ -442,7 +442,7 @@ def checked(ladder: Ladder) -> Ladder:
 
 
 def share_of(layers: int, text: str) -> int:
-    """`1/3` of a rung's layers."""
+    """The layers of an arm from a share such as `1/3` of a rung's layers."""
     try:
         share = Fraction(text)
     except (ValueError, ZeroDivisionError):
@@ -454,18 +454,18 @@ def share_of(layers: int, text: str) -> int:
 
 
 def without_embeddings(config: FathomConfig) -> int:
-    """Parameters but those of the embedding and the head."""
+    """Number of parameters without the embedding and the head."""
     tables = 1 if config.tie_word_embeddings else 2
     return count_parameters(config) - tables * config.vocab_size * config.hidden_size
 
 
 def rounded(value: float) -> float:
-    """To four digits: a rate that reads well and is the same everywhere."""
+    """A learning rate rounded to four digits, which is readable and the same on every machine."""
     return float(f"{value:.4g}")
 
 
 def sha256_of(value: object) -> str:
-    """Of canonical JSON: sorted keys, no spaces."""
+    """SHA-256 of a value as canonical JSON: sorted keys, no spaces."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 

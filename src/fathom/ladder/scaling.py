@@ -1,15 +1,15 @@
-"""The compute multiplier of an arm, its trend with scale, and what is not known of either.
+"""The compute multiplier of an arm, its trend with scale, and the uncertainty of both.
 
     ln(L_v - E) = c - α x                                  the control along the ladder, x = ln FLOPs
     ln(L_a - E) = c - α x - u - w (x - x̄)                  an arm
     ln M(x)     = (u + w (x - x̄)) / α,     g = w / α       what the control would have to spend over what the arm spends
 
-How a rung deviates from the law is shared by all of its seeds, so resampling seeds says nothing of it. Here it has a
-scale of its own: τ_s for what both arms of a rung share, τ_d for what is an arm's alone. E, τ_s and τ_d are integrated
-over a grid; given them the model is linear and its posterior has a closed form. A plain weighted line through the
-horizontal distances, with Student's t, stands beside it.
+All seeds of a rung share its deviation from the law, so resampling seeds cannot show it. Here it has a scale of its
+own: τ_s for the part that both arms of a rung share, τ_d for an arm's own part. E, τ_s and τ_d are integrated over a
+grid; given them the model is linear and its posterior has a closed form. The cross-check beside it is a weighted line
+through the horizontal distances, with Student's t.
 
-Losses are nats; x is the natural logarithm of training FLOPs. Everything is a function of the losses alone.
+Losses are in nats; x is the natural logarithm of training FLOPs. Results depend on the losses alone.
 """
 
 from __future__ import annotations
@@ -28,28 +28,28 @@ from fathom.ladder.results import Span
 
 Floats = NDArray[np.float64]
 ESTIMATOR = "grid-1"
-"""Names the estimator in reports and sealed predictions; another one gets another number."""
+"""Name of the estimator in reports and sealed predictions; a changed one gets another number."""
 DECADE = math.log(10.0)
 FLOORS = 24
-"""Points of E between nothing and HIGHEST of the least loss."""
+"""Grid points of E between 0 and HIGHEST times the least loss."""
 HIGHEST = 0.95
 SHARED = (0.0, 0.003, 0.01, 0.02, 0.04)
 OWN = (0.0, 0.001, 0.002, 0.004, 0.007, 0.012, 0.02)
-"""Points of τ_s and τ_d; the latter stretch with their prior where pairs are noisy."""
+"""Grid points of τ_s and τ_d; those of τ_d are scaled up with their prior if pairs are noisy."""
 SHARED_SCALE, OWN_SCALE = 0.02, 0.008
-"""Scales of the half-normal priors of τ_s and τ_d; the latter never below the noise of a paired difference."""
+"""Scales of the half-normal priors of τ_s and τ_d; that of τ_d is at least the noise of a paired difference."""
 SHIFT_SCALE, TREND_SCALE = 0.7, 0.15
 """Prior standard deviations of ln M and of g."""
 DRAWS = 4000
 STEEP = 0.005
-"""A slope below this is no scaling law; draws with one are set aside."""
+"""Draws with a slope below this are not a scaling law and are left out."""
 NEEDED = 0.9
-"""Share of draws that must be left for an answer."""
+"""Share of draws that must remain for a result."""
 
 
 @dataclass(frozen=True)
 class Rung:
-    """The control and one arm at one size; losses of one seed stand at the same place."""
+    """The control and one arm at one size; losses of one seed have the same index."""
 
     x_control: float
     x_arm: float
@@ -63,23 +63,23 @@ class Rung:
 
     @property
     def seeds(self) -> int:
-        """How many pairs of runs there are."""
+        """Number of pairs of runs."""
         return len(self.control)
 
     @property
     def means(self) -> tuple[float, float]:
-        """Of the control and of the arm."""
+        """Mean loss of the control and of the arm."""
         return float(np.mean(self.control)), float(np.mean(self.arm))
 
 
 @dataclass(frozen=True)
 class Noise:
-    """What a seed does, pooled over the rungs that have several."""
+    """Noise over seeds, pooled over the rungs that have several."""
 
     single: float
     """Standard deviation of one run."""
     paired: float
-    """Of a paired difference."""
+    """Standard deviation of a paired difference."""
 
     @property
     def common(self) -> float:
@@ -88,7 +88,7 @@ class Noise:
 
     @property
     def correlation(self) -> float:
-        """Of the two losses of a seed."""
+        """Correlation of the two losses of a seed."""
         return self.common / self.single**2 if self.single else 0.0
 
 
@@ -104,7 +104,7 @@ class Interval:
 
     @classmethod
     def of(cls, draws: Floats) -> Interval:
-        """Of draws from a posterior."""
+        """The interval of draws from a posterior."""
         low, q25, median, q75, high = np.quantile(draws, [0.025, 0.25, 0.5, 0.75, 0.975]).tolist()
         return cls(median, q25, q75, low, high)
 
@@ -115,7 +115,7 @@ class Interval:
 
 @dataclass(frozen=True)
 class Posterior:
-    """Draws of everything that is not known."""
+    """Draws of all unknowns of the model."""
 
     rungs: tuple[Rung, ...]
     noise: Noise
@@ -129,11 +129,11 @@ class Posterior:
     shared: Floats
     own: Floats
     kept: float
-    """Share of the draws whose slope is that of a scaling law."""
+    """Share of the draws with a slope of at least STEEP."""
 
     @property
     def usable(self) -> bool:
-        """Whether the control's losses fall with compute clearly enough to speak of a multiplier."""
+        """Whether the control's losses fall with compute clearly enough for a multiplier to be defined."""
         return self.kept >= NEEDED
 
     def log_multiplier(self, x: float) -> Floats:
@@ -160,7 +160,7 @@ class Posterior:
         return max(2 * min(below, 1 - below), 1 / len(self.slope))
 
     def predict(self, x_control: float, x_arm: float, seeds: int) -> tuple[Interval, Interval]:
-        """What a further rung with `seeds` seeds will show: the paired difference of the loss, and ln M."""
+        """Predict a further rung with `seeds` seeds: the paired difference of the loss, and ln M."""
         chance = np.random.default_rng(len(self.slope))
         reducible = self.control_loss(x_control) - self.floor
         deviation = np.hypot(self.own, self.noise.paired / math.sqrt(seeds)) * chance.normal(size=len(self.slope))
@@ -169,7 +169,7 @@ class Posterior:
 
 
 def noise_of(rungs: Sequence[Rung]) -> Noise | None:
-    """Pooled over rungs with two seeds or more; None where there is no such rung, and so nothing to judge by."""
+    """The noise, pooled over rungs with two seeds or more; None if there is no such rung."""
     many = [rung for rung in rungs if rung.seeds > 1]
     if not many:
         return None
@@ -180,14 +180,14 @@ def noise_of(rungs: Sequence[Rung]) -> Noise | None:
 
 
 def posterior(rungs: Sequence[Rung], noise: Noise | None = None, draws: int = DRAWS) -> Posterior:
-    """What the losses of a ladder say of the law, the multiplier and its trend.
+    """The posterior of the law, the multiplier and its trend, given the losses of a ladder.
 
     Args:
         rungs: At least two.
-        noise: Of the seeds; from the rungs if not given.
-        draws: From the posterior, by a fixed random stream.
+        noise: Noise over seeds; by default from the rungs.
+        draws: Number of draws from the posterior, with a fixed seed.
     """
-    # Any order of rungs gives the same bytes.
+    # So that the order of the rungs does not matter.
     rungs = tuple(sorted(rungs, key=lambda rung: (rung.x_control, rung.x_arm)))
     noise = noise or noise_of(rungs)
     if noise is None:
@@ -255,7 +255,7 @@ def _design(x_v: Floats, x_a: Floats, centre: float) -> Floats:
 
 
 def _covariance(grid: _Grid, reducible: Floats, seeds: Sequence[int], noise: Noise) -> Floats:
-    """Of ln(loss - E) at every grid point: [G, 2R, 2R]."""
+    """Covariance of ln(loss - E) at every grid point: [G, 2R, 2R]."""
     n = np.array(seeds, float)
     size = len(n)
     common, own = noise.common / n, noise.paired**2 / (2 * n)
@@ -265,7 +265,7 @@ def _covariance(grid: _Grid, reducible: Floats, seeds: Sequence[int], noise: Noi
     places = np.arange(size)
     found[:, range(2 * size), range(2 * size)] = diagonal
     found[:, places, places + size] = found[:, places + size, places] = common + shared
-    # Losses that are equal to the last bit are still no better than their arithmetic.
+    # Losses that are bitwise equal still have rounding errors.
     found[:, range(2 * size), range(2 * size)] += (1e-7 * reducible) ** 2
     return found / (reducible[:, :, None] * reducible[:, None, :])
 
@@ -284,7 +284,7 @@ def _linear(y: Floats, design: Floats, covariance: Floats, precision: Floats) ->
     target = np.linalg.solve(root, y[:, :, None])[:, :, 0]
     normal = np.einsum("gni,gnj->gij", white, white)
     normal[:, range(4), range(4)] += precision
-    # Rounding must not decide: an orthogonal factor is exact where normal equations are not.
+    # By QR, which is accurate where normal equations are not.
     below = np.sqrt(precision)[:, :, None] * np.eye(4)
     q, r = np.linalg.qr(np.concatenate([white, below], 1))
     padded = np.concatenate([target, np.zeros((len(y), 4))], 1)
@@ -299,19 +299,19 @@ def _linear(y: Floats, design: Floats, covariance: Floats, precision: Floats) ->
 
 @dataclass(frozen=True)
 class Horizontal:
-    """A weighted line through ln M of every rung, with Student's t on two degrees of freedom less than rungs."""
+    """A weighted line through ln M of every rung, with Student's t on (rungs - 2) degrees of freedom."""
 
     x: Floats
     log_m: Floats
-    """h_i."""
+    """h_i, the ln M of each rung."""
     errors: Floats
-    """Of h_i from the seeds alone."""
+    """Standard error of h_i from the seeds."""
     floor: float
     slope: float
     middle: float
     growth: float
     covariance: Floats
-    """Of (middle, growth), stretched where the line does not fit."""
+    """Covariance of (middle, growth), scaled up if the line does not fit."""
     centre: float
 
     @property
@@ -359,7 +359,7 @@ def horizontal(rungs: Sequence[Rung], noise: Noise | None = None) -> Horizontal:
 
 
 def _least_squares_floor(x_v: Floats, x_a: Floats, v: Floats, a: Floats) -> float:
-    """E at which two lines, one for each arm, leave the least squares of the loss."""
+    """The E for which two lines, one for each arm, fit the losses best by least squares."""
 
     def left(floor: float) -> float:
         total = 0.0

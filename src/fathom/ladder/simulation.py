@@ -1,4 +1,4 @@
-"""Ladders whose truth is known: what an estimator must recover, and what a planned ladder can hope to resolve."""
+"""Simulated ladders: to test that the estimator recovers the truth, and to predict the precision of a plan."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from fathom.ladder.trips import Looped
 
 @dataclass(frozen=True)
 class Truth:
-    """A law, an arm's place on it, and the noise."""
+    """The true law, the arm's multiplier, and the noise."""
 
     decades: float = 1.5
     seeds: tuple[int, ...] = (5, 3, 3, 2)
     multiplier: float = 1.25
-    """At the geometric middle."""
+    """M at the geometric middle of the ladder."""
     growth: float = 0.0
-    """g."""
+    """g, the trend of ln M."""
     floor: float = 1.7
     arm_floor: float | None = None
-    """Of an arm that has a floor of its own; None shares the control's."""
+    """The arm's own floor; None for the control's."""
     reducible: float = 2.6
-    """Of the control at the first rung."""
+    """Reducible loss of the control at the first rung."""
     slope: float = 0.15
     sigma: tuple[float, float] = (0.006, 0.0015)
     """Standard deviation of a run, at the first and at the last rung."""
@@ -34,7 +34,7 @@ class Truth:
     shared: float = 0.01
     own: float = 0.003
     excess: tuple[float, ...] = ()
-    """Nats by which the arm is mis-tuned at the last rungs, the last one last."""
+    """Excess loss in nats of a mis-tuned arm at the last rungs, the last one last."""
     ratio: float = 1.0
     """The arm's FLOPs over the control's at the same rung."""
     start: float = 4e12
@@ -51,13 +51,13 @@ class Truth:
         return float(self.x.mean()) + math.log(self.ratio)
 
     def log_multiplier(self, x: float) -> float:
-        """The truth at an arm's ln FLOPs: how far the control is from where it has the arm's loss."""
+        """The true ln M at an arm's ln FLOPs: the distance to where the control has the same loss."""
         reducible = self.arm_loss(x) - self.floor
         return math.log(self.start) + math.log(self.reducible / reducible) / self.slope - x
 
     @property
     def trend(self) -> float:
-        """d ln M / d ln FLOPs in the middle; with a floor of the arm's own it is not the same everywhere."""
+        """d ln M / d ln FLOPs in the middle; it is not constant if the arm has a floor of its own."""
         return (self.log_multiplier(self.centre + 0.1) - self.log_multiplier(self.centre - 0.1)) / 0.2
 
     def loss(self, x: float) -> float:
@@ -72,7 +72,7 @@ class Truth:
 
 
 def simulate(truth: Truth, draw: int) -> list[Rung]:
-    """One ladder; every draw is a random stream of its own."""
+    """One simulated ladder; `draw` is the seed."""
     chance = np.random.default_rng([draw, 20])
     excess = (0.0,) * (len(truth.seeds) - len(truth.excess)) + truth.excess
     sigmas = np.geomspace(*truth.sigma, len(truth.seeds)) if truth.sigma[0] else np.zeros(len(truth.seeds))
@@ -111,14 +111,14 @@ def simulate_trips(
     trips: tuple[int, ...] = (1, 2, 3, 6),
     phi: float = PHI,
 ) -> list[Looped]:
-    """Models of eight layers in effect, six of them in the loop, at four widths.
+    """Simulated models of eight effective layers, six of them in the loop, at four widths.
 
     Args:
-        draw: A random stream of its own.
-        noise: Standard deviations of a run's seed, of its own deviation, and of its cell's.
+        draw: The seed.
+        noise: Standard deviations over seeds, of a run's own deviation, and of its cell's.
         budgets: Tokens per parameter of the model that makes one trip.
-        trips: Through 6 / trips layers.
-        phi: The truth.
+        trips: Numbers of trips, each through 6 / trips layers.
+        phi: The true φ.
     """
     chance = np.random.default_rng([draw, 25])
     runs = []
@@ -135,7 +135,7 @@ def simulate_trips(
 
 
 def usual_interval(rungs: Sequence[Rung], x: float, draws: int = 200) -> tuple[float, float]:
-    """What is usually reported: a law of its own for each arm, resampled over seeds. Kept to be seen to fail.
+    """The usual method: a law for each arm, resampled over seeds. Kept as a negative control, which must fail.
 
     Args:
         rungs: A ladder.

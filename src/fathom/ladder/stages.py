@@ -1,4 +1,4 @@
-"""Which runs a ladder needs next, as a function of its directory alone: two machines that look see the same.
+"""Which runs a ladder needs next: a function of its directory, so that all machines come to the same answer.
 
 tune    every arm at several rates, at the first rungs
 rungs   all rungs but a sealed last one, each a comparison; the twins of the control; arms at the control's rate
@@ -50,7 +50,7 @@ NEAR = (0.8, 1.25)
 
 
 class NotReadyError(RecipeError):
-    """A stage whose forerunners are not finished."""
+    """A stage whose earlier stages are not finished."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class LadderRun:
 
     @property
     def failure(self) -> Failure | None:
-        """Why it cannot go on, if it cannot."""
+        """Why it failed; None if it did not."""
         path = self.run_dir / FAILED
         return None if self.done or not path.exists() else read_json(path)
 
@@ -78,7 +78,7 @@ class LadderRun:
         return self.done or self.failure is not None
 
     def loss(self, domains: Sequence[str] = ()) -> float:
-        """Held-out loss, or its mean over some domains; infinite of a run that diverged."""
+        """Held-out loss, or its mean over some domains; infinite for a run that diverged."""
         if not self.done:
             return math.inf
         found = read_json(self.run_dir / RESULT)["evaluation"]
@@ -132,7 +132,7 @@ class State:
     ladder: Ladder
     out: Path
     _kept: dict[tuple[object, ...], object] = field(default_factory=dict, compare=False, repr=False)
-    """What costs time to make and does not change."""
+    """A cache of values that take time to compute and do not change."""
 
     def _keep(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
         if key not in self._kept:
@@ -142,7 +142,7 @@ class State:
     # Tuning
 
     def tuning(self) -> tuple[list[LadderRun], list[dict[str, Tuned]]]:
-        """Tuning runs so far, and each finished rung's bowls by arm; the last runs are unsettled while it goes on."""
+        """Tuning runs so far, and the `Tuned` of each finished rung by arm. The last runs may be unfinished."""
         rules, runs, found = self.ladder.rules, list[LadderRun](), list[dict[str, Tuned]]()
         for index, first in enumerate(rules.tune_points):
             centres = self._centres(index, found)
@@ -155,7 +155,7 @@ class State:
                     if place is not None:
                         places[arm].append(place)
                 if not any(place is not None for place in wanted.values()):
-                    found.append(self._bowls(index, first, centres, points, found))
+                    found.append(self._bowls(first, centres, points, found))
                     break
                 mine = self._tuning_runs(index, centres, places)
             runs += self._ordered(mine, rules.tune_seeds[index])
@@ -164,7 +164,7 @@ class State:
         return runs, found
 
     def _centres(self, index: int, found: Sequence[dict[str, Tuned]]) -> dict[str, float]:
-        """The rate at place 0: the base's, then the optimum carried from the rung before."""
+        """The rate at place 0: the recipe's at the first rung, then the previous rung's optimum, scaled by the rule."""
         if index == 0:
             return {arm.name: self.ladder.recipe.optim.lr for arm in self.ladder.arms}
         before, sizes = found[index - 1], self.ladder.sizes
@@ -208,27 +208,26 @@ class State:
 
     def _bowls(
         self,
-        index: int,
         first: int,
         centres: dict[str, float],
         points: dict[str, dict[int, list[float]]],
         found: Sequence[dict[str, Tuned]],
     ) -> dict[str, Tuned]:
-        """Each arm's optimum, doubted by the noise of all arms together."""
+        """Each arm's parabola and optimum; its uncertainty is from the noise of all arms together."""
         before = [tuned.points for tuned in found[0].values()] if found else []
         sigma = pooled_sigma([*points.values(), *before])
         return {name: Tuned(centres[name], rows, bowl(rows, first, sigma)) for name, rows in points.items()}
 
     @cached_property
     def tuned(self) -> list[dict[str, Tuned]]:
-        """Every tuned rung; asked once tuning is over."""
+        """The `Tuned` of every tuned rung, by arm; tuning must be finished."""
         runs, found = self.tuning()
         if not all(run.settled for run in runs):
             raise NotReadyError(f"{self.out}: tuning is not finished")
         return found
 
     def ratio(self, arm: Arm) -> float:
-        """An arm's rate over the control's, pooled over the tuned rungs; 1 where it has no rate of its own."""
+        """An arm's rate over the control's, pooled over the tuned rungs; 1 if no optimum of its own is known."""
         control = self.ladder.control.name
         if arm.name == control or arm.name.startswith(MATCHED):
             return 1.0
@@ -245,7 +244,7 @@ class State:
         return last[arm.name].rate / last[control].rate  # it diverges at the control's rate
 
     def rate(self, arm: Arm, size: Size) -> float:
-        """The learning rate at the optimum."""
+        """An arm's learning rate at a rung: the control's optimum, scaled by the rule, times the arm's ratio."""
         ladder = self.ladder
         if not self.tuned:
             return rounded(ladder.recipe.optim.lr * ladder.rule(size))
@@ -256,7 +255,7 @@ class State:
     # Rungs
 
     def plan(self, size: Size) -> Plan:
-        """The comparison that a rung is."""
+        """The comparison of a rung."""
         made: Plan = self._keep(
             (RUNGS, size.name),
             lambda: self.ladder.plan(size, {arm.name: self.rate(arm, size) for arm in self.ladder.every_arm}),
@@ -268,7 +267,7 @@ class State:
         return float(self._keep(("flops", arm.name, size.name), lambda: self.ladder.flops(arm, size)))
 
     def rung_dir(self, size: Size) -> Path:
-        """Where it lies."""
+        """The directory of a rung."""
         return self.out / RUNGS / size.name
 
     def rung_tasks(self, size: Size) -> list[RunTask]:
@@ -292,7 +291,7 @@ class State:
         return recipe.override(f"data.seed={seed}")
 
     def shared(self, sizes: Sequence[Size]) -> list[LadderRun]:
-        """One seed at the control's rate, at each of these rungs, of the arms whose own rate is another."""
+        """Runs of one seed at the control's rate, at each of these rungs, of arms whose own rate differs from it."""
         if not self.ladder.rules.shared_rate or not self.tuned:
             return []
         control, seed, found = self.ladder.control, self.ladder.first_seed(), list[LadderRun]()
@@ -307,12 +306,12 @@ class State:
         return found
 
     def main_sizes(self) -> list[Size]:
-        """All that run before the seal."""
+        """The rungs that run before the prediction is sealed."""
         last = self.ladder.sizes[-1]
         return [size for size in self.ladder.all_sizes if not (self.ladder.rules.sealed and size == last)]
 
     def losses(self, size: Size, arm: Arm) -> dict[int, float]:
-        """Final losses by seed, of what is finished."""
+        """Final losses of finished runs, by seed."""
         found = {}
         for seed in self.plan(size).seeds:
             path = RunTask(self.plan(size), self.rung_dir(size), arm.name, seed).run_dir / RESULT
@@ -330,7 +329,7 @@ class State:
         return Rung(x_control, x_arm, tuple(control[s] for s in seeds), tuple(own[s] for s in seeds))
 
     def rungs(self, arm: Arm, sizes: Sequence[Size]) -> list[Rung]:
-        """Of all rungs that have any."""
+        """The rungs at which arm and control share a finished seed."""
         return [rung for size in sizes if (rung := self.rung(size, arm)) is not None]
 
     def fit(self, arm: Arm, sizes: Sequence[Size]) -> Posterior | None:
@@ -342,7 +341,7 @@ class State:
     # The seal
 
     def prediction(self) -> PredictionBody:
-        """What is written before the last rung runs."""
+        """The prediction that is sealed before the last rung runs."""
         last, before = self.ladder.sizes[-1], self.ladder.sizes[:-1]
         rows: list[Forecast] = []
         for arm in self.ladder.every_arm[1:]:
@@ -358,19 +357,19 @@ class State:
         return {"ladder": sha256, "estimator": ESTIMATOR, "rung": last.index, "rows": rows, "results": results}
 
     def digests(self, sizes: Sequence[Size]) -> dict[str, str]:
-        """SHA-256 of the results that a prediction stands on."""
+        """SHA-256 of the results on which a prediction is based."""
         paths = [task.run_dir / RESULT for size in sizes for task in self.rung_tasks(size) if task.seed is not None]
         return {str(path.relative_to(self.out)): digest(path)["sha256"] for path in paths if path.exists()}
 
     def seal(self) -> None:
-        """Write the prediction, unless it is there; who comes second changes nothing."""
+        """Write the prediction, unless it exists already."""
         path = self.out / PREDICTION
         if not path.exists():
             body = self.prediction()
             write_json(path, {**body, "sha256": sha256_of(body)})
 
     def sealed(self) -> SealedPrediction | None:
-        """The prediction as it was sealed; None before. One that was changed is refused."""
+        """The sealed prediction; None before. A file that was changed is refused."""
         path = self.out / PREDICTION
         if not path.exists():
             return None
@@ -402,7 +401,7 @@ class State:
         return [(arm, median, p) for (arm, median, _), p in zip(found, adjusted, strict=True)]
 
     def checks(self) -> list[LadderRun]:
-        """Half and twice the rate at the top, of the control and of each arm that is called better or worse."""
+        """Runs at half and twice the rate at the last rung, of the control and of each arm called better or worse."""
         sure = [arm for arm, _, p in self.judged() if p < SURE and not arm.name.startswith(MATCHED)]
         if not self.ladder.rules.check or len(self.ladder.sizes) < 3 or not sure:
             return []
@@ -420,7 +419,7 @@ class State:
     # What comes next
 
     def work(self, stage: str) -> list[Work]:
-        """The runs of a stage, finished ones too; those before it must be settled."""
+        """The runs of a stage, with finished ones; earlier stages must be settled."""
         last = self.ladder.sizes[-1]
         sealed = self.ladder.rules.sealed
         if stage == "tune":
@@ -433,7 +432,7 @@ class State:
         return list(self.checks()) if stage == "check" else []
 
     def stages(self, until: str = STAGES[-1]) -> Iterator[tuple[str, list[Work]]]:
-        """Stage by stage up to one, as far as they are settled; the last one given has work left, or is `until`."""
+        """Stages up to `until`, each with its runs; ends with the first stage that has work left."""
         for stage in STAGES[: STAGES.index(until) + 1]:
             found = self.work(stage)
             yield stage, found
@@ -441,7 +440,7 @@ class State:
                 return
 
     def begin(self, stage: str) -> None:
-        """Seal the prediction before the last rung; put the plans of a stage's rungs in place, a comparison each."""
+        """Seal the prediction before the last rung, and write the plans of a stage's rungs."""
         if self.ladder.rules.sealed and STAGES.index(stage) >= STAGES.index("seal"):
             self.seal()
             self.sealed()  # refuses one that was changed
@@ -461,5 +460,5 @@ def _loss_at(tuned: Tuned, rate: float) -> float:
 
 
 def beyond(x: float) -> list[tuple[str, float]]:
-    """Where an extrapolation is shown: half a decade and a decade above."""
+    """Points at which an extrapolation is shown: half a decade and a decade above x."""
     return [("half a decade above", x + DECADE / 2), ("a decade above", x + DECADE)]

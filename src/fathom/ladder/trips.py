@@ -1,10 +1,10 @@
-"""φ: what a further trip through a layer is worth beside a further layer.
+"""φ: the worth of a further trip through a layer, compared with a further layer.
 
     L = E + A (N_once + r^φ N_rec)^-α + B D^-β
 
 N_once and N_rec are the parameters outside and inside of the loop, counted once, r the trips, D the tokens. With φ = 1
-a trip is worth as much as a layer of its own, with φ = 0 nothing. Models of one width and token budget make a cell:
-they share batches and shape, and with them a deviation from the law. With one budget φ cannot be told from the law.
+a further trip is worth as much as a further layer, with φ = 0 nothing. Models of one width and token budget are a cell:
+they share batches and shape, and so a deviation from the law. With a single token budget φ is not identified.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from scipy.special import stdtrit
 
 Floats = NDArray[np.float64]
 SHARES = (0.0, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0)
-"""Variance of a cell over that of a run within it: the candidates."""
+"""Candidate values for the variance of a cell over that of a run within it."""
 STARTS = ((0.3, 0.3, 0.5), (0.15, 0.3, 0.3), (0.3, 0.15, 0.8), (0.5, 0.4, 0.5), (0.2, 0.2, 0.2))
-"""Of α, β and φ."""
+"""Starting points of α, β and φ."""
 LEAST_CELLS = 4
 ONE_BUDGET = "one token budget: φ cannot be told from the law; another budget at the same sizes resolves it"
 
@@ -55,7 +55,7 @@ class Worth:
 
 
 def refusal(runs: Sequence[Looped]) -> str | None:
-    """Why these runs say nothing of φ; None where they do."""
+    """Why φ cannot be estimated from these runs; None if it can."""
     if budgets_of(runs) < 2:
         return ONE_BUDGET
     if len({run.trips for run in runs}) < 2:
@@ -67,7 +67,7 @@ def refusal(runs: Sequence[Looped]) -> str | None:
 
 
 def budgets_of(runs: Sequence[Looped]) -> int:
-    """Token budgets that the model with the most of them was trained with."""
+    """Most token budgets with which any one model was trained."""
     by_model: dict[tuple[float, float, int], set[float]] = {}
     for run in runs:
         by_model.setdefault((run.once, run.inside, run.trips), set()).add(run.tokens)
@@ -75,11 +75,11 @@ def budgets_of(runs: Sequence[Looped]) -> int:
 
 
 def worth(runs: Sequence[Looped], check: bool = True) -> Worth:
-    """φ by least squares with a random effect of each cell, Student's t on two degrees of freedom less than cells.
+    """φ by least squares with a random effect of each cell; Student's t with (cells - 2) degrees of freedom.
 
     Args:
-        runs: Means over seeds; `refusal` says whether they are enough.
-        check: Fit again without each cell.
+        runs: Means over seeds; a `ValueError` if `refusal` has an objection.
+        check: Also fit without each cell.
     """
     why = refusal(runs)
     if why is not None:
@@ -109,7 +109,7 @@ class _Fit:
         self.scale_d = float(np.exp(np.log(self.tokens).mean()))
 
     def best(self) -> tuple[float, float]:
-        """φ and its standard error, at the share of the cells' variance that is likeliest."""
+        """φ and its standard error, at the likeliest share of the cells' variance."""
         start = min((self.solve(0.0, self.start(*start)) for start in STARTS), key=lambda found: found[1])[0]
         likeliest, answer = -np.inf, (0.0, np.inf)
         for share in SHARES:
@@ -162,7 +162,7 @@ class _Fit:
         return found.x, float(2 * found.cost), found.jac
 
     def whiten(self, values: Floats, share: float) -> Floats:
-        """Divide out what a cell shares: (I + s 11ᵀ)^-½ within each."""
+        """Whiten the covariance of each cell: multiply by (I + s 11ᵀ)^-½ within it."""
         if share == 0:
             return values
         made = values.copy()

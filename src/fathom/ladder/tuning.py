@@ -1,7 +1,7 @@
-"""A learning rate for each arm: points a factor 2 apart, a parabola in log2 of the rate, and what to doubt of it.
+"""A learning rate for each arm: points a factor 2 apart, and a parabola in log2 of the rate, with its uncertainty.
 
-A rate is named by its place: its doublings above the centre. A diverged run has an infinite loss, which brackets an
-optimum as any other loss does but bends no parabola.
+A rate is given by its place: its doublings above the centre. A diverged run has an infinite loss, which brackets an
+optimum like any other but is left out of the parabola.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 EXTENSIONS = 3
-"""Points that may be added beyond the first ones."""
+"""Most points that may be added to the first ones."""
 WIDEST = 5
-"""Points that the parabola goes through, around the best."""
+"""Most points in the fit of the parabola, around the best."""
 UNCERTAIN = 1.0
-"""Doublings: an optimum with a wider 68 % interval is not known."""
+"""An optimum whose 68 % interval is wider than this many doublings counts as unknown."""
 EDGE, FLAT, UNKNOWN = "edge", "flat", "diverged everywhere"
 
 Points = Mapping[int, Sequence[float]]
@@ -39,7 +39,7 @@ class Bowl:
     """The parabola's loss at the optimum."""
     flags: tuple[str, ...]
     extended: int
-    """Points beyond the first ones."""
+    """Number of points added to the first ones."""
 
     @property
     def known(self) -> bool:
@@ -53,7 +53,7 @@ def first_places(count: int) -> list[int]:
 
 
 def next_place(points: Points, first: int) -> int | None:
-    """Where another run is needed, since the best point lies at an edge; None where the optimum is bracketed.
+    """The place of another run, if the best point is at an edge; None if the optimum is bracketed.
 
     Args:
         points: All places tried so far.
@@ -63,7 +63,7 @@ def next_place(points: Points, first: int) -> int | None:
         return None
     means = _means(points)
     if not math.isfinite(min(means.values())):
-        return min(means) - 1  # smaller steps diverge less
+        return min(means) - 1  # lower rates diverge less
     best = min(means, key=lambda place: (means[place], abs(place)))
     if best == min(means):
         return best - 1
@@ -71,12 +71,12 @@ def next_place(points: Points, first: int) -> int | None:
 
 
 def bowl(points: Points, first: int, sigma: float | None = None) -> Bowl:
-    """The optimum and its doubts.
+    """Fit the parabola; returns the optimum with its interval and flags.
 
     Args:
         points: Losses at each place.
         first: How many places were planned.
-        sigma: Standard deviation of one run; where several seeds are at hand these are asked first.
+        sigma: Standard deviation of one run; by default estimated from these points.
     """
     means = _means(points)
     extended = max(0, len(means) - first)
@@ -118,13 +118,13 @@ def pooled_sigma(bowls: Sequence[Points]) -> float | None:
 
 
 def _noise(points: Points, near: Sequence[int], fitted: np.ndarray, weight: np.ndarray) -> float:
-    """From seeds where there are several, else from what the parabola leaves."""
+    """Standard deviation of a run: from several seeds if there are any, else from the residuals of the parabola."""
     known = pooled_sigma([points])
     if known is not None:
         return known
     means = np.array([float(np.mean(points[place])) for place in near])
     freedom = len(near) - 3
-    # Three points lie on a parabola whatever their noise: nothing is known of it.
+    # Three points always lie on a parabola, so the noise is unknown.
     return math.sqrt(float((((means - fitted) * weight) ** 2).sum()) / freedom) if freedom else math.nan
 
 

@@ -66,8 +66,8 @@ def climb(
         out: The directory; further calls, on other machines too, may work on it at the same time.
         workers: Processes on this machine.
         threads: CPU threads of each; one if there are several workers, else torch's choice.
-        until: The last stage to carry out.
-        quiet: Say nothing on the way.
+        until: The last stage to run.
+        quiet: Print nothing.
         retry_failed: Go on with runs that diverged; without it they stay left out.
     """
     refuse_torchrun("ladder")
@@ -86,7 +86,7 @@ def climb(
 
 
 def settle(ladder: Ladder, out: Path, workers: int = 1) -> Ladder:
-    """Put the plan in place, or see that it is the one that is there; the plan as it was written."""
+    """Write the plan, or check that the directory has the same one; returns the plan as written."""
     out.mkdir(parents=True, exist_ok=True)
     if (out / LADDER).exists():
         return _as_written(ladder, out)
@@ -96,7 +96,7 @@ def settle(ladder: Ladder, out: Path, workers: int = 1) -> Ladder:
 
 
 def _as_written(ladder: Ladder, out: Path) -> Ladder:
-    """The plan of a directory, which must be this one."""
+    """The plan of a directory, which must equal this one."""
     before = Ladder.read(out)
     old, new = dict(before.to_dict()), dict(ladder.to_dict())
     changed = [key for key, value in new.items() if old[key] != value]
@@ -117,7 +117,7 @@ def work(ladder: Ladder, out: Path, threads: int | None = None, until: str = STA
         if not pending:
             return True
         claimed = next(((task, claim) for task in _ready(pending) if (claim := _take(claims, out, task))), None)
-        if claimed is None:  # others are at all of them; should one die, its claim goes stale and is ours
+        if claimed is None:  # others hold them all; if one dies, its claim goes stale and can be taken
             time.sleep(POLL_SECONDS)
             continue
         task, claim = claimed
@@ -134,7 +134,7 @@ def work(ladder: Ladder, out: Path, threads: int | None = None, until: str = STA
 
 
 def add_seeds(out: Path, seeds: Sequence[int]) -> Ladder:
-    """More seeds for all arms of the rungs of an existing ladder; what is finished stays."""
+    """Add seeds for all arms to the rungs of an existing ladder; finished runs are kept."""
     ladder = Ladder.read(out)
     return ladder.add_seeds(out, seeds, sum(1 for _ in (out / RUNGS).glob(f"*/{ARMS}/*/*/{RESULT}")))
 
@@ -166,7 +166,7 @@ def rewrite(ladder: Ladder, out: Path) -> LadderReport:
 
 
 def slurm(out: Path, tasks: int) -> str:
-    """A Slurm script whose tasks all work on one directory, and go on when they are requeued."""
+    """A Slurm script whose tasks all work on one directory, and continue when they are requeued."""
     place = shlex.quote(str(out.resolve()))
     return f"""#!/bin/bash
 # Each task of the array takes whatever run is free; send it again until the report is there.
@@ -188,13 +188,13 @@ def _resume(out: Path, threads: int, until: str, quiet: bool) -> bool:
 
 
 def _take(claims: dict[Path, Claims], out: Path, task: Work) -> Claim | None:
-    """A claim where a comparison of that rung would look for it."""
+    """Claim a run, in the directory where a comparison of its rung would look for the claim."""
     place = (task.out if isinstance(task, RunTask) else out) / CLAIMS
     return claims.setdefault(place, Claims(place)).take(task.name)
 
 
 def _do(state: State, stage: str, task: Work, claim: Claim) -> bool:
-    """Do a run, or go on with it; False if a signal ended it early."""
+    """Do or continue a run; False if a signal ended it early."""
     if isinstance(task, LadderRun):
         return run_training(task.recipe, task.run_dir, claim)
     if stage != "last" or task.seed is None:
@@ -207,7 +207,7 @@ def _do(state: State, stage: str, task: Work, claim: Claim) -> bool:
 
 
 def _ready(pending: list[Work]) -> list[Work]:
-    """What may be begun: an accelerator is timed by the wall clock, so nothing else of ours may run on it."""
+    """Runs that may start now. On an accelerator, which is timed by the wall clock, measurements run alone."""
     runs: list[Work] = [task for task in pending if isinstance(task, LadderRun) or task.seed is not None]
     timed = next((task for task in pending if isinstance(task, RunTask)), None)
     shared = torch.cuda.is_available() and (timed is None or timed.plan.recipe.train.device != "cpu")
@@ -215,7 +215,7 @@ def _ready(pending: list[Work]) -> list[Work]:
 
 
 def _said(task: Work) -> str:
-    """How a run ended, in a line."""
+    """The result of a run in one line."""
     name = task.name if isinstance(task, LadderRun) else f"rung {task.out.name}, {task.name}"
     if task.failure is not None:
         return f"{name}: diverged at step {task.failure['step']}"
