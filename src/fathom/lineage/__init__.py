@@ -42,7 +42,7 @@ _MODULES = {
     *("huref", "page", "portrait", "report", "verification"),
 }
 
-if not TYPE_CHECKING:  # or a type checker would take every misspelt name for one of ours
+if not TYPE_CHECKING:  # a type checker would otherwise accept every misspelt name
 
     def __getattr__(name: str) -> object:
         """A public name, from its module, or a module of this folder (PEP 562)."""

@@ -1,7 +1,7 @@
 """Function-preserving edits: the gauge actions that the canonical form undoes, written out as a new checkpoint.
 
-For self-tests and for teaching: each makes weights that look different and compute the same logits. A model is
-rewritten one layer at a time.
+For tests and demonstrations: each makes weights that look different and compute the same logits. A model is rewritten
+one layer at a time.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ENDS = ("embed", "positions", "final_norm", "head")
 
 @dataclass
 class Attack:
-    """One gauge action: what it does to the ends of the stack and to each layer, arrays in place of arrays."""
+    """One gauge action: new arrays for the ends of the stack and for each layer."""
 
     geometry: Geometry
     seed: int
@@ -92,7 +92,7 @@ class Rotate(Attack):
         self.rotation = np.linalg.qr(noise)[0]
 
     def check(self) -> None:
-        """Only RMSNorm before the sub-layers commutes with rotations."""
+        """Refuse models without RMSNorm before the sub-layers, which alone commutes with rotations."""
         _require_rms(self.geometry, "rotate")
 
     def ends(self, ends: Layer) -> Layer:
@@ -120,7 +120,7 @@ class Gain(Attack):
     """New norm gains, undone in the readers that follow."""
 
     def check(self) -> None:
-        """A gain can only be moved into readers that follow it; LayerNorm's shift is left out."""
+        """Refuse norms after the sub-layers, whose gain no reader follows, and LayerNorm with its shift."""
         _require_rms(self.geometry, "gain")
 
     def ends(self, ends: Layer) -> Layer:
@@ -146,7 +146,7 @@ class Plane(Attack):
     spread: float = 2.0
 
     def check(self) -> None:
-        """There must be planes."""
+        """Refuse models without rotary planes."""
         if not self.geometry.rotary_dim or self.geometry.latent:
             raise Refused("attack plane: the model has no plain rotary heads")
 
@@ -171,7 +171,7 @@ class Head(Attack):
     """Per KV head: q/c, k c (q/k-norm: each by its own scale); V/O turned by a random matrix; heads permuted."""
 
     def check(self) -> None:
-        """Latent attention shares its keys between heads."""
+        """Refuse latent attention, whose heads share their keys."""
         if self.geometry.latent:
             raise Refused("attack head: latent attention is not supported")
 
@@ -245,7 +245,7 @@ class Scale(Attack):
     factor: float = 7.3
 
     def check(self) -> None:
-        """Norms after the sub-layer would undo the writers' scale."""
+        """Refuse models with norms after the sub-layers, which would undo the writers' scale."""
         if self.geometry.post_norm:
             raise Refused("attack scale: norms follow the sub-layers")
 

@@ -160,7 +160,7 @@ def cross_products(
     table: Callable[[Weights, Array], Array] = canonical.embedding,
     published: bool = False,
 ) -> Cross:
-    """Stream paired embedding rows at unit length, so that none outshouts the others; zeros and copies are left out.
+    """Sum over paired embedding rows at unit length, so that all weigh the same; zeros and copies are left out.
 
     Args:
         weights_a: One model.
@@ -197,7 +197,7 @@ def unit_rows(rows: Array) -> Array:
 
 
 def _telling(rows: Array, seen: set[bytes]) -> Array:
-    """Rows that are not all but zero and were not seen before; what is seen is remembered."""
+    """Which rows are neither almost zero nor copies of earlier ones; adds them to `seen`."""
     sizes = np.abs(rows).max(1)
     out = np.zeros(len(rows), bool)
     for at in np.flatnonzero(sizes > max(1e-6 * float(np.median(sizes)), canonical.TINY)):
@@ -218,7 +218,7 @@ def gathered(weights: Weights, rows: Array, table: Callable[[Weights, Array], Ar
 
 @dataclass(frozen=True)
 class Matching:
-    """A one-to-one assignment, and which of its pairs are evidence: those that no tie decided."""
+    """A one-to-one assignment, and which of its pairs count as evidence: those that were not tied."""
 
     columns: Array  # for each item of the narrower side its partner
     counted: Array  # neither it nor its partner is zero or a copy of another
@@ -241,8 +241,8 @@ class Matching:
 def match(similarity: Array, seed: int = 0) -> Matching:
     """Assignment that maximises |similarity| [rows, columns]: for each column its row (columns ≤ rows).
 
-    Equal costs are settled by lot: a solver that takes them in the order they are listed would find an order in
-    whatever carries nothing.
+    Ties are broken at random: a solver that takes them in the order of the input would find a matching where there is
+    no information.
     """
     draw = np.random.default_rng(seed)
     rows, columns = (draw.permutation(count) for count in similarity.shape)
@@ -256,7 +256,7 @@ def match(similarity: Array, seed: int = 0) -> Matching:
 
 
 def tied(similarity: Array) -> Array:
-    """Rows that an assignment cannot tell apart: all but zero, or equal to another row up to sign."""
+    """Rows that an assignment cannot tell apart: almost zero, or equal to another row up to sign."""
     sizes = np.abs(similarity)
     highest = sizes.max(1)
     slack = TIE * float(highest.max())
@@ -325,7 +325,7 @@ class Scores:
 
     @property
     def score(self) -> float:
-        """Mean over the shallower model's layers; unmatched ones count 0, or one lucky pair would be a score."""
+        """Mean over the shallower model's layers; unmatched ones count 0, so one lucky pair is not a high score."""
         return self.covering(min(self.map.shape)) if self.q else 0.0
 
     def covering(self, layers: int) -> float:
@@ -390,7 +390,7 @@ class Kernels:
 def layer_kernels(
     weights: Weights, index: int, methods: list[MatchMethod], side: int, width: int, seed: int
 ) -> list[Kernels]:
-    """What every method needs of one layer; the matrices are dropped on return. Side 1 keeps its channels."""
+    """The kernels of one layer for every method. Side 1 is not aligned: its channels keep their order."""
     matrices = read_qk(weights, index)
     return [_kernels(matrices[m.published], m.how if side == 0 else identity(width), m, width, seed) for m in methods]
 
@@ -459,7 +459,7 @@ def _fine(a: list[Kernels], b: list[Kernels], methods: list[MatchMethod]) -> lis
 
 
 def matched(table: Array, reorder: bool, published: bool) -> list[tuple[int, int]]:
-    """Which layers belong together: i ↔ i at equal depth unless an order-preserving shift is clearly better."""
+    """Pairs of matching layers: i ↔ i at equal depth unless an order-preserving shift is clearly better."""
     rows, columns = table.shape
     straight = [(i, i) for i in range(rows)]
     if reorder or published:

@@ -1,4 +1,4 @@
-"""The canonical form: remove every freedom that leaves a model's function unchanged, before anything is compared.
+"""The canonical form: remove every freedom that leaves a model's function unchanged, before a comparison.
 
 A layer is a dict of arrays by role. Each step returns a new one:
 

@@ -1,4 +1,4 @@
-"""Cards: what of a model can be published and searched without its weights."""
+"""Cards: a summary of a model that can be published and searched without its weights."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
 A Merkle root over SHA-256 leaves: one per tensor, one for config.json and one for the tokenizer (of a GGUF file: what
 comes before its first tensor). With a blinding key the leaves say nothing about the weights until the key is shown.
 Nothing here is zero-knowledge: a verifier must see the weights, or trust a party that did. A commitment shows
-that *these* weights were held, not that they are the deployed or the first ones.
+that *these* weights were held at the time, not that they are deployed or were the first.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def merkle_root(leaves: Sequence[bytes]) -> bytes:
 
 
 def header_digest(tensors: Mapping[str, TensorInfo]) -> str:
-    """Hash of all names, types and shapes: it tells structures apart, not two models of one structure."""
+    """Hash of all names, types and shapes: equal for all models of one structure."""
     listed = [[name, tensors[name].dtype, list(tensors[name].shape)] for name in sorted(tensors)]
     return hashlib.sha256(json.dumps(listed).encode()).hexdigest()
 
@@ -106,7 +106,7 @@ def _digest(origin: Origin, file: str) -> str | None:
     if not isinstance(origin, LocalOrigin):
         return None
     found = hashlib.sha256()
-    with open(origin.directory / safe_name(file), "rb") as stream:  # not in the ledger: nothing here is compared
+    with open(origin.directory / safe_name(file), "rb") as stream:  # not counted as read: nothing here is compared
         while block := stream.read(CHUNK):
             found.update(block)
     return found.hexdigest()
@@ -170,10 +170,10 @@ def verify(
     """Recompute a commitment from weights; the sketch by cosine, since rounding differs between machines.
 
     Args:
-        weights: What was committed to, it is said.
+        weights: The model to which the commitment is claimed to belong.
         body: The commitment.
-        key: Of a blinded one.
-        name: What a refusal calls it.
+        key: The key of a blinded one.
+        name: Its name in error messages.
     """
     if body.get("fathom_commitment") != VERSION or not isinstance(body.get("root"), str):
         raise Refused(f"{name}: not a commitment of version {VERSION}")
@@ -207,7 +207,7 @@ def verify(
 
 
 def _unfounded(body: Mapping[str, object], tensors: int) -> list[str]:
-    """What a commitment publishes beside its root and the root does not bear out."""
+    """Published parts of a commitment that its root does not confirm."""
     findings = (
         [] if body.get("tensors") == tensors else [f"it speaks of {body.get('tensors')!r:.20} tensors, not {tensors}"]
     )

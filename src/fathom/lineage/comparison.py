@@ -25,7 +25,7 @@ from fathom.report.statistics import holm
 
 Told = Callable[[str], None]
 
-SMALL_BYTES = 2 << 30  # below this, everything is cheap and fast mode leaves nothing out
+SMALL_BYTES = 2 << 30  # for smaller models fast mode leaves nothing out
 FAST_LAYERS, FAST_FFN_LAYERS, EXACT_FFN_LAYERS = 16, 2, 8
 HEAD_ROWS = 8192
 ANCHORS = 1024
@@ -113,7 +113,7 @@ class Pair:
 
 
 def paired_rows(a: Weights, b: Weights) -> tuple[Array, Array, str]:
-    """Embedding rows that stand for the same string in both models, and by what they were paired."""
+    """Embedding rows of the same strings in both models, and how they were paired."""
     words_a, words_b = a.vocabulary(), b.vocabulary()
     if words_a is not None and words_b is not None:
         return *vocabulary.shared_rows(words_a, words_b, a.geometry.vocab, b.geometry.vocab), "strings"
@@ -158,7 +158,7 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
 
 
 def _unseen(weights: Weights) -> Iterator[str]:
-    """What of a model's feed-forward weights no test looks at."""
+    """Parts of a model's feed-forward weights that no test reads, in words."""
     names = [view.tensor for (role, _), view in weights.views.items() if role == "down"]
     if not names:
         yield f"{weights.name}: no feed-forward weights of a known name: T1 of neurons, T2 along them, T4 missing"
@@ -171,7 +171,7 @@ def _small(pair: Pair) -> bool:
 
 
 def has_extras(pair: Pair, options: Options) -> bool:
-    """Whether HuRef's scores and the portraits are made: where they are cheap, in exact mode, or when asked for."""
+    """Whether to compute HuRef's scores and portraits: if they are cheap, in exact mode, or if asked for."""
     return options.extras if options.extras is not None else options.mode == "exact" or _small(pair)
 
 
@@ -444,7 +444,7 @@ def write_null(path: Path, groups: dict[str, list[Pair]]) -> dict[str, object]:
 
 @dataclass(frozen=True)
 class Given:
-    """What a comparison was given besides models and options; a report repeats it.
+    """Further inputs of a comparison, which the report records.
 
     Attributes:
         null: A calibration file.
@@ -459,7 +459,7 @@ class Given:
 
 @dataclass
 class Comparison:
-    """A pair, what unrelated models give, the tests and the verdict."""
+    """A pair, the scores of unrelated models, the tests and the verdict."""
 
     pair: Pair
     controls: list[tuple[str, list[Pair]]]
@@ -493,7 +493,7 @@ def compare(
     """
     options = options or Options()
     if null_file is not None:
-        read_null(null_file, structure_class(a, b))  # one that cannot serve is said before the work
+        read_null(null_file, structure_class(a, b))  # refused before the work if it does not fit
     pair = measure(a, b, options, progress)
     measured: list[tuple[str, list[Pair]]] = []
     for where in controls:
@@ -621,7 +621,7 @@ def _findings(
     tampering: list[str],
     thresholds: dict[str, float],
 ) -> tuple[Findings, int, list[str]]:
-    """Bring measurements to what the verdict rule looks at."""
+    """Summarise measurements to the inputs of the verdict rule."""
     name = pair.best
     best = pair.scores[name].score if name else 0.0
     # the best of several alignments meets the highest bar of any: what a shared seed leaves in order is above the bar

@@ -1,4 +1,4 @@
-"""Evidence: matching tests with exact or control-calibrated p-values, the verdict rule, and what it does not say.
+"""Evidence: matching tests with exact or control-calibrated p-values, and the verdict rule with its limits.
 
 H0: the two sets of weights descend from independent random initialisations, whatever the data or the teacher.
 
@@ -31,8 +31,8 @@ PROBES = 1024
 NEURONS = 2048
 SPREAD_FLOOR = 0.02
 FEWEST = 8  # neurons or channels below which a matching says nothing
-EMBEDDING, HEAD, GATE, UP, WRITERS = range(5)  # each matching settles its ties by a lot of its own
-TWINS = 0.3  # rms cosine from which two matrices of one model are one witness; below, matchings agree by chance
+EMBEDDING, HEAD, GATE, UP, WRITERS = range(5)  # seeds: each matching breaks its ties with its own
+TWINS = 0.3  # two matrices of one model with a higher rms cosine are not independent witnesses
 
 SHARED, INITIALISATION = "shared lineage", "shared initialisation or lineage"
 PARTIAL, INCONCLUSIVE, NONE = "partial", "inconclusive", "no evidence found"
@@ -89,7 +89,7 @@ def false_positive_bound(negatives: int, confidence: float = 0.95) -> float:
 
 
 def detectable_drift(threshold: float) -> float:
-    """ε at which 1/(1+ε²) meets the threshold: relative drift of the weights beyond which the score sees nothing."""
+    """ε at which 1/(1+ε²) equals the threshold: larger relative drifts of the weights are not detected."""
     return math.inf if threshold <= 0 else math.sqrt(max(1 / threshold - 1, 0.0))
 
 
@@ -128,7 +128,7 @@ test_order.__test__ = test_witnesses.__test__ = False  # type: ignore[attr-defin
 
 @dataclass
 class Responses:
-    """What the neurons of one layer answer to the shared strings: standardised rows, [neurons, probes]."""
+    """Responses of one layer's neurons to the shared strings: standardised rows, [neurons, probes]."""
 
     gate: Array | None
     up: Array
@@ -136,7 +136,7 @@ class Responses:
 
     @property
     def likeness(self) -> float:
-        """How much gate and up of one neuron answer alike: rms correlation over the neurons, 0 without a gate."""
+        """Rms correlation of gate and up responses over the neurons; 0 without a gate."""
         if self.gate is None:
             return 0.0
         return float(np.sqrt(np.mean(np.square(np.einsum("np,np->n", self.gate, self.up)))))
@@ -178,7 +178,7 @@ def writers(weights: Weights, index: int, neurons: Array, up_norms: Array) -> Ar
 
 def standardised_rows(rows: Array) -> Array:
     """Rows centred and of unit length, so that products are Pearson correlations."""
-    rows = rows - rows.mean(1, keepdims=True)  # the caller's are freed, where it holds none
+    rows = rows - rows.mean(1, keepdims=True)  # a copy, so that the caller's array can be freed
     return unit_rows(rows)
 
 
@@ -287,7 +287,7 @@ test_gate_up.__test__ = False  # type: ignore[attr-defined]
 
 @dataclass
 class Verdict:
-    """A label, one sentence, and the reasons for them."""
+    """The verdict: a label, one sentence, and the reasons."""
 
     label: str
     sentence: str
@@ -312,7 +312,7 @@ def score_threshold(null: Sequence[float]) -> float | None:
 
 @dataclass
 class Findings:
-    """What the verdict rule looks at."""
+    """The inputs of the verdict rule."""
 
     tests: list[Test]
     best_score: float
@@ -325,7 +325,7 @@ class Findings:
     low_overlap: bool
     tampering: list[str]
     by_number: bool = False
-    """Whether rows were paired by their numbers, for want of a tokenizer."""
+    """Whether rows were paired by their numbers, because there was no tokenizer."""
 
 
 def decide(found: Findings) -> Verdict:
@@ -354,7 +354,7 @@ def _label(found: Findings, p: float, above: bool, threshold: float | None) -> t
         verb = "reaches" if above else "stays below"
         reasons.append(f"best aligned score {found.best_score:.3f} {verb} max(null) + 5 sd = {threshold:.3f}")
     reasons.append(f"layers matched with evidence: {found.coverage:.0%}")
-    if found.control_failed and (p < WEAK or above):  # where nothing speaks for a lineage, there is nothing to distrust
+    if found.control_failed and (p < WEAK or above):  # without evidence for a lineage, a failed control does not matter
         return INCONCLUSIVE, [*reasons, "a control scores as high as the pair: the tests cannot be trusted here"]
     if p <= ALPHA:
         # some layers match and others do not, or one kind of weights alone: a part was taken. No layer matching at all
@@ -373,7 +373,7 @@ def _label(found: Findings, p: float, above: bool, threshold: float | None) -> t
 
 
 def probability(value: float) -> str:
-    """A p-value for people."""
+    """A p-value as text."""
     if value >= 0.001:
         return f"{value:.3f}"
     return "< 1e-300" if value <= 1e-300 else f"{value:.1e}"

@@ -1,4 +1,4 @@
-"""HuRef's invariant terms, the similarities built on them, and the 512-number sketch of a model.
+"""HuRef's invariant terms, similarities computed from them, and the 512-number sketch of a model.
 
     M_a = X W_qᵀ W_k Xᵀ      M_b = X W_vᵀ W_oᵀ Xᵀ      M_f = X W_uᵀ W_dᵀ Xᵀ
 

@@ -164,7 +164,7 @@ NORMS = (
     Scheme({"attn_norm": "self_attn_layer_norm", "ffn_norm": "final_layer_norm"}),
 )
 
-# 1 + γ is stored as γ
+# families whose gains are stored as γ and used as 1 + γ
 UNIT_OFFSET_GAINS = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "nemotron"})
 CONV1D = frozenset({"gpt2"})
 INTERLEAVED_ROTARY = frozenset({"gptj", "deepseek_v2", "deepseek_v3", "chatglm", "glm", "cohere", "cohere2"})

@@ -1,4 +1,4 @@
-"""The report as one HTML page that loads nothing, for phone and desk, in the reader's light or dark theme."""
+"""The report as one HTML page that loads nothing, for narrow and wide screens, in light or dark."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def number(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """How much of a bar is full, in percent."""
+    """The filled share of a bar, in percent."""
     return f"{100 * min(max(value, 0), 1):.1f}"
 
 
@@ -99,7 +99,7 @@ def _map(found: Comparison) -> list[dict[str, str]]:
 
 
 def _curve(found: Comparison) -> list[dict[str, str]]:
-    """Score of each matched layer, with what controls gave behind it."""
+    """Score of each matched layer, in front of the range of the controls."""
     name, pair = found.pair.best, found.pair
     if name is None or not pair.scores[name].pairs:
         return []
@@ -219,7 +219,7 @@ def _facts(found: Comparison, body: LineageReport) -> list[str]:
 
 
 def command(found: Comparison) -> str:
-    """The command line that makes this report again."""
+    """The command line that repeats this comparison."""
     pair, options, given = found.pair, found.options, found.given
     first, second = (pair.b, pair.a) if pair.swapped else (pair.a, pair.b)
     words = [

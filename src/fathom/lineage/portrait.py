@@ -1,10 +1,10 @@
-"""A picture and six words for a sketch: a visual checksum, never a verdict.
+"""A picture and six words for a sketch: a visual checksum, not a verdict.
 
 From the 512 signed bytes to the pixels there are only integers, so the picture is the same on every machine. The
 bytes are rotated by signed Hadamard transforms; sums of nine coordinates become the 56 traits of an animal (through
 the normal distribution function, so that each trait is uniform over models), and the single coordinates paint its
-coat and the light behind it. A small change of the sketch is a small change of the picture: nothing is chosen by a
-maximum, everything is a blend.
+coat and the light behind it. A small change of the sketch is a small change of the picture, since all traits are
+blended and none is chosen by a maximum.
 """
 
 from __future__ import annotations
@@ -359,12 +359,12 @@ def _stored(lines: bytes) -> bytes:
 
 
 def pixel_hash(image: Array) -> str:
-    """SHA-256 of the pixels: what the golden test holds."""
+    """SHA-256 of the pixels, which the golden test compares."""
     return hashlib.sha256(np.ascontiguousarray(image).tobytes()).hexdigest()
 
 
 def sketch_hash(z: Array) -> str:
-    """SHA-256 of the published sketch: its name."""
+    """SHA-256 of the published sketch, which identifies it."""
     return hashlib.sha256(np.asarray(z, np.int8).tobytes()).hexdigest()
 
 

@@ -1,4 +1,4 @@
-"""The report of a comparison as plain data; `page` shows it to people."""
+"""The report of a comparison as plain data; `page.py` makes it a page."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def made(found: Comparison, command: str, hashed: bool) -> LineageReport:
 
     Args:
         found: A comparison.
-        command: The command line that makes it again.
-        hashed: Hash the files of all models, so that `verify` can tell them from others.
+        command: The command line that repeats it.
+        hashed: Hash the files of all models, so that `verify` recognises them.
     """
     drawn = portraits_of(found) if has_extras(found.pair, found.options) else None
     return as_json(found, drawn, command, hashed)
@@ -83,7 +83,7 @@ def as_json(
 
 
 def _identity(weights: Weights, hashed: bool) -> ModelIdentity:
-    """What fixes a model: a commit, or the hashes of its files."""
+    """The identity of a model: a commit, or the hashes of its files."""
     return {"revision": weights.origin.revision, "content": content(weights) if hashed else None}
 
 
@@ -124,7 +124,7 @@ def _values(pair: Pair) -> dict[str, float]:
 
 
 def portrait_of(z: Array) -> PortraitEntry:
-    """A sketch, and what is made of it alone."""
+    """A sketch, with its words and hashes."""
     image = portrait.pixels(z)
     return {
         "pixels_sha256": portrait.pixel_hash(image),
@@ -135,7 +135,7 @@ def portrait_of(z: Array) -> PortraitEntry:
 
 
 def bounds(found: Comparison) -> Bounds:
-    """What a clean record of controls is worth: an upper bound on the false-positive rate, no more."""
+    """The upper bound on the false-positive rate that controls without a false positive give."""
     pairs = found.null.pairs if found.null else 0
     models = found.null.models if found.null else 0
     return {

@@ -13,7 +13,7 @@ class Content(TypedDict):
 
 
 class ModelIdentity(TypedDict):
-    """What fixes a model: a commit, or the hashes of its files."""
+    """The identity of a model: a commit, or the hashes of its files."""
 
     revision: str | None
     content: Content | None
@@ -38,7 +38,7 @@ class ControlEntry(ModelIdentity):
 
 
 class ToolEntry(TypedDict):
-    """What made the report."""
+    """The program that made the report."""
 
     version: str
     numpy: str
@@ -47,7 +47,7 @@ class ToolEntry(TypedDict):
 
 
 class GivenEntry(TypedDict):
-    """What the comparison was given besides models and options."""
+    """Further inputs of the comparison."""
 
     null: str | None
     adapter_base: str | None
@@ -66,7 +66,7 @@ class OptionsEntry(TypedDict):
 
 
 class Bounds(TypedDict):
-    """An upper bound on the false-positive rate, from controls without one."""
+    """An upper bound on the false-positive rate, from controls without a false positive."""
 
     unrelated_pairs: int
     models: int
@@ -75,7 +75,7 @@ class Bounds(TypedDict):
 
 
 class PortraitEntry(TypedDict):
-    """A sketch, and what is made of it alone."""
+    """A sketch, with its words and hashes."""
 
     pixels_sha256: str
     sketch_sha256: str
@@ -84,7 +84,7 @@ class PortraitEntry(TypedDict):
 
 
 class LineageReport(TypedDict):
-    """`report.json`; what is given as `object` is written and compared as a whole, never read by key."""
+    """`report.json`; entries of type `object` are written and compared as a whole."""
 
     fathom_lineage_report: int
     tool: ToolEntry

@@ -1,4 +1,4 @@
-"""Check a report by making it again: the files by their hashes, every number and sentence by recomputation."""
+"""Verify a report: its files by their hashes, every number and sentence by recomputation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from fathom.lineage.comparison import Given, Options
 from fathom.lineage.results import ControlEntry, GivenEntry, LineageReport, ModelEntry, OptionsEntry, PortraitEntry
 from fathom.lineage.weights import Weights, open_weights
 
-SCORE, DRIFT = 1e-3, 0.05  # how far scores and statistics, and the drift, may be apart
-P, PRINTED_P = 0.01, 0.1  # and logarithms of p: as a number, and as printed in a sentence with two digits
+SCORE, DRIFT = 1e-3, 0.05  # tolerances of scores and statistics, and of the drift
+P, PRINTED_P = 0.01, 0.1  # tolerances of log p: as a number, and as printed with two digits
 COSTS = {"bytes_read", "seconds"}
 MADE = {"version", "numpy", "platform"}
 SENTENCES = {"sentence", "reasons", "skipped", "tampering", "null", "note", "per_layer"}
@@ -31,15 +31,15 @@ def read_statement(file: Path) -> dict[str, object]:
 
 
 def verify(body: Mapping[str, object], name: str = "report") -> Verification:
-    """Make a report again from the models it names, and list what differs and what was not recomputed.
+    """Recompute a report from the models it names, and list what differs and what was not recomputed.
 
     Args:
         body: The report.
-        name: What a refusal calls it.
+        name: Its name in error messages.
     """
     if body.get("fathom_lineage_report") != report.SCHEMA:
         raise Refused(f"{name}: not a report of version {report.SCHEMA}: earlier ones hold no hashes of the files")
-    said = cast(LineageReport, body)  # what it lacks of that is refused below
+    said = cast(LineageReport, body)  # missing keys are refused below
     try:
         given, options = _given(said["given"]), _options(said["options"])
         first, second = (_opened(item, given) for item in said["inputs"])
@@ -66,7 +66,7 @@ def _options(said: OptionsEntry) -> Options:
 
 
 def _opened(item: ModelEntry | ControlEntry, given: Given) -> Weights:
-    """A model under the name that the report gives it, a repository's at the commit that the report gives it."""
+    """A model by its name in the report; a repository at the commit in the report."""
     name, revision = str(item.get("origin", item.get("model"))), item["revision"]
     where = name if revision is None else f"{name.partition('@')[0]}@{revision}"
     return replace(open_weights(where, given.adapter_base, given.max_bytes), name=name)
@@ -83,7 +83,7 @@ def _is_commit(revision: object) -> bool:
 
 
 def unidentified(body: LineageReport) -> list[str]:
-    """Models that nothing in the report fixes: neither hashes of their files nor a commit."""
+    """Models without an identity in the report: neither hashes of their files nor a commit."""
     return [
         f"{name}: the report holds neither hashes of its files nor a commit"
         for name, item in _models(body)
@@ -93,7 +93,7 @@ def unidentified(body: LineageReport) -> list[str]:
 
 
 def not_recomputed(body: LineageReport) -> list[str]:
-    """What a report says that making it again cannot check."""
+    """Statements of a report that recomputation cannot check."""
     out = [
         "versions and platform, seconds, bytes read: of the run that made the report",
         "report.html and the pictures",
@@ -109,7 +109,7 @@ def not_recomputed(body: LineageReport) -> list[str]:
 
 
 def differences(said: LineageReport, again: LineageReport) -> list[str]:
-    """Every entry of a report that does not come out again, by its path."""
+    """The paths of all entries of a report that differ when it is recomputed."""
     known = {key: value for key, value in said.items() if key != "portraits"}
     found = list(_differences(known, {key: value for key, value in again.items() if key != "portraits"}, ()))
     return [*found, *_portraits(said.get("portraits"), again["portraits"])]

@@ -1,7 +1,7 @@
 """Which row of an embedding stands for which string of bytes.
 
-Two tokenizers write one string in several ways (`Ġthe`, `▁the`, `<0xE2>`). Everything is brought to bytes, so that
-rows of two models can be paired by what they mean.
+Tokenizers write one string in several ways (`Ġthe`, `▁the`, `<0xE2>`). All are converted to bytes, so that rows of two
+models can be paired by their strings.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def from_pieces(pieces: Iterable[str], byte_level: bool) -> dict[bytes, int]:
 
 
 def rows_as_strings(rows: int) -> dict[bytes, int]:
-    """Without a tokenizer a row can only stand for its own number."""
+    """Row numbers in place of strings, for models without a tokenizer."""
     return {b"#%d" % row: row for row in range(rows)}
 
 
@@ -138,7 +138,7 @@ def shared_rows(
     """Row numbers in A and in B of the strings both have, at most `limit`: whole blocks of A's rows, chosen by hash."""
     shared = [text for text, row in a.items() if row < rows_a and b.get(text, rows_b) < rows_b]
     if len(shared) > limit:
-        # neighbours stay together, so that a sample is read in long runs
+        # in blocks of neighbours, so that a sample is read in long runs
         order = {block: string_hash(b"%d" % block) for block in {a[text] // 64 for text in shared}}
         shared = sorted(shared, key=lambda text: (order[a[text] // 64], a[text]))[:limit]
     shared.sort(key=a.__getitem__)
@@ -146,11 +146,11 @@ def shared_rows(
 
 
 def anchors(vocabulary: Vocabulary, rows: int, count: int) -> list[bytes]:
-    """The strings a fingerprint is taken at: the words with the smallest hashes.
+    """The anchor strings of a vocabulary: the words with the smallest hashes.
 
-    Chosen by hash, two vocabularies that share a word agree on whether it is early in the order, so no list has to
-    be shipped. Words (a space and at least three letters) are what most tokenizers have in common; if a vocabulary
-    has too few of them, any string will do.
+    Since they are chosen by hash, vocabularies that share words mostly choose the same ones, without a fixed list.
+    Words (a space and at least three letters) are what most tokenizers have in common; if a vocabulary has too few of
+    them, other strings are used.
     """
     usable = [text for text, row in vocabulary.items() if row < rows]
     words = [text for text in usable if _WORD.fullmatch(text)]

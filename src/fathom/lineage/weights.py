@@ -3,7 +3,7 @@
     weights = open_weights("org/name@revision")
     weights.tensor("q", layer=3, rows=slice(0, 128))    # float32 [128, width]
 
-Nothing is kept: the caller holds the tensors it asked for and no others.
+Nothing is cached: only tensors that the caller holds are in memory.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from fathom.lineage.layouts import Scheme, matching, parameter
 Layer = dict[str, Array]
 """The tensors of one layer by role; matrices are (out, in)."""
 
-LARGEST = 1e15  # beyond it products of weights overflow, in this program and in the model
+LARGEST = 1e15  # products of larger weights overflow, here and in the model
 LATENT_ROLES = {"q": ("q", "q_a", "q_a_norm", "q_b"), "k": ("kv_a", "kv_a_norm", "kv_b")}
 
 
 @dataclass(frozen=True)
 class TensorView:
-    """Where a role's numbers are: a tensor, some of its rows, and whether it is stored (in, out)."""
+    """Where a role's values are stored: a tensor, some of its rows, and whether it is stored as (in, out)."""
 
     tensor: str
     rows: tuple[tuple[int, int], ...] | None = None
@@ -50,7 +50,7 @@ class TensorView:
 
 @dataclass(frozen=True)
 class Geometry:
-    """What must be known about a model besides its tensors."""
+    """The shape of a model: what must be known about it besides its tensors."""
 
     layers: int
     width: int
@@ -90,7 +90,7 @@ class Weights:
     _words: list[dict[bytes, int] | None] = field(default_factory=list)
     """The vocabulary, once it is read."""
     unusable: dict[str, int] = field(default_factory=dict)
-    """Tensors in which numbers were found that are none (not finite, or beyond 1e15), and how many in one read."""
+    """Tensors with unusable values (not finite, or beyond 1e15), and how many in one read."""
 
     @property
     def origin(self) -> Origin:
@@ -115,7 +115,7 @@ class Weights:
         return (role, layer) in self.views or (role == "q" and ("q_b", layer) in self.views)
 
     def tensor(self, role: str, layer: int | None = None, rows: slice | Array | None = None) -> Array:
-        """One role's tensor, (out, in), float32 (float64 if stored so); gains are what they multiply by.
+        """One role's tensor, (out, in), float32 (float64 if stored so); gains include their offset of 1, if any.
 
         Args:
             role: See `layouts`.
@@ -129,7 +129,7 @@ class Weights:
         return values + 1 if role.endswith("norm") and self.geometry.unit_offset else values
 
     def _usable(self, name: str, values: Array) -> Array:
-        """The values with 0 in place of numbers that are none, which are remembered."""
+        """The values with unusable ones replaced by 0, and counted in `unusable`."""
         if not values.size or max(float(values.max()), -float(values.min())) <= LARGEST:  # NaN compares false
             return values
         good = np.abs(values) <= LARGEST
@@ -177,13 +177,13 @@ class Weights:
         return shape[1] if view.transposed else shape[0]
 
     def layer(self, index: int, roles: tuple[str, ...]) -> Layer:
-        """The roles of one layer that exist, with their biases."""
+        """Those of the given roles that the layer has, with their biases."""
         wanted = [role + suffix for role in roles for suffix in ("", "_bias")]
         return {role: self.tensor(role, index) for role in wanted if self.has(role, index)}
 
 
 def _select(ranges: Ranges | None, rows: slice | Array, total: int) -> list[tuple[int, int]]:
-    """Ranges of the stored tensor for some rows of a view."""
+    """Row ranges of the stored tensor for some rows of a view."""
     if isinstance(rows, slice) and ranges is None:
         start, stop, step = rows.indices(total)
         if step == 1:
@@ -236,14 +236,14 @@ def _open_adapter(where: str, origin: Origin, base: str | Path | None, max_bytes
 def resolve(
     name: str, store: TensorStore, config: Mapping[str, object], words: Callable[[], dict[bytes, int] | None]
 ) -> Weights:
-    """Give every tensor its role. What the names leave open is taken from the config and checked against shapes."""
+    """Assign every tensor its role. What names do not tell is taken from the config and checked against shapes."""
     config = _decoder_config(config)
     names = store.tensors
     prefix, stack = layouts.locate(names)
     count = 0
     while matching(layouts.ATTENTION, names, prefix + stack.layer.format(count), "the attention"):
         count += 1
-    _check_layers(config, count, names, prefix + stack.layer)
+    _check_layers(config, count, prefix + stack.layer)
     views: dict[tuple[str, int | None], TensorView] = _ends(names, prefix, stack)
     width = names[views["embed", None].tensor].shape[-1]
     sizes = _Sizes.of(config, width)
@@ -260,7 +260,7 @@ def resolve(
 
 
 def _decoder_config(config: Mapping[str, object]) -> Mapping[str, object]:
-    """The decoder's own block of a multimodal config, with what is used of it checked."""
+    """The decoder's block of a multimodal config, checked."""
     if not isinstance(config.get("model_type", ""), str):
         raise Refused(f"config.json: model_type {config['model_type']!r:.40}: wanted a name")
     for key in ("text_config", "llm_config", "language_config", "thinker_config"):
@@ -270,7 +270,8 @@ def _decoder_config(config: Mapping[str, object]) -> Mapping[str, object]:
     return config
 
 
-def _check_layers(config: Mapping[str, object], count: int, names: Mapping[str, TensorInfo], layer: str) -> None:
+def _check_layers(config: Mapping[str, object], count: int, layer: str) -> None:
+    """Refuse a checkpoint whose number of layers is not the one in its configuration."""
     said = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     if said is not None and said != count:
         raise Refused(
@@ -475,7 +476,7 @@ def _geometry(
 
 
 def _rotary_share(config: Mapping[str, object]) -> float:
-    """The share of a head's coordinates that rotate; all of them where nothing is said."""
+    """The share of a head's coordinates that rotate; 1 if the config does not say."""
     rope = config.get("rope_parameters")
     places = [(rope, "partial_rotary_factor")] if isinstance(rope, Mapping) else []
     for place, key in [*places, (config, "rotary_pct"), (config, "partial_rotary_factor")]:
@@ -489,7 +490,7 @@ def _rotary_share(config: Mapping[str, object]) -> float:
 
 
 def _check_shapes(weights: Weights) -> None:
-    """The shapes that the scores rely on, against what the config promised."""
+    """Check the shapes that the scores rely on against the config."""
     g = weights.geometry
     want: dict[str, tuple[int | None, int | None]] = {}
     if g.latent is None:
