@@ -1,1 +1,1 @@
-"""What a model is worth: perplexity, lm-eval's tasks, paired differences, caches."""
+"""Evaluation of models: perplexity, lm-eval's tasks, paired differences, caches."""

@@ -1,4 +1,4 @@
-"""Trips per token: a budget at run time, and how many were made of it."""
+"""Trips per token: a limit at run time (`--max-trips`), and how many were made."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ if TYPE_CHECKING:
 
 
 class TripsError(FathomError, ValueError):
-    """A budget that a model cannot keep; the message is one line."""
+    """A limit on trips that a model cannot keep; the message is one line."""
 
 
 def most_trips(model: PreTrainedModel) -> int:
-    """How many trips a token may make at most; 1 for a model that knows no trips."""
+    """Most trips of a token; 1 for a model that is not Fathom's."""
     recurrence = getattr(getattr(model, "model", None), "recurrence", None)
     return 1 if recurrence is None else recurrence.most_trips(model.config)
 
 
 def check_trips(model: PreTrainedModel, asked: int | None) -> None:
-    """Refuse a budget that means nothing to this model."""
+    """Refuse a limit on trips for a model of one trip, or beyond the trips that it was trained for."""
     most = most_trips(model)
     if asked is not None and most == 1:
         raise TripsError(f"--max-trips {asked}: a token of this model makes one trip, there is nothing to limit")
@@ -38,7 +38,7 @@ def check_trips(model: PreTrainedModel, asked: int | None) -> None:
 
 
 def check_chunks(model: PreTrainedModel, size: int | None) -> None:
-    """Refuse to read a prompt in chunks where that changes what is computed."""
+    """Refuse to read a prompt in chunks if that would change the result."""
     if most_trips(model) > 1:
         try:
             model.check_chunks(size)
@@ -47,7 +47,7 @@ def check_chunks(model: PreTrainedModel, size: int | None) -> None:
 
 
 def limited(model: PreTrainedModel, most: int | None) -> PreTrainedModel:
-    """The model, every call of which keeps the budget from now on."""
+    """The model, with the limit applied to every later call."""
     check_trips(model, most)
     if most is not None:
         model.forward = partial(model.forward, max_trips=most)
@@ -57,14 +57,14 @@ def limited(model: PreTrainedModel, most: int | None) -> PreTrainedModel:
 def stored_trips(
     model: PreTrainedModel, cache: Cache, rows: int, columns: list[int], most: int | None = None
 ) -> list[float | None]:
-    """Mean trips of the tokens in a cache that generation left behind, row by row; None where there is one trip only.
+    """Mean trips of the tokens in the cache after generation, row by row; None for a model of one trip.
 
     Args:
-        model: It filled the cache.
+        model: The model that filled the cache.
         cache: The cache.
         rows: Prompts; each may have several beams.
         columns: Of each prompt: how many columns of its row count, padding on the left included.
-        most: The budget that was kept.
+        most: The limit that was applied.
     """
     if most_trips(model) == 1:
         return [None] * rows
@@ -79,9 +79,9 @@ def stored_trips(
 
 @contextmanager
 def counting(model: PreTrainedModel) -> Iterator[list[Tensor]]:
-    """A list that every forward pass of a model adds to: the trips of its tokens, `[B, T]`, or one number for all.
+    """A list to which every forward pass of a model adds the trips of its tokens: `[B, T]`, or one number for all.
 
-    Nothing is added for a model that knows no trips.
+    Nothing is added for a model that is not Fathom's.
     """
     made: list[Tensor] = []
     if most_trips(model) == 1:

@@ -9,7 +9,7 @@ import torch
 
 
 class Clock:
-    """Time of the thread where it does all the work, so that a busy machine does not count; else of the wall."""
+    """CPU time of the thread if it does all the work, so that other load does not count; else wall time."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -20,7 +20,7 @@ class Clock:
         self.now: Callable[[], float] = time.thread_time if alone else time.perf_counter
 
     def seconds(self, work: Callable[[], object]) -> float:
-        """How long it takes, the device's part included."""
+        """Seconds that a piece of work takes, the device's part included."""
         self._wait()
         began = self.now()
         work()

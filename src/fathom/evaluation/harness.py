@@ -1,4 +1,4 @@
-"""lm-eval on a model that is already open: its prompts, its metrics, its tables and its JSON, untouched."""
+"""lm-eval on a model that is already open, with lm-eval's prompts, metrics, tables and JSON unchanged."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BOOTSTRAP_ITERATIONS = 100_000  # lm-eval's own default
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """What decides a task's numbers, beside the model."""
+    """Settings that a task's results depend on, besides the model."""
 
     num_fewshot: int | None = None
     limit: int | None = None
@@ -37,12 +37,12 @@ class TaskSettings:
 
 @dataclass
 class TaskResult:
-    """What lm-eval says of one task, group or tag, and what each item adds to it."""
+    """lm-eval's results for one task, group or tag, and the contribution of each item."""
 
     results: dict[str, Any]
     """lm-eval's JSON, without its samples."""
     items: dict[str, ItemValues]
-    """By `TASK/METRIC`, for metrics that are means or perplexities over items: see `items_of`."""
+    """Items by `TASK/METRIC`, for metrics that are means or perplexities over items."""
     notes: list[str] = field(default_factory=list)
 
 
@@ -77,14 +77,14 @@ def run_task(
 
     Args:
         lm: From `open_lm`.
-        name: As lm-eval calls it.
-        settings: How.
+        name: Its name in lm-eval.
+        settings: Settings of the task.
         task_data: A folder with the documents; without one lm-eval fetches them.
         include: A folder with further tasks, as lm-eval's own YAML.
     """
     from lm_eval import simple_evaluate
 
-    # What lm-eval prints belongs to the log: standard output is for results.
+    # lm-eval prints to standard output, which is for results: send that to the log.
     with redirect_stdout(sys.stderr):
         loaded, notes = load_task(name, task_data, include)
         if task_data is not None and file_task(name) is None:
@@ -109,7 +109,7 @@ def run_task(
 
 
 def items_of(results: Sequence[TaskResult]) -> dict[tuple[str, str], Items | list[Items]]:
-    """Of each task and metric the items; of a group whose tasks count the same, those of each of its tasks."""
+    """Items by task and metric; for a group that averages its tasks, a list with the items of each task."""
     made: dict[tuple[str, str], Items | list[Items]] = {}
     for result in results:
         own = {tuple(key.rsplit("/", 1)): Items(**value) for key, value in result.items.items()}
@@ -121,7 +121,7 @@ def items_of(results: Sequence[TaskResult]) -> dict[tuple[str, str], Items | lis
                 parts = [own[leaf, label] for leaf in leaves if (leaf, label) in own]
                 if len(parts) == len(leaves) and (whole := _whole(parts, numbers[metric])) is not None:
                     made[group, label] = whole
-        # A group's many tasks are in lm-eval's own table; here they would bury the rest.
+        # The tasks of a group are in lm-eval's own table and are left out here.
         hidden = {leaf for group in groups for leaf in _leaves(result.results["group_subtasks"], group)}
         made.update({key: items for key, items in own.items() if key[0] not in hidden})  # type: ignore[misc]
     return made
@@ -150,7 +150,7 @@ def plain(results: Mapping[str, object]) -> dict[str, Any]:
 def _items(
     documents: list[dict[str, Any]], metric: str, aggregation: str, numbers: Mapping[str, object]
 ) -> dict[str, ItemValues]:
-    """What each document adds to a metric, where its aggregation is known and gives lm-eval's number again."""
+    """Each document's contribution to a metric, if the aggregation is known and reproduces lm-eval's number."""
     made: dict[str, ItemValues] = {}
     for chosen in dict.fromkeys(document["filter"] for document in documents):
         found = [d[metric] for d in documents if d["filter"] == chosen and metric in d]
@@ -171,7 +171,7 @@ def _items(
 
 
 def _whole(parts: list[Items], reported: float) -> Items | list[Items] | None:
-    """A group's items: pooled or task by task, whichever gives lm-eval's number."""
+    """A group's items, pooled or task by task, whichever reproduces lm-eval's number."""
     pooled = Items([value for part in parts for value in part.values])
     if any(part.weights is not None or part.log for part in parts):
         return None
@@ -197,7 +197,7 @@ def _require_examples(tasks: Mapping[str, Any], num_fewshot: int | None, folder:
 
 
 def _quiet() -> None:
-    """lm-eval warns that a live model ignores options which are not given here."""
+    """Silence lm-eval's warnings about options that do not apply to an open model."""
     import logging
 
     logging.getLogger("lm_eval.models.huggingface").addFilter(lambda record: "pretrained" not in record.getMessage())

@@ -1,4 +1,4 @@
-"""How a model came from a base: the runs between them and the corpus beside a benchmark, by what they left on disk."""
+"""How a model was made from a base: the runs in between, and the corpus that a benchmark belongs to, from disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CORPUS_RUN = "run.json"
 
 
 def runs_between(base: Path, new: Path) -> list[RunBetween]:
-    """The training runs that lead from one model directory to another, first to last; none where none do.
+    """The training runs that lead from one model directory to another, first to last; empty if there are none.
 
     Args:
         base: Where to stop: a run's model, or any other.
@@ -71,7 +71,7 @@ def _losses(run: Path) -> list[float]:
 
 
 def corpus_beside(benchmark: Path) -> CorpusCounts | None:
-    """What `fathom corpus` read, left out and kept for the corpus that a benchmark's directory belongs to, if one."""
+    """Counts of what `fathom corpus` read, left out and kept, for the corpus that holds a benchmark's directory."""
     path = benchmark.resolve().parent / CORPUS_RUN
     if not path.is_file():
         return None

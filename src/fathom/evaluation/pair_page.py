@@ -1,4 +1,4 @@
-"""What a comparison of a base and a new model looks like: a page, a card in Markdown, and rows for a terminal."""
+"""The report on a base and a new model: a page, a card in Markdown, and rows for a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fathom.report.statistics import Ratio
 from fathom.report.tables import terminal_table
 
 WAYS = {"text": "option text", "length": "option text, by length", "letter": "letter", "shuffled": "letter, shuffled"}
-"""How questions are asked; the first is what the verdict is about."""
+"""Ways of asking a question; the verdict is about the first."""
 COLUMNS = ["", "n", "base", "new", "difference", "95 % interval, or changes and p"]
 MARKS = {True: "right", False: "wrong"}
 
@@ -77,7 +77,7 @@ def page(report: PairReport) -> str:
 
 
 def reading(report: PairResults) -> list[str]:
-    """What the numbers mean."""
+    """Explanations of the numbers."""
     flagged = any(row["part"] != "all" for row in report["questions"])
     return [
         "Text: bits per byte of held-out documents, each read alone; intervals are of 1,000 bootstrap samples of "
@@ -143,7 +143,7 @@ def _examples(report: PairResults) -> Markup:
 
 
 def corpus_words(report: PairResults) -> str:
-    """What the corpus was made of, in a sentence; nothing where nothing tells."""
+    """The contents of the corpus in a sentence; empty if they are not known."""
     found = report["corpus"]
     if found is None:
         return ""

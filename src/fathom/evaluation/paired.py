@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Items:
-    """What each document adds to a score."""
+    """Each document's contribution to a score."""
 
     values: Sequence[float]
     weights: Sequence[float] | None = None
-    """One each if not given."""
+    """Weights; 1 each if not given."""
     log: bool = False
     """The score is exp(Σa/Σw), a perplexity: its differences are shown as ratios."""
 
@@ -87,7 +87,7 @@ def rows(scores: Mapping[str, Mapping[tuple[str, str], Scored]]) -> list[ScoreRo
 
 
 def table(found: Sequence[ScoreRow], names: Sequence[str]) -> Table:
-    """Rows for a terminal; an asterisk marks what is left of significance after Holm's adjustment over the table."""
+    """Rows for a terminal; an asterisk marks differences that Holm's adjustment over the table calls significant."""
     cells = []
     for row in found:
         values = [_number(row["scores"].get(name)) for name in names]

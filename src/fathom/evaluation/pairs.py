@@ -1,7 +1,7 @@
-"""A base and what was made of it, held against each other: text, questions, and what neither of them knows.
+"""A base model and one made from it, compared on held-out text and on questions.
 
-Questions are asked in two ways, as lm-eval scores them: by letter, the choices being listed in the prompt, and by the
-text of the choice, which then is listed nowhere. A third run asks by letter with the choices in another order.
+Questions are asked in two ways, as lm-eval scores them: by letter, with the choices listed in the prompt, and by the
+text of the choice, with no choices listed. A third run asks by letter with the choices in another order.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ class Quizzed:
     choices: tuple[str, ...]
     answer: int
     dirty: bool | None = None
-    """Whether training text gives it away; None where that was not checked."""
+    """Whether training text gives it away; None if that was not checked."""
 
 
 @dataclass(frozen=True)
 class Answered:
-    """What two models make of the same questions."""
+    """The answers of two models to the same questions, counted."""
 
     benchmark: str
     way: str
     part: str
-    """`all`, or the `clean` or the `dirty` ones."""
+    """Which questions: `all`, or the `clean` or `dirty` ones."""
     asked: int
     right: tuple[int, int]
     """Base and new."""
@@ -98,7 +98,7 @@ def _asked(path: Path) -> Iterator[Quizzed]:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise EvaluateError(f"{path}: not UTF-8") from None
-    for number, line in enumerate(text.split("\n")):  # a line's end inside of a string is not one of the file
+    for number, line in enumerate(text.split("\n")):  # a line separator inside a string does not end the line
         if not line.strip():
             continue
         try:
@@ -107,7 +107,7 @@ def _asked(path: Path) -> Iterator[Quizzed]:
         except (ValueError, AttributeError):
             raise EvaluateError(f"{path}:{number + 1}: not a JSON object") from None
         if not choices or answer is None:
-            continue  # nothing to choose from, or no choice that is right
+            continue  # no choices, or none that is right
         texts = isinstance(choices, list) and all(isinstance(one, str) and one for one in choices)
         fits = texts and type(answer) is int and 0 <= answer < len(choices) <= len(LETTERS)
         if not isinstance(question, str) or not fits:
@@ -135,11 +135,11 @@ def task_rows(items: Sequence[Quizzed], way: str) -> list[dict[str, object]]:
 
 
 def evaluate_pair(entries: Sequence[str | Path], directory: Path, settings: Settings) -> PairReport:
-    """Score a base and a model made of it on a benchmark and on texts; returns what `report.json` holds.
+    """Score a base and a model made from it on a benchmark and on texts; returns what `report.json` holds.
 
     Args:
         entries: Base and new, as `evaluate` takes them.
-        directory: The benchmark. Where a corpus lies beside it, its held-out text is scored too.
+        directory: The benchmark. If it belongs to a corpus, the held-out text of that is scored too.
         settings: Texts to score instead, `out`, and how models are opened; no tasks.
     """
     if len(entries) != 2 or settings.tasks or settings.max_trips:
@@ -217,7 +217,7 @@ def summarize(
 
 
 def _right(one: Checkpoint, task: str, metric: str = "acc") -> list[bool]:
-    """Of every question whether a checkpoint answers it rightly."""
+    """For every question, whether a checkpoint answers it rightly."""
     return [value == 1 for value in one.tasks[task].items[f"{task}/{metric}"]["values"]]
 
 
@@ -261,7 +261,7 @@ _FLAGS = {"clean": False, "dirty": True}
 
 
 def guessing(items: Sequence[Quizzed]) -> dict[str, float]:
-    """What a guess scores, and the letter that is right most often."""
+    """Accuracy of a random guess, and of always answering with the most frequent letter."""
     letters = Counter(item.answer for item in items)
     return {
         "random": math.fsum(1 / len(item.choices) for item in items) / len(items),
@@ -283,7 +283,7 @@ def compare_texts(base: DomainScore, new: DomainScore) -> TextPair:
 
 
 def verdict(report: PairResults) -> str:
-    """One sentence: questions by option text, clean ones where that is known; then text. No more than intervals say."""
+    """One sentence on the questions by option text (clean ones if known), then on texts, as far as intervals allow."""
     parts = []
     judged: dict[str, QuestionRow] = {}
     for name in report["guessing"]:

@@ -4,7 +4,7 @@ The tokens x_1 … x_n of a document follow a start token: BOS, or EOS where the
 documents in training. Windows of at most C tokens begin at 0, S, 2S, … of that sequence (context C, stride S ≤ C), and
 every token is predicted once, in the first window that reaches it. So after the first window a token is predicted from
 more than C - S tokens and at most C. With S = C windows do not overlap. Nothing is predicted across documents, and the
-end of a document is not predicted, for it has no bytes.
+end of a document is not predicted, since it has no bytes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 LONGEST_DEFAULT_CONTEXT = 2048
-"""The context where none is given, unless the model's own is shorter."""
+"""The default context, unless the model's own is shorter."""
 TOKENS_AT_ONCE = {"cpu": 1 << 12, "other": 1 << 15}
 """Tokens of a batch, by device."""
 SORTED_AT_ONCE = 512
@@ -79,12 +79,12 @@ class Cut:
     """How a document is cut into windows."""
 
     context: int
-    """Tokens a prediction may see at most, the start token included."""
+    """Most tokens that a prediction may see, the start token included."""
     stride: int | None = None
-    """From window to window; by default the context."""
+    """Tokens from the start of a window to that of the next; by default the context."""
 
     def windows(self, length: int) -> Iterator[Window]:
-        """Those of a sequence of a start token and `length` tokens."""
+        """The windows of a sequence of a start token and `length` tokens."""
         scored = start = 0
         while scored < length:
             stop = min(start + self.context, length)
@@ -103,7 +103,7 @@ class DomainScore:
     """Summed over tokens predicted from [1, 2), [2, 4), [4, 8), … tokens."""
     position_tokens: list[int] = field(default_factory=list)
     trips: float = 0.0
-    """Made by all tokens that predicted one, in sum; 0 for a model that knows no trips."""
+    """Sum of the trips of all tokens that predicted one; 0 for a model that is not Fathom's."""
 
     @property
     def loss(self) -> float:
@@ -222,11 +222,6 @@ def read_domains(
     return domains
 
 
-def default_context(config: object) -> int:
-    """The model's own context, but no more than 2048 tokens."""
-    return min(getattr(config, "max_position_embeddings", None) or LONGEST_DEFAULT_CONTEXT, LONGEST_DEFAULT_CONTEXT)
-
-
 def score(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -303,7 +298,7 @@ def read_sample(
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The token that stands before a document."""
+    """The token that is put before a document."""
     begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     if begin is None:
         raise PerplexityError("the tokenizer has neither BOS nor EOS for a document to begin with")
@@ -311,7 +306,7 @@ def beginning(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def _flush(forward: _Forward, pending: list[tuple[int, Window, np.ndarray]], result: DomainScore) -> None:
-    """Windows of like length go together, so that little is padding."""
+    """Score pending windows, sorted by length so that there is little padding."""
     pending.sort(key=lambda entry: len(entry[2]), reverse=True)
     jobs = [(ids, window.stop - window.scored) for _, window, ids in pending]
     with counting(forward.model) as made:
@@ -322,7 +317,7 @@ def _flush(forward: _Forward, pending: list[tuple[int, Window, np.ndarray]], res
 
 
 class _Forward:
-    """Losses of windows, as many at once as memory holds."""
+    """Losses of windows, in batches as large as memory allows."""
 
     def __init__(self, model: PreTrainedModel, tokens: int | None) -> None:
         self.model = model
@@ -331,7 +326,7 @@ class _Forward:
     def __call__(
         self, jobs: Sequence[tuple[np.ndarray, int]], made: list[torch.Tensor]
     ) -> Iterator[tuple[np.ndarray, float]]:
-        """Of every (ids, n): the loss of each of the last n ids, and the trips made to predict them, as `made` says."""
+        """For every (ids, n): the losses of the last n ids, and the trips made to predict them, from `made`."""
         done = 0
         while done < len(jobs):
             count = max(1, self.tokens // (len(jobs[done][0]) - 1))
@@ -352,7 +347,7 @@ class _Forward:
             out_of_memory = isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)
             if not out_of_memory or len(batch) == 1:
                 raise
-        # Outside of `except`: the exception keeps every tensor of the failed pass alive.
+        # Outside of `except`, since the exception keeps every tensor of the failed pass alive.
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         return None
@@ -362,7 +357,7 @@ class _Forward:
         width = len(batch[0][0]) - 1  # the longest is first
         inputs = torch.zeros(len(batch), width, dtype=torch.long)
         for row, (ids, _) in zip(inputs, batch, strict=True):
-            row[: len(ids) - 1] = torch.from_numpy(ids[:-1])  # what follows on the right is masked
+            row[: len(ids) - 1] = torch.from_numpy(ids[:-1])  # the padding on the right is masked
         first = min(len(ids) - 1 - count for ids, count in batch)
         logits = self.model(
             input_ids=inputs.to(self.model.device), use_cache=False, logits_to_keep=width - first
@@ -378,7 +373,7 @@ class _Forward:
 
 
 def _trips(batch: Sequence[tuple[np.ndarray, int]], made: Sequence[torch.Tensor]) -> Iterator[float]:
-    """Of every (ids, n): the trips of the n tokens that predict."""
+    """For every (ids, n): the trips of the n tokens that predict."""
     for row, (ids, count) in enumerate(batch):
         found = made[-1] if made else torch.zeros(())
         stop = len(ids) - 1

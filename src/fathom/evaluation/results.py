@@ -10,7 +10,7 @@ from fathom.training.results import DecodingGap
 
 
 class ItemValues(TypedDict, total=False):
-    """`Items` as they are kept; `weights` and `log` are there where they are not the default."""
+    """`Items` as they are stored; `weights` and `log` only if they are not the default."""
 
     values: list[float]
     weights: list[float]
@@ -97,7 +97,7 @@ class TextPair(TypedDict):
 
 
 class QuestionRow(TypedDict):
-    """What two models make of the same questions."""
+    """The answers of two models to the same questions, counted."""
 
     benchmark: str
     way: str
@@ -127,7 +127,7 @@ class ExampleRow(TypedDict):
 
 
 class RunBetween(TypedDict):
-    """A training run on the way from a base to a new model; None stands for what its directory does not tell."""
+    """A training run between a base and a new model; None for what its directory does not hold."""
 
     run: str
     data: dict[str, float]
@@ -197,12 +197,12 @@ class Load(TypedDict):
 
     tokens: int
     entries: int
-    """Of each layer."""
+    """Entries of each layer."""
     cache_bytes: int
     peak_bytes: int | None
-    """More than before the text, weights thus left out; None where the system does not tell."""
+    """Peak memory above that before the text, so without weights; None where the system does not report it."""
     prefill_tokens_per_second: float
-    """Over the tokens of all rows that were read in chunks so far."""
+    """Speed over the tokens of all rows that were read in chunks so far."""
     decode_ms: dict[str, float]
     """Milliseconds for a step: p50, p90 and max, compressions included."""
     clock: str
@@ -256,7 +256,7 @@ class CacheGap(TypedDict):
 
 
 class CheckpointCaches(TypedDict):
-    """One checkpoint through every cache."""
+    """The results of one checkpoint with every cache."""
 
     directory: str
     tuned: dict[str, object] | None

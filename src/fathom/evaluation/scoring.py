@@ -1,4 +1,4 @@
-"""Every checkpoint on every task and text, kept as it goes, and one table at the end."""
+"""Score every checkpoint on every task and text; results are stored as they come, and make one table."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ LINES = re.compile(r"\.(jsonl|raw|tokens)(\.(xz|gz|bz2|zst))?$")
 
 
 TaskRow: TypeAlias = dict[str, Any]
-"""A document of a task's data as it was parsed: each task has fields of its own."""
+"""A parsed document of a task's data; each task has fields of its own."""
 
 
 class TaskDataError(FathomError, ValueError):
@@ -152,12 +152,12 @@ def _problem(kind: str, row: Mapping[str, object]) -> str | None:
 
 @contextmanager
 def _only_present(manager: TaskManager, name: str, folder: Path, notes: list[str]) -> Iterator[None]:
-    """Let a group consist of those of its tasks that have data here, as long as there are any."""
+    """Reduce a group to those of its tasks that have data here, if there are any."""
     index = manager.task_index
     entry = index[name]
     members: Any = (entry.cfg or {}).get("task")
     flat = isinstance(members, list) and all(isinstance(m, str) and m in index for m in members)
-    # Groups of groups are whole or an error.
+    # A group of groups must be complete.
     if not flat or not all("dataset_path" in (index[member].cfg or {}) for member in members):
         yield
         return
@@ -190,7 +190,7 @@ def _local_documents(folder: Path, notes: list[str]) -> Iterator[None]:
 
 
 def _fill(task: Task, folder: Path, notes: list[str]) -> None:
-    """Give a task its documents, and make it ask for the splits that there are."""
+    """Give a task its documents, and set the splits that are available."""
     from datasets import Dataset
 
     config = task.config
@@ -277,7 +277,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _adapted(row: TaskRow) -> TaskRow:
-    """The fields that lm-eval's prompts read, where the folder has them by another name."""
+    """A row with fields renamed to those that lm-eval's prompts read."""
     if "label" not in row and "gold" in row:
         return {**row, "label": str(row["gold"])}
     if "label" not in row and isinstance(row.get("answer"), bool):

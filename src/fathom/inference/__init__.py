@@ -1,1 +1,1 @@
-"""Using a trained model."""
+"""Using a trained model: generate, and serve."""

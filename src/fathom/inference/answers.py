@@ -1,4 +1,4 @@
-"""Tokens to OpenAI's answers: text as it comes, stop strings, log-probabilities, whole and streamed."""
+"""Tokens to OpenAI's answers: incremental text, stop strings, log-probabilities; whole or streamed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNKNOWN = "\ufffd"
 
 
 def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
-    """The text that surely comes before any stop string, and what may begin one; None once one was found."""
+    """The text before any stop string, and the rest, which may be the beginning of one; None once one was found."""
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     if found:
         return text[: min(found)], None
@@ -31,15 +31,15 @@ class AnswerWords:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self.tokenizer = tokenizer
         self.ids: list[int] = []
-        self._from, self._told = 0, 0  # tokens from which to decode, and up to which all was told
+        self._from, self._told = 0, 0  # start of the tokens to decode, and of those whose text was not returned yet
 
     def add(self, token: int) -> str:
-        """What a token adds; nothing while a character may be incomplete."""
+        """The text that a token adds; empty while a character may be incomplete."""
         self.ids.append(token)
         return self._new(False)
 
     def rest(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         return self._new(True)
 
     def _new(self, all_of_it: bool) -> str:
@@ -64,12 +64,12 @@ class Text:
     tokens: int = 0
     finish: str | None = None
     scores: list[tuple[Scored, int]] = field(default_factory=list)
-    """With the place in the text at which each begins; those not yet told."""
+    """Scores that were not sent yet, each with the position in the text where its token begins."""
     _held: str = ""
     _length: int = 0
 
     def echo(self, prompt: str, scores: Sequence[Scored]) -> str:
-        """The prompt as the beginning of the text."""
+        """Put the prompt at the beginning of the text; returns it."""
         inside = AnswerWords(self.words.tokenizer)
         for one in scores if self.with_scores else ():
             self.scores.append((one, self._length))
@@ -79,14 +79,14 @@ class Text:
         return prompt
 
     def add(self, scored: Scored) -> str:
-        """What can be told once a token has come; `finish` is set where a stop string ends the text."""
+        """Add a token; returns the text that can be sent, and sets `finish` if a stop string ends the text."""
         self.tokens += 1
         if self.with_scores:
             self.scores.append((scored, self._length))
         return self._tell(self.words.add(scored.token))
 
     def end(self, why: str) -> str:
-        """The last of it."""
+        """End the text; returns the rest of it."""
         new = self._tell(self.words.rest())
         if self.finish is None:
             self.finish, rest, self._held = why, self._held, ""
@@ -104,19 +104,19 @@ class Text:
         return new
 
     def take_scores(self) -> list[tuple[Scored, int]]:
-        """Those that were not told yet."""
+        """Take the scores that were not sent yet."""
         taken, self.scores = self.scores, []
         return taken
 
 
 def word(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
-    """A token as text; one that is no whole character by its number."""
+    """A token as text; by its number if it is not a whole character."""
     text = str(tokenizer.decode([token]))
     return f"token_id:{token}" if UNKNOWN in text else text
 
 
 def _by_word(tokenizer: PreTrainedTokenizerBase, scored: Scored) -> dict[str, float]:
-    """The likeliest tokens and the one that stands there, which has its own name where two read alike."""
+    """Log-probabilities of the likeliest tokens and of the chosen one, by text; by number if two texts are equal."""
     assert scored.logprob is not None
     found = {word(tokenizer, scored.token): scored.logprob}
     for token, logprob in scored.top:
@@ -127,7 +127,7 @@ def _by_word(tokenizer: PreTrainedTokenizerBase, scored: Scored) -> dict[str, fl
 
 
 def completion_logprobs(tokenizer: PreTrainedTokenizerBase, scores: Sequence[tuple[Scored, int]]) -> dict[str, object]:
-    """As completions have them; the first token of a document has none."""
+    """Log-probabilities in the format of completions; the first token of a document has none."""
     return {
         "tokens": [word(tokenizer, one.token) for one, _ in scores],
         "token_logprobs": [one.logprob for one, _ in scores],
@@ -137,7 +137,7 @@ def completion_logprobs(tokenizer: PreTrainedTokenizerBase, scores: Sequence[tup
 
 
 def chat_logprobs(tokenizer: PreTrainedTokenizerBase, scores: Sequence[tuple[Scored, int]]) -> dict[str, object]:
-    """As chats have them."""
+    """Log-probabilities in the format of chats."""
 
     def entry(token: int, logprob: float | None) -> dict[str, object]:
         text = word(tokenizer, token)
@@ -169,7 +169,7 @@ class Envelope:
         return {**self.head, "object": kind, "choices": choices, "usage": usage(texts, prompt_tokens)}
 
     def begin(self, index: int) -> dict[str, object]:
-        """What a stream of a chat begins with."""
+        """The first chunk of a streamed chat."""
         delta = {"role": "assistant", "content": ""}
         return self._chunk([{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}])
 
@@ -194,6 +194,6 @@ class Envelope:
 
 
 def usage(texts: Sequence[Text], prompt_tokens: int) -> dict[str, int]:
-    """Tokens of prompts and of texts."""
+    """OpenAI's `usage`: tokens of the prompts and of the texts."""
     made = sum(text.tokens for text in texts)
     return {"prompt_tokens": prompt_tokens, "completion_tokens": made, "total_tokens": prompt_tokens + made}

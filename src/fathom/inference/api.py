@@ -1,4 +1,4 @@
-"""What a request may say: OpenAI's bodies and errors. What cannot be done is refused by name."""
+"""Request bodies and errors in OpenAI's format. Fields that are not supported are refused by name."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ ELSEWHERE = {
     "functions": "tool calls are not made here; vLLM serves them",
     "response_format": "only text; vLLM serves JSON schemas",
 }
-"""Fields that users of such servers look for, and what is said to them."""
+"""Error messages for fields that other servers have."""
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class ApiError(HTTPException):
-    """An error that a client is told about, in OpenAI's words."""
+    """An error that is sent to the client, in OpenAI's format."""
 
     def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
         super().__init__(status, message)
@@ -66,7 +66,7 @@ class _StreamOptions(_Strict):
 
 
 class Body(_Strict):
-    """What both routes take."""
+    """The fields that both routes take."""
 
     model: str | None = None
     stream: bool | None = None
@@ -94,19 +94,23 @@ class Body(_Strict):
 
     @property
     def usage(self) -> bool:
-        """Whether a stream says at its end how many tokens there were."""
+        """Whether a stream ends with a chunk of token counts."""
         return bool(self.stream_options and self.stream_options.include_usage)
 
     def most_tokens(self) -> int | None:
-        """New tokens at most."""
+        """Most new tokens; None if the request does not say."""
         return self.max_tokens
 
     def scored(self) -> int | None:
-        """With how many of the likeliest tokens to say log-probabilities; None for none."""
+        """Number of likeliest tokens to send with the log-probabilities; None for no log-probabilities."""
         return None
 
     def check(self, vocabulary: int) -> None:
-        """Refuse what cannot be, beyond types and ranges."""
+        """Checks beyond types and ranges.
+
+        Args:
+            vocabulary: The model's number of token ids.
+        """
         for token in self.logit_bias or ():
             if not (token.isascii() and token.isdigit() and int(token) < vocabulary):
                 raise ApiError(400, f"logit_bias: {token!r:.40} is not a token id of this model", param="logit_bias")
@@ -114,7 +118,7 @@ class Body(_Strict):
             raise ApiError(400, "stream_options: only with stream=true", param="stream_options")
 
     def choice(self, own: GenerationConfig, index: int, seed: int) -> Choice:
-        """How tokens are chosen; what is not said is as in the model's generation configuration `own`."""
+        """The sampling settings of one text; those not given come from the model's generation configuration `own`."""
         asked = (self.temperature, self.top_p, self.top_k, self.min_p)
         sampled = own.do_sample if all(value is None for value in asked) else self.temperature != 0
         temperature = 0.0
@@ -143,7 +147,7 @@ class CompletionBody(Body):
     logprobs: int | None = Field(None, ge=0, le=20)
 
     def prompts(self) -> list[str | list[int]]:
-        """One or several, as text or token ids."""
+        """The prompts, one or several, as text or token ids."""
         given: Any = self.prompt
         one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
         return [given] if one else list(given)
@@ -227,5 +231,5 @@ def parsed(kind: type[B], given: dict[str, object]) -> B:
 
 
 def seed_of(body: Body) -> int:
-    """The request's own, or any."""
+    """The request's seed, or a random one."""
     return secrets.randbits(63) if body.seed is None else body.seed

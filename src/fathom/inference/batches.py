@@ -1,7 +1,7 @@
-"""Batches whose rows join and leave between tokens, each row as if it were alone.
+"""Batches whose rows join and leave between tokens; each row gets the same tokens as if it were alone.
 
-A row's prompt is read alone, in chunks, then it joins; one step makes one token for every row that has joined. Which
-cache holds them is the model's affair:
+A row's prompt is read alone, in chunks, then it joins; one step makes one token for every row that has joined. The
+kind of cache depends on the model:
 
     SlabBatch    one trip, or several that do not read one another: a slab of keys and values for each bank, in which a
                  row starts at the left and is written in place
@@ -31,14 +31,14 @@ if TYPE_CHECKING:
 PLAIN = ("qwen3", "qwen2", "llama", "mistral", "smollm3", "olmo2")
 """Decoders of transformers whose attention takes any mask and whose cache is keys and values alone."""
 GRAIN = 256
-"""Tokens by which a slab grows."""
+"""Slabs grow in steps of this many tokens."""
 
 Mask = Tensor | dict[str, Tensor | None] | None
 """Which keys each new token sees, `[n, 1, T, N]`; by kind of attention for a model of several kinds; None for all."""
 
 
 class LiveBatch(ABC):
-    """Rows that generate together, in the order in which they joined; in a slab the last fills the gap of a leaver."""
+    """Rows that generate together, in the order in which they joined; in a slab the last row moves into a gap."""
 
     def __init__(self, model: PreTrainedModel, trips: int | None) -> None:
         self.model, self.trips = model, trips
@@ -69,10 +69,10 @@ class LiveBatch(ABC):
 
     @abstractmethod
     def leave(self, row: int) -> int:
-        """A row goes; the place of the row that takes its number."""
+        """Remove a row; returns the index of the row that took its place, or its own if later rows moved up."""
 
     def reserve(self, rows: int, tokens: int) -> None:  # noqa: B027
-        """Make room for `rows` rows of `tokens` tokens, where a cache does not grow by itself."""
+        """Make room for `rows` rows of `tokens` tokens, if the cache does not grow by itself."""
 
     def _call(
         self, ids: Tensor, positions: Tensor | None, cache: Cache, every: bool = False, mask: Mask = None
@@ -98,11 +98,11 @@ class LiveBatch(ABC):
 
 
 class Slab:
-    """The rectangle that all banks share: which rows a call is about, and how far each is filled."""
+    """The size of the slab, which all banks share, and for each call its rows and how far each is filled."""
 
     def __init__(self) -> None:
         self.rows, self.tokens = 0, 0
-        """Rows and tokens that there is room for."""
+        """Rows and tokens for which there is room."""
         self.first, self.filled = 0, torch.zeros(0, dtype=torch.long)
         """First row of this call, and the number of tokens that its rows hold, `[n]`."""
         self.most = 0
@@ -126,7 +126,7 @@ class SlabLayer(GrowingLayer):
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def fit(self) -> None:
-        """Follow the slab, one tensor at a time, so that no more than one is there twice."""
+        """Grow to the slab's size, one tensor at a time, so that at most one exists twice."""
         if not self.is_initialized:
             return
         for name in ("keys", "values"):
@@ -158,7 +158,7 @@ class SlabLayer(GrowingLayer):
         return self.keys[rows, :, :end], self.values[rows, :, :end]
 
     def get_seq_length(self) -> int:
-        """Of the longest row of the call."""
+        """Tokens of the longest row of the call."""
         return self.slab.most
 
 
@@ -172,7 +172,7 @@ class SlabBatch(LiveBatch):
         config = model.config
         kinds, window = getattr(config, "layer_types", None), getattr(config, "sliding_window", None)
         self.windows = {kind: window if kind == "sliding_attention" else None for kind in kinds or ()}
-        if not kinds:  # one rule for all layers; a window in another decoder's file means nothing to it
+        if not kinds:  # one mask for all layers: these decoders ignore a window in their configuration
             self.windows = {"full_attention": window if config.model_type == "mistral" else None}
 
     def reserve(self, rows: int, tokens: int) -> None:
@@ -208,7 +208,7 @@ class SlabBatch(LiveBatch):
         return logits[:, 0]
 
     def leave(self, row: int) -> int:
-        """The last row moves into the place, and one that is being read to where that was."""
+        """Move the last row into the gap, and a row that is being read to the place of the last."""
         last = len(self) - 1
         for layer in self.cache.layers:
             if row != last:
@@ -224,7 +224,7 @@ class SlabBatch(LiveBatch):
         self.slab.filled = torch.tensor(filled, device=self.model.device)
 
     def _mask(self, positions: Tensor) -> Mask:
-        """Which of its keys each new token sees, where that is not all of them; `positions` is `[n, T]`."""
+        """The mask of the keys that each new token sees; None if it is all of them. `positions` is `[n, T]`."""
         end = self.slab.most + positions.shape[1]
         at = torch.arange(end)
         masks = {}
@@ -337,7 +337,7 @@ def batch_for(model: PreTrainedModel, trips: int | None = None, policy: Policy |
 
     Args:
         model: An open causal language model.
-        trips: Trips per token at most, of those that the model was trained for.
+        trips: Most trips per token; None for the model's own number.
         policy: A cache of constant size for each row.
     """
     if policy is not None:
@@ -348,7 +348,7 @@ def batch_for(model: PreTrainedModel, trips: int | None = None, policy: Policy |
 
 
 def banks(model: PreTrainedModel, trips: int | None) -> int:
-    """Layers of keys and values that a row fills at most: one for each visit."""
+    """Most layers of keys and values of a row: one for each visit."""
     if not isinstance(model, FathomForCausalLM):
         return int(model.config.num_hidden_layers)
     made = trips or model.config.max_trips or model.model.recurrence.trips
@@ -356,7 +356,7 @@ def banks(model: PreTrainedModel, trips: int | None) -> int:
 
 
 def token_bytes(model: PreTrainedModel, trips: int | None) -> int:
-    """What a token's keys and values take at most."""
+    """Most bytes of a token's keys and values."""
     config = model.config
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -366,7 +366,7 @@ def token_bytes(model: PreTrainedModel, trips: int | None) -> int:
 
 
 def may_chunk(model: PreTrainedModel) -> bool:
-    """Whether a prompt may be read in parts without a change of what is computed."""
+    """Whether a prompt may be read in parts without changing the result."""
     if not isinstance(model, FathomForCausalLM):
         return True
     policy = model.model.recurrence

@@ -1,4 +1,4 @@
-"""The cache that a model generates with: everything, or a memory of constant size."""
+"""The cache that a model generates with: an ordinary one, or a memory of constant size."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Policy:
-    """A method with its schedule, for texts of any length."""
+    """A compression method with its schedule."""
 
     method: str
     window: int
@@ -28,16 +28,16 @@ class Policy:
     ratio: float
 
     def empty(self, model: PreTrainedModel) -> Cache:
-        """A cache that has read nothing."""
+        """An empty cache of this policy."""
         return build_cache(model, self.method, self.window, self.sinks, self.ratio)
 
     def read(
         self, model: PreTrainedModel, prompt: Tensor, beams: int = 1, after_chunk: Callable[[], None] | None = None
     ) -> dict[str, object]:
-        """Arguments for `generate`: a cache that has read a prompt `[B, T]` but for its last token.
+        """Arguments for `generate`: a cache that holds a prompt `[B, T]` without its last token.
 
         Args:
-            model: Reads.
+            model: The model that reads the prompt.
             prompt: Rows of one length, without padding.
             beams: Rows that each row becomes in `generate`.
             after_chunk: As `prefill` takes it.
@@ -56,10 +56,10 @@ def choose(
     sinks: int | None = None,
     ratio: float | None = None,
 ) -> Policy | None:
-    """What the `--kvcache` options mean for a model; None for an ordinary cache.
+    """The policy that the `--kvcache` options mean for a model; None for an ordinary cache.
 
-    A checkpoint that was tuned under compression knows its schedule. Any other is told about once if the method mixes
-    entries, since past the window it is expected to write badly.
+    A checkpoint that was tuned under compression has its schedule in its configuration. For any other, a method that
+    mixes entries gives a warning once, since text past the window is expected to be bad.
     """
     if method in (None, "full"):
         given = {"window": window, "sinks": sinks, "ratio": ratio}

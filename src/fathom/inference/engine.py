@@ -1,8 +1,8 @@
-"""The thread that makes texts: requests join and leave running batches between tokens.
+"""The thread that generates: requests join and leave running batches between tokens.
 
-In turn it reads up to `READ` tokens of waiting prompts, first come first served, and makes one token for every row. A
-prompt is let in when the rectangle of keys and values that its batch then needs, all rows as long as the longest may
-become, fits into the budget; so no request under way is ever put off again. Nothing here knows text or HTTP.
+It alternates between reading up to `READ` tokens of waiting prompts, first come first served, and making one token for
+every row. A prompt is admitted when the cache of its batch, with all rows as long as the longest may become, fits into
+the budget, so no request is preempted. Nothing here knows text or HTTP.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 logger = logging.get_logger(__name__)
 
 READ = 512
-"""Tokens of prompts that are read between two tokens of the rows."""
+"""Prompt tokens that are read between two generated tokens of the rows."""
 SCORED = 64
-"""As `READ`, for a prompt whose own tokens are scored: each needs the logits of the whole vocabulary."""
+"""As `READ`, for a prompt whose own tokens are scored, since each of them needs logits over the vocabulary."""
 ROWS = 64
-"""Rows that generate at a time, at most."""
+"""Most rows that generate at a time."""
 
 T = TypeVar("T")
 
 
 class EngineError(FathomError, ValueError):
-    """A request that the engine does not take, or does not finish; the message is one line."""
+    """A request that the engine refuses or cannot finish; the message is one line."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -49,7 +49,7 @@ class EngineError(FathomError, ValueError):
 
 @dataclass(frozen=True)
 class Scored:
-    """A token, its log-probability and the likeliest ones in its place, where they were asked for."""
+    """A token, with its log-probability and the likeliest tokens at its place if they were asked for."""
 
     token: int
     logprob: float | None = None
@@ -57,22 +57,22 @@ class Scored:
 
 
 Event = Scored | list[Scored] | str | Exception
-"""A new token; a prompt's tokens; why the text ended (`stop` or `length`); what went wrong."""
+"""A new token; the scored tokens of a prompt; why the text ended (`stop` or `length`); or an error."""
 
 
 @dataclass(eq=False)
 class Job:
-    """One text to be made."""
+    """One text to generate."""
 
     prompt: Sequence[int]
     new_tokens: int
-    """At most."""
+    """Most new tokens."""
     choice: Choice
     deliver: Callable[[Event], None]
     stops: frozenset[int] = frozenset()
     """Tokens that end it; the one that did is delivered."""
     logprobs: int | None = None
-    """With how many of the likeliest tokens; None for no log-probabilities."""
+    """Number of likeliest tokens to deliver with log-probabilities; None for no log-probabilities."""
     score_prompt: bool = False
     trips: int | None = None
     cancelled: bool = False
@@ -82,34 +82,34 @@ class Job:
 
     @property
     def longest(self) -> int:
-        """Tokens that its row may come to hold."""
+        """Most tokens that its row may hold."""
         return len(self.prompt) + self.new_tokens
 
 
 @dataclass
 class Lane:
-    """A batch and the jobs of its rows."""
+    """A batch and the jobs of its rows; one for each number of trips."""
 
     batch: LiveBatch
     token_bytes: int
     jobs: list[Job] = field(default_factory=list)
     rectangle: tuple[int, int] = (0, 0)
-    """Rows and tokens of room."""
+    """Rows and tokens for which there is room."""
 
     def bytes(self, rectangle: tuple[int, int]) -> int:
-        """Of its keys and values."""
+        """Bytes of its keys and values with room for a rectangle of (rows, tokens)."""
         return rectangle[0] * rectangle[1] * self.token_bytes
 
 
 class Engine:
-    """Makes texts with one model, on one thread.
+    """Generates texts with one model, on one thread.
 
     Args:
         model: An open causal language model.
         budget: Bytes that keys and values may take.
         policy: A cache of constant size for every text.
-        hand_out: Receives, after each turn, the jobs with something new; by default delivers at once.
-        waiting: Jobs that may wait.
+        hand_out: Receives the new events after each turn; by default they are delivered at once.
+        waiting: Most jobs that may wait.
     """
 
     def __init__(
@@ -127,16 +127,16 @@ class Engine:
         self.calls: deque[tuple[Callable[[], object], Future]] = deque()
         self.joining: tuple[Lane, Job] | None = None
         self.counts = {"prompt_tokens": 0, "tokens": 0, "steps": 0, "finished": 0, "cancelled": 0, "failed": 0}
-        """Since the start, for /metrics."""
+        """Counts since the start, for /metrics."""
         self._out: list[tuple[Job, Event]] = []
         self._wake, self._closing, self._reason = threading.Condition(), False, "the server is shutting down"
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
-    # What other threads call.
+    # Called from other threads.
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Take jobs on, all or none of them."""
+        """Queue jobs, all or none of them."""
         for job in jobs:
             needed = self.token_bytes(job.trips) * self._tokens(job)
             if needed > self.budget:
@@ -156,14 +156,14 @@ class Engine:
             self._wake.notify()
 
     def cancel(self, jobs: Sequence[Job]) -> None:
-        """Give jobs up at the next token, or the next chunk of a prompt."""
+        """Cancel jobs, at the next token or the next chunk of a prompt."""
         for job in jobs:
             job.cancelled = True
         with self._wake:
             self._wake.notify()
 
     def call(self, function: Callable[[], object]) -> Future:
-        """Run something else on the thread that runs the model."""
+        """Run a function on the engine's thread."""
         future: Future = Future()
         with self._wake:
             if self._closing:
@@ -173,7 +173,7 @@ class Engine:
         return future
 
     def close(self) -> None:
-        """Take nothing more on, and end what is under way with an error that says why."""
+        """Refuse new jobs, and end the running ones with an error that says why."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -185,20 +185,20 @@ class Engine:
 
     @property
     def running(self) -> int:
-        """Rows under way."""
+        """Number of rows that generate."""
         return sum(len(lane.jobs) for lane in list(self.lanes.values()))
 
     @property
     def cache_bytes(self) -> int:
-        """Room that keys and values have now."""
+        """Bytes allocated for keys and values now."""
         return sum(lane.bytes(lane.rectangle) for lane in list(self.lanes.values()))
 
     def token_bytes(self, trips: int | None) -> int:
-        """Of keys and values."""
+        """Bytes of one token's keys and values."""
         return token_bytes(self.model, trips)
 
     def most_tokens(self, trips: int | None) -> int:
-        """That one text may hold, prompt included; whole grains, since rows are rounded up to them."""
+        """Most tokens of one text, prompt included, in multiples of GRAIN, to which rows are rounded up."""
         if self.policy is not None:
             return sys.maxsize
         return self.budget // (self.token_bytes(trips) * GRAIN) * GRAIN
@@ -208,7 +208,7 @@ class Engine:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # a fault of the engine's own, not of a request: no request may be left waiting
+        except Exception as error:  # a bug of the engine, not of a request: no request may be left waiting
             logger.exception("the engine failed")
             self._reason = f"the engine failed: {type(error).__name__}"
         with self._wake:
@@ -266,10 +266,10 @@ class Engine:
         while left > 0 and (self.joining is not None or self._admit()):
             assert self.joining is not None
             left -= self._guarded(self.joining[0], self._read, left) or 1
-            self._flush()  # a first token does not wait for the next prompt
+            self._flush()  # so that a first token does not wait for the next prompt
 
     def _admit(self) -> bool:
-        """Let the first that waits begin, if there is room."""
+        """Admit the first waiting job, if there is room."""
         with self._wake:
             if not self.waiting or self.running >= ROWS:
                 return False
@@ -292,7 +292,7 @@ class Engine:
         return True
 
     def _read(self, left: int) -> int:
-        """A chunk of the joining prompt; the first new token at its end."""
+        """Read a chunk of the joining prompt, and at its end choose the first new token."""
         assert self.joining is not None
         lane, job = self.joining
         lane.batch.reserve(*lane.rectangle)
@@ -317,7 +317,7 @@ class Engine:
         return len(chunk)
 
     def _scored(self, job: Job, logits: Tensor) -> list[Scored]:
-        """The prompt's tokens that a chunk's logits `[T, V]` foretell; the first token is foretold by nothing."""
+        """The prompt's tokens that a chunk's logits `[T, V]` predict; the first token is not predicted."""
         first = [Scored(job.prompt[0])] if job.read == 0 else []
         after = job.prompt[job.read + 1 : job.read + 1 + len(logits)]
         return first + [
@@ -359,7 +359,7 @@ class Engine:
         lane.jobs.pop(moved)
 
     def _guarded(self, lane: Lane, work: Callable[..., T], *arguments: object) -> T | None:
-        """Work on a lane; what goes wrong in it ends its own jobs and no others."""
+        """Work on a lane; an exception ends the lane's own jobs and no others."""
         try:
             return work(*arguments)
         except Exception as error:
@@ -374,13 +374,13 @@ class Engine:
             return None
 
     def _tokens(self, job: Job) -> int:
-        """That a job's row holds at most, rounded up as slabs are."""
+        """Most tokens of a job's row, rounded up as slabs are."""
         longest = job.longest if self.policy is None else min(job.longest, self.policy.window)
         return -(-longest // GRAIN) * GRAIN
 
 
 def deliver(out: list[tuple[Job, Event]]) -> None:
-    """Tell each job what is new."""
+    """Deliver the new events to their jobs."""
     for job, event in out:
         job.deliver(event)
 

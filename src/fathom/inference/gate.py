@@ -1,4 +1,4 @@
-"""The outermost layer of the server: who may come in, how large and how slow a request may be, and hang-ups."""
+"""The outermost layer of the server: API key and host names, size and time limits of requests, and disconnects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from fathom.inference.api import ApiError
 
 BODIES = 1 << 28
-"""Bytes of the bodies of all requests at a time."""
+"""Most bytes of the bodies of all requests together."""
 PATIENCE = 20.0
 """Seconds for the head of a request, and again for its body."""
 AsgiMessage = MutableMapping[str, Any]
@@ -27,11 +27,11 @@ class Gate:
     """An ASGI layer.
 
     Args:
-        app: What is behind it.
+        app: The application behind it.
         api_key: What clients must send, as `Authorization: Bearer KEY`.
         body_limit: Bytes of one body.
-        hosts: Names by which the server may be called; None for any. A page of another name that was made to point at
-            this machine would otherwise speak for its visitor.
+        hosts: Host names that requests may have; None for any. Without this check a web page whose own name resolves to
+            this machine could send requests from a visitor's browser (DNS rebinding).
     """
 
     def __init__(self, app: App, api_key: str | None, body_limit: int, hosts: Collection[str] | None = None) -> None:
@@ -84,7 +84,7 @@ class Gate:
         if self.key is None or scope["path"] == "/health":
             return
         scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
-        if scheme.lower() == b"basic":  # what a browser sends for the lens: any name, the key as password
+        if scheme.lower() == b"basic":  # a browser, for the lens: any name, with the key as password
             try:
                 value = base64.b64decode(value, validate=True).partition(b":")[2]
             except ValueError:
@@ -103,7 +103,7 @@ class Gate:
             raise ApiError(408, f"the body did not come within {PATIENCE:.0f} seconds", "timeout") from None
 
     async def _read(self, receive: Receive, chunks: list[bytes]) -> bool:
-        """Gather the body in `chunks`, in one piece at last; False where the client left before its end."""
+        """Gather the body in `chunks`, joined to one at the end; False if the client disconnected before."""
         size, more, error = 0, True, None
         while more:
             message = await receive()
@@ -118,7 +118,8 @@ class Gate:
                 error = ApiError(413, f"the body has more than {self.body_limit:,} bytes", "body_too_large")
             elif self.held > max(BODIES, self.body_limit):
                 error = ApiError(429, "the requests under way fill the memory; try again later", "rate_limit_exceeded")
-            if error is not None and chunks:  # the rest is read and dropped: a client that still sends reads no answer
+            # The rest is read and dropped, since a client that still sends does not read the answer.
+            if error is not None and chunks:
                 self.held -= sum(map(len, chunks))
                 chunks.clear()
         if error is not None:
@@ -133,17 +134,17 @@ async def _hang_up(receive: Receive) -> None:
 
 
 class Timed(H11Protocol):
-    """uvicorn's HTTP, which would wait for the head of a request for ever."""
+    """uvicorn's HTTP protocol with a time limit for the head of a request."""
 
     late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """A head is due from now on."""
+        """A connection is open: start the clock."""
         super().connection_made(cast(asyncio.Transport, transport))
         self._expect()
 
     def data_received(self, data: bytes) -> None:
-        """Some of a request."""
+        """Data have come; once a head is complete, stop the clock."""
         super().data_received(data)
         self._expect()
 

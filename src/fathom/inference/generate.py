@@ -26,7 +26,7 @@ from fathom.report.progress import ProgressBar
 
 Write = Callable[[str], object]
 BATCH = {"cpu": 8, "other": 32}
-# What we set ourselves, and what would make `generate` return something else than tokens.
+# Options that are set here, and those that would make `generate` return something other than tokens.
 RESERVED = {
     *("max_length", "pad_token_id", "return_dict_in_generate", "num_return_sequences", "compile_config"),
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "watermarking_config"),
@@ -35,7 +35,7 @@ WHOLE = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "prefill_chunk_size", "prompt_lookup_num_tokens"), 1),
     **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
 }
-"""Options that are whole numbers, and the least of each."""
+"""Options that are whole numbers, and the least value of each."""
 TOKENS = {"eos_token_id", "bos_token_id", "decoder_start_token_id", "suppress_tokens", "begin_suppress_tokens"}
 LISTS = {"suppress_tokens", "begin_suppress_tokens"}
 SHARES = {
@@ -43,41 +43,41 @@ SHARES = {
     **dict.fromkeys(("typical_p", "top_h"), (math.ulp(0.0), 1.0)),
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (math.ulp(0.0), math.inf)),
 }
-"""Options that are numbers, and between which."""
+"""Options that are numbers, and the range of each."""
 LARGEST = 1 << 31
 SEEDS = 1 << 63
 
 
 class GenerateError(FathomError, ValueError):
-    """Something that cannot be generated from or as asked; the message is one line."""
+    """A request to generate that cannot be carried out; the message is one line."""
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are drawn; what is None is as the checkpoint's own generation_config.json says."""
+    """How tokens are drawn; None stands for the value in the checkpoint's generation_config.json."""
 
     max_new_tokens: int = 128
-    """Tokens at most; fewer where the context or the text ends."""
+    """Most new tokens; fewer if the context or the text ends."""
     temperature: float | None = None
-    """Divides the logits; 0 takes the likeliest token. 0.8 where the checkpoint says nothing about sampling."""
+    """Divides the logits; 0 takes the likeliest token. 0.8 if the checkpoint has no sampling settings."""
     top_k: int | None = None
     """Draw from the k likeliest tokens; 0 from all."""
     top_p: float | None = None
-    """Draw from the likeliest tokens that make up this probability. 0.95 where the checkpoint says nothing."""
+    """Draw from the likeliest tokens that make up this probability. 0.95 if the checkpoint has no sampling settings."""
     seed: int | None = None
-    """Draw the same text every time."""
+    """Seed of the draws; None for another text every time."""
     options: dict[str, Any] = field(default_factory=dict)
     """Any other argument of transformers' `GenerationConfig`."""
     static_cache: bool = False
-    """Reserve the cache for the whole text at once."""
+    """Allocate the cache for the whole text at once."""
     compile: bool = False
     """Compile decoding, with a static cache: slow to begin, then fast on a GPU."""
     memory: Policy | None = None
-    """A cache of constant size: prompts go one by one, and the context has no end."""
+    """A cache of constant size: prompts are processed one by one, and the context is not limited."""
     max_trips: int | None = None
-    """Trips per token at most, of those that the model was trained for."""
+    """Most trips per token, up to the number that the model was trained for."""
     speculate: int | None = None
-    """Draft with this many first trips and check with the rest: the same texts, faster where drafts are good."""
+    """Draft with this many first trips and check with the rest: the same texts, faster if drafts are good."""
 
     def __post_init__(self) -> None:
         allowed = {
@@ -103,7 +103,7 @@ class Sampling:
                 raise GenerateError(f"--set {name}={value}: allowed: {allowed_values}")
 
     def arguments(self, own: GenerationConfig | None = None) -> dict[str, Any]:
-        """As transformers' `generate` takes them.
+        """These settings as arguments of transformers' `generate`.
 
         Args:
             own: The model's `generation_config`.
@@ -111,7 +111,7 @@ class Sampling:
         given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         made: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
         if self.temperature == 0:
-            made = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # what transformers ignores
+            made = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # defaults
         elif not getattr(own, "do_sample", None):
             made = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95, **made}
         if self.static_cache or self.compile:
@@ -127,7 +127,7 @@ class Sampling:
 
 
 def refusal(name: str, value: object) -> str | None:
-    """What an option of `GenerationConfig` may be, if this value is not it: transformers itself finds out too late."""
+    """The allowed values of an option of `GenerationConfig`, if this one is not; transformers checks too late."""
     if value is None:
         return None
     if name in WHOLE and not (type(value) is int and WHOLE[name] <= value < LARGEST):
@@ -152,7 +152,7 @@ def refusal(name: str, value: object) -> str | None:
 
 @dataclass(frozen=True)
 class Generated:
-    """A text and how fast it came."""
+    """A generated text, with token counts and time."""
 
     text: str
     """Without the prompt."""
@@ -168,12 +168,12 @@ class Generated:
 
     @property
     def tokens_per_second(self) -> float:
-        """Reading the prompt included."""
+        """New tokens per second; reading the prompt counts as time."""
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
 def check_drafts(model: PreTrainedModel, draft_trips: int | None, max_trips: int | None) -> None:
-    """Refuse to draft with trips that the model does not make, before anything is shown."""
+    """Refuse to draft with trips that the model does not make, before any text is shown."""
     if draft_trips is None:
         return
     if most_trips(model) == 1:
@@ -227,7 +227,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]
     """A text, or the messages of a conversation, as ids."""
     if isinstance(prompt, str):
         if prompt:
-            return list(tokenizer(prompt, verbose=False)["input_ids"])  # a length beyond the context is our own error
+            return list(tokenizer(prompt, verbose=False)["input_ids"])  # too long a prompt is reported later
         begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         return [begin]
     if not tokenizer.chat_template:
@@ -244,7 +244,7 @@ def chat(
     write: Write,
     system: str | None = None,
 ) -> None:
-    """A conversation: every line is answered with all before it in mind; `/new` forgets it.
+    """A conversation: every line is answered with the whole conversation as context; `/new` starts another.
 
     Args:
         model: Any Hugging Face causal language model.
@@ -288,7 +288,7 @@ class FileSummary(TypedDict):
 
 
 class Answer(TypedDict, total=False):
-    """What is added to a line of prompts: the first three, and trips where tokens may halt, or `error`."""
+    """The fields that are added to a line: the first three, with `trips` if tokens may halt; or `error`."""
 
     completion: str
     tokens: int
@@ -298,7 +298,7 @@ class Answer(TypedDict, total=False):
 
 
 class Prompt(TypedDict, total=False):
-    """A line of a file of prompts, as far as it is read."""
+    """The fields of a line of prompts that are read."""
 
     prompt: str
     messages: list[dict[str, str]]
@@ -312,9 +312,9 @@ def generate_file(
     sampling: Sampling,
     batch_size: int | None = None,
 ) -> FileSummary:
-    """Continue every prompt of a JSONL file; run again, it goes on where it was stopped.
+    """Continue every prompt of a JSONL file; a run that was stopped is continued by the same call.
 
-    A line has `prompt`, or `messages` for a model that talks; line n of the output is line n of the input with
+    A line has `prompt`, or `messages` for a chat model; line n of the output is line n of the input with
     `completion`, `tokens` and `finish` added, or `error`. Batches are consecutive lines and each has its own seed, made
     of the seed and its place, so what a stopped and continued run draws is what an uninterrupted one draws.
     """
@@ -338,7 +338,7 @@ def generate_file(
             _seed(None if sampling.seed is None else sampling.seed + start)
             made = _answer(model, tokenizer, batch, sampling)
             lines = [json.dumps({**r, **a}, ensure_ascii=False) + "\n" for r, a in zip(batch, made, strict=True)]
-            # The first batch after a stop may be half written already.
+            # After a stop the first batch may be half written.
             file.write("".join(lines[done - start :]).encode())
             file.flush()
             os.fsync(file.fileno())
@@ -362,7 +362,7 @@ def _stream(
     sampling: Sampling,
     write: Write | None,
 ) -> Generated:
-    if write is None or sampling.options.get("num_beams", 1) > 1:  # beams are told apart at the end only
+    if write is None or sampling.options.get("num_beams", 1) > 1:  # with beams the text is known only at the end
         made = _run(model, tokenizer, [ids], sampling, None)[0]
         (write or len)(made.text)
         return made
@@ -377,7 +377,7 @@ def _run(
     sampling: Sampling,
     streamer: TextStreamer | None,
 ) -> list[Generated]:
-    """Prompts side by side, padded on the left: the last token of each is where it goes on."""
+    """Generate for several prompts at once, padded on the left so that all continue at the last column."""
     stops = _stop_tokens(model, tokenizer, sampling)
     pad = pad_token(None, tokenizer, stops) or 0
     width = max(map(len, prompts))
@@ -386,7 +386,7 @@ def _run(
     for i, prompt in enumerate(prompts):
         ids[i, width - len(prompt) :] = torch.tensor(prompt)
         mask[i, width - len(prompt) :] = 1
-    # Every prompt gets as many tokens as it would get alone; what a shorter limit cuts off is cut off below.
+    # All rows get the largest limit; rows with a shorter one are cut off below.
     rooms = [min(sampling.max_new_tokens, _room(model, prompt, sampling)) for prompt in prompts]
     arguments = {
         "max_new_tokens": max(rooms),
@@ -411,13 +411,13 @@ def _run(
             return_dict_in_generate=True,
             **arguments,
         )
-    except (ValueError, NotImplementedError) as error:  # options that do not go together
+    except (ValueError, NotImplementedError) as error:  # contradictory options
         raise GenerateError(f"transformers: {' '.join(str(error).split())}") from error
     seconds = time.perf_counter() - began
     made = []
     for prompt, row, room in zip(prompts, out.sequences[:, width:].tolist(), rooms, strict=True):
         row = row[:room]
-        while row and row[-1] == pad and pad not in stops:  # what fills up a row that ended
+        while row and row[-1] == pad and pad not in stops:  # padding of a row that ended
             row.pop()
         end = next((i for i, token in enumerate(row) if token in stops), len(row))
         kept = row[: end + 1]
@@ -448,7 +448,7 @@ def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sam
 def _answer(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, batch: Sequence[Prompt], sampling: Sampling
 ) -> list[Answer]:
-    """What each line gets; one that cannot be continued gets the reason and does not stop the others."""
+    """The fields to add to each line; one that cannot be continued gets `error` and does not stop the others."""
     answers: list[Answer] = []
     prompts: list[list[int]] = []
     for record in batch:
@@ -498,7 +498,7 @@ def _read_records(path: Path) -> list[Prompt]:
 
 @contextlib.contextmanager
 def _locked(out: Path) -> Iterator[IO[bytes]]:
-    """The output, held against a second process that writes the same."""
+    """The output file, locked against a second process that writes it."""
     out.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         try:
@@ -509,7 +509,7 @@ def _locked(out: Path) -> Iterator[IO[bytes]]:
 
 
 def _resume(file: IO[bytes], records: Sequence[Prompt], prompts: Path, out: Path) -> int:
-    """How many lines are done; a line that a stopped process left half written is removed."""
+    """The number of finished lines; a half-written last line is removed."""
     file.seek(0)
     done = end = 0
     for line in file:

@@ -1,4 +1,4 @@
-"""How one text's next token is chosen: a pure function of its logits, its tokens, its seed and the place.
+"""How one text's next token is chosen: a pure function of its logits, tokens, seed and position.
 
 A draw is a number in [0, 1) made of (seed, choice, place) by a hash, looked up in the running sum of the
 probabilities. So a text does not depend on which others are made beside it, nor on how often the server was asked.
@@ -37,20 +37,20 @@ class Choice:
     min_p: float = 0.0
     """Leave out tokens below this share of the likeliest one's probability."""
     repetition_penalty: float = 1.0
-    """transformers': divides positive logits, multiplies negative ones, of tokens in prompt and text."""
+    """transformers' penalty: divides positive logits of tokens in prompt and text, multiplies negative ones."""
     presence_penalty: float = 0.0
-    """OpenAI's: taken from the logits of tokens that the text has."""
+    """OpenAI's penalty: subtracted from the logits of tokens in the text."""
     frequency_penalty: float = 0.0
-    """OpenAI's: taken once for each time that the text has the token."""
+    """OpenAI's penalty: subtracted once for each occurrence of the token in the text."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to logits."""
+    """Added to the logits, by token."""
     seed: int = 0
     index: int = 0
     """Which of several texts for one prompt."""
 
     @property
     def plain(self) -> bool:
-        """Whether the likeliest token is all that is asked for."""
+        """Whether the likeliest token is taken, without penalties or biases."""
         return self.temperature == 0 and not self._changes
 
     @property
@@ -73,8 +73,8 @@ class Choice:
         return scores
 
     def probabilities(self, scores: Tensor) -> Tensor:
-        """What is drawn from, `[V]`, given `scores`."""
-        # The likeliest at 0: a temperature however small then leaves it, where a plain division would overflow.
+        """The probabilities from which a token is drawn, `[V]`, from `scores`."""
+        # Shifted so that the largest is 0: division by a very small temperature then does not overflow.
         cooled = (scores - scores.max()) / self.temperature
         warpers: list[LogitsProcessor] = []
         if self.top_k:
@@ -83,7 +83,7 @@ class Choice:
             warpers.append(TopPLogitsWarper(self.top_p))
         if self.min_p:
             warpers.append(MinPLogitsWarper(self.min_p))
-        ids = torch.zeros(1, 1, dtype=torch.long, device=scores.device)  # which these do not look at
+        ids = torch.zeros(1, 1, dtype=torch.long, device=scores.device)  # ignored by these processors
         return LogitsProcessorList(warpers)(ids, cooled.unsqueeze(0))[0].softmax(-1)
 
     def token(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> int:

@@ -1,4 +1,4 @@
-"""Fathom's decoder in vLLM: its transformers backend, told of a layer of cache for every visit.
+"""Fathom's decoder in vLLM: its transformers backend, with a layer of cache for every visit (one layer in one trip).
 
 vLLM imports this file by the name that `vllm_plugin.py` registers; it is of no use without vLLM.
 """
@@ -30,7 +30,7 @@ class FathomForVllm(TransformersForCausalLM):
                 "vLLM does not pass on. Use --tensor-parallel-size, or several servers"
             )
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        if hasattr(self.model, "lm_head"):  # of a recurrence that feeds on logits: the one that vLLM has loaded
+        if hasattr(self.model, "lm_head"):  # for a recurrence that feeds on logits: the head that vLLM has loaded
             self.model.lm_head = _Head(self)
 
     def _create_attention_instances(self, prefix: str = "") -> None:

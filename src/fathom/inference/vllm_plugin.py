@@ -1,16 +1,16 @@
-"""What vLLM loads in each of its processes, so that it finds Fathom's models without running code of a checkpoint.
+"""The plugin that vLLM loads in each of its processes, so that it finds Fathom's models without remote code.
 
 vLLM's transformers backend puts its own attention, linear layers and embeddings into a transformers model and keeps
 one key-value cache per layer. It looks the class up as an attribute of `transformers`, asks whether it is compatible,
-and opens it with `AutoModel.from_config`. A model of several trips needs a cache for every visit, of which vLLM has to
-be told (`vllm_model.py`); one that needs slots refuses it (`models/engines.py`). Nothing of vLLM is imported here.
+and opens it with `AutoModel.from_config`. A model of several trips needs a cache for every visit (`vllm_model.py`); one
+that needs slots refuses to run there (`models/engines.py`). Nothing of vLLM is imported here.
 """
 
 from __future__ import annotations
 
 import sys
 
-from fathom.models import FathomForCausalLM  # which makes them known to transformers
+from fathom.models import FathomForCausalLM  # importing it registers the models with transformers
 
 
 def register() -> None:

@@ -1,1 +1,1 @@
-"""What compressed caches keep: loss by distance, needles, spectra, bytes and time."""
+"""Evaluation of compressed caches: loss by position, needle retrieval, spectra, bytes and time."""

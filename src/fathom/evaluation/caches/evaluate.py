@@ -1,4 +1,4 @@
-"""Every checkpoint through every cache, kept as it goes, and a report."""
+"""Evaluate every checkpoint with every cache; results are stored as they come, and make a report."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TASKS = {"1 needle": (1, True), "4 needles": (4, True), "4 needles, anywhere": (4, False)}
-"""How many in a text, and whether all are planted in its first window."""
+"""Tasks: number of needles in a text, and whether all are planted in its first window."""
 COMPRESSIONS = 8
-"""Compressions up to which needles are asked for."""
+"""Needles are asked for after up to this many compressions."""
 QUESTIONS = 200
-"""For each task and number of compressions, at least."""
+"""Fewest questions for each task and number of compressions."""
 DECODED = 64
-"""Tokens read one by one at every length; more where no compression would be among them."""
+"""Tokens decoded at every length; more if no compression would happen among them."""
 READ_AT_ONCE = 4096
 
 T = TypeVar("T")
 
 
 class CacheWishes(TypedDict):
-    """Of a schedule, what the command line names; None where it does not."""
+    """The parts of a schedule that the command line gives; None for those it does not."""
 
     window: int | None
     sinks: int | None
@@ -60,13 +60,13 @@ class CacheWishes(TypedDict):
 
 @dataclass(frozen=True)
 class Asked:
-    """What is asked of every cache."""
+    """The settings of a cache evaluation."""
 
     methods: tuple[str, ...]
     at: tuple[int, ...]
-    """Windows read."""
+    """Text lengths, in windows."""
     given: CacheWishes
-    """Window, sinks and ratio as the command line has them; None where it has not."""
+    """Window, sinks and ratio from the command line."""
 
     def policy(self, checkpoint: Checkpoint, method: str) -> CacheSettings:
         """Method and schedule."""
@@ -77,7 +77,7 @@ class Asked:
         return cache_policy(method, config.get("kvcache"), given["window"], given["sinks"], ratio)
 
     def schedule(self, checkpoint: Checkpoint) -> Schedule:
-        """By which compressions and windows are counted, for every cache alike."""
+        """The schedule by which compressions and windows are counted, for every cache alike."""
         policy = self.policy(checkpoint, next((m for m in self.methods if m not in WHOLE), "freqkv"))
         try:
             return Schedule.at(policy["window"] or 0, policy["sinks"], policy["ratio"])
@@ -86,7 +86,7 @@ class Asked:
 
 
 def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, asked: Asked) -> CacheReport:
-    """Every checkpoint through every cache; returns what `report.json` holds."""
+    """Evaluate every checkpoint with every cache; returns what `report.json` holds."""
     if settings.tasks:
         raise EvaluateError("--tasks reads short prompts, in which no cache is ever full: leave out --kvcache")
     if settings.max_trips is not None:
@@ -111,7 +111,7 @@ def ask(
     sinks: int | None = None,
     ratio: float | None = None,
 ) -> Asked:
-    """What is asked, checked before anything is opened.
+    """The settings of a cache evaluation, checked before anything is opened.
 
     Args:
         kvcache: Methods, comma between.
@@ -134,7 +134,7 @@ def ask(
 def _checkpoint(
     checkpoint: Checkpoint, schedule: Schedule, asked: Asked, domains: Sequence[Domain], settings: Settings
 ) -> CheckpointCaches:
-    """Everything about one checkpoint."""
+    """All results of one checkpoint."""
     length = max(asked.at) * schedule.window
     # Texts of needles hold a window and COMPRESSIONS compressions, whatever the lengths asked for.
     size = schedule.window + COMPRESSIONS * schedule.freed
@@ -174,7 +174,7 @@ def _checkpoint(
 def _cache(
     checkpoint: Checkpoint, policy: CacheSettings, schedule: Schedule, at: Sequence[int], texts: Sequence[Tensor]
 ) -> CacheValues:
-    """One checkpoint through one cache: loss, needles, costs."""
+    """The results of one checkpoint with one cache: loss, needles, costs."""
     model, tokenizer = checkpoint.open()
     try:
         build_cache(model, **{"window": 1, **policy} if policy["window"] is None else policy)
@@ -189,7 +189,7 @@ def _cache(
     needles = Needles.drawn(usable, generator)
     tasks = {name: _planted(texts, usable, needles, task, schedule, generator) for name, task in TASKS.items()}
     lengths = [n * schedule.window for n in at]
-    width = min(CHUNK, schedule.freed)  # also of what holds everything: pieces as long, and logits as large, for all
+    width = min(CHUNK, schedule.freed)  # the same for full caches, so that pieces and logits have one size for all
     work = len(texts) + sum(map(len, tasks.values())) + len(at)
     with ProgressBar(f"{checkpoint.name}: {policy['method']}", work) as bar:
         by_document: list[list[float]] = []
@@ -198,7 +198,7 @@ def _cache(
             bar.update(len(by_document))
         done = len(texts)
 
-        def told(parts: Iterable[T]) -> Iterator[T]:
+        def counted(parts: Iterable[T]) -> Iterator[T]:
             nonlocal done
             for part in parts:
                 yield part
@@ -208,11 +208,11 @@ def _cache(
         found = {}
         for name, batches in tasks.items():
             new = partial(made_for, schedule.window + COMPRESSIONS * schedule.freed)
-            answers = recall(scorer(model, new, width), told(batches), needles, schedule, COMPRESSIONS)
+            answers = recall(scorer(model, new, width), counted(batches), needles, schedule, COMPRESSIONS)
             found[name] = cast(RecallValues, asdict(answers))
         decode = _decoded(schedule, lengths)
         ids = usable[torch.randint(0, len(usable), (1, lengths[-1] + decode), generator=generator)]
-        costs = list(told(each_length(model, ids, made_for, lengths, decode, width)))
+        costs = list(counted(each_length(model, ids, made_for, lengths, decode, width)))
     return {"nats": by_document, "recall": found, "chance": needles.chance, "loads": costs}
 
 
@@ -224,7 +224,7 @@ def _planted(
     schedule: Schedule,
     generator: torch.Generator,
 ) -> list[Rows]:
-    """Batches of texts that ask QUESTIONS after each number of compressions, and end with their last question."""
+    """Batches of texts with at least QUESTIONS questions after each number of compressions, cut after the last one."""
     count, early = task
     size = schedule.window + COMPRESSIONS * schedule.freed
     batch = max(1, READ_AT_ONCE // size)
@@ -238,13 +238,13 @@ def _planted(
 
 
 def _decoded(schedule: Schedule, lengths: Sequence[int]) -> int:
-    """Tokens to decode so that a compression is among them at every length."""
+    """Number of tokens to decode, so that a compression is among them at every length."""
     waits = [schedule.window - schedule.entries(length) + 1 for length in lengths]
     return max(min(DECODED, schedule.freed), *waits)
 
 
 def _spectrum(checkpoint: Checkpoint, schedule: Schedule, texts: Sequence[Tensor]) -> SpectrumValues:
-    """Shares, or why there are none."""
+    """Shares of energy, or the reason why there are none."""
     model, tokenizer = checkpoint.open()
     generator = torch.Generator().manual_seed(0)
     rows = max(1, READ_AT_ONCE // schedule.window)
@@ -299,5 +299,5 @@ def _usable(tokenizer: PreTrainedTokenizerBase) -> Tensor:
 
 
 def hash_of(text: Tensor) -> str:
-    """Changes with the text."""
+    """A hash of the text."""
     return hashlib.sha256(text.numpy().tobytes()).hexdigest()

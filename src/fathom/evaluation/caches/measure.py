@@ -1,6 +1,6 @@
-"""What a cache costs and what it keeps: loss by position, needles by compressions, bytes, peak memory and speed.
+"""Measurements of a cache: loss by position, needles by compressions, bytes, peak memory and speed.
 
-A model reads a text through a cache as it would when serving: in the chunks that the cache allows, each token once.
+A model reads a text with a cache as it would when serving: in the chunks that the cache allows, each token once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 CHUNK = 512
-"""Tokens of a row that are read at once, at most."""
+"""Most tokens of a row that are read at once."""
 STATUS, RESET = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 NewCache = Callable[[], Cache]
@@ -40,8 +40,8 @@ def read(
 
     Args:
         model: Any causal language model.
-        ids: The text, or how it goes on after what the cache has seen.
-        cache: Is filled.
+        ids: The text, or its continuation after what the cache has seen.
+        cache: The cache to fill.
         keep: Logits of this many last positions of each piece; 0 for all.
         width: Tokens of a row in a piece, at most; fewer where the cache takes fewer.
     """
@@ -53,7 +53,7 @@ def read(
 
 
 def scorer(model: PreTrainedModel, new_cache: NewCache, width: int = CHUNK) -> Callable[[Tensor, Tensor], Tensor]:
-    """As `retrieval.recall` asks: ids `[B, T]` and n tokens to the logits of these, `[B, T, n]`."""
+    """A `Scorer` for `needles.recall`: ids `[B, T]` and n tokens to the logits of these tokens, `[B, T, n]`."""
 
     def score(ids: Tensor, tokens: Tensor) -> Tensor:
         tokens = tokens.to(model.device)
@@ -84,7 +84,7 @@ def stretches(nats: np.ndarray, width: int) -> list[list[float]]:
 def loads(
     model: PreTrainedModel, ids: Tensor, cache: Cache, lengths: Sequence[int], decode: int, width: int = CHUNK
 ) -> Iterator[Load]:
-    """Read texts `[B, T]` and stop at some lengths, to look at the cache and to read `decode` tokens one by one."""
+    """Read texts `[B, T]` and stop at some lengths to measure the cache and decode `decode` tokens one by one."""
     seen, prefilled, seconds, clock = 0, 0, 0.0, Clock(model.device)
     peak = Peak(model)
     for length in sorted(lengths):
@@ -115,8 +115,8 @@ def each_length(
     decode: int,
     width: int = CHUNK,
 ) -> Iterator[Load]:
-    """As `loads`, with a cache of its own for each length, made for that many tokens: what sets its room aside must not
-    have that of the longest text while a short one is timed."""
+    """As `loads`, but with a new cache for each length: a preallocated cache must not have the size for the longest
+    text while a short one is timed."""
     for length in sorted(lengths):
         yield from loads(model, ids, new(length + decode), [length], decode, width)
 
@@ -127,7 +127,7 @@ def _consume(model: PreTrainedModel, ids: Tensor, cache: Cache, width: int) -> N
 
 
 class Peak:
-    """Most memory in use since now, over what was in use: of the device, or of this process on Linux."""
+    """Peak memory from now on, above what is in use now: of the device, or of this process on Linux."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.device: torch.device = model.device
@@ -139,12 +139,12 @@ class Peak:
             return
         gc.collect()
         with suppress(OSError, AttributeError):
-            ctypes.CDLL(None).malloc_trim(0)  # what was freed is not in use
-            RESET.write_text("5")  # the peak becomes the present
+            ctypes.CDLL(None).malloc_trim(0)  # return freed memory to the system
+            RESET.write_text("5")  # resets the peak
             self.before = _status("VmRSS")
 
     def bytes(self) -> int | None:
-        """Of the peak so far."""
+        """Bytes of the peak so far."""
         if self.before is None:
             return None
         return (torch.cuda.max_memory_allocated(self.device) if self.cuda else _status("VmHWM")) - self.before

@@ -1,7 +1,7 @@
-"""Needles in a text: planted once, asked for once, and counted by the compressions they went through in between.
+"""Needle retrieval: needles are planted in a text, asked for once, and counted by the compressions in between.
 
-A needle binds a key to a value. What follows a question is the text again, so no answer is ever read. One needle can be
-carried as a constant over the whole memory; several at once cannot, and are the honest test.
+A needle binds a key to a value. After a question the text continues, so answers are predicted but never read. A cache
+can carry one needle as a constant over the whole memory, but not several, so several are the real test.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class RetrievalError(FathomError, ValueError):
 
 @dataclass(frozen=True)
 class Needles:
-    """Which tokens plant a needle, which ask for it, and which may answer."""
+    """The tokens of needles, of questions and of answers, for K keys and V values."""
 
     planted: Tensor
-    """`[K, V, p]`: what is planted for a key and a value."""
+    """`[K, V, p]`: the needle of a key and a value."""
     asked: Tensor
-    """`[K, q]`: what asks for a key; the answer is predicted at its last token."""
+    """`[K, q]`: the question for a key; the answer is predicted at its last token."""
     answers: Tensor
-    """`[V]`: the token that a value is answered with."""
+    """`[V]`: the answer token of a value."""
 
     @property
     def chance(self) -> float:
@@ -43,7 +43,7 @@ class Needles:
 
     @classmethod
     def synthetic(cls, keys: int = 16, values: int = 16, first: int = 0) -> Needles:
-        """For a model of its own: one token is a whole needle, so that nothing but memory is tested.
+        """For a model trained on them: one token is a whole needle, so that only memory is tested.
 
         The tokens from `first` on are the answers, the questions and the needles, `values + keys + keys · values`.
         """
@@ -58,10 +58,10 @@ class Needles:
         """For any language model: a key is `length` tokens, a needle is a key and a value, a question is a key again.
 
         Args:
-            ids: Tokens to make them of.
-            generator: Chooses.
-            keys: How many.
-            values: How many.
+            ids: Tokens to choose from.
+            generator: Draws the tokens.
+            keys: Number of keys.
+            values: Number of values.
             length: Tokens of a key.
         """
         if len(ids) < values + 2 * length:
@@ -82,13 +82,13 @@ class Rows:
     value: Tensor
     """`[B, n]`: the value that each needle holds."""
     planted: Tensor
-    """`[B, n]`: where it ends; from then on it is in the memory."""
+    """`[B, n]`: where each needle ends; from then on it is in the memory."""
     asked: Tensor
-    """`[B, n]`: where its question ends, which is where the answer is predicted."""
+    """`[B, n]`: where each question ends, which is where the answer is predicted."""
 
     def compressions(self, schedule: Schedule) -> Tensor:
         """`[B, n]`: compressions that each needle went through before its answer is predicted."""
-        # The question's last token may itself set one off.
+        # The question's last token may itself trigger a compression.
         asked, planted = ((at + 1).clone().apply_(schedule.compressions) for at in (self.asked, self.planted))
         return asked - planted
 
@@ -117,11 +117,12 @@ def plant(
     """Plant `count` needles in every row of a text `[B, T]`, and ask for each.
 
     Args:
-        text: Is not changed.
+        text: The text; it is not changed.
         needles: What to plant.
         count: Needles in a row, all of different keys.
         generator: Draws keys, values and places.
-        within: Plant in the first three quarters of this many tokens and ask after them; else anywhere, in this order.
+        within: Plant in the first three quarters of this many tokens and ask after them; None for anywhere, planting
+            before asking.
         after: Leave this many first tokens alone: a needle among the sinks would never be compressed.
     """
     batch, length = text.shape
@@ -149,14 +150,14 @@ def plant(
 
 
 IDLE = 50
-"""Batches without a wanted question after which no more are drawn."""
+"""Drawing stops after this many batches in a row without a wanted question."""
 
 
 def enough(draw: Callable[[], Rows], schedule: Schedule, compressions: int, questions: int) -> Rows:
-    """Rows of `draw` until each number of compressions up to the one given has its questions, the early ones first.
+    """Draw rows until each number of compressions up to the one given has enough questions.
 
-    A row is taken if it asks for a number that still lacks questions, so that few rows serve all; numbers that are
-    never drawn go without.
+    A row is kept if it asks after a number of compressions that still lacks questions. Numbers that are never drawn
+    stay without.
     """
     taken, lacks, idle = [], torch.full((compressions + 1,), questions), 0
     while (lacks > 0).any() and idle < IDLE:
@@ -188,7 +189,7 @@ class Recall:
 
     @property
     def accuracy(self) -> list[float | None]:
-        """By compressions; None where nothing was asked."""
+        """Accuracy by number of compressions; None where nothing was asked."""
         return [r / n if n else None for r, n in zip(self.right, self.asked, strict=True)]
 
     @property
@@ -197,7 +198,7 @@ class Recall:
         return [wilson(r, n) if n else None for r, n in zip(self.right, self.asked, strict=True)]
 
     def add(self, right: Tensor, compressions: Tensor) -> None:
-        """Count answers `[B, n]`; what went through more compressions than are counted is left out."""
+        """Count answers `[B, n]`; those after more compressions than are counted are left out."""
         for r in range(len(self.asked)):
             here = compressions == r
             self.right[r] += int((right & here).sum())
@@ -208,10 +209,10 @@ def recall(score: Scorer, batches: Iterable[Rows], needles: Needles, schedule: S
     """Ask a model about every needle: the likeliest of the values is its answer.
 
     Args:
-        score: The model, with whatever memory.
-        batches: Texts.
-        needles: What is planted in them.
-        schedule: By which compressions are counted, for every memory alike.
+        score: The model with its cache.
+        batches: Texts with needles.
+        needles: The needles that were planted in them.
+        schedule: Compressions are counted by it, for every cache alike.
         compressions: Count up to this many.
     """
     found = Recall.empty(compressions)

@@ -1,4 +1,4 @@
-"""Caches side by side: the numbers, the sentence that they bear, tables for a terminal and a page."""
+"""The report on caches: numbers, verdict, tables for a terminal, and a page."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from fathom.report.tables import terminal_table
 
 
 def summarize(found: Mapping[str, CheckpointCaches], methods: Sequence[str], at: Sequence[int]) -> CacheReport:
-    """What was measured, with losses by position and paired differences over documents added."""
+    """The measurements, with losses by position and differences paired over documents."""
     report: CacheResults = {**provenance(), "methods": list(methods), "at": list(at), "checkpoints": {}}
     for name, values in found.items():
         schedule = values["schedule"]
@@ -72,7 +72,7 @@ def _sentence(name: str, values: CheckpointCacheRow, report: CacheResults) -> st
 
 
 def _found(recall: Recall) -> str:
-    """How far most needles are found, as far as the intervals say so."""
+    """Up to how many compressions most needles are found, by the intervals."""
     sure = [interval is not None and interval[0] > 0.5 for interval in recall.intervals]
     if not sure[0]:
         return "says nothing about needles, since the model does not surely find most of them in its window"
@@ -102,12 +102,12 @@ def _spans(at: Sequence[int]) -> list[tuple[int, int]]:
 
 
 def _span(nats: Sequence[Sequence[float]], start: int, stop: int, width: int) -> list[float]:
-    """Loss of each document between two positions, of sums over stretches of a width that divides both."""
+    """Loss of each document between two positions, from sums over stretches whose width divides both."""
     return (np.asarray(nats)[:, start // width : stop // width].mean(1) / width).tolist()
 
 
 def _differences(values: CheckpointCaches, methods: Sequence[str]) -> Iterator[CacheGap]:
-    """Of each cache to each after it, beyond the window, paired over documents."""
+    """Differences beyond the window of each cache to each later one, paired over documents."""
     caches = values["caches"]
     for i, method in enumerate(methods):
         for other in methods[i + 1 :]:

@@ -1,10 +1,10 @@
-"""How much of keys and values survives a compression: the share of their energy in the frequencies that are kept.
+"""How much of keys and values survives a compression: the share of their energy in the kept frequencies.
 
     mean = |y_0|² / Σ_{t<M} |y_t|²,      kept = Σ_{0<t<L} |y_t|² / Σ_{0<t<M} |y_t|²
 
 y = D_M x, where x are the M entries that a first compression reads: keys before their rotation, values as the cache
-holds them. Averaging keeps the mean just as well, so only what varies around it says what a low-pass is worth: of white
-noise it keeps (L − 1) / (M − 1).
+holds them. Averaging keeps the mean as well, so the value of a low-pass shows in the variation around the mean: of
+white noise it keeps (L − 1) / (M − 1).
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Shares:
-    """Of the energy, by layer; a layer that makes several trips counts as several."""
+    """Shares of energy by layer; with several trips, by visit."""
 
     mean: list[float]
-    """In the mean over the entries."""
+    """Share of the energy in the mean over the entries."""
     kept: list[float]
-    """Of what varies around the mean, in the kept frequencies; 1 where nothing varies."""
+    """Share of the variation around the mean that lies in the kept frequencies; 1 if nothing varies."""
 
 
 @dataclass(frozen=True)
 class Spectrum:
-    """Shares of what a cache holds."""
+    """Shares of energy in the keys and values of a cache."""
 
     keys: Shares
     values: Shares
     unmixed_values: Shares | None
     """Values as they were projected, for a model whose mixer then changes them."""
     white: float
-    """What is kept of white noise."""
+    """The `kept` share of white noise."""
 
 
 @torch.no_grad()
 def spectrum(model: PreTrainedModel, ids: Tensor, schedule: Schedule) -> Spectrum:
-    """Of a window's entries without the sinks.
+    """The spectrum of a window's entries, without the sinks.
 
     Args:
         model: Any causal language model whose caches can be compressed.
@@ -78,7 +78,7 @@ def shares(layers: Iterable[Tensor], schedule: Schedule) -> Shares:
         x = x[..., schedule.sinks : schedule.window, :].double()
         y = (dct_matrix(schedule.compressed).to(x.device) @ x).square().movedim(-2, 0).flatten(1).sum(1)  # [M]
         mean, varying, kept = float(y[0]), float(y[1:].sum()), float(y[1 : schedule.kept].sum())
-        constant = varying < 1e-24 * mean  # but for rounding
+        constant = varying < 1e-24 * mean  # up to rounding
         found.mean.append(mean / (mean + varying))
         found.kept.append(1.0 if constant else kept / varying)
     return found
