@@ -1,4 +1,4 @@
-"""Faster paths for a GPU, by name: each stands in for a function in `models/`, to which a test holds it.
+"""Faster kernels for a GPU, by name: each replaces a function in `models/`, and a test compares the two.
 
 `depth_mix` and `depth_pool` are ours, in Triton; the others are liger-kernel's (extra `gpu`). None is a default: a
 recipe names them (`train.kernels`), or `--kernels` of `generate`, `evaluate` and `serve`.
@@ -20,14 +20,14 @@ HOMES = {
     **{"depth_mix": "depth_mix", "depth_pool": "depth_pool"},
     **dict.fromkeys(("rms_norm", "swiglu", "linear_cross_entropy"), "liger"),
 }
-"""The file of each kernel, which holds a function of its name."""
+"""By kernel: the file that holds a function of its name."""
 NAMES = tuple(HOMES)
 NEEDS = {
     "depth_mix": ("triton", "triton"),
     "depth_pool": ("triton", "triton"),
     "liger": ("liger_kernel", "liger-kernel"),
 }
-"""By file: the package that it imports, and what the package is called where it is installed from."""
+"""By file: the module that it imports, and the package to install for it."""
 
 
 class KernelError(FathomError, ValueError):
@@ -35,10 +35,10 @@ class KernelError(FathomError, ValueError):
 
 
 def use(names: Sequence[str], device: str | None = None) -> None:
-    """Compute the functions of these names by kernels from now on, and all others as `models/` has them.
+    """Compute the functions of these names by kernels from now on, and all others by the reference in `models/`.
 
     Args:
-        names: Any of `NAMES`; none takes every kernel away.
+        names: Any of `NAMES`; empty for no kernels.
         device: Where the model will be: `cuda`, `cuda:1`, ...; by default cuda where there is one. On a CPU a kernel of
             ours runs in Triton's interpreter alone (TRITON_INTERPRET=1), which is for tests.
     """

@@ -1,8 +1,8 @@
 """The depth mix as one Triton kernel forward and one backward: `depth_attention` with every source read once.
 
-A row is one token and one key-value head. Tensors lie token by token, so the row's key and value are D numbers in one
-piece and its group of queries G times as many. A program takes a tile of rows; the sources are a tuple of pointers over
-which the loop is unrolled, so nothing is stacked. Sums are taken in float32 (float64 for float64).
+A row is one token and one key-value head. Tensors are stored token by token, so a row's key and value are D contiguous
+numbers and its group of queries G times as many. A program takes a tile of rows; the sources are a tuple of pointers
+over which the loop is unrolled, so nothing is stacked. Sums are in float32 (float64 for float64).
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def depth_mix_backward(
     WIDTH: tl.constexpr,
     TALL: tl.constexpr,
 ):
-    """Every gradient of a tile of rows: first what the values say of each weight, then the keys and the query."""
+    """All gradients of a tile of rows: first of the weights, from the values, then of the keys and the query."""
     row, column, live, inside, at = tile(tl.program_id(0).to(tl.int64), rows, TALL, WIDTH)
     d = read(grad + at, inside)
     mean = tl.zeros(live.shape, d.dtype)
@@ -97,7 +97,7 @@ def depth_mix_backward(
 
 
 def constants(group: int, width: int) -> dict[str, int]:
-    """What a kernel is compiled for: query heads to a key-value head, head size, and the rows of a tile."""
+    """Compile-time constants: query heads per key-value head, head size, and the rows of a tile."""
     return {"GROUP": group, "WIDTH": width, "TALL": max(1, TILE // triton.next_power_of_2(width))}
 
 
@@ -118,7 +118,7 @@ def mix(
         query: `[B, H, T, D]`
         keys: `[B, H_kv, T, D]` each, the layer's own last.
         values: As `keys`.
-        self_bias: Added to the own logit, one number.
+        self_bias: One number, added to the logit of the own layer.
     """
     like = values[-1]
     batch, heads, length, width = like.shape
@@ -191,7 +191,7 @@ mix.register_autograd(_back, setup_context=_keep)
 
 
 def by_token(x: Tensor) -> Tensor:
-    """`[B, H, T, D]` as `[B, T, H, D]` in one piece: as the projections made it, without a copy."""
+    """`[B, H, T, D]` as contiguous `[B, T, H, D]`, the layout of the projections, so usually without a copy."""
     return x.transpose(1, 2).contiguous()
 
 

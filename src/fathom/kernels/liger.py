@@ -10,7 +10,7 @@ from fathom.models.loss import IGNORE
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """As `fathom.models.rms_norm.normalise`; gradients are not written over what came in."""
+    """As `fathom.models.rms_norm.normalise`; gradients do not overwrite the input."""
     offset, casting, in_place = 0.0, "llama", False
     return LigerRMSNormFunction.apply(x, weight, eps, offset, casting, in_place)
 

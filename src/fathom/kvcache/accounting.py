@@ -1,4 +1,4 @@
-"""Bytes of a cache, from its tensors: any transformers cache, so that rivals are measured alike."""
+"""Bytes of a cache, from its tensors: for any transformers cache, so that all are measured alike."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from fathom.models.slot_cache import SlotLayer
 
 
 def cache_bytes(cache: Cache) -> int:
-    """Bytes that the layers hold now; neither what all layers share (a method's matrix, the table of slots) nor the
-    spare room of a slot cache is counted."""
+    """Bytes that the layers hold now, without tensors that all layers share (a method's matrix, the slot table) and
+    without the spare room of a slot cache."""
     return sum(
         _bytes((layer.keys, layer.values) if isinstance(layer, SlotLayer) else vars(layer)) for layer in cache.layers
     )

@@ -3,9 +3,9 @@
     group 0 = tokens 0 … N−1:     plain causal attention
     each next F tokens:           memory = compress(memory); attend to memory ++ group, causal at the bottom right
 
-Layers are independent given their keys and values, so doing all groups of a layer and then the next layer equals the
-cache, token by token; and keys come turned by their true positions, which is the cache's own frame. Nothing here holds
-state, so activation checkpointing recomputes it exactly.
+Layers are independent given their keys and values, so computing all groups of a layer before the next layer gives the
+same as the cache, token by token. Keys are rotated by their true positions, as in the cache. Nothing here holds state,
+so activation checkpointing recomputes it exactly.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from .watch import watch
 
 NAME = "fathom_kvcache"
 PATIENCE = 8
-"""Passes in training through which no row need be longer than the window."""
+"""Training passes without a row longer than the window before a warning is given."""
 
 
 class Compression(AbstractContextManager["Compression"]):
-    """A model that attends under compression until `stop()` or the end of a `with` block."""
+    """Attention under compression, switched on for a model until `stop()` or the end of a `with` block."""
 
     def __init__(self, model: PreTrainedModel, method: Method) -> None:
         self.model, self.method = model, method
@@ -44,16 +44,16 @@ class Compression(AbstractContextManager["Compression"]):
                 "call model.set_attn_implementation('sdpa') first"
             )
         self._masks: dict[tuple[int, int, torch.dtype, torch.device], Tensor] = {}
-        self._longest, self._calls = 0, 0  # of training, until the first compression
+        self._longest, self._calls = 0, 0  # longest row and calls of training, until the first compression
         self._layers = [m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")]
         for layer in self._layers:
-            # Past nn.Module's own bookkeeping: a learned matrix must not become a part of every layer.
+            # Set around nn.Module's bookkeeping, so that a learned matrix is not registered in every layer.
             object.__setattr__(layer, "kvcache_compression", self)
         watch(model)
         model.set_attn_implementation(NAME)
 
     def stop(self) -> None:
-        """Give the model its own attention back."""
+        """Restore the model's own attention."""
         self.model.set_attn_implementation(self._before)
         for layer in self._layers:
             vars(layer).pop("kvcache_compression", None)
@@ -88,7 +88,7 @@ class Compression(AbstractContextManager["Compression"]):
         return torch.cat(outputs, dim=1)
 
     def _look_out_for_compressions(self, length: int) -> None:
-        """Warn once of a training that compresses nothing, and thus tunes nothing."""
+        """Warn once if training compresses nothing, so that the model is not tuned for it."""
         if self._longest > self.method.schedule.window:
             return
         self._longest, self._calls = max(self._longest, length), self._calls + 1
@@ -102,10 +102,10 @@ class Compression(AbstractContextManager["Compression"]):
 
     def _mask(self, queries: int, keys: int, like: Tensor) -> Tensor | None:
         if self.name == "sdpa" and (queries == keys or queries == 1):
-            return None  # as transformers does, so that the first window is the stock model's to the last bit
+            return None  # as transformers does, so that the first window is bitwise the stock model's
         place = (queries, keys, like.dtype, like.device)
         if place not in self._masks:
-            with torch.inference_mode(False):  # training may use it later
+            with torch.inference_mode(False):  # a cached tensor, which training may use later
                 visible = torch.ones(1, 1, queries, keys, dtype=torch.bool, device=like.device).tril(keys - queries)
                 if self.name == "eager":  # it adds its mask
                     lowest = torch.finfo(like.dtype).min
@@ -127,12 +127,12 @@ def compress_in_training(
 
     Args:
         model: Any decoder of the supported families.
-        method: A name, or a `Method` (a learned one goes on to `build_cache` afterwards).
-        window: N.
-        sinks: S.
+        method: A name, or a `Method` (a learned one is passed to `build_cache` afterwards).
+        window: N, most entries of a memory.
+        sinks: S, first entries that are never compressed.
         ratio: Share of the window that a compression leaves.
-        kept: L, in place of `ratio`.
-        options: The method's own.
+        kept: L, entries that a compression leaves beside the sinks, in place of `ratio`.
+        options: Options of the method.
     """
     return Compression(model, make_method(config_of(model), method, window, sinks, ratio, kept, **options))
 
@@ -146,7 +146,7 @@ def compressed_attention(
     scaling: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """The registered function; `compress_in_training` tells it how."""
+    """The attention function that is registered with transformers; `compress_in_training` gives it the method."""
     compression: Compression | None = getattr(module, "kvcache_compression", None)
     if compression is None:
         raise RuntimeError(f"attention {NAME!r} has no schedule: switch it on with compress_in_training(model, …)")

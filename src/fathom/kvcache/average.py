@@ -1,4 +1,4 @@
-"""Area-weighted means: the trivial low-pass, and the control that says whether the DCT matters.
+"""Area-weighted means: the simplest low-pass, and the control for whether the DCT matters.
 
 row i of C averages the interval [iM/L, (i+1)M/L), with fractions at its ends
 """

@@ -24,9 +24,9 @@ from .whole import WHOLE
 METHODS: dict[str, type[Method]] = {
     method.name: method for method in (FreqKV, Sinks, Average, Drop, Learned, SnapKV, KeyNorm)
 }
-"""The methods that `build_cache` knows beside `WHOLE`: a file and a word in this list each."""
+"""The compression methods, by name; `WHOLE` has the caches that are not compressed. To add one, add its file and it."""
 NAMES = ("full", *(name for name, method in METHODS.items() if method.by_name))
-"""What a recipe and the command line may name."""
+"""The methods that a recipe and the command line may name."""
 
 
 def build_cache(
@@ -39,19 +39,19 @@ def build_cache(
     quantized: str | None = None,
     **options: object,
 ) -> Cache:
-    """An empty cache that holds at most `window` entries per layer: hand it to `generate`, or to the model.
+    """An empty cache that holds at most `window` entries per layer, for `generate` or a call of the model.
 
     Args:
-        model_or_config: The model; with a configuration alone, call `watch(model)` before use.
+        model_or_config: The model; if only its configuration is given, call `watch(model)` before use.
         method: A name of `METHODS`, one of `WHOLE` (everything, in transformers' own caches, whatever the schedule), or
             a trained `Method`, which brings schedule and options.
-        window: N, the entries that a layer may hold: the length that the weights were trained at. For `full_static`,
-            the tokens to make room for.
-        sinks: S, first entries that stay as they are.
+        window: N, most entries of a layer: best the length that the weights were trained at. For `full_static`, the
+            tokens to allocate.
+        sinks: S, first entries that are never compressed.
         ratio: Share of the window that a compression leaves.
         kept: L, the entries that a compression leaves beside the sinks, in place of `ratio`.
         quantized: Store entries through a transformers backend: `quanto`, `hqq` or `fp8`.
-        options: The method's own, as its class documents them.
+        options: Options of the method, as its class documents them.
     """
     model = model_or_config if isinstance(model_or_config, nn.Module) else None
     config = config_of(model_or_config)

@@ -1,8 +1,8 @@
-"""Forgetting on FreqKV's schedule: the control that says whether any compression matters.
+"""Forgetting on FreqKV's schedule: the control for whether compression matters at all.
 
     C = [0 | I_L]         sinks and the last L, StreamingLLM with hysteresis
 
-Survivors are already at their places, so a compression slices, and only the sinks move.
+The kept entries are at their new positions already, so a compression is a slice, and only the sinks move.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Drop(Method):
     def compress(
         self, keys: Tensor, values: Tensor, first: Tensor, compressions: int, queries: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """As the base, without turning what would come back to where it was."""
+        """As in the base class, without rotating entries that would be rotated back."""
         last = self.reducer(keys, None)
         return (
             torch.cat([self.move(first, compressions + 1), last(keys)], dim=2),

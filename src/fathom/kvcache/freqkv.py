@@ -2,9 +2,9 @@
 
     C = √(L/M) · D_Lᵀ · D_M[:L]         D_n the orthonormal DCT-II matrix
 
-An inverse of length L resamples; the factor makes a constant signal a fixed point, so that compressions do not amplify.
-The product has a closed form: the basis, summed over t < L, is a kernel of Christoffel and Darboux, and the angles of
-the L entries are zeros of the next polynomial, cos Lα = 0. What is left is one sine for each entry:
+The inverse transform of length L resamples; the factor makes a constant signal a fixed point, so that compressions do
+not amplify. The product has a closed form: the basis, summed over t < L, is a Christoffel–Darboux kernel, and the
+angles of the L entries are zeros of the next polynomial, cos Lα = 0. What is left is one term for each entry:
 
     C_im = (−1)^i sin α cos Lβ / (M (cos β − cos α)),  L/M where α = β      α = π(2i + 1)/2L, β = π(2m + 1)/2M
 """
@@ -22,7 +22,7 @@ from .schedule import Schedule
 
 TRANSFORMS = ("auto", "matrix", "fft")
 FFT_FROM = 3000
-"""Entries read by a compression from which `auto` takes the FFT."""
+"""`auto` takes the FFT if a compression reads at least this many entries."""
 
 
 class FreqKV(Fixed):
@@ -40,8 +40,8 @@ class FreqKV(Fixed):
     @staticmethod
     def rows(i: Tensor, kept: int, compressed: int) -> Tensor:
         """The rows `i` of C, `[rows, M]`, in float64."""
-        # α and β are a and b in units of π / 2LM. These are whole numbers, so that their difference is exact, and with
-        # it the quotient where both of its sides are small.
+        # α and β are a and b in units of π / 2LM. These are whole numbers, so their difference is exact, and so is the
+        # quotient where numerator and denominator are small.
         unit = math.pi / (4 * kept * compressed)  # of α / 2 and β / 2
         m = torch.arange(compressed)
         a, b = ((2 * i + 1) * compressed).unsqueeze(1), (2 * m + 1) * kept
@@ -84,7 +84,7 @@ def inverse_dct(y: Tensor) -> Tensor:
     """Dᵀ y along the last but one dimension."""
     n = y.shape[-2]
     y = y / _norm(n, y)
-    # For real x the lost imaginary part of coefficient t is minus coefficient n − t.
+    # For real x the missing imaginary part of coefficient t is minus coefficient n − t.
     mirrored = torch.cat([torch.zeros_like(y[..., :1, :]), y[..., 1:, :].flip(-2)], dim=-2)
     folded = torch.fft.ifft(torch.complex(y, -mirrored) * _twiddle(n, y).conj(), dim=-2).real
     x = torch.empty_like(folded)

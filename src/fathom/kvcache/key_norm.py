@@ -17,5 +17,5 @@ class KeyNorm(Selection):
 
     def scores(self, keys: Tensor, queries: Tensor | None) -> Tensor:
         """`[B, H_kv, N]`."""
-        # To three digits: a word's keys differ in norm by rounding alone, and must not win by it. Equals stay in order.
+        # To three digits: keys of equal words differ in norm by rounding only, which must not decide. Ties keep order.
         return -keys.norm(dim=-1).bfloat16()

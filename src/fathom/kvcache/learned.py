@@ -3,7 +3,7 @@
     C starts as `average`; its L · M numbers are shared by all layers, keys and values, and are trained through
     the attention function
 
-It is a module: hand its parameters to the optimizer, save its state, and give the module itself to `build_cache`.
+It is a module: give its parameters to the optimizer, save its state, and pass the module itself to `build_cache`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The paper's cheap tuning: LoRA on attention, and all embeddings and norms (needs `pip install 'fathom-lm[lora]'`).
 
-Low-rank attention alone does not learn the new distances; with embeddings and norms trained besides, it does
-(arXiv 2309.12307 found that first).
+Low-rank attention alone does not learn the new distances; together with embeddings and norms it does, as arXiv
+2309.12307 found first.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The cache layer of every method, and the cache made of such layers.
 
-Keys lie at *virtual absolute* positions: with T tokens seen and p entries held, entry s lies at s + T − p. New keys
-come turned by their true positions, which are their places in that frame; so models and `generate` need no change, and
-no distance ever reaches N.
+Keys are at *virtual absolute* positions: with T tokens seen and p entries held, entry s is at s + T − p. For new keys
+these are their true positions, by which the model has rotated them; so models and `generate` need no change, and no
+distance ever reaches N.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from .schedule import Schedule
 
 
 class Scheduled:
-    """What follows from a method and from how many tokens came, for a layer and for a cache of layers alike."""
+    """Numbers that depend only on the method and on how many tokens were seen; for a layer and for a whole cache."""
 
     method: Method
 
     def get_seq_length(self) -> int:
-        """Tokens seen, from which positions follow."""
+        """Number of tokens seen, which is the position of the next one."""
         raise NotImplementedError
 
     @property
     def schedule(self) -> Schedule:
-        """When memories are compressed, and to how much."""
+        """The method's schedule."""
         return self.method.schedule
 
     @property
     def entries(self) -> int:
-        """Physical entries of a layer, at most the window."""
+        """Stored entries of a layer, at most the window."""
         return self.schedule.entries(self.get_seq_length())
 
     @property
@@ -58,7 +58,7 @@ class Memory(CacheLayerMixin, Scheduled):
 
     def _forget(self) -> None:
         self.seen = 0
-        self.first: Tensor | None = None  # the sinks' keys as they came
+        self.first: Tensor | None = None  # the sinks' keys before any compression
         self.queries: Tensor | None = None
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -68,11 +68,11 @@ class Memory(CacheLayerMixin, Scheduled):
         self.is_initialized = True
 
     def get_seq_length(self) -> int:
-        """Tokens seen, from which positions follow."""
+        """Number of tokens seen, which is the position of the next one."""
         return self.seen
 
     def get_max_length(self) -> int:
-        """Tokens may come without end."""
+        """No maximum."""
         return -1
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -84,7 +84,7 @@ class Memory(CacheLayerMixin, Scheduled):
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Make a compression if it is due, append `[B, H_kv, q, D]` turned keys and values, and return all."""
+        """Compress if it is due, append rotated keys and values `[B, H_kv, q, D]`, and return all of them."""
         length = key_states.shape[2]
         self.schedule.fit(self.seen, length)
         if not self.is_initialized:
@@ -99,12 +99,12 @@ class Memory(CacheLayerMixin, Scheduled):
         self.seen += length
         keys, values = self._append(key_states, value_states)
         if self.method.observed:
-            keys = keys.view_as(keys)  # for one call: the stored keys themselves would hold the memory that holds them
+            keys = keys.view_as(keys)  # a view for this call: the stored tensor must not refer back to the memory
             keys.memory = self  # type: ignore[attr-defined]  # for the attention function, see observe.py
         return keys, values
 
     def observe(self, queries: Tensor) -> None:
-        """Keep the last queries that the method wants to see."""
+        """Keep the last queries, for methods that need them."""
         known = queries if self.queries is None else torch.cat([self.queries, queries], dim=2)
         self.queries = known[:, :, -self.method.observed :].clone()
 
@@ -174,7 +174,7 @@ class Memory(CacheLayerMixin, Scheduled):
         return new
 
 
-# Called by the compiler itself: what is raised in traced code would only send it back to running that code eagerly.
+# Called by the compiler itself: an error raised in traced code would only make it fall back to eager mode.
 @torch.compiler.assume_constant_result
 def _refuse_compiling() -> None:
     raise RuntimeError(
@@ -197,13 +197,13 @@ class MemoryCache(Cache, Scheduled):
 
     @property
     def seen(self) -> int:
-        """Tokens so far."""
+        """Tokens seen so far."""
         return self.get_seq_length()
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """As every cache; refused while nothing checks the mask."""
+        """As in every cache; refused if no hook checks the mask."""
         if not self.watched:
             raise RuntimeError(
                 "this model is not the one that the cache was built from, so nothing checks the mask: give build_cache "

@@ -1,9 +1,9 @@
-"""What a compression method is: a rule that turns M entries into L, the same for keys and for values.
+"""Compression methods: a rule that turns M entries into L, the same for keys and for values.
 
     [k₁ … k_N], [v₁ … v_N]  →  the S sinks as they are, reduce(the other M)  →  S + L entries
 
-Keys are turned back to position 0 before they are reduced and to their new places after it, in float32 at least, and
-are cast once.
+Keys are rotated back to position 0 before they are reduced and to their new positions after it, in float32 at least,
+and are cast once.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ Reducer = Callable[[Tensor], Tensor]
 
 
 class Method(ABC):
-    """One compression rule with its schedule, shared by all layers and never changed by one."""
+    """One compression rule with its schedule, shared by all layers, which must not change it."""
 
     name: ClassVar[str]
     by_name: ClassVar[bool] = True
-    """Whether a name selects it; a method with trained weights of its own is passed as an object."""
+    """Whether it can be selected by name; a method with trained weights is passed as an object."""
     has_ratio: ClassVar[bool] = True
-    """Whether the share that a compression leaves may be chosen."""
+    """Whether `ratio`, the share that a compression leaves, applies to it."""
     observed: int = 0
-    """How many of the last queries `reducer` wants to see."""
+    """How many of the last queries `reducer` needs."""
 
     def __init__(self, schedule: Schedule, rope: Rope) -> None:
         super().__init__()  # a method may be a module too
@@ -41,16 +41,16 @@ class Method(ABC):
 
     @classmethod
     def plan(cls, window: int, sinks: int, ratio: float, kept: int | None) -> Schedule:
-        """The method's schedule for what the user asked."""
+        """The method's schedule for the user's settings."""
         return Schedule.at(window, sinks, ratio, kept)
 
     @abstractmethod
     def reducer(self, keys: Tensor, queries: Tensor | None) -> Reducer:
-        """What this compression does to the M entries.
+        """The function that a compression applies to the M entries of keys and of values.
 
         Args:
-            keys: All N, `[B, H_kv, N, D]`, turned as attention sees them.
-            queries: The last `observed` ones, `[B, H, w, D]`, turned and scaled; None for a method that wants none.
+            keys: All N, `[B, H_kv, N, D]`, rotated as attention sees them.
+            queries: The last `observed` ones, `[B, H, w, D]`, rotated and scaled; None for a method that needs none.
         """
 
     def compress(
@@ -59,15 +59,15 @@ class Method(ABC):
         """One compression: `[B, H_kv, N, D]` keys and values, as stored, to `[B, H_kv, S + L, D]`.
 
         Args:
-            keys: Turned.
-            values: As they are.
-            first: The sinks' keys as they were before any compression. Moving them from there, by all compressions at
-                once, keeps half precision from wearing them down.
+            keys: Rotated.
+            values: As stored.
+            first: The sinks' keys before any compression. They are moved from there by all compressions at once, so
+                that rounding errors do not add up.
             compressions: Compressions made before this one.
-            queries: As `reducer` wants them.
+            queries: As `reducer` takes them.
         """
         sinks, freed = self.schedule.sinks, self.schedule.freed
-        with torch.autocast(keys.device.type, enabled=False):  # it would send the matrix to half precision
+        with torch.autocast(keys.device.type, enabled=False):  # it would cast the matrix to half precision
             reduce = self.reducer(widen(keys), queries)
             bare = self.rope.turn(widen(keys), 0, -1)[:, :, sinks:]
             rest = self.rope.turn(reduce(bare), sinks + freed).to(keys.dtype)
@@ -76,7 +76,7 @@ class Method(ABC):
         return torch.cat([moved, rest], dim=2), torch.cat([values[:, :, :sinks], rest_values], dim=2)
 
     def move(self, first: Tensor, compressions: int) -> Tensor:
-        """The sinks' keys where that many compressions put them."""
+        """The sinks' keys, rotated to their positions after that many compressions."""
         with torch.autocast(first.device.type, enabled=False):
             return self.rope.turn(widen(first), self.schedule.freed * compressions, 0).to(first.dtype)
 
@@ -94,14 +94,14 @@ class Linear(Method):
         return lambda x: torch.einsum("lm,bhmd->bhld", c, x)
 
 
-# Of all methods: a server makes a cache for every request.
+# Shared by all methods, since a server makes a cache for every request.
 _MATRICES: dict[tuple[Callable[..., Tensor], int, int, torch.dtype, torch.device], Tensor] = {}
 BLOCK = 1 << 18
-"""Entries of a matrix that are worked out at once."""
+"""Entries of a matrix that are computed at a time."""
 
 
 class Fixed(Linear):
-    """A matrix that follows from the schedule alone; made once for each type and device."""
+    """A matrix that depends on the schedule only; computed once for each dtype and device."""
 
     @staticmethod
     @abstractmethod
@@ -110,7 +110,7 @@ class Fixed(Linear):
 
     @classmethod
     def build(cls, kept: int, compressed: int, dtype: torch.dtype = torch.float64) -> Tensor:
-        """C, `[L, M]`. A few rows at a time are made in float64, so that hardly more is held than C itself."""
+        """C, `[L, M]`. A few rows at a time are computed in float64, so that little more memory than C is needed."""
         c = torch.empty(kept, compressed, dtype=dtype)
         for i in torch.arange(kept).split(max(1, BLOCK // compressed)):
             c[i[0] : i[-1] + 1] = cls.rows(i, kept, compressed)
@@ -133,7 +133,7 @@ class Selection(Method):
 
     @abstractmethod
     def scores(self, keys: Tensor, queries: Tensor | None) -> Tensor:
-        """`[B, H_kv, N]`; what the sinks get does not matter."""
+        """Scores `[B, H_kv, N]`; those of the sinks are ignored."""
 
     def reducer(self, keys: Tensor, queries: Tensor | None) -> Reducer:
         """x → the chosen entries of x."""

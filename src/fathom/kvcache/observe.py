@@ -1,4 +1,4 @@
-"""How a method sees queries: an attention backend that shows them to the memory and then does what it always did.
+"""How a method sees queries: an attention backend that passes them to the memory and then attends as usual.
 
 A cache layer gets no queries. So the keys it returns carry a reference to it, and `sdpa_observed` (or `eager_observed`,
 …) follows that reference.
@@ -20,7 +20,7 @@ SUFFIX = "_observed"
 
 
 def backend(name: str, module: nn.Module) -> Attend:
-    """The attention function that `name` means for a layer; `eager` is each family's own."""
+    """The attention function of a name for a layer; `eager` is defined by each model family."""
     if name == "eager":
         function: Attend = sys.modules[type(module).__module__].eager_attention_forward
         return function
@@ -28,7 +28,7 @@ def backend(name: str, module: nn.Module) -> Attend:
 
 
 def observe(model: PreTrainedModel) -> None:
-    """Let the model's attention show its queries to memories that want them; changes no result."""
+    """Let the model's attention pass its queries to memories that need them; results do not change."""
     name = model.config._attn_implementation
     if name.endswith(SUFFIX):
         return

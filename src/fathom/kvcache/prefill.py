@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 def chunks(input_ids: Tensor, cache: Cache) -> Iterator[Tensor]:
-    """`[B, T]` in the longest pieces that each forward pass may bring, from whatever the cache has seen."""
+    """`[B, T]` in the longest pieces that a forward pass may have, continuing after the tokens in the cache."""
     if not isinstance(cache, MemoryCache):
         yield input_ids
         return
@@ -39,11 +39,11 @@ def prefill(
     with `num_beams=n`, after `cache.batch_repeat_interleave(n)`.
 
     Args:
-        model: Reads.
+        model: The model that reads the prompt.
         input_ids: Rows of one length.
-        cache: Empty, or what came before.
+        cache: Empty, or holding what came before.
         attention_mask: For padding, which only a full cache allows.
-        after_chunk: Called after every forward pass; what it raises ends the reading.
+        after_chunk: Called after every forward pass; an exception from it ends the prefill.
     """
     if input_ids.shape[1] == 0:
         raise ValueError("prefill needs at least one token")

@@ -1,7 +1,7 @@
 """A memory whose entries are stored by one of transformers' quantised layers.
 
-The layer is used by its public contract alone: `update` returns everything dequantised, and a fresh layer takes the
-survivors of a compression. So error from quantising is added once per compression to what was there.
+Only the layer's public interface is used: `update` returns everything dequantised, and after a compression a new layer
+gets the remaining entries. So each compression quantises them once more.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class QuantizedMemory(Memory):
         return stored
 
     def _read(self) -> tuple[Tensor, Tensor]:
-        return self._append(self.keys, self.values)  # which are empty, and stay so
+        return self._append(self.keys, self.values)  # these are empty, and stay so
 
     def _replace(self, keys: Tensor, values: Tensor) -> None:
         self.store = type(self.store)()

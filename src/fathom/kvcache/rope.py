@@ -1,6 +1,6 @@
-"""Turning stored keys along the positions, as the model does, and refusing models for which that is not exact.
+"""Rotating stored keys to other positions, as the model does, and refusing models for which that is not exact.
 
-A compression moves entries: entry s is turned back by s, compressed, and turned forward again by s + F. Only
+A compression moves entries: entry s is rotated back by s, compressed, and rotated forward again by s + F. Only
 differences of positions matter to attention, so the tables hold small angles whatever the length of the text. The
 tables and the rotation come from the model family's own code; a family is listed once the tests have run on it.
 """
@@ -54,7 +54,7 @@ POSITION_LINEAR = ("default", "linear", "llama3", "yarn")
 
 
 class Rope:
-    """One model's rotary embedding, without the factor that some scalings put on it."""
+    """One model's rotary embedding, without the attention factor of some scalings."""
 
     def __init__(self, config: PreTrainedConfig) -> None:
         family = FAMILIES[config.model_type]
@@ -64,25 +64,25 @@ class Rope:
             self._embed = getattr(code, name)(config)
         self._apply: Callable[..., tuple[Tensor, Tensor]] = code.apply_rotary_pos_emb
         self.angles: bytes = self._embed.inv_freq.numpy().tobytes()
-        """By how much each pair of channels turns per position: what two models must share to share keys."""
+        """The angle per position of each pair of channels; models with equal angles can share keys."""
         self._tables: dict[tuple[int, int, torch.dtype, torch.device], tuple[Tensor, Tensor]] = {}
 
     def turn(self, x: Tensor, start: int, step: int = 1) -> Tensor:
-        """Rotate entry s of `[B, H, n, D]` by `start + s · step`; a step of 0 turns all alike."""
+        """Rotate entry s of `[B, H, n, D]` by `start + s · step` positions."""
         n = x.shape[2] if step else 1
         key = (start, n * step, x.dtype, x.device)
         if key not in self._tables:
             if len(self._tables) > 16:
-                self._tables.clear()  # a text's total shift is met once by each layer, then never again
+                self._tables.clear()  # the table of a text's total shift is used once by each layer
             self._tables[key] = self._table(torch.arange(n) * step + start, x)
         cos, sin = self._tables[key]
         turned, rest = x[..., : cos.shape[-1]], x[..., cos.shape[-1] :]
-        # The function turns queries and keys alike; there are no queries here.
+        # The function rotates queries and keys alike; there are no queries here.
         turned = self._apply(turned[:0], turned, cos, sin)[1]
         return torch.cat([turned, rest], dim=-1) if rest.shape[-1] else turned
 
     def turns_as(self, other: Rope) -> bool:
-        """Whether both turn by the same angles."""
+        """Whether both rotate by the same angles."""
         return self.angles == other.angles
 
     @torch.inference_mode(False)  # training may use them later
@@ -95,7 +95,7 @@ class Rope:
 
 
 def refuse(config: PreTrainedConfig, window: int) -> None:
-    """Raise for a model whose keys cannot be moved exactly, saying what can be done instead."""
+    """Refuse a model whose keys cannot be moved exactly; the error says what can be done instead."""
     kind = config.model_type
     if getattr(config, "kv_lora_rank", None):
         raise ValueError(f"{kind} keeps latent keys (MLA), which cannot be turned back; use method 'full'")

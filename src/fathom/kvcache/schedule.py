@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 
 RATIO = 0.5
-"""The share that a compression leaves where none is given."""
+"""The default share that a compression leaves."""
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """The arithmetic that cache, training and prefill share."""
+    """When a memory is compressed, and to how many entries; used by cache, training and prefill alike."""
 
     window: int
     """N, the entries that a memory may hold: the length that the weights were trained at."""
@@ -74,7 +74,7 @@ class Schedule:
         return math.gcd(self.window, self.freed)
 
     def entries(self, seen: int) -> int:
-        """Physical entries after `seen` tokens."""
+        """Stored entries after `seen` tokens."""
         return seen if seen <= self.window else self.survivors + 1 + (seen - self.window - 1) % self.freed
 
     def compressions(self, seen: int) -> int:
@@ -82,12 +82,12 @@ class Schedule:
         return 0 if seen <= self.window else 1 + (seen - self.window - 1) // self.freed
 
     def room(self, seen: int) -> int:
-        """How many tokens the next forward pass may bring at most."""
+        """Most tokens of the next forward pass."""
         entries = self.entries(seen)
         return self.freed if entries == self.window else self.window - entries
 
     def cuts(self, seen: int, length: int) -> list[int]:
-        """Lengths of the chunks into which `length` tokens fall."""
+        """Lengths of the chunks into which `length` tokens are cut."""
         chunks = []
         while length > 0:
             chunks.append(min(length, self.room(seen)))
@@ -106,7 +106,7 @@ class Schedule:
 
 
 def whole_numbers(**counts: object) -> None:
-    """Refuse a count that is none, by its name."""
+    """Refuse, by name, a count that is not a whole number."""
     for name, count in counts.items():
         if isinstance(count, bool) or not isinstance(count, Integral):
             raise ValueError(f"{name} must be a whole number, got {count!r}")

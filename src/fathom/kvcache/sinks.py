@@ -1,7 +1,7 @@
 """StreamingLLM (arXiv 2309.17453): attention sinks and the last tokens, at positions inside the memory.
 
-Beyond the window one entry goes per token, so a prompt is read token by token there; `kept` below N − S − 1 lets
-several go at once and reads that many at once.
+Beyond the window each token evicts one entry, so a prompt is read token by token there. With `kept` below N − S − 1
+several are evicted at once, and as many tokens are read at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from .schedule import RATIO, Schedule, whole_numbers
 
 
 class Sinks(Drop):
-    """S sinks and the last N − S tokens. It has no `ratio`, so one of one's own is refused."""
+    """S sinks and the last N − S tokens. `ratio` does not apply to it, so any but the default is refused."""
 
     name = "sinks"
     has_ratio = False

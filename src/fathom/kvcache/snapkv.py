@@ -1,4 +1,4 @@
-"""SnapKV (arXiv 2404.14469) on a rolling memory: keep what the last w queries looked at, and those w entries.
+"""SnapKV (arXiv 2404.14469) on a rolling memory: keep the entries that the last w queries attend to, and the last w.
 
 votes = max-pool over neighbours of  Σ_w softmax(q · k)      mean over the queries that share a key head
 """

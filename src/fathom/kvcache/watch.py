@@ -1,7 +1,7 @@
-"""What a cache layer cannot see: padding, packed rows, and positions that jump.
+"""Checks that a cache layer cannot make: padding, packed rows, and positions that jump.
 
-A layer gets keys and values only. So one hook on the decoder looks at what the caller gave, and refuses what would put
-something else into the memory than the text, instead of computing a wrong answer.
+A layer gets keys and values only. So a hook on the decoder checks the arguments of every call, and refuses those that
+would put something other than the text into the memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .memory import MemoryCache
 from .rope import Rope, refuse
 
 _ROPES: WeakKeyDictionary[nn.Module, Rope] = WeakKeyDictionary()
-"""Of decoders that were run with a compressed cache."""
+"""Rotary embeddings of decoders that were run with a compressed cache."""
 
 
 def decoder_of(model: nn.Module) -> nn.Module:
@@ -52,7 +52,7 @@ def _check(decoder: nn.Module, args: tuple[object, ...], kwargs: dict[str, Any])
 
 
 def turns_keys_as(decoder: nn.Module, cache: MemoryCache) -> None:
-    """Refuse a cache that was built for a model of other angles: it would move keys to where they do not belong."""
+    """Refuse a cache that was built for a model with other rotary angles: it would rotate keys wrongly."""
     if decoder not in _ROPES:
         refuse(decoder.config, cache.schedule.window)
         _ROPES[decoder] = Rope(decoder.config)

@@ -1,6 +1,6 @@
-"""Caches that forget nothing, to hold the others against: transformers' own.
+"""Caches that keep everything, for comparison: transformers' own.
 
-`full` grows with every token, `full_static` has its room set aside at the start, and `full_fp8` stores 8-bit floats.
+`full` grows with every token, `full_static` is allocated at the start, and `full_fp8` stores 8-bit floats.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache, DynamicCache, QuantizedCache, StaticCache
 
 BACKENDS = {"quanto": "QuantoQuantizedLayer", "hqq": "HQQQuantizedLayer", "fp8": "Fp8QuantizedLayer"}
-"""What quantises: the name that transformers gives a backend, and its layer."""
+"""Quantising backends, and the name of transformers' cache layer for each."""
 
 
 def backend_layer(backend: str) -> type[backends.DynamicLayer]:
@@ -34,7 +34,7 @@ def growing(config: PreTrainedConfig, room: int | None, quantized: str | None) -
 
 
 def set_aside(config: PreTrainedConfig, room: int | None, quantized: str | None) -> Cache:
-    """A cache whose memory is there from the start."""
+    """A cache that is allocated at the start."""
     if quantized is not None:
         raise ValueError(f"quantized={quantized}: method 'full_static' stores entries as they are")
     if room is None:
@@ -54,4 +54,4 @@ WHOLE: dict[str, Callable[[PreTrainedConfig, int | None, str | None], Cache]] = 
     "full_static": set_aside,
     "full_fp8": in_fp8,
 }
-"""Each takes a configuration, the tokens to make room for, and a backend that quantises."""
+"""By name: a function of a configuration, the tokens to allocate, and a quantising backend."""
