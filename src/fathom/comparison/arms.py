@@ -1,4 +1,4 @@
-"""Arms of a comparison: recipes that differ in their mechanism, and in what is written after it, alone."""
+"""Arms of a comparison: recipes that differ only in their mechanism and the overrides written after it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fathom.recipe import Recipe, RecipeError, differences, parse_recipe
 Equal = Literal["tokens", "flops", "trips"]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 SHARED = ("data", "evaluate", "train.seed", "train.tokens_per_step")
-"""What all arms have in common, or they are not paired."""
+"""Keys that an arm may not override, since arms are paired."""
 COMMA = re.compile(r",(?![^\[{]*[\]}])")  # not within brackets
 
 
@@ -57,13 +57,13 @@ class Arm:
 
     @property
     def own_steps(self) -> bool:
-        """Whether it says itself how long it trains, in place of the equal budget."""
+        """Whether it sets its own `train.steps` instead of the equal budget."""
         words = [override.partition("=") for override in self.overrides]
         return any(key == "train.steps" or (key == "train" and "steps" in value) for key, _, value in words)
 
 
 def parse_arms(text: str) -> list[Arm]:
-    """`vanilla,mine=depth_attention;model.mixer_options.stride=1`: names, mechanisms, overrides; the control first."""
+    """Arms from `vanilla,mine=depth_attention;model.mixer_options.stride=1`; the first is the control."""
     arms = [_parse_arm(part.strip()) for part in COMMA.split(text)]
     for i, arm in enumerate(arms):
         if arm.name in [other.name for other in arms[:i]]:
@@ -74,7 +74,7 @@ def parse_arms(text: str) -> list[Arm]:
 
 
 def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal) -> dict[str, Recipe]:
-    """Every arm's recipe, with as many steps as spend the control's tokens, training FLOPs or layer visits."""
+    """Every arm's recipe, with the number of steps that spends the control's tokens, training FLOPs or layer visits."""
     recipes = {arm.name: arm.recipe(base) for arm in arms}
     budget = _spent(recipes[arms[0].name], equal)
     for arm in arms[1:]:
@@ -87,7 +87,7 @@ def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal) -> dict[str, Re
 
 
 def training_flops(recipe: Recipe) -> float:
-    """Of a whole run: three forward passes of training for each token."""
+    """Training FLOPs of a whole run."""
     return training_flops_per_token(recipe.config(), recipe.data.sequence_length) * tokens(recipe)
 
 
@@ -97,7 +97,7 @@ def tokens(recipe: Recipe) -> int:
 
 
 def training_trips(recipe: Recipe) -> float:
-    """How often a token of the run goes through the stack in a forward pass of training, over all tokens."""
+    """Passes of all tokens of a run through the stack, in forward passes of training."""
     config = recipe.config()
     return training_visits(config)[0] / config.num_hidden_layers * tokens(recipe)
 

@@ -1,4 +1,4 @@
-"""The table of `fathom mechanisms`: all that is registered, and what each would add to a model by `models/cost.py`."""
+"""The table of `fathom mechanisms`: every registered mechanism, and what it adds to a model by `models/cost.py`."""
 
 from __future__ import annotations
 
@@ -44,20 +44,25 @@ class VanillaRow(TypedDict):
 
 
 def with_mechanism(config: FathomConfig, axis: str, name: str) -> FathomConfig:
-    """The same model with one axis set and the others at their first value; its own options where it has them."""
+    """The same model with one axis set and the others at their first value; options of a set mechanism are kept."""
     keys = config.to_dict()
     options = dict(keys[f"{axis}_options"]) if keys[axis] == name else {}
     if axis != "recurrence" and keys["recurrence"] != DEFAULTS["recurrence"]:
-        options.pop("across_trips", None)  # it says how trips share, and here there is one
+        options.pop("across_trips", None)  # it is about several trips, and here there is one
     for other in AXES:
         keys |= {other: DEFAULTS[other], f"{other}_options": {}}
     return FathomConfig(**{**keys, axis: name, f"{axis}_options": options})
 
 
 def mechanism_rows(config: FathomConfig, bytes_per_scalar: int = 2) -> Iterator[MechanismRow]:
-    """One row per mechanism: what it is, what it adds, and the model it is added to."""
+    """One row per mechanism: what it is, and what it adds to a model.
+
+    Args:
+        config: The model.
+        bytes_per_scalar: Of a number in the cache and in activations.
+    """
     vanilla = with_mechanism(config, "mixer", "none")
-    # 2N, the usual count of a forward pass, so that a share means what the papers mean by it
+    # 2N, the usual count of a forward pass, so that shares compare with those of the papers
     forward = 2 * count_parameters(vanilla)
     for mechanism in known().values():
         chosen = with_mechanism(config, mechanism.axis, mechanism.name)

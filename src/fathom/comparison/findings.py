@@ -1,4 +1,4 @@
-"""From the runs of a comparison to its numbers, and to the one sentence that they bear."""
+"""From the runs of a comparison to its numbers, and to the one sentence that they support."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ from fathom.training.results import RunResult
 
 SIGNIFICANT = 0.05
 SMOOTHED = 20
-"""Points of the curve of training-loss differences, each the mean of a stretch of steps."""
+"""Points of the curve of training-loss differences, each the mean over consecutive steps."""
 
 
 def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
     """Everything that `report.json` holds, from the directory alone.
 
-    A seed counts when every arm has finished it. An arm that failed is left out of it, and a control that failed leaves
-    nothing of it.
+    A seed counts once every arm has finished it or failed. A failed arm is left out of that seed; if the control
+    failed, the whole seed is left out.
     """
     done = {seed: {arm.name: _result(plan, out, arm, seed) for arm in plan.arms} for seed in plan.seeds}
     failed = _failed(plan, out)
@@ -78,7 +78,7 @@ def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
 
 
 def verdict(report: ComparisonResults) -> str:
-    """One sentence: what the evidence shows, what it does not, and how far it reaches."""
+    """One sentence: what the evidence shows, what it does not, and its limits."""
     control, *planned = report["arms"]
     arms = [arm for arm in planned if "difference" in arm]
     count = len(report["seeds"])
@@ -105,13 +105,13 @@ def verdict(report: ComparisonResults) -> str:
 
 
 def family_size(report: ComparisonResults) -> int:
-    """How many differences of the final loss were tested together: to the control, and among the other arms."""
+    """Number of differences of the final loss tested together: to the control, and between the other arms."""
     rows = [*(arm["difference"] for arm in report["arms"] if "difference" in arm), *report["between"]]
     return sum(row["p"] is not None for row in rows)
 
 
 def _failed(plan: Plan, out: Path) -> list[FailedRun]:
-    """The runs that cannot go on."""
+    """The runs that failed."""
     runs = [RunTask(plan, out, arm.name, seed) for seed in plan.seeds for arm in plan.arms]
     return [{"arm": run.arm, "seed": run.seed, **failure} for run in runs if (failure := run.failure) is not None]
 
@@ -165,7 +165,7 @@ def _arm(plan: Plan, out: Path, arm: Arm, runs: Sequence[RunRow]) -> ArmResult:
 
 
 def _trips(recipe: Recipe, runs: Sequence[RunRow]) -> ArmTrips:
-    """Per token of held-out text: as counted where tokens may halt, else the trips that all of them make."""
+    """Trips per token of held-out text: as counted where tokens may halt, else the fixed number."""
     config = recipe.config()
     most = recurrence_class(config).trips_of(config)
     counted = [trips for run in runs if (trips := run.get("trips")) is not None]
@@ -236,13 +236,13 @@ def _curve(arm: ArmResult) -> Curve:
 
 
 def _by_step(lines: Sequence[dict[str, float]], key: str) -> list[dict[str, float]]:
-    """The lines that have a key, one for each step: a run that was killed may have written some again."""
+    """The lines that have a key, one for each step: a run that was killed and resumed may have written some twice."""
     found = {line["step"]: line for line in lines if key in line}
     return [found[step] for step in sorted(found)]
 
 
 def _rows_of(columns: Columns) -> dict[int, int]:
-    """Where the point of each step stands in its columns."""
+    """The row of each step in the columns."""
     return {step: i for i, step in enumerate(columns["step"])}
 
 
@@ -252,15 +252,15 @@ def _losses(run: RunRow) -> dict[int, float]:
 
 
 def _common(runs: Sequence[Mapping[int, float]]) -> list[int]:
-    """The steps that all runs have: a machine that lost its power may have lost lines."""
+    """The steps that all runs have: a power cut may have lost lines of some."""
     return sorted(set(runs[0]).intersection(*runs[1:]))
 
 
 def compare_runs(arms: Sequence[ArmResult]) -> list[PairGap]:
-    """Give every arm but the control, which is the first, its paired differences; return those among the others.
+    """Add paired differences to the control (the first arm) to every other arm; returns those between the others.
 
-    Their p values are adjusted in one family: whatever the number of arms, the chance that any of the differences is
-    called sure and is none stays below 5 %.
+    All p values are adjusted as one family: whatever the number of arms, the chance of calling any difference sure
+    that does not exist stays below 5 %.
     """
     found = [arm for arm in arms[1:] if arm["runs"]]
     _add_differences(found, arms[0])
@@ -276,7 +276,7 @@ def is_sure(difference: TestedGap) -> bool:
 
 
 def _add_differences(arms: Sequence[ArmResult], control: ArmResult) -> None:
-    """Final loss, bits per byte, by position, by domain, while training."""
+    """Add differences of the final loss, bits per byte, loss by position and domain, and loss while training."""
     for arm in arms:
         pairs = _pairs(arm, control)
         arm["difference"] = {**_difference(pairs, lambda run: run["loss"])}
@@ -331,12 +331,12 @@ def paired_gap(found: Difference) -> PairedGap:
 
 
 def gap_of(found: Difference) -> GapValues:
-    """With what its interval says."""
+    """A difference as a report holds it, and whether its interval excludes zero."""
     return {**paired_gap(found), "excludes_zero": found.excludes_zero}
 
 
 def _while_training(pairs: Sequence[tuple[RunRow, RunRow]], step_tokens: float) -> Band:
-    """Training loss minus the control's on the very same batches, as means over stretches of steps."""
+    """Training loss minus the control's on the same batches, averaged over consecutive steps."""
     runs = [(_losses(a), _losses(b)) for a, b in pairs]
     steps = _common([run for pair in runs for run in pair])
     size = max(1, math.ceil(len(steps) / SMOOTHED))
@@ -363,14 +363,14 @@ def _between(arms: Sequence[ArmResult]) -> list[PairGap]:
 def share_of_gain(arms: Sequence[ArmResult], between: Sequence[PairGap]) -> ShareOfGain | None:
     """How much of depth_attention's gain a plain average already has, with its interval by Fieller's theorem.
 
-    A ratio to a gain that may be none says nothing: where the interval has no bounds there is no share either.
+    Where the gain is not told apart from zero the interval is unbounded, and no share is given.
     """
     found = {arm["mechanism"]: arm for arm in arms[1:] if not arm["overrides"]}
     depth, uniform = found.get("depth_attention"), found.get("uniform_depth")
     if depth is None or uniform is None or arms[0]["mechanism"] != "vanilla":
         return None
     if [run["seed"] for run in depth["runs"]] != [run["seed"] for run in uniform["runs"]] or not depth["runs"]:
-        return None  # a share of gains over different seeds would mean nothing
+        return None  # gains over different seeds cannot be divided
     gains = ([b["loss"] - a["loss"] for a, b in _pairs(arm, arms[0])] for arm in (uniform, depth))
     ratio = paired_ratio(*gains)
     known = ratio is not None and depth["difference"]["mean"] < 0
@@ -380,7 +380,7 @@ def share_of_gain(arms: Sequence[ArmResult], between: Sequence[PairGap]) -> Shar
 
 
 def share_in_words(share: ShareOfGain) -> str:
-    """The share and its interval, or that there is none."""
+    """The share and its interval in words, or that it cannot be said."""
     if not share["defined"]:
         return "what share of depth_attention's gain uniform_depth has cannot be said"
     ends = (share["share"], share["low"], share["high"])
@@ -417,7 +417,7 @@ def _clear(arm: ArmResult) -> bool:
 
 
 def _claim(found: Sequence[ArmResult], how: str, control: ArmResult, family: int) -> list[str]:
-    """What is sure, after as many comparisons as there were."""
+    """Differences that are sure after Holm's adjustment."""
     if not found:
         return []
     amounts = [f"{abs(_mean(arm)):.4f} ± {arm['difference']['half_width']:.4f}" for arm in found]
@@ -431,7 +431,7 @@ def _claim(found: Sequence[ArmResult], how: str, control: ArmResult, family: int
 
 
 def _faint(arms: Sequence[ArmResult], control: ArmResult, family: int) -> list[str]:
-    """Intervals that exclude zero, but would not if the other comparisons were taken into account."""
+    """Differences whose own interval excludes zero but which Holm's adjustment does not call sure."""
     found = [arm for arm in arms if arm["difference"]["excludes_zero"] and not _clear(arm)]
     if not found:
         return []
@@ -455,7 +455,7 @@ def _noise(arms: Sequence[ArmResult], control: ArmResult) -> list[str]:
 
 
 def _rivals(report: ComparisonResults) -> list[str]:
-    """Whether attending beats averaging, or else whether the best two of several arms can be told apart."""
+    """Whether depth_attention beats uniform_depth, or else whether the best two of several arms differ."""
     rows = report["between"]
     share = report["share_of_uniform_depth"]
     if share is not None:

@@ -1,4 +1,4 @@
-"""Which worker holds which task, where workers share nothing but a directory.
+"""Claims: which worker holds which task, where workers share nothing but a directory.
 
 A task's claims are files numbered 0, 1, 2, …; the highest number holds. Claiming creates the next number with `link`,
 which fails if another worker was faster, locally and on network file systems alike. Nothing is ever deleted, so no two
@@ -24,7 +24,7 @@ STALE_SECONDS = 60.0
 
 
 class ClaimError(FathomError):
-    """A claim that another worker holds by now; the message is one line."""
+    """A claim that another worker has taken over; the message is one line."""
 
 
 @dataclass
@@ -81,7 +81,7 @@ class Claims:
 
 
 class Claim:
-    """A task that is ours until we leave the `with` block, or until we are taken for dead."""
+    """A task that is ours until the `with` block ends, or until another worker takes this process for dead."""
 
     def __init__(self, path: Path, successor: Path) -> None:
         self.path, self.successor = path, successor
@@ -113,12 +113,12 @@ class Claim:
         while not self._done.wait(HEARTBEAT_SECONDS):
             try:
                 os.utime(self.path)
-            except OSError:  # the disk may be away for a moment; silence is what the heartbeat is for
+            except OSError:  # the disk may be unavailable for a moment; a longer silence lets another worker take over
                 continue
 
 
 def machine() -> str:
-    """What must agree for a process id to mean the same process: the boot, and the container."""
+    """Identifies boot and container: a process id means the same process only if both agree."""
     parts = [platform.node()]
     try:
         parts += [Path("/proc/sys/kernel/random/boot_id").read_text().strip(), os.readlink("/proc/self/ns/pid")]

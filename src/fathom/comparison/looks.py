@@ -1,4 +1,4 @@
-"""Looks at a comparison: with which seeds a report with results was written, so that added seeds can be told."""
+"""Looks at a comparison: the seeds of every report with results, so that seeds added after a look are noticed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from fathom.report.files import read_json, write_json
 
 
 def awaited(report: ComparisonResults) -> list[int]:
-    """Planned seeds that are still to come: not finished, and not lost with their control or with all other arms."""
+    """Planned seeds without a result yet, except those whose control, or every other arm, has failed."""
     lost = {(row["arm"], row["seed"]) for row in report.get("failed", [])}
     control, *others = (arm["name"] for arm in report["arms"])
     gone = {
@@ -24,7 +24,7 @@ def awaited(report: ComparisonResults) -> list[int]:
 
 
 def read_looks(out: Path) -> list[Look]:
-    """The looks so far; a directory that keeps none has its last report."""
+    """The looks so far; in a directory without `looks.json`, the one of its last report."""
     path = out / LOOKS
     try:
         if path.exists():
@@ -37,27 +37,27 @@ def read_looks(out: Path) -> list[Look]:
 
 
 def with_this(looks: Sequence[Look], report: ComparisonResults) -> list[Look]:
-    """The looks, and that of this report if it is a new one."""
+    """The looks with this report added, if it is a new look."""
     known = [(look["seeds"], look["planned"]) for look in looks]
     return [*looks, *(look for look in _look(report) if (look["seeds"], look["planned"]) not in known)]
 
 
 def record(out: Path, report: ComparisonResults) -> None:
-    """Keep the looks of a report that is about to be written."""
+    """Write the looks of a report that is about to be written."""
     if report["looks"]:
         write_json(out / LOOKS, {"looks": report["looks"]})
 
 
 def changed(report: ComparisonResults) -> bool:
-    """Whether the planned seeds are others than when a look was taken."""
+    """Whether the planned seeds changed after a look."""
     return any(set(look["planned"]) != set(report["seeds_planned"]) for look in report.get("looks", []))
 
 
 def warning(report: ComparisonResults) -> str:
-    """The end of a sentence on seeds that were not planned before the first look; empty where all were.
+    """The end of a sentence about seeds that were planned after the first look; empty if there are none.
 
-    A plan that is carried out has one chance to claim something, however often it was looked at on the way. One that is
-    changed after a look, or stopped before its end, had a chance at each look and another at the end of each plan.
+    A plan that is carried out as it was has one chance of a false claim, however often it was looked at on the way. One
+    that is changed after a look, or stopped early, has a chance at each look and at the end of each plan.
     """
     coming, looks = awaited(report), report.get("looks", [])
     if not looks or not (coming or changed(report)):
@@ -77,7 +77,7 @@ def warning(report: ComparisonResults) -> str:
 
 
 def _look(report: ComparisonResults) -> list[Look]:
-    """The look that a report is; one seed bears no claim, so it is none."""
+    """The look that a report amounts to; none for a report of one seed, which claims nothing."""
     if len(report["seeds"]) < 2:
         return []
     planned, date = report["seeds_planned"], report["date"]

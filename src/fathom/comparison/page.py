@@ -234,7 +234,7 @@ def _sequence_length(recipe: Mapping[str, object]) -> int:
 
 
 def _trips(report: ComparisonReport) -> Markup:
-    """Trips per token, whether they go where the loss is, and what they buy; nothing where no token halts."""
+    """Trips per token, their correlation with the loss, and the loss they reach; nothing where no token halts."""
     arms = [(i, arm) for i, arm in enumerate(report["arms"]) if arm["runs"] and "trips" in arm]
     if not any(arm["trips"]["shares"] for _, arm in arms):
         return Markup()
@@ -271,7 +271,7 @@ def _trips(report: ComparisonReport) -> Markup:
 
 
 def _solved(report: ComparisonReport) -> Markup:
-    """How arms that read text by Jacobi rounds stand to their own decoding; nothing without such arms."""
+    """The loss of arms that read text by Jacobi rounds against their own decoding; nothing without such arms."""
     rows = []
     for arm in report["arms"]:
         for found in arm.get("trips", {}).get("solved", []):
@@ -426,7 +426,7 @@ def _method(report: ComparisonReport) -> list[str]:
 
 
 def _beyond(report: ComparisonReport) -> str:
-    """Where to read, or how to find out, what this size and these rates cannot say."""
+    """Pointers to what one size and one learning rate cannot show."""
     if report.get("ladder"):
         link = Markup('<a href="{}">the whole ladder</a>').format(report["ladder"])
         return Markup("This is one rung of a ladder: {} says how it goes on with size.").format(link)
@@ -437,7 +437,7 @@ def _beyond(report: ComparisonReport) -> str:
 
 
 def _coverage(report: ComparisonReport) -> list[str]:
-    """What the intervals are worth where the differences between seeds are not normal."""
+    """The coverage of the intervals where differences between seeds are not normal."""
     count = len(report["seeds"])
     if count < 2:
         return []

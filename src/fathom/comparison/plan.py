@@ -20,7 +20,7 @@ NOT_TIMED = (
     *("track", "data.directory"),
     *(f"train.{key}" for key in ("checkpoint_every", "keep_last", "async_save", "export", "log_every")),
 )
-"""Keys that a measurement does not depend on."""
+"""Keys on which a measurement does not depend."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Plan:
 
     @property
     def control(self) -> Arm:
-        """What the others are measured against."""
+        """The first arm, with which the others are compared."""
         return self.arms[0]
 
     @cached_property
@@ -75,12 +75,12 @@ class Plan:
 
 
 def plan_file(out: Path, name: str, what: str) -> Path:
-    """Where a directory has its plan.
+    """The path of a directory's plan, which must exist.
 
     Args:
         out: The directory.
         name: The file's name.
-        what: What is planned.
+        what: What is planned, for the error: a comparison or a ladder.
     """
     if not (out / name).exists():
         raise RecipeError(f"{out}: holds no {what} ({name} is missing)")
@@ -98,7 +98,7 @@ class RunTask:
 
     @property
     def name(self) -> str:
-        """Names the claim."""
+        """The name of its claim."""
         return f"{self.arm}-measured" if self.seed is None else f"{self.arm}-seed-{self.seed}"
 
     @property
@@ -108,7 +108,7 @@ class RunTask:
 
     @property
     def failure(self) -> Failure | None:
-        """Why training cannot go on (`error`, `step`), if it cannot."""
+        """Why training failed (`error`, `step`); None if it did not."""
         path = self.run_dir / FAILED
         if self.seed is None or self.done or not path.exists():
             return None
@@ -117,7 +117,7 @@ class RunTask:
 
     @property
     def settled(self) -> bool:
-        """Whether nothing is left to do: it is done, it failed, or the control that it is held against did."""
+        """Whether nothing is left to do: it is done, it failed, or the control's run of that seed did."""
         control = RunTask(self.plan, self.out, self.plan.control.name, self.seed)
         return self.done or self.failure is not None or control.failure is not None
 
@@ -132,7 +132,7 @@ class RunTask:
 def make_plan(
     recipe: Recipe, arms: str, seeds: int = 3, equal: Equal = "tokens", pairs: int = 12, out: Path | None = None
 ) -> Plan:
-    """A checked plan: whatever is wrong with it, its data, or the directory it would go on with, is said here."""
+    """A plan, checked together with its data and with the directory that it would continue."""
     if seeds < 1:
         raise RecipeError(f"--seeds {seeds}: allowed: 1 or more")
     if pairs < 0:
@@ -144,7 +144,7 @@ def make_plan(
 
 
 def check(plan: Plan, out: Path | None = None) -> None:
-    """Open the data as every arm will, and hold existing runs against the plan."""
+    """Open the data as every arm will, and compare existing runs with the plan."""
     for name, recipe in plan.recipes.items():
         device_of(recipe.train.device)
         data = open_data(recipe.data.directory, verify=False, collections=recipe.data.collections)
@@ -163,7 +163,7 @@ def check(plan: Plan, out: Path | None = None) -> None:
 
 
 def tasks(plan: Plan, out: Path) -> list[RunTask]:
-    """All work, in the order in which a lone process does it: whole seeds first, so that a partial report is paired."""
+    """All tasks in the order of a single worker: seed by seed, so that a partial report is paired."""
     runs = [RunTask(plan, out, arm.name, seed) for seed in plan.seeds for arm in plan.arms]
     timed = [RunTask(plan, out, arm.name, None) for arm in plan.arms[1:]] if plan.pairs else []
     return [*runs, *timed]

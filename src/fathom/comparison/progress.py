@@ -1,4 +1,4 @@
-"""How far a comparison is, read from its directory: so it also shows what other processes and machines do."""
+"""Progress of a comparison, read from its directory, so it includes the work of other processes and machines."""
 
 from __future__ import annotations
 

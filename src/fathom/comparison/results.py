@@ -24,7 +24,7 @@ class PairedGap(TypedDict):
 
 
 class GapValues(PairedGap):
-    """One with what its interval says."""
+    """A paired difference, and whether its interval excludes zero."""
 
     excludes_zero: bool
 
@@ -43,7 +43,7 @@ class PairGap(TestedGap):
 
 
 class ShareOfGain(TypedDict):
-    """Which share of depth_attention's gain uniform_depth has."""
+    """The share of depth_attention's gain that uniform_depth already has."""
 
     share: float | None
     low: float | None
@@ -87,15 +87,6 @@ class Columns(TypedDict, total=False):
     tokens: list[int]
     seconds: list[float]
     loss: list[float]
-
-
-class Point(TypedDict, total=False):
-    """One row of `Columns`."""
-
-    step: int
-    tokens: int
-    seconds: float
-    loss: float
 
 
 class Evaluated(TypedDict):
@@ -147,7 +138,7 @@ class Band(TypedDict):
 
 
 class Time(TypedDict):
-    """Step times of an arm and the control that took turns: ratio with its quartiles, seconds of both, which clock."""
+    """Step times of an arm and the control, measured in turns: ratio with quartiles, seconds of both, and the clock."""
 
     median: float
     low: float
@@ -209,14 +200,14 @@ class ArmResult(ArmBasics, total=False):
 
 
 class Failure(TypedDict):
-    """Why a run cannot go on, and since which step."""
+    """Why a run failed, and at which step."""
 
     error: str
     step: int
 
 
 class FailedRun(Failure):
-    """A run that cannot go on."""
+    """A run that failed."""
 
     arm: str
     seed: int | None

@@ -1,4 +1,4 @@
-"""What a training step costs beside the control's, and what a cache really holds.
+"""Measured costs of an arm beside the control: time and memory of a training step, and cache growth.
 
 Machines are noisy, so two models take turns A B B A in one process on the same batches, and the ratio is taken round by
 round: whatever slows the machine for a while slows both. On a CPU with one thread the clock is that thread's CPU time.
@@ -79,7 +79,7 @@ def measure(arm: Recipe, control: Recipe, pairs: int) -> Measured:
     del start_a
     memory_b = step_memory(b) - base
     one, other = _stepper(a), _stepper(b)
-    if arm.train.kernels != control.train.kernels:  # the table of stand-ins is one for the process
+    if arm.train.kernels != control.train.kernels:  # the table of kernels is shared by the process
         one, other = _with_kernels(one, arm, ranks.device), _with_kernels(other, control, ranks.device)
     ratio = interleaved(one, other, pairs, ranks.device)
     cuda = ranks.device.type == "cuda"
@@ -116,7 +116,7 @@ def interleaved(
         b: One step of the second.
         pairs: Rounds; each gives one ratio.
         device: Waited for around every step.
-        clock: Of the device if not given.
+        clock: By default a clock for the device.
     """
     clock = clock or Clock(device or torch.device("cpu"))
     for step in (a, b, b, a):
@@ -168,7 +168,7 @@ def saved_bytes(training: Training) -> int:
 
 @torch.no_grad()
 def cache_growth(model: PreTrainedModel) -> float:
-    """Bytes that a real cache grows by for each token really decoded."""
+    """Bytes by which a cache grows for each decoded token, measured."""
     was_training = model.training
     model.eval()
     device = next(model.parameters()).device
@@ -184,7 +184,7 @@ def cache_growth(model: PreTrainedModel) -> float:
 
 
 def _stepper(training: Training) -> Callable[[], object]:
-    """A step as a function: the same few batches over and over, read beforehand."""
+    """A function that makes one step, on a few batches that are read beforehand and repeated."""
     batches = list(training.plan.batch(2, micro_batch=training.micro_batch))
     return lambda: training.step(2, batches)
 
@@ -204,7 +204,7 @@ def _allocated(device: torch.device) -> int:
 
 @contextmanager
 def _no_collection() -> Iterator[None]:
-    """Without the garbage collector, whose pauses belong to neither side."""
+    """Turn the garbage collector off: its pauses would count for one side."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

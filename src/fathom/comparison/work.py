@@ -3,7 +3,7 @@
     out/plan.json               what is compared: recipe, arms, seeds
     out/arms/ARM/seed-0/        an ordinary training run; failed.json in it says why it cannot go on
     out/measured/ARM.json       step time, memory and cache beside the control's
-    out/claims/                 who works on what, see claims.py
+    out/claims/                 who works on what, see leases.py
     out/looks.json              with which seeds a report was written
     out/report.json, .html      written from the above alone
 
@@ -49,11 +49,11 @@ STOPPED = 3
 
 
 class CompareError(FathomError, RuntimeError):
-    """A comparison that could not be finished; the message is one line."""
+    """A comparison that was not finished; the message is one line."""
 
 
 def run_task(task: RunTask, claim: Claim) -> bool:
-    """Do a task, or go on with it; False if a signal ended it early."""
+    """Do or continue a task; False if a signal ended it early."""
     if task.seed is not None:
         return run_training(task.plan.run_recipe(task.arm, task.seed), task.run_dir, claim)
     arm, control = (task.plan.run_recipe(name, task.plan.seeds[0]) for name in (task.arm, task.plan.control.name))
@@ -68,13 +68,13 @@ def run_task(task: RunTask, claim: Claim) -> bool:
 
 
 def run_training(recipe: Recipe, run_dir: Path, claim: Claim, **facts: str) -> bool:
-    """Train, or go on; a run that diverges says so in its directory. False if a signal ended it early.
+    """Train or continue a run; one that diverges leaves `failed.json`. False if a signal ended it early.
 
     Args:
         recipe: What to train.
         run_dir: Where.
-        claim: On it.
-        facts: To keep beside the machine's.
+        claim: The claim on this run, which must not be lost.
+        facts: Written to the run's `machine.json` with those about the machine.
     """
     run_dir.mkdir(parents=True, exist_ok=True)
     write_json(run_dir / MACHINE, {**hardware(), **facts})
@@ -87,7 +87,7 @@ def run_training(recipe: Recipe, run_dir: Path, claim: Claim, **facts: str) -> b
     except TrainingError as error:
         last = next((line for line in reversed(read_metrics(run_dir)) if "skipped" in line), None)
         if last is None or not last["skipped"]:
-            raise  # not the arm's fault, as a full disk is not
+            raise  # not the arm's fault, such as a full disk
         claim.require()
         write_json(run_dir / FAILED, {"error": " ".join(str(error).split()), "step": last["step"]})
         return True
@@ -188,7 +188,7 @@ def rewrite_report(plan: Plan, out: Path) -> ComparisonReport:
 
 
 def refuse_torchrun(command: str = "compare") -> None:
-    """Ranks would wait for each other in runs that are not shared."""
+    """Refuse to run under torchrun: its ranks would each take other runs and wait for one another."""
     if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
         raise RecipeError(f"{command} runs one process per arm: use --workers, not torchrun")
 
@@ -200,7 +200,7 @@ def work(plan: Plan, out: Path, threads: int | None = None) -> bool:
     claims = Claims(out / CLAIMS)
     while pending := [task for task in tasks(plan, out) if not task.settled]:
         claimed = next(((task, claim) for task in _ready(pending) if (claim := claims.take(task.name))), None)
-        if claimed is None:  # others are at all of them; should one die, its claim goes stale and is ours
+        if claimed is None:  # others hold them all; if one dies, its claim goes stale and can be taken
             time.sleep(POLL_SECONDS)
             continue
         task, claim = claimed
@@ -212,14 +212,14 @@ def work(plan: Plan, out: Path, threads: int | None = None) -> bool:
 
 
 def _ready(pending: Sequence[RunTask]) -> Sequence[RunTask]:
-    """What may be begun: an accelerator is timed by the wall clock, so nothing else of ours may run on it."""
+    """Tasks that may start now. On an accelerator, which is timed by the wall clock, measurements run alone."""
     runs = [task for task in pending if task.seed is not None]
     shared = torch.cuda.is_available() and pending[0].plan.recipe.train.device != "cpu"
     return (runs or pending[:1]) if shared else pending
 
 
 def work_together(job: Callable[[Path, int], bool], out: Path, workers: int, threads: int) -> bool:
-    """Start workers and wait; the first that fails ends the others, which save what they have.
+    """Start workers and wait. If one fails the others are ended, and save checkpoints first.
 
     Args:
         job: What a worker does in `out` with `threads` threads, importable by name; False if a signal came.
@@ -254,7 +254,7 @@ def _resume(out: Path, threads: int) -> bool:
 
 
 def _worker(job: Callable[[Path, int], bool], out: Path, threads: int, parent: int) -> None:
-    """A worker's life: never longer than its parent's."""
+    """The main function of a worker process, which ends when its parent does."""
     threading.Thread(target=_follow, args=(parent,), daemon=True).start()
     try:
         finished = job(out, threads)
@@ -273,7 +273,7 @@ def _follow(parent: int) -> None:
 
 
 def tidy() -> None:
-    """Leave nothing of a finished task for the next one to trip over."""
+    """Free memory and compiled code of a finished task."""
     gc.collect()
     torch.compiler.reset()
     if torch.cuda.is_available():
@@ -282,7 +282,7 @@ def tidy() -> None:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch on one CPU thread: its CPU time then counts everything."""
+    """Run torch on one CPU thread, so that the thread's CPU time is all of the work."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -293,7 +293,7 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Environment variables for processes started meanwhile."""
+    """Set environment variables for processes that are started in the block."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

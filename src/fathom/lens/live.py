@@ -1,4 +1,4 @@
-"""The lens inside a running server: `/lens`, and the numbers that its page asks for."""
+"""The lens in a running server: the page at `/lens`, and the route that computes its numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TEXT = "To fathom: to measure a depth; to understand after much thought."
-"""What the page shows before anything was asked."""
+"""The text that the page shows at first."""
 
 
 def add_lens(

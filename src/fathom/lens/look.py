@@ -1,8 +1,8 @@
-"""What a model saw on its way through a text: where its values came from, and what it would have said at every depth.
+"""What a model computed for a text: where its values came from, and what it would have predicted at every depth.
 
 Nothing here is in the forward pass. Hooks on the mixers take the query, the key and the sources that the mixer was
-given and compute its weights a second time; hooks on the layers read the residual stream after every visit and send it
-through the model's own last norm and head (the logit lens).
+given and compute its weights a second time. Hooks on the layers read the residual stream after every visit (one layer
+in one trip) and send it through the model's last norm and head (the logit lens).
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ Array = np.ndarray
 BYTES = byte_letters()
 """The alphabet in which byte-level vocabularies are written."""
 LOGITS_AT_ONCE = 1 << 25
-"""Numbers in a block of logits: all tokens at once would take gigabytes with a large vocabulary."""
+"""Logits computed at a time: all tokens at once would take gigabytes with a large vocabulary."""
 
 
 class LensError(FathomError, ValueError):
-    """Something that the lens cannot look at; the message is one line."""
+    """A model or text that the lens cannot show; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -52,15 +52,16 @@ class Averages:
     """Means over the text and the heads; one row per visit."""
 
     weights: list[list[float]]
-    """What the visit read: as `LensData.sources`, its own value last. Sums to 1."""
+    """Weights of the visits in `LensData.sources`, the visit's own value last. Each row sums to 1."""
     origins: list[list[float]]
-    """Whose *raw* values those are in the end, since sources are mixtures themselves: `[V, V]`. Sums to 1."""
+    """Shares of the visits' *raw* values in each mixed value, traced through sources that are mixtures: `[V, V]`. Rows
+    sum to 1."""
     entropy: list[float]
     """Of the weights, in bits."""
 
     @property
     def own(self) -> list[float]:
-        """How much of each visit's value is its own."""
+        """The share of each visit's own value."""
         return [row[-1] for row in self.weights]
 
 
@@ -76,7 +77,7 @@ class LensData:
     labels: Array
     """`[T]`, each token's entry in `vocabulary`."""
     dropped: int
-    """Tokens at the end of the text that were not looked at."""
+    """Number of tokens at the end of the text that were left out."""
     visits: list[tuple[int, int]]
     """(layer, trip), in order."""
     trips: list[int]
@@ -86,15 +87,15 @@ class LensData:
     vocabulary: list[str]
     """The tokens that occur below, as text."""
     predictions: Array
-    """`[V, T, top]`: what the model would have said next after this visit, likeliest first; entries of `vocabulary`."""
+    """`[V, T, top]`: the next tokens predicted after each visit, likeliest first, as entries of `vocabulary`."""
     probabilities: Array
     """`[V, T, top]`."""
     said: Array
-    """`[T, top]`: what the model did say next, by what its recurrence read out."""
+    """`[T, top]`: the next tokens that the model predicted, from its recurrence's readout."""
     said_probabilities: Array
     """`[T, top]`."""
     next_surprisal: Array
-    """`[V, T]`, bits: of the token that really came next; NaN at the last."""
+    """`[V, T]`: bits of the token that came next, after each visit; NaN at the last."""
     sources: list[tuple[int, ...]]
     """The visits whose values each visit read, itself last. Empty if the weights cannot be known."""
     weights: list[Array]
@@ -118,7 +119,7 @@ class LensData:
         return len(set(self.trips)) > 1
 
     def averages(self) -> Averages:
-        """What a layer reads, over the whole text: each visit by the tokens that made it."""
+        """Means over the text of what each visit reads, over the tokens that made the visit."""
         rows = [self._visitors(i, weights).astype(np.float64) for i, weights in enumerate(self.weights)]
         return Averages(
             [row.mean((0, 1)).tolist() for row in rows],
@@ -144,7 +145,7 @@ class LensData:
             yield raw
 
     def to_dict(self) -> dict[str, object]:
-        """Plain numbers, for programs."""
+        """Plain numbers, for JSON."""
         averages = self.averages()
         return {
             "model": self.model,
@@ -177,7 +178,7 @@ class LensData:
 def mixture(mixer: ValueMixer, query: Tensor, key: Tensor, sources: tuple[Tensor, ...]) -> Tensor | None:
     """The weights with which a mixer adds up its sources' values and, last, its own: `[T, heads, sources + 1]`.
 
-    Register a function here to show a mixer's weights; the lens says nothing about those it does not know.
+    Register a function for a mixer to have its weights shown; the lens leaves out those of mixers it does not know.
     """
     return None
 
@@ -200,7 +201,7 @@ def _(mixer: ValueResidual, query: Tensor, key: Tensor, sources: tuple[Tensor, .
 
 
 def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, text: str) -> bool:
-    """Whether two tokenizers have the same vocabulary and cut this text alike: else nothing can be put side by side."""
+    """Whether two tokenizers have the same vocabulary and split this text alike, so that models can be compared."""
     return one.get_vocab() == other.get_vocab() and one(text)["input_ids"] == other(text)["input_ids"]
 
 
@@ -222,15 +223,15 @@ def look(
         text: What to look at.
         top: Predictions to keep at every visit.
         max_tokens: Look at no more tokens than this, and never at more than the model's context holds.
-        name: What the page calls the model.
-        progress: Told after every visit how many are done.
+        name: The model's name on the page.
+        progress: Called after every visit with the number of visits done.
     """
     every_id, pieces = _checked(tokenizer, text, top, max_tokens)
     length = min(len(every_id), max_tokens, model.config.max_position_embeddings)
     ids = torch.tensor(every_id[:length], device=model.device)
     trips = model.model.plan
     visits = [visit for trip in trips for visit in trip]
-    # Under the view ALL all slots go through the stack side by side, several times over: the last time counts.
+    # Under the view ALL the slots go through the stack side by side, round after round; the last round counts.
     stages = 1 if model.model.recurrence.view.depth_parallel else len(trips)
     passed: deque[ResidualState] = deque(maxlen=model.config.num_hidden_layers)
     says = _Says(model, ids, min(top, model.config.vocab_size))
@@ -295,12 +296,12 @@ def _checked(tokenizer: PreTrainedTokenizerBase, text: str, top: int, max_tokens
 
 
 def _by_stage(weights: Sequence[Tensor | None], stages: int) -> list[Tensor | None]:
-    """Weights of slots that lay side by side, one entry for each stage and layer."""
+    """Weights of interleaved slots, separated: one entry for each trip and layer."""
     return [w if w is None or len(w) == 1 else w[stage::stages] for stage in range(stages) for w in weights]
 
 
 class _Says:
-    """The logit lens: what the last norm and the head make of the residual stream, visit by visit."""
+    """The logit lens: predictions of the last norm and the head from the residual stream, visit by visit."""
 
     def __init__(self, model: FathomForCausalLM, ids: Tensor, top: int) -> None:
         self.model, self.ids, self.top = model, ids, top
@@ -317,7 +318,7 @@ class _Says:
         self.next_surprisal.append(np.append(bits, np.nan))
 
     def final(self, hidden: Tensor) -> Array:
-        """Bits of every token but the first, by what the model really said."""
+        """Bits of every token but the first, under the model's own readout."""
         self.said, self.said_probabilities, bits = self._read(hidden[0])
         return bits
 
@@ -331,14 +332,14 @@ class _Says:
         return tuple(torch.cat(parts).cpu().numpy() for parts in (chosen, probabilities, bits))  # type: ignore[return-value]
 
     def vocabulary(self, tokenizer: PreTrainedTokenizerBase) -> tuple[Array, Array, Array, list[str]]:
-        """Predictions, what was said, and tokens as entries of one list of strings, and that list."""
+        """Predictions by visit, final predictions and the text's tokens as indices into a list of strings; the list."""
         predicted, own = np.stack(self.chosen), self.ids.cpu().numpy()
         distinct = np.unique(np.concatenate([predicted.ravel(), self.said.ravel(), own]))
         spelled = [_spell(tokenizer, int(i)) for i in distinct]
         return *(np.searchsorted(distinct, found) for found in (predicted, self.said, own)), spelled  # type: ignore[return-value]
 
     def _blocks(self, hidden: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Log-probabilities and the tokens that followed, some rows at a time."""
+        """Log-probabilities and the tokens that followed, in blocks of rows."""
         rows = max(1, LOGITS_AT_ONCE // self.model.config.vocab_size)
         for start in range(0, len(hidden), rows):
             logits = widen(self.model.lm_head(hidden[start : start + rows]))
@@ -363,7 +364,7 @@ def _evaluating(model: torch.nn.Module) -> Iterator[None]:
 def _hooks(
     model: FathomForCausalLM, mixed: Callable[..., None], after: Callable[[ResidualState], None]
 ) -> Iterator[None]:
-    """Call `mixed` with what every mixer is given and `after` with what every layer leaves, in the plan's order."""
+    """Call `mixed` with every mixer's inputs and `after` with every layer's residual state, in the plan's order."""
     caller = threading.get_ident()  # a server's other threads use the same modules
 
     def on_mixer(mixer: ValueMixer, arguments: tuple[Tensor, ...], _: Tensor) -> None:
@@ -394,14 +395,14 @@ def _tokenise(tokenizer: PreTrainedTokenizerBase, text: str) -> tuple[list[int],
     encoded = tokenizer(text, return_offsets_mapping=True)
     pieces, done = [], 0
     for _, end in encoded["offset_mapping"]:
-        # Offsets skip what a normaliser drops, and repeat where tokens share a character.
+        # Offsets leave out text that a normaliser drops, and repeat for tokens that share a character.
         pieces.append(text[done : max(done, end)])
         done = max(done, end)
     return encoded["input_ids"], pieces
 
 
 def _spell(tokenizer: PreTrainedTokenizerBase, index: int) -> str:
-    """A token as text; one that is a part of a character as its bytes."""
+    """A token as text; its bytes if it is a part of a character."""
     spelled = tokenizer.decode([index])
     if spelled and "\ufffd" not in spelled:
         return spelled
@@ -417,7 +418,7 @@ def _layer_weights(model: FathomForCausalLM, visits: list[Visit]) -> list[list[f
     layers = model.config.num_hidden_layers
     residuals = [layer.mlp_residual for layer in model.model.layers]
     if len(visits) > layers or not isinstance(residuals[0], DenseFormer):
-        return None  # in a loop, what a weight belongs to changes from trip to trip
+        return None  # in a loop, the output that a weight belongs to changes from trip to trip
     rows: list[list[float | None]] = []
     for layer, residual in enumerate(residuals):
         assert isinstance(residual, DenseFormer)

@@ -1,7 +1,7 @@
-"""The lens as one HTML file that loads nothing: `lens.html.j2` with its style, its script and the numbers put in.
+"""The lens as one HTML file that loads nothing: `lens.html.j2` with its style, its script and the numbers.
 
-Per-token numbers travel as base64 of little-endian integers, a fifth of their size as JSON, and are only turned into
-markup for the token that is looked at; so two thousand tokens weigh a megabyte or two and nothing lags.
+Per-token numbers are base64 of little-endian integers, a fifth of their size as JSON, and become markup only for the
+token that is selected; so a page of two thousand tokens is a megabyte or two and stays fast.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ BITS = 1024
 NONE = 65535
 """Code for a token without a surprisal, the first one."""
 MANY = 500_000
-"""With more depth weights than this, each takes one byte in place of two."""
+"""With more depth weights than this, each is stored in one byte instead of two."""
 
 
 def lens_page(data: LensData, live_endpoint: str | None = None, compare: LensData | None = None) -> str:
@@ -46,12 +46,12 @@ def lens_page(data: LensData, live_endpoint: str | None = None, compare: LensDat
 
 
 def pack(*data: LensData) -> dict[str, object]:
-    """What the page shows, small: ready for JSON."""
+    """The page's data, packed for JSON."""
     return {"models": [_pack(item) for item in data]}
 
 
 def quantise(weights: Array, steps: int) -> Array:
-    """Integers that add up to `steps` along the last axis: what is shown of a whole is a whole."""
+    """Integers in proportion to the weights that add up to exactly `steps` along the last axis."""
     scaled = weights.astype(np.float64) * steps
     floor = np.floor(scaled)
     missing = np.rint(steps - floor.sum(-1, keepdims=True))

@@ -1,4 +1,4 @@
-"""What every page and table is made of: HTML, plots, statistics, provenance, progress, files."""
+"""Building blocks of pages and reports: HTML, plots, tables, statistics, provenance, progress, files."""
 
 REPORT, PAGE = "report.json", "report.html"
-"""What a comparison, an evaluation and a lineage report end in."""
+"""File names of the report of a comparison, a ladder, an evaluation or a lineage comparison."""

@@ -17,7 +17,7 @@ from filelock import BaseFileLock, FileLock, SoftFileLock, Timeout
 
 from fathom.errors import FathomError
 
-# What a file system says that has no locks, or none at the moment: a network drive without its lock service, FUSE.
+# Errors of file systems without locks, such as FUSE or a network drive whose lock service is down.
 NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL}
 
 
@@ -33,23 +33,23 @@ class HeldError(FathomError):
 
     def __init__(self, marker: Path | None = None) -> None:
         self.advice = "" if marker is None else f"; if that process is gone, delete {marker}"
-        """What to add to a message: empty where the system frees the lock of a dead process by itself."""
+        """The end of an error message: how to remove a marker; empty where the system frees a dead process' lock."""
         super().__init__(f"another process holds it{self.advice}")
 
 
 @contextmanager
 def lock(path: Path) -> Iterator[None]:
-    """Hold a lock file for this process alone; the system lets go of it however the process ends.
+    """Hold a lock file for this process alone; the system releases it however the process ends.
 
     A file system without locks gets a marker file instead, which a killed process leaves behind. The lock file is gone
-    afterwards. A held lock raises `HeldError`; a place that cannot be written, the system's own `OSError`.
+    afterwards. If another process holds the lock it raises `HeldError`; if the path cannot be written, an `OSError`.
     """
     taken = _native(path) or _marker(path)
     try:
         yield
     finally:
         if not isinstance(taken, SoftFileLock):
-            # While it is still held: a process that opened the file before sees that its name is gone and tries again.
+            # Removed while it is held: a process that opened it before notices that the name is gone and tries again.
             with suppress(OSError):
                 path.unlink()
         taken.release()
@@ -84,7 +84,7 @@ def _marker(path: Path) -> BaseFileLock:
 
 
 def write_durably(path: Path, text: str) -> None:
-    """Write a file and wait until the disk has it."""
+    """Write a file and wait until it is on the disk."""
     with path.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
@@ -102,7 +102,7 @@ def write_atomically(path: Path, text: str) -> None:
             temporary.unlink()
         if error.errno is None:
             raise
-        raise OSError(error.errno, error.strerror, str(path)) from error  # the name that was asked for
+        raise OSError(error.errno, error.strerror, str(path)) from error  # name the target, not the temporary file
     sync_directory(path.parent)
 
 
@@ -113,7 +113,7 @@ def write_json(path: Path, value: object) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """A JSON object from a file, whose keys the caller knows; a `ValueError` where it holds anything else."""
+    """A JSON object from a file; a `ValueError` if it holds anything else."""
     value = json.loads(path.read_bytes())
     if not isinstance(value, dict):
         raise ValueError(f"{path} is not a JSON object")
@@ -121,7 +121,7 @@ def read_json(path: Path) -> Any:
 
 
 def finite(value: Any) -> Any:
-    """Plain data for JSON, which has no infinity and no scalars of numpy: null stands for what is not a number."""
+    """Data for JSON, which has neither NaN, infinity nor numpy scalars: null stands for numbers that are not finite."""
     if isinstance(value, Mapping):
         return {key: finite(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -132,8 +132,8 @@ def finite(value: Any) -> Any:
 
 
 def sync_directory(path: Path) -> None:
-    """Wait until the disk has a directory's names."""
-    if os.name == "nt":  # which cannot open a directory, and keeps names in order by itself
+    """Wait until a directory's entries are on the disk."""
+    if os.name == "nt":  # cannot open directories; NTFS keeps names in order by itself
         return
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -1,7 +1,7 @@
 """Building blocks of a report: one HTML file that needs nothing else and reads well on a phone, by day and by night.
 
-Blocks are markup made by the templates beside this file; all other text is escaped, so that a name from the command
-line cannot break a page.
+Blocks are markup made by the templates beside this file. All other text is escaped, so no name from the command line
+can break a page.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ BLOCKS = "report/blocks.html.j2"
 
 
 def page(title: str, verdict: str, *blocks: str, note: str = "") -> str:
-    """A whole document: a title, the one sentence that says what the evidence shows, and the blocks."""
+    """A whole document: a title, the verdict in one sentence, and the blocks."""
     shown = list(filter(None, blocks))
     return render("report/page.html.j2", title=title, verdict=verdict, blocks=shown, note=note)
 
 
 def section(heading: str, *blocks: str) -> Markup:
-    """A heading and what belongs to it; nothing if nothing does."""
+    """A heading and its blocks; empty if there are no blocks."""
     shown = list(filter(None, blocks))
     return macro("section", BLOCKS, heading, shown) if shown else Markup()
 
 
 def paragraph(text: str, quiet: bool = False) -> Markup:
-    """A paragraph; `quiet` for what only the careful reader needs."""
+    """A paragraph; `quiet` for details in smaller type."""
     return macro("paragraph", BLOCKS, text, quiet)
 
 
@@ -43,12 +43,12 @@ def bullets(items: Sequence[str]) -> Markup:
 
 
 def table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str]], prose: Collection[str] = ()) -> Markup:
-    """Rows whose first cell is their header; columns of `prose` wrap. A table too wide scrolls by itself."""
+    """A table whose first column is its row headers; the columns in `prose` wrap. Wide tables scroll sideways."""
     return macro("table", BLOCKS, caption, columns, rows, prose)
 
 
 def figure(title: str, picture: str, caption: str = "") -> Markup:
-    """A plot with its title and what to know when reading it; nothing without a plot."""
+    """A plot with its title and caption; empty without a plot."""
     return macro("figure", BLOCKS, title, picture, caption) if picture else Markup()
 
 
@@ -59,7 +59,7 @@ def figures(*items: str) -> Markup:
 
 
 def legend(names: Sequence[str]) -> Markup:
-    """Which line is whose: the first name has the first colour and dash of every plot."""
+    """The legend: names in the order of the plots' colours and dashes."""
     return macro("legend", BLOCKS, [(name, i % SERIES, DASHES[i % len(DASHES)]) for i, name in enumerate(names)])
 
 
@@ -74,7 +74,7 @@ def source(report: Provenance) -> Markup:
 
 
 def write(directory: Path, values: Mapping[str, object], html: str) -> tuple[Path, Path]:
-    """Put `report.json` and `report.html` in place, each whole or not at all."""
+    """Write `report.json` and `report.html`, each atomically; returns their paths."""
     paths = directory / REPORT, directory / PAGE
     write_json(paths[0], finite(values))
     write_atomically(paths[1], html)

@@ -1,4 +1,4 @@
-"""Integers that look like chance and are the same everywhere."""
+"""A hash of integers: pseudo-random, and the same on every machine."""
 
 from __future__ import annotations
 

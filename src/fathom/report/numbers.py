@@ -1,4 +1,4 @@
-"""Numbers as people read them."""
+"""Numbers formatted for people."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def short(number: float, digits: int = 4, space: str = " ", whole: float = 1e3) 
     """1.5 M rather than 1500000.
 
     Args:
-        number: Any.
+        number: The number.
         digits: Significant ones.
         space: Between number and prefix.
-        whole: Smaller numbers are written out.
+        whole: Numbers below this are written out.
     """
     if number == 0:
         return "0"

@@ -1,7 +1,7 @@
-"""Small plots as inline SVG: drawn at the width of a phone, coloured by the page's CSS, described in words.
+"""Small plots as inline SVG, drawn at the width of a phone, coloured by the page's CSS, with a text description.
 
-Text is 12 units high in a picture 360 units wide, so it stays legible where a scaled-down wide figure would not; on a
-desk a page puts several side by side.
+Text is 12 units high in a picture 360 units wide, so it is legible where a wide figure would be scaled down. On a wide
+screen a page puts several side by side.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from fathom.report.templates import macro
 WIDTH, HEIGHT = 360, 240
 LEFT, RIGHT, TOP, BOTTOM = 52, 12, 12, 44
 ROW = 34
-"""Height of one interval with its label, in pixels as all sizes here."""
+"""Height of one interval with its label, in pixels like all sizes here."""
 CELLS_LEFT, CELLS_TOP = 40, 24
 FAINTEST = 0.004
-"""Least value of a matrix cell that is drawn."""
+"""Matrix cells below this value are not drawn."""
 TEMPLATE = "report/plots.html.j2"
 DASHES = ("none", "6 3", "2 3", "8 3 2 3", "4 2", "1 2")
 UNSEEN = "1 4"
-"""Dashes of a line where nothing was observed."""
+"""Dash pattern of a line beyond what was observed."""
 SERIES = 8
 """Colours the page defines, `--series-0` (the control) to `--series-7`."""
 Pairs = Collection[tuple[int, int]]
@@ -43,9 +43,9 @@ class Line:
     high: Sequence[float] | None = None
     marks: bool = True
     joined: bool = True
-    """Whether its points are joined; else marks are all there is."""
+    """Whether a line joins its points; else only marks are drawn."""
     dashed: bool = False
-    """Whether it is drawn as what was not observed."""
+    """Whether it is drawn dashed, as a fit or a forecast beyond what was observed."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class IntervalMark:
 
     @property
     def words(self) -> str:
-        """The numbers in words, for a screen reader."""
+        """The numbers as text, for a screen reader."""
         if self.low is None or self.high is None:
             return f"{self.value:+.4f}, no interval"
         return f"{self.value:+.4f}, 95 % interval {self.low:+.4f} to {self.high:+.4f}"
@@ -68,7 +68,7 @@ class IntervalMark:
 
 @dataclass(frozen=True)
 class Axis:
-    """What a side of a matrix counts, and the number of each row or column."""
+    """The label of a side of a matrix, and the number of each row or column."""
 
     name: str
     numbers: Sequence[int]
@@ -95,7 +95,17 @@ def line_plot(
     x_from_zero: bool = True,
     top: float | None = None,
 ) -> Markup:
-    """Curves over one axis; `zero` draws the line at y = 0, and the axis reaches `top` at least."""
+    """Curves over one axis.
+
+    Args:
+        lines: The curves.
+        x_label: Label of the x axis.
+        y_label: Label of the y axis.
+        description: The plot in words, for a screen reader.
+        zero: Draw the line at y = 0.
+        x_from_zero: Start the x axis at 0.
+        top: The y axis reaches at least this value.
+    """
     xs = [x for line in lines for x in line.x if math.isfinite(x)]
     ys = [y for line in lines for part in (line.y, line.low or (), line.high or ()) for y in part if math.isfinite(y)]
     if not xs or not ys:
@@ -124,7 +134,7 @@ def line_plot(
 
 
 def interval_plot(intervals: Sequence[IntervalMark], x_label: str, description: str, line: float = 0.0) -> Markup:
-    """One row per interval, and a line: that of no difference, or of what is to be expected."""
+    """One row per interval, and a vertical line at `line`: no difference, or the expected value."""
     values = [v for i in intervals for v in (i.value, i.low, i.high) if v is not None and math.isfinite(v)]
     low, high = _range([*values, line])
     frame = _Frame((low, high), (0.0, 1.0), height=ROW * len(intervals) + BOTTOM + TOP, left=RIGHT + 4)
@@ -147,14 +157,14 @@ def interval_plot(intervals: Sequence[IntervalMark], x_label: str, description: 
 
 
 def cell_plot(values: Sequence[Sequence[float]], down: Axis, across: Axis, outlined: Pairs, description: str) -> Markup:
-    """A matrix of shares as cells: full colour is 1, none is 0.
+    """A matrix of shares as cells, from no colour at 0 to full colour at 1.
 
     Args:
         values: `[rows, columns]`; below 0 counts as 0.
         down: What rows are, and the number of each.
         across: The same of columns.
         outlined: Cells (row, column) to draw an edge around.
-        description: The picture in words.
+        description: The picture in words, for a screen reader.
     """
     rows, columns = len(down.numbers), len(across.numbers)
     side = (WIDTH - CELLS_LEFT - RIGHT) / max(rows, columns)
@@ -179,13 +189,13 @@ def cell_plot(values: Sequence[Sequence[float]], down: Axis, across: Axis, outli
 
 
 def every(count: int, most: int = 8) -> list[int]:
-    """Places to label: at most `most` of `count`, equally far apart."""
+    """Indices to label: at most `most` of `count`, evenly spaced."""
     return list(range(0, count, max(1, math.ceil(count / most))))
 
 
 @dataclass(frozen=True)
 class _Frame:
-    """Data coordinates to picture coordinates, to a tenth."""
+    """Maps data coordinates to picture coordinates, rounded to a tenth."""
 
     x_range: tuple[float, float]
     y_range: tuple[float, float]
@@ -196,46 +206,46 @@ class _Frame:
 
     @property
     def bottom(self) -> int:
-        """Of the axes."""
+        """y of the x axis."""
         return self.height - BOTTOM
 
     @property
     def middle(self) -> float:
-        """Between left and right."""
+        """x half-way between left and right."""
         return (self.left + self.right) / 2
 
     @property
     def centre(self) -> float:
-        """Between top and bottom."""
+        """y half-way between top and bottom."""
         return (self.top + self.bottom) / 2
 
     def x(self, value: float) -> float:
-        """From left to right."""
+        """The picture's x of a data value."""
         low, high = self.x_range
         return round(self.left + (value - low) / (high - low) * (self.right - self.left), 1)
 
     def y(self, value: float) -> float:
-        """From bottom to top."""
+        """The picture's y of a data value."""
         low, high = self.y_range
         return round(self.bottom - (value - low) / (high - low) * (self.bottom - self.top), 1)
 
     def place(self, x: float, y: float) -> tuple[float, float]:
-        """Of a point."""
+        """The picture coordinates of a point."""
         return self.x(x), self.y(y)
 
     def x_ticks(self) -> list[tuple[float, str]]:
-        """Places and labels."""
+        """Positions and labels of the ticks."""
         return [(self.x(tick), short(tick)) for tick in ticks(*self.x_range, count=4)]
 
     def y_ticks(self) -> list[tuple[float, str]]:
-        """Places and labels."""
+        """Positions and labels of the ticks."""
         return [(self.y(tick), short(tick)) for tick in ticks(*self.y_range, count=4)]
 
 
 def _outline(
     frame: _Frame, x: Sequence[float], low: Sequence[float], high: Sequence[float]
 ) -> list[tuple[float, float]]:
-    """Around a band: there along its upper edge, back along its lower one."""
+    """The outline of a band: forward along one edge, back along the other."""
     rows = [row for row in zip(x, low, high, strict=True) if all(map(math.isfinite, row))]
     return [frame.place(at, top) for at, _, top in rows] + [frame.place(at, bottom) for at, bottom, _ in reversed(rows)]
 

@@ -18,7 +18,7 @@ PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "scip
 
 
 class Provenance(TypedDict):
-    """What every report says about itself."""
+    """Where a report comes from, as it is stored in the report."""
 
     command: str
     date: str
@@ -29,7 +29,7 @@ class Provenance(TypedDict):
 
 
 def provenance() -> Provenance:
-    """What a report must say about itself."""
+    """The provenance of a report made now, by this process."""
     return {
         "command": " ".join([Path(sys.argv[0]).name, *map(shlex.quote, sys.argv[1:])]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -40,7 +40,7 @@ def provenance() -> Provenance:
 
 
 def recorded(report: Provenance) -> Provenance:
-    """The provenance in an earlier report, without the rest of it."""
+    """The provenance of an earlier report, read from it."""
     return {
         "command": report["command"],
         "date": report["date"],
@@ -51,7 +51,7 @@ def recorded(report: Provenance) -> Provenance:
 
 
 def facts_of(report: Provenance) -> dict[str, str]:
-    """The provenance in a report, each fact in words."""
+    """The provenance of a report as text, by heading."""
     hardware = report["hardware"]
     machine = ", ".join(str(hardware[key]) for key in ("gpu", "cpu") if key in hardware)
     return {
@@ -83,7 +83,7 @@ def commit() -> str | None:
 def hardware() -> dict[str, object]:
     """The processor, and the accelerator if there is one."""
     found: dict[str, object] = {"cpu": _cpu(), "cores": _cores(), "system": f"{platform.system()} {platform.machine()}"}
-    import torch  # slow, and a page that is only written again does without
+    import torch  # slow to import, and not needed to write a page again
 
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
@@ -91,7 +91,7 @@ def hardware() -> dict[str, object]:
 
 
 def versions() -> dict[str, str]:
-    """Of Python, Fathom, and what computes."""
+    """Versions of Python, Fathom and the libraries that compute."""
     found = {"python": platform.python_version(), "fathom": __version__}
     for package in PACKAGES:
         try:

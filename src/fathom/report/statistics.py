@@ -92,7 +92,7 @@ def student(mean: float, error: float, freedom: float, pairs: int) -> Difference
 
 
 def quantile(freedom: float) -> float:
-    """Standard errors in half of a 95 % interval."""
+    """Student's t quantile of 0.975: standard errors in half of a 95 % interval."""
     from scipy.special import stdtrit  # what scipy.stats.t calls, without its overhead
 
     return float(stdtrit(freedom, (1 + CONFIDENCE) / 2))
@@ -100,7 +100,7 @@ def quantile(freedom: float) -> float:
 
 @dataclass(frozen=True)
 class NoiseShape:
-    """A distribution of paired differences to try an interval on."""
+    """A distribution of paired differences for simulations of interval coverage."""
 
     words: str
     draw: Callable[[np.random.Generator, tuple[int, ...]], np.ndarray]
@@ -116,7 +116,7 @@ NOISE = {
         1.0,
     ),
 }
-"""A skew is what hurts an interval of few differences; outliers to both sides make it too wide, not too narrow."""
+"""Distributions by name. Those that are not normal are skewed, since symmetric outliers only widen the interval."""
 
 
 @cache
@@ -164,7 +164,12 @@ def paired_ratio(values: Sequence[float], others: Sequence[float]) -> Ratio | No
 
 
 def wilson(right: int, asked: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share, which is sound for few questions too."""
+    """Wilson's 95 % interval of a share, which holds for few questions too.
+
+    Args:
+        right: Questions answered rightly.
+        asked: All questions.
+    """
     from scipy import stats
 
     low, high = stats.binomtest(right, asked).proportion_ci(CONFIDENCE, method="wilson")
@@ -172,7 +177,7 @@ def wilson(right: int, asked: int) -> tuple[float, float]:
 
 
 def mcnemar(lost: int, won: int) -> float:
-    """The exact two-sided p of as many changes, were either direction equally likely.
+    """Exact two-sided p value of McNemar's test.
 
     Args:
         lost: Questions that the control alone answers rightly.
@@ -193,7 +198,7 @@ def bootstrap_ratio(gaps: Sequence[float], weights: Sequence[float], draws: int 
     """
     d, w = np.asarray(gaps, float), np.asarray(weights, float)
     chance = np.random.default_rng(0)
-    picks = (chance.integers(len(d), size=len(d)) for _ in range(draws))  # one after the other: documents may be many
+    picks = (chance.integers(len(d), size=len(d)) for _ in range(draws))  # one at a time, for memory
     drawn = [float(d[picked].sum() / w[picked].sum()) for picked in picks]
     low, high = np.quantile(drawn, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
     return Ratio(float(d.sum() / w.sum()), float(low), float(high))
@@ -211,14 +216,14 @@ class Correlation:
 
 
 def rank_correlation(a: Sequence[np.ndarray], b: Sequence[np.ndarray], draws: int = 1000) -> Correlation | None:
-    """Of two quantities measured together; None where one of them never changes.
+    """Spearman's rank correlation of two quantities; None if one of them is constant.
 
     Values of one cluster (a row of text) depend on one another, so whole clusters are resampled. Ranks are those of
     the whole sample, in every draw.
 
     Args:
         a: One array for each cluster.
-        b: As many values.
+        b: The other quantity, in arrays of the same lengths.
         draws: Bootstrap samples.
     """
     sizes = [len(part) for part in a]
@@ -256,9 +261,9 @@ def holm(p_values: Sequence[float], means: int | None = None) -> list[float]:
 
     Args:
         p_values: One for each test.
-        means: The number of means, where the tests are of differences between them. Such differences depend on one
-            another (of three means, two pairs cannot be equal and the third not), so that once some are known to
-            differ, fewer can still be equal. Shaffer's counts make use of that.
+        means: The number of means, if the tests are of all differences between them. Then not every set of pairs can
+            be equal (of three means, two pairs cannot be equal and the third not), and Shaffer's smaller counts of
+            true hypotheses are used.
     """
     order = sorted(range(len(p_values)), key=lambda i: p_values[i])
     adjusted, running = [0.0] * len(p_values), 0.0

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def terminal_table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], left: int = 1) -> Table:
-    """Rows under a caption; the first `left` columns are words, the others numbers. Brackets in names are no markup."""
+    """A rich table; the first `left` columns are text, the others numbers. Brackets in names are not markup."""
     from rich.table import Table
     from rich.text import Text
 

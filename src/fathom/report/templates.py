@@ -1,4 +1,4 @@
-"""Markup comes from files: templates that escape whatever is put into them, and style and script as they are."""
+"""Jinja templates of the package, which escape whatever is put into them, and its style sheets and scripts."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from markupsafe import Markup
 
 
 def source(name: str) -> Markup:
-    """A style sheet or a script of the package, to stand in a page as it is."""
+    """A style sheet or a script of the package, unescaped."""
     return Markup(files("fathom").joinpath(name).read_text(encoding="utf-8"))
 
 
@@ -20,17 +20,17 @@ ENVIRONMENT = Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-"""Templates are named by their place in the package: `report/page.html.j2`."""
+"""Templates are named by their path in the package, such as `report/page.html.j2`."""
 ENVIRONMENT.globals["source"] = source
 ENVIRONMENT.policies["json.dumps_kwargs"] = {"allow_nan": False}
 
 
 def render(name: str, **values: object) -> str:
-    """A whole document."""
+    """Render a template to a whole document."""
     return ENVIRONMENT.get_template(name).render(values)
 
 
 def macro(name: str, template: str, *values: object) -> Markup:
-    """A piece of a document, by one macro of a template."""
+    """A part of a document, made by one macro of a template."""
     made: Markup = getattr(ENVIRONMENT.get_template(template).module, name)(*values)
     return made
