@@ -9,8 +9,8 @@
     print(fathom.generate(model, tokenizer, "It was", fathom.Sampling(max_new_tokens=20)).text)
 
 Importing the package loads none of this, and no torch: a name brings its module when it is first touched. A model's
-name, `register()` and `import fathom.models` make our classes known to transformers' Auto classes. What a caller can
-put right is a `FathomError`.
+name, `register()` and `import fathom.models` make our classes known to transformers' Auto classes. Errors that a
+caller can correct are `FathomError`s.
 """
 
 import importlib
@@ -86,7 +86,7 @@ def register() -> None:
     importlib.import_module("fathom.models")
 
 
-if not TYPE_CHECKING:  # or a type checker would take every misspelt name for one of ours
+if not TYPE_CHECKING:  # a type checker would otherwise accept every misspelt name
 
     def __getattr__(name: str) -> object:
         """A public name, from its module (PEP 562)."""

@@ -1,13 +1,13 @@
-"""The one kind of error that the command line says in one line."""
+"""The base class of errors that the command line reports in one line."""
 
 from __future__ import annotations
 
 
 class FathomError(Exception):
-    """Something that the caller can put right; the message is one line that says what and how.
+    """An error of the caller's: the message is one line that says what is wrong and what would be right.
 
-    Every other exception is a fault of the program and keeps its traceback.
+    Every other exception is a bug and keeps its traceback.
     """
 
     exit_code = 2
-    """What the command line ends with: 2 for what was asked wrongly, 1 for what failed."""
+    """Exit code of the command line: 2 for a wrong request, 1 for a failure."""

@@ -1,8 +1,8 @@
 """Recipes: a whole run as data. Dataclasses are the schema, the docstring under a field is its help, YAML gives values.
 
 A recipe file may name another as `base`; its own keys win, and dotted `key=value` overrides win over both.
-Every section checks itself as it is made, from YAML or in Python, before anything is loaded; what is wrong is said in
-one line: the key, the value, what is allowed.
+Every section checks itself when it is made, from YAML or in Python, before anything is loaded. An error is one line:
+the key, the value, what is allowed.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ class RecipeError(FathomError, ValueError):
 
 
 Rule = tuple[bool, str, str]
-"""Whether it holds, the key, and what is allowed."""
+"""A check of a section: whether it holds, the key, and what is allowed."""
 
 
 class Section:
-    """A part of a recipe: its values become what their types say, and its rules hold, or it is not made."""
+    """A part of a recipe. Making one converts its values to their declared types and checks its rules."""
 
     def __post_init__(self) -> None:
         name = next(name for name, section in SECTIONS.items() if section is type(self))
@@ -53,7 +53,7 @@ class Section:
             _require(holds, f"{name}.{key}", getattr(self, key), words)
 
     def rules(self) -> Iterator[Rule]:
-        """What a type cannot say."""
+        """Checks beyond the types of the fields."""
         yield from ()
 
 
@@ -62,7 +62,7 @@ class Data(Section):
     """What is read, and in which order."""
 
     directory: str = "data"
-    """directory of token shards that `fathom prepare` wrote; or puzzle:hops, a5, z60, arithmetic, recall"""
+    """directory of token shards that `fathom prepare` wrote; or puzzle:NAME, of hops, a5, z60, arithmetic, recall"""
     mixture: dict[str, float] = field(default_factory=dict)
     """shares of rows: {web: 0.8, papers: 0.2}, by domain of data.directory or by directory; empty reads all as it is"""
     phases: tuple[dict[str, float | dict[str, float]], ...] = ()
@@ -76,10 +76,10 @@ class Data(Section):
     verify: bool = True
     """compare every shard with its checksum before training"""
     other_tokenizer: bool = False
-    """let model.from_pretrained go on with tokens of another tokenizer, whose numbers mean other words"""
+    """allow model.from_pretrained with the tokens of another tokenizer, whose ids mean other words"""
 
     def rules(self) -> Iterator[Rule]:
-        """What a type cannot say."""
+        """Checks beyond the types of the fields."""
         yield self.sequence_length > 1, "sequence_length", "allowed: 2 or more"
         yield self.seed is None or self.seed >= 0, "seed", "allowed: 0 or more, or null"
         words = "allowed: shares of 0 or more, one of them above 0"
@@ -95,7 +95,7 @@ class Data(Section):
         return tuple(dict.fromkeys(name for shares in named for name in shares))
 
     def later(self, steps: int) -> list[tuple[int, dict[str, float]]]:
-        """The phases after the first of a run of `steps` steps: at which step, which shares."""
+        """The phases after the first in a run of `steps` steps, each as (first step, shares)."""
         found = []
         for phase in self.phases:
             at = typing.cast("float", phase["at"])
@@ -116,7 +116,7 @@ def _phase(phase: dict[str, float | dict[str, float]]) -> bool:
 
 
 GROUP_FACTORS = ("lr", "weight_decay")
-"""What a group of parameters may have more or less of."""
+"""Keys of `optim.groups`: the settings that a group of parameters may scale."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ class Optim(Section):
     """factors on lr and weight_decay of some parameters, named as in only: {model.recurrence: {lr: 0.1}}"""
 
     def rules(self) -> Iterator[Rule]:
-        """What a type cannot say."""
+        """Checks beyond the types of the fields."""
         yield self.lr > 0, "lr", "allowed: a positive number"
         yield all(0 <= beta < 1 for beta in self.betas), "betas", "allowed: two numbers in [0, 1)"
         yield self.eps > 0, "eps", "allowed: a positive number"
@@ -202,7 +202,7 @@ class Train(Section):
     compile: bool = False
     """torch.compile for each layer"""
     kernels: tuple[str, ...] = ()
-    """what a GPU computes by kernels: any of depth_mix, depth_pool, rms_norm, swiglu, linear_cross_entropy"""
+    """functions to replace by GPU kernels: any of depth_mix, depth_pool, rms_norm, swiglu, linear_cross_entropy"""
     activation_checkpointing: bool = False
     """recompute each layer in the backward pass instead of keeping its activations"""
     skip_spikes: float | None = 10.0
@@ -221,7 +221,7 @@ class Train(Section):
     """write a Hugging Face directory at the end of the run"""
 
     def rules(self) -> Iterator[Rule]:
-        """What a type cannot say."""
+        """Checks beyond the types of the fields."""
         for key in ("steps", "tokens_per_step", "micro_batch", "max_skipped", "log_every"):
             yield getattr(self, key) >= 1, key, "allowed: 1 or more"
         for key in ("checkpoint_every", "keep_last"):
@@ -246,13 +246,13 @@ class ParallelRecipe(Section):
     """free a layer's gathered weights after its forward pass: less memory, one more gather"""
 
     def rules(self) -> Iterator[Rule]:
-        """What a type cannot say."""
+        """Checks beyond the types of the fields."""
         yield self.shard_size is None or self.shard_size >= 1, "shard_size", "allowed: 1 or more"
 
 
 @dataclass(frozen=True)
 class Evaluate(Section):
-    """The look at held-out text during training."""
+    """Evaluation on held-out text during training."""
 
     every: int = 1000
     """steps between evaluations; 0 evaluates at the end alone"""
@@ -264,7 +264,7 @@ class Evaluate(Section):
     """equal stretches of the context over which the loss is reported"""
 
     def rules(self) -> Iterator[Rule]:
-        """What a type cannot say."""
+        """Checks beyond the types of the fields."""
         yield self.every >= 0, "every", "allowed: 0 or more"
         yield self.tokens >= 1, "tokens", "allowed: 1 or more"
         yield self.micro_batch is None or self.micro_batch >= 1, "micro_batch", "allowed: 1 or more"
@@ -285,7 +285,7 @@ class Track(Section):
     """peak FLOP/s of one device, for MFU; null knows the common accelerators"""
 
     def rules(self) -> Iterator[Rule]:
-        """What a type cannot say."""
+        """Checks beyond the types of the fields."""
         known = set(self.backends) <= {"wandb", "trackio", "tensorboard"}
         yield known, "backends", "allowed: any of wandb, trackio, tensorboard"
         yield self.peak_flops is None or self.peak_flops > 0, "peak_flops", "allowed: a positive number, or null"
@@ -316,7 +316,7 @@ class KVCache(Section):
     """train adapters of attention of this rank, embeddings and norms, merged in the export; null trains every weight"""
 
     def rules(self) -> Iterator[Rule]:
-        """What a type cannot say."""
+        """Checks beyond the types of the fields."""
         if self.method == "full":
             for key in ("window", "lora_rank"):
                 yield getattr(self, key) is None, key, "allowed: null, unless kvcache.method compresses"
@@ -337,7 +337,7 @@ class KVCache(Section):
         yield self.lora_rank is None or self.lora_rank >= 1, "lora_rank", "allowed: 1 or more, or null"
 
     def schedule(self) -> CacheSettings:
-        """What an export's config.json says of it, and what builds its cache."""
+        """Method and schedule, for an export's config.json and for `build_cache`."""
         return {"method": self.method, "window": self.window, "sinks": self.sinks, "ratio": self.ratio}
 
 
@@ -346,18 +346,18 @@ class Lora(Section):
     """Low-rank adapters that train in place of the weights of a checkpoint, which stay as they are."""
 
     rank: int | None = None
-    """of the adapters, which the export merges; null trains the weights themselves. Needs peft"""
+    """rank of the adapters, which the export merges; null trains the weights themselves. Needs peft"""
     alpha: float | None = None
-    """adapters count alpha / rank times; null takes twice the rank"""
+    """adapters are scaled by alpha / rank; null takes twice the rank"""
     dropout: float = 0.0
-    """share of an adapter's inputs that a step leaves out"""
+    """dropout on the inputs of the adapters"""
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """modules that get one, by the last part of their names"""
     whole: tuple[str, ...] = ()
-    """modules that train whole beside them: [embed_tokens], say, where words are new"""
+    """modules that train in full beside them, such as [embed_tokens] for new tokens"""
 
     def rules(self) -> Iterator[Rule]:
-        """What a type cannot say."""
+        """Checks beyond the types of the fields."""
         yield self.rank is None or self.rank >= 1, "rank", "allowed: 1 or more, or null"
         yield self.alpha is None or self.alpha > 0, "alpha", "allowed: a positive number, or null"
         yield 0 <= self.dropout < 1, "dropout", "allowed: a share from 0 to less than 1"
@@ -448,7 +448,7 @@ FREE_ON_RESUME = (
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read a recipe and whatever it is based on, apply overrides, check everything.
+    """Read a recipe and its bases, apply overrides, check everything.
 
     Args:
         path: A YAML file, or the name of a recipe that comes with Fathom.
@@ -466,7 +466,7 @@ def packaged_recipes() -> dict[str, Path]:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The file of a recipe, given as a file or by the name of one that comes with Fathom; a file goes first."""
+    """The file of a recipe, given as a file or as the name of one that comes with Fathom; an existing file wins."""
     path, packaged = Path(name), packaged_recipes()
     if path.is_file():
         return path
@@ -513,7 +513,7 @@ def overridden(values: dict[str, object], overrides: Sequence[str]) -> dict[str,
 def cache_policy(
     method: str, recorded: object, window: int | None = None, sinks: int | None = None, ratio: float | None = None
 ) -> CacheSettings:
-    """Method and schedule of a cache: what is asked for, else what the checkpoint was tuned for, else the defaults.
+    """Method and schedule of a cache: as asked for, else as the checkpoint was tuned, else the defaults.
 
     Args:
         method: A name of `fathom.kvcache.METHODS`, or `full`.
@@ -570,7 +570,7 @@ def _finite(value: object) -> bool:
 
 
 def _rules(recipe: Recipe) -> Iterator[Rule]:
-    """What sections ask of one another."""
+    """Checks between sections."""
     data, train, length = recipe.data, recipe.train, recipe.data.sequence_length
     context = recipe.model.get("max_position_embeddings")
     fits = not isinstance(context, int) or length <= context
@@ -615,7 +615,7 @@ def _schedule_rules(optim: Optim, train: Train) -> Iterator[Rule]:
 
 
 def _config(model: dict[str, object]) -> FathomConfig:
-    """Build the configuration, turning what it objects to into one line."""
+    """The configuration; its errors as a `RecipeError` of one line."""
     from huggingface_hub.errors import StrictDataclassError
 
     from fathom.checkpoints.runs import config_of
@@ -652,7 +652,7 @@ def _section(name: str, values: object) -> Any:
 
 
 def _convert(key: str, hint: object, value: object) -> object:
-    """The value as the field's type, or one line that says what is allowed."""
+    """The value as the field's type; else a `RecipeError` says what is allowed."""
     try:
         return convert(hint, value)
     except ValueError as error:
@@ -660,11 +660,11 @@ def _convert(key: str, hint: object, value: object) -> object:
 
 
 def convert(hint: Any, value: Any) -> Any:
-    """A value of YAML, or a word of the command line, as a type hint says; a ValueError where it is no such thing.
+    """A value of YAML, or a word of the command line, converted to a type hint; a `ValueError` if it does not fit.
 
     Args:
         hint: int, float, bool, str, Path, a Literal of texts, a tuple, list, dict or Sequence of these, or a union.
-        value: A scalar, a list or a mapping; where the hint is not text, a text is read as YAML.
+        value: A scalar, a list or a mapping; a string is read as YAML unless the hint is a string.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (Union, types.UnionType):
@@ -677,7 +677,7 @@ def convert(hint: Any, value: Any) -> Any:
         return hint(value)
     if isinstance(value, str) and (hint in (int, float, bool) or origin in (tuple, list, dict, Sequence)):
         value = _yaml(value, value)
-    # In Python a bool is an int; in a recipe it is not.
+    # In Python a bool is an int; in a recipe it must not pass for one.
     if (hint in (int, bool) and type(value) is hint) or (hint is float and type(value) in (int, float)):
         return hint(value)
     if origin in (tuple, list, Sequence) and isinstance(value, (tuple, list)):
@@ -698,7 +698,7 @@ def _first(hints: Sequence[object], value: object) -> object:
 
 
 def _items(origin: object, hints: tuple[object, ...], values: Sequence[object]) -> object:
-    """The items of a list, each as its own type."""
+    """The items of a list, each converted to its type."""
     if origin is tuple and hints[-1] is not Ellipsis:
         if len(values) != len(hints):
             raise ValueError(f"{len(hints)} values are wanted, not {len(values)}")
@@ -743,17 +743,17 @@ def _helps(module: str) -> dict[str, dict[str, str]]:
 
 
 def unknown_key(key: str, known: Sequence[str]) -> RecipeError:
-    """What to say of a key that does not exist: the nearest one that does, or all."""
+    """The error for a key that does not exist: names the nearest one that does, or all."""
     close = difflib.get_close_matches(key, known, n=1)
     hint = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(known)}"
     return RecipeError(f"{key}: unknown key; {hint}")
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML in which 1e-3 is a number and a key stands once, as YAML 1.2 and every reader of a recipe have it."""
+    """Safe YAML in which, as in YAML 1.2, 1e-3 is a number and a key may be given once only."""
 
     def compose_mapping_node(self, anchor: dict[Any, yaml.Node]) -> yaml.MappingNode:
-        """As PyYAML, which takes the last of equal keys."""
+        """As in PyYAML, but a key that is given twice is an error."""
         node, seen = super().compose_mapping_node(anchor), set()
         for key, _ in node.value:
             if isinstance(key, yaml.ScalarNode) and (key.tag, key.value) in seen:
@@ -791,7 +791,7 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, object]:
     if base is None:
         return values
     beside = path.parent / str(base)
-    # A copy of one of our recipes, wherever it lies, stands on the same base as the original.
+    # A copy of one of our recipes in another folder still finds its base among ours.
     below = beside if beside.is_file() else packaged_recipes().get(str(base).removesuffix(".yaml"))
     if below is None:
         raise RecipeError(f"{path}: base: {beside}: no such recipe")

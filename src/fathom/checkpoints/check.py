@@ -1,4 +1,4 @@
-"""Check a checkpoint directory without trusting it, and without loading anything that computes.
+"""Check a checkpoint directory without trusting it, and without importing torch or transformers.
 
 Names, links, the configuration and every safetensors header are checked before a weight is loaded. A pickle is never
 opened, nothing is fetched, and no code of the directory runs.

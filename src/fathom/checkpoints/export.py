@@ -188,7 +188,7 @@ TASKS = {
     "AutoModelForQuestionAnswering": "question-answering",
     "AutoModel": "feature-extraction",
 }
-"""What the Hub calls that which an Auto class opens a model for."""
+"""By Auto class: the Hub's name of its task, the `pipeline_tag` of the model card."""
 CARD_TEXT = """\
 ---
 library_name: transformers
@@ -270,7 +270,7 @@ def _auto_class(model: FathomPreTrainedModel) -> str:
 
 
 def _add_code(directory: Path, config: FathomConfig) -> None:
-    """Our files, and those of the model's mechanisms from other packages, which the registry then names."""
+    """Copy our files, and those of mechanisms from other packages, which the copied registry then imports."""
     theirs = [part for axis in AXES if not is_ours(part := mechanism(axis, getattr(config, axis)))]
     files = {name: text for part in theirs for name, text in travelling(part).items()}
     needed = {"heads.py"}
@@ -290,11 +290,11 @@ def _add_code(directory: Path, config: FathomConfig) -> None:
 
 
 def _add_special_tokens(directory: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Let the configurations name the tokens that the tokenizer has, and the tokenizer the model's context."""
+    """Write the tokenizer's special tokens into the configurations, and the model's context into the tokenizer's."""
     config = model.config
     ends = known(config.eos_token_id, tokenizer) or as_list(tokenizer.eos_token_id)
     begin = known(config.bos_token_id, tokenizer) or as_list(tokenizer.bos_token_id)
-    # An embedding row for padding gets no gradient: a token that ends texts must not be one.
+    # The embedding row of a padding token gets no gradient, so a token that ends texts must not be the padding token.
     pad = [
         token
         for token in [*known(config.pad_token_id, tokenizer), *as_list(tokenizer.pad_token_id)]

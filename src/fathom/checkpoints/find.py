@@ -1,6 +1,6 @@
 """Which model a path means: a model directory itself, a run's, or that of a comparison's best run.
 
-Names and reports are read here, never weights, so that asking costs no torch.
+Only names and reports are read here, no weights, so torch is not imported.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _Arm(TypedDict, total=False):
 
 
 class _Report(TypedDict):
-    """What is read of a comparison's report."""
+    """The part of a comparison's report that is read here."""
 
     arms: list[_Arm]
 
@@ -56,12 +56,12 @@ def find_model(path: str | Path) -> Path:
 
 
 def holds_model(path: Path) -> bool:
-    """Whether a directory is a run or a comparison, which hold a model and are none."""
+    """Whether a directory is a run or a comparison: it holds a model but is not itself a model directory."""
     return not (path / CONFIG).exists() and any((path / name).exists() for name in (RECIPE, REPORT, MODEL))
 
 
 def holds_comparison(path: Path) -> bool:
-    """Whether a directory has a comparison's report, and is no run and no model."""
+    """Whether a directory is a comparison: it has a report and is neither a run nor a model directory."""
     return (path / REPORT).exists() and not any((path / name).exists() for name in (RECIPE, CONFIG))
 
 
@@ -84,7 +84,7 @@ def best_arm(report: _Report) -> _Arm:
     scored = [arm for arm in report["arms"] if arm["runs"]]
 
     def loss(arm: _Arm) -> float:
-        # By the paired difference: the mean of an arm that failed with a seed is not over the control's seeds.
+        # By the paired difference, since the mean of an arm that lost a seed is not over all of the control's seeds.
         return control["loss"] + arm["difference"]["mean"] if "difference" in arm else arm["loss"]
 
     return min(scored, key=loss)

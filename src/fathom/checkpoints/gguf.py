@@ -75,7 +75,7 @@ class _Cursor:
 
 
 class GgufStore:
-    """One GGUF file. `config` and `tokens` are what a Hugging Face directory would have said."""
+    """One GGUF file; `config` and `tokens` are in the form of a Hugging Face directory."""
 
     def __init__(self, origin: Origin, file: str):
         self.origin, self.file = origin, file

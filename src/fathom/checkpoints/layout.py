@@ -52,7 +52,7 @@ LADDER = "ladder.json"  # two directories up, where a comparison is a rung
 
 # A prepared corpus.
 TOKENIZER = "tokenizer"
-PUZZLE = "puzzle:"  # begins the name of one that is made, not read
+PUZZLE = "puzzle:"  # prefix of a data set that is generated, not read
 
 
 def step_name(step: int) -> str:

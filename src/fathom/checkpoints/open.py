@@ -1,4 +1,4 @@
-"""Open a checkpoint directory that was checked: model and tokenizer, ready for use."""
+"""Open a checkpoint: check its directory, then load model and tokenizer, ready for use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fathom.checkpoints.tokenizers import open_tokenizer
 from fathom.models import FathomConfig
 from fathom.models.published import is_published
 
-# What opening a model needs of a repository: no pickles, and code only for those who let it run.
+# The files of a repository to download: no pickles, and code only with trust_remote_code.
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -31,7 +31,7 @@ def load(
 
     Args:
         where: A model directory, a run, a comparison (its best arm), or `org/name` or `org/name@revision` on the Hub,
-            from whose cache it is taken and to which it is downloaded; a directory goes first.
+            downloaded to the Hub's cache if it is not there yet. A local directory of that name takes precedence.
         device: `cpu`, `cuda`, ...; by default cuda where there is one.
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
         trust_remote_code: Let transformers run Python files that come with the model, for architectures that neither
@@ -67,7 +67,7 @@ def open_checkpoint(
         device: `cpu`, `cuda`, ...; by default cuda where there is one.
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
         trust_remote_code: Let transformers run Python files of the directory, for architectures that neither it nor
-            Fathom knows. Those that they know never need it.
+            Fathom knows. Known architectures do not need it.
         into_fathom: Open a stock Qwen3 as `FathomForCausalLM` too, the same to the last bit; the lens needs it.
     """
     if dtype not in DTYPES:
@@ -76,7 +76,7 @@ def open_checkpoint(
     check_device(device)
     directory = find_model(path)
     config = check_checkpoint(directory)
-    logging.disable_progress_bar()  # a second's work on a local disk, and not all standard errors are terminals
+    logging.disable_progress_bar()  # loading takes about a second, and standard error may not be a terminal
     kind = config.get("model_type")
     ours = kind == FathomConfig.model_type or is_published(config) or (into_fathom and kind == "qwen3")
     if ours:
@@ -91,7 +91,7 @@ def open_checkpoint(
 def _open_stranger(
     directory: Path, config: dict[str, object], dtype: str, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model of transformers' own, or of the directory's code where that is trusted."""
+    """A model that transformers knows, or whose own code is trusted."""
     for key in ("hidden_act", "hidden_activation"):
         if isinstance(config.get(key), str) and config[key] not in ACT2FN:
             raise Refused(f"{directory}: config.json: {key} {config[key]!r}: transformers has no such activation")
@@ -113,7 +113,7 @@ def _open_stranger(
 
 
 def check_device(device: str) -> None:
-    """Refuse a device that is none or is not here, before anything is read."""
+    """Refuse a device that does not exist or is not available, before anything is read."""
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError, NotImplementedError) as error:  # torch without CUDA asserts

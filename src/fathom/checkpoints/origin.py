@@ -31,18 +31,18 @@ class Refused(FathomError, ValueError):
 
 
 class Absent(Refused, FileNotFoundError):
-    """A file that a repository does not have."""
+    """A file that the repository does not have."""
 
 
 class Origin(Protocol):
-    """A flat place of files that can be read in part."""
+    """A flat collection of files, of which byte ranges can be read."""
 
     bytes_read: int
     gap_bytes: int  # two ranges this close are read as one: another request would cost more
 
     @property
     def name(self) -> str:
-        """What to call it in a report."""
+        """Its name in reports."""
         ...
 
     @property
@@ -63,7 +63,7 @@ class Origin(Protocol):
         ...
 
     def names(self) -> list[str]:
-        """Names of the files, where the place can be listed; empty where it cannot."""
+        """Names of the files; empty where they cannot be listed."""
         ...
 
 

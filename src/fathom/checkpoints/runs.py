@@ -1,4 +1,4 @@
-"""Runs and comparisons on disk: which model they hold, and how to read it without anything that trained it."""
+"""Runs and comparisons on disk: which model they hold, and how to read it without the training code."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from fathom.errors import FathomError
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.report.files import digest, read_json
 
-# Reading and writing in a lone process is what we want, not what torch must guess.
+# Expected: checkpoints are often read and written by a single process.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
@@ -57,7 +57,7 @@ class Saved:
 
 
 class Facts(TypedDict, total=False):
-    """What is known of how a model came about."""
+    """How a model was trained, as far as it is known."""
 
     recipe: str
     """As YAML."""
@@ -70,7 +70,7 @@ class Facts(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Opened:
-    """A model with what is known of how it came about."""
+    """A model with its tokenizer and how it was trained."""
 
     model: FathomForCausalLM
     tokenizer: PreTrainedTokenizerBase | None
@@ -127,7 +127,7 @@ def open_decoder(directory: Path, config: FathomConfig, **settings: object) -> F
     """
     _check_size(directory, config)
     before = logging.get_verbosity()
-    logging.set_verbosity_error()  # what its report of the loading warns of is an error here
+    logging.set_verbosity_error()  # what transformers warns of here is an error of ours
     try:
         return FathomForCausalLM.from_pretrained(directory, local_files_only=True, **settings)
     except (ValueError, OSError) as error:
@@ -137,7 +137,7 @@ def open_decoder(directory: Path, config: FathomConfig, **settings: object) -> F
 
 
 def _check_size(directory: Path, config: FathomConfig) -> None:
-    """Refuse a configuration of more than the weights can hold, before anything of its size is set aside."""
+    """Refuse a configuration that needs more parameters than the weights file holds, before memory is allocated."""
     held = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
     words = f"{directory}: {CONFIG} describes a larger model than the weights ({held:,} bytes) can hold"
     if config.num_hidden_layers * config.hidden_size > held:
@@ -145,7 +145,7 @@ def _check_size(directory: Path, config: FathomConfig) -> None:
     try:
         with torch.device("meta"):
             needed = sum(parameter.numel() for parameter in FathomForCausalLM(config).parameters())
-    except ValueError as error:  # an attn_implementation that is none, or is not here
+    except ValueError as error:  # an attn_implementation that does not exist or is not installed
         raise RunError(f"{directory / CONFIG}: {reason(error)}") from error
     if needed > held:  # a parameter takes a byte at least
         raise RunError(f"{words}: {needed:,} parameters")
@@ -171,7 +171,7 @@ def _open_unfinished(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts
 
 
 def config_of(block: Mapping[str, object]) -> FathomConfig:
-    """A recipe's model block as a configuration; with `from_pretrained`, that one's under the block's keys."""
+    """A recipe's model block as a configuration; with `from_pretrained`, the block's keys over that checkpoint's."""
     keys = dict(block)
     source = keys.pop("from_pretrained", None)
     if source is None:
@@ -185,9 +185,9 @@ def config_of(block: Mapping[str, object]) -> FathomConfig:
 
 
 def model_directory(source: str | Path) -> Path | None:
-    """The model directory that `from_pretrained` names; None for a run, of which a checkpoint's fp32 weights are taken.
+    """The model directory that `from_pretrained` names; None for a run with checkpoints, whose fp32 weights are taken.
 
-    A run without checkpoints, or one that trained adapters, has its finished model.
+    Of a run without checkpoints, or one that trained adapters, it is the finished model.
     """
     found = run_and_step(source)
     if found is None:
@@ -229,7 +229,7 @@ def read_weights(saved: Saved) -> dict[str, Tensor]:
 
 
 class _Blocks(TypedDict, total=False):
-    """A recipe as it lies in a run, as far as it is read here."""
+    """The parts of a run's recipe that are read here."""
 
     model: dict[str, object]
     data: dict[str, str]
@@ -257,13 +257,13 @@ def _adapters(run: Path) -> bool:
 
 
 def checkpoint_steps(run: Path) -> list[int]:
-    """Steps with a checkpoint, ascending; whether it is intact is another question."""
+    """Steps with a checkpoint, ascending, intact or not."""
     found = (step_number(path.name) for path in run.glob("step-*") if path.is_dir())
     return sorted(step for step in found if step is not None)
 
 
 def newest_checkpoint(run: Path, say: Callable[[str], None] | None = None) -> Saved | None:
-    """The newest intact checkpoint of a run; damaged ones are passed over.
+    """The newest intact checkpoint of a run; damaged ones are skipped.
 
     Args:
         run: A run's directory.
@@ -280,7 +280,7 @@ def newest_checkpoint(run: Path, say: Callable[[str], None] | None = None) -> Sa
 
 
 def load_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Read a checkpoint into tensors, however either side is sharded."""
+    """Read a checkpoint into tensors, with any sharding on either side."""
     reader = dcp.HuggingFaceStorageReader(str(directory))
     try:
         dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())

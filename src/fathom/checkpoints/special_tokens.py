@@ -1,4 +1,4 @@
-"""Which tokens begin, end and fill a text, as a checkpoint's configuration and its tokenizer say together."""
+"""Which tokens begin, end and pad a text, from a checkpoint's configuration and its tokenizer."""
 
 from __future__ import annotations
 
@@ -7,21 +7,21 @@ from collections.abc import Sequence
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 Ids = int | Sequence[int] | None
-"""As configurations hold them: a token, several, or nothing said."""
+"""A field of token ids in a configuration: one, several or none."""
 
 
 def stop_tokens(own: Ids, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The checkpoint's own, which for a model that talks end an answer, and the tokenizer's end of text.
+    """The tokens that end a text: the checkpoint's own, which for a chat model end an answer, and the tokenizer's EOS.
 
     Args:
         own: The `eos_token_id` of a configuration.
-        tokenizer: What it says to an id decides whether it stands: one that it has as a word is another tokenizer's.
+        tokenizer: An id of `own` counts only if it is one of its special tokens; else it is another tokenizer's.
     """
     return list(dict.fromkeys([*known(own, tokenizer), *as_list(tokenizer.eos_token_id)]))
 
 
 def pad_token(own: Ids, tokenizer: PreTrainedTokenizerBase, stops: Sequence[int]) -> int | None:
-    """What fills up rows: the checkpoint's own, else the tokenizer's, else a token that ends a text."""
+    """The padding token: the checkpoint's own, else the tokenizer's, else a token that ends a text."""
     return next(iter([*known(own, tokenizer), *as_list(tokenizer.pad_token_id), *stops]), None)
 
 
@@ -37,12 +37,12 @@ def as_list(ids: Ids) -> list[int]:
 
 
 def as_field(ids: Sequence[int]) -> Ids:
-    """A list as configurations hold it."""
+    """A list of ids as a configuration holds it: one id, a list, or None."""
     return None if not ids else ids[0] if len(ids) == 1 else list(ids)
 
 
 def settle_generation(config: GenerationConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Make generation begin, end and fill rows with tokens of this tokenizer."""
+    """Set the tokens that begin, end and pad texts in a generation configuration to those of this tokenizer."""
     stops = stop_tokens(config.eos_token_id, tokenizer)
     config.eos_token_id = as_field(stops)
     config.pad_token_id = pad_token(config.pad_token_id, tokenizer, stops)

@@ -39,7 +39,7 @@ _SCALE = re.compile(r"\.weight_scale(_inv)?$|\.(input|activation)_scale$")
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """What a file says about one tensor; offsets are absolute within the file."""
+    """The entry of one tensor in a file; offsets are absolute within the file."""
 
     file: str
     dtype: str

@@ -38,7 +38,7 @@ QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}
 
 
 class GgufError(FathomError, ValueError):
-    """A model or tokenizer that llama.cpp has no form for; the message is one line."""
+    """A model or tokenizer that llama.cpp does not support; the message is one line."""
 
 
 def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, name: str) -> None:
@@ -48,7 +48,7 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
         path: Where to write.
         model: A stock `Qwen3ForCausalLM`.
         tokenizer: Its tokenizer, byte-level BPE.
-        name: What llama.cpp calls the model.
+        name: The model's name in llama.cpp.
     """
     try:
         from gguf import GGUFWriter
@@ -62,7 +62,7 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     _add_tokenizer(writer, tokenizer, model)
     tied = model.config.tie_word_embeddings
     for key, tensor in model.state_dict().items():
-        if not (tied and key == "lm_head.weight"):  # llama.cpp then takes the embedding
+        if not (tied and key == "lm_head.weight"):  # llama.cpp then uses the embedding
             _add_tensor(writer, gguf_name(key), tensor)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

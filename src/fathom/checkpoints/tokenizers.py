@@ -1,4 +1,4 @@
-"""Tokenizers of model directories: open one, tell which one it is, and how their files spell bytes and numbers."""
+"""Tokenizers of model directories: open one, identify it, and read how its files encode bytes and numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 def open_tokenizer(
     directory: Path, config: PretrainedConfig | None = None, trust_remote_code: bool = False
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer of a directory, whose files are all that is read.
+    """The tokenizer of a directory; nothing is downloaded.
 
     Args:
         directory: A model directory or a tokenizer's own.
@@ -31,16 +31,16 @@ def open_tokenizer(
         return AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=trust_remote_code, **given
         )
-    except Exception as error:  # nothing of ours runs in there: whatever is raised is about the directory's files
+    except Exception as error:  # none of our code runs in there, so every error is about the directory's files
         hint = "; --trust-remote-code allows it" if "trust_remote_code" in str(error) else ""
         raise Refused(f"{directory}: cannot load the tokenizer: {' '.join(str(error).split())}{hint}") from error
 
 
 def identity(tokenizer_json: str) -> str:
-    """SHA-256 of a tokenizer's vocabulary and rules: equal where equal text becomes equal tokens.
+    """SHA-256 of a tokenizer's vocabulary and rules: equal for tokenizers that turn equal text into equal tokens.
 
-    Left out is what says nothing of that: padding, truncation, decoding, what is put around a text, and the spelling
-    of the file.
+    Left out is what does not affect that: padding, truncation, decoding, the tokens put around a text, and the
+    formatting of the file.
     """
     content = json.loads(tokenizer_json)
     model = {key: value for key, value in content["model"].items() if value not in (None, False, "")}
@@ -56,7 +56,7 @@ def identity(tokenizer_json: str) -> str:
 
 
 def byte_letters() -> dict[str, int]:
-    """Letters of byte-level vocabularies and their bytes: visible Latin-1 is itself, the rest stands from U+0100 on."""
+    """The byte of each character in byte-level vocabularies: visible Latin-1 is itself, the rest from U+0100 on."""
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in visible]
     return {chr(byte): byte for byte in visible} | {chr(256 + rank): byte for rank, byte in enumerate(hidden)}
@@ -65,7 +65,7 @@ def byte_letters() -> dict[str, int]:
 def message_fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """Field numbers and values of a protocol-buffer message: integers, or the bytes of anything else.
 
-    What does not parse is a `ValueError`, after the fields before it.
+    Where it does not parse, a `ValueError` follows the fields before.
     """
     at = 0
     while at < len(data):

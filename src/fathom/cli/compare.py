@@ -45,7 +45,7 @@ def add(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Plan, run what is missing, and print; an existing comparison's directory in place of a recipe goes on with it."""
+    """Plan, run what is missing, and print. With a comparison's directory in place of a recipe, continue it."""
     from fathom.comparison.page import tables
     from fathom.comparison.plan import Plan, check, make_plan
     from fathom.comparison.work import carry_out, refuse_torchrun, rewrite_report

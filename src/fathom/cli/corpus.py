@@ -27,7 +27,7 @@ def add(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Make the corpus, or say what that would take."""
+    """Make the corpus, or with `--dry-run` print what that would take."""
     from fathom.corpus.pipeline import build, preview
 
     words = [*options.overrides, *([f"executor.workers={options.workers}"] if options.workers is not None else [])]
@@ -43,7 +43,7 @@ def run(options: Namespace) -> int:
 
 
 def _words(found: Preview) -> str:
-    """A preview for a person."""
+    """A preview as text."""
     lines = [f"recipe {found['recipe']}"]
     for name, facts in found["inputs"].items():
         lines.append(f"  {name}: {facts['files']:,} files, {facts['bytes'] / 1e6:,.1f} MB")

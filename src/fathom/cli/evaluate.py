@@ -98,5 +98,5 @@ def run(options: Namespace) -> int:
         print(json.dumps(report, ensure_ascii=False))
     else:
         show(checkpoints, report)
-    # A task that failed was named as it failed; the others are printed and kept.
+    # A failed task was reported when it failed; the results of the others are printed and kept.
     return int(any(entry["failed"] for entry in report["checkpoints"].values()))

@@ -57,7 +57,7 @@ def add(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """A prompt, a conversation or a file, with the speed on standard error."""
+    """Continue a prompt, a conversation or a file of prompts; the speed goes to standard error."""
     from fathom.checkpoints.open import open_checkpoint
     from fathom.evaluation.budgets import check_chunks, check_trips
     from fathom.inference.cache import choose
@@ -114,7 +114,7 @@ def run(options: Namespace) -> int:
 
 
 def _check(options: Namespace) -> None:
-    """Refuse words that do not go together, before anything is loaded."""
+    """Refuse contradictory options before anything is loaded."""
     if sum((options.prompt is not None, options.chat, options.prompts is not None)) > 1:
         raise UsageError("give a prompt, --chat or --prompts FILE, one of them")
     if (options.prompts is None) != (options.out is None):
@@ -128,7 +128,7 @@ def _check(options: Namespace) -> None:
 
 
 def prompt_of(word: str | None) -> str:
-    """The prompt: as given, all of standard input for `-`, or for none where a pipe or a file stands there."""
+    """The prompt: the word given; for `-`, or without a word if it is a pipe or file, all of standard input."""
     if word is not None and word != "-":
         return word
     if word is None and not _fed():
@@ -142,7 +142,7 @@ def prompt_of(word: str | None) -> str:
 
 
 def _fed() -> bool:
-    """Whether standard input is a pipe or a file: not a terminal, which would wait, nor closed, nor a null device."""
+    """Whether standard input is a pipe or a file, not a terminal, closed or the null device."""
     try:
         mode = os.fstat(sys.stdin.fileno()).st_mode
     except (AttributeError, OSError, io.UnsupportedOperation, ValueError):

@@ -39,7 +39,7 @@ def add(parser: Parser) -> None:
 
 
 def run(options: Namespace) -> int:
-    """Plan, run what is missing, and print; an existing ladder's directory in place of a file goes on with it."""
+    """Plan, run what is missing, and print. With a ladder's directory in place of a file, continue it."""
     from fathom.ladder.budget import budget, budget_rows
     from fathom.ladder.page import tables
     from fathom.ladder.rungs import Ladder, checked, find_ladder, load_ladder

@@ -69,7 +69,7 @@ def run(options: Namespace) -> int:
 
 
 def _name(path: str) -> str:
-    """A run's name rather than that of the directory inside it."""
+    """The name of a model: of its run, not of the `model` directory inside it."""
     directory = Path(path).resolve()
     return directory.parent.name if directory.name == "model" else directory.name
 

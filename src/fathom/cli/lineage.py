@@ -1,4 +1,4 @@
-"""`fathom lineage COMMAND ...`: each command a typed function that does one thing and says how it ended."""
+"""`fathom lineage COMMAND ...`: each command is a typed function, whose parameters are its options."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ ACTIONS = {
     "verify": ("statement", "a"),
     "calibrate": ("models",),
 }
-"""Functions of this file, and which of their parameters are words without a flag."""
+"""The commands: functions of this file, with the parameters that are given without a flag."""
 
 
 def add(parser: Parser) -> None:
@@ -50,7 +50,7 @@ def run(options: Namespace) -> int:
 
 @dataclass
 class Result:
-    """How a command ended: an exit code, what to print, and the same as data."""
+    """The result of a command: an exit code, the text to print, and the same as data."""
 
     exit_code: int
     text: str
@@ -63,7 +63,7 @@ class Result:
 
 
 def _plain(value: object) -> object:
-    """What JSON has no form for: numpy's numbers and arrays as Python's, all else as text."""
+    """A value that JSON does not know, as one it does: numpy's numbers and arrays as Python's, all else as text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
@@ -94,14 +94,14 @@ class Choices:
     reorder: bool = False
     """match layers freely instead of in order"""
     seed: int = 0
-    """of every sample"""
+    """seed of every sample"""
     adapter_base: str | None = None
     """base model of an adapter that does not name one"""
     max_bytes: int | None = None
     """refuse to read more than this from either model"""
 
     def options(self) -> lineage.Options:
-        """As the comparison takes them."""
+        """These choices as the comparison's options."""
         align = tuple(self.align) or lineage.comparison.ALIGNMENTS
         return lineage.Options(self.mode, self.layers, align, self.reorder, self.seed)
 

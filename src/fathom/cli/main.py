@@ -1,4 +1,4 @@
-"""The command line: find the command's file, parse, run, and say in one line what the caller can put right."""
+"""The command line: find the command's file, parse, run, and report errors of the caller in one line."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ COMMANDS = {
     "serve": "serve a trained model to OpenAI's clients",
     "lineage": "tell whether one model's weights come from another's",
 }
-"""Each is a file in this folder with `add(parser)` and `run(options)`."""
+"""Commands and their summaries. Each is a file in this folder with `add(parser)` and `run(options)`."""
 PLACES = {
     *(errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENAMETOOLONG, errno.ELOOP),
     *(errno.EACCES, errno.EPERM, errno.EROFS),
 }
-"""What the system says of a place that cannot be read or written as asked."""
+"""System errors about a path that cannot be used as asked: exit code 2; all others, such as a full disk, give 1."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; 0 if all went well, 1 if it failed, 2 if it was asked wrongly."""
+    """Run a command; returns 0 if all went well, 1 if it failed, 2 if the request was wrong."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
         return _dispatch(words)
@@ -46,12 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _complain(error, error.exit_code)
     except KeyboardInterrupt:
         return _complain(Exception("interrupted"), 130)
-    except BrokenPipeError:  # the reader of our output left
+    except BrokenPipeError:  # the reader of our output closed the pipe
         sys.stderr.close()
         return 1
     except FileNotFoundError as error:
         if not _named(error.filename, words):
-            raise  # a file of our own choosing
+            raise  # not a file that the user named: a bug
         return _complain(Exception(f"{error.filename}: {error.strerror}"), 2)
     except OSError as error:  # a directory that is a file, a place that may not be written; a full disk
         where = f"{error.filename}: " if error.filename else ""
@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _named(file: object, words: Sequence[str]) -> bool:
-    """Whether a file is one that the command line names, or a folder on the way to one."""
+    """Whether a file is named on the command line, or is a parent folder of one that is."""
     if not isinstance(file, str):
         return False
     named = [Path(place).absolute() for word in words for place in (word, word.partition("=")[2]) if place]

@@ -17,30 +17,30 @@ from fathom.errors import FathomError
 from fathom.recipe import RecipeError, allowed, convert, describe, help_of
 
 MAY_BE_EMPTY = {"prompt", "text", "system", "separator", "eos_token", "api_key", "command"}
-"""Arguments to which an empty word is a value like any other, or which say more of it themselves."""
+"""Arguments that accept an empty string, or have an error message of their own for it."""
 
 T = TypeVar("T")
 
 
 class UsageError(FathomError):
-    """A command line that cannot be carried out as it stands."""
+    """A command line that is wrong: unknown, missing or contradictory arguments."""
 
 
 class Parser(argparse.ArgumentParser):
-    """An argument parser whose errors are one line, like all others here."""
+    """An argument parser whose errors are one line."""
 
     def __init__(self, **settings: Any) -> None:
-        # Raw: tables stay tables. No abbreviations: a new option must not change what an old script means.
+        # Raw: tables keep their line breaks. No abbreviations: a new option must not change what an old script means.
         super().__init__(**{"formatter_class": argparse.RawDescriptionHelpFormatter, "allow_abbrev": False, **settings})
 
     def parse(self, words: Sequence[str]) -> Namespace:
-        """Words, in any order of flags and the rest, as options."""
+        """Parse words, with flags and positional arguments in any order."""
         if not self._subparsers:
             self.refuse_unknown(words)
         return self.parse_args(words) if self._subparsers else self.parse_intermixed_args(words)
 
     def refuse_unknown(self, words: Sequence[str]) -> None:
-        """Complain of a flag that does not exist before argparse complains of what is missing without it."""
+        """Report an unknown flag before argparse reports the arguments that are missing without it."""
         for word in itertools.takewhile(lambda word: word != "--", words):
             flag = word.partition("=")[0]
             if word.startswith("--") and flag not in self._option_string_actions:
@@ -48,20 +48,21 @@ class Parser(argparse.ArgumentParser):
                 self.error(f"unrecognized arguments: {word}" + (f"; did you mean {close[0]}?" if close else ""))
 
     def _get_values(self, action: argparse.Action, words: list[str]) -> object:
-        """As argparse does; an empty word, which a script with an unset variable gives, is no path and no number."""
+        """As in argparse, but an empty word, as from an unset shell variable, is an error."""
         if "" in words and action.dest not in MAY_BE_EMPTY:
             name = "/".join(action.option_strings) or action.metavar or action.dest
             self.error(f"argument {name}: empty")
         return super()._get_values(action, words)
 
     def error(self, message: str) -> NoReturn:
-        """Complain without the usage, which `--help` prints."""
-        message = message.replace(", key=value", "")  # which argparse calls required beside what is
+        """Raise a `UsageError` without the usage, which `--help` prints."""
+        # argparse lists key=value among the required arguments, though it is optional.
+        message = message.replace(", key=value", "")
         raise UsageError(f"{message} ({self.prog} --help shows what there is)")
 
 
 def add_kvcache(parser: Parser, several: bool = False) -> None:
-    """Which cache a model gets, and when it is compressed."""
+    """Add the arguments of the cache: its method, and when it is compressed."""
     words = "METHOD[,METHOD...]" if several else "METHOD"
     parser.add_argument(
         "--kvcache",
@@ -78,7 +79,7 @@ def add_kvcache(parser: Parser, several: bool = False) -> None:
 
 
 def add_opening(parser: Parser) -> None:
-    """How a model is opened."""
+    """Add the arguments of opening a model."""
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: auto, as stored)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     parser.add_argument(
@@ -87,7 +88,7 @@ def add_opening(parser: Parser) -> None:
 
 
 def add_kernels(parser: Parser) -> None:
-    """Which functions a kernel computes."""
+    """Add `--kernels`: the functions that kernels compute."""
     parser.add_argument(
         "--kernels",
         type=_names,
@@ -102,7 +103,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def add_recipe(parser: Parser, runs: bool = False) -> None:
-    """The arguments of a command that takes a recipe, or a run, and every key of one under `--help`."""
+    """Add a recipe (or a run) and its overrides, and list every key of a recipe under `--help`."""
     what = "a YAML file, or a name that `fathom recipes` lists"
     if runs:
         what += "; or the directory of a run that goes on, with what is to change"
@@ -114,7 +115,7 @@ def add_recipe(parser: Parser, runs: bool = False) -> None:
 
 
 def add_parameters(parser: Parser, function: Callable[..., object], *positional: str) -> None:
-    """Make a typed, documented function's parameters a command's options; some are words without a flag.
+    """Make the parameters of a typed, documented function the options of a command.
 
     Args:
         parser: Gets an argument for each parameter.
@@ -134,13 +135,13 @@ def add_parameters(parser: Parser, function: Callable[..., object], *positional:
         elif hint is bool:
             parser.add_argument(flag, action="store_true", help=text)
         else:
-            # A list may be given in one go or one by one; its default is no part of what is given.
+            # A list may be given at once or by repeated flags; its default is not added to.
             listed = {"nargs": "+", "action": "extend", "default": None} if several else {}
             parser.add_argument(flag, required=needed, **(settings | listed))
 
 
 def call(function: Callable[..., T], options: Namespace) -> T:
-    """Call a function with what `add_parameters` made of the words."""
+    """Call a function with the arguments that `add_parameters` declared."""
     words, given = vars(options), {}
     for name, hint, default, _ in _given(function):
         value = default if words[name] is None else words[name]
@@ -154,7 +155,7 @@ def call(function: Callable[..., T], options: Namespace) -> T:
 
 
 class _Given(NamedTuple):
-    """Something that a command line may give."""
+    """An option that a parameter becomes."""
 
     name: str
     hint: object
@@ -163,7 +164,7 @@ class _Given(NamedTuple):
 
 
 def _given(function: Callable[..., object]) -> Iterator[_Given]:
-    """A function's parameters; in place of one that is a dataclass, its fields."""
+    """The options of a function: its parameters, with the fields of a dataclass in place of the dataclass."""
     hints, texts, groups = typing.get_type_hints(function), _documented(function)[1], _groups(function)
     for name, parameter in inspect.signature(function).parameters.items():
         if name not in groups:
@@ -175,7 +176,7 @@ def _given(function: Callable[..., object]) -> Iterator[_Given]:
 
 
 def _groups(function: Callable[..., object]) -> dict[str, type]:
-    """Parameters that are dataclasses, and which."""
+    """The parameters that are dataclasses, by name."""
     found = {}
     for name, hint in typing.get_type_hints(function).items():
         for kind in (hint, *typing.get_args(hint)):
@@ -185,7 +186,7 @@ def _groups(function: Callable[..., object]) -> dict[str, type]:
 
 
 def _documented(function: Callable[..., object]) -> tuple[str, dict[str, str]]:
-    """What a docstring says of a function, and under `Args:` of each parameter."""
+    """The summary in a function's docstring, and the text under `Args:` for each parameter."""
     description, _, arguments = inspect.cleandoc(function.__doc__ or "").partition("\nArgs:\n")
     entries = re.split(r"^    (\w+): ", arguments.partition("\n\n")[0], flags=re.MULTILINE)[1:]
     texts = (" ".join(text.split()) for text in entries[1::2])

@@ -1,4 +1,4 @@
-"""`fathom train RECIPE [key=value ...]`, or a run that goes on otherwise."""
+"""`fathom train RECIPE [key=value ...]`, or a run that is continued with changes."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def add(parser: Parser) -> None:
     add_recipe(parser, runs=True)
     parser.add_argument(
         "--run",
-        "--out",  # torchrun takes --run for an option of its own
+        "--out",  # torchrun takes --run for an abbreviation of its own --run-path
         type=Path,
         help="run directory (default: runs/ and the recipe's name); under torchrun write --out",
     )
@@ -79,7 +79,7 @@ def run(options: Namespace) -> int:
     result = train(change or recipe, place, resume=not options.new, command=_command(options))
     evaluation = result.evaluation
     if os.environ.get("RANK", "0") != "0":
-        return 0  # the first rank speaks for all
+        return 0  # only the first rank prints
     if options.json:
         summary = {key: str(value) if isinstance(value, Path) else value for key, value in vars(result).items()}
         print(json.dumps({**summary, "evaluation": evaluation and evaluation.to_dict()}))
@@ -94,7 +94,7 @@ def run(options: Namespace) -> int:
 
 
 def _command(options: Namespace) -> str:
-    """What was asked, for the run's history."""
+    """The command as typed, for the run's history."""
     flags = {"--from": options.origin, "--run": options.run, "--cooldown": options.cooldown}
     given = [word for flag, value in flags.items() if value is not None for word in (flag, str(value))]
     recipe = [] if options.recipe is None else [options.recipe]
