@@ -1,31 +1,170 @@
-"""What drafting with a loop's first trips saves, with and without `early_loss`.
+"""Decoding: what mechanisms and trips cost a token, and what drafting with a loop's first trips saves.
 
-    python benchmarks/decoding.py                                   # trains two small loops on bytes, minutes
-    python benchmarks/decoding.py --device cuda --width 512 --steps 2000
+    python benchmarks/decoding.py plain                             # a minute or two; --compile: many
+    python benchmarks/decoding.py drafts                            # trains two small loops on bytes, minutes
+    python benchmarks/decoding.py drafts --device cuda --width 512 --steps 2000
 
-Two loops of four trips are trained alike on this Python's own library, one with `early_loss`. Decoding then takes turns
-A B B A, plain and drafting, on the same prompts, at budgets of two, three and four trips. Greedy; texts are compared.
-Seconds are of the processor.
+`plain`: one token after another, batch 1, every model with the same weights and fed the same text, whatever it would
+have said itself. Pairs take turns A B B A, prompt by prompt: our vanilla beside transformers' Qwen3, each mechanism
+beside our vanilla. Prompts are read outside the clock. What the two would have said is compared.
+
+`drafts`: two loops of four trips are trained alike on this Python's own library, one with `early_loss`. Decoding then
+takes turns A B B A, plain and drafting, on the same prompts, at budgets of two, three and four trips. Greedy; texts are
+compared. Seconds are of the processor.
 """
 
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import sysconfig
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, StaticCache
 
+from fathom.evaluation.clock import Clock
 from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models.registry import parse_mechanism
 from fathom.models.speculation import Speculation
 from fathom.report.provenance import provenance
+from fathom.report.statistics import quartiles
 
 TRIPS = 4
+TWO = {"recurrence_options": {"trips": 2}}
+PAIRS = {
+    "vanilla": "qwen3",
+    "depth_attention": "vanilla",
+    "attention_residuals": "vanilla",
+    "hyper_connections": "vanilla",
+    "loop": "vanilla",
+    "ponder2": "vanilla",
+}
+"""What is timed beside what; `loop` and `ponder2` make two trips."""
+
+
+# Plain decoding.
+
+
+def shape(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Of every model; the weights are wide, so that texts are not one token over and over."""
+    return {
+        "vocab_size": 4096,
+        "hidden_size": arguments.width,
+        "intermediate_size": 11 * arguments.width // 4,
+        "num_hidden_layers": arguments.layers,
+        "num_attention_heads": arguments.width // 64,
+        "num_key_value_heads": max(1, arguments.width // 128),
+        "head_dim": 64,
+        "max_position_embeddings": 2048,
+        "initializer_range": 0.1,
+    }
+
+
+def build(name: str, weights: dict[str, Tensor], arguments: argparse.Namespace) -> PreTrainedModel:
+    """transformers' Qwen3 or one of our mechanisms, on the given weights where they fit."""
+    torch.manual_seed(0)
+    if name == "qwen3":
+        model: PreTrainedModel = Qwen3ForCausalLM(Qwen3Config(**shape(arguments)))
+    else:
+        trips = TWO if name in ("loop", "ponder2") else {}
+        model = FathomForCausalLM(FathomConfig(**shape(arguments), **parse_mechanism(name), **trips))
+    model.load_state_dict(weights, strict=False, assign=True)  # the same memory, which is no faster for one side
+    model.generation_config.eos_token_id = None
+    return model.to(arguments.device, getattr(torch, arguments.dtype)).eval()
+
+
+class Decoder:
+    """One side of a pair: reads a prompt, then is fed a text token by token."""
+
+    def __init__(self, model: PreTrainedModel, room: int, compiled: bool) -> None:
+        self.model, self.room, self.compiled = model, room, compiled
+        self.call = torch.compile(model, dynamic=False) if compiled else model
+        self.clock = Clock(model.device)
+
+    def seconds(self, text: Tensor, prompt: int) -> tuple[float, Tensor]:
+        """For each token of `text` (`[1, T]`) after the prompt; and what it would have said in their places."""
+        cache = StaticCache(config=self.model.config, max_cache_len=self.room) if self.compiled else None
+        cache = self.model(text[:, :prompt], past_key_values=cache, use_cache=True, logits_to_keep=1).past_key_values
+        positions, said = torch.arange(text.shape[1], device=text.device).unsqueeze(0), []
+
+        def feed() -> None:
+            for t in range(prompt, text.shape[1]):
+                out = self.call(
+                    input_ids=text[:, t : t + 1],
+                    position_ids=positions[:, t : t + 1],
+                    past_key_values=cache,
+                    use_cache=True,
+                )
+                said.append(out.logits[:, -1].argmax(-1))
+
+        return self.clock.seconds(feed) / (text.shape[1] - prompt), torch.cat(said)
+
+
+@torch.no_grad()
+def plain(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each pair."""
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(0)
+    reference = Qwen3ForCausalLM(Qwen3Config(**shape(arguments)))
+    weights = reference.state_dict()
+    qwen3 = build("qwen3", weights, arguments)
+    chance = torch.Generator().manual_seed(1)
+    prompts = torch.randint(0, 4096, (arguments.prompts, arguments.prompt), generator=chance).to(arguments.device)
+    texts = [written(qwen3, prompt.unsqueeze(0), arguments.tokens) for prompt in prompts]
+    rows = []
+    for name in arguments.mechanism or PAIRS:
+        other = PAIRS.get(name, "vanilla")
+        torch._dynamo.reset()
+        a, b = (
+            Decoder(build(side, weights, arguments), arguments.prompt + arguments.tokens, arguments.compile)
+            for side in (name, other)
+        )
+        row = beside(a, b, texts, arguments.prompt)
+        if name == "vanilla":
+            own = [written(a.model, prompt.unsqueeze(0), arguments.tokens) for prompt in prompts]
+            row["texts_equal"] = all(map(torch.equal, own, texts))
+        rows.append({"a": name, "b": other, "compiled": arguments.compile, "clock": a.clock.words, **row})
+        print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def written(model: PreTrainedModel, prompt: Tensor, tokens: int) -> Tensor:
+    """A prompt and what the model itself says after it, `[1, T]`."""
+    return model.generate(prompt, max_new_tokens=tokens, do_sample=False, pad_token_id=0)
+
+
+def beside(a: Decoder, b: Decoder, texts: Sequence[Tensor], prompt: int) -> dict[str, Any]:
+    """Ratios a / b, one for each text."""
+    for side in (a, b):
+        side.seconds(texts[0], prompt)
+    ratios, equal = [], 0
+    times: tuple[list[float], list[float]] = ([], [])
+    gc.disable()  # its pauses belong to neither side
+    for text in texts:
+        (a1, said), (b1, other), (b2, _), (a2, _) = (side.seconds(text, prompt) for side in (a, b, b, a))
+        ratios.append((a1 + a2) / (b1 + b2))
+        times[0].extend((a1, a2))
+        times[1].extend((b1, b2))
+        equal += int((said == other).sum())
+        gc.collect()
+    gc.enable()
+    low, middle, high = quartiles(ratios)
+    return {
+        "ratio": round(middle, 4),
+        "quartiles": [round(low, 4), round(high, 4)],
+        "ms_per_token": [round(1000 * quartiles(side)[1], 3) for side in times],
+        "pairs": len(texts),
+        "tokens_alike": equal / (len(texts) * (texts[0].shape[1] - prompt)),
+    }
+
+
+# Drafts.
 
 
 def corpus() -> Tensor:
@@ -110,27 +249,43 @@ def compare(model: FathomForCausalLM, text: Tensor, trips: int, arguments: argpa
     }
 
 
-def main() -> None:
-    """Train, measure, print."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--width", type=int, default=96)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--length", type=int, default=64)
-    parser.add_argument("--prompts", type=int, default=4)
-    parser.add_argument("--tokens", type=int, default=96, help="new tokens of each prompt (default: 96)")
-    parser.add_argument("--drafts", type=int, default=6)
-    parser.add_argument("--early-loss", type=float, nargs="+", default=[0.0, 0.5])
-    parser.add_argument("--out", type=Path, help="write the log there")
-    arguments = parser.parse_args()
-    text, results = corpus(), []
+def drafts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each loop and budget."""
+    text, rows = corpus(), []
     for weight in arguments.early_loss:
         model = trained(text, arguments, weight)
         for trips in range(2, TRIPS + 1):
-            results.append({"early_loss": weight, **compare(model, text, trips, arguments)})
-            print(json.dumps(results[-1]), flush=True)
+            rows.append({"early_loss": weight, **compare(model, text, trips, arguments)})
+            print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parts = parser.add_subparsers(dest="part", required=True)
+    for part, width, layers, prompts, tokens in (("plain", 512, 12, 12, 64), ("drafts", 96, 2, 4, 96)):
+        one = parts.add_parser(part)
+        one.add_argument("--device", default="cpu")
+        one.add_argument("--width", type=int, default=width)
+        one.add_argument("--layers", type=int, default=layers)
+        one.add_argument("--prompts", type=int, default=prompts)
+        one.add_argument("--tokens", type=int, default=tokens, help=f"new tokens of each prompt (default: {tokens})")
+        one.add_argument("--out", type=Path, help="write the log there")
+        if part == "plain":
+            one.add_argument("--mechanism", nargs="+", help=f"some of {', '.join(PAIRS)}, or others (default: these)")
+            one.add_argument("--prompt", type=int, default=32, help="tokens of each prompt (default: 32)")
+            one.add_argument("--dtype", default="float32")
+            one.add_argument("--threads", type=int, default=1)
+            one.add_argument("--compile", action="store_true", help="compile decoding, over a static cache")
+        else:
+            one.add_argument("--steps", type=int, default=300)
+            one.add_argument("--batch", type=int, default=16)
+            one.add_argument("--length", type=int, default=64)
+            one.add_argument("--drafts", type=int, default=6)
+            one.add_argument("--early-loss", type=float, nargs="+", default=[0.0, 0.5])
+    arguments = parser.parse_args()
+    results = {"plain": plain, "drafts": drafts}[arguments.part](arguments)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps({"provenance": provenance(), "results": results}, indent=1) + "\n")
 
