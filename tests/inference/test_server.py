@@ -506,6 +506,32 @@ def test_an_api_key_is_asked_for(directory):
             openai.OpenAI(base_url=locked.client.base_url, api_key="none", max_retries=0).models.list()
 
 
+def test_pages_of_other_sites(directory, served):
+    """A browser asks first, without a key; a page reads answers, refusals among them, of none but the sites named."""
+    asks = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization,x-stainless-os"}
+
+    def heard(server, method, path="/v1/models", **headers):
+        connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=60)
+        connection.request(method, path, headers=headers)
+        response = connection.getresponse()
+        connection.close()
+        return response.status, response.headers.get("Access-Control-Allow-Origin"), response.headers
+
+    mine, other = "https://app.example", "https://evil.example"
+    service = server.Service(*open_checkpoint(directory, "cpu"), "tiny")
+    with in_thread(server.build_app(service, "key", hosts={"127.0.0.1"}, origins=[mine]), "key") as open_to_one:
+        status, allowed, headers = heard(open_to_one, "OPTIONS", "/v1/completions", Origin=mine, **asks)
+        assert status == 200 and allowed == mine and "POST" in headers["Access-Control-Allow-Methods"]
+        assert "x-stainless-os" in headers["Access-Control-Allow-Headers"]
+        assert heard(open_to_one, "OPTIONS", "/v1/completions", Origin=other, **asks)[:2] == (400, None)
+        assert heard(open_to_one, "GET", Origin=mine, Authorization="Bearer key")[:2] == (200, mine)
+        assert heard(open_to_one, "GET", Origin=mine)[:2] == (401, mine), "a page may read why"
+        assert heard(open_to_one, "GET", Origin=other, Authorization="Bearer key")[1] is None
+        assert heard(open_to_one, "GET", Origin=mine, Host="evil.example", Authorization="Bearer key")[0] == 403
+    assert heard(served, "OPTIONS", "/v1/completions", Origin=mine, **asks)[:2] == (405, None), "by default none"
+    assert heard(served, "GET", Origin=mine)[:2] == (200, None)
+
+
 def test_a_model_that_was_not_taught_to_converse(tmp_path):
     directory = export_tiny(tmp_path / "base", chat=False)
     with in_thread(server.build_app(server.Service(*open_checkpoint(directory, "cpu"), "base"))) as base:
@@ -538,6 +564,8 @@ def test_asked_wrongly(directory, capsys, monkeypatch):
 
     assert "no such directory" in refused("nowhere", "--port", "0")
     assert "the API key is empty" in refused(str(directory), "--api-key", "")
+    for origin in ("app.example", "https://app.example/page", "HTTPS://app.example", "https://*"):
+        assert "allowed: * or a scheme and a host" in refused(str(directory), "--allow-origin", origin)
     assert "allowed: auto" in refused(str(directory), "--port", "0", "--dtype", "int3")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "cannot listen on 127.0.0.1" in refused(str(directory), "--port", str(taken.getsockname()[1]))

@@ -31,6 +31,13 @@ def add(parser: Parser) -> None:
         metavar="SIZE",
         help="for keys and values of all requests: 2GiB, 512MiB (default: a quarter of the free memory; of a GPU most)",
     )
+    parser.add_argument(
+        "--allow-origin",
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="a site whose pages may call the server, as https://app.example; * for all; repeatable (default: none)",
+    )
     parser.add_argument("--lens", action="store_true", help="offer the lens at /lens")
     parser.add_argument(
         "--grace", type=float, default=20.0, help="seconds to finish requests when told to stop (default: 20)"

@@ -12,6 +12,7 @@ import gc
 import inspect
 import ipaddress
 import json
+import re
 import signal
 import socket
 import sys
@@ -29,6 +30,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from transformers.utils import logging
 
 from fathom.checkpoints.open import open_checkpoint
@@ -51,6 +53,7 @@ NEW_TOKENS = 1024  # where a request names no number
 ENDLESS = 1 << 20  # tokens of context that are offered where a cache of constant size sets no limit
 FREE = 1 << 32  # bytes, where a system does not say
 STATUS = {"rate_limit_exceeded": 429, "shutting_down": 503, "cache_memory_exceeded": 400, "failed": 500}
+ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s*A-Z]+")  # as browsers write it: lower case, no path
 AddPages = Callable[[FastAPI, "PreTrainedModel", "PreTrainedTokenizerBase", str, Engine], None]
 """Adds routes to the server: from the application, model, tokenizer, name and the engine."""
 
@@ -328,7 +331,11 @@ def free_memory() -> int:
 
 
 def build_app(
-    service: Service, api_key: str | None = None, lens: AddPages | None = None, hosts: Collection[str] | None = None
+    service: Service,
+    api_key: str | None = None,
+    lens: AddPages | None = None,
+    hosts: Collection[str] | None = None,
+    origins: Sequence[str] = (),
 ) -> FastAPI:
     """The server as an ASGI application.
 
@@ -337,6 +344,7 @@ def build_app(
         api_key: What clients must send as `Authorization: Bearer KEY`.
         lens: Adds pages of its own; `fathom.lens.live.add_lens` offers the lens at /lens.
         hosts: Names by which clients may call the server; None for any.
+        origins: Sites whose pages may call it from a browser; `*` for all.
     """
     app = FastAPI(title="Fathom", docs_url=None, redoc_url=None, openapi_url=None)
     app.state.service, app.state.engine = service, service.engine
@@ -395,6 +403,8 @@ def build_app(
     _say_errors(app)
     # Every character may be escaped into six bytes, and few tokens have more than ten characters.
     app.add_middleware(Gate, api_key=api_key, body_limit=max(1 << 20, 64 * service.context), hosts=hosts)
+    if origins:  # outside the gate: a browser asks first without a key, and shows its page no error without our leave
+        app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     return app
 
 
@@ -483,6 +493,8 @@ class ServeOptions:
     """Trips per token at most, where a request does not say."""
     cache_memory: int | None = None
     """Bytes that the keys and values of all requests may take."""
+    allow_origin: Sequence[str] = ()
+    """Sites whose pages may call the server from a browser, as `https://app.example`; `*` for all."""
 
 
 def serve(
@@ -504,6 +516,9 @@ def serve(
     chosen = options or ServeOptions()
     if chosen.api_key is not None and not chosen.api_key.strip():
         raise ServeError("the API key is empty (--api-key or FATHOM_API_KEY)")
+    for origin in chosen.allow_origin:
+        if origin != "*" and not ORIGIN.fullmatch(origin):
+            raise ServeError(f"--allow-origin {origin}: allowed: * or a scheme and a host, as https://app.example:8443")
     listener = _bind(host, port)
     # uvicorn puts this back and repeats the signal once it has stopped, so that it ends this process with 0.
     before = signal.signal(signal.SIGTERM, _stop)
@@ -540,7 +555,7 @@ def _run(
     check_trips(model, options.max_trips)
     policy = choose(model, options.kvcache, options.kvcache_window, options.kvcache_sinks, options.kvcache_ratio)
     service = Service(model, tokenizer, name, options.cache_memory, policy, options.max_trips)
-    app = build_app(service, options.api_key, lens, hosts)
+    app = build_app(service, options.api_key, lens, hosts, options.allow_origin)
     address, port = listener.getsockname()[:2]
     url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
     ready = f"{name} at {url}/v1" + (f", lens at {url}/lens" if lens else "")
