@@ -5,7 +5,7 @@ import torch
 
 from fathom.models import FathomForCausalLM
 from fathom.models.cost import count_parameters
-from fathom.models.hyper_connections import HyperConnections, sinkhorn
+from fathom.models.hyper_connections import FLOOR, HyperConnections, sinkhorn
 from fathom.models.registry import MECHANISMS
 
 from .cases import build, config_of, tokens
@@ -175,6 +175,29 @@ def test_sinkhorn_survives_extreme_logits():
         matrix = sinkhorn(torch.tensor(logits), 20)
         assert matrix.isfinite().all()
         assert (matrix.sum(-2) - 1).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("n", [1, 2, 4, 7])
+def test_no_sum_of_sinkhorn_falls_below_its_floor(n):
+    """So that guarding every sum against the floor would change no bit of it."""
+    torch.manual_seed(n)
+    logits = torch.cat([scale * torch.randn(200, n, n) for scale in (0.01, 1.0, 30.0, 300.0)])
+    logits[::3, :, 0] = logits[1::5, -1] = -1e4
+    logits[0] = -1e4
+    logits[0, 0, 0] = 0.0
+
+    def guarded(floor):
+        matrix = (logits - logits.amax((-2, -1), keepdim=True)).exp().clamp(min=FLOOR)
+        for _ in range(20):
+            matrix = matrix / matrix.sum(-1, keepdim=True).clamp(min=floor)
+            matrix = matrix / matrix.sum(-2, keepdim=True).clamp(min=floor)
+        return matrix
+
+    assert torch.equal(sinkhorn(logits, 20), guarded(FLOOR))
+    before = logits.clone()
+    with torch.no_grad():
+        assert torch.equal(sinkhorn(logits, 20), guarded(FLOOR)) and torch.equal(logits, before)
+    assert n == 1 or not torch.equal(sinkhorn(logits, 20), guarded(0.9)), "a floor that some sum meets"
 
 
 def test_the_streams_sum_is_conserved():

@@ -5,7 +5,7 @@ import torch
 from torch.autograd.gradcheck import GradcheckError, gradcheck
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from fathom.models.rms_norm import RMSNorm
+from fathom.models.rms_norm import RMSNorm, normalise
 
 
 def norms(width, dtype, eps=1e-6):
@@ -52,6 +52,8 @@ def test_double_stays_double():
     x = torch.randn(2, 3, 8, dtype=torch.float64)
     truth = equation(x, ours.weight, 1e-6)
     assert torch.allclose(ours(x), truth, rtol=0, atol=1e-14)
+    with torch.no_grad():
+        assert torch.equal(ours(x), normalise(x, ours.weight, 1e-6)[0]), "decoded as it is evaluated"
     assert not torch.allclose(theirs(x), truth, rtol=0, atol=1e-14), "Qwen3's narrows"
 
 

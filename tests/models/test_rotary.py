@@ -29,9 +29,10 @@ def heads(dtype, query_heads=4, key_heads=2, width=8, length=5):
 @pytest.mark.parametrize("batch", [1, 2])
 @pytest.mark.parametrize("start", [0, 10_000])
 @pytest.mark.parametrize("width", [2, 8, 64])
-def test_qwen3s_bitwise(dtype, batch, start, width):
-    query, key = heads(dtype, width=width)
-    cos, sin = angles(5, width, dtype, batch, start)
+@pytest.mark.parametrize("length", [1, 5])
+def test_qwen3s_bitwise(dtype, batch, start, width, length):
+    query, key = heads(dtype, width=width, length=length)
+    cos, sin = angles(length, width, dtype, batch, start)
     wanted = apply_rotary_pos_emb(query, key, cos, sin)
     assert all(torch.equal(a, b) for a, b in zip(rotate(query, key, cos, sin), wanted, strict=True))
     with torch.no_grad():
@@ -103,6 +104,8 @@ def test_inputs_are_left_alone():
     query, key = heads(torch.float32)
     before = query.clone(), key.clone()
     rotate(query, key, *angles(5, 8, torch.float32))
+    with torch.no_grad():
+        rotate(query[:, :, :1], key[:, :, :1], *angles(1, 8, torch.float32))
     assert torch.equal(query, before[0])
     assert torch.equal(key, before[1])
     seed = torch.randn(2, 4, 5, 8)

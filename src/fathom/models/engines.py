@@ -117,9 +117,11 @@ def check_engine(
         arguments: Further keyword arguments of the call; None while the model is made.
         attentions: The attention modules of its layers, which may have banks.
     """
+    if len(plan) == 1:
+        return
     backend = str(config._attn_implementation)
     foreign = next((name for name in HANDED_OVER if name in (arguments or ())), None)
-    if len(plan) == 1 or (backend.startswith(BACKENDS) and foreign is None):
+    if backend.startswith(BACKENDS) and foreign is None:
         return
     engine = f"attn_implementation={backend}" if foreign is None else f"an engine that passes {foreign}="
     needed = sum(map(len, plan))

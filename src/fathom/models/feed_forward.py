@@ -13,7 +13,7 @@ class FeedForward(Qwen3MLP):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, T, hidden_size]` to the same."""
-        swiglu = faster("swiglu", x) if self.config.hidden_act == "silu" else None
-        if swiglu is None:
-            return super().forward(x)
+        swiglu = faster("swiglu", x)
+        if swiglu is None or self.config.hidden_act != "silu":
+            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))

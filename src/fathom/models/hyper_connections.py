@@ -60,11 +60,16 @@ class HyperConnectionsOptions(ResidualOptions):
 
 
 def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
-    """Exponentiate and balance `[..., n, n]`: columns sum to one exactly, rows nearly."""
+    """Exponentiate and balance `[..., n, n]`: columns sum to one exactly, rows nearly.
+
+    No sum is below FLOOR: those of the first rows and columns hold n entries of at least FLOOR and FLOOR / n, and
+    dividing rows by at most n leaves a column that summed to one 1 / n, and columns a row likewise.
+    """
     matrix = (logits - logits.amax((-2, -1), keepdim=True)).exp().clamp(min=FLOOR)
+    divide = torch.Tensor.div if torch.is_grad_enabled() else torch.Tensor.div_
     for _ in range(iterations):
-        matrix = matrix / matrix.sum(-1, keepdim=True).clamp(min=FLOOR)
-        matrix = matrix / matrix.sum(-2, keepdim=True).clamp(min=FLOOR)
+        matrix = divide(matrix, matrix.sum(-1, keepdim=True))
+        matrix = divide(matrix, matrix.sum(-2, keepdim=True))
     return matrix
 
 
@@ -202,7 +207,7 @@ class HyperConnections(Residual):
             return torch.einsum("n,btnd->btd", weights, streams), None
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.bare or autocast(streams):
             pre, post, res = (h.to(streams.dtype) for h in self.maps(streams))
-            return torch.einsum("btn,btnd->btd", pre, streams), (post, res)
+            return torch.matmul(pre.unsqueeze(2), streams).squeeze(2), (post, res)
         n = self.streams
         alphas = (self.alpha_pre.expand(n), self.alpha_post.expand(n), self.alpha_res.expand(n * n))
         bases = (self.pre_logits, self.post_logits, self.residual_logits.flatten())
@@ -217,7 +222,7 @@ class HyperConnections(Residual):
         assert context is not None
         post, res = context
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or autocast(update):
-            return (torch.einsum("btij,btjd->btid", res, state[0]) + post.unsqueeze(-1) * update.unsqueeze(2),)
+            return (torch.matmul(res, state[0]) + post.unsqueeze(-1) * update.unsqueeze(2),)
         return (_Write.apply(state[0], post, res, update),)
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 
 def widen(x: Tensor) -> Tensor:
     """At least float32: half precision is for storage, not for sums."""
+    if x.dtype is torch.float32:
+        return x
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

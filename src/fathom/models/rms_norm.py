@@ -16,6 +16,9 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from .numerics import widen
 from .replaceable import faster
 
+WIDE = (torch.float32, torch.float64)
+"""Where torch's own norm, on a CPU, rounds as Qwen3's does."""
+
 
 class RMSNorm(Qwen3RMSNorm):
     """Qwen3's norm in single and half precision; double stays double, so that exactness can be measured."""
@@ -24,9 +27,15 @@ class RMSNorm(Qwen3RMSNorm):
         """Normalise the last dimension."""
         if (kernel := faster("rms_norm", hidden_states)) is not None:
             return kernel(hidden_states, self.weight, self.variance_epsilon)
-        if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling():
             return normalise(hidden_states, self.weight, self.variance_epsilon)[0]
-        return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
+        if torch.is_grad_enabled():
+            return _RMSNorm.apply(hidden_states, self.weight, self.variance_epsilon)
+        weight = self.weight
+        if hidden_states.is_cpu and hidden_states.dtype == weight.dtype and weight.dtype in WIDE:
+            # The same six steps in one call, which is half the time of a single token's norm.
+            return torch.rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
+        return normalise(hidden_states, weight, self.variance_epsilon)[0]
 
 
 def normalise(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

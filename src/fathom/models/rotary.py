@@ -9,15 +9,22 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb, rotate_half
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
     """Rotate `[B, H, T, D]` queries and keys by `[B, T, D]` cosines and sines."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_compiling():
         return apply_rotary_pos_emb(query, key, cos, sin)
-    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
-    return _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
+    if torch.is_grad_enabled():
+        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+        return _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
+    if query.shape[2] > 1:
+        return apply_rotary_pos_emb(query, key, cos, sin)
+    both = torch.cat((query, key), 1)  # of a single token the number of steps counts, not their size
+    turned = (both * cos.unsqueeze(1)).add_(rotate_half(both) * sin.unsqueeze(1))
+    heads = query.shape[1]
+    return turned[:, :heads], turned[:, heads:]
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
