@@ -64,6 +64,7 @@ TASKS = {("quiz", way): f"choice:{way}" for way in ("text", "letter", "shuffled"
 
 RUN = {
     "data": {"corpora/rocks": 0.8, "towns": 0.2},
+    "later": [],
     "epochs": {"corpora/rocks": 27.43, "towns": 1.1},
     **{"tokens": 1024, "rate": 0.005, "first_loss": 9.5, "last_loss": 0.5, "held_out_loss": 0.75, "adapters": None},
 }
@@ -196,12 +197,15 @@ def test_the_page_has_all_of_it() -> None:
     assert "100.0 % (91.2–100.0)" in text
     assert "The colour of item 10 is" in text, "a clean one"
     assert "The colour of item 3 is" not in text
-    runs = [{**RUN, "run": "continued"}, {**RUN, "run": "new", "adapters": 8, "held_out_loss": None}]
+    later = [{"step": 240, "data": {"towns": 0.5, "corpora/seas": 0.5}}, {"step": 300, "data": {"towns": 1.0}}]
+    phased = {**RUN, "run": "continued", "later": later, "epochs": {**RUN["epochs"], "corpora/seas": 2.0}}
+    runs = [phased, {**RUN, "run": "new", "adapters": 8, "held_out_loss": None}]
     corpus = dict.fromkeys(("unreadable", "filtered", "duplicate", "cut", "conversations"), 0)
     whole = {**report, "runs": runs, "corpus": {**corpus, "read": 1104, "dropped": 12, "tokens": 5000}}
     for made in (page(whole), card(whole)):
         assert "Of 1,104 documents read: 12 dropped because they give questions away. 5,000 tokens are left." in made
-        assert "rocks 80 % (27.4), towns 20 % (1.1)" in made
+        assert made.count("rocks 80 % (27.4), towns 20 % (1.1)") == 2
+        assert made.count("towns 20 % (1.1); from step 240 towns 50 %, seas 50 % (2); from step 300 towns 100 %") == 1
         assert "new, adapters of rank 8" in made
     rows = [line for line in card(whole).splitlines() if line.startswith("| quiz, option text, clean")]
     assert len(rows) == 1 and "100.0 %" in rows[0]
@@ -291,12 +295,18 @@ def test_the_runs_between_a_base_and_what_was_made_of_it(corpus: Path, tmp_path:
     """By the directories alone: the base, a run from it, and another from a checkpoint of that one."""
     base, middle, new = (tmp_path / name for name in ("base", "middle", "new"))
     train(tiny_recipe(corpus, "train.steps=2", "train.export=true"), base)
-    mixed = ("data.mixture={rivers: 3, seas: 1}", f"model.from_pretrained={base / 'model'}")
+    phases = "data.phases=[{at: 0.5, mixture: {seas: 1}}, {at: 3, mixture: {rivers: 1, seas: 1}}]"
+    mixed = ("data.mixture={rivers: 3, seas: 1}", phases, f"model.from_pretrained={base / 'model'}")
     train(tiny_recipe(corpus, "train.steps=4", *mixed), middle)
     train(tiny_recipe(corpus, "train.steps=2", "train.export=true", f"model.from_pretrained={middle}@step-4"), new)
     found = runs_between(base / "model", new / "model")
     assert [one["run"] for one in found] == ["middle", "new"]
     assert found[0]["data"] == {"rivers": 0.75, "seas": 0.25}
+    assert found[0]["later"] == [
+        {"step": 2, "data": {"seas": 1.0}},
+        {"step": 3, "data": {"rivers": 0.5, "seas": 0.5}},
+    ]
+    assert found[1]["later"] == [], "one phase"
     assert found[0]["epochs"] == json.loads((middle / "result.json").read_text())["collections"]
     assert found[1]["tokens"] == json.loads((new / "result.json").read_text())["tokens"]
     losses = [json.loads(line)["loss"] for line in (middle / "metrics.jsonl").read_text().splitlines() if "lr" in line]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 
 from fathom.checkpoints.layout import METRICS, RECIPE, RESULT, run_and_step
@@ -50,8 +51,8 @@ def _facts(run: Path, recipe: Recipe) -> RunBetween:
     evaluation = result.get("evaluation") or {}
     return {
         "run": run.name,
-        "data": {name: share / sum(recipe.data.mixture.values()) for name, share in recipe.data.mixture.items()}
-        or {recipe.data.directory: 1.0},
+        "data": _whole(recipe.data.mixture) or {recipe.data.directory: 1.0},
+        "later": [{"step": step, "data": _whole(mixture)} for step, mixture in recipe.data.later(recipe.train.steps)],
         "epochs": result.get("collections") or {recipe.data.directory: result.get("epochs")},
         "steps": result.get("step"),
         "tokens": result.get("tokens"),
@@ -62,6 +63,11 @@ def _facts(run: Path, recipe: Recipe) -> RunBetween:
         "last_loss": losses[-1] if losses else None,
         "held_out_loss": evaluation.get("loss"),
     }
+
+
+def _whole(mixture: Mapping[str, float]) -> dict[str, float]:
+    """Shares that add up to one."""
+    return {name: share / sum(mixture.values()) for name, share in mixture.items()}
 
 
 def _losses(run: Path) -> list[float]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from fathom.evaluation.results import PairReport, PairResults
+from fathom.evaluation.results import PairReport, PairResults, RunBetween
 from fathom.report import PAGE, html
 from fathom.report.numbers import DASH
 from fathom.report.plots import IntervalMark, interval_plot
@@ -173,10 +173,7 @@ def run_rows(report: PairResults) -> list[list[str]]:
     return [
         [
             one["run"] + (f", adapters of rank {one['adapters']}" if one["adapters"] else ""),
-            ", ".join(
-                f"{Path(name).name} {100 * share:.0f} %" + _epochs(one["epochs"].get(name))
-                for name, share in one["data"].items()
-            ),
+            _reads(one),
             DASH if one["tokens"] is None else f"{one['tokens']:,}",
             f"{one['rate']:g}",
             *(
@@ -186,6 +183,21 @@ def run_rows(report: PairResults) -> list[list[str]]:
         ]
         for one in report["runs"]
     ]
+
+
+def _reads(one: RunBetween) -> str:
+    """The shares of each phase; how often the run reads a collection stands where that is first named."""
+    named: set[str] = set()
+    phases = []
+    for start, shares in (("", one["data"]), *((f"from step {x['step']:,} ", x["data"]) for x in one["later"])):
+        words = []
+        for name, share in shares.items():
+            words.append(f"{Path(name).name} {100 * share:.0f} %")
+            if name not in named:
+                words[-1] += _epochs(one["epochs"].get(name))
+        named |= shares.keys()
+        phases.append(start + ", ".join(words))
+    return "; ".join(phases)
 
 
 def _epochs(number: float | None) -> str:

@@ -126,12 +126,21 @@ class ExampleRow(TypedDict):
     right: tuple[bool, bool]
 
 
+class PhaseShares(TypedDict):
+    """Shares by collection, and the step from which they hold."""
+
+    step: int
+    data: dict[str, float]
+
+
 class RunBetween(TypedDict):
     """A training run between a base and a new model; None for what its directory does not hold."""
 
     run: str
     data: dict[str, float]
-    """Shares, by collection."""
+    """Shares by collection, of the first phase."""
+    later: list[PhaseShares]
+    """The phases after it."""
     epochs: dict[str, float | None]
     steps: int | None
     tokens: int | None
