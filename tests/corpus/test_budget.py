@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fathom.corpus.budget import plan_budget
+from fathom.corpus.publish import ORDERS, _publish_mixture
 from fathom.corpus.stage import CorpusError
 from fathom.data.mixture import row_order, whole_weights
 
@@ -72,6 +77,19 @@ def test_error_for_two_or_three_collections_is_below_a_row_in_a_thousand() -> No
             order, total = row_order(weights, 1000), sum(weights)
             for one, weight in enumerate(weights):
                 assert abs(weight * 1000 / total - int((order == one).sum())) < 1
+
+
+@pytest.mark.parametrize("count", [256, 300])
+def test_the_order_of_rows_is_written_in_as_few_bytes_as_hold_it(count: int, tmp_path: Path) -> None:
+    budget = plan_budget({f"c{number}": 100 for number in range(count)}, {}, None, 4)
+    workspace: Any = SimpleNamespace(directory=tmp_path, recipe=SimpleNamespace(mix=SimpleNamespace(block=10)))
+    for name in ORDERS.values():
+        (tmp_path / name).write_bytes(b"of an earlier recipe")
+    _publish_mixture(workspace, budget)
+    [written] = tmp_path.glob("mixture.u*")
+    assert written.name == ("mixture.u8" if count == 256 else "mixture.u16")
+    order = np.fromfile(written, {"mixture.u8": "u1", "mixture.u16": "<u2"}[written.name])
+    assert order.tolist() == list(range(count))
 
 
 def test_shares_to_four_digits() -> None:

@@ -70,6 +70,17 @@ def test_a_random_order_does_not_keep_them() -> None:
     assert not within([7, 2, 1], drawn)
 
 
+def test_more_collections_than_a_byte_has_numbers() -> None:
+    """In every run of as many rows as there are collections of one share, each has its row."""
+    assert row_order([1] * 256, 256).dtype == np.uint8
+    order = row_order([1] * 300, 600)
+    assert order.tolist() == 2 * list(range(300))
+    collections, numbers = Mixture([Phase(0, (1.0,) * 300)]).places(np.array([0, 299, 300 + 257]))
+    assert collections.tolist() == [0, 299, 257] and numbers.tolist() == [0, 0, 1]
+    with pytest.raises(DataError, match="a mixture of 65,537 collections: allowed: 65,536 at most"):
+        Mixture([Phase(0, (1.0,) * 65_537)])
+
+
 def test_rows_are_the_windows_of_their_collection(mixed: MixedDataset) -> None:
     """Against a loop that knows largest deficits and shuffles alone; over the end of an epoch and of a phase."""
     mixture = Mixture([Phase(0, (0.25, 0.75)), Phase(40, (1.0, 0.0)), Phase(60, (0.5, 0.5))])

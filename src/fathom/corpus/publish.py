@@ -19,7 +19,8 @@ from fathom.report.files import read_json, write_json
 
 SHARD_FOLDER, CONVERSATION_FOLDER, BENCHMARK_FOLDER = "shards", "conversations", "benchmark"
 EXPORT_FOLDER = "exports"
-MIXTURE, ORDER = "mixture.json", "mixture.u8"
+MIXTURE, ORDERS = "mixture.json", {1: "mixture.u8", 2: "mixture.u16"}
+"""Facts, and the collection of every row, by the bytes that a row takes."""
 
 
 def available_tokens(workspace: Workspace) -> dict[str, int]:
@@ -58,7 +59,12 @@ def _publish_mixture(workspace: Workspace, budget: Budget) -> None:
     period = sum(weights)
     mixture = {**budget, "collections": list(budget["weights"]), "block": block}
     mixture |= {"rows": -(-budget["tokens"] // block), "period": period}
-    (workspace.directory / ORDER).write_bytes(row_order(weights, period).tobytes())
+    order = row_order(weights, period)
+    for width, name in ORDERS.items():
+        if width == order.itemsize:
+            (workspace.directory / name).write_bytes(order.astype(order.dtype.newbyteorder("<")).tobytes())
+        else:
+            (workspace.directory / name).unlink(missing_ok=True)
     write_json(workspace.directory / MIXTURE, mixture)
 
 

@@ -14,7 +14,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fathom.data.shards import DataError
+
 FINENESS = 10_000
+MOST = 1 << 16
+"""Collections in a mixture."""
 
 
 def whole_weights(shares: Sequence[float]) -> list[int]:
@@ -25,20 +29,21 @@ def whole_weights(shares: Sequence[float]) -> list[int]:
     return [weight // common for weight in weights]
 
 
-def row_order(weights: Sequence[int], rows: int) -> NDArray[np.uint8]:
-    """The collection of each of the first rows."""
-    if not 1 <= len(weights) <= 256 or min(weights) < 1:
-        raise ValueError(f"1 to 256 positive weights are wanted, not {list(weights)}")
-    total, order = sum(weights), bytearray()
+def row_order(weights: Sequence[int], rows: int) -> NDArray[np.uint8] | NDArray[np.uint16]:
+    """The collection of each of the first rows: a byte each where there are 256 collections at most, else two."""
+    if len(weights) > MOST:
+        raise DataError(f"a mixture of {len(weights):,} collections: allowed: {MOST:,} at most")
+    if not weights or min(weights) < 1:
+        raise ValueError(f"positive weights are wanted, not {list(weights)}")
+    total, wide = sum(weights), np.uint8 if len(weights) <= 256 else np.uint16
     # After `total` rows every collection has exactly its share, and the sequence repeats.
-    period = min(rows, total)
-    deficits = [0] * len(weights)
-    for _ in range(period):
-        deficits = [deficit + weight for deficit, weight in zip(deficits, weights, strict=True)]
-        chosen = max(range(len(weights)), key=lambda one: (deficits[one], -one))
+    order = np.empty(min(rows, total), wide)
+    shares, deficits = np.array(weights), np.zeros(len(weights), np.int64)
+    for row in range(len(order)):
+        deficits += shares
+        order[row] = chosen = int(deficits.argmax())  # of several the first
         deficits[chosen] -= total
-        order.append(chosen)
-    return np.resize(np.frombuffer(bytes(order), np.uint8), rows) if rows else np.empty(0, np.uint8)
+    return np.resize(order, rows)
 
 
 @dataclass(frozen=True)
