@@ -16,6 +16,7 @@ from fathom.kvcache import METHODS, NAMES, build_cache, chunks, compress_in_trai
 from fathom.models import FathomForCausalLM
 from fathom.recipe import Recipe, RecipeError
 from fathom.training import build_training, train
+from fathom.training.adapters import adapt
 from fathom.training.kvcache import compressions
 
 FREQKV = ("data.packing=windows", "kvcache.method=freqkv", "kvcache.window=16", "kvcache.sinks=2")
@@ -94,6 +95,12 @@ def test_adapters_are_merged_in_the_export(recipe: Recipe, tmp_path: Path) -> No
         (tmp_path / "unfinished").mkdir()
         (tmp_path / "unfinished" / "recipe.yaml").write_text(tuned.to_yaml())
         export(tmp_path / "unfinished", tmp_path / "out")
+
+
+def test_adapters_under_a_cache_are_of_one_process(recipe: Recipe) -> None:
+    words = (*FREQKV, "kvcache.lora_rank=2", "model.from_pretrained=base")
+    with pytest.raises(RecipeError, match=r"kvcache\.lora_rank=2: allowed in one process, here are 2"):
+        adapt(FathomForCausalLM(recipe.config()), recipe.override(*words), world_size=2)
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from fathom.checkpoints.export import export
 from fathom.checkpoints.find import RunError
 from fathom.models import FathomForCausalLM
 from fathom.recipe import Recipe, RecipeError
 from fathom.training import build_training, train
+from tests import processes
+from tests.tiny import tiny_recipe
+
+from .conftest import StopAt
 
 IDS = torch.arange(32).view(1, 32)
 
@@ -110,3 +115,47 @@ def test_adapters_are_merged_in_half_precision_too(recipe: Recipe, tmp_path: Pat
     run = train(recipe.override(*words), tmp_path / "run")
     assert run.model is not None
     FathomForCausalLM.from_pretrained(run.model)
+
+
+def adapted(corpus: Path, base: Path, *words: str) -> Recipe:
+    """Adapters and an embedding that trains whole beside them."""
+    lora = ("lora.rank=2", "lora.whole=[embed_tokens]", f"model.from_pretrained={base}")
+    return tiny_recipe(corpus, *lora, "train.export=true", "optim.lr=0.02", *words)
+
+
+def train_on_two_ranks(corpus: Path, base: Path, folder: Path) -> None:
+    for name in ("ddp", "fsdp"):
+        train(adapted(corpus, base, f"parallel.name={name}"), folder / name)
+    train(adapted(corpus, base, "parallel.name=fsdp"), folder / "one-then-two")
+    assert not train(adapted(corpus, base), folder / "two-then-one", callbacks=[StopAt(4)]).finished
+
+
+@pytest.fixture(scope="module")
+def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One base, adapted by one process, by two ranks, and by one after the other."""
+    pytest.importorskip("peft")
+    folder = tmp_path_factory.mktemp("adapted")
+    base = train(tiny_recipe(corpus, "train.export=true"), folder / "base").model
+    assert base is not None
+    train(adapted(corpus, base), folder / "single")
+    train(adapted(corpus, base, "lora.alpha=2"), folder / "weaker")
+    assert not train(adapted(corpus, base), folder / "one-then-two", callbacks=[StopAt(4)]).finished
+    processes.run_ranks(2, train_on_two_ranks, corpus, base, folder)
+    train(adapted(corpus, base), folder / "two-then-one")
+    return folder
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "one-then-two", "two-then-one"])
+def test_two_ranks_adapt_like_one(runs: Path, name: str) -> None:
+    """Losses as of whole weights (`test_parallel.py`); what peft opens and what is merged, tensor by tensor."""
+    single = processes.losses(runs / "single")
+    assert processes.losses(runs / name) == pytest.approx(single, rel=1e-6)
+    assert processes.losses(runs / "weaker") != pytest.approx(single, rel=1e-4), "adapters that count half would show"
+    for file in ("adapter/adapter_model.safetensors", "model/model.safetensors"):
+        ours, theirs = load_file(runs / name / file), load_file(runs / "single" / file)
+        assert ours.keys() == theirs.keys()
+        for key, tensor in ours.items():
+            assert torch.allclose(tensor, theirs[key], atol=1e-5), key
+        weaker = load_file(runs / "weaker" / file)
+        assert not all(torch.allclose(tensor, theirs[key], atol=1e-3) for key, tensor in weaker.items())

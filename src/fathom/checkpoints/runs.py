@@ -279,11 +279,11 @@ def newest_checkpoint(run: Path, say: Callable[[str], None] | None = None) -> Sa
     return None
 
 
-def load_tensors(directory: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Read a checkpoint into tensors, with any sharding on either side."""
+def load_tensors(directory: Path, tensors: Mapping[str, Tensor], alone: bool = False) -> None:
+    """Read a checkpoint into tensors, with any sharding on either side; all ranks together, or one of them alone."""
     reader = dcp.HuggingFaceStorageReader(str(directory))
     try:
-        dcp.load(dict(tensors), storage_reader=reader, no_dist=not dist.is_initialized())
+        dcp.load(dict(tensors), storage_reader=reader, no_dist=alone or not dist.is_initialized())
     except (Exception, CheckpointException) as error:  # the latter is a BaseException
         raise CheckpointError(f"{directory} does not fit this model: {reason(error)}") from error
 

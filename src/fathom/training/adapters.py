@@ -40,9 +40,9 @@ def adapt(model: FathomForCausalLM, recipe: Recipe, world_size: int) -> PeftMode
     key, rank = ("lora.rank", recipe.lora.rank) if recipe.lora.rank else ("kvcache.lora_rank", recipe.kvcache.lora_rank)
     if rank is None:
         return None
-    if world_size > 1:
+    if world_size > 1 and recipe.lora.rank is None:
         raise RecipeError(f"{key}={rank}: allowed in one process, here are {world_size}")
-    torch.manual_seed(recipe.train.seed)  # adapters are initialised at random: make that reproducible
+    torch.manual_seed(recipe.train.seed)  # adapters are initialised at random: alike in each run and on each rank
     try:
         return _wrapped(model, recipe.lora) if recipe.lora.rank else with_lora(model, rank, alpha=2 * rank)
     except (ImportError, ValueError) as error:
@@ -90,7 +90,7 @@ class AdapterFiles(Hook):
     """Writes the adapters of every checkpoint to `RUN/adapter`, in peft's format, whole or not at all."""
 
     def after_save(self, run: Run, checkpoint: Path) -> None:
-        """Read them from the checkpoint, since the model may have taken further steps."""
+        """Read them from the checkpoint, since the model may have taken further steps; the first rank does it alone."""
         from peft import get_peft_model_state_dict
         from safetensors.torch import save_file
 
@@ -98,7 +98,7 @@ class AdapterFiles(Hook):
         assert adapters is not None
         trained = {name: p for name, p in run.training.model.named_parameters() if p.requires_grad}
         tensors = {name: torch.empty(p.shape, dtype=torch.float32) for name, p in trained.items()}
-        load_tensors(checkpoint, {f"model.{name}": tensor for name, tensor in tensors.items()})
+        load_tensors(checkpoint, {f"model.{name}": tensor for name, tensor in tensors.items()}, alone=True)
         wrapped = {WRAPPED + name: tensor for name, tensor in tensors.items()}
         found = get_peft_model_state_dict(adapters, state_dict=wrapped, save_embedding_layers=False)
         new, final, old = (run.run_dir / name for name in (f".{ADAPTER}.new", ADAPTER, f".{ADAPTER}.old"))
