@@ -12,9 +12,10 @@ import pytest
 
 from fathom.corpus import sandbox
 from fathom.corpus.extraction import Extracted
-from fathom.corpus.ingest import collection_files
+from fathom.corpus.ingest import Ingest, collection_files
 from fathom.corpus.recipe import Collection, parse_corpus_recipe
-from fathom.corpus.stage import CorpusError, Workspace
+from fathom.corpus.stage import CorpusError, Task, Workspace
+from fathom.report.files import digest
 from tests.corpus.files import pdf, tei, write
 from tests.corpus.prose import Prose, lines, recipe_values
 from tests.corpus.test_duplicates import until
@@ -139,6 +140,45 @@ def test_what_cannot_be_found_is_named(tmp_path: Path) -> None:
     for name, message in (("nothing", "no such file"), ("x.bin", "unknown extension"), ("*.pdf", "no file matches")):
         with pytest.raises(CorpusError, match=rf"collections\.a: .*{message}"):
             list(collection_files("a", Collection(inputs=(str(tmp_path / name),))))
+
+
+@pytest.mark.parametrize("name", ["b.txt", "c.html"])
+@pytest.mark.parametrize(
+    ("after", "said"),
+    [(None, "is gone"), ("longer than it was", "has 18 bytes now, and had 7")],
+    ids=["gone", "changed"],
+)
+def test_a_file_that_changes_while_the_run_reads_ends_it(
+    name: str, after: str | None, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its outcome would be kept under the hash of what it was."""
+    for one in ("a.txt", "b.txt", "c.html"):
+        write(tmp_path / "in" / one, f"<p>{one[:4]}"[:7])
+    run = Ingest.run
+
+    def late(stage: Ingest, task: Task, folder: Path) -> dict[str, int]:
+        place = tmp_path / "in" / name
+        place.unlink(missing_ok=True)
+        if after is not None:
+            write(place, after)
+        return run(stage, task, folder)
+
+    monkeypatch.setattr(Ingest, "run", late)
+    with pytest.raises(CorpusError, match=rf"in/{name} {said}.*run again"):
+        ingested(tmp_path, [tmp_path / "in"])
+
+
+def test_a_file_that_is_gone_before_it_is_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "in" / "a.txt", "text")
+    write(tmp_path / "in" / "b.txt", "text")
+
+    def late(path: Path) -> Any:
+        (tmp_path / "in" / "b.txt").unlink(missing_ok=True)
+        return digest(path)
+
+    monkeypatch.setattr("fathom.corpus.ingest.digest", late)
+    with pytest.raises(CorpusError, match=r"in/b\.txt is gone.*run again"):
+        ingested(tmp_path, [tmp_path / "in"])
 
 
 def test_a_name_that_is_no_text_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

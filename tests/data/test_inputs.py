@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import errno
+import glob
 import gzip
 import json
+import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fathom.cli.main import main
 from fathom.data import prepare as prepare_module
 from fathom.data.shards import DataError, TokenDataset
+from fathom.data.sources import find_files
 from tests.data.corpora import tree, write_documents
 from tests.data.test_prepare import documents
 
@@ -28,6 +33,52 @@ def test_linked_folders_are_read_once(tmp_path: Path, tokenizer: str) -> None:
     (tmp_path / "real" / "cycle").symlink_to(tmp_path / "in")
     prepare([str(tmp_path / "in")], tmp_path / "out", tokenizer, held_out=0)
     assert sorted(documents(tmp_path / "out", "train")) == ["in/a.txt", "in/z/d.txt", "real/b.txt", "real/deep/c.txt"]
+
+
+def test_circles_under_a_glob_are_walked_once(tmp_path: Path) -> None:
+    """Two links to their own folder are 2^40 paths to `glob`. Without links the files are those that it finds."""
+    for name in ("in/a.txt", "in/deep/b.txt", "in/deep/deeper/c.txt", "in/deep/deeper/c.md", "in/.hidden/d.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    patterns = ("in/**/*.txt", "**/deep/**/c.*", "*/**/deeper/*", "in/**", "in/d*/**/?.txt", "in/**/.hidden/*.txt")
+    wanted = {
+        pattern: [Path(one) for one in glob.glob(str(tmp_path / pattern), recursive=True) if Path(one).is_file()]
+        for pattern in patterns
+    }
+    assert all(wanted.values())
+    for _ in range(2):
+        for pattern, files in wanted.items():
+            assert find_files(str(tmp_path / pattern), lambda _: True, "") == sorted(files), pattern
+        for link in ("in/x", "in/y"):  # and once more with circles
+            (tmp_path / link).unlink(missing_ok=True)
+            (tmp_path / link).symlink_to(tmp_path / "in")
+
+
+def test_a_folder_that_may_not_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was passed over without a word; root may open any, so the refusal is played."""
+    closed = tmp_path / "in" / "closed"
+    closed.mkdir(parents=True)
+    (tmp_path / "in" / "a.txt").write_text("a")
+    scandir = os.scandir
+
+    def refusing(path: Any = ".") -> Any:
+        if Path(path) == closed:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refusing)
+    for name in ("in", "in/**/*.txt"):
+        with pytest.raises(DataError, match=r"in/closed: Permission denied"):
+            find_files(str(tmp_path / name), lambda _: True, "")
+
+
+def test_a_pipe_is_no_input(tmp_path: Path) -> None:
+    """Beside files it is none of them; named, it is refused, and nothing waits for its other end."""
+    (tmp_path / "a.txt").write_text("a")
+    os.mkfifo(tmp_path / "pipe.txt")
+    assert find_files(str(tmp_path), lambda _: True, "") == [tmp_path / "a.txt"]
+    with pytest.raises(DataError, match=r"pipe\.txt: neither a file nor a directory"):
+        find_files(str(tmp_path / "pipe.txt"), lambda _: True, "")
 
 
 def test_json_that_is_lines(tmp_path: Path, tokenizer: str) -> None:

@@ -84,6 +84,12 @@ class Ingest(Stage):
 
     def tasks(self) -> list[Task]:
         """The tasks, once the stages before are finished."""
+        try:
+            return self._tasks()
+        except FileNotFoundError as error:
+            raise CorpusError(f"{error.filename} is gone since the run began; run again to go on", 1) from None
+
+    def _tasks(self) -> list[Task]:
         files = [
             (name, label, path, kind)
             for name, collection in self.recipe.collections.items()
@@ -152,6 +158,7 @@ class Ingest(Stage):
         failures: list[Failed] = []
         with PartWriter(folder) as writer, reader.sandbox:
             for (label, kind), file in zip(task.arguments["files"], task.inputs, strict=True):
+                _require_unchanged(label, file)
                 for found in reader.read(label, kind, Path(file.path)):
                     counts["documents"] += 1
                     if isinstance(found, Document):
@@ -163,6 +170,17 @@ class Ingest(Stage):
                         failures.append(found)
         write_lines(folder / "failed.jsonl", failures)
         return counts
+
+
+def _require_unchanged(label: str, file: Input) -> None:
+    """What comes of a file is kept under the hash of what it was when the run began."""
+    try:
+        size = Path(file.path).stat().st_size
+    except FileNotFoundError:
+        raise CorpusError(f"{label} is gone since the run began; run again to go on", 1) from None
+    if size != file.bytes:
+        said = f"has {size:,} bytes now, and had {file.bytes:,} when the run began"
+        raise CorpusError(f"{label} {said}; run again to go on", 1)
 
 
 def collection_files(name: str, collection: Collection) -> Iterator[tuple[str, Path, str]]:

@@ -6,6 +6,7 @@ the workers and does what costs time: JSON, UTF-8, checks.
 
 from __future__ import annotations
 
+import fnmatch
 import glob
 import importlib
 import io
@@ -15,6 +16,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl
@@ -307,10 +309,11 @@ def find_files(name: str, is_known: Callable[[Path], bool], known_words: str) ->
             raise DataError(f"{name}: a directory without any readable file ({known_words})")
         return known
     if glob.has_magic(name):
-        matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True))]
-        if files := [match for match in matches if match.is_file()]:
+        if files := _matches(path):
             return files
         raise DataError(f"{name}: no file matches")
+    if path.exists():
+        raise DataError(f"{name}: neither a file nor a directory")
     raise DataError(f"{name}: no such file or directory")
 
 
@@ -327,7 +330,7 @@ def _walk(folder: Path) -> list[Path]:
     while linked:
         here, linked = sorted(linked), []
         for start in here:
-            for root, folders, names in os.walk(start):
+            for root, folders, names in os.walk(start, onerror=partial(_refuse, folder)):
                 status = os.stat(root)
                 if (status.st_dev, status.st_ino) in seen:
                     folders.clear()
@@ -338,8 +341,43 @@ def _walk(folder: Path) -> list[Path]:
     return sorted(found)
 
 
+def _refuse(folder: Path, error: OSError) -> None:
+    """A folder that cannot be listed would otherwise count as empty; one that is never read may be closed."""
+    if not _hidden(Path(error.filename).relative_to(folder)):
+        raise DataError(f"{error.filename}: {error.strerror}")
+
+
+def _matches(pattern: Path) -> list[Path]:
+    """The files that a glob means, sorted; below `**` each folder counts once, whatever links lead to it."""
+    parts = pattern.parts
+    if "**" not in parts:
+        return [path for path in map(Path, sorted(glob.glob(str(pattern)))) if path.is_file()]
+    place = parts.index("**")
+    starts = [Path(start) for start in glob.glob(str(Path(*parts[:place])))]
+    found = {
+        file
+        for start in starts
+        if start.is_dir()
+        for file in _walk(start)
+        if _matched(file.relative_to(start).parts, parts[place:])
+    }
+    return sorted(found)
+
+
+def _matched(names: Sequence[str], patterns: Sequence[str]) -> bool:
+    """Whether a glob matches a path, both by their parts; as in a shell `*` and `**` are no hidden names."""
+    if not patterns or not names:
+        return not patterns and not names
+    first, *rest = patterns
+    shown = not names[0].startswith(".") or first.startswith(".")
+    if first == "**":
+        here = _matched(names, rest) if rest else len(names) == 1 and shown
+        return here or (shown and _matched(names[1:], patterns))
+    return shown and fnmatch.fnmatch(names[0], first) and _matched(names[1:], rest)
+
+
 def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") or part == "__pycache__" for part in path.parts)
+    return any(part.startswith(".") or part in ("__pycache__", "lost+found") for part in path.parts)
 
 
 def suffix_of(path: Path) -> str:
