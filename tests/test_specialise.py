@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import runpy
 import shlex
@@ -10,6 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from benchmarks import specialise as benchmark
 
 from fathom.cli.main import main
 from fathom.corpus.recipe import load_corpus_recipe
@@ -65,3 +67,63 @@ def test_the_expert_knows_what_the_base_guesses(tmp_path: Path, monkeypatch: pyt
     assert [one["run"] for one in report["runs"]] == ["continued", "expert"]
     assert report["corpus"]["dropped"] == 12
     assert "expert is better than base" in report["verdict"]
+
+
+def test_the_benchmark_pairs_by_seed() -> None:
+    """By hand; and shuffled partners would widen the interval, which is the control."""
+    seeds = [
+        {"base": 2.0, "0": 4.0, "1": 3.0, "5": 2.5, "20": 2.1},
+        {"base": 1.0, "0": 3.1, "1": 2.0, "5": 1.5, "20": 1},
+    ]
+    rows = [{arm: dict.fromkeys(benchmark.TEXTS, value) for arm, value in seed.items()} for seed in seeds]
+    found = benchmark.changes(rows)
+    assert set(found) == set(benchmark.TEXTS)
+    prose = found["prose"]
+    assert prose["base"] == {"mean": 1.5} and prose["1"]["mean"] == 2.5
+    assert prose["1"]["from_base"]["mean"] == prose["1"]["from_base"]["low"] == prose["1"]["from_base"]["high"] == 1
+    assert prose["0"]["from_base"]["mean"] == pytest.approx(2.05)
+    assert "from_no_replay" not in prose["0"] and prose["20"]["less_than_no_replay_in_seeds"] == 2
+    gap = prose["20"]["from_no_replay"]
+    assert gap["mean"] == pytest.approx(-2.0) and gap["pairs"] == 2 and gap["low"] < -2 < gap["high"]
+    crossed = [
+        rows[0],
+        {**rows[1], "1": rows[0]["1"], "base": rows[0]["base"]},
+        rows[0],
+        {**rows[0], "1": rows[1]["1"]},
+    ]
+    assert benchmark.changes(crossed)["prose"]["1"]["from_base"]["high"] > 1.5
+
+
+def test_the_benchmark_tells_dirty_from_clean() -> None:
+    """Fisher's exact p against a sum over all tables with these margins."""
+    right = {"clean": (3, 4), "dirty": (2, 9)}
+    asked = {"clean": 12, "dirty": 10}
+    rows = [{"way": "text", "part": part, "asked": asked[part], "right": right[part]} for part in right]
+    found = benchmark.dirty_against_clean(rows)["text"]
+    for number, name in enumerate(found):
+        total = right["clean"][number] + right["dirty"][number]
+        ways = [math.comb(10, k) * math.comb(12, total - k) for k in range(min(10, total) + 1)]
+        seen = ways[right["dirty"][number]]
+        assert found[name]["p"] == pytest.approx(sum(one for one in ways if one <= seen) / sum(ways))
+        assert found[name]["dirty"] == right["dirty"][number] / 10
+    assert found["leaky expert"]["p"] < 0.05 < found["clean expert"]["p"]
+
+
+@pytest.mark.slow
+def test_the_benchmark_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every share of replay once, at a hundredth of the size; called again, it trains nothing and says the same."""
+    log = tmp_path / "log.json"
+    monkeypatch.setattr(
+        sys, "argv", ["specialise.py", "forgetting", "--work", str(tmp_path), "--small", "--seeds", "1"]
+    )
+    sys.argv += ["--out", str(log)]
+    assert benchmark.main() == 0
+    first = json.loads(log.read_text())
+    assert len(list((tmp_path / "runs").iterdir())) == 1 + len(benchmark.REPLAY)
+    assert set(first["seeds"][0]) == {"seed", "base", *map(str, benchmark.REPLAY)}
+    monkeypatch.setattr("fathom.training.loop.Run.train", lambda self: pytest.fail("trained again"))
+    assert benchmark.main() == 0
+    assert json.loads(log.read_text())["seeds"] == first["seeds"]
+    monkeypatch.setattr(sys, "argv", [word for word in sys.argv if word != "--small"])
+    with pytest.raises(SystemExit, match="was made with other sizes"):
+        benchmark.main()
