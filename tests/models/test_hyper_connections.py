@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from fathom.models import FathomForCausalLM
 from fathom.models.cost import count_parameters
@@ -205,11 +206,26 @@ def test_the_streams_sum_is_conserved():
     model = build(case(), dtype=torch.float64)
     module = model.model.layers[0].mlp_residual
     streams = torch.randn(2, 5, 4, 32, dtype=torch.float64)
-    _, (post, res) = module.read((streams,))
-    (after,) = module.write((streams,), torch.zeros(2, 5, 32, dtype=torch.float64), (post, res))
+    _, (_, res, *_) = (read := module.read((streams,)))
+    (after,) = module.write((streams,), torch.zeros(2, 5, 32, dtype=torch.float64), read[1])
     assert torch.allclose(after.sum(2), streams.sum(2), rtol=0, atol=1e-12)
     transposed = torch.einsum("btji,btjd->btid", res, streams)
     assert not torch.allclose(transposed.sum(2), streams.sum(2), atol=1e-3)
+
+
+@pytest.mark.parametrize("sublayer", [0, 1])
+def test_calls_do_not_grow_with_tokens(sublayer):
+    """The first streams are one tensor expanded, of which a batched product may go token by token."""
+    module, counts = HyperConnections(config_of("hyper_connections", hidden_size=128), sublayer), []
+    for length in (16, 16, 32):  # the first call alone makes the parameters' gradients
+        x = torch.randn(1, length, 128, requires_grad=True)
+        (streams,) = module.begin(x)
+        state = (streams if sublayer == 0 else streams.clone(),)
+        with profile(activities=[ProfilerActivity.CPU]) as seen:
+            read, context = module.read(state)
+            module.write(state, read, context)[0].square().sum().backward()
+        counts.append(sum(event.count for event in seen.key_averages()))
+    assert counts[1] == counts[2]
 
 
 def test_maps_are_single_precision_in_a_half_precision_model():

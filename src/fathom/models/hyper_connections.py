@@ -74,64 +74,33 @@ def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
 
 
 class _Balance(torch.autograd.Function):
-    """`sinkhorn` as alternating scalings, u = 1 / (K v) and v = 1 / (Kᵀ u), which leave u ⊙ K ⊙ v: one step of autograd
-    that keeps the logits alone. Matrices lie along the last dimension, `[n, n, N]`, so that every sum is over numbers
-    side by side."""
+    """`sinkhorn` as one step of autograd. Matrices lie along the last dimension, `[n, n, N]`, so that every sum is over
+    numbers side by side. It keeps all sums, for the short while between `_activate` and its gradient.
+
+    To the logarithm of a matrix a normalisation is a subtraction, and its gradient G becomes G - P ⊙ ΣG, where P is
+    what it left, and the sum goes over P's rows or its columns. P itself, times their sums, is the matrix before.
+    """
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, iterations: int) -> Tensor:
-        ctx.save_for_backward(logits)
-        ctx.iterations = iterations
-        kernel = _kernel(logits)
-        u, v = _scalings(kernel, iterations)
-        return u[-1].unsqueeze(1) * kernel * v[-1]
+        kernel = (logits - logits.amax((0, 1))).exp_()  # each matrix' largest entry is 1
+        matrix = kernel.clamp(min=FLOOR)
+        ctx.totals = []
+        for dim in (1, 0) * iterations:
+            ctx.totals.append((dim, matrix.sum(dim, keepdim=True)))
+            matrix.div_(ctx.totals[-1][1])
+        ctx.save_for_backward(kernel, matrix)
+        return matrix
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        kernel = _kernel(*ctx.saved_tensors)
-        us, vs = _scalings(kernel, ctx.iterations)
-        grad_kernel = grad * us[-1].unsqueeze(1) * vs[-1]
-        grad_u, grad_v = _rows(grad * kernel, vs[-1]), _columns(grad * kernel, us[-1])
-        for step in range(ctx.iterations, 0, -1):
-            back = -grad_v * vs[step].square()  # to Kᵀ u
-            grad_u = grad_u + _rows(kernel, back)
-            grad_kernel = torch.addcmul(grad_kernel, us[step].unsqueeze(1), back)
-            back = -grad_u * us[step].square()  # to K v, with the v before
-            grad_v, grad_u = _columns(kernel, back), torch.zeros_like(grad_u)
-            grad_kernel = torch.addcmul(grad_kernel, back.unsqueeze(1), vs[step - 1])
-        return (grad_kernel * kernel).masked_fill_(kernel <= FLOOR, 0), None
-
-
-def _kernel(logits: Tensor) -> Tensor:
-    """exp of `[n, n, N]`, each matrix' largest entry 1 and none below FLOOR."""
-    return (logits - logits.amax((0, 1))).exp_().clamp_(min=FLOOR)
-
-
-def _rows(kernel: Tensor, v: Tensor) -> Tensor:
-    """K v, `[n, N]`."""
-    total = kernel[:, 0] * v[0]
-    for j in range(1, len(v)):
-        total.addcmul_(kernel[:, j], v[j])
-    return total
-
-
-def _columns(kernel: Tensor, u: Tensor) -> Tensor:
-    """Kᵀ u, `[n, N]`."""
-    total = kernel[0] * u[0]
-    for i in range(1, len(u)):
-        total.addcmul_(kernel[i], u[i])
-    return total
-
-
-def _scalings(kernel: Tensor, iterations: int) -> tuple[list[Tensor], list[Tensor]]:
-    """u and v after every iteration, `[n, N]` each, ones before the first."""
-    one = torch.ones_like(kernel[0])
-    us, vs = [one], [one]
-    for _ in range(iterations):
-        us.append(_rows(kernel, vs[-1]).reciprocal_())
-        vs.append(_columns(kernel, us[-1]).reciprocal_())
-    return us, vs
+        kernel, matrix = ctx.saved_tensors
+        matrix, grad = matrix.clone(), grad * matrix
+        for dim, total in reversed(ctx.totals):
+            grad.addcmul_(matrix, grad.sum(dim, keepdim=True), value=-1)
+            matrix.mul_(total)
+        return grad.masked_fill_(kernel <= FLOOR, 0), None
 
 
 class HyperConnections(Residual):
@@ -211,19 +180,19 @@ class HyperConnections(Residual):
         n = self.streams
         alphas = (self.alpha_pre.expand(n), self.alpha_post.expand(n), self.alpha_res.expand(n * n))
         bases = (self.pre_logits, self.post_logits, self.residual_logits.flatten())
-        x, post, res = _Read.apply(
+        x, *context = _Read.apply(
             *(streams, self.norm.weight, self.projection.weight, torch.cat(alphas), torch.cat(bases)),
             *(self.norm.variance_epsilon, self.iterations),
         )
-        return x, (post, res)
+        return x, tuple(context)
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Mix the streams and give each its share of the update."""
         assert context is not None
-        post, res = context
+        post, res, streams = (*context, *state)[:3]  # the streams that went through `read`, if they did
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or autocast(update):
-            return (torch.matmul(res, state[0]) + post.unsqueeze(-1) * update.unsqueeze(2),)
-        return (_Write.apply(state[0], post, res, update),)
+            return (torch.matmul(res, streams) + post.unsqueeze(-1) * update.unsqueeze(2),)
+        return (_Write.apply(streams, post, res, update),)
 
 
 def autocast(x: Tensor) -> bool:
@@ -232,8 +201,10 @@ def autocast(x: Tensor) -> bool:
 
 
 class _Read(torch.autograd.Function):
-    """x, H_post and H_res with the backward pass written out: it keeps the streams and, of every token, the numbers
-    that the projection makes. With r = 1 / rms(S), y = (W ⊙ w) S and the maps' logits a r y + b."""
+    """x, H_post, H_res and the streams as they are, with the backward pass written out: it keeps the streams and, of
+    every token, the numbers that the projection makes. With r = 1 / rms(S), y = (W ⊙ w) S and the maps' logits
+    a r y + b. The streams go through it so that what `write` sends back to them is summed here, not in a pass of its
+    own."""
 
     @staticmethod
     def forward(
@@ -245,28 +216,29 @@ class _Read(torch.autograd.Function):
         base: Tensor,
         eps: float,
         iterations: int,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         batch, length, n, _ = streams.shape
         z = streams.flatten(2).flatten(0, 1)  # [N, n · hidden_size]
         wide = torch.promote_types(z.dtype, torch.float32)
         squares = torch.linalg.vector_norm(z, dim=-1, dtype=wide).square()
         inverse = torch.rsqrt(squares / z.shape[1] + eps)  # [N]
-        raw = widen((weight * norm) @ z.T)  # [maps, N]
+        raw = widen(z @ (weight * norm).T).T.contiguous()  # [maps, N]
         pre, post, res = _activate(raw * inverse, alpha, base, n, iterations)
         ctx.save_for_backward(streams, norm, weight, alpha, base, inverse, raw)
         ctx.iterations = iterations
         x = torch.bmm(pre.T.contiguous().unsqueeze(1).to(z.dtype), z.unflatten(1, (n, -1))).squeeze(1)
         post, res = (h.movedim(-1, 0).to(z.dtype).unflatten(0, (batch, length)).contiguous() for h in (post, res))
-        return x.unflatten(0, (batch, length)), post, res
+        return x.unflatten(0, (batch, length)), post, res, streams
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_x: Tensor, grad_post: Tensor, grad_res: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(
+        ctx: Any, grad_x: Tensor, grad_post: Tensor, grad_res: Tensor, grad_streams: Tensor
+    ) -> tuple[Tensor | None, ...]:
         streams, norm, weight, alpha, base, inverse, raw = ctx.saved_tensors
         n, z = streams.shape[2], streams.flatten(2).flatten(0, 1)
-        slots, grad_x = z.unflatten(1, (n, -1)), grad_x.flatten(0, 1)
         grad_maps = (
-            widen(torch.bmm(slots, grad_x.unsqueeze(2)).squeeze(2)).T,  # to H_pre: [n, N]
+            widen(_products(grad_x, z.view(streams.shape))).flatten(0, 1).T,  # to H_pre: [n, N]
             widen(grad_post).flatten(0, 1).T,
             widen(grad_res).flatten(0, 1).movedim(0, -1).contiguous(),
         )
@@ -275,12 +247,13 @@ class _Read(torch.autograd.Function):
             maps = _activate(dynamic, alphas, bases, n, ctx.iterations)
         grad_dynamic, grad_alpha, grad_base = torch.autograd.grad(maps, (dynamic, alphas, bases), grad_maps)
 
-        grad_raw = grad_dynamic * inverse
         along = (grad_dynamic * raw).sum(0) * inverse.pow(3) / -z.shape[1]  # to S itself, through its rms
-        narrow = grad_raw.to(z.dtype)
-        grad = (maps[0].detach().T.contiguous().unsqueeze(2).to(z.dtype) * grad_x.unsqueeze(1)).flatten(1)
-        grad = grad.addmm_(narrow.T, weight * norm).addcmul_(z, along.to(z.dtype).unsqueeze(1))
-        grad_folded = narrow @ z
+        grad_raw = (grad_dynamic * inverse).T.contiguous().to(z.dtype)  # [N, maps]
+        pre = maps[0].detach().T.contiguous().to(z.dtype)
+        # In place, since `_Write` made it for this alone: memory that is new costs more than the arithmetic.
+        grad = grad_streams.flatten(0, 1).addcmul_(pre.unsqueeze(2), grad_x.flatten(0, 1).unsqueeze(1)).flatten(1)
+        grad.addmm_(grad_raw, weight * norm).addcmul_(z, along.to(z.dtype).unsqueeze(1))
+        grad_folded = grad_raw.T @ z
         return (
             grad.view(streams.shape),
             (grad_folded * weight).sum(0).to(norm.dtype),
@@ -304,12 +277,13 @@ def _activate(dynamic: Tensor, alpha: Tensor, base: Tensor, n: int, iterations: 
 
 
 class _Write(torch.autograd.Function):
-    """S_i ← Σ_j H_res[i, j] S_j + H_post[i] u, which keeps its inputs alone."""
+    """S_i ← Σ_j H_res[i, j] S_j + H_post[i] u, which keeps its inputs alone. The first streams are one tensor expanded,
+    of which a batched product on a CPU takes one token at a time: hence `contiguous`."""
 
     @staticmethod
     def forward(ctx: Any, streams: Tensor, post: Tensor, res: Tensor, update: Tensor) -> Tensor:
         ctx.save_for_backward(streams, post, res, update)
-        written = torch.matmul(res, streams)
+        written = torch.matmul(res, streams.contiguous())
         return written.addcmul_(post.unsqueeze(-1), update.unsqueeze(2))
 
     @staticmethod
@@ -318,10 +292,16 @@ class _Write(torch.autograd.Function):
         streams, post, res, update = ctx.saved_tensors
         return (
             torch.matmul(res.transpose(2, 3), grad),
-            torch.matmul(grad, update.unsqueeze(3)).squeeze(3),
-            torch.matmul(grad, streams.transpose(2, 3)),
+            _products(update, grad),
+            torch.matmul(grad, streams.contiguous().transpose(2, 3)),
             torch.matmul(post.unsqueeze(2), grad).squeeze(2),
         )
+
+
+def _products(one: Tensor, several: Tensor) -> Tensor:
+    """A token's vector times each of its n others, `[B, T, D]` and `[B, T, n, D]` to `[B, T, n]`: as a row from the
+    left, since a CPU takes several times as long over a column from the right."""
+    return torch.matmul(one.unsqueeze(2), several.transpose(2, 3)).squeeze(2)
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
