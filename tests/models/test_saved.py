@@ -54,17 +54,17 @@ def test_pool_and_its_gradient(count, bias):
     def call(query, recency, *made):
         return attention_residuals._Pool.apply(query, recency, 1e-6, *made)
 
-    assert torch.allclose(call(query, recency, *rest), pool(rest, query, 1e-6, recency), rtol=0, atol=1e-13)
+    assert torch.allclose(call(query, recency, *rest)[0], pool(rest, query, 1e-6, recency), rtol=0, atol=1e-13)
     assert gradcheck(call, (query, recency, *rest))
 
 
 def test_scalars_of_another_token_are_seen(monkeypatch):
     backward = attention_residuals._Pool.backward
 
-    def faulty(ctx, grad):
+    def faulty(ctx, *grads):
         query, bias, inverse, scores, *rest = ctx.saved_tensors
         kept = (query, bias, inverse, scores.roll(1, 1), *rest)
-        return backward(SimpleNamespace(saved_tensors=kept), grad)
+        return backward(SimpleNamespace(saved_tensors=kept), *grads)
 
     query, *rest = sources(3, bias=False)
     monkeypatch.setattr(attention_residuals._Pool, "backward", staticmethod(faulty))

@@ -97,10 +97,12 @@ class AttentionResiduals(Residual):
             return kernel(state, query, self.eps, self.recency_bias), None
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return pool(state, query, self.eps, self.recency_bias), None
-        return _Pool.apply(query, self.recency_bias, self.eps, *state), None
+        h, *through = _Pool.apply(query, self.recency_bias, self.eps, *state)
+        return h, tuple(through)
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Add to the current sum, or start one; `snapshot` adds to the stream and keeps a copy at a block's end."""
+        state = context or state  # the sources that went through `read`, if they did
         if self.snapshot:
             stream = state[-1] + update
             return (*state[:-1], stream, stream) if self.ends_block else (*state[:-1], stream)
@@ -129,27 +131,33 @@ def pool(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Ten
 
 
 class _Pool(torch.autograd.Function):
-    """`pool` with the backward pass written out: it keeps the sources and two numbers of each.
+    """`pool`, and the sources as they are, with the backward pass written out: it keeps the sources and two numbers of
+    each. They go through it so that the gradients of later reads are summed here, not in a pass of their own.
 
     With r_s = 1 / rms(s), z_s = (q · s) r_s, d = ∂loss/∂h and dz_s = α_s (d · s - Σ_j α_j d · j):
 
-        ds = α_s d + dz_s r_s (q - z_s r_s s / D)        dq = Σ_s dz_s r_s s
+        ds = … + α_s d + dz_s r_s (q - z_s r_s s / D)        dq = Σ_s dz_s r_s s
     """
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, recency_bias: Tensor | None, eps: float, *sources: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, recency_bias: Tensor | None, eps: float, *sources: Tensor
+    ) -> tuple[Tensor, ...]:
         width = query.shape[0]
         squares = torch.stack([torch.linalg.vector_norm(s, dim=-1, dtype=query.dtype) for s in sources]).square()
         inverse_rms = torch.rsqrt(squares / width + eps)  # [S, B, T]
         with torch.autocast(query.device.type, enabled=False):  # else the product is rounded to half precision
             scores = torch.stack([widen(s) @ query for s in sources]) * inverse_rms
-        weights = _weights(scores, recency_bias)
+        first, *rest = _weights(scores, recency_bias).to(sources[0].dtype).unsqueeze(-1)
         ctx.save_for_backward(query, recency_bias, inverse_rms, scores, *sources)
-        return weighted_sum(list(weights.to(sources[0].dtype).unsqueeze(-1)), sources)
+        pooled = sources[0] * first
+        for source, weight in zip(sources[1:], rest, strict=True):
+            pooled.addcmul_(source, weight)
+        return pooled, *sources
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor, *later: Tensor) -> tuple[Tensor | None, ...]:
         query, recency_bias, inverse_rms, scores, *sources = ctx.saved_tensors
         weights, wide = _weights(scores, recency_bias), widen(grad)
         wide, made = wide.contiguous(), torch.empty_like(wide)  # one buffer for all products
@@ -158,14 +166,11 @@ class _Pool(torch.autograd.Function):
         along = grad_scores * inverse_rms
         back = -along * scores * inverse_rms / query.shape[0]
         grad_query, grad_sources = torch.zeros_like(query), []
-        for source, weight, a, b in zip(sources, weights, along, back, strict=True):
-            x = widen(source)
+        for source, grad_later, *scalars in zip(sources, later, weights, along, back, strict=True):
+            x, (weight, a, b) = widen(source), (t.unsqueeze(-1) for t in scalars)
             with torch.autocast(query.device.type, enabled=False):
                 grad_query += a.flatten() @ x.flatten(0, -2)
-            if source.dtype == wide.dtype:
-                made = torch.empty_like(wide)
-            torch.mul(wide, weight.unsqueeze(-1), out=made)
-            made.addcmul_(x, b.unsqueeze(-1)).flatten(0, -2).addr_(a.flatten(), query)
+            made = torch.addcmul(widen(grad_later), wide, weight).addcmul_(x, b).addcmul_(a, query)
             grad_sources.append(made.to(source.dtype))
         grad_bias = None if recency_bias is None else grad_scores[-1].sum().reshape(1).to(recency_bias.dtype)
         return grad_query, grad_bias, None, *grad_sources
