@@ -80,7 +80,7 @@ def pools() -> Iterator[Kernel]:
         warps = depth_pool.warps(width)
         yield Kernel(depth_pool.depth_pool_forward, inputs | {"bias": full, "mixed": half}, fixed, warps, shape)
         grads = {"grad": half, "grad_query": full, "grad_bias": full, "grad_sources": several, "programs": "i32"}
-        few = 32 if count > 16 else 0
+        few = 8 if count > 16 else 0
         yield Kernel(depth_pool.depth_pool_backward, inputs | grads, fixed, warps, shape, few)
 
 

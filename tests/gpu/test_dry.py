@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from transformers.initialization import no_init_weights
 
@@ -48,10 +49,10 @@ def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def model_on(device: str, case: str) -> FathomForCausalLM:
+def model_on(device: str, case: str, **shape: int) -> FathomForCausalLM:
     """Not initialised, since there are no numbers."""
     with torch.device(device), no_init_weights():
-        return FathomForCausalLM(config_of(case))
+        return FathomForCausalLM(config_of(case, **shape))
 
 
 def words(device: str, *shape: int) -> Tensor:
@@ -109,7 +110,7 @@ def as_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device: False)
 
 
-def step(model: FathomForCausalLM) -> None:
+def step(model: Any) -> None:
     """Forward and backward."""
     ids = words("meta", 2, 7)
     model(ids, labels=ids, num_items_in_batch=12).loss.backward()
@@ -123,16 +124,23 @@ def test_a_training_step_on_one_device_without_a_read(case, as_elsewhere):
     assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())
 
 
-@pytest.mark.parametrize(
-    "case", ["vanilla", "depth_attention-dense", "attention_residuals", "hyper_connections", "loop"]
-)
+@pytest.mark.parametrize("case", CASES)
 def test_a_compiled_step(case, as_elsewhere):
     """One graph forward and one backward; the kernels that Inductor would write need the device."""
     torch._dynamo.reset()
-    model, ids = model_on("meta", case).train(), words("meta", 2, 7)
-    call = torch.compile(model.model, backend="aot_eager", fullgraph=True)
-    call(ids, use_cache=False).last_hidden_state.sum().backward()
-    assert all(p.grad is not None for p in model.model.layers.parameters())
+    layers = (
+        {"num_hidden_layers": 2} if config_of(case).recurrence not in ("once", "loop") else {}
+    )  # it holds each pass
+    model = model_on("meta", case, **layers).train()
+    step(torch.compile(model, backend="aot_eager", fullgraph=True))
+    assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())
+
+
+def test_what_the_host_decides_is_no_single_graph(as_elsewhere):
+    torch._dynamo.reset()
+    model = with_planted(model_on("meta", "vanilla").train(), lambda x: x if x.sum() > 0 else -x)
+    with pytest.raises(Unsupported, match=r"[Dd]ata-dependent"):
+        step(torch.compile(model, backend="aot_eager", fullgraph=True))
 
 
 def with_planted(model: FathomForCausalLM, fault: Any) -> FathomForCausalLM:

@@ -78,14 +78,19 @@ def depth_pool_backward(
     for number in range(first, tl.cdiv(rows, TALL), programs):
         row, _, live, inside, at = tile(number, rows, TALL, WIDTH)
         d = read(grad + at, inside)
-        mean = tl.zeros((TALL,), d.dtype)
+        pooled = tl.zeros_like(d)  # h again, unrounded
+        weight_at = weights + row
         for j in tl.static_range(len(sources)):
-            mean += read(weights + j * rows + row, live) * tl.sum(d * read(sources[j] + at, inside), 1)
+            pooled += read(weight_at, live)[:, None] * read(sources[j] + at, inside)
+            weight_at += rows
+        mean = tl.sum(d * pooled, 1)
+        weight_at = weights + row
         for j in tl.static_range(len(sources)):
             x = read(sources[j] + at, inside)
             inverse = 1.0 / tl.sqrt(tl.sum(x * x, 1) / WIDTH + EPS)
             score = tl.sum(x * q, 1) * inverse
-            weight = read(weights + j * rows + row, live)
+            weight = read(weight_at, live)
+            weight_at += rows
             back = weight * (tl.sum(d * x, 1) - mean)  # again, since all of them would not fit the registers
             along = back * inverse
             made = weight[:, None] * d + along[:, None] * q - (along * score * inverse / WIDTH)[:, None] * x
