@@ -44,7 +44,7 @@ def answered(x: Tensor) -> Any:
 def pretended(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Fake tensors on `cuda`, and answers for the host where it asks on purpose."""
     for module in (several_trips, slot_cache, slots):
-        monkeypatch.setattr(module, "told", answered)
+        monkeypatch.setattr(module, "to_host", answered)
     with FakeTensorMode():
         yield
 
