@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fathom.models import FathomForCausalLM
-from fathom.models.attention_residuals import AttentionResiduals, source_counts
+from fathom.models.attention_residuals import AttentionResiduals, pool, pool_stacked, source_counts
 from fathom.models.cost import count_parameters
 from fathom.models.slots import plan
 
@@ -171,6 +171,20 @@ def test_sources_are_scored_normed_and_summed_as_they_are():
     a, b = torch.randn(2, 1, 1, 32, dtype=torch.float64)
     alpha = ((module.read((a, b))[0] - b) / (a - b)).mean()
     assert torch.allclose(module.read((1000 * a, b))[0], alpha * 1000 * a + (1 - alpha) * b, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [None, torch.tensor([1.5], dtype=torch.float64)])
+@pytest.mark.parametrize("sources", [1, 4])
+def test_a_stack_is_the_list(sources, bias):
+    """What a decoded token takes on a CPU is what training takes."""
+    made = torch.Generator().manual_seed(sources)
+    query, *states = (
+        torch.randn(*shape, 8, generator=made, dtype=torch.float64) for shape in [()] + [(2, 3)] * sources
+    )
+    expected = pool(states, query, 1e-2, bias)
+    assert (pool_stacked(states, query, 1e-2, bias) - expected).abs().max() < 1e-14
+    if sources > 1:
+        assert (pool_stacked(states, query, 1.0, bias) - expected).abs().max() > 1e-3
 
 
 def test_half_precision_scores_are_wide():

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.cost import mechanism_cost
-from fathom.models.depth_attention import DepthAttention, depth_weights, mix
+from fathom.models.depth_attention import DepthAttention, depth_weights, mix, mix_stacked
+from fathom.models.numerics import few
 from fathom.models.slots import plan
 from fathom.models.uniform_depth import UniformDepth
 
@@ -139,6 +140,24 @@ def test_forward_and_gradients(group, sources):
     assert torch.allclose(mixer()(query, key, value, tuple(rest)), loop_mix(*tensors), atol=1e-12)
     for a, b, c in zip(truth, eager, plain, strict=True):
         assert torch.allclose(a, b, atol=1e-12) and torch.allclose(a, c, atol=1e-12)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("sources", [1, 5])
+def test_a_stack_is_the_list(group, sources):
+    """What a decoded token takes on a CPU is what training takes; too many tokens take the list."""
+    made = torch.Generator().manual_seed(sources)
+    query, *rest = (
+        torch.randn(2, heads, 3, 8, generator=made, dtype=torch.float64)
+        for heads in [2 * group] + [2] * (2 * sources + 2)
+    )
+    key, value, *lower = rest
+    expected = mix(query, key, value, tuple(lower))[0]
+    assert (mix_stacked(query, key, value, tuple(lower)) - expected).abs().max() < 1e-14
+    assert (mix_stacked(query, key.roll(1, 1), value, tuple(lower)) - expected).abs().max() > 1e-3
+    with torch.no_grad():
+        assert few(query) and not few(query.half()) and not few(query.repeat(1, 1, 512, 1))
+    assert not few(query)
 
 
 def test_gradcheck():

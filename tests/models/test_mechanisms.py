@@ -509,7 +509,7 @@ class Arithmetic(TorchDispatchMode):
 
 
 def counted(case, shape):
-    model, ids = build(config_of(case, **shape)), tokens(1, 16)
+    model, ids = build(config_of(case, **shape)), tokens(1, 72)  # more than `few`
     with Arithmetic() as counter, torch.no_grad():
         model(ids, use_cache=False)
     return (counter.products + counter.elementwise) / ids.numel()

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
-from .numerics import softmax_list, weighted_sum, widen
+from .numerics import few, softmax_list, weighted_sum, widen
 from .replaceable import faster
 from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext
 
@@ -95,6 +95,8 @@ class AttentionResiduals(Residual):
         query = self.norm(self.pseudo_query)  # [hidden_size]
         if (kernel := faster("depth_pool", state[0])) is not None:
             return kernel(state, query, self.eps, self.recency_bias), None
+        if few(state[0]):
+            return pool_stacked(state, query, self.eps, self.recency_bias), None
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return pool(state, query, self.eps, self.recency_bias), None
         h, *through = _Pool.apply(query, self.recency_bias, self.eps, *state)
@@ -128,6 +130,13 @@ def pool(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Ten
     if recency_bias is not None:
         scores[-1] = scores[-1] + recency_bias
     return weighted_sum([weight.to(sources[0].dtype) for weight in softmax_list(scores)], sources)
+
+
+def pool_stacked(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Tensor | None = None) -> Tensor:
+    """`pool` in few calls, for few tokens."""
+    stacked = torch.stack(tuple(sources))  # [S, B, T, hidden_size]
+    scores = torch.rms_norm(stacked, query.shape, query, eps).sum(-1)
+    return (_weights(scores, recency_bias).unsqueeze(-1) * stacked).sum(0)
 
 
 class _Pool(torch.autograd.Function):

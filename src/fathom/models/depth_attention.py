@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
-from .numerics import head_pool, softmax_list, weighted_sum, widen
+from .numerics import few, head_pool, softmax_list, weighted_sum, widen
 from .replaceable import faster
 from .roles import Cost, Mechanism, ValueMixer
 from .schedule import ScheduleOptions, grid_sources, trip_rule
@@ -91,6 +92,8 @@ class DepthAttention(ValueMixer):
             return value
         if (kernel := faster("depth_mix", value)) is not None:
             return kernel(query, key, value, sources, self.self_bias)
+        if self.self_bias is None and few(query):
+            return mix_stacked(query, key, value, sources)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return mix(query, key, value, sources, self.self_bias)[0]
         return _Mix.apply(query, self.self_bias, key, value, *sources)
@@ -115,6 +118,15 @@ def mix(
     weights, q = depth_weights(query, key, sources, self_bias)
     mixed = weighted_sum(weights, (*sources[1::2], value))
     return mixed.to(value.dtype), weights, q
+
+
+def mix_stacked(query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+    """ṽ in few calls, for few tokens: ordinary attention whose sequence is the depth."""
+    q = head_pool(query, key.shape[1]).unsqueeze(-2).flatten(0, 1)  # [B H_kv, T, 1, D]
+    keys = torch.stack((*sources[::2], key), -2).flatten(0, 1)  # [B H_kv, T, S, D]
+    values = torch.stack((*sources[1::2], value), -2).flatten(0, 1)
+    mixed = F.scaled_dot_product_attention(q, keys, values)
+    return mixed.view(value.shape)
 
 
 class _Mix(torch.autograd.Function):

@@ -15,6 +15,22 @@ def widen(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+FEW = 2**14
+"""Numbers in a tensor up to which a CPU's time goes to the calls, not to memory."""
+
+
+def few(x: Tensor) -> bool:
+    """Whether a list of tensors like `x` is mixed faster as a stack: eagerly, on a CPU, without gradients, as a decoded
+    token is. Half precision keeps to the list, whose sums are wider."""
+    return (
+        x.numel() <= FEW
+        and not torch.is_grad_enabled()
+        and x.dtype in (torch.float32, torch.float64)
+        and x.device.type == "cpu"
+        and not torch.compiler.is_compiling()
+    )
+
+
 def softmax_list(scores: Sequence[Tensor]) -> list[Tensor]:
     """Softmax across equally shaped tensors, element by element."""
     top = scores[0]
