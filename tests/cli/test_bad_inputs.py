@@ -684,6 +684,7 @@ OTHERS = [
     ("'' x", "no such command"),
     ("Train good.yaml", "did you mean train"),
     ("--help-me", "--help-me"),
+    ("serve bad/config_deep --port 0", "config.json"),
 ]
 
 
@@ -835,6 +836,7 @@ def test_more_bad_inputs(line: str, here: Path, taken: str, capsys: pytest.Captu
 
 def test_there_are_enough() -> None:
     assert len(FAST) >= 200 and all(any(line.startswith(name) for line in FAST) for name in COMMANDS)
+    assert set(AS_PROCESSES) <= set(CASES)
 
 
 @pytest.mark.slow

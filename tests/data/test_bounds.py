@@ -37,7 +37,9 @@ before = peak()
 for number, (names, options) in enumerate(cases):
     try:
         inputs = [f"{folder}/{name}" for name in names]
-        made = prepare(inputs, f"{folder}/out{number}", tokenizer, held_out=0, options=PrepareOptions(**options))
+        workers = options.pop("workers", None)
+        options = PrepareOptions(**options)
+        made = prepare(inputs, f"{folder}/out{number}", tokenizer, held_out=0, workers=workers, options=options)
         found.append([made.left_out, sum(domain["bytes"] for domain in made.splits["train"].values())])
     except DataError as error:
         found.append(str(error))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -139,7 +140,7 @@ FROZEN = {"hops": 62936, "a5": 30146, "z60": 52638, "arithmetic": 31984, "recall
 @pytest.mark.parametrize(("name", "level"), [("hops", 8), ("a5", 16), ("z60", 16), ("arithmetic", 4), ("recall", 1)])
 @pytest.mark.parametrize("count", [4_000, pytest.param(100_000, marks=pytest.mark.slow)])
 def test_no_training_row_is_held_out(name: str, level: int, count: int) -> None:
-    """Where items are few, as short expressions are, they recur by nature: those of four operators are many."""
+    """Expressions of four operators recur as often as chance has it, a few in 100,000 rows; others never do."""
     ours = open_puzzle(f"puzzle:{name}").rows(np.arange(count)).tokens
     theirs = held_out(name, level).rows(np.arange(count)).tokens
     if name == "arithmetic":  # item by item, those of as many operators
@@ -147,7 +148,11 @@ def test_no_training_row_is_held_out(name: str, level: int, count: int) -> None:
         ours = ours[ours[:, 0] == theirs[0, 0]]
     known = {row.tobytes() for row in np.ascontiguousarray(ours)}
     assert len(known) > 0.9 * len(ours)
-    assert not any(row.tobytes() in known for row in np.ascontiguousarray(theirs))
+    again = sum(row.tobytes() in known for row in np.ascontiguousarray(theirs))
+    alike = 0.0903 / (MODULUS**5 * 3**4) if name == "arithmetic" else 0.0  # two trees of four nodes, two expressions
+    expected = len(ours) * len(theirs) * alike
+    assert again <= expected + 5 * math.sqrt(expected)
+    assert sum(row.tobytes() in known for row in np.ascontiguousarray(ours[:99])) == 99  # who trains on them is seen
 
 
 def test_held_out_rows_are_of_their_difficulty() -> None:
