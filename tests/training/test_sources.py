@@ -13,7 +13,9 @@ from fathom.cli.main import main
 from fathom.models import FathomForCausalLM
 from fathom.recipe import RecipeError, parse_recipe
 from fathom.training import build_training, train
+from fathom.training.build import build_model
 from tests import processes
+from tests.models.test_published import write
 from tests.tiny import tiny_recipe
 
 
@@ -91,3 +93,11 @@ def test_a_damaged_checkpoint_is_no_source(corpus: Path, run: Path, tmp_path: Pa
 def test_another_shape_is_refused(corpus: Path, run: Path) -> None:
     with pytest.raises(RecipeError, match="has shape"):
         began(corpus, str(run), "model.intermediate_size=64")
+
+
+@pytest.mark.parametrize("name", ["depth-attention", "denseformer", "attnres"])
+def test_a_released_directory_is_a_source(tmp_path: Path, name: str) -> None:
+    recipe = parse_recipe({"model": {"from_pretrained": str(write(tmp_path, name))}})
+    found = build_model(recipe, recipe.config(), torch.device("cpu")).state_dict()
+    expected = FathomForCausalLM.from_pretrained(tmp_path).state_dict()
+    assert found.keys() == expected.keys() and all(torch.equal(found[key], expected[key]) for key in found)

@@ -135,7 +135,9 @@ def released(
 ) -> tuple[str | PathLike[str] | None, dict[str, Any]]:
     """Path and arguments for `from_pretrained`: unchanged, or with a released model's tensors and config translated."""
     hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
-    if path is None or "state_dict" in kwargs or not is_published(PretrainedConfig.get_config_dict(path, **hub)[0]):
+    if path is None or kwargs.get("state_dict") is not None:
+        return path, kwargs
+    if not is_published(PretrainedConfig.get_config_dict(path, **hub)[0]):
         return path, kwargs
     config = kwargs.pop("config", None)
     if config is None:
