@@ -11,6 +11,7 @@ import torch
 from fathom.checkpoints.export import export
 from fathom.cli.main import main
 from fathom.models import FathomForCausalLM
+from fathom.models.registry import AXES
 from fathom.recipe import RecipeError, parse_recipe
 from fathom.training import build_training, train
 from fathom.training.build import build_model
@@ -93,6 +94,52 @@ def test_a_damaged_checkpoint_is_no_source(corpus: Path, run: Path, tmp_path: Pa
 def test_another_shape_is_refused(corpus: Path, run: Path) -> None:
     with pytest.raises(RecipeError, match="has shape"):
         began(corpus, str(run), "model.intermediate_size=64")
+
+
+@pytest.fixture(scope="module")
+def looped(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A loop that is given its entry by a matrix, with a norm between trips, and its exported model."""
+    place = tmp_path_factory.mktemp("looped") / "run"
+    options = "model.recurrence_options={trips: 2, injection: diagonal, norm_between: own}"
+    words = ("train.steps=2", "train.export=true", "evaluate.every=0", "model.mixer=none")
+    train(tiny_recipe(corpus, *words, "model.recurrence=loop", options), place)
+    return place
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["model.recurrence_options.trips=3"],
+        ["model.recurrence=once"],
+        ["model.recurrence=ponder", "model.recurrence_options.trips=2"],
+        ["model.mixer=uniform_depth"],
+    ],
+)
+def test_keys_stand_on_a_runs_as_on_its_models(looped: Path, words: list[str]) -> None:
+    found = []
+    for source in (looped, f"{looped}@step-2", looped / "model"):
+        config = parse_recipe({"model": {"from_pretrained": str(source)}}, words).config()
+        found.append([getattr(config, f"{axis}{part}") for axis in AXES for part in ("", "_options")])
+        found[-1][-1].pop("seed", None)  # a run fills in its own when it begins
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("place", ["", "@step-2", "/model"])
+def test_options_that_take_tensors_away_or_need_others_are_refused(corpus: Path, looped: Path, place: str) -> None:
+    for words, message in (
+        ("model.recurrence_options.injection=add", "the checkpoint holds model.recurrence.entry_map"),
+        ("model.recurrence_options.entry_norm=true", "the checkpoint lacks model.recurrence.entry_norm.weight"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            began(corpus, f"{looped}{place}", words)
+
+
+def test_a_schedule_goes_on_from_where_a_run_has_it(corpus: Path, tmp_path: Path) -> None:
+    options = "model.mixer_options={self_bias: 30.0, self_bias_steps: 4}"
+    train(tiny_recipe(corpus, options, "train.export=true", "train.keep_last=9"), tmp_path / "run")
+    for source, bias in (("run@step-2", 15.0), ("run@step-6", 0.0), ("run", 0.0), ("run/model", 0.0)):
+        config = parse_recipe({"model": {"from_pretrained": str(tmp_path / source)}}).config()
+        assert (config.mixer_options["self_bias"], config.mixer_options["self_bias_steps"]) == (bias, 0), source
 
 
 @pytest.mark.parametrize("name", ["depth-attention", "denseformer", "attnres"])

@@ -180,8 +180,15 @@ def config_of(block: Mapping[str, object]) -> FathomConfig:
     directory = model_directory(source)
     if directory is not None:
         return FathomConfig.from_pretrained(directory, **keys)
-    run, _ = run_and_step(source) or (Path(source), None)
-    return config_of({**_recipe_of(run)["model"], **keys})
+    return FathomConfig.from_dict(_config_at(*(run_and_step(source) or (Path(source), None))).to_dict(), **keys)
+
+
+def _config_at(run: Path, step: int | None) -> FathomConfig:
+    """A run's configuration as its export at a step has it: every schedule stands where it was, by default last."""
+    with torch.device("meta"):
+        model = FathomForCausalLM(config_of(_recipe_of(run)["model"]))
+    model.set_step(max(checkpoint_steps(run), default=0) if step is None else step)
+    return model.settled_config()
 
 
 def model_directory(source: str | Path) -> Path | None:

@@ -209,12 +209,13 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
         Stricter than transformers, which initialises a tensor that is missing at random: here a decoder tensor that is
         missing or has another shape is an error. A mechanism that has no tensor in the checkpoint is initialised, and
         with `state_dict={}`, which stands for no checkpoint, everything is. Pickles are not opened.
+        `state_config` is the configuration that a `state_dict` was made with.
         """
         kwargs.setdefault("use_safetensors", True)
         wants_info = kwargs.pop("output_loading_info", False)
         tolerant = kwargs.pop("ignore_mismatched_sizes", False)
         hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
-        own: dict[str, object] = {}
+        own: dict[str, object] = kwargs.pop("state_config", None) or {}  # type: ignore[assignment]
         if pretrained_model_name_or_path is not None:
             own = cls.config_class.get_config_dict(pretrained_model_name_or_path, **hub)[0]
         path, kwargs = released(pretrained_model_name_or_path, cls.config_class, kwargs)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fathom.checkpoints.check import check_checkpoint
-from fathom.checkpoints.runs import find_checkpoint, model_directory, read_weights
+from fathom.checkpoints.runs import config_of, find_checkpoint, model_directory, read_weights
 from fathom.data.batches import Batch, BatchPlan
 from fathom.data.mixture import Mixture, Phase
 from fathom.data.puzzles import open_data
@@ -176,9 +176,12 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device) -> F
         directory = model_directory(source)
         if directory is not None:
             check_checkpoint(directory)
-        weights = None if directory is not None else read_weights(find_checkpoint(source))
+        settings: dict[str, object] = {"config": config, "dtype": torch.float32}
+        if directory is None:
+            settings |= {"state_dict": read_weights(find_checkpoint(source))}
+            settings |= {"state_config": config_of({"from_pretrained": source}).to_dict()}
         try:
-            model = FathomForCausalLM.from_pretrained(directory, config=config, dtype=torch.float32, state_dict=weights)
+            model = FathomForCausalLM.from_pretrained(directory, **settings)
         except ValueError as error:
             raise RecipeError(f"model.from_pretrained={source}: {error}") from error
         return cast("FathomForCausalLM", model.to(device))
