@@ -380,3 +380,11 @@ def test_damaged_looks_are_an_error_before_work(finished):
     (out / "looks.json").write_text("{")
     with pytest.raises(RecipeError, match=r"looks\.json is damaged: delete it, and the looks so far are forgotten"):
         carry_out(plan, out, quiet=True)
+
+
+def test_commas_within_brackets_are_an_arms_own():
+    loop = "l=loop;model.recurrence_options={injection: diagonal, norm_between: own, trips_range: [1, 3], trips: 2}"
+    more = 'm=vanilla;optim.groups={"*.a, b": {lr: 2, weight_decay: 0}, c: {lr: 1}};optim.betas=[0.9, 0.99]'
+    arms = parse_arms(f"vanilla, {loop},{more},n=none")
+    assert [arm.name for arm in arms] == ["vanilla", "l", "m", "n"]
+    assert arms[1].overrides == (loop.partition(";")[2],) and len(arms[2].overrides) == 2

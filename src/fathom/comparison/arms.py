@@ -15,7 +15,6 @@ Equal = Literal["tokens", "flops", "trips"]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
 SHARED = ("data", "evaluate", "train.seed", "train.tokens_per_step")
 """Keys that an arm may not override, since arms are paired."""
-COMMA = re.compile(r",(?![^\[{]*[\]}])")  # not within brackets
 
 
 @dataclass(frozen=True)
@@ -64,7 +63,7 @@ class Arm:
 
 def parse_arms(text: str) -> list[Arm]:
     """Arms from `vanilla,mine=depth_attention;model.mixer_options.stride=1`; the first is the control."""
-    arms = [_parse_arm(part.strip()) for part in COMMA.split(text)]
+    arms = [_parse_arm(part.strip()) for part in _parts(text)]
     for i, arm in enumerate(arms):
         if arm.name in [other.name for other in arms[:i]]:
             raise RecipeError(f"--arms: {arm.name} appears twice; NAME={arm.mechanism} gives an arm another name")
@@ -104,6 +103,18 @@ def training_trips(recipe: Recipe) -> float:
 
 def _spent(recipe: Recipe, equal: Equal) -> float:
     return {"tokens": tokens, "flops": training_flops, "trips": training_trips}[equal](recipe)
+
+
+def _parts(text: str) -> list[str]:
+    """What stands between commas, those within brackets left alone."""
+    parts, depth = [""], 0
+    for character in text:
+        depth += (character in "[{") - (character in "]}")
+        if character == "," and depth <= 0:
+            parts.append("")
+        else:
+            parts[-1] += character
+    return parts
 
 
 def _parse_arm(text: str) -> Arm:
