@@ -152,6 +152,17 @@ def test_a_worse_arm_and_a_hint_are_called_that():
     assert "not by Holm's test for 2 comparisons: a hint of a difference to vanilla, no more" in said
 
 
+def test_a_sentence_gives_no_arm_the_tokens_of_another():
+    worse = arm("slow", 4.1, gap(0.1, 0.01, 0.001))
+    assert (
+        "at 1.6 million parameters and 2 million tokens, slow" in report_of(arm("vanilla", 4.0, None), worse)["verdict"]
+    )
+    fewer = report_of(arm("vanilla", 4.0, None), {**worse, "tokens": 900_000}, arm("b", 4.1, worse["difference"]))
+    assert "parameters and 2 million tokens (slow 900 thousand), " in fewer["verdict"]
+    one = report_of(arm("vanilla", 4.0, None), {**worse, "tokens": 3_000_000}, seeds=1)
+    assert "parameters and 2 million tokens (slow 3 million), slow ended" in one["verdict"]
+
+
 def test_names_cannot_break_the_page():
     told = blocks.page("<script>", "a & b", blocks.table("<b>", ["<i>"], [["<u>", "<s>"]]), blocks.legend(["<q>"]))
     assert not re.search(r"<(script|b|i|u|s|q)>", told)

@@ -85,7 +85,7 @@ def verdict(report: ComparisonResults) -> str:
     left_out = _left_out(report)
     if not count:
         return f"No seed has been finished by every arm yet, so there is nothing to say{left_out}."
-    scope = f"at {in_words(control['parameters'])} parameters and {in_words(control['tokens'])} tokens"
+    scope = f"at {in_words(control['parameters'])} parameters and {_tokens(control, arms)}"
     if count == 1:
         parts = [f"{arm['name']} ended {_direction(arm)} {control['name']}" for arm in arms]
         words = f"{scope}, {_join(parts)}, and another seed might say otherwise"
@@ -102,6 +102,13 @@ def verdict(report: ComparisonResults) -> str:
         *_rivals(report),
     ]
     return f"With {count} seeds, {scope}, {'; '.join(parts)}{left_out}{warning(report)}."
+
+
+def _tokens(control: ArmResult, arms: Sequence[ArmResult]) -> str:
+    """How many tokens the control saw, and each arm that saw another number: at equal FLOPs, say."""
+    words = in_words(control["tokens"])
+    others = [f"{arm['name']} {own}" for arm in arms if (own := in_words(arm["tokens"])) != words]
+    return f"{words} tokens" + (f" ({', '.join(others)})" if others else "")
 
 
 def family_size(report: ComparisonResults) -> int:
