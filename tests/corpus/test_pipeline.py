@@ -121,6 +121,18 @@ def test_the_same_bytes_from_anyone_anywhere_and_no_work_twice(
     assert shards and all(path.stat().st_mtime_ns == stamp for path, stamp in shards.items() if path.suffix == ".bin")
 
 
+def test_a_corpus_below_its_inputs_does_not_read_itself(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
+    shutil.copytree(corpora, tmp_path / "in")
+    domain = tmp_path / "in" / "domain"
+    (domain / "again").symlink_to("corpus")
+    values = recipe_of(tmp_path / "in", tokenizer)
+    first = tree(made(domain / "corpus", values).directory / "shards")
+    assert tree(made(domain / "corpus", values).directory / "shards") == first
+    for inputs in (domain, domain / "**"):
+        values["collections"]["domain"]["inputs"] = [str(inputs)]
+        assert preview(parse_corpus_recipe(values), domain / "corpus")["inputs"]["domain"]["files"] == 3
+
+
 def test_a_threshold_does_again_what_follows_alone(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
     values = recipe_of(corpora, tokenizer)
     made(tmp_path / "out", values)

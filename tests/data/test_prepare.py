@@ -513,3 +513,11 @@ def test_imports_are_light() -> None:
     modules = subprocess.run(arguments, capture_output=True, text=True, check=True).stderr.split()
     assert "fathom.data.encode" in modules
     assert not {"torch", "transformers", "rich"} & set(modules)
+
+
+def test_a_corpus_below_its_inputs_does_not_read_itself(tmp_path: Path, tokenizer: str) -> None:
+    """Beside nothing else a .json is data, and a corpus has some."""
+    (tmp_path / "c.json").write_text("".join(json.dumps({"text": f"{i} fathoms"}) + "\n" for i in range(50)))
+    first = prepare([tmp_path], tmp_path / "out", tokenizer, held_out=0)
+    again = prepare([tmp_path], tmp_path / "out", tokenizer, held_out=0)
+    assert first.splits == again.splits and again.resumed_documents == 50

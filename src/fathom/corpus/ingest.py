@@ -93,7 +93,7 @@ class Ingest(Stage):
         files = [
             (name, label, path, kind)
             for name, collection in self.recipe.collections.items()
-            for label, path, kind in collection_files(name, collection)
+            for label, path, kind in collection_files(name, collection, self.workspace.directory)
         ]
         self._require({kind for *_, kind in files})
         identities = self._identities([path for _, _, path, _ in files])
@@ -183,12 +183,12 @@ def _require_unchanged(label: str, file: Input) -> None:
         raise CorpusError(f"{label} {said}; run again to go on", 1)
 
 
-def collection_files(name: str, collection: Collection) -> Iterator[tuple[str, Path, str]]:
+def collection_files(name: str, collection: Collection, out: Path | None = None) -> Iterator[tuple[str, Path, str]]:
     """(label, path, kind) of each file of a collection, in a fixed order."""
     words = f"known are {' '.join([*JSONL, *PARQUET, *PDF, *HTML, '.tei.xml', *TEXT[:4]])} ..."
     for text in collection.inputs:
         try:
-            paths = find_files(text, lambda file: kind_of(file) is not None, words)
+            paths = find_files(text, lambda file: kind_of(file) is not None, words, out)
         except DataError as error:
             raise CorpusError(f"collections.{name}: {error}") from None
         place = Path(text).expanduser()

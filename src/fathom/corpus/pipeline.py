@@ -196,7 +196,7 @@ def preview(recipe: CorpusRecipe, directory: Path) -> Preview:
     workspace = Workspace(directory, recipe)
     inputs: dict[str, dict[str, int]] = {}
     for name, collection in recipe.collections.items():
-        files = list(collection_files(name, collection))
+        files = list(collection_files(name, collection, directory))
         inputs[name] = {"files": len(files), "bytes": sum(path.stat().st_size for _, path, _ in files)}
     stages: dict[str, StagePreview] = {}
     known = True

@@ -218,7 +218,7 @@ def prepare(
     _check_least({"--workers": workers, "--tokenizer-bytes": chosen.tokenizer_bytes})
     out = Path(out)
     names = [str(name) for name in ([inputs] if isinstance(inputs, str | Path) else inputs)]
-    sources = find_sources(names, reading, chosen.file_format)
+    sources = find_sources(names, reading, chosen.file_format, out)
     settings: PrepareSettings = {
         "inputs": names,
         "tokenizer": tokenizer or train_tokenizer,

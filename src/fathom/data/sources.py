@@ -136,8 +136,10 @@ class Source:
             yield Record(path, position)
 
 
-def find_sources(inputs: Iterable[str], reading: Reading, file_format: FileFormat = "auto") -> list[Source]:
-    """Resolve `[NAME=]INPUT`s to sources in a fixed order, and refuse what cannot be read."""
+def find_sources(
+    inputs: Iterable[str], reading: Reading, file_format: FileFormat = "auto", out: Path | None = None
+) -> list[Source]:
+    """Resolve `[NAME=]INPUT`s to sources in a fixed order, and refuse what cannot be read; `out` as in `find_files`."""
     sources: list[Source] = []
     for text in inputs:
         domain, name = _split_domain(text)
@@ -146,7 +148,7 @@ def find_sources(inputs: Iterable[str], reading: Reading, file_format: FileForma
             sources.append(Source("hub", name, domain))
             continue
         whole_files: list[Path] = []
-        for path in _expand(name, file_format):
+        for path in _expand(name, file_format, out):
             kind = _kind(path, reading, file_format)
             if kind == "files" and reading.oversize == "split" and not _surely_small(path, reading):
                 kind = "text"
@@ -286,35 +288,44 @@ def _split_domain(text: str) -> tuple[str, str]:
     return DEFAULT_DOMAIN, text
 
 
-def _expand(name: str, file_format: FileFormat) -> list[Path]:
-    return find_files(name, lambda file: file_format != "auto" or _is_known(file), _known_suffixes())
+def _expand(name: str, file_format: FileFormat, out: Path | None) -> list[Path]:
+    return find_files(name, lambda file: file_format != "auto" or _is_known(file), _known_suffixes(), out)
 
 
-def find_files(name: str, is_known: Callable[[Path], bool], known_words: str) -> list[Path]:
+def find_files(name: str, is_known: Callable[[Path], bool], known_words: str, out: Path | None = None) -> list[Path]:
     """The files that a path, a directory or a glob means, in a fixed order.
 
     Args:
         name: As the user wrote it.
         is_known: Whether a file of a directory is to be read.
         known_words: The names of such files, for the error if there is none.
+        out: The directory that is written: what lies in it is no input, unless it is named.
     """
     path = Path(name).expanduser()
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = [file for file in _walk(path) if not _hidden(file.relative_to(path))]
+        files = [file for file in _apart(_walk(path), path, out) if not _hidden(file.relative_to(path))]
         known = [file for file in files if is_known(file)]
         # Beside other files a .json is taken for some program's settings; alone it is data.
         if not (known := known or [file for file in files if suffix_of(file) == JSON]):
             raise DataError(f"{name}: a directory without any readable file ({known_words})")
         return known
     if glob.has_magic(name):
-        if files := _matches(path):
+        if files := _apart(_matches(path), path, out):
             return files
         raise DataError(f"{name}: no file matches")
     if path.exists():
         raise DataError(f"{name}: neither a file nor a directory")
     raise DataError(f"{name}: no such file or directory")
+
+
+def _apart(files: list[Path], named: Path, out: Path | None) -> list[Path]:
+    """Without the files in the directory that is written; all of them where that is what was named."""
+    if out is None or named.resolve().is_relative_to(out.resolve()):
+        return files
+    inside = {folder for folder in {file.parent for file in files} if folder.resolve().is_relative_to(out.resolve())}
+    return [file for file in files if file.parent not in inside]
 
 
 def _is_known(file: Path) -> bool:
