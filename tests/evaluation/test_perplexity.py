@@ -169,6 +169,19 @@ def test_domains_have_names(tmp_path: Path) -> None:
     assert len(read_domains([str(tmp_path / "val.jsonl")], limit=1)[0].documents) == 1
 
 
+def test_each_input_is_a_domain(tmp_path: Path) -> None:
+    """Two files of one name are not one text, of which a limit would leave the second out."""
+    for folder in ("old", "new"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "wiki.txt").write_text(f"{folder} words")
+    old, new = (str(tmp_path / folder / "wiki.txt") for folder in ("old", "new"))
+    for inputs in ([old, new], [old, f"wiki={new}"], [old, old]):
+        with pytest.raises(PerplexityError, match=r"two inputs have a domain 'wiki'; name one of them: NAME=INPUT"):
+            read_domains(inputs)
+    assert [d.name for d in read_domains([old, f"new={new}"])] == ["wiki", "new"]
+    assert len(read_domains([f"wiki={old}", f"wiki={new}"])[0].documents) == 2
+
+
 def test_the_interval_is_students_for_equal_weights() -> None:
     values, control = [0.3, 0.9, 0.1, 0.7], [0.2, 0.5, 0.3, 0.1]
     ours, theirs = difference(Items(values), Items(control)), paired_difference(values, control)
@@ -267,11 +280,14 @@ def test_other_conditions_are_computed_anew(exported: Path, tmp_path: Path, caps
         (["VANILLA", "--perplexity", "TEXT", "--context", "65"], "this model's context is 64"),
         (["VANILLA", "--perplexity", "TEXT", "--stride", "65"], "--stride 65: allowed: 1 to 64"),
         (["VANILLA", "VANILLA", "--perplexity", "TEXT"], "two checkpoints are called 'vanilla'"),
+        (["..=VANILLA", "--perplexity", "TEXT"], "..: a checkpoint needs another name"),
+        ([".=VANILLA", "--perplexity", "TEXT"], ".: a checkpoint needs another name"),
         (["/nowhere", "--perplexity", "TEXT"], "no such directory"),
     ],
 )
 def test_errors_are_one_line(exported: Path, capsys, words: list[str], message: str) -> None:
     places = {"VANILLA": str(exported / "vanilla"), "TEXT": str(exported / "text.jsonl")}
-    code = main(["evaluate", *(places.get(word, word) for word in words), "--device", "cpu"])
+    words = [f"{name}{equals}{places.get(word, word)}" for name, equals, word in (w.rpartition("=") for w in words)]
+    code = main(["evaluate", *words, "--device", "cpu"])
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("fathom: ")]
     assert code == 2 and len(said) == 1 and message in said[0]

@@ -193,17 +193,22 @@ def read_domains(
     """
     reading = reading or Reading()
     domains: list[Domain] = []
-    texts = []
+    texts: list[str] = []
+    given: set[str] = set()
+    stems: list[str] = []
     for entry in inputs:
         name, path = _named(entry)
         if not (Path(path) / INDEX).is_file():
             texts.append(f"{name or _stem(path)}={path}")
+            given |= {name} if name else set()
+            stems += [] if name or reading.domain_field else [_stem(path)]
             continue
         corpus = TokenDataset.open(path, split, verify="cached")
         file = corpus.tokenizer_directory / TOKENIZER_JSON
         for label in corpus.domains:
             documents = _shard_documents(corpus.select(label), limit)
             domains.append(Domain(f"{name}/{label}" if name else label, documents, file))
+    _require_one_each([*given, *stems])  # inputs that were given one name are one text
     found: dict[str, list[Passage]] = defaultdict(list)
     for source in find_sources(texts, reading) if texts else ():
         for number, record in enumerate(source.records(reading)):
@@ -216,10 +221,13 @@ def read_domains(
     domains += [Domain(label, documents) for label, documents in found.items() if documents]
     if not domains:
         raise PerplexityError(f"{', '.join(inputs)}: no documents to score")
-    names = [domain.name for domain in domains]
+    _require_one_each([domain.name for domain in domains])
+    return domains
+
+
+def _require_one_each(names: Sequence[str]) -> None:
     if twice := sorted({name for name in names if names.count(name) > 1}):
         raise PerplexityError(f"two inputs have a domain {twice[0]!r}; name one of them: NAME=INPUT")
-    return domains
 
 
 def score(

@@ -212,6 +212,8 @@ def name_checkpoints(entries: Sequence[str | Path], settings: Settings) -> list[
         check_checkpoint(directory)
         place = directory.resolve()
         name = name or (place.parent.name if place.name == "model" else place.name)
+        if name in (".", ".."):  # its results would lie beside those of all
+            raise EvaluateError(f"{name}: a checkpoint needs another name: NAME=PATH")
         if any(other.name == name for other in made):
             raise EvaluateError(f"two checkpoints are called {name!r}; name them: NAME=PATH")
         made.append(Checkpoint(name, directory, settings.open))
