@@ -106,6 +106,17 @@ def test_stops_processors_and_budgets():
     assert stopped[0] == stopped[1]
 
 
+def test_holes_in_a_mask_count_for_no_position():
+    """`generate` makes such a mask by itself where a prompt has the padding token within."""
+    mask = torch.tensor([[1, 1, 0, 1, 0, 1], [0, 1, 0, 0, 1, 1], [1, 1, 1, 1, 1, 1]])
+    ids = torch.tensor([[5, 9, 0, 31, 0, 7], [0, 44, 0, 0, 12, 4], [8, 8, 3, 5, 6, 9]])
+    for seed in (1, 2):
+        _, model, _, _, _ = drawn(seed)
+        for given in ({"attention_mask": mask}, {}):
+            given |= {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+            assert torch.equal(model.generate(ids, **given), model.generate(ids, draft_trips=1, **given))
+
+
 def test_draws_have_the_distribution():
     """Chi-square over 50,000 rounds: the first token, and the one after an accepted draft, are as the whole model's."""
     torch.manual_seed(0)
@@ -206,6 +217,10 @@ def test_the_cache_ends_where_the_text_does():
         ("vanilla", {"draft_trips": 1}, "between 1 and 0"),
         ("loop", {"draft_trips": 1, "draft_tokens": 0}, "draft_tokens"),
         ("loop", {"draft_trips": 1, "num_beams": 2}, "leave out beams"),
+        ("loop", {"draft_trips": 1, "guidance_scale": 1.5}, "draft_trips: guidance_scale reads every text once more"),
+        ("loop", {"draft_trips": 1, "inputs_embeds": torch.zeros(1, 2, 32)}, "draft_trips: give input_ids"),
+        ("loop", {"draft_trips": 1, "output_scores": True}, "draft_trips: output_scores is not kept"),
+        ("loop", {"draft_trips": 1, "output_attentions": True}, "draft_trips: output_attentions is not kept"),
     ],
 )
 def test_what_cannot_be_drafted(case, settings, words):

@@ -52,7 +52,7 @@ from .several_trips import Inputs, Store
 from .several_trips import run as run_trips
 from .slot_cache import with_slots
 from .slots import Visit, plan, with_banks
-from .speculation import Speculation, decode
+from .speculation import Speculation, check_request, decode
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -564,8 +564,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         if draft_trips is not None:
             speculation = Speculation(draft_trips, draft_tokens)
         if speculation is not None:
-            if (kwargs.get("num_beams") or own.num_beams or 1) > 1:
-                raise ValueError("draft_trips: each row is one text; leave out beams")
+            check_request(kwargs, own)
             speculation.streamer = kwargs.get("streamer")
             kwargs["custom_generate"] = partial(decode, speculation=speculation)
         return super().generate(inputs, generation_config, **kwargs)

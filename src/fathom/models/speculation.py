@@ -12,7 +12,7 @@ Rows of a batch advance together, as far as the row with the shortest run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -73,6 +73,21 @@ def check_speculation(model: FathomForCausalLM, asked: Speculation, trips: int) 
         )
     if asked.draft_tokens < 1:
         raise ValueError(f"draft_tokens must be 1 or more, got {asked.draft_tokens}")
+
+
+def check_request(given: Mapping[str, Any], own: GenerationConfig) -> None:
+    """Refuse what `generate` was asked for and drafting does not do."""
+    if (given.get("num_beams") or own.num_beams or 1) > 1:
+        raise ValueError("draft_trips: each row is one text; leave out beams")
+    if (given.get("guidance_scale") or own.guidance_scale or 1) != 1:
+        raise ValueError(
+            "draft_trips: guidance_scale reads every text once more, with a cache of its own; leave it out"
+        )
+    if given.get("inputs_embeds") is not None:
+        raise ValueError("draft_trips: give input_ids, of which drafts are a continuation, not inputs_embeds")
+    for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions"):
+        if given.get(name, getattr(own, name)):
+            raise ValueError(f"draft_trips: {name} is not kept of drafts; leave it out")
 
 
 class Stages:
@@ -197,7 +212,8 @@ class _Run:
         self.stages, self.drafting = stages, range(draft_trips)
         self.checking = range(draft_trips, len(stages.plan))
         self.padding = mask if not bool(mask.all()) else None
-        self.before = mask.sum(1) - mask.shape[1]  # [B]: positions count no padding
+        self.places = (mask.cumsum(1) - 1).clamp(min=0)  # [B, T]: positions count no padding
+        self.before = mask.sum(1) - mask.shape[1]  # [B]
         self.process, self.sampled = logits_processor, sampled
 
     def read(self, ids: Tensor) -> None:
@@ -254,8 +270,9 @@ class _Run:
         return self.process(ids, self.stages.model.lm_head(hidden).float())
 
     def _positions(self, first: int, ids: Tensor) -> Tensor:
-        columns = torch.arange(first, first + ids.shape[1], device=ids.device)
-        return (columns + self.before.unsqueeze(1)).clamp(min=0)
+        of_prompt = self.places[:, first : first + ids.shape[1]]
+        columns = torch.arange(first + of_prompt.shape[1], first + ids.shape[1], device=ids.device)
+        return torch.cat((of_prompt, columns + self.before.unsqueeze(1)), 1)
 
     def _padding(self, length: int) -> Tensor | None:
         if self.padding is None:
