@@ -229,6 +229,8 @@ def test_questions_are_read_with_their_flags(tmp_path: Path) -> None:
         Quizzed("a", "x is", ("1", "2"), 1, True),
         Quizzed("3", "y is", ("1", "2", "3"), 0),
     ]
+    (tmp_path / "quiz.jsonl").write_text("\ufeff" + text, encoding="utf-8")
+    assert read_benchmarks(tmp_path) == found
     (tmp_path / "quiz.jsonl").write_bytes(b'{"question": "\xff"}\n')
     with pytest.raises(EvaluateError, match=r"quiz\.jsonl: not UTF-8"):
         read_benchmarks(tmp_path)
@@ -237,9 +239,11 @@ def test_questions_are_read_with_their_flags(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        ('{"question": "x", "choices": ["1", "2"], "answer": 2}', "quiz.jsonl:1: expected question, up to 26 choices"),
+        ('{"question": "x", "choices": ["1", "2"], "answer": 2}', "quiz.jsonl:1: expected question, 2 to 26 choices"),
         ('{"question": "x", "choices": ["1", 2], "answer": 0}', "quiz.jsonl:1: expected question"),
         ('{"choices": ["1", "2"], "answer": 0}', "quiz.jsonl:1: expected question"),
+        ('{"question": "x", "choices": ["1", "2"], "answer": 0, "dirty": 1}', "quiz.jsonl:1: dirty: expected true or"),
+        ('{"question": "x", "choices": ["1"], "answer": 0}', "quiz.jsonl:1: expected question, 2 to 26 choices"),
         ("[1]", "quiz.jsonl:1: not a JSON object"),
         ('{"question": "open"}', "no .*jsonl with question, choices and answer"),
     ],

@@ -95,7 +95,7 @@ def read_benchmarks(directory: Path) -> dict[str, list[Quizzed]]:
 
 def _asked(path: Path) -> Iterator[Quizzed]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
         raise EvaluateError(f"{path}: not UTF-8") from None
     for number, line in enumerate(text.split("\n")):  # a line separator inside a string does not end the line
@@ -109,13 +109,16 @@ def _asked(path: Path) -> Iterator[Quizzed]:
         if not choices or answer is None:
             continue  # no choices, or none that is right
         texts = isinstance(choices, list) and all(isinstance(one, str) and one for one in choices)
-        fits = texts and type(answer) is int and 0 <= answer < len(choices) <= len(LETTERS)
+        fits = texts and type(answer) is int and 0 <= answer < len(choices) and 2 <= len(choices) <= len(LETTERS)
         if not isinstance(question, str) or not fits:
             raise EvaluateError(
-                f"{path}:{number + 1}: expected question, up to {len(LETTERS)} choices that are texts, and answer, the "
+                f"{path}:{number + 1}: expected question, 2 to {len(LETTERS)} choices that are texts, and answer, the "
                 "number of the right one from 0"
             )
-        yield Quizzed(str(row.get("id", number)), question, tuple(choices), answer, row.get("dirty"))
+        dirty = row.get("dirty")
+        if not isinstance(dirty, bool | None):  # 1 would be neither among the clean ones nor among the dirty
+            raise EvaluateError(f"{path}:{number + 1}: dirty: expected true or false, or nothing where it is not known")
+        yield Quizzed(str(row.get("id", number)), question, tuple(choices), answer, dirty)
 
 
 def task_rows(items: Sequence[Quizzed], way: str) -> list[dict[str, object]]:
