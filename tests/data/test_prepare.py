@@ -521,3 +521,17 @@ def test_a_corpus_below_its_inputs_does_not_read_itself(tmp_path: Path, tokenize
     first = prepare([tmp_path], tmp_path / "out", tokenizer, held_out=0)
     again = prepare([tmp_path], tmp_path / "out", tokenizer, held_out=0)
     assert first.splits == again.splits and again.resumed_documents == 50
+
+
+def test_an_input_that_changed_since_is_named(tmp_path: Path, tokenizer: str, recwarn: pytest.WarningsRecorder) -> None:
+    """One of as many bytes looks the same to the index: the corpus stays, and a warning says that it is the older."""
+    path, out = tmp_path / "a.jsonl", tmp_path / "out"
+    path.write_text('{"text": "deep"}\n')
+    prepare([path], out, tokenizer, held_out=0)
+    prepare([path], out, tokenizer, held_out=0)
+    assert not recwarn.list
+    path.write_text('{"text": "high"}\n')
+    after = (out / "index.json").stat().st_mtime_ns + 1
+    os.utime(path, ns=(after, after))
+    with pytest.warns(UserWarning, match=r"a\.jsonl changed after .*out was made.*--overwrite"):
+        prepare([path], out, tokenizer, held_out=0)

@@ -238,6 +238,7 @@ def prepare(
             _clear(out)
         if (out / INDEX).exists():
             (out / JOURNAL).unlink(missing_ok=True)
+            _warn_of_newer(out, sources)
             return _summary(out, 0, 0.0, resumed=None)
         begun = (out / JOURNAL).exists()
         try:
@@ -499,6 +500,18 @@ def _stamp(sources: list[Source]) -> str:
     """A hash that changes when any input file does."""
     stamps = [[str(p), p.stat().st_size, p.stat().st_mtime_ns] for source in sources for p in source.paths]
     return hashlib.blake2b(json.dumps(stamps).encode(), digest_size=16).hexdigest()
+
+
+def _warn_of_newer(out: Path, sources: list[Source]) -> None:
+    """Name an input that was written after the corpus: of as many bytes it is no difference that the index can see."""
+    made = (out / INDEX).stat().st_mtime_ns
+    newer = [path for source in sources for path in source.paths if path.stat().st_mtime_ns > made]
+    if newer:
+        others = f" and {len(newer) - 1:,} more" if len(newer) > 1 else ""
+        warnings.warn(
+            f"{newer[0]}{others} changed after {out} was made, which stays as it is; --overwrite reads all again",
+            stacklevel=3,
+        )
 
 
 def _difference(out: Path, settings: PrepareSettings, sources: list[Source]) -> str | None:
