@@ -187,6 +187,21 @@ def test_a_stack_is_the_list(sources, bias):
         assert (pool_stacked(states, query, 1.0, bias) - expected).abs().max() > 1e-3
 
 
+def test_gradients_of_sources_of_two_types():
+    """Under autocast the embeddings are float32 and sums of updates bfloat16: each gets a gradient of its own."""
+    module = build(case("block_sum", 3)).model.final_residual
+    made = torch.Generator().manual_seed(0)
+    torch.nn.init.normal_(module.pseudo_query, generator=made)
+    embeddings, *sums = (torch.randn(2, 3, 32, generator=made) for _ in range(3))
+    sources = [embeddings, *(s.bfloat16() for s in sums)]
+    wide = [s.clone().float() for s in sources]
+    for those in (sources, wide):
+        module.read(tuple(s.requires_grad_() for s in those))[0].square().sum().backward()
+    for source, same in zip(sources, wide, strict=True):
+        assert source.grad.dtype == source.dtype
+        assert (source.grad.float() - same.grad).abs().max() < 2**-6 * same.grad.abs().max()
+
+
 def test_half_precision_scores_are_wide():
     """Scores and softmax in float32: the weights of bf16 sources are those of the same sources widened."""
     model = build(case("snapshot", 3))

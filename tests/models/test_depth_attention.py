@@ -160,6 +160,16 @@ def test_a_stack_is_the_list(group, sources):
     assert not few(query)
 
 
+def test_a_decoded_token_under_autocast_is_mixed_in_float32():
+    """Attention proper would be computed, and returned, in half precision there."""
+    query, key, value, *rest = (t.detach().float() for t in inputs(2, 2))
+    with torch.no_grad():
+        expected = mixer()(query, key, value, tuple(rest))
+        with torch.autocast("cpu", torch.bfloat16):
+            found = mixer()(query, key, value, tuple(rest))
+    assert found.dtype == torch.float32 and (found - expected).abs().max() < 1e-6
+
+
 def test_gradcheck():
     query, key, value, *rest = (t.requires_grad_() for t in inputs(2, 2, batch=1, kv=1, length=2, width=4))
     assert torch.autograd.gradcheck(lambda q, k, v, *s: mixer()(q, k, v, s), (query, key, value, *rest))

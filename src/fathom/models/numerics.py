@@ -21,12 +21,13 @@ FEW = 2**14
 
 def few(x: Tensor) -> bool:
     """Whether a list of tensors like `x` is mixed faster as a stack: eagerly, on a CPU, without gradients, as a decoded
-    token is. Half precision keeps to the list, whose sums are wider."""
+    token is. Half precision keeps to the list, whose sums are wider, and so does autocast, which would narrow them."""
     return (
         x.numel() <= FEW
         and not torch.is_grad_enabled()
         and x.dtype in (torch.float32, torch.float64)
         and x.device.type == "cpu"
+        and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
     )
 
