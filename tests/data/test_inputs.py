@@ -48,10 +48,19 @@ def test_circles_under_a_glob_are_walked_once(tmp_path: Path) -> None:
     assert all(wanted.values())
     for _ in range(2):
         for pattern, files in wanted.items():
-            assert find_files(str(tmp_path / pattern), lambda _: True, "") == sorted(files), pattern
+            assert find_files(str(tmp_path / pattern), lambda _: True, "") == sorted(files, key=str), pattern
         for link in ("in/x", "in/y"):  # and once more with circles
             (tmp_path / link).unlink(missing_ok=True)
             (tmp_path / link).symlink_to(tmp_path / "in")
+
+
+def test_files_below_a_glob_come_in_the_order_of_their_names(tmp_path: Path) -> None:
+    """As text, with or without `**`: in another order a directory that was prepared before could not go on."""
+    for name in ("a/x.txt", "a-b/x.txt", "a.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found = find_files(str(tmp_path / "**" / "*.txt"), lambda _: True, "")
+    assert [str(file.relative_to(tmp_path)) for file in found] == ["a-b/x.txt", "a.txt", "a/x.txt"]
 
 
 def test_a_folder_that_may_not_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

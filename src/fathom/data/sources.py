@@ -372,7 +372,7 @@ def _matches(pattern: Path) -> list[Path]:
         for file in _walk(start)
         if _matched(file.relative_to(start).parts, parts[place:])
     }
-    return sorted(found)
+    return sorted(found, key=str)  # as glob's own, which are text
 
 
 def _matched(names: Sequence[str], patterns: Sequence[str]) -> bool:
