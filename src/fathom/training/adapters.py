@@ -35,7 +35,7 @@ def adapt(model: FathomForCausalLM, recipe: Recipe, world_size: int) -> PeftMode
     Args:
         model: Changed in place; its parameters get peft's names.
         recipe: `lora`, or `kvcache.lora_rank`.
-        world_size: Number of processes that train; adapters need one.
+        world_size: Number of processes that train; those of `kvcache.lora_rank` need one.
     """
     key, rank = ("lora.rank", recipe.lora.rank) if recipe.lora.rank else ("kvcache.lora_rank", recipe.kvcache.lora_rank)
     if rank is None:
