@@ -115,4 +115,5 @@ def budget_rows(found: LadderBudget) -> tuple[str, list[str], list[list[str]]]:
         ]
         for row in found["rungs"]
     ]
-    return "Arms at the control's speed for each FLOP; without points that tuning may add", columns, rows
+    left_out = "points that tuning may add, and runs at the control's rate"
+    return f"Arms at the control's speed for each FLOP; without {left_out}", columns, rows
