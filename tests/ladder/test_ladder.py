@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -91,6 +92,18 @@ def test_an_arm_is_shown_at_the_controls_rate_too(whole) -> None:
     assert shared["multiplier"]["median"] < top["low"]
     assert ("at vanilla's rate it is between" in report["verdict"]) == (shared["multiplier"]["low"] <= 1)
     assert "Arms whose rate is another than the control" in (out / "report.html").read_text()
+
+
+def test_an_arm_that_diverges_at_the_controls_rate_is_said_to(whole) -> None:
+    """Such runs have no loss, so the multiplier there is of the other rungs alone, and of none if all diverge."""
+    report = copy.deepcopy(whole[0])
+    shared = arm_of(report, "better")["shared_rate"]
+    assert "diverge at vanilla's rate" not in verdict(report)
+    shared["losses"][-1] = shared["differences"][-1] = None
+    for multiplier in (shared["multiplier"], None):
+        shared["multiplier"] = multiplier
+        said = verdict(report)
+        assert "1 of its 4 runs diverge at vanilla's rate" in said and "rate it is between" not in said
 
 
 def test_a_rung_is_a_comparison(whole, capsys) -> None:

@@ -683,7 +683,12 @@ def _finding(report: LadderResults, arm: ArmRow) -> str:
 
 def _at_the_shared_rate(report: LadderResults, arm: ArmRow, top: Span) -> str:
     """What the arm shows at the control's rate, where that is another finding."""
-    found = None if arm["shared_rate"] is None else arm["shared_rate"]["multiplier"]
+    shared = arm["shared_rate"]
+    if shared is None:
+        return ""
+    if lost := shared["losses"].count(None):  # a multiplier of the other rungs would be too good
+        return f"; {lost} of its {len(shared['losses'])} runs diverge at {report['control']}'s rate"
+    found = shared["multiplier"]
     if found is None or _side(found) == _side(top):
         return ""
     return f"; at {report['control']}'s rate it is between {found['low']:.2f} and {found['high']:.2f}"
