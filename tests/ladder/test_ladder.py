@@ -207,6 +207,25 @@ def test_a_later_version_keeps_the_name(whole, tmp_path: Path) -> None:
     assert ladder.sha256 == Ladder.read(out).sha256 and State(ladder, tmp_path / "out").sealed() is not None
 
 
+def test_a_plan_from_before_the_shared_rate_goes_on_without(whole, tmp_path: Path, monkeypatch) -> None:
+    """A ladder that was finished stays finished, by its directory and by its file."""
+    _, out = whole
+    shutil.copytree(out, tmp_path / "out")
+    shutil.rmtree(tmp_path / "out/shared")
+    path = tmp_path / "out/ladder.json"
+    values = json.loads(path.read_text())
+    del values["rules"]["shared_rate"]
+    values["sha256"]["rules"] = sha256_of(values["rules"])
+    path.write_text(json.dumps(values))
+    trainer = planted(monkeypatch)
+    for ladder in (Ladder.read(tmp_path / "out"), make(tmp_path)):
+        report = climb(ladder, tmp_path / "out", quiet=True)
+        assert report["stage"] == "done" and arm_of(report, "better")["shared_rate"] is None
+    assert trainer.done == []
+    with pytest.raises(RecipeError, match="a ladder of another plan; different: rules"):
+        climb(make(tmp_path, shared_rate=False), out, quiet=True)
+
+
 def test_another_plan_needs_another_directory(whole, tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match="a ladder of another plan; different: rules"):
         climb(make(tmp_path, seeds=[4, 3, 3, 2]), whole[1], quiet=True)

@@ -38,6 +38,8 @@ TUNING_SEED = 10_000
 TWIN_SEED = 1_000_000
 RATE_RULES = {"adamw": (-0.28, -0.37, 0.5), "muon": (-0.32, 0.0, 0.56)}
 """Exponents of tokens, width and batch in the rule that scales the learning rate, by optimizer."""
+EARLIER: dict[str, object] = {"shared_rate": False}
+"""What rules meant before they had a key: a plan that lacks it goes on as it began."""
 EXTRA = 0.005
 """Share of parameters that an arm may add before a control is widened to match it."""
 
@@ -278,7 +280,8 @@ class Ladder:
         if values["estimator"] != ESTIMATOR:
             raise RecipeError(f"{path}: estimator {values['estimator']}; this version has {ESTIMATOR}")
         arms = tuple(Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"])
-        return cls(parse_recipe(values["recipe"]), parse_rules(values["rules"], str(path)), arms, planned, _added(out))
+        rules = parse_rules({**EARLIER, **values["rules"]}, str(path))
+        return cls(parse_recipe(values["recipe"]), rules, arms, planned, _added(out))
 
     def add_seeds(self, out: Path, seeds: Sequence[int], finished: int) -> Ladder:
         """The ladder with more seeds, which are also written to its directory.
