@@ -68,6 +68,8 @@ def main() -> int:
     parser.add_argument("--small", action="store_true", help="a hundredth of the size: to see that it works")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.seeds < 1:
+        parser.error(f"--seeds {options.seeds}: allowed: 1 or more; intervals need 2")
     sizes = {key: max(value // 100, 10) for key, value in SIZES.items()} if options.small else SIZES
     if options.small:
         sizes |= {"minerals": 20, "towns_texts": 100, "questions": 40, "tokens_per_step": 1024}
