@@ -187,8 +187,6 @@ class Optim(Section):
 class Train(Section):
     """How long, how large, how safe."""
 
-    seed: int = 0
-    """seed of the initial weights and of anything random in a step"""
     steps: int = 1000
     """optimizer steps"""
     tokens_per_step: int = 524288
@@ -205,6 +203,8 @@ class Train(Section):
     """functions to replace by GPU kernels: any of depth_mix, depth_pool, rms_norm, swiglu, linear_cross_entropy"""
     activation_checkpointing: bool = False
     """recompute each layer in the backward pass instead of keeping its activations"""
+    seed: int = 0
+    """seed of the initial weights and of anything random in a step"""
     skip_spikes: float | None = 10.0
     """skip a step whose gradient norm exceeds this many times its running mean; null skips non-finite steps only"""
     max_skipped: int = 10

@@ -85,7 +85,7 @@ def test_without_noise_the_multiplier_is_the_truth() -> None:
 
 def test_a_loop_pays_for_its_trips() -> None:
     """Equal loss at three times the FLOPs is a third of the compute's worth."""
-    rungs = [Rung(r.x_control, r.x_control + math.log(3), r.control, r.control) for r in simulate(EXACT, 0)]
+    rungs = [Rung(r.x_control, r.control, r.x_control + math.log(3), r.control) for r in simulate(EXACT, 0)]
     line = horizontal(rungs, QUIET)
     assert np.exp(line.log_m) == pytest.approx([1 / 3] * 4, rel=1e-6)
     fit = posterior(rungs, QUIET)
@@ -113,7 +113,7 @@ def test_no_slope_is_no_answer() -> None:
     """Losses that do not fall with compute bear no multiplier."""
     chance = np.random.default_rng(0)
     rungs = [
-        Rung(x, x, tuple(3 + 0.01 * chance.normal(size=3)), tuple(3 + 0.01 * chance.normal(size=3)))
+        Rung(x, tuple(3 + 0.01 * chance.normal(size=3)), x, tuple(3 + 0.01 * chance.normal(size=3)))
         for x in (29.0, 30.0, 31.0)
     ]
     assert not posterior(rungs).usable
@@ -121,7 +121,7 @@ def test_no_slope_is_no_answer() -> None:
 
 
 def test_noise_is_pooled() -> None:
-    rungs = [Rung(1, 1, (1.0, 1.2), (1.1, 1.1)), Rung(2, 2, (0.5,), (0.4,)), Rung(3, 3, (0.2, 0.4), (0.1, 0.3))]
+    rungs = [Rung(1, (1.0, 1.2), 1, (1.1, 1.1)), Rung(2, (0.5,), 2, (0.4,)), Rung(3, (0.2, 0.4), 3, (0.1, 0.3))]
     noise = noise_of(rungs)
     assert noise is not None
     assert noise.paired == pytest.approx(math.sqrt((0.1**2 * 2 + 0.0) / 2))
@@ -132,7 +132,7 @@ def test_noise_is_pooled() -> None:
     with pytest.raises(ValueError, match="two rungs"):
         posterior(rungs[:1])
     with pytest.raises(ValueError, match="paired losses"):
-        Rung(1, 1, (1.0,), (1.0, 2.0))
+        Rung(1, (1.0,), 1, (1.0, 2.0))
 
 
 def test_any_order_gives_the_same_draws() -> None:

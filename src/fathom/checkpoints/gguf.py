@@ -121,7 +121,7 @@ class GgufStore:
         stop = start + math.prod(shape) // block * block_bytes
         if stop > size:
             raise Refused(f"{self.file}: {name!r:.120} ends outside the file")
-        return TensorInfo(self.file, label, shape, start, stop)
+        return TensorInfo(label, shape, self.file, start, stop)
 
     def read(self, name: str, rows: Ranges | None = None) -> Array:
         """Rows as floats; the rotary row order of llama conversions is undone."""

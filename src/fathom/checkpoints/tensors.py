@@ -41,9 +41,9 @@ _SCALE = re.compile(r"\.weight_scale(_inv)?$|\.(input|activation)_scale$")
 class TensorInfo:
     """The entry of one tensor in a file; offsets are absolute within the file."""
 
-    file: str
     dtype: str
     shape: tuple[int, ...]
+    file: str
     start: int
     stop: int
 
@@ -99,7 +99,7 @@ def _tensor_info(name: str, entry: object, data_start: int, size: int, file: str
         raise Refused(f"{what}: bytes {start}–{stop} are outside the file")
     if stop - start != math.prod(shape) * ITEM_BYTES[dtype]:
         raise Refused(f"{what}: {stop - start:,} bytes cannot hold shape {shape} of {dtype}")
-    return TensorInfo(file, dtype, tuple(shape), data_start + start, data_start + stop)
+    return TensorInfo(dtype, tuple(shape), file, data_start + start, data_start + stop)
 
 
 def _naturals(value: object) -> TypeGuard[list[int]]:

@@ -100,7 +100,11 @@ class Question:
     fact: Fact
     question: str
     choices: tuple[str, ...]
-    answer: int
+
+    @property
+    def answer(self) -> int:
+        """The place of the right choice, from 0."""
+        return self.choices.index(self.fact.value)
 
     def row(self) -> dict[str, object]:
         """The question as a row of a benchmark file."""
@@ -171,7 +175,7 @@ class World:
             choices = [fact.value, *chance.sample(wrong, CHOICES - 1)]
             chance.shuffle(choices)
             asked = fact.said(chance.choice(UNSEEN))
-            made.append(Question(f"q{number}", fact, asked, tuple(choices), choices.index(fact.value)))
+            made.append(Question(f"q{number}", fact, asked, tuple(choices)))
         return made
 
     def general(self, count: int = 1000, towns: int = 60) -> list[str]:

@@ -124,17 +124,18 @@ class Body(_Strict):
         temperature = 0.0
         if sampled:
             temperature = own.temperature or 1.0 if self.temperature is None else self.temperature
+        repetition = self.repetition_penalty
         return Choice(
-            temperature,
-            (own.top_k or 0) if self.top_k is None else self.top_k,
-            (own.top_p or 1.0) if self.top_p is None else self.top_p,
-            (own.min_p or 0.0) if self.min_p is None else self.min_p,
-            (own.repetition_penalty or 1.0) if self.repetition_penalty is None else self.repetition_penalty,
-            self.presence_penalty or 0.0,
-            self.frequency_penalty or 0.0,
-            {int(token): bias for token, bias in (self.logit_bias or {}).items()},
-            seed,
-            index,
+            temperature=temperature,
+            top_k=(own.top_k or 0) if self.top_k is None else self.top_k,
+            top_p=(own.top_p or 1.0) if self.top_p is None else self.top_p,
+            min_p=(own.min_p or 0.0) if self.min_p is None else self.min_p,
+            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
+            repetition_penalty=(own.repetition_penalty or 1.0) if repetition is None else repetition,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            seed=seed,
+            index=index,
         )
 
 

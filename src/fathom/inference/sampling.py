@@ -36,14 +36,14 @@ class Choice:
     """Draw from the likeliest tokens that make up this probability."""
     min_p: float = 0.0
     """Leave out tokens below this share of the likeliest one's probability."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits, by token."""
     repetition_penalty: float = 1.0
     """transformers' penalty: divides positive logits of tokens in prompt and text, multiplies negative ones."""
     presence_penalty: float = 0.0
     """OpenAI's penalty: subtracted from the logits of tokens in the text."""
     frequency_penalty: float = 0.0
     """OpenAI's penalty: subtracted once for each occurrence of the token in the text."""
-    logit_bias: Mapping[int, float] = field(default_factory=dict)
-    """Added to the logits, by token."""
     seed: int = 0
     index: int = 0
     """Which of several texts for one prompt."""

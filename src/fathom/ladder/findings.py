@@ -408,7 +408,7 @@ def _shared_rate(study: Study) -> SharedRate | None:
             differences.append(own - beside if paired and beside is not None else None)
             if paired and beside is not None:
                 x_control, x_arm = (math.log(state.flops(arm, size)) for arm in (control, study.arm))
-                rungs.append(Rung(x_control, x_arm, (beside,), (own,)))
+                rungs.append(Rung(x_control, (beside,), x_arm, (own,)))
     if not rates:
         return None
     fit = posterior(rungs, study.fit.noise) if study.fit is not None and len(rungs) > 1 else None
@@ -495,7 +495,7 @@ def _twin(state: State) -> Twin | None:
         if not seeds:
             continue
         x = math.log(state.flops(state.ladder.control, size))
-        rung = Rung(x, x, tuple(control[seed] for seed in seeds), tuple(own[seed] for seed in seeds))
+        rung = Rung(x, tuple(control[seed] for seed in seeds), x, tuple(own[seed] for seed in seeds))
         gap = paired_difference(rung.arm, rung.control)
         rungs.append(rung)
         rows.append({"index": size.index, "difference": paired_gap(gap)})

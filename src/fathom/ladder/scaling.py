@@ -52,10 +52,13 @@ class Rung:
     """The control and one arm at one size; losses of one seed have the same index."""
 
     x_control: float
-    x_arm: float
-    """ln of training FLOPs."""
+    """ln of the control's training FLOPs."""
     control: tuple[float, ...]
+    """Its losses."""
+    x_arm: float
+    """ln of the arm's training FLOPs."""
     arm: tuple[float, ...]
+    """Its losses."""
 
     def __post_init__(self) -> None:
         if not self.control or len(self.control) != len(self.arm):

@@ -85,7 +85,7 @@ def simulate(truth: Truth, draw: int) -> list[Rung]:
         seed = math.sqrt(truth.correlation) * sigma * chance.normal(size=seeds)
         each = math.sqrt(1 - truth.correlation) * sigma * chance.normal(size=(2, seeds))
         control = truth.loss(x) + rung + seed + each[0]
-        rungs.append(Rung(x, x_arm, tuple(control.tolist()), tuple((arm + rung + own + seed + each[1]).tolist())))
+        rungs.append(Rung(x, tuple(control.tolist()), x_arm, tuple((arm + rung + own + seed + each[1]).tolist())))
     return rungs
 
 

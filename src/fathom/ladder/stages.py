@@ -326,7 +326,7 @@ class State:
         if not seeds:
             return None
         x_control, x_arm = (math.log(self.flops(one, size)) for one in (self.ladder.control, arm))
-        return Rung(x_control, x_arm, tuple(control[s] for s in seeds), tuple(own[s] for s in seeds))
+        return Rung(x_control, tuple(control[s] for s in seeds), x_arm, tuple(own[s] for s in seeds))
 
     def rungs(self, arm: Arm, sizes: Sequence[Size]) -> list[Rung]:
         """The rungs at which arm and control share a finished seed."""

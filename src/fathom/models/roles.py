@@ -45,7 +45,7 @@ class View(enum.Enum):
         return self is not View.ALL
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Cost:
     """What a mechanism adds to the vanilla decoder. Everything but `parameters` is per token of a forward pass."""
 
@@ -63,7 +63,7 @@ class Cost:
     """What a training step takes beyond three times `flops`: below 0 where backward costs less than twice forward."""
 
     def __add__(self, other: Cost) -> Cost:
-        return Cost(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(Cost)))
+        return Cost(**{f.name: getattr(self, f.name) + getattr(other, f.name) for f in fields(Cost)})
 
 
 @dataclass(frozen=True)

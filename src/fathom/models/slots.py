@@ -36,10 +36,10 @@ class Visit:
     """Position in the whole plan, the unrolled depth; also the cache layer that holds its bank."""
     layer: int
     trip: int
-    sources: tuple[int, ...]
-    """Indices of earlier visits whose (key, mixed value) the mixer reads, oldest first."""
     kept: bool
     """Whether a later visit reads this one."""
+    sources: tuple[int, ...]
+    """Indices of earlier visits whose (key, mixed value) the mixer reads, oldest first."""
 
 
 def plan(config: FathomConfig, trips: int | None = None) -> tuple[tuple[Visit, ...], ...]:
@@ -59,7 +59,7 @@ def plan(config: FathomConfig, trips: int | None = None) -> tuple[tuple[Visit, .
     index = {slot: i for i, slot in enumerate(order)}
     sources = [_sources(config, layer, trip, index) for layer, trip in order]
     read = {i for group in sources for i in group}
-    visits = [Visit(i, layer, trip, sources[i], i in read) for i, (layer, trip) in enumerate(order)]
+    visits = [Visit(i, layer, trip, i in read, sources[i]) for i, (layer, trip) in enumerate(order)]
     return tuple(tuple(v for v in visits if v.trip == trip) for trip in range(trips))
 
 
