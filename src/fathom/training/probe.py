@@ -28,20 +28,39 @@ LEAST = 20
 """Fewest steps of a probe."""
 
 
+def is_probe(recipe: Recipe) -> bool:
+    """Whether a run only raises its rate: its warm-up is all of it."""
+    return recipe.train.steps >= LEAST and recipe.optim.rising(recipe.train.steps) >= recipe.train.steps
+
+
 @dataclass(frozen=True)
 class Probe:
     """The result of a probe."""
 
-    gradient: float
-    """The rate at which the smoothed gradient norm is least."""
-    loss: float
-    """The rate at which the smoothed loss is least."""
-    steps: int
     rates: tuple[float, ...]
     losses: tuple[float, ...]
     """Smoothed, for every rate."""
     gradients: tuple[float, ...]
-    """Smoothed, for every rate."""
+    """Smoothed norms, for every rate."""
+
+    @property
+    def loss(self) -> float:
+        """The rate at which the smoothed loss is least."""
+        return self.rates[self.losses.index(min(self.losses))]
+
+    @property
+    def gradient(self) -> float:
+        """The rate at which the smoothed gradient norm is least."""
+        return self.rates[self.gradients.index(min(self.gradients))]
+
+    @property
+    def steps(self) -> int:
+        """Steps that were read, each with a rate of its own."""
+        return len(self.rates)
+
+    def to_dict(self) -> dict[str, object]:
+        """As plain values, for JSON."""
+        return {"gradient": self.gradient, "loss": self.loss, "steps": self.steps, **asdict(self)}
 
     def __str__(self) -> str:
         """The result as text."""
@@ -49,11 +68,6 @@ class Probe:
             f"over {self.steps} rates up to {self.rates[-1]:.2g} the gradient norm was least at {self.gradient:.2g}, "
             f"the loss at {self.loss:.2g}: begin with the smaller, warmed up"
         )
-
-
-def is_probe(recipe: Recipe) -> bool:
-    """Whether a run only raises its rate: its warm-up is all of it."""
-    return recipe.train.steps >= LEAST and recipe.optim.rising(recipe.train.steps) >= recipe.train.steps
 
 
 def read_probe(run_dir: str | Path) -> Probe:
@@ -68,19 +82,17 @@ def find_edges(rates: Sequence[float], losses: Sequence[float], gradients: Seque
     if len(rates) < LEAST:
         raise ValueError(f"{len(rates)} steps are no probe: allowed: {LEAST} or more")
     width = max(2, round(SMOOTH * len(rates)))
-    smooth = [_smoothed(values, width) for values in (losses, gradients)]
-    places = [min(range(len(rates)), key=values.__getitem__) for values in smooth]
-    return Probe(rates[places[1]], rates[places[0]], len(rates), tuple(rates), *map(tuple, smooth))
+    return Probe(tuple(rates), _smoothed(losses, width), _smoothed(gradients, width))
 
 
-def _smoothed(values: Sequence[float], width: int) -> list[float]:
+def _smoothed(values: Sequence[float], width: int) -> tuple[float, ...]:
     """Means of the values on either side and itself; fewer at the ends."""
     found = []
     for place in range(len(values)):
         reach = min(width, place, len(values) - 1 - place)
         near = values[place - reach : place + reach + 1]
         found.append(math.fsum(near) / len(near))
-    return found
+    return tuple(found)
 
 
 class ProbeReport(Hook):
@@ -94,7 +106,7 @@ class ProbeReport(Hook):
             return  # it ended too early, and the run reports why
         run.say(str(found))
         source = provenance()
-        html.write(run.run_dir, {**source, "verdict": str(found), **asdict(found)}, page(found, source))
+        html.write(run.run_dir, {**source, "verdict": str(found), **found.to_dict()}, page(found, source))
 
 
 def page(found: Probe, source: Provenance) -> str:
