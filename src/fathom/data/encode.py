@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TypeVar, cast
+from typing import IO, TypeAlias, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -46,7 +46,8 @@ BATCH_BYTES = 1 << 18
 # Only one worker at a time works on a chunk with more text than this.
 LARGE_BYTES = 3 << 19
 
-T = TypeVar("T")
+Reached: TypeAlias = tuple[tuple[int, int], int]
+"""A place in the input: the source and the record that come next, and the bytes read before them."""
 
 
 @dataclass(frozen=True)
@@ -211,16 +212,16 @@ class _EncodingProcess:
 
 
 def encode_chunks(
-    chunks: Iterator[tuple[T, Chunk]], encoding: Encoding, workers: int
-) -> Iterator[tuple[T, EncodedChunk]]:
-    """Encode chunks on `workers` processes and yield the results in the order of the chunks, each with its tag.
+    chunks: Iterator[tuple[Reached, Chunk]], encoding: Encoding, workers: int
+) -> Iterator[tuple[Reached, EncodedChunk]]:
+    """Encode chunks on `workers` processes and yield the results in their order, each with the place reached after it.
 
     With one worker everything happens in this process. At most two chunks per worker are in memory.
     """
     if workers <= 1:
         encoder = Encoder(encoding)
-        for tag, chunk in chunks:
-            yield tag, encoder(chunk)
+        for reached, chunk in chunks:
+            yield reached, encoder(chunk)
         return
     local = threading.local()
     started: list[_EncodingProcess] = []
@@ -236,16 +237,16 @@ def encode_chunks(
         return result
 
     pool = ThreadPoolExecutor(workers, thread_name_prefix="fathom-encode")
-    pending: deque[tuple[T, Future[EncodedChunk]]] = deque()
+    pending: deque[tuple[Reached, Future[EncodedChunk]]] = deque()
     try:
-        for tag, chunk in chunks:
-            pending.append((tag, pool.submit(work, chunk)))
+        for reached, chunk in chunks:
+            pending.append((reached, pool.submit(work, chunk)))
             if len(pending) >= 2 * workers:
-                tag, future = pending.popleft()
-                yield tag, future.result()
+                reached, future = pending.popleft()
+                yield reached, future.result()
         while pending:
-            tag, future = pending.popleft()
-            yield tag, future.result()
+            reached, future = pending.popleft()
+            yield reached, future.result()
     finally:
         for _, future in pending:
             future.cancel()

@@ -23,7 +23,7 @@ from typing import Any, TypedDict
 
 from fathom.checkpoints.layout import LOCK, TOKENIZER_JSON
 from fathom.checkpoints.tokenizers import identity
-from fathom.data.encode import Chunk, Encoded, Encoding, choose_split, encode_chunks
+from fathom.data.encode import Chunk, Encoded, Encoding, Reached, choose_split, encode_chunks
 from fathom.data.shards import (
     FORMAT,
     INDEX,
@@ -368,8 +368,8 @@ class _Run:
         self.writers[key].append(group.tokens, group.lengths, group.byte_lengths)
         self.documents += len(group.lengths)
 
-    def _chunks(self) -> Iterator[tuple[tuple[tuple[int, int], int], Chunk]]:
-        """Chunks from the current position on, each with the position and the bytes read after it."""
+    def _chunks(self) -> Iterator[tuple[Reached, Chunk]]:
+        """Chunks from the current position on, each with the place reached after it."""
         first_source, first_record = self.position
         base = sum(source.size for source in self.sources[:first_source])
         for number in range(first_source, len(self.sources)):
