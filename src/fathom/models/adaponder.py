@@ -47,6 +47,8 @@ if TYPE_CHECKING:
 class AdaponderOptions(MixtureOptions, HaltingOptions):
     """Options of `adaponder`."""
 
+    trips: int = 4
+    """How many trips a token makes, the first included."""
     tau: float = 1e-4
     """A token halts when its gate falls below."""
     gate_bias: float = 2.0
@@ -64,7 +66,6 @@ class AdaponderOptions(MixtureOptions, HaltingOptions):
 
     def resolve(self, config: FathomConfig) -> AdaponderOptions:
         """Refuse what is impossible."""
-        self.check(config)
         check_over(self.penalty_over)
         check_not_negative("penalty_max", self.penalty_max)
         if self.penalty_on not in ("sigmoid", "logit"):
@@ -76,7 +77,7 @@ class AdaponderOptions(MixtureOptions, HaltingOptions):
         if not 0 <= self.penalty_fraction <= 1:
             raise ValueError(f"recurrence_options.penalty_fraction must lie in 0..1, got {self.penalty_fraction}")
         check_threshold("tau", self.tau)
-        return self
+        return super().resolve(config)
 
 
 class HaltGate(nn.Module):

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 class PonderOptions(MixtureOptions, SolverOptions):
     """Options of `ponder`."""
 
+    trips: int = 4
+    """How many trips a token makes, the first included."""
     trips_range: list | None = None
     """`[least, most]`: in training, `trips` is drawn for every step."""
     feed: str = "mixture"
@@ -40,7 +42,7 @@ class PonderOptions(MixtureOptions, SolverOptions):
 
     def resolve(self, config: FathomConfig) -> PonderOptions:
         """Refuse what is impossible."""
-        self.check(config)
+        super().resolve(config)
         self.check_solver()
         check_early_loss(self.early_loss)
         if self.feed not in ("mixture", "hidden"):

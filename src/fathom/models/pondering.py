@@ -47,12 +47,13 @@ class SolverOptions(RecurrenceOptions):
                 raise ValueError(f"recurrence_options.{name} must not be negative, got {getattr(self, name)}")
 
 
+Mixing = TypeVar("Mixing", bound="MixtureOptions")
+
+
 @dataclass(frozen=True)
 class MixtureOptions(RecurrenceOptions):
     """What is fed back by the recurrences that mix the vocabulary."""
 
-    trips: int = 4
-    """How many trips a token makes, the first included."""
     top_k: int = 100
     """Words in the mixture, renormalised; 0 for the whole vocabulary."""
     temperature: float = 1.0
@@ -60,13 +61,14 @@ class MixtureOptions(RecurrenceOptions):
     mixture_gain: float = 1.0
     """Factor on every mixture, relative to the scale of the embeddings."""
 
-    def check(self, config: FathomConfig) -> None:
+    def resolve(self: Mixing, config: FathomConfig) -> Mixing:
         """Refuse what cannot be mixed."""
         self.check_trips()
         if self.top_k < 0:
             raise ValueError(f"recurrence_options.top_k must be 0 (the whole vocabulary) or more, got {self.top_k}")
         if not self.temperature > 0:
             raise ValueError(f"recurrence_options.temperature must be positive, got {self.temperature}")
+        return super().resolve(config)
 
 
 @dataclass(frozen=True)
