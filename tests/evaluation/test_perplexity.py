@@ -259,7 +259,7 @@ def test_the_command(exported: Path, tmp_path: Path, capsys, monkeypatch) -> Non
     assert mine.keys() == {"x", "y", "all text"} and mine["all text"]["bytes"] == 2 * mine["x"]["bytes"]
     assert len(report["rows"]) == 6 and all(row["differences"]["b"]["pairs"] for row in report["rows"])
     # Again: nothing is computed, nothing is opened.
-    monkeypatch.setattr("fathom.evaluation.scoring.open_checkpoint", pytest.fail)
+    monkeypatch.setattr("fathom.checkpoints.open.open_checkpoint", pytest.fail)
     assert main(words) == 0
     printed = capsys.readouterr()
     assert printed.err.count("done before") == 4 and "b against vanilla" in printed.out

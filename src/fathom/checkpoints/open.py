@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -22,6 +23,22 @@ from fathom.models.published import is_published
 # The files of a repository to download: no pickles, and code only with trust_remote_code.
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Opening:
+    """How a checkpoint is opened."""
+
+    device: str | None = None
+    """`cpu`, `cuda`, ...; by default cuda where there is one."""
+    dtype: str = "auto"
+    """`auto` (as stored), `float32`, `bfloat16` or `float16`."""
+    trust_remote_code: bool = False
+    """Run Python files of the directory, for architectures that neither transformers nor Fathom has."""
+
+    def open(self, path: str | Path, into_fathom: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+        """Model and tokenizer, as `open_checkpoint` gives them."""
+        return open_checkpoint(path, self.device, self.dtype, self.trust_remote_code, into_fathom)
 
 
 def load(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from argparse import Namespace
 from pathlib import Path
@@ -71,7 +72,7 @@ def run(options: Namespace) -> int:
     from fathom.kernels import use
 
     use(options.kernels, options.device)
-    settings = Settings(**{name: value for name, value in vars(options).items() if name in Settings.__annotations__})
+    settings = Settings(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)})
     given = {name: getattr(options, f"kvcache_{name}") for name in ("window", "sinks", "ratio")}
     if options.benchmark is not None:
         if options.kvcache:

@@ -58,7 +58,7 @@ def add(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Continue a prompt, a conversation or a file of prompts; the speed goes to standard error."""
-    from fathom.checkpoints.open import open_checkpoint
+    from fathom.checkpoints.open import Opening
     from fathom.evaluation.budgets import check_chunks, check_trips
     from fathom.inference.cache import choose
     from fathom.inference.generate import (
@@ -86,9 +86,8 @@ def run(options: Namespace) -> int:
         speculate=options.speculate,
     )
     use(options.kernels, options.device)
-    model, tokenizer = open_checkpoint(
-        options.model, options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code
-    )
+    opening = Opening(device=options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
+    model, tokenizer = opening.open(options.model)
     kvcache = (options.kvcache, options.kvcache_window, options.kvcache_sinks, options.kvcache_ratio)
     check_trips(model, options.max_trips)
     check_chunks(model, sampling.options.get("prefill_chunk_size", model.generation_config.prefill_chunk_size))

@@ -19,7 +19,7 @@ from fathom._version import __version__
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.find import find_model
 from fathom.checkpoints.layout import CONFIG, REPORT
-from fathom.checkpoints.open import DTYPES, check_device, open_checkpoint
+from fathom.checkpoints.open import DTYPES, Opening, check_device
 from fathom.checkpoints.origin import Refused
 from fathom.data.sources import Reading
 from fathom.errors import FathomError
@@ -48,7 +48,7 @@ class EvaluateError(FathomError, ValueError):
 
 
 @dataclass(frozen=True)
-class Settings:
+class Settings(Opening):
     """What checkpoints are scored on, and how they are opened."""
 
     tasks: str | None = None
@@ -79,12 +79,6 @@ class Settings:
     """Documents of each task and domain."""
     batch_size: int | None = None
     """Rows at once; by default as many as fit."""
-    dtype: str = "auto"
-    """As `open_checkpoint` takes it."""
-    device: str | None = None
-    """As `open_checkpoint` takes it."""
-    trust_remote_code: bool = False
-    """As `open_checkpoint` takes it."""
     out: Path | None = None
     """Keeps results, so that a second call goes on."""
 
@@ -115,10 +109,6 @@ class Settings:
     def texts(self) -> list[Domain]:
         """What `perplexity` names, by domain; nothing where it names nothing."""
         return read_domains(self.perplexity, self.reading, self.split, self.limit) if self.perplexity else []
-
-    def open(self, directory: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-        """Model and tokenizer."""
-        return open_checkpoint(directory, self.device, self.dtype, self.trust_remote_code)
 
 
 @dataclass

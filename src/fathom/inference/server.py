@@ -33,7 +33,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from transformers.utils import logging
 
-from fathom.checkpoints.open import open_checkpoint
+from fathom.checkpoints.open import Opening
 from fathom.checkpoints.special_tokens import as_list, settle_generation
 from fathom.errors import FathomError
 from fathom.evaluation.budgets import check_trips, most_trips
@@ -466,21 +466,19 @@ def _stop(signum: int, frame: FrameType | None) -> None:
 
 
 @dataclass(frozen=True)
-class ServeOptions:
+class ServeOptions(Opening):
     """How a model is opened and served."""
 
     name: str | None = None
     """What clients call the model; by default the directory's name."""
+    max_trips: int | None = None
+    """Trips per token at most, where a request does not say."""
     api_key: str | None = None
     """What clients must send as `Authorization: Bearer KEY`."""
-    dtype: str = "auto"
-    """`auto` (as stored), `float32`, `bfloat16` or `float16`."""
-    device: str | None = None
-    """`cpu`, `cuda`, ...; by default cuda where there is one."""
+    allow_origin: Sequence[str] = ()
+    """Sites whose pages may call the server from a browser, as `https://app.example`; `*` for all."""
     grace: float = 20.0
     """Seconds that requests under way may take to finish once the server was told to stop."""
-    trust_remote_code: bool = False
-    """Run Python files of the directory, for architectures that neither transformers nor Fathom has."""
     kvcache: str | None = None
     """How a request's cache is compressed; by default it holds everything."""
     kvcache_window: int | None = None
@@ -489,12 +487,8 @@ class ServeOptions:
     """First entries that are never compressed."""
     kvcache_ratio: float | None = None
     """Share that a compression leaves."""
-    max_trips: int | None = None
-    """Trips per token at most, where a request does not say."""
     cache_memory: int | None = None
     """Bytes that the keys and values of all requests may take."""
-    allow_origin: Sequence[str] = ()
-    """Sites whose pages may call the server from a browser, as `https://app.example`; `*` for all."""
 
 
 def serve(
@@ -548,9 +542,7 @@ def _run(
     path: str | Path, listener: socket.socket, hosts: set[str] | None, lens: AddPages | None, options: ServeOptions
 ) -> None:
     """Open the model and serve it on a socket that is bound."""
-    model, tokenizer = open_checkpoint(
-        path, options.device, options.dtype, options.trust_remote_code, into_fathom=lens is not None
-    )
+    model, tokenizer = options.open(path, into_fathom=lens is not None)
     name = options.name or Path(path).resolve().name
     check_trips(model, options.max_trips)
     policy = choose(model, options.kvcache, options.kvcache_window, options.kvcache_sinks, options.kvcache_ratio)
