@@ -55,6 +55,7 @@ MECHANISMS = {
         ("optim.lr=-1", "optim.lr=-1.0: allowed: a positive number"),
         ("optim.lr=null", "optim.lr=null: allowed: a number"),
         ("optim.lrr=1", "optim.lrr: unknown key; did you mean optim.lr?"),
+        ("lora.colour=1", "lora.colour: unknown key; allowed: rank, alpha, dropout, targets, whole"),
         ("optm.lr=1", "optm: unknown key; did you mean optim?"),
         ("optim.name=sgd", "optim.name=sgd: allowed: one of adamw, muon"),
         ("optim.betas=[0.9]", "optim.betas=[0.9]: allowed: a list of 2 numbers"),
@@ -107,6 +108,7 @@ def test_values_built_in_python_become_what_their_types_say() -> None:
     ("override", "words"),
     [
         ("model.hiden_size=8", "model.hiden_size: unknown key; did you mean model.hidden_size?"),
+        ("model.colour=8", "model.colour: unknown key; allowed: "),
         ("model.hidden_size=wide", "hidden_size"),
         ("model.mixer=blender", "mixer must be one of none, depth_attention"),
         ("model.mixer_options={stride: 2}", "mixer_options.stride is not an option of none"),

@@ -17,7 +17,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -428,16 +428,7 @@ class Recipe:
         return yaml.safe_dump(self.to_dict(), sort_keys=False) if escaped else text
 
 
-SECTIONS: dict[str, type] = {
-    "data": Data,
-    "optim": Optim,
-    "train": Train,
-    "parallel": ParallelRecipe,
-    "evaluate": Evaluate,
-    "track": Track,
-    "kvcache": KVCache,
-    "lora": Lora,
-}
+SECTIONS: dict[str, type] = {name: kind for name, kind in typing.get_type_hints(Recipe).items() if name != "model"}
 
 # Keys that change how a run is carried out, not what it computes: a resumed run may change them.
 FREE_ON_RESUME = (
@@ -487,10 +478,8 @@ def summary_of(recipe: Path) -> str:
 def parse_recipe(values: dict[str, object], overrides: Sequence[str] = ()) -> Recipe:
     """A checked recipe from nested values and `key=value` overrides."""
     values = overridden(values, overrides)
-    sections = {name: _section(name, values.get(name)) for name in SECTIONS}
-    for name in values:
-        if name not in SECTIONS and name != "model":
-            raise unknown_key(str(name), ["model", *SECTIONS])
+    sections = {name: kind(**mapping(name, kind, values.get(name))) for name, kind in SECTIONS.items()}
+    check_keys(values, ["model", *SECTIONS])
     model: Any = values.get("model")
     return Recipe(model={} if model is None else model, **sections)
 
@@ -624,9 +613,7 @@ def _config(model: dict[str, object]) -> FathomConfig:
     keys = dict(model)
     source = keys.pop("from_pretrained", None)
     known = {f.name for f in dataclasses.fields(FathomConfig)} | set(FathomConfig().to_dict())
-    for key in keys:
-        if key not in known:
-            raise unknown_key(f"model.{key}", [f"model.{name}" for name in sorted(known)])
+    check_keys(keys, sorted(known), "model")
     if not isinstance(source, (str, Path, types.NoneType)):
         raise RecipeError(f"model.from_pretrained={_show(source)}: allowed: a path, or null")
     if source is not None and not (Path(source) / CONFIG).is_file() and run_and_step(source) is None:
@@ -635,20 +622,6 @@ def _config(model: dict[str, object]) -> FathomConfig:
         return config_of(model)
     except (ValueError, OSError, StrictDataclassError) as error:
         raise RecipeError(f"model: {' '.join(str(error).split())}") from error
-
-
-def _section(name: str, values: object) -> Any:
-    """One dataclass of the recipe from its mapping."""
-    section = SECTIONS[name]
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        raise RecipeError(f"{name}={_show(values)}: expected keys: {', '.join(typing.get_type_hints(section))}")
-    hints = typing.get_type_hints(section)
-    for key in values:
-        if key not in hints:
-            raise unknown_key(f"{name}.{key}", [f"{name}.{known}" for known in hints])
-    return section(**values)
 
 
 def _convert(key: str, hint: object, value: object) -> object:
@@ -742,11 +715,26 @@ def _helps(module: str) -> dict[str, dict[str, str]]:
     return found
 
 
-def unknown_key(key: str, known: Sequence[str]) -> RecipeError:
-    """The error for a key that does not exist: names the nearest one that does, or all."""
-    close = difflib.get_close_matches(key, known, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"allowed: {', '.join(known)}"
-    return RecipeError(f"{key}: unknown key; {hint}")
+def check_keys(keys: Iterable[object], known: Sequence[str], section: str = "") -> None:
+    """Refuse a key that a section does not have: names the nearest one that it has, or all."""
+    dot = f"{section}." if section else ""
+    for key in map(str, keys):
+        if key not in known:
+            # Without the section, by which all of them would be alike.
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"did you mean {dot}{close[0]}?" if close else f"allowed: {', '.join(known)}"
+            raise RecipeError(f"{dot}{key}: unknown key; {hint}")
+
+
+def mapping(name: str, section: type, values: object) -> dict[str, object]:
+    """The values of a section, none where nothing is given; what is no mapping or has an unknown key is refused."""
+    hints = typing.get_type_hints(section)
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise RecipeError(f"{name}={_show(values)}: expected keys: {', '.join(hints)}")
+    check_keys(values, list(hints), name)
+    return values
 
 
 class _Loader(yaml.SafeLoader):

@@ -427,7 +427,8 @@ def test_a_share_of_the_layers(tmp_path: Path) -> None:
     [
         ({"hidden": [16, 24, 32]}, r"ladder.hidden=\(16, 24, 32\): allowed: as many as ladder.layers, 4"),
         ({"hidden": [16, 24, 32, 50]}, "ladder.hidden=50: allowed: a multiple of model.head_dim=8"),
-        ({"seedz": [1]}, "ladder.seedz: unknown key; did you mean seeds"),
+        ({"seedz": [1]}, "ladder.seedz: unknown key; did you mean ladder.seeds"),
+        ({"colour": 1}, "ladder.colour: unknown key; allowed: layers, hidden, seeds, "),
         ({"tune_points": [2]}, "3 or more: fewer make no parabola"),
         ({"tune_seeds": "many"}, "ladder.tune_seeds=many: allowed"),
         ({"tokens": 4000, "tokens_per_parameter": [10, 40]}, "ladder.tokens=4000: allowed: null where"),

@@ -20,7 +20,7 @@ from typing import Literal
 
 import yaml
 
-from fathom.recipe import RecipeError, allowed, convert, help_of, overridden, read_values, unknown_key
+from fathom.recipe import RecipeError, allowed, convert, help_of, mapping, overridden, read_values
 
 
 @dataclass(frozen=True)
@@ -251,25 +251,25 @@ class CorpusRecipe:
 
     collections: dict[str, Collection] = field(default_factory=dict)
     """what is read, by name"""
-    ingest: IngestOptions = field(default_factory=IngestOptions)
+    ingest: IngestOptions = IngestOptions()
     """files to text"""
-    normalize: Normalize = field(default_factory=Normalize)
+    normalize: Normalize = Normalize()
     """how text is written"""
-    filter: Filter = field(default_factory=Filter)
+    filter: Filter = Filter()
     """what is kept"""
-    deduplicate: Deduplicate = field(default_factory=Deduplicate)
+    deduplicate: Deduplicate = Deduplicate()
     """what counts as the same"""
-    decontaminate: Decontaminate = field(default_factory=Decontaminate)
+    decontaminate: Decontaminate = Decontaminate()
     """benchmark items to keep out"""
-    tokenize: TokenizeOptions = field(default_factory=TokenizeOptions)
+    tokenize: TokenizeOptions = TokenizeOptions()
     """text to tokens"""
-    converse: ConverseOptions = field(default_factory=ConverseOptions)
+    converse: ConverseOptions = ConverseOptions()
     """conversations to tokens"""
-    mix: Mix = field(default_factory=Mix)
+    mix: Mix = Mix()
     """the mixture of a training run"""
     exports: tuple[Literal["llamafactory", "axolotl", "trl", "lm_eval"], ...] = ()
     """export formats for other programs, beside the shards"""
-    executor: Executor = field(default_factory=Executor)
+    executor: Executor = Executor()
     """how tasks are run; may be written as the name alone"""
 
     def filter_of(self, collection: str) -> Filter:
@@ -316,16 +316,9 @@ SHORT: dict[object, str] = {BenchmarkFile: "path", Executor: "name"}
 
 def fill(section: type, name: str, values: object) -> object:
     """A dataclass from a mapping, with its nested sections."""
-    hints = typing.get_type_hints(section)
-    if values is None:
-        values = {}
-    if not isinstance(values, dict):
-        raise RecipeError(f"{name}={values}: expected keys: {', '.join(hints)}")
-    dot = f"{name}." if name else ""
-    for key in values:
-        if key not in hints:
-            raise unknown_key(f"{dot}{key}", [f"{dot}{known}" for known in hints])
-    return section(**{key: _value(hints[key], f"{dot}{key}", value) for key, value in values.items()})
+    hints, dot = typing.get_type_hints(section), f"{name}." if name else ""
+    given = mapping(name, section, values)
+    return section(**{key: _value(hints[key], f"{dot}{key}", value) for key, value in given.items()})
 
 
 def _value(hint: object, name: str, value: object) -> object:

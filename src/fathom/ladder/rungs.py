@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import hashlib
 import json
 import math
@@ -23,7 +22,7 @@ from fathom.ladder.results import ArmValues, PlanValues, RulesValues
 from fathom.ladder.scaling import ESTIMATOR
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import count_parameters
-from fathom.recipe import Recipe, RecipeError, allowed, convert, packaged_recipes, parse_recipe, read_values
+from fathom.recipe import Recipe, RecipeError, allowed, check_keys, convert, packaged_recipes, parse_recipe, read_values
 from fathom.report.files import read_json, write_json
 
 SECTION = "ladder"
@@ -407,11 +406,9 @@ def load_ladder(path: Path, arms: str, overrides: Sequence[str] = ()) -> Ladder:
 def parse_rules(values: Mapping[str, object], source: str) -> Rules:
     """The `ladder` section, checked; an error is one line."""
     hints = typing.get_type_hints(Rules)
+    check_keys(values, list(hints), SECTION)
     given = {}
     for key, value in values.items():
-        if key not in hints:
-            close = difflib.get_close_matches(key, hints, n=1)
-            raise RecipeError(f"{SECTION}.{key}: unknown key; did you mean {(close or list(hints))[0]}?")
         try:
             given[key] = convert(hints[key], value)
         except ValueError:
