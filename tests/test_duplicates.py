@@ -12,8 +12,8 @@ SOURCES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for pat
 RUN = 6
 SILENT = re.compile(r'#|"""|import |from \S+ import |\W*$')
 ALLOWED = {("models/modeling.py", "models/modeling.py", "def forward(")}
-"""Both files of a run, and its first line: transformers reads the arguments of the model and of the model with its head
-from their signatures."""
+"""Both files of a run, and its first line. Arguments of the model and of the model with its head are read from their
+signatures: the one's by vLLM's compiler and transformers' tests, the other's by its Trainer and `generate`."""
 
 
 def repeated(sources: Mapping[str, str]) -> Iterator[str]:
