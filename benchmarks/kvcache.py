@@ -38,7 +38,7 @@ from torch.nn import functional as F
 from fathom.evaluation.caches.measure import Peak, each_length, loads, losses, scorer, stretches
 from fathom.evaluation.caches.needles import Needles, Rows, plant, recall
 from fathom.evaluation.caches.spectrum import spectrum
-from fathom.kvcache import Schedule, build_cache, compress_in_training
+from fathom.kvcache import NAMES, Schedule, build_cache, compress_in_training
 from fathom.kvcache.memory import Memory
 from fathom.kvcache.whole import WHOLE
 from fathom.models import FathomConfig, FathomForCausalLM
@@ -49,8 +49,8 @@ from fathom.training.optimizer import Optimizer, learning_rate
 
 BORROWED = {"sinks": "drop", "key_norm": "drop", "full_fp8": "full"}
 """Arms that are not tuned, and whose weights they read with after a tuning. `sinks` lets one token go at a time, too
-many rounds to train through."""
-TUNED = ("full", "freqkv", "average", "drop", "snapkv")
+many compressions to train through."""
+TUNED = tuple(name for name in NAMES if name not in BORROWED)
 ARMS = (*TUNED, *BORROWED)
 """Of needles and books; `full_static` says there what `full` says, and has rows where bytes and time are measured."""
 SYNTHETIC = {"fillers": 16, "keys": 16, "values": 16}

@@ -137,13 +137,12 @@ WALKS = {
     "a cache method": Walk(
         {"src/fathom/kvcache/strided.py": STRIDED, "tests/kvcache/test_strided.py": STRIDED_TEST},
         {
-            "src/fathom/kvcache/build.py": (
-                ("from .watch import", "from .strided import Strided\nfrom .watch import"),
-                ("SnapKV, KeyNorm)", "SnapKV, KeyNorm, Strided)"),
+            "src/fathom/kvcache/methods.py": (
+                ("SnapKV as SnapKV\n", "SnapKV as SnapKV\nfrom .strided import Strided as Strided\n"),
             )
         },
-        ("tests/kvcache -k strided", "tests/kvcache/test_build.py tests/kvcache/test_strided.py"),
-        {("train", "--help"): "kvcache.method"},
+        ("tests/kvcache -k strided", "tests/kvcache/test_benchmark.py -k row", "tests/kvcache/test_build.py"),
+        {("train", "tiny", "--dry-run", "kvcache.method=strided", "kvcache.window=64"): "method: strided"},
     ),
     "a command": Walk(
         {"src/fathom/cli/greet.py": GREET, "docs/greet.md": GREET_PAGE, "tests/cli/test_greet.py": GREET_TEST},

@@ -10,8 +10,7 @@ from .cases import LINEAR, model_of
 
 
 def test_the_methods():
-    ours = ["freqkv", "sinks", "average", "drop", "learned", "snapkv", "key_norm"]
-    assert list(METHODS)[: len(ours)] == ours
+    assert {"freqkv", "sinks", "average", "drop", "learned", "snapkv", "key_norm"} <= METHODS.keys()
     assert all(name == method.name for name, method in METHODS.items())
 
 

@@ -67,7 +67,7 @@ def add_kvcache(parser: Parser, several: bool = False) -> None:
     parser.add_argument(
         "--kvcache",
         metavar=words,
-        help="freqkv, average, drop, sinks, snapkv, key_norm: hold no more than a window; full: everything"
+        help="freqkv, drop, snapkv and others (a wrong name lists all): hold no more than a window; full: everything"
         + (" (full_static, full_fp8: in room set aside, in 8 bits); compare these caches" if several else " (default)"),
     )
     tuned = "default: what the checkpoint was tuned for"

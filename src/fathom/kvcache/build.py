@@ -6,25 +6,19 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from .average import Average
-from .drop import Drop
-from .freqkv import FreqKV
-from .key_norm import KeyNorm
-from .learned import Learned
+from . import methods
 from .memory import Memory, MemoryCache
 from .method import Method
 from .observe import observe
 from .quantized import QuantizedMemory
 from .rope import Rope, refuse
-from .sinks import Sinks
-from .snapkv import SnapKV
 from .watch import decoder_of, watch
 from .whole import WHOLE
 
 METHODS: dict[str, type[Method]] = {
-    method.name: method for method in (FreqKV, Sinks, Average, Drop, Learned, SnapKV, KeyNorm)
+    found.name: found for found in vars(methods).values() if isinstance(found, type) and issubclass(found, Method)
 }
-"""The compression methods, by name; `WHOLE` has the caches that are not compressed. To add one, add its file and it."""
+"""The compression methods of `methods.py`, by name; `WHOLE` has the caches that are not compressed."""
 NAMES = ("full", *(name for name, method in METHODS.items() if method.by_name))
 """The methods that a recipe and the command line may name."""
 
