@@ -245,7 +245,7 @@ def compare(model: FathomForCausalLM, text: Tensor, trips: int, arguments: argpa
         "drafting_ms_per_token": 1000 * drafting / made,
         "ratio": drafting / plain,
         "acceptance": drafts.acceptance,
-        "tokens_per_verification": drafts.tokens_per_round,
+        "tokens_per_verification": drafts.tokens_per_verification,
     }
 
 

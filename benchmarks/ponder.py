@@ -370,7 +370,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, nargs="+", default=[1, 16])
     parser.add_argument("--prompt", type=int, default=32, help="tokens read at once")
     parser.add_argument("--new", type=int, default=64, help="tokens decoded")
-    parser.add_argument("--pairs", type=int, default=5, help="rounds A B B A")
+    parser.add_argument("--pairs", type=int, default=5, help="how often A B B A is timed")
     parser.add_argument("--length", type=int, default=48, help="tokens in a row, for jacobi")
     parser.add_argument("--rounds", type=int, default=16, help="Jacobi rounds at most")
     parser.add_argument("--plot", type=Path, help="where to draw jacobi, as SVG")

@@ -77,7 +77,7 @@ def seconds(step: Callable[[], None], device: str, clock: Callable[[], float]) -
 
 
 def paired(a: Callable[[], None], b: Callable[[], None], pairs: int, device: str, clock: Callable[[], float]) -> dict:
-    """Ratios a / b of A B B A rounds: median, quartiles, and each side's median seconds."""
+    """Ratios a / b, timed A B B A: median, quartiles, and each side's median seconds."""
     for step in (a, b, a, b):
         step()
     gc.disable()

@@ -87,6 +87,11 @@ def test_the_report_says_which_text_was_read(coverage: float | None, words: str)
     assert "32,767 predicted tokens" in text and words in text
 
 
+def test_the_report_says_how_often_steps_were_timed() -> None:
+    report = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, gap(-0.1, 0.01, 0.01)))
+    assert "12 times, by wall time; the median of the ratios and their quartiles" in page(report)
+
+
 def test_the_report_says_how_often_the_corpus_was_read() -> None:
     report = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, gap(-0.1, 0.01, 0.01)))
     assert "epochs of the corpus" not in page(report), "the control"

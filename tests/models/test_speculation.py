@@ -64,7 +64,7 @@ def test_greedy_tokens_are_those_of_generate(seed):
 
 
 def test_drafts_are_accepted_and_counted():
-    """Where later trips hardly matter most drafts are right, and rounds are few; where they do, rounds are many."""
+    """Where later trips hardly matter most drafts are right, and verifications few; where they do, many."""
     model = build(config_of("loop"))
     prompts, wild, tame = [[5, 9, 31, 7]], Speculation(1, 6), Speculation(1, 6)
     greedy(model, prompts, 40, speculation=wild)
@@ -73,8 +73,9 @@ def test_drafts_are_accepted_and_counted():
             layer.mlp.down_proj.weight.mul_(1e-4)
             layer.self_attn.o_proj.weight.mul_(1e-4)
     assert greedy(model, prompts, 40, speculation=tame) == greedy(model, prompts, 40)
-    assert tame.tokens == wild.tokens == 40 and tame.rounds == 5 and wild.rounds > 12, "6 + 7 + 8 + 9 + 10 tokens"
-    assert tame.acceptance == 1 and tame.tokens_per_round == 8 and wild.acceptance < 0.5
+    assert tame.tokens == wild.tokens == 40
+    assert tame.verifications == 5 and wild.verifications > 12, "6 + 7 + 8 + 9 + 10 tokens"
+    assert tame.acceptance == 1 and tame.tokens_per_verification == 8 and wild.acceptance < 0.5
 
 
 def test_controls(monkeypatch):

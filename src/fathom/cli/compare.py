@@ -32,7 +32,7 @@ def add(parser: Parser) -> None:
         help="the budget arms share, in training: tokens, FLOPs, or tokens times their trips through the stack",
     )
     parser.add_argument(
-        "--pairs", type=int, default=12, help="A B B A rounds when timing an arm; 0 for none (default: 12)"
+        "--pairs", type=int, default=12, help="how often an arm is timed A B B A; 0 for not at all (default: 12)"
     )
     parser.add_argument("--out", type=Path, help="directory (default: runs/ and the recipe's name, -compare)")
     parser.add_argument("--workers", type=int, default=1, help="processes on this machine; more may join from others")

@@ -362,7 +362,7 @@ def _cost_notes(report: ComparisonReport) -> list[Markup]:
     time = found[0]["time"]
     text = (
         f"Step time: the arm and the control take turns A B B A in one process on the same batches, "
-        f"{time['pairs']} rounds, {time['clock']}; the median of the rounds' ratios and its quartiles. "
+        f"{time['pairs']} times, by {time['clock']}; the median of the ratios and their quartiles. "
         f"The control's step took {time['seconds'][1]:.3f} s. "
         f"Memory: {found[0]['memory']}. Cache: bytes that a real cache grows by per token really decoded."
     )

@@ -32,7 +32,7 @@ class Plan:
     seeds: tuple[int, ...]
     equal: Equal = "tokens"
     pairs: int = 12
-    """A B B A rounds per arm when timing; 0 times nothing."""
+    """How often an arm is timed A B B A; 0 for not at all."""
 
     @property
     def control(self) -> Arm:
@@ -65,7 +65,7 @@ class Plan:
             raise RecipeError(f"{path} is damaged: {' '.join(str(error).split())}") from None
         numbers = isinstance(seeds, list) and seeds and all(type(number) is int for number in (*seeds, pairs))
         if not arms or not numbers or equal not in typing.get_args(Equal) or not isinstance(recipe, dict):
-            raise RecipeError(f"{path} is damaged: it holds no arms, seeds, budget, rounds and recipe")
+            raise RecipeError(f"{path} is damaged: it holds no arms, seeds, budget, pairs and recipe")
         try:
             plan = cls(parse_recipe(recipe), tuple(Arm(*arm) for arm in arms), tuple(seeds), equal, pairs)
             _ = plan.recipes

@@ -1,7 +1,7 @@
 """Measured costs of an arm beside the control: time and memory of a training step, and cache growth.
 
-Machines are noisy, so two models take turns A B B A in one process on the same batches, and the ratio is taken round by
-round: whatever slows the machine for a while slows both. On a CPU with one thread the clock is that thread's CPU time.
+Machines are noisy, so two models take turns A B B A in one process on the same batches, and each A B B A gives one
+ratio: whatever slows the machine for a while slows both. On a CPU with one thread the clock is that thread's CPU time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PREFILL, DECODED = 8, 16
 
 @dataclass(frozen=True)
 class TimeRatio:
-    """A / B over A B B A rounds."""
+    """A / B, timed A B B A."""
 
     median: float
     low: float
@@ -109,12 +109,12 @@ def interleaved(
     device: torch.device | None = None,
     clock: Clock | None = None,
 ) -> TimeRatio:
-    """Time two functions A B B A, after one warm round.
+    """Time two functions A B B A, after one warm-up.
 
     Args:
         a: One step of the first.
         b: One step of the second.
-        pairs: Rounds; each gives one ratio.
+        pairs: How often A B B A is timed; each time gives one ratio.
         device: Waited for around every step.
         clock: By default a clock for the device.
     """

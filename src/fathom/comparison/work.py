@@ -123,7 +123,7 @@ def compare(
         out: The directory; further calls, on other machines too, may work on it at the same time.
         seeds: Runs of each arm, which begin at `train.seed`.
         equal: The budget that arms share: tokens, FLOPs, or tokens times their trips through the stack.
-        pairs: A B B A rounds when timing an arm; 0 times nothing.
+        pairs: How often an arm is timed A B B A; 0 for not at all.
         workers: Processes on this machine. With more than one, a script needs `if __name__ == "__main__":`.
         threads: CPU threads of each; one if there are several workers, else torch's choice.
     """

@@ -80,7 +80,7 @@ class Rules:
     check: bool = True
     """after the last rung, try half and twice the rate there"""
     pairs: int = 12
-    """A B B A rounds when timing an arm; 0 times nothing"""
+    """how often an arm is timed A B B A; 0 for not at all"""
 
     @property
     def sealed(self) -> bool:

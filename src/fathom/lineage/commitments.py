@@ -223,14 +223,14 @@ def _unfounded(body: Mapping[str, object], tensors: int) -> list[str]:
     return findings
 
 
-def freivalds(claim: Array, factors: Sequence[Array], draw: np.random.Generator, rounds: int = 2) -> bool:
+def freivalds(claim: Array, factors: Sequence[Array], draw: np.random.Generator, trials: int = 2) -> bool:
     """Check an integer matrix product without multiplying: claim·r = F₁(F₂(…r)), over the integers.
 
     The verifier draws r from [0, 2³¹) after the claim is fixed. A wrong claim differs from the product in a row
-    that is not zero, and such a row is orthogonal to r with probability at most 2⁻³¹ in each round.
+    that is not zero, and such a row is orthogonal to r with probability at most 2⁻³¹ in each trial.
     """
     exact, chain = _integers(claim), [_integers(factor) for factor in factors]
-    for _ in range(rounds):
+    for _ in range(trials):
         vector: Array = draw.integers(0, DRAWN, exact.shape[1]).astype(object)
         right: Array = vector
         for factor in reversed(chain):

@@ -38,8 +38,9 @@ class Speculation:
 
     draft_trips: int = 1
     draft_tokens: int = 6
-    """Tokens per round to begin with: one more after a round in which all were kept, one fewer after any other."""
-    rounds: int = field(default=0, init=False)
+    """Tokens drafted at a time, to begin with: one more after all were kept, one fewer after any other time."""
+    verifications: int = field(default=0, init=False)
+    """Passes that check the drafts of all rows by the remaining trips."""
     drafted: int = field(default=0, init=False)
     accepted: int = field(default=0, init=False)
     """Drafted tokens that the whole model confirmed."""
@@ -53,9 +54,9 @@ class Speculation:
         return self.accepted / self.drafted if self.drafted else 0.0
 
     @property
-    def tokens_per_round(self) -> float:
+    def tokens_per_verification(self) -> float:
         """New tokens for each verification."""
-        return self.tokens / self.rounds if self.rounds else 0.0
+        return self.tokens / self.verifications if self.verifications else 0.0
 
 
 def check_speculation(model: FathomForCausalLM, asked: Speculation, trips: int) -> None:
@@ -142,7 +143,7 @@ class Stages:
 
 @dataclass
 class Drafts:
-    """A round's drafts, `count` for each row."""
+    """Drafts that are verified together, `count` for each row."""
 
     tokens: Tensor
     """`[B, count]`"""
@@ -185,7 +186,7 @@ def decode(
         whole, drafted = drafts.tokens.shape[1], int(going.sum()) * drafts.tokens.shape[1]
         kept = int((accepted[going] + 1).clamp(max=whole).min())
         run.stages.crop(whole - kept)
-        asked.rounds, asked.drafted = asked.rounds + 1, asked.drafted + drafted
+        asked.verifications, asked.drafted = asked.verifications + 1, asked.drafted + drafted
         asked.accepted += int(accepted[going].sum())
         count = count + 1 if kept == whole else max(1, count - 1)
         for place, column in enumerate(new[:, :kept].unbind(1), 1):
@@ -204,7 +205,7 @@ def decode(
 
 
 class _Run:
-    """The two halves of a round."""
+    """Drafting, and verifying what was drafted."""
 
     def __init__(
         self, stages: Stages, draft_trips: int, mask: Tensor, logits_processor: LogitsProcessorList, sampled: bool
@@ -252,7 +253,7 @@ class _Run:
         )
 
     def verify(self, ids: Tensor, drafts: Drafts) -> tuple[Tensor, Tensor]:
-        """The tokens of this round if the shortest run allows, `[B, count]`, and how many drafts each row accepts."""
+        """The tokens that follow, `[B, count]`, of which `accepted + 1` are the whole model's, and `accepted`."""
         count, whole = drafts.tokens.shape[1], torch.cat((ids, drafts.tokens), 1)
         padding = self._padding(whole.shape[1] - 1)
         hidden, *_ = self.stages.make(
