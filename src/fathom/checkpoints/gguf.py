@@ -30,19 +30,20 @@ class _Cursor:
     file: str
     size: int
     position: int = 0
-    window: bytes = b""
-    window_start: int = 0
+    buffer: bytes = b""
+    """What was read ahead, from `buffer_start` on."""
+    buffer_start: int = 0
 
     def take(self, count: int) -> bytes:
         stop = self.position + count
         if stop > min(self.size, _HEADER_LIMIT):
             raise Refused(f"{self.file}: truncated or oversized header")
-        if stop > self.window_start + len(self.window):
-            self.window_start = self.position
-            self.window = bytes(
+        if stop > self.buffer_start + len(self.buffer):
+            self.buffer_start = self.position
+            self.buffer = bytes(
                 self.origin.read(self.file, self.position, min(self.size, max(stop, self.position + (1 << 20))))
             )
-        piece = self.window[self.position - self.window_start : stop - self.window_start]
+        piece = self.buffer[self.position - self.buffer_start : stop - self.buffer_start]
         self.position = stop
         return piece
 

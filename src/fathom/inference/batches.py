@@ -369,5 +369,5 @@ def may_chunk(model: PreTrainedModel) -> bool:
     """Whether a prompt may be read in parts without changing the result."""
     if not isinstance(model, FathomForCausalLM):
         return True
-    policy = model.model.recurrence
-    return policy.view.depth_parallel or policy.exact() or policy.trips == 1
+    recurrence = model.model.recurrence
+    return recurrence.view.depth_parallel or recurrence.exact() or recurrence.trips == 1

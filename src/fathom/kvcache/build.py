@@ -100,4 +100,4 @@ def make_method(
         raise ValueError("window must be given: the number of entries to hold, at best the length trained at")
     refuse(config, window)
     chosen = METHODS[method]
-    return chosen(chosen.plan(window, sinks, ratio, kept), Rope(config), **options)
+    return chosen(chosen.schedule_for(window, sinks, ratio, kept), Rope(config), **options)

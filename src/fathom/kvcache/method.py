@@ -40,7 +40,7 @@ class Method(ABC):
         self.schedule, self.rope = schedule, rope
 
     @classmethod
-    def plan(cls, window: int, sinks: int, ratio: float, kept: int | None) -> Schedule:
+    def schedule_for(cls, window: int, sinks: int, ratio: float, kept: int | None) -> Schedule:
         """The method's schedule for the user's settings."""
         return Schedule.at(window, sinks, ratio, kept)
 

@@ -17,7 +17,7 @@ class Sinks(Drop):
     has_ratio = False
 
     @classmethod
-    def plan(cls, window: int, sinks: int, ratio: float, kept: int | None) -> Schedule:
+    def schedule_for(cls, window: int, sinks: int, ratio: float, kept: int | None) -> Schedule:
         """One token per compression unless `kept` says otherwise."""
         if ratio != RATIO:
             raise ValueError(f"ratio={ratio}: sinks lets one token go at a time; give kept for several at once")

@@ -76,9 +76,9 @@ def _depth_attention(config: ConfigValues) -> ConfigValues:
     stride = _first(config, "depth_attention_stride", "depth_softmax_stride")
     if stride is None:
         raise ValueError("this Depth-Attention checkpoint does not say its stride (depth_attention_stride)")
-    window = _first(config, "depth_attention_recent_window", "depth_recent_window", default=0)
+    recent = _first(config, "depth_attention_recent_window", "depth_recent_window", default=0)
     # Depth-Attention could be trained with its SDPA class only, which norms keys after rotating them.
-    options = {"stride": stride, "recent_layers": window}
+    options = {"stride": stride, "recent_layers": recent}
     return {"mixer": "depth_attention", "mixer_options": options, "k_norm_position": "after_rope"}
 
 
