@@ -12,6 +12,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fathom.models.looping import Loop
 from fathom.recipe import (
     Data,
     KVCache,
@@ -352,6 +353,12 @@ def test_looped() -> None:
     assert looped.parameters == plain.parameters and looped.flops_per_token > 2.5 * plain.flops_per_token
     both = estimate(load_recipe(RECIPES / "500m_looped.yaml", ["model.mixer=depth_attention"]))
     assert both.mechanism == "loop+depth_attention" and both.parameters == plain.parameters
+
+
+def test_logits_without_a_mixture_have_no_top_k(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a recurrence of another package that feeds on logits."""
+    monkeypatch.setattr(Loop, "needs_head", staticmethod(lambda config: True))
+    assert estimate(load_recipe(RECIPES / "500m_looped.yaml")).mechanism == "loop"
 
 
 def test_a_recipe_is_immutable() -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .roles import Recurrence
+from .roles import Recurrence, RecurrenceOptions
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -22,18 +23,28 @@ def between(bounds: list[int], seed: int | None, step: int, what: str) -> int:
     return least + draw(seed, step, what) % (most - least + 1)
 
 
+@dataclass(frozen=True)
+class DrawnOptions(RecurrenceOptions):
+    """Options of a recurrence whose number of trips may be drawn."""
+
+    trips_range: list | None = None
+    """`[least, most]`: in training, `trips` is drawn for every step."""
+    seed: int | None = None
+    """Seed of what is drawn for a step; training fills in its own."""
+
+
 class DrawnTrips(Recurrence):
     """A recurrence whose number of trips may be drawn for every training step (`trips_range`)."""
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
-        given = config.recurrence_options
-        self.trips_range, self.seed = given["trips_range"], given["seed"]
+        drawn = DrawnOptions.of(config)
+        self.trips_range, self.seed = drawn.trips_range, drawn.seed
 
     @classmethod
     def training_trips(cls, config: FathomConfig) -> tuple[int, int]:
-        """As `trips_range` says."""
-        least, most = config.recurrence_options["trips_range"] or [cls.trips_of(config)] * 2
+        """The ends of `trips_range`."""
+        least, most = DrawnOptions.of(config).trips_range or [cls.trips_of(config)] * 2
         return least, most
 
     def set_step(self, step: int, steps: int | None = None) -> None:

@@ -7,6 +7,7 @@ The readout after trip k is the one that the model makes with `max_trips=k + 1`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from .arithmetic import head_flops
 from .loss import causal_lm_loss
-from .roles import Recurrence, TripState
+from .roles import Recurrence, RecurrenceOptions, TripState
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -23,16 +24,17 @@ if TYPE_CHECKING:
 NAME = "early{}"
 
 
-def early_weight(config: FathomConfig) -> float:
-    """Weight w of the loss of early trips."""
-    weight: float = config.recurrence_options.get("early_loss", 0.0)
-    return float(weight)
+@dataclass(frozen=True)
+class EarlyLossOptions(RecurrenceOptions):
+    """Options of a recurrence whose early trips may be read out."""
 
+    early_loss: float = 0.0
+    """Weight w of the mean loss of earlier trips' readouts; for drafting (`generate(draft_trips=...)`)."""
 
-def check_early_loss(weight: float) -> None:
-    """Refuse a negative weight."""
-    if weight < 0:
-        raise ValueError(f"recurrence_options.early_loss must not be negative, got {weight}")
+    def check_early_loss(self) -> None:
+        """Refuse a negative weight."""
+        if self.early_loss < 0:
+            raise ValueError(f"recurrence_options.early_loss must not be negative, got {self.early_loss}")
 
 
 class EarlyReadout(Recurrence):
@@ -40,12 +42,13 @@ class EarlyReadout(Recurrence):
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
-        self.early_weight = early_weight(config)
+        self.early_weight = float(EarlyLossOptions.of(config).early_loss)
 
     @classmethod
     def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
         """The head after every trip but the last, forward and backward."""
-        early = 3 * (cls.trips_of(config) - 1) * head_flops(config) if early_weight(config) else 0
+        weight = EarlyLossOptions.of(config).early_loss
+        early = 3 * (cls.trips_of(config) - 1) * head_flops(config) if weight else 0
         return super().penalty_flops(config, sequence_length) + early
 
     def gate(self, out: Out, state: TripState) -> TripState:

@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .arithmetic import layer_cache_bytes, layer_flops
-from .draws import DrawnTrips
-from .early_loss import EarlyReadout, check_early_loss
+from .draws import DrawnOptions, DrawnTrips
+from .early_loss import EarlyLossOptions, EarlyReadout
 from .numerics import widen
 from .pondering import check_trips_range
 from .rms_norm import RMSNorm
-from .roles import Cost, Mechanism, RecurrenceOptions, TripState
+from .roles import Cost, Mechanism, TripState
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -49,13 +49,11 @@ def _or(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class LoopOptions(RecurrenceOptions):
+class LoopOptions(DrawnOptions, EarlyLossOptions):
     """Options of `loop`."""
 
     trips: int = 3
     """How often the looped layers run."""
-    trips_range: list | None = None
-    """`[least, most]`: in training, `trips` is drawn for every step."""
     trips_max: int | None = None
     """The most trips that may be asked for; by default the most that training makes."""
     prelude: int = 0
@@ -68,15 +66,11 @@ class LoopOptions(RecurrenceOptions):
     """Whether the entry is normed before it is injected."""
     norm_between: str = "none"
     """What norms the stream between trips: `none`, `final` (the model's last norm) or `own`."""
-    seed: int | None = None
-    """Seed of the trips drawn for a step; training fills in its own."""
-    early_loss: float = 0.0
-    """Weight of the mean loss of earlier trips' readouts; for drafting (`generate(draft_trips=...)`)."""
 
     def resolve(self, config: FathomConfig) -> LoopOptions:
         """Refuse a loop without layers."""
         self.check_trips()
-        check_early_loss(self.early_loss)
+        self.check_early_loss()
         if self.early_loss and self.coda:
             raise ValueError("recurrence_options.early_loss: a coda belongs to the last trip alone; set coda to 0")
         if self.prelude < 0 or self.coda < 0 or self.prelude + self.coda >= config.num_hidden_layers:

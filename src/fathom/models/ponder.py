@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from .draws import DrawnTrips
-from .early_loss import EarlyReadout, check_early_loss
+from .draws import DrawnOptions, DrawnTrips
+from .early_loss import EarlyLossOptions, EarlyReadout
 from .pondering import MixtureOptions, Pondering, SolverOptions, check_trips_range, mixed, mixture_cost, trips_cost
 from .roles import Cost, Mechanism, TripState, View
 
@@ -26,25 +26,21 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PonderOptions(MixtureOptions, SolverOptions):
+class PonderOptions(MixtureOptions, SolverOptions, DrawnOptions, EarlyLossOptions):
     """Options of `ponder`."""
 
     trips: int = 4
     """How many trips a token makes, the first included."""
-    trips_range: list | None = None
-    """`[least, most]`: in training, `trips` is drawn for every step."""
     feed: str = "mixture"
     """`mixture` of the vocabulary, or the `hidden` state itself."""
     view: str = "same"
     """`same`, `duo` or `all`: which trips of earlier tokens a trip reads."""
-    early_loss: float = 0.0
-    """Weight of the mean loss of earlier trips' readouts; for drafting (`generate(draft_trips=...)`)."""
 
     def resolve(self, config: FathomConfig) -> PonderOptions:
         """Refuse what is impossible."""
         super().resolve(config)
         self.check_solver()
-        check_early_loss(self.early_loss)
+        self.check_early_loss()
         if self.feed not in ("mixture", "hidden"):
             raise ValueError(f"recurrence_options.feed must be mixture or hidden, got {self.feed!r}")
         if self.view not in [view.value for view in View]:

@@ -24,7 +24,8 @@ from fathom.models.cost import (
 )
 from fathom.models.loss import chunk_rows
 from fathom.models.modeling import FathomForCausalLM
-from fathom.models.registry import mechanism_name, recurrence_class
+from fathom.models.pondering import MixtureOptions
+from fathom.models.registry import mechanism, mechanism_name, recurrence_class
 from fathom.models.roles import View
 from fathom.recipe import Recipe
 from fathom.training.build import mixture_of
@@ -186,8 +187,9 @@ def _evaluation_bytes(recipe: Recipe, config: FathomConfig) -> int:
     rows = chunk_rows(tokens, config.vocab_size, "cuda" if cuda else "cpu")
     # Logits as they come, in fp32 where they are not, and their logarithms.
     head = rows * config.vocab_size * (8 if scalar == 4 else 10)
-    if recurrence.needs_head(config):  # a mixture: index, logit and weight of each word
-        head += tokens * min(config.recurrence_options["top_k"] or 0, config.vocab_size) * 20
+    mixes = issubclass(mechanism("recurrence", config.recurrence).options, MixtureOptions)
+    if mixes and recurrence.needs_head(config):  # index, logit and weight of each word
+        head += tokens * min(MixtureOptions.of(config).top_k or 0, config.vocab_size) * 20
     return held + max(layer, head + tokens * config.hidden_size * scalar)
 
 
