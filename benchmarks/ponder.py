@@ -1,4 +1,4 @@
-"""Tokens that think: what halting saves in seconds and bytes, and how fast Jacobi rounds reach what decoding computes.
+"""Pondering: what halting saves in seconds and bytes, and how fast Jacobi rounds reach what decoding computes.
 
     python benchmarks/ponder.py decode                          # adaponder and latent_cot, trained here for a minute
     python benchmarks/ponder.py decode --checkpoint runs/NAME --corpus data/NAME

@@ -146,7 +146,7 @@ def test_the_sentence_says_no_more_than_intervals_do() -> None:
     better = report_of(base, [True] * 40)["verdict"]
     assert better.startswith("On 30 clean questions of quiz (100.0 % right) new is better than base (")
     assert "rocks takes fewer bits per byte (-0.0" in better
-    assert "towns takes no surely other number of bits per byte (+0.0000" in better
+    assert "towns shows no clear difference in bits per byte (+0.0000" in better
     assert "new is worse than base" in report_of([True] * 40, base)["verdict"]
     one_more = [*base[:-1], not base[-1]]
     assert "new is not told apart from base" in report_of(base, one_more)["verdict"]

@@ -19,7 +19,7 @@ def add(parser: Parser) -> None:
         type=Path,
         required=True,
         metavar="DIR",
-        help="where to write, FILE.gguf for gguf; an earlier export goes",
+        help="output directory, or FILE.gguf for gguf; an earlier export there is replaced",
     )
     parser.add_argument(
         "--as",

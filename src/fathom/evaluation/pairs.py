@@ -303,7 +303,8 @@ def verdict(report: PairResults) -> str:
         parts.append(f"{words}{report['base']['name']} ({base}; McNemar p = {row['p']:.2g}{among})")
     for name, text in report["texts"].items():
         gap = Ratio(**text["difference"])
-        how = "no surely other number of" if gap.low <= 0 <= gap.high else "fewer" if gap.value < 0 else "more"
-        parts.append(f"{name} takes {how} bits per byte ({gap.value:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}])")
+        sure = "takes fewer" if gap.value < 0 else "takes more"
+        how = "shows no clear difference in" if gap.low <= 0 <= gap.high else sure
+        parts.append(f"{name} {how} bits per byte ({gap.value:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}])")
     sentence = "; ".join(parts) + "."
     return sentence[0].upper() + sentence[1:]

@@ -138,7 +138,7 @@ class Checkpoint:
         return self.opened
 
     def close(self) -> None:
-        """Make room for the next."""
+        """Release the model."""
         self.opened = self.lm = None
 
     def fingerprint(self) -> str:

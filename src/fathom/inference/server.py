@@ -403,7 +403,8 @@ def build_app(
     _say_errors(app)
     # Every character may be escaped into six bytes, and few tokens have more than ten characters.
     app.add_middleware(Gate, api_key=api_key, body_limit=max(1 << 20, 64 * service.context), hosts=hosts)
-    if origins:  # outside the gate: a browser asks first without a key, and shows its page no error without our leave
+    # Outside the gate: a browser's preflight has no key, and a page may read an error only if the header allows it.
+    if origins:
         app.add_middleware(CORSMiddleware, allow_origins=origins, allow_methods=["GET", "POST"], allow_headers=["*"])
     return app
 
@@ -440,7 +441,7 @@ class _Server(uvicorn.Server):
         print(self.ready, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests under way finish, for so long."""
+        """Let requests under way finish, up to the grace period."""
         late = asyncio.get_running_loop().call_later(self.grace, self.engine.close)
         await super().shutdown(sockets)
         late.cancel()

@@ -65,7 +65,7 @@ class Truth:
         return self.floor + self.reducible * math.exp(-self.slope * (x - math.log(self.start)))
 
     def arm_loss(self, x: float) -> float:
-        """The arm's."""
+        """The arm's law."""
         shift = math.log(self.multiplier) + self.growth * (x - self.centre)
         own = 0.0 if self.arm_floor is None else self.arm_floor - self.floor
         return self.loss(x + shift) + own

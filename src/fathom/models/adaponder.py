@@ -89,7 +89,7 @@ class HaltGate(nn.Module):
         self.down = nn.Linear(4 * width, 1)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """g_k."""
+        """g_k of every token, `[B, T]`."""
         return self.down(nn.functional.gelu(self.up(hidden))).squeeze(-1)
 
 
@@ -112,7 +112,7 @@ class Adaponder(Pondering[AdaponderOptions]):
 
     @staticmethod
     def needs_head(config: FathomConfig) -> bool:
-        """For the mixture."""
+        """Yes: the mixture is made of logits."""
         return True
 
     def init_weights(self, std: float) -> None:
@@ -133,7 +133,7 @@ class Adaponder(Pondering[AdaponderOptions]):
             self.fraction.fill_(self.options.penalty_fraction * grown)
 
     def gate(self, out: Out, state: TripState) -> TripState:
-        """σ_k, and who goes on."""
+        """σ_k, and which tokens go on."""
         if out.last:
             return {"hidden": out.hidden}
         sigma = widen(self.gates[out.trip](out.hidden)).sigmoid()

@@ -100,7 +100,7 @@ class LatentCot(Routed[LatentCotOptions]):
         return new
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """The thought itself."""
+        """The thought alone, without the input."""
         return out.hidden
 
     def aux_losses(

@@ -65,7 +65,7 @@ class Ponder(DrawnTrips, EarlyReadout, Pondering[PonderOptions]):
 
     @staticmethod
     def needs_head(config: FathomConfig) -> bool:
-        """For the mixture."""
+        """Only if the mixture is fed back, which is made of logits."""
         return PonderOptions.of(config).feed == "mixture"
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:

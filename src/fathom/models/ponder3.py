@@ -110,7 +110,7 @@ class Ponder3(Routed[Ponder3Options]):
         return super().penalty_flops(config, sequence_length) if asks else 0.0
 
     def init_weights(self, std: float) -> None:
-        """Every trip alive."""
+        """Initialise the router so that every token makes every trip."""
         super().init_weights(std)
         init.zeros_(self.weight)
         width = self.router.weight.shape[1]
@@ -152,7 +152,7 @@ class Ponder3(Routed[Ponder3Options]):
         return {"before": state["share"]} if self.options.router_damping < 1 else None
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
-        """The thought itself."""
+        """The thought alone, without the input."""
         return out.hidden
 
     def aux_losses(

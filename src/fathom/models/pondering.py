@@ -38,7 +38,7 @@ class SolverOptions(RecurrenceOptions):
     """Seed of everything that is drawn for a step; training fills in its own."""
 
     def check_solver(self) -> None:
-        """Refuse impossible rounds."""
+        """Refuse impossible settings of the solver."""
         if self.prefill not in ("jacobi", "exact"):
             raise ValueError(f"recurrence_options.prefill must be jacobi or exact, got {self.prefill!r}")
         check_range("jacobi_train", self.jacobi_train)
@@ -105,7 +105,7 @@ class Pondering(Recurrence, Generic[Chosen]):
 
     @classmethod
     def training_rounds(cls, config: FathomConfig) -> tuple[int, int]:
-        """As `jacobi_train` says."""
+        """The ends of `jacobi_train`."""
         if not issubclass(cls.options_class, SolverOptions):
             return 0, 0
         least, most = SolverOptions.of(config).jacobi_train

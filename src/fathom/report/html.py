@@ -1,4 +1,4 @@
-"""Building blocks of a report: one HTML file that needs nothing else and reads well on a phone, by day and by night.
+"""Building blocks of a report: one HTML file that loads nothing, for narrow and wide screens, in light and dark.
 
 Blocks are markup made by the templates beside this file. All other text is escaped, so no name from the command line
 can break a page.

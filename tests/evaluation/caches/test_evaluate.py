@@ -189,9 +189,9 @@ def test_the_sentence_says_no_more_than_the_interval() -> None:
         "compressions, and holds 32 kB after 4,096 tokens."
     )
     for right, words in (
-        ([55, 20, 20, 20, 20], "says nothing about needles, since the model does not surely find"),
-        ([90, 45, 20, 20, 20], "and beyond it is not told apart from half of them"),
-        ([90, 30, 20, 20, 20], "loses most of four needles at once"),
+        ([55, 20, 20, 20, 20], "is inconclusive on needles (recall within the window is not clearly above 50 %), and"),
+        ([90, 45, 20, 20, 20], "but after one compression not clearly more or fewer than half, and holds"),
+        ([90, 30, 20, 20, 20], "loses most of four needles at the first compression, and holds"),
     ):
         recall["4 needles"]["right"] = right
         assert words in verdict({"methods": ["freqkv"], "checkpoints": {"m": values}})

@@ -75,13 +75,13 @@ def _found(recall: Recall) -> str:
     """Up to how many compressions most needles are found, by the intervals."""
     sure = [interval is not None and interval[0] > 0.5 for interval in recall.intervals]
     if not sure[0]:
-        return "says nothing about needles, since the model does not surely find most of them in its window"
+        return "is inconclusive on needles (recall within the window is not clearly above 50 %)"
     last = next((r for r, most in enumerate(sure) if not most), len(sure)) - 1
     end = recall.intervals[last + 1] if last + 1 < len(sure) else None
     if last == 0 and end is not None and end[1] < 0.5:
-        return "loses most of four needles at once"
+        return "loses most of four needles at the first compression"
     if last == 0:
-        return "finds most of four needles in its window, and beyond it is not told apart from half of them"
+        return "finds most of four needles in its window, but after one compression not clearly more or fewer than half"
     return f"finds most of four needles through {last} compressions"
 
 
