@@ -21,7 +21,7 @@ import fathom
 from fathom.models.configuration import OURS
 from fathom.models.registry import mechanism_name
 from fathom.recipe import Recipe
-from tests.inference.tiny import export_tiny
+from tests.tiny import export_tiny
 
 ROOT = Path(fathom.__file__).parent
 COMMIT = "0123456789abcdef0123456789abcdef01234567"

@@ -1,4 +1,5 @@
-"""A corpus of two domains and recipes whose steps take milliseconds, for every test that trains."""
+"""Tiny things that many tests need: a corpus of two domains, recipes whose steps take milliseconds, and a model with a
+tokenizer, exported in a second."""
 
 from __future__ import annotations
 
@@ -8,13 +9,27 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
+from fathom.checkpoints.export import export
 from fathom.data.prepare import prepare
 from fathom.data.shards import ShardWriter, file_crc32, read_index, shard_files, write_index
 from fathom.data.targets import TARGETS, targets_file, write_targets
+from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.recipe import Recipe, parse_recipe
 
 WORDS = "the,depth,of,a,river,is,measured,with,rope,and,lead,or,with,sound,in,fathoms,and,in,feet"
+TEXT = [
+    "To fathom a thing is to measure its depth, and after much thought to understand it.",
+    "The sailors let the lead fall into the dark water, and called the depth aloud.",
+    "Ein Faden misst sechs Fuß; wer Tiefen lotet, zählt die Knoten. 深さを測る。",
+]
+CHATML = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
 
 
 def make_corpus(folder: Path) -> Path:
@@ -93,3 +108,42 @@ def comparable_recipe(corpus: Path) -> Recipe:
         "evaluate": {"every": 4, "tokens": 2000, "position_buckets": 4},
     }
     return parse_recipe(values, ("train.export=false", "train.device=cpu"))
+
+
+def tiny_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
+    """Byte-level BPE trained on the text above."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=384,
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    )
+    tokenizer.train_from_iterator(TEXT, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+    fast.chat_template = CHATML if chat else None
+    return fast
+
+
+def tiny_config(**fields: object) -> FathomConfig:
+    """Depth-Attention in four layers, unless told otherwise."""
+    small = {
+        "vocab_size": 384,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "max_position_embeddings": 512,
+        "mixer": "depth_attention",
+    }
+    return FathomConfig(**{**small, **fields})
+
+
+def export_tiny(directory: str | Path, chat: bool = True, **fields: object) -> Path:
+    """A random model whose greedy answers differ from prompt to prompt."""
+    torch.manual_seed(0)
+    model = FathomForCausalLM(tiny_config(initializer_range=0.6, **fields))
+    return export(model, directory, tiny_tokenizer(chat))

@@ -14,8 +14,8 @@ from fathom.checkpoints.export import ExportError, export
 from fathom.cli.main import main
 from fathom.lineage.weights import open_weights
 from fathom.models import FathomForCausalLM
-from tests.inference.tiny import tiny_tokenizer
 from tests.models.cases import CASES, build, config_of, in_turn, tokens
+from tests.tiny import tiny_tokenizer
 
 
 def logits(model, ids):

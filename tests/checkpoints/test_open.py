@@ -18,7 +18,7 @@ from fathom.checkpoints.open import open_checkpoint
 from fathom.checkpoints.origin import Refused
 from fathom.cli.main import main
 from fathom.models import FathomForCausalLM
-from tests.inference.tiny import export_tiny, tiny_tokenizer
+from tests.tiny import export_tiny, tiny_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,8 @@ from fathom.checkpoints.origin import LocalOrigin
 from fathom.checkpoints.to_gguf import GgufError, gguf_name
 from fathom.cli.main import main
 from fathom.data.tokenizer import train_bpe
-from tests.inference.tiny import CHATML, TEXT, tiny_tokenizer
 from tests.models.cases import build, config_of
+from tests.tiny import CHATML, TEXT, tiny_tokenizer
 
 SHAPE = {"vocab_size": 390, "max_position_embeddings": 96, "rms_norm_eps": 3e-6}
 SHAPE |= {"rope_parameters": {"rope_type": "default", "rope_theta": 12345.0}}

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from fathom.recipe import parse_recipe
 from fathom.training import train
-from tests.inference.tiny import export_tiny
-from tests.tiny import make_corpus, tiny_recipe
+from tests.tiny import export_tiny, make_corpus, tiny_recipe
 
 LINE = b'{"text": "the depth of a river is measured with rope and lead"}\n'
 

@@ -17,7 +17,7 @@ from fathom.evaluation.budgets import counting, most_trips, stored_trips
 from fathom.evaluation.perplexity import Cut, sampled
 from fathom.inference.generate import Sampling, generate
 from fathom.inference.server import Service, build_app
-from tests.inference.tiny import export_tiny
+from tests.tiny import export_tiny
 
 TEXT = "To fathom a thing is to measure its depth, and after much thought to understand it."
 OPTIONS = {

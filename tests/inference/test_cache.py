@@ -19,7 +19,7 @@ from fathom.inference.generate import GenerateError, Sampling, generate
 from fathom.inference.sampling import Choice
 from fathom.kvcache import build_cache, compress_in_training
 from fathom.recipe import RecipeError
-from tests.inference.tiny import TEXT, export_tiny
+from tests.tiny import TEXT, export_tiny
 
 FREQKV = Policy("freqkv", 16, 2, 0.5)
 WORDS = ("--kvcache", "freqkv", "--kvcache-window", "16", "--kvcache-sinks", "2")

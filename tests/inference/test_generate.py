@@ -27,8 +27,8 @@ from fathom.inference.generate import (
 )
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.report.files import lock
-from tests.inference.tiny import export_tiny
 from tests.processes import Command
+from tests.tiny import export_tiny
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}a:"
 PROMPTS = ["the depth", "a", "of a river — measured in fathoms é", "river", "the the the", "in", "depth of", "é"]

@@ -26,8 +26,8 @@ from fathom.inference import answers, gate, server
 from fathom.inference.batches import token_bytes
 from fathom.inference.generate import Sampling, encode, generate_batch
 from fathom.lens.live import add_lens
-from tests.inference.tiny import TEXT, export_tiny
 from tests.processes import Command
+from tests.tiny import TEXT, export_tiny
 
 CONTEXT = 8192
 GRACE = 2

@@ -25,7 +25,7 @@ from fathom.models import FathomForCausalLM, FathomModel
 from fathom.models.engines import engine_config
 from fathom.models.modeling import Attention
 from fathom.models.slots import plan
-from tests.inference.tiny import export_tiny, tiny_config
+from tests.tiny import export_tiny, tiny_config
 
 SERVED = [
     {"mixer": "none"},

@@ -18,8 +18,8 @@ from fathom.lens.look import LensError, look
 from fathom.lens.page import lens_page, pack, quantise
 from fathom.models import FathomForCausalLM
 from fathom.models.registry import parse_mechanism
-from tests.inference.tiny import export_tiny, tiny_config, tiny_tokenizer
 from tests.lens.browser import Browser
+from tests.tiny import export_tiny, tiny_config, tiny_tokenizer
 
 TEXT = 'To fathom a thing is to measure its depth; wer Tiefen lotet, 深さを測る. </script><!-- & "quotes"'
 MECHANISMS = {

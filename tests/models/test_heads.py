@@ -123,7 +123,7 @@ def test_a_classifier_has_one_form(tmp_path):
 
 
 def test_a_pipeline_knows_it(tmp_path):
-    from tests.inference.tiny import tiny_tokenizer
+    from tests.tiny import tiny_tokenizer
 
     tokenizer = tiny_tokenizer()
     model = made("sequence", "depth_attention", vocab_size=len(tokenizer), pad_token_id=tokenizer.pad_token_id)

@@ -13,8 +13,8 @@ from torchao.quantization import Int8WeightOnlyConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, TorchAoConfig
 from trl import DPOConfig, DPOTrainer, SFTConfig, SFTTrainer
 
-from tests.inference.tiny import TEXT
-from tests.outside.tiny import CLIENTS, build, exported
+from tests.outside.models import CLIENTS, build, exported
+from tests.tiny import TEXT
 
 IDS = torch.randint(3, 384, (2, 11), generator=torch.Generator().manual_seed(0))
 GENTLE = {"initializer_range": 0.05}

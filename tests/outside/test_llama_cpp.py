@@ -16,8 +16,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from fathom.checkpoints.export import export
+from tests.outside.models import build
 from tests.outside.sources import LLAMA_CPP
-from tests.outside.tiny import build
 
 END = "<|endoftext|>"
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.outside.tiny import CLIENTS, exported
+from tests.outside.models import CLIENTS, exported
 
 ITEMS = [
     {

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from tests.outside.tiny import ONE_TRIP, SEVERAL_TRIPS, exported
+from tests.outside.models import ONE_TRIP, SEVERAL_TRIPS, exported
 
 VLLM = Path(__file__).parents[2] / ".venv-vllm" / "bin" / "python"
 LENGTH = 24

@@ -16,7 +16,7 @@ from fathom.cli.main import main
 from fathom.evaluation.caches import evaluate as cache_evaluation
 from fathom.evaluation.caches.page import summarize, verdict
 from fathom.kvcache import NAMES, Schedule
-from tests.inference.tiny import TEXT, export_tiny
+from tests.tiny import TEXT, export_tiny
 
 SCHEDULE = ("--kvcache-window", "32", "--kvcache-sinks", "2")
 ALLOWED = f"full, full_static, full_fp8, {', '.join(NAMES[1:])}"

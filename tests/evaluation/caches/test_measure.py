@@ -18,7 +18,7 @@ from fathom.evaluation.caches.measure import Peak, each_length, loads, losses, r
 from fathom.evaluation.clock import Clock
 from fathom.kvcache import build_cache, compress_in_training
 from fathom.models import FathomForCausalLM
-from tests.inference.tiny import tiny_config
+from tests.tiny import tiny_config
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import torch
 
 from fathom.evaluation.caches.spectrum import Shares, shares, spectrum
 from fathom.kvcache import Schedule
-from tests.inference.tiny import tiny_config
+from tests.tiny import tiny_config
 
 from fathom.models import FathomForCausalLM  # isort: skip
 

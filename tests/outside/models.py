@@ -10,7 +10,7 @@ import torch
 from fathom.checkpoints.export import export
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.registry import ALL, DEFAULTS, VANILLA, parse_mechanism
-from tests.inference.tiny import tiny_tokenizer
+from tests.tiny import tiny_tokenizer
 
 SHAPE: dict[str, Any] = dict(
     vocab_size=384,
