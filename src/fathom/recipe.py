@@ -298,6 +298,7 @@ class CacheSettings(typing.TypedDict):
     window: int | None
     sinks: int
     ratio: float
+    kept: int | None
 
 
 @dataclass(frozen=True)
@@ -312,13 +313,15 @@ class KVCache(Section):
     """first entries, which are never compressed"""
     ratio: float = 0.5
     """share of the window that is left after a compression, sinks included"""
+    kept: int | None = None
+    """entries that a compression leaves beside the sinks, in place of ratio"""
     lora_rank: int | None = None
     """train adapters of attention of this rank, embeddings and norms, merged in the export; null trains every weight"""
 
     def rules(self) -> Iterator[Rule]:
         """Checks beyond the types of the fields."""
         if self.method == "full":
-            for key in ("window", "lora_rank"):
+            for key in ("window", "kept", "lora_rank"):
                 yield getattr(self, key) is None, key, "allowed: null, unless kvcache.method compresses"
             for key in ("sinks", "ratio"):
                 default = getattr(KVCache, key)
@@ -332,13 +335,25 @@ class KVCache(Section):
         window = self.window or 0
         yield window >= 1, "window", "allowed: 1 or more"
         yield 0 < self.ratio < 1, "ratio", "allowed: a share between 0 and 1"
-        most = int(round(self.ratio * window, 6)) - 1
-        yield 0 <= self.sinks <= most, "sinks", f"allowed: 0 to {most} with this window and ratio"
+        if self.kept is None:
+            most = int(round(self.ratio * window, 6)) - 1
+            yield 0 <= self.sinks <= most, "sinks", f"allowed: 0 to {most} with this window and ratio"
+        else:
+            yield self.ratio == KVCache.ratio, "ratio", f"allowed: {KVCache.ratio}, with kvcache.kept"
+            yield 0 <= self.sinks <= window - 2, "sinks", f"allowed: 0 to {window - 2} with this window"
+            most = window - self.sinks - 1
+            yield 1 <= self.kept <= most, "kept", f"allowed: 1 to {most} with this window and sinks, or null"
         yield self.lora_rank is None or self.lora_rank >= 1, "lora_rank", "allowed: 1 or more, or null"
 
     def schedule(self) -> CacheSettings:
         """Method and schedule, for an export's config.json and for `build_cache`."""
-        return {"method": self.method, "window": self.window, "sinks": self.sinks, "ratio": self.ratio}
+        return {
+            "method": self.method,
+            "window": self.window,
+            "sinks": self.sinks,
+            "ratio": self.ratio,
+            "kept": self.kept,
+        }
 
 
 @dataclass(frozen=True)
@@ -500,7 +515,12 @@ def overridden(values: dict[str, object], overrides: Sequence[str]) -> dict[str,
 
 
 def cache_policy(
-    method: str, recorded: object, window: int | None = None, sinks: int | None = None, ratio: float | None = None
+    method: str,
+    recorded: object,
+    window: int | None = None,
+    sinks: int | None = None,
+    ratio: float | None = None,
+    kept: int | None = None,
 ) -> CacheSettings:
     """Method and schedule of a cache: as asked for, else as the checkpoint was tuned, else the defaults.
 
@@ -510,20 +530,31 @@ def cache_policy(
         window: Entries at most.
         sinks: Entries that are never compressed.
         ratio: Share that a compression leaves.
+        kept: Entries that a compression leaves beside the sinks, in place of `ratio`.
     """
     from fathom.kvcache import METHODS, NAMES, WHOLE
 
     if method not in NAMES and method not in WHOLE:
         raise RecipeError(f"--kvcache {method}: method must be one of {', '.join(NAMES)}")
-    known = {"sinks": KVCache.sinks, "ratio": KVCache.ratio, **(recorded if isinstance(recorded, dict) else {})}
-    if method in METHODS and not METHODS[method].has_ratio:
-        known["ratio"] = KVCache.ratio  # another method was tuned with the recorded one
-    known |= {k: v for k, v in {"window": window, "sinks": sinks, "ratio": ratio}.items() if v is not None}
+    if ratio is not None and kept is not None:
+        raise RecipeError(f"--kvcache-ratio {ratio} and --kvcache-kept {kept}: give one of them")
+    was: dict[str, object] = recorded if isinstance(recorded, dict) else {}
+    known = {"sinks": KVCache.sinks, "ratio": KVCache.ratio, "kept": None, **was}
+    without_ratio = method in METHODS and not METHODS[method].has_ratio
+    # What is recorded may be of another schedule than the one that is asked for.
+    if kept is not None or without_ratio:
+        known["ratio"] = KVCache.ratio
+    if window is not None or ratio is not None or (without_ratio and was.get("method") != method):
+        known["kept"] = None
+    given = {"window": window, "sinks": sinks, "ratio": ratio, "kept": kept}
+    known |= {key: value for key, value in given.items() if value is not None}
     if method not in WHOLE and known.get("window") is None:
         raise RecipeError(
             f"--kvcache {method} needs --kvcache-window: this checkpoint was not tuned for a compressed cache"
         )
-    return {"window": known.get("window"), "sinks": known["sinks"], "ratio": known["ratio"], "method": method}
+    return typing.cast(
+        CacheSettings, {"method": method, **{key: known.get(key) for key in ("window", "sinks", "ratio", "kept")}}
+    )
 
 
 def values_of(recipe: Recipe) -> dict[str, object]:

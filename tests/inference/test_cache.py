@@ -17,7 +17,7 @@ from fathom.inference.cache import Policy, choose
 from fathom.inference.engine import Engine, Job
 from fathom.inference.generate import GenerateError, Sampling, generate
 from fathom.inference.sampling import Choice
-from fathom.kvcache import build_cache, compress_in_training
+from fathom.kvcache import Schedule, build_cache, compress_in_training
 from fathom.recipe import RecipeError
 from tests.tiny import TEXT, export_tiny
 
@@ -115,6 +115,12 @@ def test_a_static_cache_is_another_thing() -> None:
         (["--kvcache-window", "8"], "--kvcache-window 8: give --kvcache METHOD"),
         ([*WORDS[:4], "--kvcache-sinks", "9"], "--kvcache freqkv: a window of 16 with 9 sinks"),
         (["--kvcache", "full", "--kvcache-ratio", "0.5"], "--kvcache-ratio 0.5: give --kvcache METHOD"),
+        (["--kvcache-kept", "7"], "--kvcache-kept 7: give --kvcache METHOD"),
+        ([*WORDS, "--kvcache-kept", "14"], "--kvcache freqkv: a window of 16 with 2 sinks can keep 1 to 13"),
+        (
+            [*WORDS, "--kvcache-kept", "7", "--kvcache-ratio", "0.5"],
+            "--kvcache-ratio 0.5 and --kvcache-kept 7: give one",
+        ),
         (["--kvcache", "drop", *WORDS[2:], "--json", "--set", "prompt_lookup_num_tokens=3"], "take tokens back"),
     ],
 )
@@ -135,6 +141,23 @@ def test_a_checkpoint_knows_its_schedule(tmp_path: Path, capsys: pytest.CaptureF
         choose(model, None, ratio=0.5)
     for method in ("sinks", "drop", "snapkv", "key_norm"):  # their entries are tokens' own: nothing to be tuned for
         assert choose(model, method) == Policy(method, 16, 2, 0.5) and capsys.readouterr().err == ""
+
+
+def test_entries_may_be_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A checkpoint that was tuned to keep so many keeps them, unless another window or share is asked for."""
+    counted = Policy("freqkv", 16, 2, 0.5, kept=7)
+    model, _ = open_checkpoint(export_tiny(tmp_path / "tuned", kvcache=vars(counted)), "cpu")
+    assert choose(model, "freqkv") == counted == choose(model, "freqkv", kept=7) and capsys.readouterr().err == ""
+    assert counted.empty(model).schedule == Schedule(16, 2, 7) != FREQKV.empty(model).schedule
+    assert choose(model, "freqkv", ratio=0.25) == Policy("freqkv", 16, 2, 0.25)
+    assert "was tuned for freqkv, window 16, sinks 2, kept 7; past 16 tokens" in capsys.readouterr().err
+    assert choose(model, "drop", window=12) == Policy("drop", 12, 2, 0.5)
+    assert choose(model, "sinks") == Policy("sinks", 16, 2, 0.5)
+    assert choose(model, "sinks", kept=7) == Policy("sinks", 16, 2, 0.5, kept=7)
+    shared = {"method": "freqkv", "window": 16, "sinks": 2, "ratio": 0.25}  # as earlier exports have it
+    model, _ = open_checkpoint(export_tiny(tmp_path / "earlier", kvcache=shared), "cpu")
+    assert choose(model, "freqkv") == Policy("freqkv", 16, 2, 0.25) and capsys.readouterr().err == ""
+    assert choose(model, "freqkv", kept=7) == counted and "ratio 0.25; past" in capsys.readouterr().err
 
 
 def test_a_method_without_a_ratio(opened, tmp_path: Path) -> None:

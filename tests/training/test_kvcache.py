@@ -22,8 +22,8 @@ from fathom.training.kvcache import compressions
 FREQKV = ("data.packing=windows", "kvcache.method=freqkv", "kvcache.window=16", "kvcache.sinks=2")
 
 
-def logits_through_a_cache(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    cache = build_cache(model, "freqkv", window=16, sinks=2)
+def logits_through_a_cache(model: Any, ids: torch.Tensor, kept: int | None = None) -> torch.Tensor:
+    cache = build_cache(model, "freqkv", window=16, sinks=2, kept=kept)
     return torch.cat([model(chunk, past_key_values=cache, use_cache=True).logits for chunk in chunks(ids, cache)], 1)
 
 
@@ -42,6 +42,22 @@ def test_a_step_trains_what_the_cache_will_compute(recipe: Recipe) -> None:
     assert not torch.allclose(full[:, 16:], seen[:, 16:], atol=1e-3)
 
 
+def test_a_recipe_may_count_what_is_kept(recipe: Recipe) -> None:
+    """The published schedule, L = γ(N − S), is no share of the window: seven of fourteen entries, not six."""
+    counted, shared = recipe.override(*FREQKV, "kvcache.kept=7"), recipe.override(*FREQKV)
+    training, plain = build_training(counted), build_training(shared)
+    plain.model.load_state_dict(training.model.state_dict())
+    ids = training.plan.batch(0, micro_batch=2)[0].input_ids
+    assert training.model.config.kvcache == {**shared.kvcache.schedule(), "kept": 7}
+    seen = training.model(ids, use_cache=False).logits
+    weights = FathomForCausalLM(recipe.config())
+    weights.load_state_dict(training.model.state_dict())
+    with torch.no_grad():
+        assert torch.allclose(seen, logits_through_a_cache(weights.eval(), ids, kept=7), atol=1e-5)
+    assert not torch.allclose(seen, plain.model(ids, use_cache=False).logits, atol=1e-3), "the control: six are kept"
+    assert [compressions(each) for each in (counted, shared)] == [3, 2]
+
+
 def test_recomputing_activations_changes_nothing(recipe: Recipe) -> None:
     losses = []
     for again in ("false", "true"):
@@ -53,7 +69,7 @@ def test_recomputing_activations_changes_nothing(recipe: Recipe) -> None:
 def test_an_export_says_what_it_was_tuned_for(recipe: Recipe, tmp_path: Path) -> None:
     tuned = recipe.override(*FREQKV, "train.export=true", "train.steps=2")
     result = train(tuned, tmp_path / "run")
-    recorded = {"method": "freqkv", "window": 16, "sinks": 2, "ratio": 0.5}
+    recorded = {"method": "freqkv", "window": 16, "sinks": 2, "ratio": 0.5, "kept": None}
     config = json.loads((tmp_path / "run" / "model" / "config.json").read_text())
     assert result.model is not None and config["kvcache"] == recorded
     assert "fathom_kvcache" not in json.dumps(config)  # anybody opens it, with an ordinary cache
@@ -116,6 +132,10 @@ def test_adapters_under_a_cache_are_of_one_process(recipe: Recipe) -> None:
         ((*FREQKV, "kvcache.window=32"), "kvcache.window=32: allowed: less than data.sequence_length=32"),
         ((*FREQKV, "kvcache.sinks=8"), "kvcache.sinks=8: allowed: 0 to 7"),
         ((*FREQKV, "kvcache.ratio=1.5"), "kvcache.ratio=1.5: allowed: a share"),
+        (("kvcache.kept=7",), "kvcache.kept=7: allowed: null, unless"),
+        ((*FREQKV, "kvcache.kept=14"), "kvcache.kept=14: allowed: 1 to 13 with this window and sinks"),
+        ((*FREQKV, "kvcache.kept=7", "kvcache.ratio=0.25"), "kvcache.ratio=0.25: allowed: 0.5, with kvcache.kept"),
+        ((*FREQKV, "kvcache.kept=7", "kvcache.sinks=15"), "kvcache.sinks=15: allowed: 0 to 14 with this window"),
         ((*FREQKV, "data.packing=documents"), "data.packing=documents: allowed: windows"),
     ],
 )

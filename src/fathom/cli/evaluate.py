@@ -73,7 +73,7 @@ def run(options: Namespace) -> int:
 
     use(options.kernels, options.device)
     settings = Settings(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)})
-    given = {name: getattr(options, f"kvcache_{name}") for name in ("window", "sinks", "ratio")}
+    given = {name: getattr(options, f"kvcache_{name}") for name in ("window", "sinks", "ratio", "kept")}
     if options.benchmark is not None:
         if options.kvcache:
             raise UsageError("--benchmark and --kvcache: give one of them")

@@ -88,11 +88,11 @@ def run(options: Namespace) -> int:
     use(options.kernels, options.device)
     opening = Opening(device=options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
     model, tokenizer = opening.open(options.model)
-    kvcache = (options.kvcache, options.kvcache_window, options.kvcache_sinks, options.kvcache_ratio)
+    wishes = (getattr(options, f"kvcache_{name}") for name in ("window", "sinks", "ratio", "kept"))
     check_trips(model, options.max_trips)
     check_chunks(model, sampling.options.get("prefill_chunk_size", model.generation_config.prefill_chunk_size))
     check_drafts(model, options.speculate, options.max_trips)
-    sampling = replace(sampling, memory=choose(model, *kvcache), max_trips=options.max_trips)
+    sampling = replace(sampling, memory=choose(model, options.kvcache, *wishes), max_trips=options.max_trips)
     if options.chat:
         chat(model, tokenizer, sampling, typed_lines(), to_terminal, options.system)
     elif options.prompts is not None:

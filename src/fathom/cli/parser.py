@@ -76,6 +76,12 @@ def add_kvcache(parser: Parser, several: bool = False) -> None:
     parser.add_argument(
         "--kvcache-ratio", type=float, metavar="R", help=f"share that a compression leaves ({tuned}, or 0.5)"
     )
+    parser.add_argument(
+        "--kvcache-kept",
+        type=int,
+        metavar="L",
+        help=f"entries that it leaves beside the sinks, in place of R ({tuned})",
+    )
 
 
 def add_opening(parser: Parser) -> None:

@@ -26,10 +26,11 @@ class Policy:
     window: int
     sinks: int
     ratio: float
+    kept: int | None = None
 
     def empty(self, model: PreTrainedModel) -> Cache:
         """An empty cache of this policy."""
-        return build_cache(model, self.method, self.window, self.sinks, self.ratio)
+        return build_cache(model, self.method, self.window, self.sinks, self.ratio, self.kept)
 
     def read(
         self, model: PreTrainedModel, prompt: Tensor, beams: int = 1, after_chunk: Callable[[], None] | None = None
@@ -55,6 +56,7 @@ def choose(
     window: int | None = None,
     sinks: int | None = None,
     ratio: float | None = None,
+    kept: int | None = None,
 ) -> Policy | None:
     """The policy that the `--kvcache` options mean for a model; None for an ordinary cache.
 
@@ -62,7 +64,7 @@ def choose(
     mixes entries gives a warning once, since text past the window is expected to be bad.
     """
     if method in (None, "full"):
-        given = {"window": window, "sinks": sinks, "ratio": ratio}
+        given = {"window": window, "sinks": sinks, "ratio": ratio, "kept": kept}
         for name, value in given.items():
             if value is not None:
                 raise RecipeError(f"--kvcache-{name} {value}: give --kvcache METHOD with it")
@@ -70,19 +72,21 @@ def choose(
     if method not in NAMES:
         raise RecipeError(f"--kvcache {method}: method must be one of {', '.join(NAMES)}")
     recorded = getattr(model.config, "kvcache", None)
-    chosen = cache_policy(method, recorded, window, sinks, ratio)
+    chosen = cache_policy(method, recorded, window, sinks, ratio, kept)
     assert chosen["window"] is not None  # `cache_policy` asks for one
-    policy = Policy(method, chosen["window"], chosen["sinks"], chosen["ratio"])
+    policy = Policy(method, chosen["window"], chosen["sinks"], chosen["ratio"], chosen["kept"])
     try:
         build_cache(model, **vars(policy))
     except ValueError as error:
         raise RecipeError(f"--kvcache {method}: {error}") from error
-    if recorded != vars(policy) and issubclass(METHODS[policy.method], Linear):
-        was = f"tuned for {_words(recorded)}" if recorded else "not tuned under compression"
+    tuned = {"kept": None, **recorded} if recorded else None
+    if tuned != vars(policy) and issubclass(METHODS[policy.method], Linear):
+        was = f"tuned for {_words(tuned)}" if tuned else "not tuned under compression"
         words = f"fathom: warning: this checkpoint was {was}; past {policy.window} tokens expect poor text"
         print(words, file=sys.stderr)
     return policy
 
 
 def _words(schedule: dict[str, object]) -> str:
-    return ", ".join([str(schedule.get("method")), *(f"{k} {schedule.get(k)}" for k in ("window", "sinks", "ratio"))])
+    keys = ("window", "sinks", "ratio" if schedule.get("kept") is None else "kept")
+    return ", ".join([str(schedule.get("method")), *(f"{key} {schedule.get(key)}" for key in keys)])

@@ -488,6 +488,8 @@ class ServeOptions(Opening):
     """First entries that are never compressed."""
     kvcache_ratio: float | None = None
     """Share that a compression leaves."""
+    kvcache_kept: int | None = None
+    """Entries that a compression leaves beside the sinks, in place of `kvcache_ratio`."""
     cache_memory: int | None = None
     """Bytes that the keys and values of all requests may take."""
 
@@ -546,7 +548,8 @@ def _run(
     model, tokenizer = options.open(path, into_fathom=lens is not None)
     name = options.name or Path(path).resolve().name
     check_trips(model, options.max_trips)
-    policy = choose(model, options.kvcache, options.kvcache_window, options.kvcache_sinks, options.kvcache_ratio)
+    wishes = (options.kvcache_window, options.kvcache_sinks, options.kvcache_ratio, options.kvcache_kept)
+    policy = choose(model, options.kvcache, *wishes)
     service = Service(model, tokenizer, name, options.cache_memory, policy, options.max_trips)
     app = build_app(service, options.api_key, lens, hosts, options.allow_origin)
     address, port = listener.getsockname()[:2]

@@ -26,5 +26,5 @@ def compressions(recipe: Recipe) -> int:
     kvcache = recipe.kvcache
     if kvcache.method == "full" or kvcache.window is None:
         return 0
-    schedule = METHODS[kvcache.method].schedule_for(kvcache.window, kvcache.sinks, kvcache.ratio, None)
+    schedule = METHODS[kvcache.method].schedule_for(kvcache.window, kvcache.sinks, kvcache.ratio, kvcache.kept)
     return schedule.compressions(recipe.data.sequence_length)

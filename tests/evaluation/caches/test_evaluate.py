@@ -15,6 +15,7 @@ import pytest
 from fathom.cli.main import main
 from fathom.evaluation.caches import evaluate as cache_evaluation
 from fathom.evaluation.caches.page import summarize, verdict
+from fathom.evaluation.scoring import Checkpoint
 from fathom.kvcache import NAMES, Schedule
 from tests.tiny import TEXT, export_tiny
 
@@ -154,6 +155,8 @@ def test_without_text_there_are_needles_and_costs(here: Path, capsys: pytest.Cap
         (["--kvcache", "freqkv", *SCHEDULE, "--tasks", "piqa"], "--tasks reads short prompts"),
         (["--at", "2x", "--tasks", "piqa"], "--at 2x: give --kvcache"),
         (["--kvcache-ratio", "0.5", "--tasks", "piqa"], "--kvcache-ratio 0.5: give --kvcache"),
+        (["--kvcache-kept", "7", "--tasks", "piqa"], "--kvcache-kept 7: give --kvcache"),
+        (["--kvcache", "freqkv", *SCHEDULE, "--kvcache-kept", "30"], "--kvcache: a window of 32 with 2 sinks can keep"),
         (["--kvcache", "freqkv", *SCHEDULE, "--at", "99x", "--perplexity", "TEXTS"], "no document has 3,169 tokens"),
     ],
 )
@@ -162,6 +165,14 @@ def test_bad_words_are_one_line(here: Path, words: list[str], message: str, caps
     assert run(here, *words) == 2
     errors = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("plain: ")]
     assert len(errors) == 1 and message in errors[0]
+
+
+def test_entries_may_be_counted(here: Path) -> None:
+    """By the command's words, and for every method alike."""
+    asked = cache_evaluation.ask("freqkv,sinks", window=32, sinks=2, kept=13)
+    checkpoint = Checkpoint("plain", here / "plain", lambda directory: pytest.fail("it is not opened"))
+    assert asked.schedule(checkpoint) == Schedule(32, 2, 13) != Schedule.at(32, 2, 0.5)
+    assert [asked.policy(checkpoint, method)["kept"] for method in ("freqkv", "sinks")] == [13, 13]
 
 
 def test_the_sentence_says_no_more_than_the_interval() -> None:

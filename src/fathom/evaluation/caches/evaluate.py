@@ -56,6 +56,7 @@ class CacheWishes(TypedDict):
     window: int | None
     sinks: int | None
     ratio: float | None
+    kept: int | None
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,7 @@ class Asked:
     at: tuple[int, ...]
     """Text lengths, in windows."""
     given: CacheWishes
-    """Window, sinks and ratio from the command line."""
+    """Window, sinks, ratio and kept from the command line."""
 
     def policy(self, checkpoint: Checkpoint, method: str) -> CacheSettings:
         """Method and schedule."""
@@ -74,13 +75,13 @@ class Asked:
         given = self.given
         # A ratio is meant for the methods that have one.
         ratio = given["ratio"] if method not in METHODS or METHODS[method].has_ratio else None
-        return cache_policy(method, config.get("kvcache"), given["window"], given["sinks"], ratio)
+        return cache_policy(method, config.get("kvcache"), given["window"], given["sinks"], ratio, given["kept"])
 
     def schedule(self, checkpoint: Checkpoint) -> Schedule:
         """The schedule by which compressions and windows are counted, for every cache alike."""
         policy = self.policy(checkpoint, next((m for m in self.methods if m not in WHOLE), "freqkv"))
         try:
-            return Schedule.at(policy["window"] or 0, policy["sinks"], policy["ratio"])
+            return Schedule.at(policy["window"] or 0, policy["sinks"], policy["ratio"], policy["kept"])
         except ValueError as error:
             raise EvaluateError(f"--kvcache: {error}") from error
 
@@ -110,15 +111,17 @@ def ask(
     window: int | None = None,
     sinks: int | None = None,
     ratio: float | None = None,
+    kept: int | None = None,
 ) -> Asked:
     """The settings of a cache evaluation, checked before anything is opened.
 
     Args:
         kvcache: Methods, comma between.
         at: Numbers of windows, comma between.
-        window: Entries that a cache may hold; this and the next two by default as the checkpoint was tuned.
+        window: Entries that a cache may hold; this and the next three by default as the checkpoint was tuned.
         sinks: First entries that are never compressed.
         ratio: Share that a compression leaves.
+        kept: Entries that it leaves beside the sinks, in place of `ratio`.
     """
     methods = tuple(dict.fromkeys(word.strip() for word in kvcache.split(",") if word.strip()))
     for method in methods:
@@ -127,7 +130,7 @@ def ask(
     numbers = [word.strip().removesuffix("x") for word in at.split(",")]
     if not methods or not all(number.isdigit() and int(number) for number in numbers):
         raise EvaluateError(f"--at {at}: expected numbers of windows, as in 1x,2x,4x")
-    given: CacheWishes = {"window": window, "sinks": sinks, "ratio": ratio}
+    given: CacheWishes = {"window": window, "sinks": sinks, "ratio": ratio, "kept": kept}
     return Asked(methods, tuple(sorted({int(number) for number in numbers})), given)
 
 
