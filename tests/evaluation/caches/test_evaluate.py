@@ -175,6 +175,14 @@ def test_entries_may_be_counted(here: Path) -> None:
     assert [asked.policy(checkpoint, method)["kept"] for method in ("freqkv", "sinks")] == [13, 13]
 
 
+@pytest.mark.parametrize("methods", ["freqkv,sinks", "sinks,freqkv", "full,sinks,average"])
+def test_compressions_are_counted_whatever_comes_first(here: Path, methods: str) -> None:
+    """`sinks` lets one token go at a time, so its own schedule says nothing of a share."""
+    checkpoint = Checkpoint("plain", here / "plain", lambda directory: pytest.fail("it is not opened"))
+    asked = cache_evaluation.ask(methods, window=32, sinks=2, ratio=0.75)
+    assert asked.schedule(checkpoint) == Schedule.at(32, 2, 0.75)
+
+
 def test_the_sentence_says_no_more_than_the_interval() -> None:
     gaps = [
         {"method": "freqkv", "other": other, "mean": mean, "half_width": half}

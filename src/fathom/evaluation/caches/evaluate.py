@@ -79,7 +79,9 @@ class Asked:
 
     def schedule(self, checkpoint: Checkpoint) -> Schedule:
         """The schedule by which compressions and windows are counted, for every cache alike."""
-        policy = self.policy(checkpoint, next((m for m in self.methods if m not in WHOLE), "freqkv"))
+        compressed = [method for method in self.methods if method in METHODS] or ["freqkv"]
+        with_ratio = (method for method in compressed if METHODS[method].has_ratio)
+        policy = self.policy(checkpoint, next(with_ratio, compressed[0]))
         try:
             return Schedule.at(policy["window"] or 0, policy["sinks"], policy["ratio"], policy["kept"])
         except ValueError as error:
