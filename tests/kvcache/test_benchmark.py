@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
+from statistics import fmean
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +12,8 @@ from benchmarks import kvcache as benchmark
 
 from fathom.kvcache import METHODS
 from fathom.kvcache.whole import WHOLE
+
+PLACE = Path(benchmark.__file__).parent
 
 
 @pytest.fixture
@@ -75,3 +79,37 @@ def test_rounds_resume(options, capsys):
     table = list(benchmark.rounds_table(benchmark.run_rounds(options)))
     assert len(table) == 14 and table[2] == "| 1,024 | default | 1.00 | 0.50 | 3 MB |"
     assert capsys.readouterr().out == ""
+
+
+def test_needles_without_tuning_are_those_of_the_log():
+    """The page's table: means over three seeds, and each of them where they differ by 0.1 or more."""
+    text = (PLACE.parent / "docs" / "kvcache.md").read_text().partition("### Needles, without tuning")[2]
+    rows = [line.strip("| ").split(" | ") for line in text.partition("### ")[0].splitlines() if line.startswith("| ")]
+    tasks = {
+        "four in the first window": "4 needles",
+        "four anywhere": "4 needles, anywhere",
+        "one of 16 keys": "1 needle",
+    }
+    logs = [
+        json.loads((PLACE / "results" / f"kvcache-needles-{name}.json").read_text()) for name in ("untuned", "tuned")
+    ]
+    runs = [run for log in logs for run in log["runs"]]
+    assert {task for task, *_ in rows[2:]} == {*tasks} and len(rows[2:]) == 15
+    for task, cache, *cells in rows[2:]:
+        arm, tuned = cache.split(",")[0], "4" if "tuned" in cache else None
+        found = {
+            r["seed"]: r["recall"][tasks[task]]["accuracy"] for r in runs if (r["arm"], r["tuned"]) == (arm, tuned)
+        }
+        assert set(found) == {0, 1, 2}, (task, cache)
+        for cell, of_seeds in zip(cells, zip(*(found[seed] for seed in range(3)), strict=True), strict=False):
+            each = f" ({', '.join(f'{value:.2f}' for value in of_seeds)})"
+            assert cell == f"{fmean(of_seeds):.2f}" + each * (max(of_seeds) - min(of_seeds) >= 0.1), (task, cache)
+    for task in tasks.values():  # what the page says of them
+        chosen, resampled = (
+            {r["seed"]: r["recall"][task]["accuracy"] for r in runs if (r["arm"], r["tuned"]) == key}
+            for key in (("snapkv", None), ("freqkv", "4"))
+        )
+        first = 3 if task == "4 needles" else 4
+        assert all(
+            a > b for seed in range(3) for a, b in zip(chosen[seed][first:], resampled[seed][first:], strict=True)
+        )
