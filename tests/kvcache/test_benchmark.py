@@ -113,3 +113,19 @@ def test_needles_without_tuning_are_those_of_the_log():
         assert all(
             a > b for seed in range(3) for a, b in zip(chosen[seed][first:], resampled[seed][first:], strict=True)
         )
+
+
+def test_every_cache_has_its_costs_on_the_page():
+    """As the log has them: bytes, milliseconds of a decoded token and prefill, `full_static` beside `full`."""
+    text = (PLACE.parent / "docs" / "kvcache.md").read_text().partition("| one row of | bytes")[2].partition("\n\n")[0]
+    lines = ([cell.strip() for cell in line.split("|")[1:-1]] for line in text.splitlines()[2:])
+    rows = {cache: cells for cache, *cells in lines}
+    log = json.loads((PLACE / "results" / "kvcache-system-all.json").read_text())
+    one = [run for run in log["runs"] if run["batch"] == 1 and len(run["loads"]) > 1]
+    assert list(rows) == [run["arm"] for run in one] and set(rows) == {*METHODS, *WHOLE} - {"learned"}
+    for run in one:
+        loads = {load["tokens"]: load for load in run["loads"]}
+        cells = [f"{loads[n]['cache_bytes'] / 1e6:.1f} MB" if n in loads else "" for n in (4096, 16384)]
+        cells += [f"{loads[n]['decode_ms']['p50']:.1f}" if n in loads else "" for n in (1024, 4096, 16384)]
+        cells += [f"{loads[n]['prefill_tokens_per_second']:,.0f}" if n in loads else "" for n in (4096, 16384)]
+        assert rows[run["arm"]] == cells, run["arm"]
