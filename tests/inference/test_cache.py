@@ -107,11 +107,11 @@ def test_a_static_cache_is_another_thing() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--kvcache", "nonsense"], "--kvcache nonsense: method must be one of full, freqkv"),
-        (["--kvcache", "learned", "--kvcache-window", "8"], "--kvcache learned: method must be one of full, freqkv"),
-        (["--kvcache", "full_fp8"], "--kvcache full_fp8: method must be one of full, freqkv"),
+        (["--kvcache", "nonsense"], "--kvcache nonsense: method must be one of full, average"),
+        (["--kvcache", "learned", "--kvcache-window", "8"], "--kvcache learned: method must be one of full, average"),
+        (["--kvcache", "full_fp8"], "--kvcache full_fp8: method must be one of full, average"),
         (["--kvcache", "freqkv"], "--kvcache freqkv needs --kvcache-window"),
-        (["--kvcache", "dct", "--kvcache-window", "8"], "--kvcache dct: method must be one of full, freqkv"),
+        (["--kvcache", "dct", "--kvcache-window", "8"], "--kvcache dct: method must be one of full, average"),
         (["--kvcache-window", "8"], "--kvcache-window 8: give --kvcache METHOD"),
         ([*WORDS[:4], "--kvcache-sinks", "9"], "--kvcache freqkv: a window of 16 with 9 sinks"),
         (["--kvcache", "full", "--kvcache-ratio", "0.5"], "--kvcache-ratio 0.5: give --kvcache METHOD"),
