@@ -1,12 +1,16 @@
 """How the models live with the rest of transformers: Trainer, checkpointing, offloading, the Auto classes."""
 
+from collections import Counter
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fathom.checkpoints.export import export
 from fathom.models import FathomForCausalLM
+from fathom.models.roles import ValueMixer
 
 from .cases import CASES, SHAPE, build, config_of, tokens
 
@@ -148,3 +152,48 @@ def test_scaled_output_projections(case, streams):
 def test_output_init_is_one_of_two():
     with pytest.raises(ValueError, match="output_init must be one of plain, depth, got 'deep'"):
         config_of("vanilla", output_init="deep")
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch does, by name."""
+
+    def __init__(self):
+        super().__init__()
+        self.made = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.made[str(function)] += 1
+        return function(*args, **kwargs or {})
+
+
+def of_a_token(model):
+    """The operations of one token after a prompt."""
+    with torch.no_grad():
+        cache = model(tokens(1, 3), use_cache=True).past_key_values
+        with Operations() as operations:
+            model(tokens(1, 1), past_key_values=cache, use_cache=True)
+    return operations.made
+
+
+def test_a_decoded_token_makes_no_operation_that_qwen3s_does_not():
+    """One that only we make is fetched from memory anew after each projection, which takes longer than itself."""
+    theirs = of_a_token(Qwen3ForCausalLM(Qwen3Config(**SHAPE)).eval())
+    ours = {case: of_a_token(build(config_of(case))) for case in ("vanilla", "depth_attention", "attention_residuals")}
+    assert ours["vanilla"].total() < theirs.total()
+    assert not set(ours["vanilla"]) - set(theirs) and not set(ours["depth_attention"]) - set(theirs)
+    assert set(ours["attention_residuals"]) - set(theirs), "a stack is seen"
+
+
+def test_a_mixer_of_nothing_is_called_for_its_hooks_alone(monkeypatch):
+    """It costs a decoded token a call per layer."""
+    model, called, seen = build(config_of("vanilla")), [], []
+    plain = ValueMixer.forward
+    monkeypatch.setattr(ValueMixer, "forward", lambda self, *given: called.append(self) or plain(self, *given))
+    with torch.no_grad():
+        expected = model(tokens(1, 3)).logits
+        assert not called
+        mixer = model.model.layers[1].self_attn.mixer
+        mixer.register_forward_hook(lambda _, given, out: seen.append(out is given[2]))
+        model.model.layers[2].self_attn.mixer.register_forward_pre_hook(lambda *given: seen.append(len(given)))
+        assert torch.equal(model(tokens(1, 3)).logits, expected)
+    assert seen == [True, 2] and called[0] is mixer and len(called) == 2

@@ -7,7 +7,7 @@ import torch
 from torch.autograd.gradcheck import GradcheckError, gradcheck, gradgradcheck
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from fathom.models.rotary import rotate
+from fathom.models import rotary
 
 from .cases import build, config_of
 
@@ -17,6 +17,12 @@ def angles(length, width, dtype, batch=1, start=0):
     turn = torch.arange(start, start + length).double()[:, None] * frequencies
     full = torch.cat([turn, turn], -1).expand(batch, -1, -1)
     return full.cos().to(dtype), full.sin().to(dtype)
+
+
+def rotate(query, key, cos, sin):
+    """Ours, of Qwen3's cosines and sines."""
+    low, high = sin.chunk(2, -1)
+    return rotary.rotate(query, key, cos, torch.cat((-low, high), -1))
 
 
 def heads(dtype, query_heads=4, key_heads=2, width=8, length=5):
@@ -116,8 +122,7 @@ def test_inputs_are_left_alone():
 
 def test_backward_keeps_cosines_only():
     query, key = (x.contiguous().requires_grad_() for x in heads(torch.float32, length=50))
-    cos, sin = angles(50, 8, torch.float32)
-    cos, sin = cos.contiguous(), sin.contiguous()
+    cos, sin = (x.contiguous() for x in angles(50, 8, torch.float32))
 
     def kept(function):
         storages = {}
@@ -130,7 +135,7 @@ def test_backward_keeps_cosines_only():
             function(query, key, cos, sin)
         return sum(storages.values())
 
-    assert kept(rotate) == 2 * 50 * 8 * 4
+    assert kept(rotary.rotate) == 2 * 50 * 8 * 4
 
 
 def test_a_score_depends_on_the_distance_alone():
@@ -148,4 +153,4 @@ def test_the_model_turns_pairs_as_the_equation_says():
     cos, sin = model.model.rotary_emb(torch.zeros(1, 5, 32), torch.arange(5)[None])
     wanted = angles(5, 8, torch.float32)
     assert torch.allclose(cos, wanted[0], atol=1e-6)
-    assert torch.allclose(sin, wanted[1], atol=1e-6)
+    assert torch.allclose(sin, torch.cat((-wanted[1][..., :4], wanted[1][..., 4:]), -1), atol=1e-6)

@@ -31,7 +31,6 @@ from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutpu
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3.modeling_qwen3 import (
     Qwen3PreTrainedModel,
-    Qwen3RotaryEmbedding,
     eager_attention_forward,
 )
 from transformers.utils import can_return_tuple
@@ -46,8 +45,8 @@ from .published import HUB_KEYS, released
 from .reading import attend_beside, with_key_bias
 from .registry import AXES, DEFAULTS, mechanism, recurrence_class
 from .rms_norm import RMSNorm
-from .roles import MechanismModule, Recurrence, Residual, ResidualState, TripState, ValueMixer, View
-from .rotary import rotate
+from .roles import MechanismModule, Recurrence, Residual, ResidualState, TripState, ValueMixer, View, idle
+from .rotary import RotaryEmbedding, rotate
 from .several_trips import Inputs, Store
 from .several_trips import run as run_trips
 from .slot_cache import with_slots
@@ -115,7 +114,8 @@ class Attention(nn.Module):
             key = self.k_norm(key)
         else:
             query, key = rotate(query, self.k_norm(key).transpose(1, 2), *position_embeddings)
-        value = self.mixer(query, key, value, sources)
+        if not idle(self.mixer, ValueMixer):
+            value = self.mixer(query, key, value, sources)
 
         if alive is not None:
             key, value = (torch.where(alive, new, old) for new, old in zip((key, value), earlier, strict=True))
@@ -320,7 +320,7 @@ class FathomModel(FathomPreTrainedModel):
         )
         self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
         self.recurrence: Recurrence = mechanism("recurrence", config.recurrence).build(config)
-        self.rotary_emb = Qwen3RotaryEmbedding(config=config)
+        self.rotary_emb = RotaryEmbedding(config)
         self.gradient_checkpointing = False
         if own_head and self.recurrence.needs_head(config):
             self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -161,6 +161,11 @@ class MechanismModule(nn.Module):
         """Write the present value of a schedule into `config`, which is about to be saved, as its final one."""
 
 
+def idle(module: MechanismModule, role: type[MechanismModule]) -> bool:
+    """Whether a call of `module` may be left out: it is its axis' first value, and no hook waits for the call."""
+    return type(module) is role and not (module._forward_hooks or module._forward_pre_hooks)
+
+
 class ValueMixer(MechanismModule):
     """Decides which value attention stores and reads: `layers.N.self_attn.mixer`."""
 

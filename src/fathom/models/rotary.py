@@ -1,6 +1,6 @@
-"""Rotary position embedding: Qwen3's, to the last bit, without its concatenations.
+"""Rotary position embedding: Qwen3's, to the last bit, without its negations.
 
-(x₁, x₂) → (x₁ cos − x₂ sin, x₂ cos + x₁ sin)      over the two halves of a head
+(x₁, x₂) → (x₁, x₂) ⊙ cos + (x₂, x₁) ⊙ (−sin, sin)      over the two halves of a head
 """
 
 from __future__ import annotations
@@ -9,33 +9,43 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb, rotate_half
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+
+class RotaryEmbedding(Qwen3RotaryEmbedding):
+    """Qwen3's angles."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and (−sin, sin), `[B, T, D]` each, of positions `[B, T]` and in the dtype of `x`."""
+        cos, sin = super().forward(x, position_ids)
+        half = sin.shape[-1] // 2
+        return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
 
 
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate `[B, H, T, D]` queries and keys by `[B, T, D]` cosines and sines."""
-    if torch.compiler.is_compiling():
-        return apply_rotary_pos_emb(query, key, cos, sin)
-    if torch.is_grad_enabled():
-        cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    """Rotate `[B, H, T, D]` queries and keys by what `RotaryEmbedding` makes, `[B, T, D]`."""
+    cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
     if query.shape[2] > 1:
-        return apply_rotary_pos_emb(query, key, cos, sin)
-    both = torch.cat((query, key), 1)  # of a single token the number of steps counts, not their size
-    turned = (both * cos.unsqueeze(1)).add_(rotate_half(both) * sin.unsqueeze(1))
+        return _swapped(query, cos, sin), _swapped(key, cos, sin)
+    both = _swapped(torch.cat((query, key), 1), cos, sin)  # of one token the number of steps counts, not their size
     heads = query.shape[1]
-    return turned[:, :heads], turned[:, heads:]
+    return both[:, :heads], both[:, heads:]
+
+
+def _swapped(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    half = x.shape[-1] // 2
+    return x * cos + torch.cat((x[..., half:], x[..., :half]), -1) * sin
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
-    # x - y and x + (-y) are the same number, so no half needs its sign flipped first.
     half = x.shape[-1] // 2
     low, high = slice(None, half), slice(half, None)
-    if back:
-        low, high = high, low  # the transpose: the halves change places, the sines stay
+    of_low, of_high = (high, low) if back else (low, high)  # back, the transpose: the sines change places
     out = x * cos
-    out[..., low] -= x[..., high] * sin[..., :half]
-    out[..., high] += x[..., low] * sin[..., half:]
+    out[..., low] += x[..., high] * sin[..., of_low]
+    out[..., high] += x[..., low] * sin[..., of_high]
     return out
 
 
