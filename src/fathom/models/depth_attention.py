@@ -93,7 +93,7 @@ class DepthAttention(ValueMixer):
         if (kernel := faster("depth_mix", value)) is not None:
             return kernel(query, key, value, sources, self.self_bias)
         if self.self_bias is None and few(query):
-            return mix_stacked(query, key, value, sources)
+            return (mix_stacked if query.shape[2] > 1 else mix_token)(query, key, value, sources)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return mix(query, key, value, sources, self.self_bias)[0]
         return _Mix.apply(query, self.self_bias, key, value, *sources)
@@ -127,6 +127,14 @@ def mix_stacked(query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor
     values = torch.stack((*sources[1::2], value), -2).flatten(0, 1)
     mixed = F.scaled_dot_product_attention(q, keys, values)
     return mixed.view(value.shape)
+
+
+def mix_token(query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+    """`mix_stacked` of one token to a row, whose axis of tokens is free to hold the sources."""
+    batch, kv_heads, _, width = key.shape
+    q = query.reshape(batch, kv_heads, -1, width).mean(2, keepdim=True)
+    keys, values = torch.cat((*sources[::2], key), 2), torch.cat((*sources[1::2], value), 2)  # [B, H_kv, S, D]
+    return F.scaled_dot_product_attention(q, keys, values)
 
 
 class _Mix(torch.autograd.Function):

@@ -23,10 +23,10 @@ def few(x: Tensor) -> bool:
     """Whether a list of tensors like `x` is mixed faster as a stack: eagerly, on a CPU, without gradients, as a decoded
     token is. Half precision keeps to the list, whose sums are wider, and so does autocast, which would narrow them."""
     return (
-        x.numel() <= FEW
-        and not torch.is_grad_enabled()
-        and x.dtype in (torch.float32, torch.float64)
-        and x.device.type == "cpu"
+        not torch.is_grad_enabled()
+        and x.is_cpu
+        and x.numel() <= FEW
+        and (x.dtype is torch.float32 or x.dtype is torch.float64)
         and not torch.is_autocast_enabled("cpu")
         and not torch.compiler.is_compiling()
     )
