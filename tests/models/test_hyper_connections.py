@@ -6,7 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fathom.models import FathomForCausalLM
 from fathom.models.cost import count_parameters
-from fathom.models.hyper_connections import FLOOR, HyperConnections, sinkhorn
+from fathom.models.hyper_connections import FLOOR, HyperConnections, sinkhorn, sinkhorn_logs
 from fathom.models.registry import MECHANISMS
 
 from .cases import build, config_of, tokens
@@ -176,6 +176,17 @@ def test_sinkhorn_survives_extreme_logits():
         matrix = sinkhorn(torch.tensor(logits), 20)
         assert matrix.isfinite().all()
         assert (matrix.sum(-2) - 1).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("n", [1, 2, 4])
+@pytest.mark.parametrize("iterations", [1, 3, 20])
+def test_a_sinkhorn_of_logarithms_is_the_same(n, iterations):
+    """What a decoded token takes on a CPU is what training takes, the floor included."""
+    torch.manual_seed(n)
+    logits = torch.cat([scale * torch.randn(50, n, n, dtype=torch.float64) for scale in (0.01, 1.0, 30.0, 300.0)])
+    expected = sinkhorn(logits, iterations)
+    assert (sinkhorn_logs(logits, iterations) - expected).abs().max() < 1e-12
+    assert n == 1 or (sinkhorn_logs(logits.mT, iterations).mT - expected).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 7])

@@ -22,6 +22,7 @@ from transformers import initialization as init
 
 from .numerics import few, softmax_list, weighted_sum, widen
 from .replaceable import faster
+from .rms_norm import normalise
 from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext
 
 if TYPE_CHECKING:
@@ -134,9 +135,11 @@ def pool(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Ten
 
 def pool_stacked(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Tensor | None = None) -> Tensor:
     """`pool` in few calls, for few tokens."""
-    stacked = torch.stack(tuple(sources))  # [S, B, T, hidden_size]
-    scores = torch.rms_norm(stacked, query.shape, query, eps).sum(-1)
-    return (_weights(scores, recency_bias).unsqueeze(-1) * stacked).sum(0)
+    stacked = torch.stack(tuple(sources), 2)  # [B, T, S, hidden_size]
+    scores = normalise(stacked, query, eps)[0].sum(-1, True)
+    if recency_bias is not None:
+        scores[:, :, -1] += recency_bias
+    return (scores.softmax(2) * stacked).sum(2)
 
 
 class _Pool(torch.autograd.Function):

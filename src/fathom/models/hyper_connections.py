@@ -26,7 +26,7 @@ from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
 from .loss import is_bare
-from .numerics import widen
+from .numerics import few, widen
 from .rms_norm import RMSNorm
 from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext
 
@@ -71,6 +71,14 @@ def sinkhorn(logits: Tensor, iterations: int) -> Tensor:
         matrix = divide(matrix, matrix.sum(-1, keepdim=True))
         matrix = divide(matrix, matrix.sum(-2, keepdim=True))
     return matrix
+
+
+def sinkhorn_logs(logits: Tensor, iterations: int) -> Tensor:
+    """`sinkhorn` in half the calls, for few tokens: to logarithms a normalisation is one log-softmax."""
+    logs = (logits - logits.amax((-2, -1), keepdim=True)).clamp(min=math.log(FLOOR))
+    for _ in range(iterations - 1):
+        logs = logs.log_softmax(-1).log_softmax(-2)
+    return logs.log_softmax(-1).softmax(-2)
 
 
 class _Balance(torch.autograd.Function):
@@ -157,8 +165,8 @@ class HyperConnections(Residual):
         """H_pre `[B, T, n]`, H_post `[B, T, n]` and H_res `[B, T, n, n]`, in float32."""
         n = self.streams
         dynamic = widen(self.projection(self.norm(streams.flatten(2))))
-        pre, post, res = dynamic.split((n, n, n * n), dim=-1)
-        res = res.unflatten(-1, (n, n))
+        pre, post, res = dynamic[..., :n], dynamic[..., n : 2 * n], dynamic[..., 2 * n :]
+        res = res.view(*res.shape[:-1], n, n)
         if not self.iterations:
             pre, post, res = pre.tanh(), post.tanh(), res.tanh()
         pre = widen(self.alpha_pre) * pre + widen(self.pre_logits)
@@ -166,7 +174,8 @@ class HyperConnections(Residual):
         res = widen(self.alpha_res) * res + widen(self.residual_logits)
         if not self.iterations:
             return pre, post, res
-        return pre.sigmoid(), 2 * post.sigmoid(), sinkhorn(res, self.iterations)
+        balance = sinkhorn_logs if few(streams) else sinkhorn
+        return pre.sigmoid(), 2 * post.sigmoid(), balance(res, self.iterations)
 
     def read(self, state: ResidualState) -> tuple[Tensor, WriteContext]:
         """Σ_i H_pre[i] S_i; before the final norm, the streams' learned mean."""
