@@ -242,7 +242,7 @@ def build(case: Case) -> tuple[FathomForCausalLM, Oracle, np.random.Generator]:
                 p.copy_(noise if "embed_tokens" in name else noise * gain / math.sqrt(p.shape[1]))
     model.generation_config.eos_token_id = None
     tables = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.arange(64).unsqueeze(0))
-    cos, sin = (table[0, :, : config.head_dim // 2].numpy() for table in tables)
+    cos, sin = (table[0, :, config.head_dim // 2 :].numpy() for table in tables)  # the first half's sines are negative
     own = rotations(config.rope_parameters["rope_theta"], config.head_dim, 64)
     assert max(np.abs(cos - own[0]).max(), np.abs(sin - own[1]).max()) < 1e-5
     weights = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
