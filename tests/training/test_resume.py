@@ -28,6 +28,10 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stop() -> None:
+    raise ValueError("the node is gone")
+
+
 class Logged:
     """Calls a function once a step is logged."""
 
@@ -142,6 +146,21 @@ def test_a_signal_that_is_passed_on_is_one(monkeypatch: pytest.MonkeyPatch) -> N
             signal.raise_signal(signal.SIGINT)
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def test_a_parameter_may_have_had_no_gradient_yet(corpus: Path, tmp_path: Path) -> None:
+    """Trips are drawn as 1, 1, 1, 2, 3, 1: what injects the entry is used from the fourth step on."""
+    options = "model.recurrence_options={trips: 3, trips_range: [1, 3], injection: diagonal}"
+    words = ("model.mixer=none", "model.recurrence=loop", options, "train.seed=1", "train.steps=6", "evaluate.every=0")
+    recipe = tiny_recipe(corpus, *words)
+    train(recipe, tmp_path / "whole")
+    with pytest.raises(ValueError, match="the node is gone"):
+        train(recipe, tmp_path / "cut", callbacks=[Logged(4, stop)])
+    assert (tmp_path / "cut" / "step-000002").exists() and not (tmp_path / "cut" / "step-000004").exists()
+    train(recipe, tmp_path / "cut")
+    ended, expected = (processes.weights(tmp_path / name, 6) for name in ("cut", "whole"))
+    assert any("entry_map" in name for name in expected)
+    assert all(torch.equal(tensor, ended[name]) for name, tensor in expected.items())
 
 
 def test_a_finished_run_is_not_trained_again(recipe: Recipe, undisturbed: Path) -> None:

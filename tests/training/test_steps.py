@@ -160,12 +160,16 @@ def test_muon_takes_the_matrices_of_layers_and_nothing_else(recipe: Recipe) -> N
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_materialize_changes_no_weight(recipe: Recipe, name: Any) -> None:
+def test_the_state_holds_every_parameter_before_a_first_step(recipe: Recipe, name: Any) -> None:
     training = build_training(recipe.override(f"optim.name={name}"))
     before = {key: tensor.clone() for key, tensor in training.weights().items()}
-    training.optimizer.materialize()
+    training.model.model.norm.weight.grad = torch.ones(32)
+    state = training.optimizer.state()
+    assert training.model.model.norm.weight.grad.sum() == 32
     assert all(torch.equal(tensor, before[key]) for key, tensor in training.weights().items())
-    kinds = {key.split(".")[0] for key in training.optimizer.state()}
+    assert {key.partition(".")[2] for key in state} == set(training.optimizer.parameters)
+    assert not any(tensor.any() for tensor in state.values())
+    kinds = {key.split(".")[0] for key in state}
     assert kinds == {"exp_avg", "exp_avg_sq", "step"} | ({"momentum_buffer"} if name == "muon" else set())
 
 

@@ -332,7 +332,6 @@ class Run:
         """Continue from a checkpoint; returns the steps so far and the contents of `trainer.json`."""
         if saved is None:
             return 0, {}
-        self.training.optimizer.materialize()
         tensors = self.training.state()
         trainer = self.checkpoints.load(saved, tensors)
         self.training.guard.load({k.removeprefix("guard."): v for k, v in tensors.items() if k.startswith("guard.")})

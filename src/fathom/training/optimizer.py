@@ -144,7 +144,12 @@ class Optimizer:
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """The optimizer's tensors by parameter name: `exp_avg.model.norm.weight` and so on."""
+        """The optimizer's tensors by parameter name: `exp_avg.model.norm.weight` and so on, of every parameter.
+
+        Those of a parameter that had no gradient yet are as its first step will find them, so that a checkpoint holds
+        the same names at every step.
+        """
+        self._complete()
         found = {}
         for name, parameter in self.parameters.items():
             for part in self.parts:
@@ -152,18 +157,27 @@ class Optimizer:
                     found[f"{kind}.{name}"] = tensor
         return found
 
-    def materialize(self) -> None:
-        """Create the state that a first step would, so that a checkpoint can be read into it; weights do not change."""
-        for parameter in self.parameters.values():
-            parameter.grad = torch.zeros_like(parameter)
+    def _complete(self) -> None:
+        """Create the state that a first gradient would; weights, gradients and all other state stay as they are."""
         for part in self.parts:
-            decay = [group["weight_decay"] for group in part.param_groups]
+            every = [parameter for group in part.param_groups for parameter in group["params"]]
+            late = [parameter for parameter in every if parameter not in part.state]
+            if not late:
+                continue
+            gradients = [parameter.grad for parameter in every]
+            for parameter in every:
+                parameter.grad = None if parameter in part.state else torch.zeros_like(parameter)
+            rates = [(group["lr"], group["weight_decay"]) for group in part.param_groups]
             for group in part.param_groups:
                 group["lr"] = group["weight_decay"] = 0.0
             part.step()
-            for group, value in zip(part.param_groups, decay, strict=True):
-                group["weight_decay"] = value
-        self.zero_grad()
+            for group, (lr, decay) in zip(part.param_groups, rates, strict=True):
+                group["lr"], group["weight_decay"] = lr, decay
+            for parameter in late:
+                if (steps := part.state[parameter].get("step")) is not None:
+                    steps.zero_()
+            for parameter, gradient in zip(every, gradients, strict=True):
+                parameter.grad = gradient
 
 
 def _fused(parameters: Iterable[Tensor]) -> bool:
