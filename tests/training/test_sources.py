@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from fathom.checkpoints.export import export
+from fathom.checkpoints.runs import RunError
 from fathom.cli.main import main
 from fathom.models import FathomForCausalLM
 from fathom.models.registry import AXES
@@ -64,6 +65,22 @@ def test_a_run_that_began_from_a_run_can_be_exported(corpus: Path, run: Path, tm
     model = FathomForCausalLM.from_pretrained(tmp_path / "model")
     expected = processes.weights(tmp_path / "second", 2)["model.model.norm.weight"]
     assert torch.equal(model.model.norm.weight.float(), expected)
+
+
+def test_a_run_goes_on_when_its_source_has_deleted_the_checkpoint(corpus: Path, run: Path, tmp_path: Path) -> None:
+    """A source that still trains keeps its last checkpoints only; the run has its own."""
+    shutil.copytree(run, tmp_path / "run")
+    second = tiny_recipe(corpus, f"model={{from_pretrained: {tmp_path / 'run'}@step-4}}", "evaluate.every=0")
+    train(second, tmp_path / "whole")
+    train(second, tmp_path / "second")
+    for name in ("second/step-000008", "run/step-000004"):
+        shutil.rmtree(tmp_path / name)
+    (tmp_path / "second" / "result.json").unlink()
+    train(second, tmp_path / "second")
+    ended, expected = (processes.weights(tmp_path / name, 8) for name in ("second", "whole"))
+    assert all(torch.equal(tensor, ended[name]) for name, tensor in expected.items())
+    with pytest.raises(RunError, match="has no checkpoint of step 4"):
+        train(second, tmp_path / "third")
 
 
 @pytest.mark.parametrize(

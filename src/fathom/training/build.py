@@ -113,13 +113,16 @@ class Training:
         return {**weights, **optimizer, **{f"guard.{name}": tensor for name, tensor in self.guard.state().items()}}
 
 
-def build_training(recipe: Recipe, ranks: Ranks | None = None, data: TokenDataset | None = None) -> Training:
+def build_training(
+    recipe: Recipe, ranks: Ranks | None = None, data: TokenDataset | None = None, begins: bool = True
+) -> Training:
     """Check a recipe against its data, then build model and optimizer, placed and sharded.
 
     Args:
         recipe: What to build.
         ranks: This process among the others; by default a single process.
         data: The training split, if it is already open.
+        begins: Whether the run begins with the weights of `model.from_pretrained`; a checkpoint of its own needs none.
     """
     ranks = ranks or Ranks(device=device_of(recipe.train.device))
     use(recipe.train.kernels, ranks.device.type)
@@ -135,11 +138,12 @@ def build_training(recipe: Recipe, ranks: Ranks | None = None, data: TokenDatase
         verify = recipe.data.verify and ranks.local_rank == 0
         data = open_data(recipe.data.directory, verify=verify, collections=recipe.data.collections)
     data.require_vocabulary(config.vocab_size)
-    require_tokenizer(recipe, data)
+    if begins:
+        require_tokenizer(recipe, data)
     plan = batch_plan(recipe, data)
     if "seed" in config.recurrence_options and config.recurrence_options["seed"] is None:
         config.recurrence_options["seed"] = recipe.train.seed
-    model = build_model(recipe, config, ranks.device)
+    model = build_model(recipe, config, ranks.device, begins)
     freeze(model, recipe.optim.only)
     compress(model, recipe)
     adapters = adapt(model, recipe, ranks.world_size)
@@ -168,10 +172,10 @@ def mixture_of(recipe: Recipe) -> Mixture | None:
     )
 
 
-def build_model(recipe: Recipe, config: FathomConfig, device: torch.device) -> FathomForCausalLM:
-    """The recipe's model with its initial weights in fp32, or those of the checkpoint it continues."""
+def build_model(recipe: Recipe, config: FathomConfig, device: torch.device, begins: bool = True) -> FathomForCausalLM:
+    """The recipe's model with its initial weights in fp32, or if it `begins` those of `model.from_pretrained`."""
     source = recipe.model.get("from_pretrained")
-    if source is not None:
+    if source is not None and begins:
         torch.manual_seed(_seed(recipe.train.seed, "init"))  # for a mechanism that the checkpoint does not have
         directory = model_directory(source)
         if directory is not None:

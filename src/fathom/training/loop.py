@@ -142,11 +142,11 @@ class Run:
         if recipe.evaluate.every or has_split(recipe.data.directory, "val", recipe.data.collections):
             split = open_data(recipe.data.directory, "val", verify, recipe.data.collections)
         self.held_out = HeldOut(split)
-        self.training = build_training(recipe, ranks)
         keep, later = recipe.train.keep_last, recipe.train.async_save
         self.checkpoints = Checkpointer(run_dir, ranks, keep, later, self.say)
         stack.callback(self.checkpoints.close)
         saved = change.origin or self.checkpoints.newest()
+        self.training = build_training(recipe, ranks, begins=saved is None)
         self._require_corpus(saved)
         ranks.barrier()  # checks that may fail on a rank are done by now
         if ranks.first:
