@@ -535,3 +535,6 @@ def test_an_input_that_changed_since_is_named(tmp_path: Path, tokenizer: str, re
     os.utime(path, ns=(after, after))
     with pytest.warns(UserWarning, match=r"a\.jsonl changed after .*out was made.*--overwrite"):
         prepare([path], out, tokenizer, held_out=0)
+    assert list(documents(out, "train")) == ["deep"]
+    prepare([path], out, tokenizer, held_out=0, overwrite=True)
+    assert list(documents(out, "train")) == ["high"]

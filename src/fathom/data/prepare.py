@@ -209,7 +209,7 @@ def prepare(
         train_tokenizer: Train a byte-level BPE of this many tokens on the training documents instead.
         held_out: The share of documents that go to the validation split, chosen by a hash of their text.
         workers: Tokenising processes; one per available core if not given. The output does not depend on it.
-        overwrite: Replace a corpus in `out` that was made with other arguments.
+        overwrite: Replace a corpus in `out` that was made with other arguments, or before an input was written.
         options: How inputs are read and what comes out.
     """
     chosen = options or PrepareOptions()
@@ -232,13 +232,18 @@ def prepare(
     }
     _probe(sources, reading)
     with _locked(out):
-        if difference := _difference(out, settings, sources) or _damage(out):
-            if not overwrite:
-                raise DataError(f"{out}: {difference}: choose another directory, or --overwrite")
+        difference = _difference(out, settings, sources) or _damage(out)
+        if difference and not overwrite:
+            raise DataError(f"{out}: {difference}: choose another directory, or --overwrite")
+        newer = _newer(out, sources)
+        if difference or (newer and overwrite):
             _clear(out)
         if (out / INDEX).exists():
             (out / JOURNAL).unlink(missing_ok=True)
-            _warn_of_newer(out, sources)
+            if newer:
+                others = f" and {len(newer) - 1:,} more" if len(newer) > 1 else ""
+                changed = f"{newer[0]}{others} changed after {out} was made, which stays as it is"
+                warnings.warn(f"{changed}; --overwrite reads all again", stacklevel=2)
             return _summary(out, 0, 0.0, resumed=None)
         begun = (out / JOURNAL).exists()
         try:
@@ -502,16 +507,12 @@ def _stamp(sources: list[Source]) -> str:
     return hashlib.blake2b(json.dumps(stamps).encode(), digest_size=16).hexdigest()
 
 
-def _warn_of_newer(out: Path, sources: list[Source]) -> None:
-    """Name an input that was written after the corpus: of as many bytes it is no difference that the index can see."""
+def _newer(out: Path, sources: list[Source]) -> list[Path]:
+    """Inputs written after a finished corpus: one of as many bytes is no difference that the index can see."""
+    if not (out / INDEX).exists():
+        return []
     made = (out / INDEX).stat().st_mtime_ns
-    newer = [path for source in sources for path in source.paths if path.stat().st_mtime_ns > made]
-    if newer:
-        others = f" and {len(newer) - 1:,} more" if len(newer) > 1 else ""
-        warnings.warn(
-            f"{newer[0]}{others} changed after {out} was made, which stays as it is; --overwrite reads all again",
-            stacklevel=3,
-        )
+    return [path for source in sources for path in source.paths if path.stat().st_mtime_ns > made]
 
 
 def _difference(out: Path, settings: PrepareSettings, sources: list[Source]) -> str | None:
