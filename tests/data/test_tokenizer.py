@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -62,6 +63,20 @@ def test_transformers_loads_it(tokenizer: str) -> None:
 
 def test_a_tokenizer_file_alone_is_enough(tokenizer: str) -> None:
     assert load_tokenizer(f"{tokenizer}/tokenizer.json").eos_token_id == load_tokenizer(tokenizer).eos_token_id
+
+
+def test_the_tokenizer_of_a_model_with_code_runs_none_and_asks_nothing(
+    tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks on the terminal whether to run the code of a directory, fifteen seconds long."""
+    model = shutil.copytree(tokenizer, tmp_path / "model")
+    config = {"model_type": "elsewhere", "auto_map": {"AutoConfig": "configuration.Config"}}
+    (model / "config.json").write_text(json.dumps(config))
+    (model / "configuration.py").write_text("raise SystemExit('this was run')\n")
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda words: asked.append(words) or "y")
+    assert load_tokenizer(str(model)).eos_token_id == load_tokenizer(tokenizer).eos_token_id
+    assert not asked
 
 
 def test_unusable_tokenizers_are_refused(tokenizer: str, tmp_path: Path) -> None:

@@ -113,7 +113,7 @@ def load_tokenizer(name: str, eos_token: str | None = None) -> PreTrainedTokeniz
         elif path.is_file():
             tokenizer = PreTrainedTokenizerFast(tokenizer_file=str(path))
         else:
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False)  # None would ask on the terminal
     except DataError:
         raise
     except Exception as error:
