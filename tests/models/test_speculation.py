@@ -220,6 +220,7 @@ def test_the_cache_ends_where_the_text_does():
         ("loop", {"draft_trips": 1, "num_beams": 2}, "leave out beams"),
         ("loop", {"draft_trips": 1, "guidance_scale": 1.5}, "draft_trips: guidance_scale reads every text once more"),
         ("loop", {"draft_trips": 1, "inputs_embeds": torch.zeros(1, 2, 32)}, "draft_trips: give input_ids"),
+        ("loop", {"draft_trips": 1, "stop_strings": "."}, "draft_trips: stop_strings need a tokenizer"),
         ("loop", {"draft_trips": 1, "output_scores": True}, "draft_trips: output_scores is not kept"),
         ("loop", {"draft_trips": 1, "output_attentions": True}, "draft_trips: output_attentions is not kept"),
     ],

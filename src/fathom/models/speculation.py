@@ -84,6 +84,8 @@ def check_request(given: Mapping[str, Any], own: GenerationConfig) -> None:
         raise ValueError(
             "draft_trips: guidance_scale reads every text once more, with a cache of its own; leave it out"
         )
+    if given.get("stop_strings") or own.stop_strings:
+        raise ValueError("draft_trips: stop_strings need a tokenizer, which drafting is not given; leave them out")
     if given.get("inputs_embeds") is not None:
         raise ValueError("draft_trips: give input_ids, of which drafts are a continuation, not inputs_embeds")
     for name in ("output_scores", "output_logits", "output_hidden_states", "output_attentions"):
