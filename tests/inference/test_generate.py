@@ -201,6 +201,7 @@ def test_a_prompt_that_cannot_be_continued_does_not_stop_the_others(opened, tmp_
         (['{"prompt": "a"}', "nonsense"], "in.jsonl:2: bad JSON"),
         (['{"prompt": 3}'], "in.jsonl:1: expected"),
         (['{"prompt": "a", "tokens": 3}'], "the field 'tokens'"),
+        (['{"prompt": "a"}', '{"prompt": "\\ud83d"}'], "in.jsonl:2: not UTF-8"),
     ],
 )
 def test_prompts_are_checked_before_work(opened, tmp_path: Path, lines: list[str], message: str) -> None:
@@ -208,6 +209,38 @@ def test_prompts_are_checked_before_work(opened, tmp_path: Path, lines: list[str
     with pytest.raises(GenerateError, match=message):
         generate_file(*opened, tmp_path / "in.jsonl", tmp_path / "out.jsonl", Sampling(3))
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_prompts_may_begin_with_a_byte_order_mark(opened, tmp_path: Path) -> None:
+    (tmp_path / "in.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt": "a"}\r\n{"prompt": "in"}\r\n')
+    generate_file(*opened, tmp_path / "in.jsonl", tmp_path / "out.jsonl", Sampling(3))
+    assert [record["prompt"] for record in read(tmp_path / "out.jsonl")] == ["a", "in"]
+
+
+def test_a_conversation_that_the_template_refuses(opened, monkeypatch, tmp_path: Path) -> None:
+    """Many templates refuse a system message, or two of one role in a row."""
+    refusing = "{% for m in messages if m.role == 'system' %}{{ raise_exception('no system role') }}{% endfor %}"
+    monkeypatch.setattr(opened[1], "chat_template", refusing + TEMPLATE)
+    user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "b"}
+    conversations = [[user], [system, user], [{"content": "a"}], ["a"], [user]]
+    prompts = write(tmp_path / "in.jsonl", [{"messages": messages} for messages in conversations])
+    generate_file(*opened, prompts, tmp_path / "out.jsonl", Sampling(3, temperature=0))
+    made = read(tmp_path / "out.jsonl")
+    assert [line.get("tokens") for line in made] == [3, None, None, None, 3]
+    assert made[1]["error"] == "this conversation cannot be read: no system role"
+    with pytest.raises(GenerateError, match="cannot be read: no system role"):
+        chat(*opened, Sampling(3), iter(["a\n"]), len, "be kind")
+
+
+def test_beams_and_stop_strings_may_be_the_checkpoints_own(opened, monkeypatch) -> None:
+    model, tokenizer = opened
+    with pytest.raises(GenerateError, match="--set num_beams=None: allowed: a whole number, 1 or more"):
+        Sampling(options={"num_beams": None})
+    monkeypatch.setattr(model.generation_config, "num_beams", 2)
+    assert generate(model, tokenizer, "the", Sampling(6, temperature=0), len).tokens == 6, "no streamer reads beams"
+    monkeypatch.setattr(model.generation_config, "num_beams", 1)
+    monkeypatch.setattr(model.generation_config, "stop_strings", ["fathom"])
+    assert generate(model, tokenizer, "the", Sampling(6, temperature=0), len).tokens == 6, "the tokenizer is given"
 
 
 def test_another_files_output_is_left_alone(opened, tmp_path: Path) -> None:
@@ -307,7 +340,7 @@ def test_the_command(exported: Path, capsys, monkeypatch) -> None:
 
 @pytest.mark.parametrize("words", [["-"], []])
 def test_standard_input_is_a_prompt(exported: Path, tmp_path: Path, capsys, monkeypatch, words: list[str]) -> None:
-    (tmp_path / "prompt").write_bytes("the depth — é\n".encode())
+    (tmp_path / "prompt").write_bytes("the depth — é\n".encode("utf-8-sig"))
     command = ["generate", str(exported), *words, "--max-new-tokens", "2", "--json", "--device", "cpu"]
     with (tmp_path / "prompt").open() as file:
         monkeypatch.setattr(sys, "stdin", file)

@@ -135,7 +135,7 @@ def prompt_of(word: str | None) -> str:
     if sys.stdin is None:
         raise UsageError("- is standard input, which is closed")
     try:
-        return sys.stdin.buffer.read().decode().removesuffix("\n")
+        return sys.stdin.buffer.read().decode("utf-8-sig").removesuffix("\n")
     except UnicodeDecodeError as error:
         raise UsageError(f"standard input is not UTF-8 (byte {error.start})") from None
 

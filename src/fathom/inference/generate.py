@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any, TypedDict
 
 import torch
+from jinja2 import TemplateError
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
 
 from fathom.checkpoints.special_tokens import as_list, pad_token, stop_tokens
@@ -128,7 +129,7 @@ class Sampling:
 
 def refusal(name: str, value: object) -> str | None:
     """The allowed values of an option of `GenerationConfig`, if this one is not; transformers checks too late."""
-    if value is None:
+    if value is None and name != "num_beams":
         return None
     if name in WHOLE and not (type(value) is int and WHOLE[name] <= value < LARGEST):
         return f"a whole number, {WHOLE[name]} or more"
@@ -232,8 +233,22 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]
         return [begin]
     if not tokenizer.chat_template:
         raise GenerateError("this model has no chat template: it continues texts, give it a prompt")
-    text = tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+    return list(tokenizer(written(tokenizer, prompt), add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def written(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], /, **variables: object) -> str:
+    """A conversation as text, by the tokenizer's chat template; one that it does not take is a `GenerateError`.
+
+    Args:
+        tokenizer: It has a template.
+        messages: As `role` and `content`.
+        variables: Further ones for the template.
+    """
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError, TemplateError) as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise GenerateError(f"this conversation cannot be read: {reason}") from error
 
 
 def chat(
@@ -362,7 +377,7 @@ def _stream(
     sampling: Sampling,
     write: Write | None,
 ) -> Generated:
-    if write is None or sampling.options.get("num_beams", 1) > 1:  # with beams the text is known only at the end
+    if write is None or _beams(model, sampling) > 1:  # with beams the text is known only at the end
         made = _run(model, tokenizer, [ids], sampling, None)[0]
         (write or len)(made.text)
         return made
@@ -391,7 +406,7 @@ def _run(
     arguments = {
         "max_new_tokens": max(rooms),
         "pad_token_id": pad,
-        **({"tokenizer": tokenizer} if "stop_strings" in sampling.options else {}),
+        "tokenizer": tokenizer,  # for stop_strings, which may be the checkpoint's own
         **sampling.arguments(model.generation_config),
         "eos_token_id": stops or None,
     }
@@ -402,8 +417,7 @@ def _run(
     began = time.perf_counter()
     try:
         if sampling.memory is not None:
-            beams = sampling.options.get("num_beams") or model.generation_config.num_beams or 1
-            arguments |= sampling.memory.read(model, ids.to(model.device), beams)
+            arguments |= sampling.memory.read(model, ids.to(model.device), _beams(model, sampling))
         out = model.generate(
             ids.to(model.device),
             attention_mask=mask.to(model.device),
@@ -437,6 +451,10 @@ def _room(model: PreTrainedModel, ids: Sequence[int], sampling: Sampling) -> int
     if len(ids) >= limit:
         raise GenerateError(f"the prompt has {len(ids)} tokens; this model's context is {limit}")
     return limit - len(ids)
+
+
+def _beams(model: PreTrainedModel, sampling: Sampling) -> int:
+    return int(sampling.options.get("num_beams") or model.generation_config.num_beams or 1)
 
 
 def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> list[int]:
@@ -479,8 +497,9 @@ def _read_records(path: Path) -> list[Prompt]:
             if not line.strip():
                 continue
             try:
-                record = json.loads(line.decode())
-            except UnicodeDecodeError:
+                record = json.loads(line.decode("utf-8-sig"))
+                json.dumps(record, ensure_ascii=False).encode()  # a lone surrogate could not be written again
+            except UnicodeError:
                 raise GenerateError(f"{path}:{number}: not UTF-8") from None
             except ValueError as error:
                 raise GenerateError(f"{path}:{number}: bad JSON: {error}") from None

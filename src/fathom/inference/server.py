@@ -28,7 +28,6 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
-from jinja2 import TemplateError
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from transformers.utils import logging
@@ -42,6 +41,7 @@ from fathom.inference.api import ApiError, Body, ChatBody, CompletionBody, TextB
 from fathom.inference.cache import Policy, choose
 from fathom.inference.engine import Engine, EngineError, Event, Job, Scored
 from fathom.inference.gate import Gate, Timed
+from fathom.inference.generate import GenerateError, written
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -150,9 +150,9 @@ class Service:
             if isinstance(turn.get("content"), list):
                 turn["content"] = "".join(part["text"] for part in turn["content"])
         try:
-            text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables)
-        except (KeyError, TypeError, ValueError, AttributeError, IndexError, TemplateError) as error:
-            raise ApiError(400, f"this conversation cannot be read: {_one_line(error)}", param="messages") from error
+            text = written(self.tokenizer, turns, **variables)
+        except GenerateError as error:
+            raise ApiError(400, str(error), param="messages") from error
         return text, self._ids(text, special=False)
 
     def jobs(self, body: Body, prompts: list[tuple[str, list[int]]], queue: asyncio.Queue) -> list[Job]:
