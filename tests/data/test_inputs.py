@@ -54,6 +54,26 @@ def test_circles_under_a_glob_are_walked_once(tmp_path: Path) -> None:
             (tmp_path / link).symlink_to(tmp_path / "in")
 
 
+def test_a_link_may_be_what_a_pattern_names(tmp_path: Path) -> None:
+    """A file has its own path where that one fits; else a link's, be its own a hidden one."""
+    for name in ("in/real/a.txt", "in/real/deep/b.txt", "in/.store/c.txt"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(name)
+    for link, target in (("link", "real"), ("shown", ".store"), ("real/up", "../../in")):
+        (tmp_path / "in" / link).symlink_to(target)
+    wanted = {
+        "in/**/link/*.txt": ["in/link/a.txt"],
+        "in/**/link/**/*.txt": ["in/link/a.txt", "in/link/deep/b.txt"],
+        "in/**/l*/deep/*": ["in/link/deep/b.txt"],
+        "in/**/up/real/a.txt": ["in/real/up/real/a.txt"],
+        "in/**/*.txt": ["in/real/a.txt", "in/real/deep/b.txt", "in/shown/c.txt"],
+        "in": ["in/real/a.txt", "in/real/deep/b.txt", "in/shown/c.txt"],
+    }
+    for name, files in wanted.items():
+        found = find_files(str(tmp_path / name), lambda _: True, "")
+        assert [str(file.relative_to(tmp_path)) for file in found] == files, name
+
+
 def test_files_below_a_glob_come_in_the_order_of_their_names(tmp_path: Path) -> None:
     """As text, with or without `**`: in another order a directory that was prepared before could not go on."""
     for name in ("a/x.txt", "a-b/x.txt", "a.txt"):

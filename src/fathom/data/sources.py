@@ -305,7 +305,7 @@ def find_files(name: str, is_known: Callable[[Path], bool], known_words: str, ou
     if path.is_file():
         return [path]
     if path.is_dir():
-        files = [file for file in _apart(_walk(path), path, out) if not _hidden(file.relative_to(path))]
+        files = _apart(_below(path, lambda names: not _hidden(names)), path, out)
         known = [file for file in files if is_known(file)]
         # Beside other files a .json is taken for some program's settings; alone it is data.
         if not (known := known or [file for file in files if suffix_of(file) == JSON]):
@@ -333,45 +333,55 @@ def _is_known(file: Path) -> bool:
     return suffix in (*JSONL, *PARQUET, *TEXT) or (suffix == JSON and file.suffix.lower() in COMPRESSIONS)
 
 
-def _walk(folder: Path) -> list[Path]:
-    """All files below a folder, sorted; a folder that is reached in several ways counts once, by its own path first."""
+def _below(folder: Path, wanted: Callable[[Sequence[str]], bool]) -> list[Path]:
+    """The files below a folder of which a path is wanted, sorted; each once, by its own path if that one is."""
+    files, links = _walk(folder)
+    found = {file: file for file in files if wanted(file.relative_to(folder).parts)}
+    for link, own in links:
+        for file in files:
+            if file not in found and file.is_relative_to(own):
+                linked = link / file.relative_to(own)
+                if wanted(linked.relative_to(folder).parts):
+                    found[file] = linked
+    return sorted(found.values())
+
+
+def _walk(folder: Path) -> tuple[list[Path], list[tuple[Path, Path]]]:
+    """All files below a folder, by the first path to each, own ones before links; and further paths to its folders."""
     found: list[Path] = []
-    seen: set[tuple[int, int]] = set()
+    again: list[tuple[Path, Path]] = []
+    seen: dict[tuple[int, int], Path] = {}
     linked = [folder]
     while linked:
         here, linked = sorted(linked), []
         for start in here:
             for root, folders, names in os.walk(start, onerror=partial(_refuse, folder)):
                 status = os.stat(root)
-                if (status.st_dev, status.st_ino) in seen:
+                known = seen.setdefault((status.st_dev, status.st_ino), Path(root))
+                if known != Path(root):
+                    again.append((Path(root), known))
                     folders.clear()
                     continue
-                seen.add((status.st_dev, status.st_ino))
                 linked += [Path(root, name) for name in folders if Path(root, name).is_symlink()]
                 found += [Path(root, name) for name in names if Path(root, name).is_file()]
-    return sorted(found)
+    return found, again
 
 
 def _refuse(folder: Path, error: OSError) -> None:
     """A folder that cannot be listed would otherwise count as empty; one that is never read may be closed."""
-    if not _hidden(Path(error.filename).relative_to(folder)):
+    if not _hidden(Path(error.filename).relative_to(folder).parts):
         raise DataError(f"{error.filename}: {error.strerror}")
 
 
 def _matches(pattern: Path) -> list[Path]:
-    """The files that a glob means, sorted; below `**` each folder counts once, whatever links lead to it."""
+    """The files that a glob means, sorted; below `**` each counts once, whatever links lead to it."""
     parts = pattern.parts
     if "**" not in parts:
         return [path for path in map(Path, sorted(glob.glob(str(pattern)))) if path.is_file()]
     place = parts.index("**")
     starts = [Path(start) for start in glob.glob(str(Path(*parts[:place])))]
-    found = {
-        file
-        for start in starts
-        if start.is_dir()
-        for file in _walk(start)
-        if _matched(file.relative_to(start).parts, parts[place:])
-    }
+    fits = partial(_matched, patterns=parts[place:])
+    found = {file for start in starts if start.is_dir() for file in _below(start, fits)}
     return sorted(found, key=str)  # as glob's own, which are text
 
 
@@ -387,8 +397,8 @@ def _matched(names: Sequence[str], patterns: Sequence[str]) -> bool:
     return shown and fnmatch.fnmatch(names[0], first) and _matched(names[1:], rest)
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") or part in ("__pycache__", "lost+found") for part in path.parts)
+def _hidden(names: Sequence[str]) -> bool:
+    return any(name.startswith(".") or name in ("__pycache__", "lost+found") for name in names)
 
 
 def suffix_of(path: Path) -> str:
