@@ -564,7 +564,8 @@ def test_asked_wrongly(directory, capsys, monkeypatch):
 
     assert "no such directory" in refused("nowhere", "--port", "0")
     assert "the API key is empty" in refused(str(directory), "--api-key", "")
-    for origin in ("app.example", "https://app.example/page", "HTTPS://app.example", "https://*"):
+    never_sent = ("https://app.example:443", "http://app.example:80", "https://bücher.example", "https://app.example:")
+    for origin in ("app.example", "https://app.example/page", "HTTPS://app.example", "https://*", *never_sent):
         assert "allowed: * or a scheme and a host" in refused(str(directory), "--allow-origin", origin)
     assert "allowed: auto" in refused(str(directory), "--port", "0", "--dtype", "int3")
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -53,7 +53,10 @@ NEW_TOKENS = 1024  # where a request names no number
 ENDLESS = 1 << 20  # tokens of context that are offered where a cache of constant size sets no limit
 FREE = 1 << 32  # bytes, where a system does not say
 STATUS = {"rate_limit_exceeded": 429, "shutting_down": 503, "cache_memory_exceeded": 400, "failed": 500}
-ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#@\s*A-Z]+")  # as browsers write it: lower case, no path
+# As browsers write it: lower case, ASCII, no path, and no port that is the scheme's own.
+ORIGIN = re.compile(
+    r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?"
+)
 AddPages = Callable[[FastAPI, "PreTrainedModel", "PreTrainedTokenizerBase", str, Engine], None]
 """Adds routes to the server: from the application, model, tokenizer, name and the engine."""
 
@@ -515,7 +518,10 @@ def serve(
         raise ServeError("the API key is empty (--api-key or FATHOM_API_KEY)")
     for origin in chosen.allow_origin:
         if origin != "*" and not ORIGIN.fullmatch(origin):
-            raise ServeError(f"--allow-origin {origin}: allowed: * or a scheme and a host, as https://app.example:8443")
+            raise ServeError(
+                f"--allow-origin {origin}: allowed: * or a scheme and a host, as https://app.example:8443, the way "
+                "browsers write them: lower case, xn-- for other letters, no :443 for https and no :80 for http"
+            )
     listener = _bind(host, port)
     # uvicorn puts this back and repeats the signal once it has stopped, so that it ends this process with 0.
     before = signal.signal(signal.SIGTERM, _stop)
