@@ -278,6 +278,7 @@ TRAIN = [
 COMPARE = [
     ("good.yaml", "--arms"),
     ("nowhere.yaml --arms vanilla,loop", "nowhere.yaml"),
+    ("runs/nowhere", "runs/nowhere"),
     ("good.yaml --arms vanilla", "vanilla"),
     ("good.yaml --arms ''", "--arms"),
     ("good.yaml --arms ,", "--arms"),
@@ -312,6 +313,7 @@ COMPARE = [
 LADDER = [
     ("", "required"),
     ("nowhere.yaml --arms vanilla,loop", "nowhere.yaml"),
+    ("runs/nowhere", "runs/nowhere"),
     ("binary.yaml --arms vanilla,loop", "binary.yaml"),
     ("good.yaml", "--arms"),
     ("good.yaml --arms vanilla,loop", "ladder"),
@@ -415,6 +417,7 @@ GENERATE = [
     ("model x --set num_beams", "num_beams"),
     ("model x --set nope=1", "nope"),
     ("model x --set num_beams=0", "num_beams"),
+    ("model x --set num_beams=null", "num_beams"),
     ("model x --set max_length=5", "max_length"),
     ("model x --set min_p=high", "min_p"),
     ("model x --set min_p=2", "min_p"),

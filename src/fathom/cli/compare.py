@@ -61,9 +61,9 @@ def run(options: Namespace) -> int:
         out, plan = source, Plan.read(source)
         check(plan, out)
     else:
+        source = find_recipe(source)
         if not options.arms:
             raise RecipeError("--arms is missing; for example --arms vanilla,uniform_depth,depth_attention")
-        source = find_recipe(source)
         out = options.out or Path("runs") / f"{source.stem}-compare"
         recipe = load_recipe(source, options.overrides)
         plan = make_plan(recipe, options.arms, options.seeds, options.equal, options.pairs, out)

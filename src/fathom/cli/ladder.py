@@ -63,9 +63,9 @@ def run(options: Namespace) -> int:
     else:
         if options.seeds is not None:
             raise UsageError("--seeds is for a ladder's directory; in a plan write ladder.seeds=[...]")
+        source = find_ladder(source)
         if not options.arms:
             raise RecipeError("--arms is missing; for example --arms vanilla,uniform_depth,depth_attention")
-        source = find_ladder(source)
         out = options.out or Path("runs") / f"{source.stem}-ladder"
         ladder = load_ladder(source, options.arms, options.overrides)
     if options.dry_run:
