@@ -58,6 +58,18 @@ def test_a_run_without_checkpoints_has_its_model(corpus: Path, run: Path, tmp_pa
     )
 
 
+def test_of_a_run_that_still_trains_a_step_is_named(corpus: Path, run: Path, tmp_path: Path) -> None:
+    """Its newest checkpoint is another one for every arm of a comparison, and when a run is continued."""
+    shutil.copytree(run, tmp_path / "run")
+    (tmp_path / "run" / "result.json").unlink()
+    with pytest.raises(RecipeError, match=r"run: not finished; name a checkpoint of it, as in .*run@step-8"):
+        began(corpus, str(tmp_path / "run"))
+    assert began(corpus, f"{tmp_path / 'run'}@step-8")
+    (tmp_path / "run" / "result.json").write_text('{"step": 6}')  # finished at 6, and extended since
+    with pytest.raises(RecipeError, match="not finished"):
+        began(corpus, str(tmp_path / "run"))
+
+
 def test_a_run_that_began_from_a_run_can_be_exported(corpus: Path, run: Path, tmp_path: Path) -> None:
     second = tiny_recipe(corpus, f"model.from_pretrained={run}@step-4", "train.steps=2")
     train(second, tmp_path / "second")

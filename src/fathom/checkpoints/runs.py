@@ -225,6 +225,17 @@ def find_checkpoint(where: str | Path) -> Saved:
     return saved
 
 
+def is_settled(where: str | Path, saved: Saved) -> bool:
+    """Whether a name will always mean this checkpoint: it gives the step, or the run has finished there."""
+    found = run_and_step(where)
+    if found is None or found[1] is not None:
+        return True
+    try:
+        return bool(saved.step <= read_json(found[0] / RESULT)["step"])
+    except (OSError, ValueError, KeyError):
+        return False
+
+
 def read_weights(saved: Saved) -> dict[str, Tensor]:
     """The fp32 weights of a run's checkpoint by parameter name."""
     _refuse_adapters(saved.directory.parent)

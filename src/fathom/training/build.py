@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fathom.checkpoints.check import check_checkpoint
-from fathom.checkpoints.runs import config_of, find_checkpoint, model_directory, read_weights
+from fathom.checkpoints.runs import config_of, find_checkpoint, is_settled, model_directory, read_weights
 from fathom.data.batches import Batch, BatchPlan
 from fathom.data.mixture import Mixture, Phase
 from fathom.data.puzzles import open_data
@@ -182,7 +182,11 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device, begi
             check_checkpoint(directory)
         settings: dict[str, object] = {"config": config, "dtype": torch.float32}
         if directory is None:
-            settings |= {"state_dict": read_weights(find_checkpoint(source))}
+            saved = find_checkpoint(source)
+            if not is_settled(source, saved):  # the next reader, another arm or this run again, may find a newer one
+                one = f"{source}@step-{saved.step}"
+                raise RecipeError(f"model.from_pretrained={source}: not finished; name a checkpoint of it, as in {one}")
+            settings |= {"state_dict": read_weights(saved)}
             settings |= {"state_config": config_of({"from_pretrained": source}).to_dict()}
         try:
             model = FathomForCausalLM.from_pretrained(directory, **settings)
