@@ -12,6 +12,7 @@ from .lora import with_lora
 from .memory import MemoryCache
 from .method import Method
 from .prefill import chunks, prefill
+from .saved import open_cache, save_cache
 from .schedule import Schedule
 from .watch import watch
 from .whole import WHOLE
@@ -28,7 +29,9 @@ __all__ = [
     "cache_bytes",
     "chunks",
     "compress_in_training",
+    "open_cache",
     "prefill",
+    "save_cache",
     "watch",
     "with_lora",
 ]

@@ -1,0 +1,108 @@
+"""A memory in a file: a prompt that was read once, opened again by another process.
+
+    save_cache(cache, "prompt.safetensors")
+    cache = open_cache("prompt.safetensors", build_cache(model, "freqkv", window=1024))
+
+A safetensors file: its tensors are those of the layers, its metadata are what the cache was built with. Opening one
+runs no code of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from .memory import Memory, MemoryCache
+from .quantized import QuantizedMemory
+
+FORMAT = "fathom-memory-1"
+PARTS = ("keys", "values", "first", "queries")
+"""What a layer holds; the last two may be missing."""
+
+
+def save_cache(cache: MemoryCache, file: str | Path) -> None:
+    """Write what a cache holds, exactly; a file of that name is replaced once the new one is whole."""
+    tensors = {
+        f"{number}.{part}": getattr(layer, part).contiguous()
+        for number, layer in enumerate(_memories(cache))
+        if layer.seen
+        for part in PARTS
+        if getattr(layer, part) is not None
+    }
+    state = {"format": FORMAT, **_built(cache), "seen": cache.seen, "offset": cache.offset}
+    file = Path(file)
+    part = file.with_name(f".{file.name}.{os.getpid()}")
+    try:
+        save_file(tensors, part, {name: json.dumps(value) for name, value in state.items()})
+        os.replace(part, file)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def open_cache(file: str | Path, into: MemoryCache, device: str | torch.device = "cpu") -> MemoryCache:
+    """Fill a cache that `build_cache` made for the same weights; that they are the same is not checked.
+
+    A file of another method, schedule or model's shape is refused.
+
+    Args:
+        file: What `save_cache` wrote.
+        into: An empty cache. It is returned.
+        device: Where the tensors go.
+    """
+    if into.seen:
+        raise ValueError(f"the cache that {file} is to be read into holds {into.seen} tokens already: build another")
+    layers = _memories(into)
+    try:
+        with safe_open(file, "pt", device=str(device)) as saved:
+            state = {name: json.loads(value) for name, value in (saved.metadata() or {}).items()}
+            tensors = {name: saved.get_tensor(name) for name in saved.keys()}  # noqa: SIM118
+    except (SafetensorError, json.JSONDecodeError) as error:
+        raise ValueError(f"{file} is no saved cache: {error}") from None
+    if state.get("format") != FORMAT:
+        raise ValueError(f"{file} is no saved cache of format {FORMAT}")
+    for name, value in _built(into).items():
+        if state.get(name) != value:
+            raise ValueError(f"{file}: {name} is {state.get(name)}, and {value} of the cache it is to be read into")
+    for number, layer in enumerate(layers):
+        _fill(layer, {part: tensors.get(f"{number}.{part}") for part in PARTS}, state["seen"], file)
+    into.offset = state["offset"]
+    return into
+
+
+def _memories(cache: MemoryCache) -> list[Memory]:
+    layers = [layer for layer in cache.layers if isinstance(layer, Memory)]
+    if any(isinstance(layer, QuantizedMemory) for layer in layers):
+        raise ValueError("a cache that is stored quantised cannot be saved exactly: build it without quantized=")
+    return layers
+
+
+def _built(cache: MemoryCache) -> dict[str, object]:
+    """What two caches must share for one to go on where the other stopped."""
+    schedule = cache.schedule
+    return {
+        "method": cache.method.name,
+        "window": schedule.window,
+        "sinks": schedule.sinks,
+        "kept": schedule.kept,
+        "observed": cache.method.observed,
+        "layers": len(cache.layers),
+        "angles": cache.method.rope.angles.hex(),
+    }
+
+
+def _fill(layer: Memory, parts: dict[str, Tensor | None], seen: int, file: str | Path) -> None:
+    if not seen:
+        return
+    keys, values = parts["keys"], parts["values"]
+    held = layer.schedule.entries(seen)
+    if keys is None or values is None or keys.shape[2] != held or values.shape[2] != held:
+        raise ValueError(f"{file}: after {seen} tokens a layer holds {held} entries, and these are not in it")
+    layer.lazy_initialization(keys, values)
+    layer.keys, layer.values = keys, values
+    layer.first, layer.queries, layer.seen = parts["first"], parts["queries"], seen
