@@ -76,6 +76,11 @@ def run(model, cases, trips=None, policy=None, seed=0):
     reading = None
     with torch.inference_mode():
         while waiting or rows or reading:
+            if batch.reads_several and reading is None and len(waiting) > 1 and chance.random() < 0.3:
+                taken = [waiting.pop(0) for _ in range(chance.randint(2, min(3, len(waiting))))]
+                for (i, _), row in zip(taken, batch.read_several([prompt for _, (prompt, _) in taken]), strict=True):
+                    made[i].append(int(row.argmax()))
+                    rows.append(i)
             if reading is None and waiting and (not rows or chance.random() < 0.5):
                 reading = [*waiting.pop(0), 0]
             if reading is not None:
@@ -270,6 +275,39 @@ def test_greedy_texts_of_an_engine(engine):
     assert running.cache_bytes >= 0 and running.counts["finished"] == 6
 
 
+def test_short_prompts_are_read_at_once(engine, monkeypatch):
+    """Those of about one length, with one budget of trips, up to `READ` tokens; others one after another."""
+    running, model = engine()
+    sizes, several, one = [20, 17, 21, 3, 3, 30, 30], [], []
+    whole, chunk = SlabBatch.read_several, SlabBatch.read
+    monkeypatch.setattr(
+        SlabBatch, "read_several", lambda self, prompts: several.append(list(map(len, prompts))) or whole(self, prompts)
+    )
+    monkeypatch.setattr(SlabBatch, "read", lambda self, ids, **how: one.append(len(ids)) or chunk(self, ids, **how))
+    monkeypatch.setattr("fathom.inference.engine.READ", 64)
+    chance = random.Random(2)
+    prompts = [[chance.randrange(3, 61) for _ in range(size)] for size in sizes]
+    jobs = [Collected(p, 5, Choice(), trips=1 if len(p) == 3 else None) for p in prompts]
+    jobs[2].job.new_tokens = 0
+    submitted_at_once(running, jobs)
+    assert [job.wait() for job in jobs] == ["length"] * 7
+    assert several == [[20, 17, 21], [3, 3], [30, 30]] and not one
+    for job, prompt in zip(jobs, prompts, strict=True):
+        assert job.tokens == alone(model, prompt, 5, max_trips=job.job.trips)[: job.job.new_tokens]
+    scored = [Collected(p, 5, Choice(), score_prompt=i == 1, logprobs=0) for i, p in enumerate(prompts[:3])]
+    submitted_at_once(running, scored)
+    assert [job.wait() for job in scored] == ["length"] * 3
+    assert len(several) == 3 and one == [20, 17, 21], "a prompt that is scored is read alone"
+
+
+def submitted_at_once(running, jobs):
+    """All of them wait when the engine's next turn begins."""
+    held = threading.Event()
+    running.call(lambda: held.wait(60))
+    running.submit([job.job for job in jobs])
+    held.set()
+
+
 def test_what_an_engine_refuses(engine):
     running, model = engine(budget=batches.token_bytes(build(config_of("loop+depth_attention")), None) * 512, waiting=3)
     with pytest.raises(EngineError, match=r"for its 600 tokens; the server has .* MiB .--cache-memory"):
@@ -316,7 +354,7 @@ def test_giving_up_and_failing(engine, monkeypatch):
 
 def test_a_fault_of_the_engine_keeps_nobody_waiting(engine, monkeypatch):
     running, _ = engine()
-    monkeypatch.setattr(running, "_admit", lambda: 1 / 0)
+    monkeypatch.setattr(running, "_admit", lambda left: 1 / 0)
     first = Collected([5, 6], 4, Choice())
     running.submit([first.job])
     assert "the engine failed: ZeroDivisionError" in str(first.wait())

@@ -1,10 +1,10 @@
 """Batches whose rows join and leave between tokens; each row gets the same tokens as if it were alone.
 
-A row's prompt is read alone, in chunks, then it joins; one step makes one token for every row that has joined. The
-kind of cache depends on the model:
+A row's prompt is read in chunks, then it joins; one step makes one token for every row that has joined. The kind of
+cache depends on the model:
 
     SlabBatch    one trip, or several that do not read one another: a slab of keys and values for each bank, in which a
-                 row starts at the left and is written in place
+                 row starts at the left and is written in place. Short prompts are read several at a time
     SlotBatch    slots (views other than SAME, halting): the slot cache, merged and cut by rows. A token that halted
                  early takes no part in later trips, so it costs nothing, whatever other rows do
     LoneBatch    everything else, such as caches of constant size: a cache for each row, one after the other
@@ -40,6 +40,9 @@ Mask = Tensor | dict[str, Tensor | None] | None
 class LiveBatch(ABC):
     """Rows that generate together, in the order in which they joined; in a slab the last row moves into a gap."""
 
+    reads_several = False
+    """Whether several whole prompts can be read in one call."""
+
     def __init__(self, model: PreTrainedModel, trips: int | None) -> None:
         self.model, self.trips = model, trips
         self.arguments = {} if trips is None else {"max_trips": trips}
@@ -54,6 +57,10 @@ class LiveBatch(ABC):
     @abstractmethod
     def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
         """Read a part of the joining row's prompt: logits `[1, V]` of its last token, or of each, `[T, V]`."""
+
+    def read_several(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """Read whole prompts, whose rows become the last ones: logits `[n, V]` of their last tokens."""
+        raise NotImplementedError(f"{type(self).__name__} reads one prompt at a time")
 
     @abstractmethod
     def join(self) -> None:
@@ -152,8 +159,10 @@ class SlabLayer(GrowingLayer):
             place = slice(slab.most, slab.most + new)
             self.keys[rows, :, place], self.values[rows, :, place] = key_states, value_states
         else:
-            at = torch.arange(n, device=key_states.device)
-            self.keys[at, :, slab.filled], self.values[at, :, slab.filled] = key_states[:, :, 0], value_states[:, :, 0]
+            row = torch.arange(slab.first, slab.first + n, device=key_states.device).unsqueeze(1)
+            column = slab.filled.unsqueeze(1) + torch.arange(new, device=key_states.device)  # [n, T]
+            self.keys[row, :, column] = key_states.transpose(1, 2)
+            self.values[row, :, column] = value_states.transpose(1, 2)
         end = slab.most + new
         return self.keys[rows, :, :end], self.values[rows, :, :end]
 
@@ -164,6 +173,8 @@ class SlabLayer(GrowingLayer):
 
 class SlabBatch(LiveBatch):
     """Trips that do not read one another, or one: masks say how far each row is filled."""
+
+    reads_several = True
 
     def __init__(self, model: PreTrainedModel, trips: int | None) -> None:
         super().__init__(model, trips)
@@ -189,6 +200,28 @@ class SlabBatch(LiveBatch):
         self._about(len(self), [self.read_already])
         ids, positions = self._chunk(chunk)
         return self._call(ids, positions, self.cache, every, self._mask(positions))[0]
+
+    def read_several(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """As `LiveBatch.read_several`. Shorter ones are padded behind, where their next tokens will be written."""
+        lengths = [len(prompt) for prompt in prompts]
+        ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
+        for row, prompt in zip(ids, prompts, strict=True):
+            row[: len(prompt)] = torch.tensor(prompt)
+        self._about(len(self), [0] * len(prompts))
+        positions = torch.arange(ids.shape[1]).unsqueeze(0)
+        device, head = self.model.device, self.model.get_output_embeddings()
+        given = {"head": head, **self.arguments} if isinstance(self.model, FathomForCausalLM) else self.arguments
+        out = self.model.base_model(
+            input_ids=ids.to(device),
+            attention_mask=self._mask(positions),
+            position_ids=positions.to(device),
+            past_key_values=self.cache,
+            use_cache=True,
+            **given,
+        )
+        self.lengths += lengths
+        last = torch.tensor(lengths, device=device) - 1
+        return head(out.last_hidden_state[torch.arange(len(prompts), device=device), last]).float()
 
     def join(self) -> None:
         """As `LiveBatch.join`."""

@@ -1,8 +1,9 @@
 """The thread that generates: requests join and leave running batches between tokens.
 
-It alternates between reading up to `READ` tokens of waiting prompts, first come first served, and making one token for
-every row. A prompt is admitted when the cache of its batch, with all rows as long as the longest may become, fits into
-the budget, so no request is preempted. Nothing here knows text or HTTP.
+It alternates between reading up to `READ` tokens of waiting prompts, first come first served, short ones several at
+once where the batch can, and making one token for every row. A prompt is admitted when the cache of its batch, with all
+rows as long as the longest may become, fits into the budget, so no request is preempted. Nothing here knows text or
+HTTP.
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ SCORED = 64
 """As `READ`, for a prompt whose own tokens are scored, since each of them needs logits over the vocabulary."""
 ROWS = 64
 """Most rows that generate at a time."""
+FILLED = 2 / 3
+"""Least share of tokens, not padding, in prompts that are read at once."""
 
 T = TypeVar("T")
 
@@ -125,7 +128,8 @@ class Engine:
         self.lanes: dict[int | None, Lane] = {}
         self.waiting: deque[Job] = deque()
         self.calls: deque[tuple[Callable[[], object], Future]] = deque()
-        self.joining: tuple[Lane, Job] | None = None
+        self.joining: tuple[Lane, list[Job]] | None = None
+        """Jobs whose prompts are being read: one, or several whose whole prompts are read at once."""
         self.counts = {"prompt_tokens": 0, "tokens": 0, "steps": 0, "finished": 0, "cancelled": 0, "failed": 0}
         """Counts since the start, for /metrics."""
         self._out: list[tuple[Job, Event]] = []
@@ -216,7 +220,7 @@ class Engine:
         for _, future in self.calls:
             future.set_exception(EngineError(self._reason, "shutting_down"))
         left = [*self.waiting, *(job for lane in self.lanes.values() for job in lane.jobs)]
-        left += [self.joining[1]] if self.joining else []
+        left += self.joining[1] if self.joining else []
         self._out += [(job, EngineError(self._reason, "shutting_down")) for job in left]
         self.waiting.clear()
         self.lanes.clear()
@@ -253,9 +257,9 @@ class Engine:
             for job in [job for job in lane.jobs if job.cancelled]:
                 gone.append(job)
                 self._leave(lane, job)
-        if self.joining is not None and self.joining[1].cancelled:
-            lane, job = self.joining
-            gone.append(job)
+        if self.joining is not None and self.joining[1][0].cancelled:  # one: several are read in one turn
+            lane, jobs = self.joining
+            gone += jobs
             lane.batch.forget()
             self.joining = None
         self.counts["cancelled"] += len(gone)
@@ -263,38 +267,57 @@ class Engine:
     def _read_prompts(self) -> None:
         """Read waiting prompts, until `READ` tokens were read or there is no room for the next."""
         left = READ
-        while left > 0 and (self.joining is not None or self._admit()):
+        while left > 0 and (self.joining is not None or self._admit(left)):
             assert self.joining is not None
-            left -= self._guarded(self.joining[0], self._read, left) or 1
+            lane, jobs = self.joining
+            left -= self._guarded(lane, self._read_several if len(jobs) > 1 else self._read, left) or 1
             self._flush()  # so that a first token does not wait for the next prompt
 
-    def _admit(self) -> bool:
-        """Admit the first waiting job, if there is room."""
+    def _admit(self, left: int) -> bool:
+        """Admit the first waiting job, if there is room, and those behind it that can be read in the same call."""
+        jobs: list[Job] = []
         with self._wake:
-            if not self.waiting or self.running >= ROWS:
-                return False
-            job = self.waiting[0]
-            lane = self.lanes.get(job.trips)
-            if lane is None or not lane.jobs:
-                lane = Lane(batch_for(self.model, job.trips, self.policy), self.token_bytes(job.trips))
-            others = sum(one.bytes(one.rectangle) for trips, one in self.lanes.items() if trips != job.trips)
-            rows, tokens = lane.rectangle
-            wanted = max(rows, len(lane.jobs) + 1), max(tokens, self._tokens(job))
-            if lane.bytes(wanted) + others > self.budget and (lane.jobs or others):
-                return False
-            generous = 1 << (wanted[0] - 1).bit_length(), wanted[1]  # so that a slab is not copied for every row
-            if lane.bytes(generous) + others <= self.budget:
-                wanted = generous
-            self.waiting.popleft()
+            while self.waiting and self.running + len(jobs) < ROWS:
+                job = self.waiting[0]
+                if not (self._beside(jobs, job, left) and self._make_room(job, len(jobs))):
+                    break
+                jobs.append(self.waiting.popleft())
+        if jobs:
+            self.joining = self.lanes[jobs[0].trips], jobs
+        return bool(jobs)
+
+    def _beside(self, jobs: Sequence[Job], job: Job, left: int) -> bool:
+        """Whether a job's prompt can be read in one call with those of others, without much padding."""
+        if not jobs:
+            return True
+        all_jobs = [*jobs, job]
+        lengths = [len(one.prompt) for one in all_jobs]
+        padded = max(lengths) * len(lengths)
+        alike = job.trips == jobs[0].trips and self.lanes[job.trips].batch.reads_several
+        alike = alike and not any(one.score_prompt for one in all_jobs)
+        return alike and padded <= left and sum(lengths) >= FILLED * padded
+
+    def _make_room(self, job: Job, beside: int) -> bool:
+        """Make room for a job and the `beside` others that are admitted with it; False if the budget has none."""
+        lane = self.lanes.get(job.trips)
+        if lane is None or not (lane.jobs or beside):
+            lane = Lane(batch_for(self.model, job.trips, self.policy), self.token_bytes(job.trips))
+        others = sum(one.bytes(one.rectangle) for trips, one in self.lanes.items() if trips != job.trips)
+        rows, tokens = lane.rectangle
+        wanted = max(rows, len(lane.jobs) + beside + 1), max(tokens, self._tokens(job))
+        if lane.bytes(wanted) + others > self.budget and (lane.jobs or beside or others):
+            return False
+        generous = 1 << (wanted[0] - 1).bit_length(), wanted[1]  # so that a slab is not copied for every row
+        if lane.bytes(generous) + others <= self.budget:
+            wanted = generous
         self.lanes[job.trips] = lane
         lane.rectangle = wanted
-        self.joining = lane, job
         return True
 
     def _read(self, left: int) -> int:
         """Read a chunk of the joining prompt, and at its end choose the first new token."""
         assert self.joining is not None
-        lane, job = self.joining
+        lane, (job,) = self.joining
         lane.batch.reserve(*lane.rectangle)
         whole = len(job.prompt) if not may_chunk(self.model) else SCORED if job.score_prompt else left
         chunk = job.prompt[job.read : job.read + whole]
@@ -310,11 +333,29 @@ class Engine:
         lane.jobs.append(job)
         if job.score_prompt:
             self._out.append((job, job.prompt_scores))
-        if not job.new_tokens:
-            self._end(lane, job, "length")
-        else:
-            self._take(lane, job, logits[-1], None)
+        self._begin(lane, job, logits[-1])
         return len(chunk)
+
+    def _read_several(self, left: int) -> int:
+        """Read the joining prompts, of `left` tokens at most, and choose the first new token of each."""
+        assert self.joining is not None
+        lane, jobs = self.joining
+        lane.batch.reserve(*lane.rectangle)
+        logits = lane.batch.read_several([job.prompt for job in jobs])
+        self.joining = None
+        lane.jobs += jobs
+        for job, row in zip(jobs, logits, strict=True):
+            job.read = len(job.prompt)
+            self.counts["prompt_tokens"] += job.read
+            self._begin(lane, job, row)
+        return sum(len(job.prompt) for job in jobs)
+
+    def _begin(self, lane: Lane, job: Job, logits: Tensor) -> None:
+        """Choose a job's first new token, if it wants any."""
+        if job.new_tokens:
+            self._take(lane, job, logits, None)
+        else:
+            self._end(lane, job, "length")
 
     def _scored(self, job: Job, logits: Tensor) -> list[Scored]:
         """The prompt's tokens that a chunk's logits `[T, V]` predict; the first token is not predicted."""
@@ -366,7 +407,7 @@ class Engine:
             logger.exception("generation failed")
             failed = list(lane.jobs)
             if self.joining is not None and self.joining[0] is lane:
-                failed.append(self.joining[1])
+                failed += self.joining[1]
                 self.joining = None
             self.counts["failed"] += len(failed)
             self._out += [(job, EngineError(f"generation failed: {type(error).__name__}", "failed")) for job in failed]
