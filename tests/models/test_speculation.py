@@ -5,6 +5,7 @@ import random
 import pytest
 import scipy.stats
 import torch
+from transformers import LogitsProcessorList
 
 from fathom.models import FathomConfig, speculation
 from fathom.models.registry import parse_mechanism
@@ -131,6 +132,42 @@ def test_draws_have_the_distribution():
         assert scipy.stats.chisquare(counts, len(reached) * p[place].numpy()).pvalue > 1e-3
     taken = drafts[:, 0].bincount(minlength=7)
     assert scipy.stats.chisquare(taken, rows * p[0].numpy()).pvalue < 1e-6, "drafts as they are would be seen"
+
+
+def misfit(tokens, p):
+    """p-value of `tokens` `[n]` against rows `[n, V]` of a few distributions: chi-squares of the groups, added."""
+    total, freedom = 0.0, 0
+    for row in p.unique(dim=0):
+        counts = tokens[(p == row).all(1)].bincount(minlength=len(row))
+        expected = counts.sum() * row.double()
+        total += float(((counts - expected) ** 2 / expected)[expected > 0].sum())
+        freedom += len(row) - 1
+    return scipy.stats.chi2.sf(total, freedom)
+
+
+@pytest.mark.slow
+def test_verified_drafts_have_the_distribution(monkeypatch):
+    """50,000 in one batch: every place that is reached, given the tokens before it; and not without the correction."""
+    model = build(FathomConfig(**{**SHAPE, "vocab_size": 7, "recurrence": "loop", "pad_token_id": 0}))
+    torch.manual_seed(2)
+    ids, seen = torch.tensor([[5, 3, 6]]).expand(50_000, -1), []
+    monkeypatch.setattr(speculation, "accept", lambda *given: seen.append(given) or accept(*given))
+    with torch.no_grad():
+        run = speculation._Run(Stages(model, 3), 1, torch.ones_like(ids), LogitsProcessorList(), True)
+        run.read(ids[:, :-1])
+        drafts = run.draft(ids, 2)
+        new, accepted = run.verify(ids, drafts)
+        first = model(ids[:1]).logits[0, -1].softmax(-1)
+        after = [model(torch.tensor([[5, 3, 6, t]])).logits[0, -1].softmax(-1) for t in range(7)]
+    on = accepted > 0
+    given = torch.stack(after)[new[:, 0]]
+    assert on.sum() > 5000 and (~on).sum() > 5000
+    assert misfit(new[:, 0], first.expand(50_000, -1)) > 1e-3 and misfit(new[on, 1], given[on]) > 1e-3
+    p = seen[0][0]
+    torch.testing.assert_close(p[on, 1], given[on], rtol=1e-4, atol=1e-5)
+    again = torch.where(on, drafts.tokens[:, 0], torch.multinomial(p[:, 0], 1).squeeze(1))
+    assert misfit(again, first.expand(50_000, -1)) < 1e-6, "drawn anew from the whole of p"
+    assert misfit(drafts.tokens[:, 0], first.expand(50_000, -1)) < 1e-6, "drafts as they are"
 
 
 @pytest.mark.slow
