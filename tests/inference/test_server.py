@@ -261,11 +261,15 @@ def test_what_is_drawn_from(served):
     assert len(set(varied)) > len(set(plain))
 
 
-def test_what_prometheus_reads(served):
+def metrics(served):
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
     connection.request("GET", "/metrics")
     lines = connection.getresponse().read().decode().splitlines()
-    values = dict(line.split(" ") for line in lines if not line.startswith("#"))
+    return dict(line.split(" ") for line in lines if not line.startswith("#"))
+
+
+def test_what_prometheus_reads(served):
+    values = metrics(served)
     assert float(values["fathom_generation_tokens_total"]) > 100 and float(values["fathom_texts_finished_total"]) > 10
     assert values["fathom_texts_running"] == values["fathom_texts_waiting"] == values["fathom_cache_bytes"] == "0"
 
@@ -570,6 +574,8 @@ def test_asked_wrongly(directory, capsys, monkeypatch):
     assert "allowed: auto" in refused(str(directory), "--port", "0", "--dtype", "int3")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "cannot listen on 127.0.0.1" in refused(str(directory), "--port", str(taken.getsockname()[1]))
+    assert "this model makes one trip" in refused(str(directory), "--port", "0", "--speculate", "--device", "cpu")
+    assert "leave out --kvcache" in refused("nowhere", "--speculate", "--kvcache", "sinks", "--kvcache-window", "9")
     assert "allowed: 0 to 65535" in refused(str(directory), "--port", "99999")
     assert "cannot listen on 192.0.2.1" in refused(str(directory), "--port", "0", "--host", "192.0.2.1")
     assert "warning" not in refused("nowhere", "--port", "0")
@@ -577,6 +583,23 @@ def test_asked_wrongly(directory, capsys, monkeypatch):
     assert "any client that reaches this machine can use the model" in open_to_all
     monkeypatch.setenv("FATHOM_API_KEY", "secret")
     assert "warning" not in refused("nowhere", "--port", "0", "--host", "0.0.0.0")
+
+
+def test_drafts_are_counted(tmp_path):
+    """Texts are those of a server that does not draft; /metrics says how many drafts were right."""
+    shape = {"recurrence": "loop", "recurrence_options": {"trips": 3}}
+    opened, said = open_checkpoint(export_tiny(tmp_path / "tiny", **shape), "cpu", "auto"), []
+    for trips in (None, 1):
+        with in_thread(server.build_app(server.Service(*opened, "tiny", 1 << 26, speculate=trips))) as asked:
+            texts = [
+                asked.complete("The lead", max_tokens=20, seed=3, temperature=t).choices[0].text for t in (0, 0, 1)
+            ]
+            said.append((texts, metrics(asked)))
+    (plain, before), (drafted, counts) = said
+    assert drafted[:2] == plain[:2] and drafted[2]
+    assert float(counts["fathom_drafted_tokens_total"]) > float(counts["fathom_accepted_tokens_total"]) > 0
+    assert before["fathom_drafted_tokens_total"] == "0"
+    assert float(counts["fathom_steps_total"]) < float(before["fathom_steps_total"])
 
 
 # The end.

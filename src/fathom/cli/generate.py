@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from fathom.cli.parser import Parser, UsageError, add_kernels, add_kvcache, add_opening
+from fathom.cli.parser import Parser, UsageError, add_kernels, add_kvcache, add_opening, add_speculate
 
 
 def add(parser: Parser) -> None:
@@ -40,14 +40,7 @@ def add(parser: Parser) -> None:
     )
     parser.add_argument("--seed", type=int, help="draw the same text every time")
     parser.add_argument("--max-trips", type=int, metavar="N", help="trips per token at most (default: all it may make)")
-    parser.add_argument(
-        "--speculate",
-        nargs="?",
-        type=int,
-        const=1,
-        metavar="TRIPS",
-        help="draft with the first trip, or TRIPS, and check with the rest: the same texts",
-    )
+    add_speculate(parser)
     parser.add_argument("--static-cache", action="store_true", help="reserve the cache for the whole text at once")
     parser.add_argument("--compile", action="store_true", help="compile decoding, with a static cache")
     add_kvcache(parser)

@@ -84,6 +84,18 @@ def add_kvcache(parser: Parser, several: bool = False) -> None:
     )
 
 
+def add_speculate(parser: Parser) -> None:
+    """Add `--speculate`: how many trips draft."""
+    parser.add_argument(
+        "--speculate",
+        nargs="?",
+        type=int,
+        const=1,
+        metavar="TRIPS",
+        help="draft with the first trip, or TRIPS, and check with the rest: the same texts",
+    )
+
+
 def add_opening(parser: Parser) -> None:
     """Add the arguments of opening a model."""
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: auto, as stored)")

@@ -6,7 +6,7 @@ import dataclasses
 import os
 from argparse import ArgumentTypeError, Namespace
 
-from fathom.cli.parser import Parser, UsageError, add_kernels, add_kvcache, add_opening
+from fathom.cli.parser import Parser, UsageError, add_kernels, add_kvcache, add_opening, add_speculate
 
 LONGEST_GRACE = 86_400
 UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -25,6 +25,7 @@ def add(parser: Parser) -> None:
     add_kernels(parser)
     add_kvcache(parser)
     parser.add_argument("--max-trips", type=int, metavar="N", help="trips per token at most, unless a request says so")
+    add_speculate(parser)
     parser.add_argument(
         "--cache-memory",
         type=size,

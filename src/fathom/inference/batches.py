@@ -5,6 +5,7 @@ cache depends on the model:
 
     SlabBatch    one trip, or several that do not read one another: a slab of keys and values for each bank, in which a
                  row starts at the left and is written in place. Short prompts are read several at a time
+    DraftBatch   as that, several tokens in one step: drafted with the first trips, checked with the rest
     SlotBatch    slots (views other than SAME, halting): the slot cache, merged and cut by rows. A token that halted
                  early takes no part in later trips, so it costs nothing, whatever other rows do
     LoneBatch    everything else, such as caches of constant size: a cache for each row, one after the other
@@ -13,7 +14,7 @@ cache depends on the model:
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,6 +25,8 @@ from fathom.inference.cache import Policy
 from fathom.kvcache.prefill import chunks
 from fathom.models import FathomForCausalLM
 from fathom.models.slot_cache import SPARE, GrowingLayer, drop_row, merge_slots
+from fathom.models.slots import joined
+from fathom.models.speculation import Stages, side_by_side
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -32,6 +35,8 @@ PLAIN = ("qwen3", "qwen2", "llama", "mistral", "smollm3", "olmo2")
 """Decoders of transformers whose attention takes any mask and whose cache is keys and values alone."""
 GRAIN = 256
 """Slabs grow in steps of this many tokens."""
+DRAFTS = 16
+"""Most tokens that are drafted at a time."""
 
 Mask = Tensor | dict[str, Tensor | None] | None
 """Which keys each new token sees, `[n, 1, T, N]`; by kind of attention for a model of several kinds; None for all."""
@@ -258,6 +263,12 @@ class SlabBatch(LiveBatch):
 
     def _mask(self, positions: Tensor) -> Mask:
         """The mask of the keys that each new token sees; None if it is all of them. `positions` is `[n, T]`."""
+        masks = self._masks(positions)
+        alone = masks["full_attention"] if set(masks) == {"full_attention"} else masks
+        return alone if not isinstance(self.model, FathomForCausalLM) else masks
+
+    def _masks(self, positions: Tensor) -> dict[str, Tensor | None]:
+        """As `_mask`, by layer type."""
         end = self.slab.most + positions.shape[1]
         at = torch.arange(end)
         masks = {}
@@ -265,8 +276,7 @@ class SlabBatch(LiveBatch):
             far = positions.unsqueeze(2) - at  # [n, T, N]
             seen = far >= 0 if window is None else (far >= 0) & (far < window)
             masks[kind] = self._as_backend_takes(seen.unsqueeze(1))
-        alone = masks["full_attention"] if set(masks) == {"full_attention"} else masks
-        return alone if not isinstance(self.model, FathomForCausalLM) else masks
+        return masks
 
     def _as_backend_takes(self, seen: Tensor) -> Tensor | None:
         if bool(seen.all()):
@@ -276,6 +286,56 @@ class SlabBatch(LiveBatch):
             return seen
         least = torch.finfo(self.model.dtype).min
         return torch.zeros(seen.shape, dtype=self.model.dtype, device=seen.device).masked_fill(~seen, least)
+
+
+class DraftBatch(SlabBatch):
+    """Several trips that do not read one another: the first draft some tokens of a row, the rest check all of them.
+
+    Args:
+        model: A model of several trips.
+        trips: How many.
+        draft_trips: With how many of them drafts are made.
+    """
+
+    def __init__(self, model: FathomForCausalLM, trips: int, draft_trips: int) -> None:
+        super().__init__(model, trips)
+        self.stages = Stages(model, trips, self.cache)
+        self.drafting, self.checking = range(draft_trips), range(draft_trips, trips)
+        self.count = 6
+        """Tokens to draft in the next step: one more after one in which most rows kept all, one fewer after others."""
+
+    def draft(self, tokens: Sequence[int], count: int, choose: Callable[[Tensor], Sequence[int]]) -> Tensor:
+        """Draft `count` tokens for each row; the whole model's logits at their places, `[rows, count, V]`.
+
+        Args:
+            tokens: The last token of each row.
+            count: How many are drafted.
+            choose: The next draft of each row, from logits `[rows, V]`.
+        """
+        stages, device = self.stages, self.model.device
+        starts, sources, states = [], [], []
+        for i in range(count):
+            filled = [length + i for length in self.lengths]
+            self._about(0, filled)
+            positions = torch.tensor(filled).unsqueeze(1)
+            found: dict[int, tuple[Tensor, Tensor]] = {}
+            x, masks = stages.embed(torch.tensor(tokens, device=device).unsqueeze(1)), self._masks(positions)
+            hidden, start, state = stages.make(x, positions.to(device), masks, self.drafting, found)
+            starts.append(start)
+            sources.append(found)
+            states.append(state)
+            tokens = choose(self.model.lm_head(hidden[:, -1]).float())
+        self._about(0, self.lengths)
+        positions = torch.tensor(self.lengths).unsqueeze(1) + torch.arange(count)
+        x, masks, kept = torch.cat(starts, 1), self._masks(positions), side_by_side(sources)
+        hidden, *_ = stages.make(x, positions.to(device), masks, self.checking, kept, joined(states))
+        return self.model.lm_head(hidden).float()
+
+    def keep(self, kept: Sequence[int], count: int) -> None:
+        """Keep so many of each row's `count` drafted places: what was written behind them will be written over."""
+        whole = 2 * sum(one == count for one in kept) > len(kept)
+        self.count = min(count + 1, DRAFTS) if whole else max(count - 1, 1)
+        self.lengths = [length + more for length, more in zip(self.lengths, kept, strict=True)]
 
 
 class SlotBatch(LiveBatch):
@@ -365,14 +425,19 @@ class LoneBatch(LiveBatch):
         return row
 
 
-def batch_for(model: PreTrainedModel, trips: int | None = None, policy: Policy | None = None) -> LiveBatch:
+def batch_for(
+    model: PreTrainedModel, trips: int | None = None, policy: Policy | None = None, draft_trips: int | None = None
+) -> LiveBatch:
     """An empty batch of the kind that the model needs.
 
     Args:
         model: An open causal language model.
         trips: Most trips per token; None for the model's own number.
         policy: A cache of constant size for each row.
+        draft_trips: Draft with so many first trips, where there are more.
     """
+    if draft_trips is not None and draft_trips < trips_of(model, trips):
+        return DraftBatch(model, trips_of(model, trips), draft_trips)
     if policy is not None:
         return LoneBatch(model, trips, policy)
     if isinstance(model, FathomForCausalLM):
@@ -384,8 +449,14 @@ def banks(model: PreTrainedModel, trips: int | None) -> int:
     """Most layers of keys and values of a row: one for each visit."""
     if not isinstance(model, FathomForCausalLM):
         return int(model.config.num_hidden_layers)
-    made = trips or model.config.max_trips or model.model.recurrence.trips
-    return sum(len(trip) for trip in model.model.plan_of(made))
+    return sum(len(trip) for trip in model.model.plan_of(trips_of(model, trips)))
+
+
+def trips_of(model: PreTrainedModel, trips: int | None) -> int:
+    """Most trips of a token: `trips`, or the model's own number."""
+    if not isinstance(model, FathomForCausalLM):
+        return 1
+    return trips or model.config.max_trips or model.model.recurrence.trips
 
 
 def token_bytes(model: PreTrainedModel, trips: int | None) -> int:

@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers.utils import logging
 
 from fathom.errors import FathomError
-from fathom.inference.batches import GRAIN, LiveBatch, batch_for, may_chunk, token_bytes
+from fathom.inference.batches import DRAFTS, GRAIN, DraftBatch, LiveBatch, batch_for, may_chunk, token_bytes
 from fathom.inference.cache import Policy
-from fathom.inference.sampling import Choice, likeliest
+from fathom.inference.sampling import Choice, Draft, likeliest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -113,6 +113,7 @@ class Engine:
         policy: A cache of constant size for every text.
         hand_out: Receives the new events after each turn; by default they are delivered at once.
         waiting: Most jobs that may wait.
+        draft_trips: Draft with so many first trips, for jobs whose tokens make more.
     """
 
     def __init__(
@@ -122,15 +123,17 @@ class Engine:
         policy: Policy | None = None,
         hand_out: Callable[[list[tuple[Job, Event]]], None] | None = None,
         waiting: int = 256,
+        draft_trips: int | None = None,
     ) -> None:
         self.model, self.budget, self.policy, self.most_waiting = model, budget, policy, waiting
-        self.hand_out = hand_out or deliver
+        self.hand_out, self.draft_trips = hand_out or deliver, draft_trips
         self.lanes: dict[int | None, Lane] = {}
         self.waiting: deque[Job] = deque()
         self.calls: deque[tuple[Callable[[], object], Future]] = deque()
         self.joining: tuple[Lane, list[Job]] | None = None
         """Jobs whose prompts are being read: one, or several whose whole prompts are read at once."""
         self.counts = {"prompt_tokens": 0, "tokens": 0, "steps": 0, "finished": 0, "cancelled": 0, "failed": 0}
+        self.counts |= {"drafted": 0, "accepted": 0}
         """Counts since the start, for /metrics."""
         self._out: list[tuple[Job, Event]] = []
         self._wake, self._closing, self._reason = threading.Condition(), False, "the server is shutting down"
@@ -205,7 +208,7 @@ class Engine:
         """Most tokens of one text, prompt included, in multiples of GRAIN, to which rows are rounded up."""
         if self.policy is not None:
             return sys.maxsize
-        return self.budget // (self.token_bytes(trips) * GRAIN) * GRAIN
+        return self.budget // (self.token_bytes(trips) * GRAIN) * GRAIN - self._spare
 
     # The thread.
 
@@ -301,7 +304,8 @@ class Engine:
         """Make room for a job and the `beside` others that are admitted with it; False if the budget has none."""
         lane = self.lanes.get(job.trips)
         if lane is None or not (lane.jobs or beside):
-            lane = Lane(batch_for(self.model, job.trips, self.policy), self.token_bytes(job.trips))
+            batch = batch_for(self.model, job.trips, self.policy, self.draft_trips)
+            lane = Lane(batch, self.token_bytes(job.trips))
         others = sum(one.bytes(one.rectangle) for trips, one in self.lanes.items() if trips != job.trips)
         rows, tokens = lane.rectangle
         wanted = max(rows, len(lane.jobs) + beside + 1), max(tokens, self._tokens(job))
@@ -368,25 +372,56 @@ class Engine:
     def _step(self, lane: Lane) -> None:
         if not lane.jobs:
             return
-        logits = lane.batch.step([job.made[-1] for job in lane.jobs])
         self.counts["steps"] += 1
+        if isinstance(lane.batch, DraftBatch):
+            return self._step_drafted(lane, lane.batch)
+        logits = lane.batch.step([job.made[-1] for job in lane.jobs])
         likely = logits.argmax(-1).tolist()
         rows = list(zip(list(lane.jobs), logits, likely, strict=True))  # before any of them leaves
         for job, row, best in rows:
             self._take(lane, job, row, best)
 
+    def _step_drafted(self, lane: Lane, batch: DraftBatch) -> None:
+        """Several tokens for every row: drafts that the whole model confirms, and its own in place of the next."""
+        jobs = list(lane.jobs)
+        drafts: list[list[Draft]] = [[] for _ in jobs]
+
+        def choose(logits: Tensor) -> list[int]:
+            for job, mine, row, best in zip(jobs, drafts, logits, logits.argmax(-1).tolist(), strict=True):
+                made = [*job.made, *(draft.token for draft in mine)]
+                mine.append(Draft(best) if job.choice.plain else job.choice.draft(row, job.prompt, made))
+            return [mine[-1].token for mine in drafts]
+
+        count = min(batch.count, max(job.new_tokens - len(job.made) for job in jobs))
+        logits = batch.draft([job.made[-1] for job in jobs], count, choose)
+        settled = [
+            job.choice.settled(mine, rows, job.prompt, job.made)
+            for job, mine, rows in zip(jobs, drafts, logits, strict=True)
+        ]
+        batch.keep([len(tokens) for tokens, _ in settled], count)
+        self.counts["drafted"] += len(jobs) * count
+        self.counts["accepted"] += sum(accepted for _, accepted in settled)
+        for job, (tokens, _), rows in zip(jobs, settled, logits, strict=True):
+            for token, row in zip(tokens, rows, strict=False):
+                if not self._give(lane, job, token, row):
+                    break
+
     def _take(self, lane: Lane, job: Job, logits: Tensor, best: int | None) -> None:
         """Choose a job's next token; `best` is the likeliest, where it is known."""
         plain = job.choice.plain and best is not None
         token = best if plain and best is not None else job.choice.token(logits, job.prompt, job.made)
+        self._give(lane, job, token, logits)
+
+    def _give(self, lane: Lane, job: Job, token: int, logits: Tensor) -> bool:
+        """Deliver a job's next token; returns whether the text goes on."""
         job.made.append(token)
         self.counts["tokens"] += 1
         scored = Scored(token) if job.logprobs is None else Scored(token, *likeliest(logits, token, job.logprobs))
         self._out.append((job, scored))
-        if token in job.stops:
-            self._end(lane, job, "stop")
-        elif len(job.made) == job.new_tokens:
-            self._end(lane, job, "length")
+        why = "stop" if token in job.stops else "length" if len(job.made) == job.new_tokens else None
+        if why is not None:
+            self._end(lane, job, why)
+        return why is None
 
     def _end(self, lane: Lane, job: Job, why: str) -> None:
         self._out.append((job, why))
@@ -417,7 +452,12 @@ class Engine:
     def _tokens(self, job: Job) -> int:
         """Most tokens of a job's row, rounded up as slabs are."""
         longest = job.longest if self.policy is None else min(job.longest, self.policy.window)
-        return -(-longest // GRAIN) * GRAIN
+        return -(-(longest + self._spare) // GRAIN) * GRAIN
+
+    @property
+    def _spare(self) -> int:
+        """Places of a row behind its last token, for drafts that are not kept."""
+        return 0 if self.draft_trips is None else DRAFTS
 
 
 def deliver(out: list[tuple[Job, Event]]) -> None:

@@ -2,6 +2,8 @@
 
 A draw is a number in [0, 1) made of (seed, choice, place) by a hash, looked up in the running sum of the
 probabilities. So a text does not depend on which others are made beside it, nor on how often the server was asked.
+Where tokens are drafted, a place has a number for its draft, one that accepts or rejects it and one for what is drawn
+instead, so a text does not depend on how many were drafted at a time either.
 """
 
 from __future__ import annotations
@@ -22,6 +24,15 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+
+@dataclass(frozen=True)
+class Draft:
+    """A token that a part of the model chose."""
+
+    token: int
+    probabilities: Tensor | None = None
+    """What it was drawn from, `[V]`; None for the likeliest token."""
 
 
 @dataclass(frozen=True)
@@ -88,17 +99,66 @@ class Choice:
 
     def token(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> int:
         """The next token, given its logits `[V]`."""
-        scores = self.scores(logits, prompt, made) if self._changes else logits
+        scores = self._changed(logits, prompt, made)
         if self.temperature == 0:
             return int(scores.argmax())
-        running = self.probabilities(scores.double()).cumsum(0)
-        place = uniform(self.seed, self.index, len(made)) * running[-1]
+        return self._drawn(self.probabilities(scores.double()), made, "")
+
+    def draft(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> Draft:
+        """A draft of the next token, given a part of the model's logits `[V]`."""
+        scores = self._changed(logits, prompt, made)
+        if self.temperature == 0:
+            return Draft(int(scores.argmax()))
+        probabilities = self.probabilities(scores.double())
+        return Draft(self._drawn(probabilities, made, "draft"), probabilities)
+
+    def settled(
+        self, drafts: Sequence[Draft], logits: Tensor, prompt: Sequence[int], made: Sequence[int]
+    ) -> tuple[list[int], int]:
+        """The next tokens, distributed as the whole model's, and how many drafts are among them.
+
+        Drafts are accepted with probability min(1, p/q), and the first that is not gives way to a draw from what p has
+        more than q; of likeliest tokens, as long as they are equal.
+
+        Args:
+            drafts: Tokens that may follow, one after another.
+            logits: The whole model's at their places, `[drafts, V]`.
+            prompt: As `token` takes it.
+            made: As `token` takes it.
+        """
+        tokens: list[int] = []
+        for draft, row in zip(drafts, logits, strict=True):
+            before = [*made, *tokens]
+            tokens.append(self._checked(draft, row, prompt, before))
+            if tokens[-1] != draft.token:
+                return tokens, len(tokens) - 1
+        return tokens, len(tokens)
+
+    def _checked(self, draft: Draft, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> int:
+        scores, q = self._changed(logits, prompt, made), draft.probabilities
+        if q is None:
+            return int(scores.argmax())
+        p = self.probabilities(scores.double())
+        if self._uniform(made, "accept") * float(q[draft.token]) < float(p[draft.token]):
+            return draft.token
+        return self._drawn((p - q).clamp(min=0), made, "instead")
+
+    def _changed(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> Tensor:
+        return self.scores(logits, prompt, made) if self._changes else logits
+
+    def _drawn(self, weights: Tensor, made: Sequence[int], stream: str) -> int:
+        running = weights.cumsum(0)
+        place = self._uniform(made, stream) * running[-1]
         return min(int(torch.searchsorted(running, place, right=True)), len(running) - 1)
 
+    def _uniform(self, made: Sequence[int], stream: str) -> float:
+        return uniform(self.seed, self.index, len(made), stream)
 
-def uniform(seed: int, index: int, place: int) -> float:
-    """A number in [0, 1) for one draw."""
-    digest = hashlib.blake2b(struct.pack("<QQQ", seed % (1 << 64), index, place), digest_size=8).digest()
+
+def uniform(seed: int, index: int, place: int, stream: str = "") -> float:
+    """A number in [0, 1) for one draw; several at one place have names."""
+    packed = struct.pack("<QQQ", seed % (1 << 64), index, place)
+    digest = hashlib.blake2b(packed, digest_size=8, person=stream.encode()).digest()
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 

@@ -41,7 +41,7 @@ from fathom.inference.api import ApiError, Body, ChatBody, CompletionBody, TextB
 from fathom.inference.cache import Policy, choose
 from fathom.inference.engine import Engine, EngineError, Event, Job, Scored
 from fathom.inference.gate import Gate, Timed
-from fathom.inference.generate import GenerateError, written
+from fathom.inference.generate import GenerateError, check_drafts, written
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -75,6 +75,7 @@ class Service:
         memory: Bytes that keys and values may take; by default as `default_memory` says.
         policy: A cache of constant size for every text.
         max_trips: Trips per token at most, where a request does not say.
+        speculate: Draft with so many first trips and check with the rest.
     """
 
     def __init__(
@@ -85,13 +86,14 @@ class Service:
         memory: int | None = None,
         policy: Policy | None = None,
         max_trips: int | None = None,
+        speculate: int | None = None,
     ) -> None:
         settle_generation(model.generation_config, tokenizer)
         self.model, self.tokenizer, self.name, self.max_trips = model, tokenizer, name, max_trips
         self.context = model.config.max_position_embeddings if policy is None else ENDLESS
         self.stops = frozenset(as_list(model.generation_config.eos_token_id))
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.engine = Engine(model, memory or default_memory(model), policy, self._hand_over)
+        self.engine = Engine(model, memory or default_memory(model), policy, self._hand_over, draft_trips=speculate)
         self.first_tokens, self.first_seconds, self.refused = 0, 0.0, 0
         self.card = {
             "id": name,
@@ -263,6 +265,8 @@ class Service:
             "texts_finished_total": ("counter", counts["finished"]),
             "texts_cancelled_total": ("counter", counts["cancelled"]),
             "texts_failed_total": ("counter", counts["failed"]),
+            "drafted_tokens_total": ("counter", counts["drafted"]),
+            "accepted_tokens_total": ("counter", counts["accepted"]),
             "requests_refused_total": ("counter", self.refused),
             "first_token_seconds_sum": ("counter", round(self.first_seconds, 6)),
             "first_token_seconds_count": ("counter", self.first_tokens),
@@ -477,6 +481,8 @@ class ServeOptions(Opening):
     """What clients call the model; by default the directory's name."""
     max_trips: int | None = None
     """Trips per token at most, where a request does not say."""
+    speculate: int | None = None
+    """Draft with this many first trips and check with the rest: the same texts, faster if drafts are good."""
     api_key: str | None = None
     """What clients must send as `Authorization: Bearer KEY`."""
     allow_origin: Sequence[str] = ()
@@ -522,6 +528,8 @@ def serve(
                 f"--allow-origin {origin}: allowed: * or a scheme and a host, as https://app.example:8443, the way "
                 "browsers write them: lower case, xn-- for other letters, no :443 for https and no :80 for http"
             )
+    if chosen.speculate is not None and chosen.kvcache not in (None, "full"):
+        raise ServeError("--speculate takes back what it wrote: leave out --kvcache")
     listener = _bind(host, port)
     # uvicorn puts this back and repeats the signal once it has stopped, so that it ends this process with 0.
     before = signal.signal(signal.SIGTERM, _stop)
@@ -554,9 +562,10 @@ def _run(
     model, tokenizer = options.open(path, into_fathom=lens is not None)
     name = options.name or Path(path).resolve().name
     check_trips(model, options.max_trips)
+    check_drafts(model, options.speculate, options.max_trips)
     wishes = (options.kvcache_window, options.kvcache_sinks, options.kvcache_ratio, options.kvcache_kept)
     policy = choose(model, options.kvcache, *wishes)
-    service = Service(model, tokenizer, name, options.cache_memory, policy, options.max_trips)
+    service = Service(model, tokenizer, name, options.cache_memory, policy, options.max_trips, options.speculate)
     app = build_app(service, options.api_key, lens, hosts, options.allow_origin)
     address, port = listener.getsockname()[:2]
     url = f"http://{f'[{address}]' if ':' in address else address}:{port}"

@@ -96,15 +96,16 @@ def check_request(given: Mapping[str, Any], own: GenerationConfig) -> None:
 class Stages:
     """The trips of some tokens, made in two parts over one cache."""
 
-    def __init__(self, model: FathomForCausalLM, trips: int) -> None:
-        self.model, self.decoder, self.cache, self.trips = model, model.model, DynamicCache(), trips
+    def __init__(self, model: FathomForCausalLM, trips: int, cache: Cache | None = None) -> None:
+        self.model, self.decoder, self.trips = model, model.model, trips
+        self.cache = DynamicCache() if cache is None else cache
         self.plan = self.decoder.plan_of(trips)
 
     def make(
         self,
         x: Tensor,
         positions: Tensor,
-        padding: Tensor | None,
+        padding: Tensor | Mapping[str, Tensor | None] | None,
         trips: range,
         sources: dict[int, KeyValue],
         state: TripState | None = None,
@@ -115,7 +116,7 @@ class Stages:
         Args:
             x: What the first of these trips starts from.
             positions: `[B, T]`
-            padding: `[B, past + T]`, or nothing is padded.
+            padding: `[B, past + T]`; None where nothing is padded; or whole masks by layer type.
             trips: Which.
             sources: By visit, what earlier trips of these tokens left for mixers; these trips add theirs.
             state: What earlier trips of these tokens left for the recurrence.
@@ -123,7 +124,8 @@ class Stages:
         first = self.plan[trips.start][-1].index
         held = self.cache.layers[first : first + 1]  # masks ask this one, for the other part's banks are longer
         seen = Cache(layers=held) if held else DynamicCache()
-        inputs = Inputs(self.trips, positions, None, padding, seen, x.dtype, self.model.lm_head, {})
+        given: Any = padding  # whole masks pass through
+        inputs = Inputs(self.trips, positions, None, given, seen, x.dtype, self.model.lm_head, {})
         banked, recurrence = Banked(self.decoder, inputs, x, self.cache), self.decoder.recurrence
         banked.sources = sources
         state = dict(state or {})
@@ -249,7 +251,7 @@ class _Run:
             ids[:, length:],
             torch.cat(starts, 1),
             self._positions(length - 1, ids[:, length:]),
-            {i: _side_by_side([one[i] for one in sources]) for i in sources[0]},
+            side_by_side(sources),
             joined(states),
             torch.stack(drawn_from, 1) if self.sampled else None,
         )
@@ -303,10 +305,13 @@ def accept(p: Tensor, q: Tensor, drafts: Tensor) -> tuple[Tensor, Tensor]:
     return torch.where(here, other, drafts), accepted
 
 
-def _side_by_side(pairs: Sequence[KeyValue]) -> KeyValue:
-    """Keys and values `[B, H_kv, 1, D]` of tokens one after another."""
-    keys, values = zip(*pairs, strict=True)
-    return torch.cat(keys, 2), torch.cat(values, 2)
+def side_by_side(sources: Sequence[Mapping[int, KeyValue]]) -> dict[int, KeyValue]:
+    """By visit, keys and values `[B, H_kv, T, D]` of tokens that were made one after another."""
+    gathered = {}
+    for visit in sources[0]:
+        keys, values = zip(*(one[visit] for one in sources), strict=True)
+        gathered[visit] = torch.cat(keys, 2), torch.cat(values, 2)
+    return gathered
 
 
 def _pad(generation_config: GenerationConfig) -> int:
