@@ -4,6 +4,7 @@ One process serves most of these tests, in order; the last of them stops it. Wha
 thread.
 """
 
+import asyncio
 import contextlib
 import http.client
 import json
@@ -445,6 +446,61 @@ def test_1000_hang_ups_leave_memory_flat(served):
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+async def load(served, bodies, at_once):
+    """What each request is answered, `at_once` of them under way at any time: texts and why they ended, by choice."""
+    client = openai.AsyncOpenAI(base_url=f"{served.client.base_url}", api_key="none", max_retries=0, timeout=120)
+    answers, left = [None] * len(bodies), iter(enumerate(bodies))
+
+    async def one(body):
+        made = await client.completions.create(model="tiny", **body)
+        if not body.get("stream"):
+            return [(choice.text, choice.finish_reason) for choice in made.choices]
+        texts, ends = {}, {}
+        async for chunk in made:
+            for choice in chunk.choices:
+                texts[choice.index] = texts.get(choice.index, "") + choice.text
+                ends[choice.index] = choice.finish_reason or ends.get(choice.index)
+        return [(texts[i], ends[i]) for i in sorted(texts)]
+
+    async def ask():
+        for i, body in left:
+            answers[i] = await one(body)
+
+    async with client:
+        await asyncio.gather(*(ask() for _ in range(at_once)))
+    return answers
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+def test_a_load_of_clients(served):
+    """1,500 requests of many kinds, 32 at a time: no error, the answers of one client, memory flat."""
+    kinds = [
+        {},
+        {"stream": True},
+        {"seed": 7, "temperature": 1},
+        {"n": 3, "seed": 2, "temperature": 0.9, "stream": True},
+        {"stop": ["e", "th"]},
+        {"echo": True, "logprobs": 2},
+        {"frequency_penalty": 1.5},
+        {"presence_penalty": 0.5},
+    ]
+    bodies = [
+        {"prompt": prompt, "max_tokens": 4 + 3 * i, "temperature": 0, "user": "深" * 16_000, **kind}
+        for i, kind in enumerate(kinds)
+        for prompt in ("The lead", "To fathom is " * 9, "深", [5, 9, 31, 7], TEXT[1])
+    ]
+    expected = asyncio.run(load(served, bodies, 1))
+    order = [i % len(bodies) for i in range(0, 7 * 300, 7)]  # neighbours are of different kinds
+
+    sizes = []
+    for _ in range(5):
+        assert asyncio.run(load(served, [bodies[i] for i in order], 32)) == [expected[i] for i in order]
+        sizes.append(rss(served.pid))
+    assert min(sizes[-2:]) - sizes[0] < 2 * BOUND, "the bodies of 900 requests are 43 MB"
+    assert metrics(served)["fathom_texts_running"] == metrics(served)["fathom_cache_bytes"] == "0"
+
+
 def test_a_planted_leak_is_seen(directory, monkeypatch):
     """A server that keeps every body, measured alike over fewer requests."""
     read, kept = gate.Gate._read, []

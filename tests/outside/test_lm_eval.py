@@ -1,4 +1,5 @@
-"""lm-eval's own command line opens an export by the code that travels with it, and scores it as it should."""
+"""lm-eval's own command line opens an export by the code that travels with it, or asks `fathom serve` for it, and
+scores it as it should."""
 
 from __future__ import annotations
 
@@ -7,12 +8,15 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from fathom.inference.generate import Sampling, generate_batch
 from tests.outside.models import CLIENTS, exported
+from tests.processes import Command
 
 ITEMS = [
     {
@@ -38,23 +42,71 @@ metric_list:
 """
 
 
+WORDS = """\
+task: words
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {file}}}
+test_split: test
+output_type: generate_until
+doc_to_text: question
+doc_to_target: "{{{{choices[gold]}}}}"
+generation_kwargs: {{until: ["%%"], max_gen_toks: 12, do_sample: false}}
+metric_list:
+  - metric: exact_match
+"""
+
+
 @pytest.mark.parametrize("name", CLIENTS)
 def test_the_command_line_scores_as_the_model_does(name: str, tmp_path: Path) -> None:
     directory = exported(name, tmp_path)
-    file = tmp_path / "items.jsonl"
+    model = f"pretrained={directory},trust_remote_code=True,dtype=float32"
+    (rows,) = scored(tmp_path, ["--model", "hf", "--device", "cpu", "--model_args", model], "fathoms")
+    assert torch.allclose(likelihoods_of(rows), log_likelihoods(directory), atol=1e-3)
+
+
+@pytest.mark.parametrize("name", ["vanilla", "loop"])
+def test_the_command_line_asks_a_server(name: str, tmp_path: Path) -> None:
+    """`--model local-completions`, several requests at a time: likelihoods, and texts as they are offline."""
+    directory = exported(name, tmp_path)
+    server = Command(["serve", str(directory), "--name", "deep", "--port", "0", "--device", "cpu"], tmp_path, tmp_path)
+    try:
+        address = server.first_line().split(" at ")[1].strip()
+        model = f"model=deep,base_url={address}/completions,tokenizer={directory},num_concurrent=4"
+        likely, words = scored(tmp_path, ["--model", "local-completions", "--model_args", model], "fathoms", "words")
+    finally:
+        server.kill()
+    assert torch.allclose(likelihoods_of(likely), log_likelihoods(directory), atol=1e-3)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    asked = [tokenizer(item["question"])["input_ids"] for item in ITEMS]
+    opened = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    made = [generate_batch(opened, tokenizer, [ids], Sampling(12, temperature=0))[0].text for ids in asked]
+    assert [row["resps"][0][0] for row in words] == made
+
+
+def scored(place: Path, model: list[str], *tasks: str) -> list[list[dict[str, Any]]]:
+    """The samples of each task, in order, as lm-eval's command line logs them."""
+    file = place / "items.jsonl"
     file.write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
-    (tmp_path / "fathoms.yaml").write_text(TASK.format(file=file))
+    for name, text in {"fathoms": TASK, "words": WORDS}.items():
+        (place / f"{name}.yaml").write_text(text.format(file=file))
     command = [
-        *(sys.executable, "-m", "lm_eval", "run", "--model", "hf", "--tasks", "fathoms", "--device", "cpu"),
-        *("--model_args", f"pretrained={directory},trust_remote_code=True,dtype=float32"),
-        *("--include_path", str(tmp_path), "--output_path", str(tmp_path / "out"), "--log_samples"),
+        *(sys.executable, "-m", "lm_eval", "run", *model, "--tasks", ",".join(tasks)),
+        *("--include_path", str(place), "--output_path", str(place / "out"), "--log_samples"),
     ]
     done = subprocess.run(command, env={**os.environ, "HF_HUB_OFFLINE": "1"}, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-5000:]
-    (samples,) = (tmp_path / "out").rglob("samples_fathoms_*.jsonl")
-    rows = sorted((json.loads(line) for line in samples.read_text().splitlines()), key=lambda row: row["doc_id"])
-    found = torch.tensor([[float(answer[0][0]) for answer in row["resps"]] for row in rows])
-    assert torch.allclose(found, log_likelihoods(directory), atol=1e-3)
+    found = []
+    for task in tasks:
+        (samples,) = (place / "out").rglob(f"samples_{task}_*.jsonl")
+        rows = [json.loads(line) for line in samples.read_text().splitlines()]
+        found.append(sorted(rows, key=lambda row: row["doc_id"]))
+    return found
+
+
+def likelihoods_of(rows: list[dict[str, Any]]) -> torch.Tensor:
+    """Of each choice, `[items, choices]`."""
+    return torch.tensor([[float(answer[0][0]) for answer in row["resps"]] for row in rows])
 
 
 @torch.no_grad()
