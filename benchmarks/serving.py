@@ -5,8 +5,9 @@
 
 Takes turns A B B A: one client, several clients, the same prompts offline one by one (`generate`) and at once
 (`generate_batch`, where transformers' engine can run the model). Greedy; prompts are token ids. Answers of all four are
-compared. Last, many clients at once: errors, and how long each waits for its first token. Seconds are of the clock and
-of the processor; on a machine that others use, look at the latter and at ratios.
+compared. Then many clients at once: errors, and how long each waits for its first token. Seconds are of the clock and
+of the processor; on a machine that others use, look at the latter and at ratios. Last, what can be had at all: the bare
+matrix products of the model's own weights for one row, for several and for twice as many.
 """
 
 from __future__ import annotations
@@ -122,6 +123,22 @@ def at_once(model: FathomForCausalLM, prompts: Prompts, tokens: int) -> list[lis
     return [found[name].generated_tokens for name in sorted(found, key=lambda name: int(name.split("_")[-1]))]
 
 
+@torch.no_grad()
+def products(model: FathomForCausalLM, rows: Sequence[int]) -> dict[str, float]:
+    """Milliseconds of processor for all matrix products of one trip, by number of rows: the least of ten, in turns."""
+    weights = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    inputs = {(n, w.shape[1]): torch.randn(n, w.shape[1], device=w.device) for n in rows for w in weights}
+    least = dict.fromkeys(rows, float("inf"))
+    for n in [*rows, *reversed(rows)] * 5:
+        began = time.process_time()
+        for weight in weights:
+            torch.nn.functional.linear(inputs[n, weight.shape[1]], weight)
+        if model.device.type == "cuda":
+            torch.cuda.synchronize()
+        least[n] = min(least[n], time.process_time() - began)
+    return {str(n): 1000 * seconds for n, seconds in least.items()}
+
+
 def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Everything, for one mechanism."""
     model = build(arguments.mechanism, work / "model").to(arguments.device)
@@ -153,6 +170,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     speed = {name: made / min(run["seconds"] for run in runs) for name, runs in found.items()}
     work_of = {name: min(run["processor"] for run in runs) / made for name, runs in found.items()}
     waits = sorted(one["first"] or one["whole"] for one in crowd)
+    bare = products(model, [1, len(several), 2 * len(several)])
     return {
         "mechanism": arguments.mechanism,
         "parameters": sum(p.numel() for p in model.parameters()),
@@ -164,6 +182,10 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
         "clients_to_one": {
             "clock": speed["clients"] / speed["one client"],
             "work": work_of["one client"] / work_of["clients"],
+        },
+        "matrix_products": {
+            "processor_ms": bare,
+            "most_to_one": {rows: int(rows) * bare["1"] / spent for rows, spent in bare.items()},
         },
         "crowd": {
             "clients": len(crowd),
@@ -191,8 +213,8 @@ def main() -> None:
         with tempfile.TemporaryDirectory() as work:
             results.append(measure(argparse.Namespace(**{**vars(arguments), "mechanism": mechanism}), Path(work)))
         print(json.dumps({key: value for key, value in results[-1].items() if key != "runs"}, indent=1), flush=True)
-    if arguments.out is not None:
-        arguments.out.write_text(json.dumps({"provenance": provenance(), "results": results}, indent=1) + "\n")
+        if arguments.out is not None:  # after each, since the next may take long
+            arguments.out.write_text(json.dumps({"provenance": provenance(), "results": results}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
