@@ -39,7 +39,7 @@ from fathom.evaluation.budgets import check_trips, most_trips
 from fathom.inference.answers import AnswerWords, Envelope, Text
 from fathom.inference.api import ApiError, Body, ChatBody, CompletionBody, TextBody, TokensBody, parsed, seed_of
 from fathom.inference.cache import Policy, choose
-from fathom.inference.engine import Engine, EngineError, Event, Job, Scored
+from fathom.inference.engine import Engine, EngineError, Event, Job, Scored, deliver
 from fathom.inference.gate import Gate, Timed
 from fathom.inference.generate import GenerateError, check_drafts, written
 
@@ -106,7 +106,7 @@ class Service:
     def _hand_over(self, out: list[tuple[Job, Event]]) -> None:
         """From the engine's thread to this one."""
         if self.loop is not None and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(_deliver, out)
+            self.loop.call_soon_threadsafe(deliver, out)
 
     def known(self, asked: str | None) -> None:
         """Refuse another model's name."""
@@ -295,11 +295,6 @@ async def _stream(
 
 def _line(value: object) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
-
-
-def _deliver(out: list[tuple[Job, Event]]) -> None:
-    for job, event in out:
-        job.deliver(event)
 
 
 def _put(queue: asyncio.Queue, index: int, event: Event) -> None:
