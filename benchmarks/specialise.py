@@ -3,11 +3,25 @@
     python benchmarks/specialise.py forgetting --work WORK --out benchmarks/results/specialise-forgetting.json
     python benchmarks/specialise.py knowledge --work WORK --out benchmarks/results/specialise-knowledge.json
     python benchmarks/specialise.py leaks --work WORK --out benchmarks/results/specialise-leaks.json
+    python benchmarks/specialise.py exam --work EXAM --out benchmarks/results/specialise-exam.json
 
 The steps are those of `make specialise`, with its recipes, at a larger size: 250 invented minerals, 2,000 facts, 400
 questions, 50 of which are given away in a document. The base is made of equal parts of invented towns and of docstrings
 of Python's own library, which each user has; `--prose` names other text. Killed and started again it goes on; `--work`
-keeps corpora, runs and scores, which the three share. `knowledge` and `leaks` need the extra `evaluate`.
+keeps corpora, runs and scores, which the first three share. All but `forgetting` need the extra `evaluate`.
+
+`exam` asks both questions again where an answer can be expected: 50 minerals, 400 facts, one question on each, in steps
+that read every fact as often as `make specialise` does (24 times in documents, 12 times in conversations). Beside the
+documents lie 25 exam sheets of 8 questions with their answers, so that half of the questions are dirty, drawn at
+random, and no document of the domain is lost where the sheets are dropped. Two worlds, seeds 1 and 2, each with a
+base, an expert of documents without sheets, and one with. Decided before the first run:
+
+1. Knowledge: the first expert against the base on all 400 questions by option text, in each seed. If the expert were
+   right on 40 % only, McNemar's p would be below 0.01 with probability 0.97; 25 % is to be in the base's interval.
+2. Leaks: dirty against clean questions, the expert that read the sheets, by option text, over the seeds together: an
+   exact test of the number of dirty questions answered rightly, given each seed's totals. If they were answered as
+   those of `leaks` are (54 against 43 %), 400 against 400 would give p < 0.05 with probability 0.89; its 50 against
+   350 does with probability 0.3. The expert without sheets is the control.
 """
 
 from __future__ import annotations
@@ -16,6 +30,7 @@ import argparse
 import ast
 import json
 import os
+import random
 import statistics
 import sys
 import sysconfig
@@ -24,17 +39,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from fathom.corpus.documents import read_lines
 from fathom.corpus.pipeline import build
 from fathom.corpus.publish import SHARD_FOLDER
 from fathom.corpus.recipe import load_corpus_recipe
-from fathom.corpus.synthetic import World, write_world
+from fathom.corpus.synthetic import Question, World, write_world
 from fathom.evaluation.pairs import evaluate_pair, read_benchmarks
 from fathom.evaluation.scoring import Settings, run
 from fathom.recipe import parse_recipe, read_values
 from fathom.report.files import read_json, write_atomically, write_json
 from fathom.report.provenance import provenance
-from fathom.report.statistics import Difference, paired_difference
+from fathom.report.statistics import Difference, mcnemar, paired_difference, wilson
 from fathom.training import train
 
 RECIPES = Path(__file__).parents[1] / "recipes" / "specialise"
@@ -54,14 +71,27 @@ SIZES = {
     "tokens_per_step": 1024,
 }
 """Chosen before the first run; the three kinds of held-out text are a twentieth of the documents each."""
+EXAM = {
+    "minerals": 50,
+    "questions": 400,
+    "leaks": 200,
+    "on_a_sheet": 8,
+    "towns_texts": 1000,
+    "base_steps": 100,
+    "expert_steps": 650,
+    "tune_steps": 300,
+    "tokens_per_step": 1024,
+}
+"""Sizes of `exam`."""
+EXAM_SEEDS = (1, 2)
 PLAIN = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 """Folders of the library that are not read."""
 
 
 def main() -> int:
-    """One of the three measurements."""
+    """One of the four measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("forgetting", "knowledge", "leaks"))
+    parser.add_argument("what", choices=("forgetting", "knowledge", "leaks", "exam"))
     parser.add_argument("--work", type=Path, required=True, help="where corpora, runs and scores are kept")
     parser.add_argument("--prose", nargs="+", metavar="FILE", help="general text in place of Python's docstrings")
     parser.add_argument("--seeds", type=int, default=3, help="of forgetting; one after the other (default: 3)")
@@ -70,13 +100,13 @@ def main() -> int:
     options = parser.parse_args()
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: allowed: 1 or more; intervals need 2")
-    sizes = {key: max(value // 100, 10) for key, value in SIZES.items()} if options.small else SIZES
+    sizes = EXAM if options.what == "exam" else SIZES
     if options.small:
-        sizes |= {"minerals": 20, "towns_texts": 100, "questions": 40, "tokens_per_step": 1024}
-    bench = Bench(options.work, sizes, options.prose)
+        few = {"minerals": 20, "towns_texts": 100, "questions": 40, "on_a_sheet": 5, "tokens_per_step": 1024}
+        sizes = {key: few.get(key, max(value // 100, 10)) for key, value in sizes.items()}
     began = time.perf_counter()
-    for found in getattr(bench, options.what)(options):
-        log = {**provenance(), "sizes": sizes, "corpora": bench.corpora, **found}
+    for found in exam(options, sizes) if options.what == "exam" else measured(options, sizes):
+        log = {**provenance(), "sizes": sizes, **found}
         log["seconds_of_this_call"] = round(time.perf_counter() - began, 1)
         log["niceness"] = os.nice(0)
         if options.out:
@@ -85,18 +115,38 @@ def main() -> int:
     return 0
 
 
+def measured(options: argparse.Namespace, sizes: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """One of the measurements on 250 minerals."""
+    bench = Bench(options.work, sizes, options.prose)
+    for found in getattr(bench, options.what)(options):
+        yield {"corpora": bench.corpora, **found}
+
+
+def exam(options: argparse.Namespace, sizes: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """Each seed has a world, a base and two experts of its own; a log after each, with all seeds so far together."""
+    rows = []
+    for seed in EXAM_SEEDS:
+        bench = Bench(options.work / f"seed-{seed}", sizes, options.prose, seed)
+        rows.append({"seed": seed, **bench.exam(), "corpora": bench.corpora})
+        print(f"seed {seed}: {json.dumps(rows[-1]['knowledge'])} {json.dumps(rows[-1]['leaks'])}", file=sys.stderr)
+        yield {"together": together(rows), "seeds": rows}
+
+
 class Bench:
     """Corpora, runs and scores in one directory; what is there is not made again."""
 
-    def __init__(self, work: Path, sizes: dict[str, int], prose: Sequence[str] | None) -> None:
-        self.work, self.sizes = work, sizes
+    def __init__(self, work: Path, sizes: dict[str, int], prose: Sequence[str] | None, seed: int = 0) -> None:
+        self.work, self.sizes, self.seed = work, sizes, seed
         self.corpora: dict[str, Any] = {}
         made = work / "sizes.json"
         if made.is_file() and read_json(made) != sizes:
             raise SystemExit(f"{work} was made with other sizes: {read_json(made)}")
         if not made.is_file():
-            world = World(seed=0, minerals=sizes["minerals"])
-            write_world(work / "world", world, sizes["questions"], sizes["leaks"], sizes["towns_texts"])
+            world = World(seed=seed, minerals=sizes["minerals"])
+            planted = 0 if "on_a_sheet" in sizes else sizes["leaks"]
+            files = write_world(work / "world", world, sizes["questions"], planted, sizes["towns_texts"])
+            if "on_a_sheet" in sizes:
+                add_sheets(files["domain"], world.questions(sizes["questions"]), sizes, seed)
             write_json(made, sizes)
         self.prose = [str(Path(one).absolute()) for one in prose or [self._docstrings()]]
 
@@ -158,12 +208,18 @@ class Bench:
         return self.trained("continue", name, corpus, shares, *words)
 
     def expert(self, name: str, corpus: Path) -> Path:
-        """The base of seed 0, continued with a fifth of replay and tuned on conversations, by a corpus."""
-        steps = self.sizes["expert_steps"]
-        before = self.continued(f"{name}-continued", self.base(0), corpus, 0.2, steps, 0)
-        words = (f"model.from_pretrained={before}", f"train.steps={self.sizes['tune_steps']}", "train.seed=0")
+        """The base of the world's seed, continued with a fifth of replay and tuned on conversations, by a corpus."""
+        steps, seed = self.sizes["expert_steps"], self.seed
+        before = self.continued(f"{name}-continued", self.base(seed), corpus, 0.2, steps, seed)
+        words = (f"model.from_pretrained={before}", f"train.steps={self.sizes['tune_steps']}", f"train.seed={seed}")
         shares = {str(corpus / "conversations"): 0.85, "general": 0.075, "prose": 0.075}
         return self.trained("tune", name, corpus, shares, *words)
+
+    def leaky(self, clean: Path) -> Path:
+        """The corpus that keeps the documents which give a question away, in the tokens of the clean one's base."""
+        tokenizer = clean / SHARD_FOLDER / "tokenizer"
+        words = ("decontaminate.action=report", "tokenize.train=null", f"tokenize.tokenizer={tokenizer}")
+        return self.corpus("leaky", *words)
 
     def bits(self, model: Path) -> dict[str, float]:
         """Bits per byte of held-out text, by collection."""
@@ -196,9 +252,7 @@ class Bench:
     def leaks(self, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
         """An expert of documents with leaks beside the one of documents without, on the same questions."""
         clean = self.clean()
-        tokenizer = clean / SHARD_FOLDER / "tokenizer"  # the base's, so that it can go on
-        words = ("decontaminate.action=report", "tokenize.train=null", f"tokenize.tokenizer={tokenizer}")
-        leaky = self.corpus("leaky", *words)
+        leaky = self.leaky(clean)
         experts = [f"clean={self.expert('expert', clean)}", f"leaky={self.expert('leaky-expert', leaky)}"]
         report = evaluate_pair(experts, leaky / "benchmark", Settings(out=self.work / "leaks"))
         yield {
@@ -207,8 +261,29 @@ class Bench:
             "left": {name: self._left(name) for name in ("leaky", "clean")},
         }
 
+    def exam(self) -> dict[str, Any]:
+        """Base against the expert without sheets, and that against the one with, on the same questions."""
+        clean = self.clean()
+        leaky = self.leaky(clean)
+        models = {"base": self.base(self.seed), "clean": self.expert("expert", clean)}
+        models["leaky"] = self.expert("leaky-expert", leaky)
+        settings = Settings(out=self.work / "exam", perplexity=(str(clean / SHARD_FOLDER),))
+        found: dict[str, Any] = {}
+        for name, pair in {"knowledge": ("base", "clean"), "leaks": ("clean", "leaky")}.items():
+            report = evaluate_pair([f"{one}={models[one]}" for one in pair], clean / "benchmark", settings)
+            found[name] = [row for row in report["questions"] if row["way"] == "text"]
+            found[f"{name}_in_other_ways"] = [row for row in report["questions"] if row["way"] != "text"]
+            found[f"{name}_texts"] = report["texts"]
+        kept = {name: _kept(place)[0] for name, place in {"clean": clean, "leaky": leaky}.items()}
+        asked = [row["question"] for row in read_lines(self.work / "world" / "questions.jsonl")]
+        found["questions_found_word_for_word"] = {
+            name: sum(question in text for question in asked) for name, text in kept.items()
+        }
+        return found
+
     def _left(self, name: str) -> dict[str, int]:
         """Questions that the kept documents still give away: by a second search, and by comparing texts as they are."""
+        text, documents = _kept(self.work / name)
         files = sorted((self.work / name / "exports" / "trl").glob("*.jsonl"))
         again = self.corpus(
             f"{name}-again",
@@ -218,14 +293,68 @@ class Bench:
         )
         found = read_benchmarks(again / "benchmark")["minerals"]
         asked = [row["question"] for row in read_lines(self.work / "world" / "questions.jsonl")]
-        kept = [json.dumps(row, ensure_ascii=False) for one in files for row in read_lines(one)]
-        text = "\n".join(kept)
         return {
-            "documents": len(kept),
+            "documents": documents,
             "dirty": sum(item.dirty is True for item in found),
             "asked": len(found),
             "questions_found_word_for_word": sum(question in text for question in asked),
         }
+
+
+def _kept(corpus: Path) -> tuple[str, int]:
+    """All kept documents as one text, and their number."""
+    files = sorted((corpus / "exports" / "trl").glob("*.jsonl"))
+    kept = [json.dumps(row, ensure_ascii=False) for one in files for row in read_lines(one)]
+    return "\n".join(kept), len(kept)
+
+
+def add_sheets(documents: Path, questions: Sequence[Question], sizes: dict[str, int], seed: int) -> None:
+    """Append exam sheets to a file of documents: questions drawn at random, with their answers, some on each sheet."""
+    chosen = random.Random(f"fathom sheets {seed}").sample(list(questions), sizes["leaks"])
+    lines = [f"{one.question} {one.fact.value}." for one in chosen]
+    sheets = [" ".join(lines[at : at + sizes["on_a_sheet"]]) for at in range(0, len(lines), sizes["on_a_sheet"])]
+    rows = "".join(json.dumps({"text": text}) + "\n" for text in sheets)
+    write_atomically(documents, documents.read_text(encoding="utf-8") + rows)
+
+
+def together(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """The answers of all seeds, by option text: counts summed, and the two tests that were decided on."""
+    found: dict[str, Any] = {}
+    for name, (one, other) in {"knowledge": ("base", "clean"), "leaks": ("clean", "leaky")}.items():
+        for part in ("all", "clean", "dirty"):
+            rows = [row for seed in seeds for row in seed[name] if row["part"] == part]
+            asked, lost, won = (sum(row[key] for row in rows) for key in ("asked", "lost", "won"))
+            right = [sum(row["right"][number] for row in rows) for number in (0, 1)]
+            entry = {"asked": asked, "right": dict(zip((one, other), right, strict=True)), "lost": lost, "won": won}
+            entry |= {"intervals": [wilson(count, asked) for count in right], "p": mcnemar(lost, won)}
+            found.setdefault(name, {})[part] = entry
+    for number, name in enumerate(("clean expert", "leaky expert")):
+        tables = []
+        for seed in seeds:
+            parts = {row["part"]: row for row in seed["leaks"]}
+            tables.append([(parts[part]["right"][number], parts[part]["asked"]) for part in ("dirty", "clean")])
+        shares = {
+            part: sum(table[place][0] for table in tables) / sum(table[place][1] for table in tables)
+            for place, part in enumerate(("dirty", "clean"))
+        }
+        found.setdefault("dirty_against_clean", {})[name] = {**shares, "p": stratified(tables)}
+    return found
+
+
+def stratified(tables: Sequence[Sequence[tuple[int, int]]]) -> float:
+    """Exact two-sided p that two groups are right equally often in every table, given each table's totals.
+
+    Args:
+        tables: Of each stratum, right and asked in one group and in the other.
+    """
+    from scipy.stats import hypergeom
+
+    chances, seen = np.ones(1), 0
+    for (right, asked), (other_right, other_asked) in tables:
+        possible = np.arange(asked + 1)
+        chances = np.convolve(chances, hypergeom.pmf(possible, asked + other_asked, right + other_right, asked))
+        seen += right
+    return float(min(1.0, chances[chances <= chances[seen] * (1 + 1e-9)].sum()))
 
 
 def docstrings() -> Iterator[str]:

@@ -109,6 +109,35 @@ def test_the_benchmark_tells_dirty_from_clean() -> None:
     assert found["leaky expert"]["p"] < 0.05 < found["clean expert"]["p"]
 
 
+def test_the_benchmark_puts_seeds_together() -> None:
+    """One table is Fisher's exact test, two are a sum over all pairs of tables; and seeds that differ are no effect."""
+    from scipy.stats import fisher_exact
+
+    assert benchmark.stratified([[(9, 10), (4, 12)]]) == pytest.approx(float(fisher_exact([[9, 1], [4, 8]]).pvalue))
+    tables = [[(3, 4), (1, 3)], [(2, 3), (2, 5)]]
+    chances = {}
+    for a in range(5):
+        for b in range(4):
+            ways = math.comb(4, a) * math.comb(3, 4 - a) * math.comb(3, b) * math.comb(5, 4 - b)
+            chances[a + b] = chances.get(a + b, 0) + ways
+    by_hand = sum(one for one in chances.values() if one <= chances[5]) / sum(chances.values())
+    assert benchmark.stratified(tables) == pytest.approx(by_hand)
+    unlike = [[(20, 20), (200, 200)], [(0, 200), (0, 20)]]  # equal within each; 20 of 220 against 200 of 220 without
+    assert benchmark.stratified(unlike) == 1
+
+
+def test_exam_sheets_are_the_leaks_and_the_only_ones(tmp_path: Path) -> None:
+    sizes = {**benchmark.EXAM, "minerals": 10, "questions": 80, "leaks": 40, "towns_texts": 20}
+    bench = benchmark.Bench(tmp_path, sizes, [], seed=1)
+    rows = [json.loads(line)["text"] for line in (tmp_path / "world" / "domain.jsonl").read_text().splitlines()]
+    asked = [json.loads(line) for line in (tmp_path / "world" / "questions.jsonl").read_text().splitlines()]
+    documents, sheets = rows[:50], rows[50:]
+    leaked = [row for row in asked if any(row["question"] in sheet for sheet in sheets)]
+    assert bench.seed == 1 and len(sheets) == 5 and len(leaked) == 40
+    assert all(f"{row['question']} {row['choices'][row['answer']]}." in " ".join(sheets) for row in leaked)
+    assert not any(row["question"] in text for row in asked for text in documents)
+
+
 @pytest.mark.slow
 def test_the_benchmark_goes_on_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every share of replay once, at a hundredth of the size; called again, it trains nothing and says the same."""
