@@ -64,6 +64,7 @@ def test_shorter_items_with_their_answer_alone() -> None:
     assert finds(item, around(" ".join(WORDS[:6]) + "? Fish."))
     assert not finds(item, around(" ".join(WORDS[:6]) + "?"))
     assert not finds(item, around(" ".join(WORDS[:6]) + "? Fowl."))
+    assert not finds(item, around(" ".join(WORDS[:6]) + "? Not at all: fish."))
     tiny = Item("x", "yes or", (), None, "no")
     assert build_index([tiny], Decontaminate())[1] == ["x"] and not finds(tiny, around("yes or no"))
     assert finds(tiny, around("yes or no"), shortest=3)

@@ -7,15 +7,19 @@ import json
 import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from fathom.corpus.benchmarks import Item, plain, read_items, self_check
 from fathom.corpus.contamination import Matcher, build_index
-from fathom.corpus.recipe import Decontaminate
+from fathom.corpus.recipe import Decontaminate, Filter
 from fathom.corpus.synthetic import EXCHANGES, PROPERTIES, STATEMENTS, UNSEEN, World, plant, write_world
 from fathom.report.statistics import wilson
+from tests.corpus.prose import lines, recipe_values
+from tests.corpus.test_duplicates import until
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +135,23 @@ def test_no_text_asks_as_questions_do_and_planted_leaks_alone_are_found(world: W
         assert texts[leak.document][: leak.start - 1] == documents[leak.document]
     assert [n for n, (a, b) in enumerate(zip(texts, documents, strict=True)) if a != b] == [k.document for k in leaks]
     assert len({leak.question for leak in leaks}) == len({leak.document for leak in leaks}) == 25
+
+
+def test_fifty_leaks_are_found_where_they_were_planted(tmp_path: Path) -> None:
+    """From files to flags: all fifty at their characters, those items dirty, and facts in other words clean."""
+    files = write_world(tmp_path / "world", World(4, 12), questions=96, leaks=50, general=20)
+    unfiltered = {one.name: None for one in fields(Filter) if one.name != "languages"}
+    quiz = {"benchmarks": {"quiz": str(files["questions"])}}
+    collections: dict[str, Any] = {"minerals": [files["domain"]], "towns": [files["general"]]}
+    workspace = until("flags", tmp_path / "out", recipe_values(collections, filter=unfiltered, decontaminate=quiz))
+    planted = lines(files["leaks"])
+    hits = lines(workspace.stage("contamination") / "hits.jsonl")
+    assert sorted((hit["path"], hit["item"], hit["start"]) for hit in hits) == sorted(
+        (f"domain.jsonl:{leak['document'] + 1}", leak["question"], leak["start"]) for leak in planted
+    )
+    flags = {row["id"]: row["dirty"] for row in lines(workspace.stage("flags") / "quiz.jsonl")}
+    assert {name for name, dirty in flags.items() if dirty} == {leak["question"] for leak in planted}
+    assert len(planted) == 50 and list(flags.values()).count(False) == 46
 
 
 def test_general_text_keeps_its_facts_and_shares_no_name(world: World) -> None:

@@ -83,6 +83,7 @@ EXPECTED_ORDER = [4734, 2348, 2478, 7992, 990, 7903, 8466, 3075]
 def test_an_epoch_has_every_window_once(dataset: TokenDataset, length: int, rows: int, seed: int) -> None:
     plan = BatchPlan(dataset, length, rows, seed)
     count = plan.num_windows
+    assert 0 <= dataset.num_tokens - count * length < length, "only what fills no window is left out"
     steps = -(-2 * count // rows)
     windows = np.concatenate([plan.windows(step) for step in range(steps)])
     first, second = windows[:count], windows[count : 2 * count]

@@ -6,6 +6,7 @@ import json
 import lzma
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ pytest.importorskip("accelerate", reason="lm-eval's Hugging Face models need acc
 
 from fathom.evaluation.harness import TaskSettings, items_of, open_lm, run_task, tables
 from fathom.evaluation.paired import rows
+from fathom.evaluation.pairs import Quizzed, task_rows
 from fathom.evaluation.tasks import TaskDataError, task_names
 
 SETTINGS = TaskSettings(bootstrap_iters=10)
@@ -286,6 +288,73 @@ def test_own_tasks_need_no_yaml(task_data: Path, tmp_path: Path, lm: Any, no_net
     assert found.results["results"][choice]["acc,none"] == pytest.approx(sum(right) / 9)
     made = run_task(lm, cloze, SETTINGS).items[f"{cloze}/perplexity"]["values"]
     assert made == pytest.approx([-loss(row["text"], " " + row["answer"]) for row in gaps], abs=1e-4)
+
+
+ITEMS = [Quizzed(str(n), f"The colour of item {n} is", ("red", "white", "orange", "violets"), n % 3) for n in range(7)]
+"""Every choice has another length; A is right three times of seven."""
+
+
+def told(known: list[tuple[str, str]]) -> Any:
+    """A model that goes on as it was told, byte by byte, and finds all bytes alike where it was told nothing."""
+    tokenizer = train_bpe(["a"], 258)
+    config = FathomConfig(vocab_size=len(tokenizer), hidden_size=8, intermediate_size=8, num_hidden_layers=1)
+    pairs = [[tokenizer(text)["input_ids"] for text in pair] for pair in known]
+
+    def say(_: object, args: tuple[torch.Tensor, ...], found: Any) -> Any:
+        found.logits = torch.zeros_like(found.logits)
+        for row, ids in enumerate(args[0].tolist()):
+            for before, after in pairs:
+                if ids[: len(before)] == before:
+                    for place, token in enumerate(after, len(before) - 1):
+                        found.logits[row, place : place + 1, token] = 30
+        return found
+
+    model = FathomForCausalLM(config).eval()
+    model.register_forward_hook(say)
+    return open_lm(model, tokenizer)
+
+
+def answered(lm: Any, items: list[Quizzed], way: str, place: Path) -> tuple[list[float], list[float]]:
+    """What each question is worth, by the likelihood of its choices and by that for each character."""
+    task = f"choice:{write_lines(place / f'{way}.jsonl', task_rows(items, way))}"
+    found = run_task(lm, task, SETTINGS).items
+    return found[f"{task}/acc"]["values"], found[f"{task}/acc_norm"]["values"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["text", "letter", "shuffled"])
+def test_a_rigged_model_is_always_right_or_never(way: str, tmp_path: Path, no_network: None) -> None:
+    rows = task_rows(ITEMS, way)
+    for off, value in ((0, 1.0), (1, 0.0)):
+        known = [(row["question"], f" {row['choices'][(row['answer'] + off) % 4]}") for row in rows]
+        assert answered(told(known), ITEMS, way, tmp_path)[0] == [value] * len(ITEMS)
+
+
+def test_a_model_that_knows_nothing_takes_the_first_letter_and_a_length(tmp_path: Path, no_network: None) -> None:
+    """The first of letters that are all as likely; the shortest text, and by character the longest, since the blank
+    before a text is scored and not counted.
+    """
+    lm = told([])
+    firsts = [float(item.answer == 0) for item in ITEMS]
+    assert answered(lm, ITEMS, "letter", tmp_path)[0] == firsts and sum(firsts) == 3
+    turned = [replace(item, choices=item.choices[::-1], answer=number % 4) for number, item in enumerate(ITEMS)]
+    shortest, longest = ([item.choices[item.answer] == text for item in turned] for text in ("red", "violets"))
+    assert answered(lm, turned, "text", tmp_path) == (shortest, longest)
+    assert 0 < sum(shortest) < 7 and 0 < sum(longest) < 7
+
+
+@pytest.mark.slow
+def test_the_order_of_choices_changes_no_answer_by_text(lm: Any, tmp_path: Path, no_network: None) -> None:
+    asked = [replace(item, question=f"Sound {item.id}") for item in ITEMS]
+    plain = answered(lm, asked, "text", tmp_path)
+    for turn in (1, 2, 3):
+        turned = [
+            replace(item, choices=item.choices[turn:] + item.choices[:turn], answer=(item.answer - turn) % 4)
+            for item in asked
+        ]
+        assert [one.choices[one.answer] for one in turned] == [one.choices[one.answer] for one in asked]
+        assert answered(lm, turned, "text", tmp_path) == plain
+    assert all(0 < sum(values) < len(values) for values in plain), "or the same answer to all would do"
 
 
 @pytest.mark.parametrize(

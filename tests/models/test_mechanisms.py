@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, StaticCache
 from transformers.models.qwen3.modeling_qwen3 import Qwen3PreTrainedModel
@@ -169,6 +170,35 @@ def test_packed_documents_are_single_rows(case, use_cache):
         packed = model(torch.cat(documents, 1), position_ids=positions, use_cache=use_cache).logits
     alone = torch.cat([logits(model, d) for d in documents], 1)
     assert worst(packed, alone) < EXACT
+
+
+@every_case
+def test_gradients_of_packed_documents_are_their_own(case):
+    """And in single precision not a bit of a document depends on the one before it; read as one text, it does."""
+    model, sizes = _cached_model(case), (4, 7, 6)
+    documents = [tokens(1, n, seed=n) for n in sizes]
+    row = torch.cat(documents, 1)
+    positions = torch.cat([torch.arange(n) for n in sizes]).unsqueeze(0)
+
+    def gradients(parts):
+        losses = [cross_entropy(part[0, :-1], ids[0, 1:]) for part, ids in zip(parts, documents, strict=True)]
+        wanted = [one for one in model.parameters() if one.requires_grad]
+        return torch.autograd.grad(sum(losses), wanted, allow_unused=True)
+
+    packed = gradients(model(row, position_ids=positions, use_cache=False).logits.split(sizes, 1))
+    alone = gradients([model(ids, use_cache=False).logits for ids in documents])
+    assert [one is None for one in packed] == [one is None for one in alone]
+    pairs = [pair for pair in zip(packed, alone, strict=True) if pair[0] is not None]
+    largest = max(b.abs().max().item() for _, b in pairs)
+    assert max(worst(a, b) for a, b in pairs) < EXACT * max(1.0, largest)
+    if case == "vanilla":  # the control: without positions they are one text, and the gradients are others
+        joined = gradients(model(row, use_cache=False).logits.split(sizes, 1))
+        assert max(worst(a, b) for a, b in zip(joined, alone, strict=True)) > 1e-3 * largest
+    single, changed = copy.deepcopy(model).float(), row.clone()
+    changed[:, :4] = tokens(1, 4, seed=77)
+    for where, same in ((positions, True), (None, False)):
+        one, other = (logits(single, ids, position_ids=where)[:, 4:] for ids in (row, changed))
+        assert torch.equal(one, other) is same
 
 
 @every_case

@@ -191,5 +191,7 @@ def test_a_bootstrap_of_many_documents_stays_small() -> None:
 
 
 def test_wilson_of_published_scores():
-    for right, asked, low, high in [(85, 182, 0.3960, 0.5394), (75, 182, 0.3431, 0.4847), (515, 1395, 0.3442, 0.3948)]:
+    published = [(85, 182, 0.3960, 0.5394), (75, 182, 0.3431, 0.4847)]
+    published += [(515, 1395, 0.3442, 0.3948), (615, 1395, 0.4150, 0.4670)]
+    for right, asked, low, high in published:
         assert wilson(right, asked) == pytest.approx((low, high), abs=5e-5)
