@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.corpus_book import agreement
 
 from fathom.corpus.duplicates import _meeting
 from fathom.corpus.executor import executing, write_plan
@@ -112,6 +113,15 @@ def test_one_book_in_three_files(tmp_path: Path) -> None:
     assert {row["kept"]["path"] for row in found.values()} == {"new.html"}
     assert found["new.txt"]["jaccard"] == 1.0 and found["new.txt"]["kind"] == "near"  # other line ends, the same words
     assert 0.8 <= found["old.txt"]["jaccard"] < 1
+
+
+def test_agreement_counts_characters_of_common_runs() -> None:
+    """Eight words or more in the same order; a run that moved is in one place alone, and seven words are none."""
+    one = [f"w{number:03}" for number in range(100)]
+    assert agreement(one, one) == [1.0, 1.0]
+    assert agreement(one, [*one[:50], "another", *one[51:]]) == [0.99, round(99 * 4 / (99 * 4 + 7), 5)]
+    assert agreement(one, [*one[60:], *one[:60]]) == [0.6, 0.6]
+    assert agreement(one, [word for at in range(0, 98, 7) for word in (*one[at : at + 7], "x")]) == [0.0, 0.0]
 
 
 def test_one_bucket_or_many(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
