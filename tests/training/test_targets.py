@@ -14,6 +14,7 @@ from fathom.corpus.recipe import parse_corpus_recipe
 from fathom.corpus.synthetic import EXCHANGES, World
 from fathom.data.batches import IGNORED, Batch
 from fathom.data.targets import TargetDataset
+from fathom.data.tokenizer import load_tokenizer
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Recipe
 from fathom.training import build_training, train
@@ -25,6 +26,7 @@ from tests.tiny import make_conversations, tiny_recipe
 from .conftest import StopAt
 
 ROLES = ("user", "assistant")
+EOS = "<|endoftext|>"
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +101,9 @@ def test_a_resumed_tuning_ends_where_an_undisturbed_one_ends(tuning: Recipe, tmp
 
 
 @pytest.mark.slow
-def test_twenty_conversations_learnt_by_heart_end_by_themselves(corpus: Path, tmp_path: Path) -> None:
-    """From messages to an answer that stops: greedy decoding gives each answer and the EOS that ends it."""
+@pytest.mark.parametrize(("template", "end"), [("chatml", "<|im_end|>"), ("alpaca", EOS), ("react", EOS)])
+def test_twenty_conversations_learnt_by_heart_end_by_themselves(template: str, end: str, tmp_path: Path) -> None:
+    """From messages to an answer that stops: greedy decoding gives each answer and the token that ends it."""
     facts = World(5, 20).facts()[::8]
     rows = [
         {"messages": [{"role": r, "content": fact.said(frame)} for r, frame in zip(ROLES, EXCHANGES[1], strict=True)]}
@@ -109,24 +112,28 @@ def test_twenty_conversations_learnt_by_heart_end_by_themselves(corpus: Path, tm
     talk = {"inputs": [str(write_jsonl(tmp_path / "talk.jsonl", rows))], "kind": "conversations"}
     values = recipe_values(
         {"talk": talk},
-        tokenize={"tokenizer": str(corpus / "tokenizer"), "held_out": 0},
-        converse={"template": "alpaca"},
+        tokenize={"train": 400, "held_out": 0},
+        converse={"template": template},
         deduplicate={"near": False},
     )
     build(parse_corpus_recipe(values), tmp_path / "out")
     place = tmp_path / "out" / "conversations"
     data = TargetDataset.open(place)
     assert data.num_documents == 20
-    learning = ("model.max_position_embeddings=256", "model.hidden_size=64", "data.sequence_length=256")
+    shape = ("model.vocab_size=400", "model.hidden_size=64", "model.max_position_embeddings=256")
     long = ("train.steps=400", "train.tokens_per_step=1024", "train.micro_batch=4", "evaluate.every=0")
-    run = train(tiny_recipe(place, *learning, *long, "optim.lr=1e-2", "train.export=true"), tmp_path / "run")
+    run = train(
+        tiny_recipe(place, *shape, *long, "data.sequence_length=256", "optim.lr=1e-2", "train.export=true"),
+        tmp_path / "run",
+    )
     model = FathomForCausalLM.from_pretrained(run.model).eval()
+    last_token = load_tokenizer(str(place / "tokenizer")).convert_tokens_to_ids(end)
     ends = [*data.document_ends(0, data.num_tokens).tolist(), data.num_tokens]
     for start, stop in pairwise([0, *ends]):
         ids, learnt = np.empty(stop - start, np.int64), data.learnt(start, stop)
         data.read(start, ids)
         first, last = learnt.argmax(), len(ids) - learnt[::-1].argmax()
         prompt = torch.from_numpy(ids[None, :first])
-        found = model.generate(prompt, do_sample=False, max_new_tokens=64, eos_token_id=data.eos_token_id)
+        found = model.generate(prompt, do_sample=False, max_new_tokens=64, eos_token_id=last_token)
         assert found[0, first:].tolist() == ids[first:last].tolist()
-        assert found[0, -1] == data.eos_token_id
+        assert found[0, -1] == last_token
