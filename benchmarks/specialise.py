@@ -4,6 +4,7 @@
     python benchmarks/specialise.py knowledge --work WORK --out benchmarks/results/specialise-knowledge.json
     python benchmarks/specialise.py leaks --work WORK --out benchmarks/results/specialise-leaks.json
     python benchmarks/specialise.py exam --work EXAM --out benchmarks/results/specialise-exam.json
+    python benchmarks/specialise.py crammed --work CRAMMED --out benchmarks/results/specialise-crammed.json
 
 The steps are those of `make specialise`, with its recipes, at a larger size: 250 invented minerals, 2,000 facts, 400
 questions, 50 of which are given away in a document. The base is made of equal parts of invented towns and of docstrings
@@ -22,6 +23,11 @@ base, an expert of documents without sheets, and one with. Decided before the fi
    exact test of the number of dirty questions answered rightly, given each seed's totals. If they were answered as
    those of `leaks` are (54 against 43 %), 400 against 400 would give p < 0.05 with probability 0.89; its 50 against
    350 does with probability 0.3. The expert without sheets is the control.
+
+`crammed` was added when the first seed of `exam` was seen: there the sheets taught the form of all questions, and the
+clean ones, of which the documents tell the answers, were answered almost as well. Here a base reads the sheets alone,
+24 times, and neither a document nor a conversation on a mineral, so that clean questions can only be guessed. Seeds 3
+and 4; test 2, with the base as the control.
 """
 
 from __future__ import annotations
@@ -84,14 +90,17 @@ EXAM = {
 }
 """Sizes of `exam`."""
 EXAM_SEEDS = (1, 2)
+CRAMMED = {**EXAM, "sheet_steps": 200}
+"""Sizes of `crammed`."""
+CRAMMED_SEEDS = (3, 4)
 PLAIN = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"}
 """Folders of the library that are not read."""
 
 
 def main() -> int:
-    """One of the four measurements."""
+    """One of the measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("forgetting", "knowledge", "leaks", "exam"))
+    parser.add_argument("what", choices=("forgetting", "knowledge", "leaks", "exam", "crammed"))
     parser.add_argument("--work", type=Path, required=True, help="where corpora, runs and scores are kept")
     parser.add_argument("--prose", nargs="+", metavar="FILE", help="general text in place of Python's docstrings")
     parser.add_argument("--seeds", type=int, default=3, help="of forgetting; one after the other (default: 3)")
@@ -100,12 +109,13 @@ def main() -> int:
     options = parser.parse_args()
     if options.seeds < 1:
         parser.error(f"--seeds {options.seeds}: allowed: 1 or more; intervals need 2")
-    sizes = EXAM if options.what == "exam" else SIZES
+    sizes = {"exam": EXAM, "crammed": CRAMMED}.get(options.what, SIZES)
     if options.small:
         few = {"minerals": 20, "towns_texts": 100, "questions": 40, "on_a_sheet": 5, "tokens_per_step": 1024}
         sizes = {key: few.get(key, max(value // 100, 10)) for key, value in sizes.items()}
     began = time.perf_counter()
-    for found in exam(options, sizes) if options.what == "exam" else measured(options, sizes):
+    measure = {"exam": exam, "crammed": crammed}.get(options.what, measured)
+    for found in measure(options, sizes):
         log = {**provenance(), "sizes": sizes, **found}
         log["seconds_of_this_call"] = round(time.perf_counter() - began, 1)
         log["niceness"] = os.nice(0)
@@ -130,6 +140,18 @@ def exam(options: argparse.Namespace, sizes: dict[str, int]) -> Iterator[dict[st
         rows.append({"seed": seed, **bench.exam(), "corpora": bench.corpora})
         print(f"seed {seed}: {json.dumps(rows[-1]['knowledge'])} {json.dumps(rows[-1]['leaks'])}", file=sys.stderr)
         yield {"together": together(rows), "seeds": rows}
+
+
+def crammed(options: argparse.Namespace, sizes: dict[str, int]) -> Iterator[dict[str, Any]]:
+    """Each seed has a world and a base of its own; a log after each, with all seeds so far together."""
+    rows = []
+    for seed in CRAMMED_SEEDS:
+        bench = Bench(options.work / f"seed-{seed}", sizes, options.prose, seed)
+        rows.append({"seed": seed, **bench.crammed(), "corpora": bench.corpora})
+        print(f"seed {seed}: {json.dumps(rows[-1]['questions'])}", file=sys.stderr)
+        names = ("base", "crammed")
+        summed = {"questions": parts(rows, "questions", names)}
+        yield {"together": {**summed, "dirty_against_clean": halves(rows, "questions", names)}, "seeds": rows}
 
 
 class Bench:
@@ -217,9 +239,16 @@ class Bench:
 
     def leaky(self, clean: Path) -> Path:
         """The corpus that keeps the documents which give a question away, in the tokens of the clean one's base."""
+        return self.corpus("leaky", *self._reporting(clean))
+
+    def sheets(self, clean: Path) -> Path:
+        """The corpus of the sheets alone, in the same tokens."""
+        where = f"collections.minerals.inputs={self.work}/world/sheets.jsonl"
+        return self.corpus("sheets", *self._reporting(clean), where, "tokenize.held_out=0")
+
+    def _reporting(self, clean: Path) -> tuple[str, ...]:
         tokenizer = clean / SHARD_FOLDER / "tokenizer"
-        words = ("decontaminate.action=report", "tokenize.train=null", f"tokenize.tokenizer={tokenizer}")
-        return self.corpus("leaky", *words)
+        return "decontaminate.action=report", "tokenize.train=null", f"tokenize.tokenizer={tokenizer}"
 
     def bits(self, model: Path) -> dict[str, float]:
         """Bits per byte of held-out text, by collection."""
@@ -281,6 +310,21 @@ class Bench:
         }
         return found
 
+    def crammed(self) -> dict[str, Any]:
+        """Base against what it becomes by the sheets alone, on the same questions."""
+        clean, steps = self.clean(), self.sizes["sheet_steps"]
+        base = self.base(self.seed)
+        crammer = self.continued("crammed", base, self.sheets(clean), 0.2, steps, self.seed)
+        settings = Settings(out=self.work / "exam", perplexity=(str(clean / SHARD_FOLDER),))
+        report = evaluate_pair([f"base={base}", f"crammed={crammer}"], clean / "benchmark", settings)
+        rows = report["questions"]
+        return {
+            "questions": [row for row in rows if row["way"] == "text"],
+            "in_other_ways": [row for row in rows if row["way"] != "text"],
+            "texts": report["texts"],
+            "epochs": read_json(crammer / "result.json")["collections"],
+        }
+
     def _left(self, name: str) -> dict[str, int]:
         """Questions that the kept documents still give away: by a second search, and by comparing texts as they are."""
         text, documents = _kept(self.work / name)
@@ -309,35 +353,54 @@ def _kept(corpus: Path) -> tuple[str, int]:
 
 
 def add_sheets(documents: Path, questions: Sequence[Question], sizes: dict[str, int], seed: int) -> None:
-    """Append exam sheets to a file of documents: questions drawn at random, with their answers, some on each sheet."""
+    """Append exam sheets to a file of documents, and write them beside it.
+
+    Args:
+        documents: The file.
+        questions: From which those on the sheets are drawn at random, with their answers.
+        sizes: How many in all, and on a sheet.
+        seed: Of the draw.
+    """
     chosen = random.Random(f"fathom sheets {seed}").sample(list(questions), sizes["leaks"])
     lines = [f"{one.question} {one.fact.value}." for one in chosen]
     sheets = [" ".join(lines[at : at + sizes["on_a_sheet"]]) for at in range(0, len(lines), sizes["on_a_sheet"])]
     rows = "".join(json.dumps({"text": text}) + "\n" for text in sheets)
+    write_atomically(documents.with_name("sheets.jsonl"), rows)
     write_atomically(documents, documents.read_text(encoding="utf-8") + rows)
 
 
 def together(seeds: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """The answers of all seeds, by option text: counts summed, and the two tests that were decided on."""
-    found: dict[str, Any] = {}
-    for name, (one, other) in {"knowledge": ("base", "clean"), "leaks": ("clean", "leaky")}.items():
-        for part in ("all", "clean", "dirty"):
-            rows = [row for seed in seeds for row in seed[name] if row["part"] == part]
-            asked, lost, won = (sum(row[key] for row in rows) for key in ("asked", "lost", "won"))
-            right = [sum(row["right"][number] for row in rows) for number in (0, 1)]
-            entry = {"asked": asked, "right": dict(zip((one, other), right, strict=True)), "lost": lost, "won": won}
-            entry |= {"intervals": [wilson(count, asked) for count in right], "p": mcnemar(lost, won)}
-            found.setdefault(name, {})[part] = entry
-    for number, name in enumerate(("clean expert", "leaky expert")):
+    """The answers of all seeds of `exam`, by option text, and the two tests that were decided on."""
+    pairs = {"knowledge": ("base", "clean expert"), "leaks": ("clean expert", "leaky expert")}
+    found: dict[str, Any] = {name: parts(seeds, name, names) for name, names in pairs.items()}
+    return {**found, "dirty_against_clean": halves(seeds, "leaks", pairs["leaks"])}
+
+
+def parts(seeds: Sequence[dict[str, Any]], key: str, names: tuple[str, str]) -> dict[str, dict[str, Any]]:
+    """All, clean and dirty questions: counts of all seeds summed, and McNemar's test of them."""
+    found = {}
+    for part in ("all", "clean", "dirty"):
+        rows = [row for seed in seeds for row in seed[key] if row["part"] == part]
+        asked, lost, won = (sum(row[count] for row in rows) for count in ("asked", "lost", "won"))
+        right = [sum(row["right"][number] for row in rows) for number in (0, 1)]
+        found[part] = {"asked": asked, "right": dict(zip(names, right, strict=True)), "lost": lost, "won": won}
+        found[part] |= {"intervals": [wilson(count, asked) for count in right], "p": mcnemar(lost, won)}
+    return found
+
+
+def halves(seeds: Sequence[dict[str, Any]], key: str, names: tuple[str, str]) -> dict[str, dict[str, float]]:
+    """Of either model the shares of dirty and of clean questions answered rightly, and the test over seeds."""
+    found = {}
+    for number, name in enumerate(names):
         tables = []
         for seed in seeds:
-            parts = {row["part"]: row for row in seed["leaks"]}
-            tables.append([(parts[part]["right"][number], parts[part]["asked"]) for part in ("dirty", "clean")])
+            rows = {row["part"]: row for row in seed[key]}
+            tables.append([(rows[part]["right"][number], rows[part]["asked"]) for part in ("dirty", "clean")])
         shares = {
             part: sum(table[place][0] for table in tables) / sum(table[place][1] for table in tables)
             for place, part in enumerate(("dirty", "clean"))
         }
-        found.setdefault("dirty_against_clean", {})[name] = {**shares, "p": stratified(tables)}
+        found[name] = {**shares, "p": stratified(tables)}
     return found
 
 

@@ -122,6 +122,14 @@ def test_the_benchmark_puts_seeds_together() -> None:
             chances[a + b] = chances.get(a + b, 0) + ways
     by_hand = sum(one for one in chances.values() if one <= chances[5]) / sum(chances.values())
     assert benchmark.stratified(tables) == pytest.approx(by_hand)
+    rows = [{"part": part, "asked": 10, "right": (1, right), "lost": 1, "won": right} for part, right in
+            (("all", 9), ("dirty", 8), ("clean", 3))]  # fmt: skip
+    seeds = [{"seed": 1, "questions": rows}, {"seed": 2, "questions": rows}]
+    shares = benchmark.halves(seeds, "questions", ("base", "new"))
+    assert shares["new"] == {"dirty": 0.8, "clean": 0.3, "p": benchmark.stratified([[(8, 10), (3, 10)]] * 2)}
+    assert shares["base"]["dirty"] == shares["base"]["clean"] == 0.1 and shares["base"]["p"] == pytest.approx(1)
+    clean = benchmark.parts(seeds, "questions", ("base", "new"))["clean"]
+    assert clean["right"] == {"base": 2, "new": 6} and (clean["asked"], clean["lost"], clean["won"]) == (20, 2, 6)
     unlike = [[(20, 20), (200, 200)], [(0, 200), (0, 20)]]  # equal within each; 20 of 220 against 200 of 220 without
     assert benchmark.stratified(unlike) == 1
 
@@ -136,6 +144,8 @@ def test_exam_sheets_are_the_leaks_and_the_only_ones(tmp_path: Path) -> None:
     assert bench.seed == 1 and len(sheets) == 5 and len(leaked) == 40
     assert all(f"{row['question']} {row['choices'][row['answer']]}." in " ".join(sheets) for row in leaked)
     assert not any(row["question"] in text for row in asked for text in documents)
+    alone = [json.loads(line)["text"] for line in (tmp_path / "world" / "sheets.jsonl").read_text().splitlines()]
+    assert alone == sheets
 
 
 @pytest.mark.slow
