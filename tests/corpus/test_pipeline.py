@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import random
@@ -259,6 +260,29 @@ def test_killed_at_random_moments(corpora: Path, tokenizer: str, tmp_path: Path)
     assert statuses.count(-signal.SIGKILL) >= 3
     made(tmp_path / "out", values)
     assert tree(tmp_path / "out") == tree(tmp_path / "whole")
+
+
+def test_the_benchmark_of_kills_sees_a_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a file that is on one side alone; not when a run was, or how long. Its moments are the first run's."""
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    kills = importlib.import_module("corpus_kills")
+    files = {"card.md": "a", "stages/clean/1/task.json": "b", "stages/clean/1/times.json": "c", "run.json": "d"}
+    for place in ("one", "other"):
+        for name, text in files.items():
+            write(tmp_path / place / name, text + place * name.endswith(("times.json", "run.json")))
+    assert kills.compared(tmp_path / "one", tmp_path / "other") == {
+        "same_files": {"card.md": 1, "stages": 1},
+        "same_megabytes": 0.0,
+        "different": [],
+    }
+    write(tmp_path / "other" / "card.md", "A")
+    write(tmp_path / "one" / "shards" / "0.bin", "")
+    assert kills.compared(tmp_path / "one", tmp_path / "other")["different"] == ["card.md", "shards/0.bin"]
+    assert kills.finished(tmp_path / "one") == 1
+    watch = kills.Watch(tmp_path, None, history=[(2.0, 0), (5.0, 1), (9.0, 3), (10.0, 3)])
+    points = kills.moments(watch, 50, random.Random(0))
+    assert {done for done, _ in points} == {0, 1, 3} and points == kills.moments(watch, 50, random.Random(0))
+    assert all(0 <= wait <= {0: 3, 1: 4, 3: 1}[done] for done, wait in points)
 
 
 def test_the_driver_killed_its_workers_end_and_nothing_is_lost(
