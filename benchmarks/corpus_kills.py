@@ -97,7 +97,8 @@ def main() -> int:
             shutil.rmtree(place, ignore_errors=True)
         first = undisturbed(work, alone)
         found = {**provenance(), "workers": options.workers, **facts_of(alone, recipe, first, planted)}
-        kills = hunt(work, hunted, moments(first, options.kills, random.Random(options.seed)))
+        points = moments(first, options.kills, random.Random(options.seed))
+        kills = hunt(work, hunted, points, first.history[-1][1])
         last = undisturbed(work, hunted)
         found |= {"kills": kills, "seconds_of_the_run_after_them": round(last.history[-1][0], 1)}
         found |= compared(alone, hunted)
@@ -161,14 +162,18 @@ def moments(first: Watch, kills: int, chance: random.Random) -> list[tuple[int, 
     return found
 
 
-def hunt(work: Path, out: Path, points: list[tuple[int, float]]) -> list[dict[str, Any]]:
-    """Kill every process of a run at each of these points; what was done, and what was in work."""
+def hunt(work: Path, out: Path, points: list[tuple[int, float]], total: int) -> list[dict[str, Any]]:
+    """Kill every process of a run at each of these points; what was done, and what was in work.
+
+    A run is killed when it is at work again, or when all tasks are done and it writes the corpus.
+    """
     kills: list[dict[str, Any]] = []
     for target, wait in points:
-        watch, reached = start(work, out), None
+        watch, reached, before = start(work, out), None, finished(out)
         while watch.process.poll() is None:
             seconds, done = watch.look(memory=False)
-            if reached is None and done >= target and (done > target or watch.in_work()):
+            at_work = done > before or watch.in_work() or done == total
+            if reached is None and done >= target and at_work:
                 reached = seconds
             if reached is not None and seconds - reached >= wait:
                 break
