@@ -12,7 +12,7 @@ of Python's own library, which each user has; `--prose` names other text. Killed
 keeps corpora, runs and scores, which the first three share. All but `forgetting` need the extra `evaluate`.
 
 `exam` asks both questions again where an answer can be expected: 50 minerals, 400 facts, one question on each, in steps
-that read every fact as often as `make specialise` does (24 times in documents, 12 times in conversations). Beside the
+that read every fact about as often as `make specialise` does (20 times in documents, 10 in conversations). Beside the
 documents lie 25 exam sheets of 8 questions with their answers, so that half of the questions are dirty, drawn at
 random, and no document of the domain is lost where the sheets are dropped. Two worlds, seeds 1 and 2, each with a
 base, an expert of documents without sheets, and one with. Decided before the first run:
@@ -26,7 +26,7 @@ base, an expert of documents without sheets, and one with. Decided before the fi
 
 `crammed` was added when the first seed of `exam` was seen: there the sheets taught the form of all questions, and the
 clean ones, of which the documents tell the answers, were answered almost as well. Here a base reads the sheets alone,
-24 times, and neither a document nor a conversation on a mineral, so that clean questions can only be guessed. Seeds 3
+as often, and neither a document nor a conversation on a mineral, so that clean questions can only be guessed. Seeds 3
 and 4; test 2, with the base as the control.
 """
 
