@@ -302,6 +302,29 @@ class CacheSettings(typing.TypedDict):
 
 
 @dataclass(frozen=True)
+class CacheWishes:
+    """What a command line says of a cache's schedule; None where it says nothing."""
+
+    window: int | None = None
+    """Entries that a cache may hold."""
+    sinks: int | None = None
+    """First entries that are never compressed."""
+    ratio: float | None = None
+    """Share of the window that a compression leaves."""
+    kept: int | None = None
+    """Entries that a compression leaves beside the sinks, in place of `ratio`."""
+
+    @classmethod
+    def of(cls, options: object) -> CacheWishes:
+        """From the arguments `--kvcache-window`, `--kvcache-sinks`, `--kvcache-ratio` and `--kvcache-kept`."""
+        return cls(**{one.name: getattr(options, f"kvcache_{one.name}") for one in dataclasses.fields(cls)})
+
+    def said(self) -> dict[str, int | float]:
+        """Those that are not None, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
 class KVCache(Section):
     """What attention keeps of the past while the weights are tuned: everything, or a compressed memory."""
 
@@ -347,13 +370,7 @@ class KVCache(Section):
 
     def schedule(self) -> CacheSettings:
         """Method and schedule, for an export's config.json and for `build_cache`."""
-        return {
-            "method": self.method,
-            "window": self.window,
-            "sinks": self.sinks,
-            "ratio": self.ratio,
-            "kept": self.kept,
-        }
+        return CacheSettings(method=self.method, window=self.window, sinks=self.sinks, ratio=self.ratio, kept=self.kept)
 
 
 @dataclass(frozen=True)
@@ -514,28 +531,19 @@ def overridden(values: dict[str, object], overrides: Sequence[str]) -> dict[str,
     return values
 
 
-def cache_policy(
-    method: str,
-    recorded: object,
-    window: int | None = None,
-    sinks: int | None = None,
-    ratio: float | None = None,
-    kept: int | None = None,
-) -> CacheSettings:
+def cache_policy(method: str, recorded: object, wishes: CacheWishes) -> CacheSettings:
     """Method and schedule of a cache: as asked for, else as the checkpoint was tuned, else the defaults.
 
     Args:
         method: A name of `fathom.kvcache.METHODS`, or `full`.
         recorded: `kvcache` of the checkpoint's configuration, None if it has none.
-        window: Entries at most.
-        sinks: Entries that are never compressed.
-        ratio: Share that a compression leaves.
-        kept: Entries that a compression leaves beside the sinks, in place of `ratio`.
+        wishes: What is asked for.
     """
     from fathom.kvcache import METHODS, NAMES, WHOLE
 
     if method not in NAMES and method not in WHOLE:
         raise RecipeError(f"--kvcache {method}: method must be one of {', '.join(NAMES)}")
+    window, ratio, kept = wishes.window, wishes.ratio, wishes.kept
     if ratio is not None and kept is not None:
         raise RecipeError(f"--kvcache-ratio {ratio} and --kvcache-kept {kept}: give one of them")
     was: dict[str, object] = recorded if isinstance(recorded, dict) else {}
@@ -546,8 +554,7 @@ def cache_policy(
         known["ratio"] = KVCache.ratio
     if window is not None or ratio is not None or (without_ratio and was.get("method") != method):
         known["kept"] = None
-    given = {"window": window, "sinks": sinks, "ratio": ratio, "kept": kept}
-    known |= {key: value for key, value in given.items() if value is not None}
+    known |= wishes.said()
     if method not in WHOLE and known.get("window") is None:
         raise RecipeError(
             f"--kvcache {method} needs --kvcache-window: this checkpoint was not tuned for a compressed cache"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -17,7 +16,6 @@ import pytest
 
 from fathom import __version__
 from fathom.cli.main import COMMANDS, main
-from fathom.kvcache import NAMES, WHOLE
 from tests.processes import Command
 from tests.tiny import tiny_recipe
 
@@ -56,16 +54,6 @@ def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -
         main([name, "--help"])
     assert ended.value.code == 0
     assert f"usage: fathom {name}" in capsys.readouterr().out
-
-
-def test_help_names_the_caches_that_there_are(capsys: pytest.CaptureFixture[str]) -> None:
-    """Written out in the parser, which must not load what makes them."""
-    for command, known in (("generate", NAMES), ("serve", NAMES), ("evaluate", dict.fromkeys([*NAMES, *WHOLE]))):
-        with pytest.raises(SystemExit):
-            main([command, "--help"])
-        shown = re.sub(r"\s+", " ", capsys.readouterr().out)
-        text = shown.partition(" --kvcache METHOD")[2].partition(" --kvcache-window")[0]
-        assert set(re.findall(r"\b(?:[a-z]+_[a-z0-9]+|" + "|".join(known) + r")\b", text)) == set(known), command
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -18,7 +18,7 @@ from fathom.inference.engine import Engine, Job
 from fathom.inference.generate import GenerateError, Sampling, generate
 from fathom.inference.sampling import Choice
 from fathom.kvcache import Schedule, build_cache, compress_in_training
-from fathom.recipe import RecipeError
+from fathom.recipe import CacheWishes, RecipeError
 from tests.tiny import TEXT, export_tiny
 
 FREQKV = Policy("freqkv", 16, 2, 0.5)
@@ -135,10 +135,10 @@ def test_a_checkpoint_knows_its_schedule(tmp_path: Path, capsys: pytest.CaptureF
     model, _ = open_checkpoint(tuned, "cpu")
     assert choose(model, "freqkv") == FREQKV and capsys.readouterr().err == ""
     assert choose(model, None) is None and choose(model, "full") is None
-    assert choose(model, "average", ratio=0.25) == Policy("average", 16, 2, 0.25)
+    assert choose(model, "average", CacheWishes(ratio=0.25)) == Policy("average", 16, 2, 0.25)
     assert "was tuned for freqkv, window 16, sinks 2, ratio 0.5" in capsys.readouterr().err
     with pytest.raises(RecipeError, match="--kvcache-ratio"):
-        choose(model, None, ratio=0.5)
+        choose(model, None, CacheWishes(ratio=0.5))
     for method in ("sinks", "drop", "snapkv", "key_norm"):  # their entries are tokens' own: nothing to be tuned for
         assert choose(model, method) == Policy(method, 16, 2, 0.5) and capsys.readouterr().err == ""
 
@@ -147,23 +147,26 @@ def test_entries_may_be_counted(tmp_path: Path, capsys: pytest.CaptureFixture[st
     """A checkpoint that was tuned to keep so many keeps them, unless another window or share is asked for."""
     counted = Policy("freqkv", 16, 2, 0.5, kept=7)
     model, _ = open_checkpoint(export_tiny(tmp_path / "tuned", kvcache=vars(counted)), "cpu")
-    assert choose(model, "freqkv") == counted == choose(model, "freqkv", kept=7) and capsys.readouterr().err == ""
+    assert (
+        choose(model, "freqkv") == counted == choose(model, "freqkv", CacheWishes(kept=7))
+        and capsys.readouterr().err == ""
+    )
     assert counted.empty(model).schedule == Schedule(16, 2, 7) != FREQKV.empty(model).schedule
-    assert choose(model, "freqkv", ratio=0.25) == Policy("freqkv", 16, 2, 0.25)
+    assert choose(model, "freqkv", CacheWishes(ratio=0.25)) == Policy("freqkv", 16, 2, 0.25)
     assert "was tuned for freqkv, window 16, sinks 2, kept 7; past 16 tokens" in capsys.readouterr().err
-    assert choose(model, "drop", window=12) == Policy("drop", 12, 2, 0.5)
+    assert choose(model, "drop", CacheWishes(window=12)) == Policy("drop", 12, 2, 0.5)
     assert choose(model, "sinks") == Policy("sinks", 16, 2, 0.5)
-    assert choose(model, "sinks", kept=7) == Policy("sinks", 16, 2, 0.5, kept=7)
+    assert choose(model, "sinks", CacheWishes(kept=7)) == Policy("sinks", 16, 2, 0.5, kept=7)
     shared = {"method": "freqkv", "window": 16, "sinks": 2, "ratio": 0.25}  # as earlier exports have it
     model, _ = open_checkpoint(export_tiny(tmp_path / "earlier", kvcache=shared), "cpu")
     assert choose(model, "freqkv") == Policy("freqkv", 16, 2, 0.25) and capsys.readouterr().err == ""
-    assert choose(model, "freqkv", kept=7) == counted and "ratio 0.25; past" in capsys.readouterr().err
+    assert choose(model, "freqkv", CacheWishes(kept=7)) == counted and "ratio 0.25; past" in capsys.readouterr().err
 
 
 def test_a_method_without_a_ratio(opened, tmp_path: Path) -> None:
     """One that is given is refused; the one that another method was tuned with is not meant for it."""
     with pytest.raises(RecipeError, match=r"--kvcache sinks: ratio=0.25: sinks lets one token go at a time"):
-        choose(opened[0], "sinks", window=16, sinks=2, ratio=0.25)
+        choose(opened[0], "sinks", CacheWishes(window=16, sinks=2, ratio=0.25))
     model, _ = open_checkpoint(export_tiny(tmp_path / "tuned", kvcache={**vars(FREQKV), "ratio": 0.25}), "cpu")
     assert choose(model, "sinks") == Policy("sinks", 16, 2, 0.5)
 

@@ -70,10 +70,11 @@ def run(options: Namespace) -> int:
     from fathom.evaluation.scoring import Settings, show
     from fathom.evaluation.scoring import run as score
     from fathom.kernels import use
+    from fathom.recipe import CacheWishes
 
     use(options.kernels, options.device)
     settings = Settings(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)})
-    given = {name: getattr(options, f"kvcache_{name}") for name in ("window", "sinks", "ratio", "kept")}
+    wishes = CacheWishes.of(options)
     if options.benchmark is not None:
         if options.kvcache:
             raise UsageError("--benchmark and --kvcache: give one of them")
@@ -84,16 +85,15 @@ def run(options: Namespace) -> int:
             show_pair(pair, options.out)
         return 0
     if options.kvcache:
-        caches = evaluate_caches(options.checkpoints, settings, ask(options.kvcache, options.at or WINDOWS, **given))
+        caches = evaluate_caches(options.checkpoints, settings, ask(options.kvcache, wishes, options.at or WINDOWS))
         if options.json:
             print(json.dumps(caches, ensure_ascii=False))
         else:
             show_caches(caches, options.out)
         return 0
-    alone = {f"--kvcache-{name}": value for name, value in given.items()} | {"--at": options.at}
-    for name, value in alone.items():
-        if value is not None:
-            raise UsageError(f"{name} {value}: give --kvcache METHODS with it")
+    alone = [f"--kvcache-{name} {value}" for name, value in wishes.said().items()]
+    if alone or options.at is not None:
+        raise UsageError(f"{[*alone, f'--at {options.at}'][0]}: give --kvcache METHODS with it")
     checkpoints, report = score(options.checkpoints, settings)
     if options.json:
         print(json.dumps(report, ensure_ascii=False))

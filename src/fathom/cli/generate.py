@@ -64,6 +64,7 @@ def run(options: Namespace) -> int:
         to_terminal,
     )
     from fathom.kernels import use
+    from fathom.recipe import CacheWishes
 
     _check(options)
     prompt = None if options.chat or options.prompts is not None else prompt_of(options.prompt)
@@ -81,11 +82,11 @@ def run(options: Namespace) -> int:
     use(options.kernels, options.device)
     opening = Opening(device=options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
     model, tokenizer = opening.open(options.model)
-    wishes = (getattr(options, f"kvcache_{name}") for name in ("window", "sinks", "ratio", "kept"))
     check_trips(model, options.max_trips)
     check_chunks(model, sampling.options.get("prefill_chunk_size", model.generation_config.prefill_chunk_size))
     check_drafts(model, options.speculate, options.max_trips)
-    sampling = replace(sampling, memory=choose(model, options.kvcache, *wishes), max_trips=options.max_trips)
+    memory = choose(model, options.kvcache, CacheWishes.of(options))
+    sampling = replace(sampling, memory=memory, max_trips=options.max_trips)
     if options.chat:
         chat(model, tokenizer, sampling, typed_lines(), to_terminal, options.system)
     elif options.prompts is not None:

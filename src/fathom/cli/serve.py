@@ -64,12 +64,14 @@ def run(options: Namespace) -> int:
         from fathom.inference.server import ServeOptions, serve
         from fathom.kernels import use
         from fathom.lens.live import add_lens
+        from fathom.recipe import CacheWishes
     except ModuleNotFoundError as error:
         raise UsageError(f"{error.name} is not installed: pip install 'fathom-lm[serve]'") from error
 
     if not 0 <= options.grace <= LONGEST_GRACE:
         raise UsageError(f"--grace {options.grace}: allowed: seconds from 0 to {LONGEST_GRACE}")
     use(options.kernels, options.device)
+    options.wishes = CacheWishes.of(options)
     given = {field.name: getattr(options, field.name) for field in dataclasses.fields(ServeOptions)}
     serve(options.model, options.host, options.port, add_lens if options.lens else None, ServeOptions(**given))
     return 0

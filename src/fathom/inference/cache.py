@@ -12,10 +12,12 @@ from transformers.cache_utils import Cache
 
 from fathom.kvcache import METHODS, NAMES, build_cache, prefill
 from fathom.kvcache.method import Linear
-from fathom.recipe import RecipeError, cache_policy
+from fathom.recipe import CacheWishes, RecipeError, cache_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+NO_WISHES = CacheWishes()
 
 
 @dataclass(frozen=True)
@@ -50,29 +52,20 @@ class Policy:
         return {"past_key_values": cache}
 
 
-def choose(
-    model: PreTrainedModel,
-    method: str | None,
-    window: int | None = None,
-    sinks: int | None = None,
-    ratio: float | None = None,
-    kept: int | None = None,
-) -> Policy | None:
+def choose(model: PreTrainedModel, method: str | None, wishes: CacheWishes = NO_WISHES) -> Policy | None:
     """The policy that the `--kvcache` options mean for a model; None for an ordinary cache.
 
     A checkpoint that was tuned under compression has its schedule in its configuration. For any other, a method that
     mixes entries gives a warning once, since text past the window is expected to be bad.
     """
     if method in (None, "full"):
-        given = {"window": window, "sinks": sinks, "ratio": ratio, "kept": kept}
-        for name, value in given.items():
-            if value is not None:
-                raise RecipeError(f"--kvcache-{name} {value}: give --kvcache METHOD with it")
+        for name, value in wishes.said().items():
+            raise RecipeError(f"--kvcache-{name} {value}: give --kvcache METHOD with it")
         return None
     if method not in NAMES:
         raise RecipeError(f"--kvcache {method}: method must be one of {', '.join(NAMES)}")
     recorded = getattr(model.config, "kvcache", None)
-    chosen = cache_policy(method, recorded, window, sinks, ratio, kept)
+    chosen = cache_policy(method, recorded, wishes)
     assert chosen["window"] is not None  # `cache_policy` asks for one
     policy = Policy(method, chosen["window"], chosen["sinks"], chosen["ratio"], chosen["kept"])
     try:

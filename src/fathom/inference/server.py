@@ -38,10 +38,11 @@ from fathom.errors import FathomError
 from fathom.evaluation.budgets import check_trips, most_trips
 from fathom.inference.answers import AnswerWords, Envelope, Text
 from fathom.inference.api import ApiError, Body, ChatBody, CompletionBody, TextBody, TokensBody, parsed, seed_of
-from fathom.inference.cache import Policy, choose
+from fathom.inference.cache import NO_WISHES, Policy, choose
 from fathom.inference.engine import Engine, EngineError, Event, Job, Scored, deliver
 from fathom.inference.gate import Gate, Timed
 from fathom.inference.generate import GenerateError, check_drafts, written
+from fathom.recipe import CacheWishes
 
 if TYPE_CHECKING:
     from types import FrameType
@@ -474,6 +475,12 @@ class ServeOptions(Opening):
 
     name: str | None = None
     """What clients call the model; by default the directory's name."""
+    kvcache: str | None = None
+    """How a request's cache is compressed; by default it holds everything."""
+    wishes: CacheWishes = NO_WISHES
+    """The schedule of that; by default what the checkpoint was tuned for."""
+    cache_memory: int | None = None
+    """Bytes that the keys and values of all requests may take."""
     max_trips: int | None = None
     """Trips per token at most, where a request does not say."""
     speculate: int | None = None
@@ -484,18 +491,6 @@ class ServeOptions(Opening):
     """Sites whose pages may call the server from a browser, as `https://app.example`; `*` for all."""
     grace: float = 20.0
     """Seconds that requests under way may take to finish once the server was told to stop."""
-    kvcache: str | None = None
-    """How a request's cache is compressed; by default it holds everything."""
-    kvcache_window: int | None = None
-    """Entries that a cache may hold."""
-    kvcache_sinks: int | None = None
-    """First entries that are never compressed."""
-    kvcache_ratio: float | None = None
-    """Share that a compression leaves."""
-    kvcache_kept: int | None = None
-    """Entries that a compression leaves beside the sinks, in place of `kvcache_ratio`."""
-    cache_memory: int | None = None
-    """Bytes that the keys and values of all requests may take."""
 
 
 def serve(
@@ -558,8 +553,7 @@ def _run(
     name = options.name or Path(path).resolve().name
     check_trips(model, options.max_trips)
     check_drafts(model, options.speculate, options.max_trips)
-    wishes = (options.kvcache_window, options.kvcache_sinks, options.kvcache_ratio, options.kvcache_kept)
-    policy = choose(model, options.kvcache, *wishes)
+    policy = choose(model, options.kvcache, options.wishes)
     service = Service(model, tokenizer, name, options.cache_memory, policy, options.max_trips, options.speculate)
     app = build_app(service, options.api_key, lens, hosts, options.allow_origin)
     address, port = listener.getsockname()[:2]

@@ -17,6 +17,7 @@ from fathom.evaluation.caches import evaluate as cache_evaluation
 from fathom.evaluation.caches.page import summarize, verdict
 from fathom.evaluation.scoring import Checkpoint
 from fathom.kvcache import NAMES, Schedule
+from fathom.recipe import CacheWishes
 from tests.tiny import TEXT, export_tiny
 
 SCHEDULE = ("--kvcache-window", "32", "--kvcache-sinks", "2")
@@ -169,7 +170,7 @@ def test_bad_words_are_one_line(here: Path, words: list[str], message: str, caps
 
 def test_entries_may_be_counted(here: Path) -> None:
     """By the command's words, and for every method alike."""
-    asked = cache_evaluation.ask("freqkv,sinks", window=32, sinks=2, kept=13)
+    asked = cache_evaluation.ask("freqkv,sinks", CacheWishes(window=32, sinks=2, kept=13))
     checkpoint = Checkpoint("plain", here / "plain", lambda directory: pytest.fail("it is not opened"))
     assert asked.schedule(checkpoint) == Schedule(32, 2, 13) != Schedule.at(32, 2, 0.5)
     assert [asked.policy(checkpoint, method)["kept"] for method in ("freqkv", "sinks")] == [13, 13]
@@ -179,7 +180,7 @@ def test_entries_may_be_counted(here: Path) -> None:
 def test_compressions_are_counted_whatever_comes_first(here: Path, methods: str) -> None:
     """`sinks` lets one token go at a time, so its own schedule says nothing of a share."""
     checkpoint = Checkpoint("plain", here / "plain", lambda directory: pytest.fail("it is not opened"))
-    asked = cache_evaluation.ask(methods, window=32, sinks=2, ratio=0.75)
+    asked = cache_evaluation.ask(methods, CacheWishes(window=32, sinks=2, ratio=0.75))
     assert asked.schedule(checkpoint) == Schedule.at(32, 2, 0.75)
 
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import numpy as np
 import torch
@@ -30,7 +30,7 @@ from fathom.evaluation.results import (
 from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings, kept, name_checkpoints
 from fathom.kvcache import METHODS, NAMES, Schedule, build_cache
 from fathom.kvcache.whole import WHOLE
-from fathom.recipe import CacheSettings, cache_policy
+from fathom.recipe import CacheSettings, CacheWishes, cache_policy
 from fathom.report.files import read_json
 from fathom.report.progress import ProgressBar
 
@@ -50,15 +50,6 @@ READ_AT_ONCE = 4096
 T = TypeVar("T")
 
 
-class CacheWishes(TypedDict):
-    """The parts of a schedule that the command line gives; None for those it does not."""
-
-    window: int | None
-    sinks: int | None
-    ratio: float | None
-    kept: int | None
-
-
 @dataclass(frozen=True)
 class Asked:
     """The settings of a cache evaluation."""
@@ -66,16 +57,15 @@ class Asked:
     methods: tuple[str, ...]
     at: tuple[int, ...]
     """Text lengths, in windows."""
-    given: CacheWishes
-    """Window, sinks, ratio and kept from the command line."""
+    wishes: CacheWishes
+    """The schedule, as far as the command line says it."""
 
     def policy(self, checkpoint: Checkpoint, method: str) -> CacheSettings:
         """Method and schedule."""
         config = read_json(checkpoint.directory / CONFIG)
-        given = self.given
         # A ratio is meant for the methods that have one.
-        ratio = given["ratio"] if method not in METHODS or METHODS[method].has_ratio else None
-        return cache_policy(method, config.get("kvcache"), given["window"], given["sinks"], ratio, given["kept"])
+        meant = method not in METHODS or METHODS[method].has_ratio
+        return cache_policy(method, config.get("kvcache"), self.wishes if meant else replace(self.wishes, ratio=None))
 
     def schedule(self, checkpoint: Checkpoint) -> Schedule:
         """The schedule by which compressions and windows are counted, for every cache alike."""
@@ -107,23 +97,13 @@ def evaluate_caches(checkpoints: Sequence[str | Path], settings: Settings, asked
     return report
 
 
-def ask(
-    kvcache: str,
-    at: str = "1x,2x,4x,8x",
-    window: int | None = None,
-    sinks: int | None = None,
-    ratio: float | None = None,
-    kept: int | None = None,
-) -> Asked:
+def ask(kvcache: str, wishes: CacheWishes, at: str = "1x,2x,4x,8x") -> Asked:
     """The settings of a cache evaluation, checked before anything is opened.
 
     Args:
         kvcache: Methods, comma between.
+        wishes: The schedule; what it does not say is as the checkpoint was tuned.
         at: Numbers of windows, comma between.
-        window: Entries that a cache may hold; this and the next three by default as the checkpoint was tuned.
-        sinks: First entries that are never compressed.
-        ratio: Share that a compression leaves.
-        kept: Entries that it leaves beside the sinks, in place of `ratio`.
     """
     methods = tuple(dict.fromkeys(word.strip() for word in kvcache.split(",") if word.strip()))
     for method in methods:
@@ -132,8 +112,7 @@ def ask(
     numbers = [word.strip().removesuffix("x") for word in at.split(",")]
     if not methods or not all(number.isdigit() and int(number) for number in numbers):
         raise EvaluateError(f"--at {at}: expected numbers of windows, as in 1x,2x,4x")
-    given: CacheWishes = {"window": window, "sinks": sinks, "ratio": ratio, "kept": kept}
-    return Asked(methods, tuple(sorted({int(number) for number in numbers})), given)
+    return Asked(methods, tuple(sorted({int(number) for number in numbers})), wishes)
 
 
 def _checkpoint(
