@@ -15,6 +15,7 @@ from benchmarks import specialise as benchmark
 
 from fathom.cli.main import main
 from fathom.corpus.recipe import load_corpus_recipe
+from fathom.models.cost import count_parameters
 from fathom.recipe import load_recipe
 from fathom.report.statistics import wilson
 
@@ -42,6 +43,15 @@ def test_every_recipe_is_one_and_the_stages_fit() -> None:
     assert base.model["vocab_size"] == corpus.tokenize.train
     assert corpus.converse.max_tokens == tuned.data.sequence_length == corpus.mix.block
     assert set(base.data.mixture) == {"general"} and set(onward.data.mixture) == set(corpus.mix.shares)
+
+
+def test_the_pair_for_a_gpu_fits() -> None:
+    """Base and continuation read the same two folders in rows of one length, and a row fits the model."""
+    base, onward = (load_recipe(RECIPES / f"h200_{name}.yaml") for name in ("base", "continue"))
+    assert onward.model == {"from_pretrained": "runs/h200/base"}
+    assert set(onward.data.mixture) == {base.data.directory, onward.data.directory}
+    assert base.model["max_position_embeddings"] >= base.data.sequence_length == onward.data.sequence_length
+    assert count_parameters(base.config()) == 123_588_864
 
 
 @pytest.mark.slow
