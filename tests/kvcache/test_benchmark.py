@@ -115,6 +115,28 @@ def test_needles_without_tuning_are_those_of_the_log():
         )
 
 
+def test_tuned_needles_are_those_of_the_log():
+    """As above; and tuning leaves `snapkv` worse with every seed, from the third compression on."""
+    text = (PLACE.parent / "docs" / "kvcache.md").read_text().partition("### Needles, all tuned")[2]
+    rows = [line.strip("| ").split(" | ") for line in text.partition("### ")[0].splitlines() if line.startswith("| ")]
+    tasks = {
+        "four in the first window": "4 needles",
+        "four anywhere": "4 needles, anywhere",
+        "one of 16 keys": "1 needle",
+    }
+    runs = json.loads((PLACE / "results" / "kvcache-needles-tuned.json").read_text())["runs"]
+    found = {(r["arm"], r["tuned"], r["seed"]): r["recall"] for r in runs}
+    assert len(rows[2:]) == 12
+    for task, arm, *cells in rows[2:]:
+        seeds = zip(*(found[arm, "4", seed][tasks[task]]["accuracy"] for seed in range(3)), strict=True)
+        for cell, each in zip(cells, seeds, strict=False):
+            apart = f" ({', '.join(f'{value:.2f}' for value in each)})" if max(each) - min(each) >= 0.1 else ""
+            assert cell == f"{fmean(each):.2f}{apart}", (task, arm)
+    for seed in range(3):
+        tuned, untuned = (found["snapkv", key, seed]["4 needles"]["accuracy"] for key in ("4", None))
+        assert all(a < b for a, b in zip(tuned[3:9], untuned[3:9], strict=True))
+
+
 def test_every_cache_has_its_costs_on_the_page():
     """As the log has them: bytes, milliseconds of a decoded token and prefill, `full_static` beside `full`."""
     text = (PLACE.parent / "docs" / "kvcache.md").read_text().partition("| one row of | bytes")[2].partition("\n\n")[0]
