@@ -280,7 +280,7 @@ def test_whole_seeds_come_first(small: Recipe, tmp_path: Path):
         ("vanilla,a=depth_attention+uniform_depth", "two values of the mixer axis"),
         ("vanilla,depth_attention;optim.lr=1", "needs a name"),
         ("vanilla,../x=vanilla", "a name is letters"),
-        ("vanilla,a=vanilla;optim.rate=1", "did you mean"),
+        ("vanilla,a=vanilla;optim.rate=1", "optim.rate: unknown key; allowed: name, lr"),
         ("vanilla,a=depth_attention;model.mixer_options.pace=1", "mixer_options.pace is not an option"),
         ("vanilla,a=vanilla;model.vocab_size=200", "200"),
         ("vanilla,a=vanilla;data.directory=/nowhere", "arm a: data.directory is shared by all arms"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import time
@@ -88,8 +89,11 @@ def test_the_context_ends_the_text(opened) -> None:
 
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}])
 def test_a_batch_equals_one_at_a_time(opened, options: dict) -> None:
-    """Greedy, with prompts of many lengths, some of which end and some of which meet the end of the context."""
-    model, tokenizer = opened
+    """Greedy, with prompts of many lengths, some of which end and some of which meet the end of the context.
+
+    In float64: in float32, kernels that add in another order for another batch may settle a near tie the other way.
+    """
+    model, tokenizer = copy.deepcopy(opened[0]).double(), opened[1]
     sampling = Sampling(59, temperature=0, options=options)
     ids = [encode(tokenizer, prompt) for prompt in PROMPTS]
     together = generate_batch(model, tokenizer, ids, sampling)

@@ -183,6 +183,7 @@ from fathom.lineage.comparison import Options, measure
 from fathom.lineage.weights import open_weights
 
 awm.MAP_CHANNELS = 64  # the map grows with depth, not with width
+measure(*map(open_weights, sys.argv[1:]), Options(extras=False))  # what a first call imports is not counted
 opened = [open_weights(path) for path in sys.argv[1:]]
 tracemalloc.start()
 measure(*opened, Options(extras=False))
