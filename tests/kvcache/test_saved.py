@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from transformers import cache_utils
 
 from fathom.kvcache import METHODS, build_cache, open_cache, save_cache
 
@@ -65,8 +66,9 @@ def test_what_does_not_fit_is_refused(model, tmp_path):
             open_cache(file, other)
     with pytest.raises(ValueError, match="holds 150 tokens already"):
         open_cache(file, cache)
-    with pytest.raises(ValueError, match="stored quantised"):
-        save_cache(build_cache(model, "freqkv", quantized="fp8", **SCHEDULE), file)
+    if hasattr(cache_utils, "Fp8QuantizedLayer"):
+        with pytest.raises(ValueError, match="stored quantised"):
+            save_cache(build_cache(model, "freqkv", quantized="fp8", **SCHEDULE), file)
     whole = file.read_bytes()
     file.write_bytes(whole[: len(whole) // 2])
     with pytest.raises(ValueError, match="is no saved cache"):
