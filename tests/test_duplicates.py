@@ -11,13 +11,10 @@ ROOT = Path(__file__).parent.parent / "src" / "fathom"
 SOURCES = {str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in sorted(ROOT.rglob("*.py"))}
 RUN = 6
 SILENT = re.compile(r'#|"""|import |from \S+ import |\W*$')
-ALLOWED = {("models/modeling.py", "models/modeling.py", "def forward(")}
-"""Both files of a run, and its first line. Arguments of the model and of the model with its head are read from their
-signatures: the one's by vLLM's compiler and transformers' tests, the other's by its Trainer and `generate`."""
 
 
 def repeated(sources: Mapping[str, str]) -> Iterator[str]:
-    """Where lines begin that have stood before, but for those that may."""
+    """Where lines begin that have stood before."""
     seen: dict[tuple[str, ...], tuple[str, int]] = {}
     for name, source in sources.items():
         numbered = [(number, " ".join(line.split())) for number, line in enumerate(source.splitlines(), 1)]
@@ -27,7 +24,7 @@ def repeated(sources: Mapping[str, str]) -> Iterator[str]:
             first = seen.setdefault(tuple(line for _, line in lines[i : i + RUN]), (name, i))
             again = first if first[0] != name or first[1] + RUN <= i else None
             goes_on = again is not None and before == (again[0], again[1] - 1)
-            if again is not None and not goes_on and (again[0], name, lines[i][1]) not in ALLOWED:
+            if again is not None and not goes_on:
                 yield f"{name}:{lines[i][0]} again, as in {again[0]}"
             before = again
 

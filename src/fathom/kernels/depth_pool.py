@@ -27,17 +27,11 @@ PROGRAMS = 528
 
 @triton.jit(do_not_specialize=["rows"])
 def depth_pool_forward(
-    query,  # [D]
-    bias,  # one number, or None
-    sources,  # a tuple of [rows, D]
-    mixed,  # [rows, D]
-    weights,  # [sources, rows]
-    rows,
-    WIDTH: tl.constexpr,
-    TALL: tl.constexpr,
-    EPS: tl.constexpr,
+    query, bias, sources, mixed, weights, rows, WIDTH: tl.constexpr, TALL: tl.constexpr, EPS: tl.constexpr
 ):
-    """h and α of a tile of rows."""
+    """h, `mixed` `[rows, D]`, and α, `weights` `[sources, rows]`, of a tile of rows.
+
+    `query` is `[D]`, `bias` one number or None, and `sources` a tuple of `[rows, D]`."""
     row, column, live, inside, at = tile(tl.program_id(0).to(tl.int64), rows, TALL, WIDTH)
     q = read(query + column, column < WIDTH)[None, :]
     top, total, sum_ = nothing(live, inside, q.dtype)

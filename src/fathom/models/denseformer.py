@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DenseFormerOptions(ResidualOptions):
-    """Options of `denseformer`."""
+    """Options of `denseformer`. The paper writes dilation × period: its 4x5 is `dilation: 4, period: 5`."""
 
     dilation: int = 1
-    """Read every dilation-th earlier block."""
+    """Read every dilation-th earlier block,
+    counted back from the newest."""
     period: int = 1
     """Average after every period-th block."""
 

@@ -334,11 +334,11 @@ class FathomModel(FathomPreTrainedModel):
     @capture_outputs
     def forward(
         self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        input_ids: Tensor | None = None,  # [B, T]
+        attention_mask: Tensor | None = None,  # [B, past + T]
+        position_ids: Tensor | None = None,  # [B, T]
         past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,  # [B, T, hidden_size]
         use_cache: bool | None = None,
         output_hidden_states: Places | None = None,
         head: nn.Module | None = None,
