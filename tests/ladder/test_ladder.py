@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fathom.cli.main import main
+from fathom.ladder.budget import budget
 from fathom.ladder.findings import verdict
 from fathom.ladder.rungs import Ladder, load_ladder, sha256_of, without_embeddings
 from fathom.ladder.stages import STAGES, State
@@ -373,6 +374,57 @@ def test_killed_again_and_again(whole, tmp_path: Path, monkeypatch, workers: int
     assert deaths >= 5 and report["stage"] == "done"
     for path in (tmp_path / "out").rglob("finished"):
         assert path.read_text() in ("once\n", "once\nonce\n")  # twice, if it was killed between its two last lines
+
+
+SMALL = {"layers": [2, 2], "hidden": [16, 24], "seeds": [2, 2], "twin": []}
+VARIANTS = "vanilla,deep.attending=depth_attention,deep.averaging=uniform_depth"
+
+
+@pytest.mark.parametrize("best", ["depth_attention", pytest.param("uniform_depth", marks=pytest.mark.slow)])
+def test_tuning_chooses_a_variant(tmp_path: Path, monkeypatch, best: str) -> None:
+    """The one that tunes best goes on alone, the other is listed, and the control is tuned by as many runs."""
+    planted(monkeypatch, multipliers={best: 1.5}, rates={})
+    ladder = make(tmp_path, VARIANTS, choose=["deep"], **SMALL)
+    report = climb(ladder, tmp_path / "out", quiet=True)
+    chosen, other = "deep.attending", "deep.averaging"
+    if best == "uniform_depth":
+        chosen, other = other, chosen
+    assert [arm["name"] for arm in report["arms"]] == ["vanilla", chosen]
+    assert sorted(report["tuning"][0]) == ["deep.attending", "deep.averaging", "vanilla"]
+    assert sorted(report["tuning"][1]) == sorted(["vanilla", chosen])
+    (choice,) = report["choices"]
+    assert [row["arm"] for row in choice["variants"]] == [chosen, other]
+    assert choice["variants"][0]["least"] < choice["variants"][1]["least"]
+    runs = {arm: sum(len(losses) for losses in row["losses"].values()) for arm, row in report["tuning"][0].items()}
+    assert runs["vanilla"] == runs["deep.attending"] + runs["deep.averaging"]
+    assert report["stage"] == "done" and not (tmp_path / "out/rungs/1/arms" / other).exists()
+    page = (tmp_path / "out/report.html").read_text()
+    assert other in page and "left out" in page
+
+
+def test_a_choice_counts_once_in_a_dry_run(tmp_path: Path) -> None:
+    """Ladder runs of one variant; tuning runs of both, and as many of the control."""
+    rows = {}
+    for choose in ([], ["deep"]):
+        (tmp_path / str(len(choose))).mkdir()
+        rows[len(choose)] = budget(make(tmp_path / str(len(choose)), VARIANTS, choose=choose, **SMALL))
+    both, one = ([row["runs"] for row in rows[k]["rungs"]] for k in (0, 1))
+    assert both == [3 * (2 + 6), 3 * (2 + 3)]
+    assert one == [2 * 2 + 2 * 6 + 12, 2 * (2 + 3)]
+
+
+@pytest.mark.parametrize(
+    ("arms", "rules", "words"),
+    [
+        ("vanilla,deep.a=depth_attention", {}, "two arms or more called deep"),
+        ("deep.a=vanilla,deep.b=depth_attention", {}, "none the control"),
+        (VARIANTS, {"tune_points": [], "tune_seeds": []}, "it is tuning that chooses"),
+        ("vanilla,deep.a=loop,deep.b=uniform_depth", {}, "deep.a takes .* % more FLOPs than deep.b"),
+    ],
+)
+def test_a_choice_that_cannot_be_fair_is_refused(tmp_path: Path, arms: str, rules: dict, words: str) -> None:
+    with pytest.raises(RecipeError, match=words):
+        make(tmp_path, arms, choose=["deep"], **rules)
 
 
 def test_sizes(tmp_path: Path) -> None:

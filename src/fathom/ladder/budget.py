@@ -38,14 +38,15 @@ def budget(ladder: Ladder) -> LadderBudget:
 def _row(ladder: Ladder, size: Size) -> BudgetRow:
     rules, at = ladder.rules, size.index - 1
     main = size.budget == 0
-    tuned = rules.tune_points[at] * rules.tune_seeds[at] if main and at < len(rules.tune_points) else 0
+    climbing = ladder.without({arm.name for variants in ladder.variants.values() for arm in variants[1:]})
+    points = rules.tune_points[at] if main and at < len(rules.tune_points) else 0
     twins = min(rules.twin[at], rules.seeds[at]) if main and at < len(rules.twin) else 0
     last = main and rules.check and len(ladder.sizes) >= 3 and size == ladder.sizes[-1]
-    runs = {arm.name: ladder.seeds[at] + (2 if last else 0) for arm in ladder.every_arm}
-    for arm in ladder.arms:
-        runs[arm.name] += tuned
-    runs[ladder.control.name] += twins
-    flops = math.fsum(count * ladder.flops(arm, size) for arm in ladder.every_arm for count in [runs[arm.name]])
+    runs = {arm: ladder.seeds[at] + (2 if last else 0) for arm in climbing.every_arm}
+    for arm in (climbing if at else ladder).arms if points else ():
+        runs[arm] = runs.get(arm, 0) + points * ladder.tuning_seeds(arm, at)
+    runs[ladder.control] += twins
+    flops = math.fsum(count * ladder.flops(arm, size) for arm, count in runs.items())
     seconds = _step_seconds(ladder, size)
     per_flop = seconds * size.steps / ladder.flops(ladder.control, size)
     return {

@@ -20,6 +20,7 @@ from fathom.ladder.results import (
     ArmRow,
     Cell,
     Check,
+    Contest,
     CrossedSpan,
     DivergedRun,
     Fitted,
@@ -41,6 +42,7 @@ from fathom.ladder.results import (
     TunedRow,
     Twin,
     TwinRung,
+    VariantRow,
     Views,
 )
 from fathom.ladder.rungs import MATCHED, RUNGS, Size, rounded, without_embeddings
@@ -118,8 +120,8 @@ def summarize(state: State, source: Provenance) -> LadderReport:
         tuned = bool(state.tuned) or not ladder.rules.tune_points
     except NotReadyError:
         tuned = False
-    studies = [Study(state, arm) for arm in ladder.every_arm[1:]] if tuned else []
-    arms = [_arm(state, arm, studies) for arm in ladder.every_arm] if tuned else []
+    studies = [Study(state, arm) for arm in state.chosen.every_arm[1:]] if tuned else []
+    arms = [_arm(state, arm, studies) for arm in state.chosen.every_arm] if tuned else []
     _judge(arms, studies)
     report: LadderResults = {
         **source,
@@ -132,6 +134,7 @@ def summarize(state: State, source: Provenance) -> LadderReport:
         "rungs": [_rung(state, size, tuned) for size in ladder.all_sizes],
         "arms": arms,
         "tuning": _tuning(state),
+        "choices": _choices(state),
         "law": _law(studies),
         "noise": _noise(studies),
         "prediction": _prediction(state) if tuned else None,
@@ -372,6 +375,19 @@ def _tuning(state: State) -> list[dict[str, TunedRow]]:
     return [{name: tuned.to_dict() for name, tuned in rows.items()} for rows in state.tuning()[1]]
 
 
+def _choices(state: State) -> list[Contest]:
+    """Each choice between variants, the best first; empty while the first rung is being tuned."""
+    found = state.tuning()[1]
+    choices: list[Contest] = []
+    for name, variants in state.ladder.variants.items() if found else ():
+        tuned = sorted(((found[0][arm.name], arm.name) for arm in variants), key=lambda row: row[0].least)
+        rows: list[VariantRow] = [
+            {"arm": arm, "least": one.least, "rate": one.rate, "flags": one.bowl.flags} for one, arm in tuned
+        ]
+        choices.append({"name": name, "variants": rows})
+    return choices
+
+
 def _check(state: State, arm: Arm) -> Check | None:
     """Half and twice the rate at the top beside the chosen one, with the same seed."""
     mine = [run for run in state.checks() if run.run_dir.parent.parent.name == arm.name]
@@ -381,7 +397,7 @@ def _check(state: State, arm: Arm) -> Check | None:
     chosen = state.losses(size, arm).get(seed)
     if chosen is None:
         return None
-    fits = [state.fit(other, state.ladder.sizes) for other in state.ladder.every_arm[1:]]
+    fits = [state.fit(other, state.ladder.sizes) for other in state.chosen.every_arm[1:]]
     noise = max(fit.noise.paired for fit in fits if fit is not None)
     below, above = (run.loss() for run in mine)
     better = min(below, above) < chosen - 2 * noise * math.sqrt(2)
@@ -471,7 +487,7 @@ def _prediction(state: State) -> PredictionRow | None:
     size = state.ladder.sizes[-1]
     rows: list[Outcome] = []
     for row in sealed["rows"]:
-        arm = next(arm for arm in state.ladder.every_arm if arm.name == row["arm"])
+        arm = next(arm for arm in state.chosen.every_arm if arm.name == row["arm"])
         rung = state.rung(size, arm)
         observed = None if rung is None else rung.means[1] - rung.means[0]
         forecast = row["difference"]
@@ -516,7 +532,7 @@ def _phi(state: State) -> Phi | None:
     """φ, the worth of a trip, from the control and the plain loops at every budget; None without loops."""
     found: list[Looped] = []
     for size in state.ladder.all_sizes:
-        for arm in state.ladder.arms:
+        for arm in state.chosen.arms:
             config = state.plan(size).recipes[arm.name].config()
             plain = config.mixer == DEFAULTS["mixer"] and config.residual == DEFAULTS["residual"]
             losses = list(state.losses(size, arm).values())
@@ -555,7 +571,7 @@ def _puzzle(state: State) -> PuzzleResult | None:
     rows: list[PuzzleRow] = []
     for size in state.ladder.sizes:
         plan = state.plan(size)
-        for arm in state.ladder.every_arm:
+        for arm in state.chosen.every_arm:
             runs = [RunTask(plan, state.rung_dir(size), arm.name, seed) for seed in plan.seeds]
             done = [run for run in runs if run.done]
             results = [read_json(run.run_dir / RESULT)["evaluation"]["domains"] for run in done]

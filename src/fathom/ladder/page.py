@@ -48,7 +48,7 @@ def write_report(report: LadderReport, out: Path) -> tuple[Path, Path]:
 
 def tables(report: LadderReport) -> list[Table]:
     """Tables for a terminal."""
-    found = [multiplier_rows(report), puzzle_rows(report), loss_rows(report)]
+    found = [choice_rows(report), multiplier_rows(report), puzzle_rows(report), loss_rows(report)]
     return [terminal_table(*rows) for rows in found if rows[2]]
 
 
@@ -62,7 +62,9 @@ def page(report: LadderReport) -> str:
         _table(puzzle_rows(report)),
         html.section("Loss and multiplier", html.legend(names), html.figures(_losses(report), _multipliers(report))),
         html.section("Accuracy", html.legend(names), html.figures(*_accuracies(report))),
-        html.section("Rates", html.figures(*_bowls(report)), _checks(report), _shared_rates(report)),
+        html.section(
+            "Rates", _table(choice_rows(report)), html.figures(*_bowls(report)), _checks(report), _shared_rates(report)
+        ),
         html.section("The sealed rung", _sealed(report)),
         html.section("What a trip is worth", _phi(report)),
         html.section("Rung by rung", _table(loss_rows(report)), _twin(report)),
@@ -101,6 +103,19 @@ def multiplier_rows(report: LadderReport) -> tuple[str, list[str], list[list[str
         )
     columns = ["arm", "middle", "last rung", "per decade", "Holm p", "diverged", "flags"]
     return f"Compute that {report['control']} would need over what the arm spends, 95 % interval", columns, rows
+
+
+def choice_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
+    """Caption, columns, rows: variants that were tuned, of which the best went on."""
+    rows = []
+    for choice in report["choices"]:
+        best = choice["variants"][0]["least"]
+        for row in choice["variants"]:
+            told = [f"{row['least']:.4f}", f"{row['least'] - best:+.4f}"] if math.isfinite(row["least"]) else [DASH] * 2
+            which = "chosen" if row is choice["variants"][0] else "left out"
+            rows.append([row["arm"], *told, f"{row['rate']:.3g}", "; ".join(row["flags"]) or DASH, which])
+    columns = ["variant", "least loss", "above the best", "rate", "flags", ""]
+    return "Variants at the first rung, with tuning's seeds; the control had as many runs", columns, rows
 
 
 def puzzle_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:

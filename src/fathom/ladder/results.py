@@ -177,6 +177,22 @@ class TunedRow(TypedDict):
     extended: int
 
 
+class VariantRow(TypedDict):
+    """A variant at the first rung: the least loss that its rates promise, and where."""
+
+    arm: str
+    least: float
+    rate: float
+    flags: Sequence[str]
+
+
+class Contest(TypedDict):
+    """Variants of an arm, of which the first went on."""
+
+    name: str
+    variants: list[VariantRow]
+
+
 class Law(TypedDict):
     """The control's floor and exponent."""
 
@@ -308,6 +324,7 @@ class LadderResults(Provenance):
     rungs: list[RungRow]
     arms: list[ArmRow]
     tuning: list[dict[str, TunedRow]]
+    choices: list[Contest]
     law: Law | None
     noise: NoiseRow | None
     prediction: PredictionRow | None

@@ -7,7 +7,7 @@ import hashlib
 import json
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from fractions import Fraction
@@ -39,6 +39,8 @@ RATE_RULES = {"adamw": (-0.28, -0.37, 0.5), "muon": (-0.32, 0.0, 0.56)}
 """Exponents of tokens, width and batch in the rule that scales the learning rate, by optimizer."""
 EARLIER: dict[str, object] = {"shared_rate": False}
 """What rules meant before they had a key: a plan that lacks it goes on as it began."""
+ALIKE = 0.02
+"""Share by which the FLOPs of variants may differ: they are chosen by loss alone."""
 EXTRA = 0.005
 """Share of parameters that an arm may add before a control is widened to match it."""
 
@@ -69,6 +71,8 @@ class Rules:
     """seeds for each of these learning rates"""
     tune_domains: tuple[str, ...] = ()
     """held-out domains whose mean loss is tuned; empty tunes the loss of all"""
+    choose: tuple[str, ...] = ()
+    """of arms called NAME.A, NAME.B, ... only the one that tunes best at the first rung goes on; which NAMEs"""
     twin: tuple[int, ...] = (5, 2)
     """seeds of the control with other initial values, at the first rung, the second, ..."""
     shared_rate: bool = True
@@ -172,6 +176,20 @@ class Ladder:
             for index in range(len(self.rules.layers)):
                 made.append(self._size(index, budget, made[0] if made else None))
         return made
+
+    @property
+    def variants(self) -> dict[str, tuple[Arm, ...]]:
+        """Arms of which tuning chooses one, by the name before their dot."""
+        return {name: tuple(arm for arm in self.arms if arm.name.startswith(f"{name}.")) for name in self.rules.choose}
+
+    def without(self, lost: Collection[str]) -> Ladder:
+        """The same ladder, some arms left out."""
+        return dataclasses.replace(self, arms=tuple(arm for arm in self.arms if arm.name not in lost))
+
+    def tuning_seeds(self, arm: Arm, index: int) -> int:
+        """Runs of an arm at each rate; the control has as many at the first rung as all variants of an arm together."""
+        tries = max(map(len, self.variants.values()), default=1) if index == 0 and arm == self.control else 1
+        return self.rules.tune_seeds[index] * tries
 
     @cached_property
     def every_arm(self) -> tuple[Arm, ...]:
@@ -429,6 +447,8 @@ def checked(ladder: Ladder) -> Ladder:
     for arm in ladder.arms:
         if arm.name.startswith(MATCHED):
             raise RecipeError(f"--arms {arm.name}: a name that begins with {MATCHED} is a control's")
+    for name, variants in ladder.variants.items():
+        _check_variants(ladder, name, variants)
     given = ladder.recipe.data
     data = open_data(given.directory, verify=False, collections=given.collections)
     for size in ladder.all_sizes:
@@ -439,6 +459,19 @@ def checked(ladder: Ladder) -> Ladder:
             )
         check(ladder.plan(size, rates))
     return ladder
+
+
+def _check_variants(ladder: Ladder, name: str, variants: Sequence[Arm]) -> None:
+    """Refuse a choice that tuning cannot make fairly."""
+    if len(variants) < 2 or ladder.control in variants:
+        raise RecipeError(f"{SECTION}.choose={name}: allowed: two arms or more called {name}.…, none the control")
+    if not ladder.rules.tune_points:
+        raise RecipeError(f"{SECTION}.choose={name}: it is tuning that chooses, and {SECTION}.tune_points is empty")
+    flops = {arm.name: ladder.flops(arm, ladder.sizes[0]) for arm in variants}
+    least, most = min(flops, key=flops.__getitem__), max(flops, key=flops.__getitem__)
+    if flops[most] > (1 + ALIKE) * flops[least]:
+        more = f"{most} takes {100 * (flops[most] / flops[least] - 1):.0f} % more FLOPs than {least}"
+        raise RecipeError(f"{SECTION}.choose={name}: {more}; variants are chosen by loss, so compare them as arms")
 
 
 def share_of(layers: int, text: str) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -105,6 +105,12 @@ class Tuned:
         """The learning rate at the optimum."""
         return self.centre * 2**self.bowl.place
 
+    @property
+    def least(self) -> float:
+        """The loss at the optimum: the parabola's, or without one the best rate's."""
+        means = (math.fsum(losses) / len(losses) for losses in self.points.values())
+        return min(means) if self.bowl.least is None else self.bowl.least
+
     def to_dict(self) -> TunedRow:
         """As plain values, for JSON."""
         rates = {str(place): rounded(self.centre * 2**place) for place in sorted(self.points)}
@@ -146,8 +152,9 @@ class State:
         rules, runs, found = self.ladder.rules, list[LadderRun](), list[dict[str, Tuned]]()
         for index, first in enumerate(rules.tune_points):
             centres = self._centres(index, found)
-            places = {arm.name: first_places(first) for arm in self.ladder.arms}
-            mine = self._tuning_runs(index, centres, places)
+            arms = without_losers(self.ladder, found[0]).arms if found else self.ladder.arms
+            places = {arm.name: first_places(first) for arm in arms}
+            mine = self._tuning_runs(index, arms, centres, places)
             while all(run.settled for rows in mine.values() for cell in rows.values() for run in cell):
                 points = {arm: self._points(cells) for arm, cells in mine.items()}
                 wanted = {arm: next_place(rows, first) for arm, rows in points.items()}
@@ -157,8 +164,8 @@ class State:
                 if not any(place is not None for place in wanted.values()):
                     found.append(self._bowls(first, centres, points, found))
                     break
-                mine = self._tuning_runs(index, centres, places)
-            runs += self._ordered(mine, rules.tune_seeds[index])
+                mine = self._tuning_runs(index, arms, centres, places)
+            runs += self._ordered(mine)
             if len(found) <= index:
                 return runs, found
         return runs, found
@@ -175,18 +182,18 @@ class State:
         }
 
     def _tuning_runs(
-        self, index: int, centres: dict[str, float], places: dict[str, list[int]]
+        self, index: int, arms: Sequence[Arm], centres: dict[str, float], places: dict[str, list[int]]
     ) -> dict[str, dict[int, list[LadderRun]]]:
         """By arm, place and seed."""
         return {
             arm.name: {
                 place: [
                     self._tuning_run(index, arm, place, rounded(centres[arm.name] * 2.0**place), seed)
-                    for seed in range(self.ladder.rules.tune_seeds[index])
+                    for seed in range(self.ladder.tuning_seeds(arm, index))
                 ]
                 for place in places[arm.name]
             }
-            for arm in self.ladder.arms
+            for arm in arms
         }
 
     def _tuning_run(self, index: int, arm: Arm, place: int, rate: float, seed: int) -> LadderRun:
@@ -198,9 +205,10 @@ class State:
         where = self.out / TUNE / size.name / arm.name / f"lr{place:+d}" / f"seed-{seed}"
         return LadderRun(f"{TUNE}-{size.name}-{arm.name}-lr{place:+d}-seed-{seed}", where, recipe)
 
-    def _ordered(self, mine: dict[str, dict[int, list[LadderRun]]], seeds: int) -> list[LadderRun]:
+    def _ordered(self, mine: dict[str, dict[int, list[LadderRun]]]) -> list[LadderRun]:
         """Whole seeds first, the control before the others."""
-        return [cell[seed] for seed in range(seeds) for rows in mine.values() for cell in rows.values()]
+        cells = [cell for rows in mine.values() for cell in rows.values()]
+        return [cell[seed] for seed in range(max(map(len, cells))) for cell in cells if seed < len(cell)]
 
     def _points(self, cells: dict[int, list[LadderRun]]) -> dict[int, list[float]]:
         domains = self.ladder.rules.tune_domains
@@ -225,6 +233,11 @@ class State:
         if not all(run.settled for run in runs):
             raise NotReadyError(f"{self.out}: tuning is not finished")
         return found
+
+    @cached_property
+    def chosen(self) -> Ladder:
+        """The ladder without the variants that lost; tuning must be finished."""
+        return without_losers(self.ladder, self.tuned[0]) if self.ladder.rules.choose else self.ladder
 
     def ratio(self, arm: Arm) -> float:
         """An arm's rate over the control's, pooled over the tuned rungs; 1 if no optimum of its own is known."""
@@ -258,7 +271,7 @@ class State:
         """The comparison of a rung."""
         made: Plan = self._keep(
             (RUNGS, size.name),
-            lambda: self.ladder.plan(size, {arm.name: self.rate(arm, size) for arm in self.ladder.every_arm}),
+            lambda: self.chosen.plan(size, {arm.name: self.rate(arm, size) for arm in self.chosen.every_arm}),
         )
         return made
 
@@ -296,7 +309,7 @@ class State:
             return []
         control, seed, found = self.ladder.control, self.ladder.first_seed(), list[LadderRun]()
         for size in sizes:
-            for arm in self.ladder.arms[1:]:
+            for arm in self.chosen.arms[1:]:
                 if size.budget or NEAR[0] <= self.ratio(arm) <= NEAR[1]:
                     continue
                 make = partial(self.ladder.run, arm, size, self.rate(control, size), seed)
@@ -344,7 +357,7 @@ class State:
         """The prediction that is sealed before the last rung runs."""
         last, before = self.ladder.sizes[-1], self.ladder.sizes[:-1]
         rows: list[Forecast] = []
-        for arm in self.ladder.every_arm[1:]:
+        for arm in self.chosen.every_arm[1:]:
             found = self.fit(arm, before)
             row: Forecast = {"arm": arm.name, "difference": None, "ln_m": None}
             if found is not None and found.usable:
@@ -391,7 +404,7 @@ class State:
     def judged(self) -> list[tuple[Arm, float, float]]:
         """Arms with the median of ln M at the last rung and its p by Holm, where there is a posterior."""
         found = []
-        for arm in self.ladder.every_arm[1:]:
+        for arm in self.chosen.every_arm[1:]:
             fitted = self.fit(arm, self.ladder.sizes)
             if fitted is not None and fitted.usable:
                 x = math.log(self.flops(arm, self.ladder.sizes[-1]))
@@ -450,6 +463,12 @@ class State:
             if not path.exists() or read_json(path) != planned:  # seeds were added
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, planned)
+
+
+def without_losers(ladder: Ladder, tuned: Mapping[str, Tuned]) -> Ladder:
+    """The ladder with one variant of each choice: the one of least loss at its best rate, the first of equals."""
+    best = {name: min(variants, key=lambda arm: tuned[arm.name].least) for name, variants in ladder.variants.items()}
+    return ladder.without({arm.name for name, arms in ladder.variants.items() for arm in arms if arm != best[name]})
 
 
 def _loss_at(tuned: Tuned, rate: float) -> float:
