@@ -78,7 +78,7 @@ gpu: setup
 	  [ $$code -eq 3 ] || exit $$code; [ -z "$(ONCE)" ] || exit 0; done
 
 # Other people's tests and tools (docs/outside.md), in two directories of their own; what was set up is not set up again.
-SUITES ?= transformers clients lm_eval trl llama_cpp vllm
+SUITES ?= transformers clients tensor_parallel lm_eval trl llama_cpp vllm
 OUTSIDE := .venv-outside
 VLLM := .venv-vllm
 test-outside: $(OUTSIDE)/.ready $(if $(filter vllm,$(SUITES)),$(VLLM)/.ready)

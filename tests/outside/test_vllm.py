@@ -27,6 +27,12 @@ STOCK = {"qwen3": "vanilla", "unrolled": "loop"}
 BANKED = ["loop", "ponder", LOOPED]
 """Several trips that do not read one another: the plugin gives every visit a layer of vLLM's cache."""
 SLOTTED = [name for name in SEVERAL_TRIPS if name not in BANKED]
+COMPILED = [LOOPED, "hyper_connections"]
+COMPILE = {"enforce_eager": False, "max_num_seqs": 4, "max_num_batched_tokens": 256}
+SHARED = ["depth_attention", LOOPED, "hyper_connections"]
+"""Over two ranks, each with half of the heads."""
+TWO_RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+RANKS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 CHUNKS = {"enable_chunked_prefill": True, "max_num_batched_tokens": 8, "max_num_seqs": 4}
 
 
@@ -61,6 +67,7 @@ def answers(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
     for name in ("depth_attention", LOOPED):
         jobs[f"{name}, chunks of 8"] = {**jobs[name], **CHUNKS}
         jobs[f"{name}, prefix caching"] = {**jobs[name], "enable_prefix_caching": True}
+    jobs |= {f"{name}, compiled": {**jobs[name], **COMPILE} for name in COMPILED}
     jobs["one trip of loop"] = {**jobs["loop"], "hf_overrides": {"max_trips": 1}}
     jobs["loop without the plugin's class"] = {**jobs["loop"], "model_impl": "transformers"}
     place = tmp_path_factory.mktemp("vllm")
@@ -68,7 +75,9 @@ def answers(directories: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
     code = {"trust_remote_code": True, "model_impl": "transformers"}
     remote = {name: {**jobs[name], **code} for name in ("depth_attention", "loop", "ponder2")}
     without = run(remote, place / "remote", VLLM_PLUGINS="")
-    return with_plugin | {f"remote code, {name}": answer for name, answer in without.items()}
+    ranks = {f"{name}, two ranks": {**jobs[name], **TWO_RANKS} for name in SHARED}
+    shared = run(ranks, place / "ranks", **RANKS)
+    return with_plugin | shared | {f"remote code, {name}": answer for name, answer in without.items()}
 
 
 def expected(directory: Path, **arguments: int) -> list[list[int]]:
@@ -83,6 +92,8 @@ def expected(directory: Path, **arguments: int) -> list[list[int]]:
 SAME = {
     **{name: name for name in (*ONE_TRIP, BOTH, "window", *STOCK, *BANKED)},
     **{f"{name}, {how}": name for name in ("depth_attention", LOOPED) for how in ("chunks of 8", "prefix caching")},
+    **{f"{name}, compiled": name for name in COMPILED},
+    **{f"{name}, two ranks": name for name in SHARED},
     "remote code, depth_attention": "depth_attention",
 }
 
@@ -91,6 +102,12 @@ SAME = {
 def test_tokens_are_the_same(name: str, answers: dict[str, Any], directories: dict[str, Path]) -> None:
     assert "refused" not in answers[name], answers[name]["refused"]
     assert answers[name]["tokens"] == expected(directories[SAME[name]])
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_a_model_is_compiled_whole(name: str, answers: dict[str, Any]) -> None:
+    """Prompts and decoding by one graph without a break; eager runs have none."""
+    assert answers[f"{name}, compiled"]["graphs"] == 1 and answers[name]["graphs"] == 0
 
 
 def test_a_budget_of_trips(answers: dict[str, Any], directories: dict[str, Path]) -> None:

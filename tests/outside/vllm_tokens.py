@@ -14,9 +14,10 @@ import os
 import sys
 from pathlib import Path
 
-os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # so that a refusal is an exception here
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # so that a refusal is an exception here
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"  # GiB
 
+from torch._dynamo.utils import counters
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 
@@ -26,13 +27,14 @@ def answer(prompts: list[list[int]], length: int, arguments: dict[str, object]) 
     sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True)
     asked = [{"prompt_token_ids": prompt} for prompt in prompts]
     try:
-        llm = LLM(
-            dtype="float32", enforce_eager=True, max_model_len=256, gpu_memory_utilization=0.1, seed=0, **arguments
-        )
+        settings = {"enforce_eager": True, "max_model_len": 256, "gpu_memory_utilization": 0.1, "seed": 0, **arguments}
+        llm = LLM(dtype="float32", **settings)
         outputs = llm.generate(asked, sampling, use_tqdm=False)
     except ValueError as error:
         return {"refused": str(error)}
-    return {"tokens": [list(output.outputs[0].token_ids) for output in outputs]}
+    graphs = counters["stats"]["unique_graphs"]
+    counters.clear()
+    return {"tokens": [list(output.outputs[0].token_ids) for output in outputs], "graphs": graphs}
 
 
 if __name__ == "__main__":
