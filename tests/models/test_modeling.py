@@ -42,6 +42,26 @@ def test_offloaded_parameters_are_found(case):
     assert found.loss.item() == pytest.approx(wanted.loss.item(), abs=1e-6)
 
 
+def lend(module):
+    """Gives a module its parameters for the time of a call only, as offloading does."""
+    own = dict(module._parameters)
+    away = {name: value if value is None else torch.nn.Parameter(value.to("meta")) for name, value in own.items()}
+    module._parameters.update(away)
+    module.register_forward_pre_hook(lambda *_: module._parameters.update(own))
+    module.register_forward_hook(lambda *_: module._parameters.update(away))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("case", CASES)
+def test_parameters_are_read_inside_calls(case):
+    """What the test above asks of accelerate, without it."""
+    model, ids = build(config_of(case)), tokens(1, 9)
+    wanted = model(ids, use_cache=False, return_logits=True).logits
+    for module in model.modules():
+        lend(module)
+    assert torch.equal(model(ids, use_cache=False, return_logits=True).logits, wanted)
+
+
 def test_training_makes_no_logits_unless_asked():
     model, ids = build(config_of("vanilla")).train(), tokens(2, 9)
     assert model(ids, labels=ids).logits is None

@@ -150,8 +150,12 @@ class Loop(DrawnTrips, EarlyReadout):
         """Also what further trips are given of the entry: it does not depend on the trip."""
         new = super().gate(out, state)
         if self.injects and out.trip == 0 and not out.last:
-            new["entry"] = self.injected(out.entry)
+            new["entry"] = self(out.entry)
         return new
+
+    def forward(self, x: Tensor, *injected: Tensor) -> Tensor:
+        """`merged` if what is injected is given, else `injected`; a call of the module, since hooks see calls only."""
+        return self.merged(x, *injected) if injected else self.injected(x)
 
     def injected(self, entry: Tensor) -> Tensor:
         """e, or Δ ⊙ B e; `[B, T, hidden_size]`."""
@@ -166,9 +170,13 @@ class Loop(DrawnTrips, EarlyReadout):
         stream = out.hidden if self.options.norm_between == "final" else out.residual
         if self.options.norm_between == "own":
             stream = self.norm(stream)
+        return self(stream, state["entry"]) if self.injects else stream
+
+    def merged(self, stream: Tensor, injected: Tensor) -> Tensor:
+        """A further trip's input, of the stream and of what is injected into it; `[B, T, hidden_size]`."""
         if self.options.injection == "diagonal":
             stream = (widen(stream) * self.decay()).to(stream.dtype)
-        return stream + state["entry"] if self.injects else stream
+        return stream + injected
 
     def decay(self) -> Tensor:
         """The diagonal's factor on the stream, `[hidden_size]`."""
