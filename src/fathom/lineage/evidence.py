@@ -154,7 +154,10 @@ def neuron_responses(weights: Weights, index: int, probes: Array) -> Responses:
             piece = canonical.fold({role: weights.tensor(role, index, rows), **norms}, weights.geometry)[role]
             answers.append(piece @ scaled.T)
             sizes.append(np.sqrt(np.einsum("ij,ij->i", piece, piece, dtype=np.float64)))
-        out[role] = standardised_rows(np.concatenate(answers))
+        together = np.concatenate(answers)
+        answers.clear()
+        together -= together.mean(1, keepdims=True)
+        out[role] = unit_rows(together)  # so that products are Pearson correlations
         up_norms = np.concatenate(sizes)
     return Responses(out.get("gate"), out["up"], up_norms)
 
@@ -174,12 +177,6 @@ def writers(weights: Weights, index: int, neurons: Array, up_norms: Array) -> Ar
         balance = np.sqrt(up_norms[neurons] / np.maximum(sizes, canonical.TINY))
         out *= balance.astype(out.dtype)
     return out
-
-
-def standardised_rows(rows: Array) -> Array:
-    """Rows centred and of unit length, so that products are Pearson correlations."""
-    rows = rows - rows.mean(1, keepdims=True)  # a copy, so that the caller's array can be freed
-    return unit_rows(rows)
 
 
 @dataclass
