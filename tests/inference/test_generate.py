@@ -87,7 +87,11 @@ def test_the_context_ends_the_text(opened) -> None:
         generate(*opened, "the depth of a river " * 40)
 
 
-@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}])
+BATCHES = [{}, {"num_beams": 2, "repetition_penalty": 1.3}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}]
+BATCHES += [{"encoder_repetition_penalty": 1.5}]
+
+
+@pytest.mark.parametrize("options", BATCHES)
 def test_a_batch_equals_one_at_a_time(opened, options: dict) -> None:
     """Greedy, with prompts of many lengths, some of which end and some of which meet the end of the context.
 

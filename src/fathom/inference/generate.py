@@ -11,11 +11,20 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, TypedDict
+from typing import IO, Any, TypedDict, cast
 
 import torch
 from jinja2 import TemplateError
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase, TextStreamer
+from torch import Tensor
+from transformers import (
+    EncoderRepetitionPenaltyLogitsProcessor,
+    GenerationConfig,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    RepetitionPenaltyLogitsProcessor,
+    TextStreamer,
+)
 
 from fathom.checkpoints.special_tokens import as_list, pad_token, stop_tokens
 from fathom.errors import FathomError
@@ -401,6 +410,7 @@ def _run(
     for i, prompt in enumerate(prompts):
         ids[i, width - len(prompt) :] = torch.tensor(prompt)
         mask[i, width - len(prompt) :] = 1
+    ids, mask = ids.to(model.device), mask.to(model.device)
     # All rows get the largest limit; rows with a shorter one are cut off below.
     rooms = [min(sampling.max_new_tokens, _room(model, prompt, sampling)) for prompt in prompts]
     arguments = {
@@ -414,13 +424,15 @@ def _run(
     drafts = None if sampling.speculate is None else Speculation(sampling.speculate)
     if drafts is not None:
         arguments["speculation"] = drafts
+    elif not mask.all():
+        arguments |= _penalties(model, sampling, ids, mask)
     began = time.perf_counter()
     try:
         if sampling.memory is not None:
-            arguments |= sampling.memory.read(model, ids.to(model.device), _beams(model, sampling))
+            arguments |= sampling.memory.read(model, ids, _beams(model, sampling))
         out = model.generate(
-            ids.to(model.device),
-            attention_mask=mask.to(model.device),
+            ids,
+            attention_mask=mask,
             streamer=streamer,
             return_dict_in_generate=True,
             **arguments,
@@ -442,6 +454,32 @@ def _run(
     trips = stored_trips(model, out.past_key_values, len(made), columns, sampling.max_trips)
     share = None if drafts is None else drafts.acceptance
     return [replace(one, trips=mean, acceptance=share) for one, mean in zip(made, trips, strict=True)]
+
+
+class PaddedPenalty(RepetitionPenaltyLogitsProcessor):
+    """transformers' repetition penalty for padded rows; its older releases take padding for repeated tokens."""
+
+    def __init__(self, penalty: float, first: Tensor) -> None:
+        super().__init__(penalty)
+        self.first = first  # [B], the column where each row's text begins
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores `[B, V]`; a token is penalised once, so padding may repeat the row's newest token."""
+        padding = torch.arange(input_ids.shape[1], device=input_ids.device) < self.first[:, None]
+        return cast("Tensor", super().__call__(input_ids.where(~padding, input_ids[:, -1:]), scores))
+
+
+def _penalties(model: PreTrainedModel, sampling: Sampling, ids: Tensor, mask: Tensor) -> dict[str, Any]:
+    """Arguments of `generate` that keep padding out of its penalties on repeated tokens and on the prompt's."""
+    names = ("repetition_penalty", "encoder_repetition_penalty")
+    own = model.generation_config
+    again, prompt = (float(sampling.options.get(name, getattr(own, name)) or 1) for name in names)
+    processors = LogitsProcessorList()
+    if again != 1:
+        processors.append(PaddedPenalty(again, mask.argmax(1).repeat_interleave(_beams(model, sampling))))
+    if prompt != 1:
+        processors.append(EncoderRepetitionPenaltyLogitsProcessor(prompt, ids.where(mask == 1, ids[:, -1:])))
+    return {**dict.fromkeys(names, 1.0), "logits_processor": processors} if processors else {}
 
 
 def _room(model: PreTrainedModel, ids: Sequence[int], sampling: Sampling) -> int:
