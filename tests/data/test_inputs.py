@@ -124,6 +124,19 @@ def test_json_that_is_lines(tmp_path: Path, tokenizer: str) -> None:
     assert list(documents(tmp_path / "beside", "train")) == ["one", "two"]
 
 
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, tokenizer: str) -> None:
+    """At the start of a file, which without it gives the same documents; within one it is a character like others."""
+    for name, mark in (("marked", b"\xef\xbb\xbf"), ("plain", b"")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a.txt").write_bytes(mark + "---\none\n---\ntwo \ufeff\n".encode())
+        for options in ({}, {"separator": "---"}, {"oversize": "split", "max_record_bytes": 64}):
+            out = tmp_path / f"{name}-{len(list(tmp_path.iterdir()))}"
+            prepare([str(tmp_path / name)], out, tokenizer, held_out=0, **options)
+            assert list(documents(out, "train")) == (
+                ["one\n", "two \ufeff\n"] if "separator" in options else ["---\none\n---\ntwo \ufeff\n"]
+            )
+
+
 def test_a_record_without_a_domain_is_in_the_input_s(tmp_path: Path, tokenizer: str) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "x", "topic": null}\n{"text": "y", "topic": "sea"}\n')
     made = prepare([f"web={tmp_path / 'a.jsonl'}"], tmp_path / "out", tokenizer, domain_field="topic", held_out=0)

@@ -329,7 +329,7 @@ def test_command(checkpoints, tmp_path, capsys):
     assert "bits per token" in capsys.readouterr().out and "<title>deep" in page.read_text()
 
     source = tmp_path / "text.txt"
-    source.write_text(TEXT)
+    source.write_text(TEXT, encoding="utf-8-sig")
     stock = ["lens", str(checkpoints / "stock"), "--file", str(source), "--json"]
     assert main([*stock, "--compare", str(checkpoints / "plain"), "--max-tokens", "12"]) == 0
     models = json.loads(capsys.readouterr().out)["models"]

@@ -76,7 +76,7 @@ def _name(path: str) -> str:
 
 def _read(file: Path) -> str:
     try:
-        return file.read_text(encoding="utf-8")
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise UsageError(f"{file}: not UTF-8 text") from error
     except OSError as error:

@@ -6,6 +6,7 @@ the workers and does what costs time: JSON, UTF-8, checks.
 
 from __future__ import annotations
 
+import codecs
 import fnmatch
 import glob
 import importlib
@@ -531,7 +532,9 @@ def _separated(path: Path, reading: Reading) -> Iterator[Record]:
     position, begins = 0, True
     with _opened(path) as (file, raw):
         while line := file.readline(reading.max_record_bytes):
+            first = not position
             position = position + len(line) if file is raw else raw.tell()
+            line = line.removeprefix(codecs.BOM_UTF8) if first else line
             if begins and line.rstrip(b"\r\n") == separator:
                 yield Record(document.rest(), position)
                 number += 1
@@ -589,7 +592,7 @@ def _read_file(path: Path, reading: Reading) -> bytes | None:
     with _opened(path) as (file, _):
         data = file.read(reading.max_record_bytes + 1)
     if len(data) <= reading.max_record_bytes:
-        return data
+        return data.removeprefix(codecs.BOM_UTF8)
     _oversize(str(path), reading)
     return None
 
