@@ -161,10 +161,15 @@ def test_caches_of_constant_size_take_turns():
 
 
 def test_controls(monkeypatch):
-    """With a fault planted in a slab's masks, or in the columns of merged slots, rows are wrong."""
+    """With a fault planted in a slab's masks, in the columns of merged slots, or with padding read, rows are wrong."""
     with monkeypatch.context() as planted:
         planted.setattr(SlabBatch, "_mask", lambda self, positions: None)
         together, one_by_one = compared("depth_attention")
+        assert together != one_by_one
+    with monkeypatch.context() as planted:
+        call = SlotBatch._call
+        planted.setattr(SlotBatch, "_call", lambda self, *given, mask=None: call(self, *given))
+        together, one_by_one = compared("adaponder")
         assert together != one_by_one
     monkeypatch.setattr(slot_cache.SlotTable, "_end_at", lambda self, columns: None)
     with contextlib.suppress(IndexError, RuntimeError):
@@ -173,9 +178,10 @@ def test_controls(monkeypatch):
 
 
 def test_rows_that_halt_cost_nothing():
-    """Of a batch, a layer computes as many tokens as it computes of each row alone."""
+    """Of a batch, a layer computes as many tokens as it computes of each row alone, prompts of one length read at once
+    among them."""
     model, chance = build(config_of("adaponder")), random.Random(5)
-    cases = [(prompt, 8) for prompt in prompts_of(chance, 5)]
+    cases = [([chance.randrange(3, 61) for _ in range(14)], 8) for _ in range(5)]
     seen = []
     layer = model.model.layers[1].mlp
     layer.register_forward_hook(lambda module, given, out: seen.append(out.shape[0] * out.shape[1]))
@@ -245,18 +251,20 @@ def engine():
         assert not one._thread.is_alive()
 
 
-def test_draws_do_not_depend_on_company(engine):
-    running, _ = engine()
-    prompts = prompts_of(random.Random(0), 6)
+def drawn(running, prompts, temperature):
+    """Texts by (seed, prompt), asked for at once."""
+    jobs = [Collected(prompt, 10, Choice(temperature, seed=seed)) for seed, prompt in prompts]
+    submitted_at_once(running, jobs)
+    assert [one.wait() for one in jobs] == ["length"] * len(jobs)
+    return [one.tokens for one in jobs]
 
-    def ask(some):
-        jobs = [Collected(prompt, 10, Choice(1.0, seed=i)) for i, prompt in some]
-        running.submit([one.job for one in jobs])
-        assert [one.wait() for one in jobs] == ["length"] * len(jobs)
-        return [one.tokens for one in jobs]
 
-    apart = [ask([pair])[0] for pair in enumerate(prompts)]
-    assert ask(list(enumerate(prompts))) == apart
+@pytest.mark.parametrize("case", ["loop+depth_attention", "adaponder"])
+def test_draws_do_not_depend_on_company(engine, case):
+    running, _ = engine(case)
+    prompts = list(enumerate(prompts_of(random.Random(0), 6)))
+    apart = [drawn(running, [pair], 1.0)[0] for pair in prompts]
+    assert drawn(running, prompts, 1.0) == apart
 
 
 def test_greedy_texts_of_an_engine(engine):
@@ -275,15 +283,16 @@ def test_greedy_texts_of_an_engine(engine):
     assert running.cache_bytes >= 0 and running.counts["finished"] == 6
 
 
-def test_short_prompts_are_read_at_once(engine, monkeypatch):
+@pytest.mark.parametrize(("case", "kind"), [("loop+depth_attention", SlabBatch), ("adaponder", SlotBatch)])
+def test_short_prompts_are_read_at_once(engine, monkeypatch, case, kind):
     """Those of about one length, with one budget of trips, up to `READ` tokens; others one after another."""
-    running, model = engine()
+    running, model = engine(case)
     sizes, several, one = [20, 17, 21, 3, 3, 30, 30], [], []
-    whole, chunk = SlabBatch.read_several, SlabBatch.read
+    whole, chunk = kind.read_several, kind.read
     monkeypatch.setattr(
-        SlabBatch, "read_several", lambda self, prompts: several.append(list(map(len, prompts))) or whole(self, prompts)
+        kind, "read_several", lambda self, prompts: several.append(list(map(len, prompts))) or whole(self, prompts)
     )
-    monkeypatch.setattr(SlabBatch, "read", lambda self, ids, **how: one.append(len(ids)) or chunk(self, ids, **how))
+    monkeypatch.setattr(kind, "read", lambda self, ids, **how: one.append(len(ids)) or chunk(self, ids, **how))
     monkeypatch.setattr("fathom.inference.engine.READ", 64)
     chance = random.Random(2)
     prompts = [[chance.randrange(3, 61) for _ in range(size)] for size in sizes]
@@ -346,25 +355,18 @@ def test_drafted_draws_do_not_depend_on_company(engine, monkeypatch):
     """Nor on how many tokens are drafted at a time; and drafts that all pass would be other texts."""
     running, model = engine("loop", draft_trips=1)
     tame(model)
-    prompts = prompts_of(random.Random(0), 4)
-
-    def ask(some):
-        jobs = [Collected(prompt, 10, Choice(0.8, seed=i)) for i, prompt in some]
-        running.submit([one.job for one in jobs])
-        assert [one.wait() for one in jobs] == ["length"] * len(jobs)
-        return [one.tokens for one in jobs]
-
-    together = ask(list(enumerate(prompts)))
-    assert [ask([pair])[0] for pair in enumerate(prompts)] == together
+    prompts = list(enumerate(prompts_of(random.Random(0), 4)))
+    together = drawn(running, prompts, 0.8)
+    assert [drawn(running, [pair], 0.8)[0] for pair in prompts] == together
     with monkeypatch.context() as planted:
         planted.setattr(batches, "DRAFTS", 2)
-        assert ask(list(enumerate(prompts))) == together
+        assert drawn(running, prompts, 0.8) == together
     with monkeypatch.context() as planted:  # what was not accepted stays in the cache
         keep = batches.DraftBatch.keep
         planted.setattr(batches.DraftBatch, "keep", lambda self, kept, count: keep(self, [count] * len(kept), count))
-        assert ask(list(enumerate(prompts))) != together
+        assert drawn(running, prompts, 0.8) != together
     monkeypatch.setattr(Choice, "settled", lambda self, drafts, *more: ([one.token for one in drafts], len(drafts)))
-    assert ask(list(enumerate(prompts))) != together
+    assert drawn(running, prompts, 0.8) != together
 
 
 @pytest.mark.slow

@@ -7,7 +7,8 @@ cache depends on the model:
                  row starts at the left and is written in place. Short prompts are read several at a time
     DraftBatch   as that, several tokens in one step: drafted with the first trips, checked with the rest
     SlotBatch    slots (views other than SAME, halting): the slot cache, merged and cut by rows. A token that halted
-                 early takes no part in later trips, so it costs nothing, whatever other rows do
+                 early takes no part in later trips, so it costs nothing, whatever other rows do. Short prompts are read
+                 several at a time here too
     LoneBatch    everything else, such as caches of constant size: a cache for each row, one after the other
 """
 
@@ -39,11 +40,12 @@ DRAFTS = 16
 """Most tokens that are drafted at a time."""
 
 Mask = Tensor | dict[str, Tensor | None] | None
-"""Which keys each new token sees, `[n, 1, T, N]`; by kind of attention for a model of several kinds; None for all."""
+"""Which keys each new token sees, `[n, 1, T, N]`; by kind of attention for a model of several kinds; None for all.
+For slots, whose masks only the model knows: which tokens are no padding, `[n, T]`."""
 
 
 class LiveBatch(ABC):
-    """Rows that generate together, in the order in which they joined; in a slab the last row moves into a gap."""
+    """Rows that generate together; where one leaves, the last one may move into the gap."""
 
     reads_several = False
     """Whether several whole prompts can be read in one call."""
@@ -339,7 +341,9 @@ class DraftBatch(SlabBatch):
 
 
 class SlotBatch(LiveBatch):
-    """Models that need slots: a prompt has a cache of its own until its row is merged."""
+    """Models that need slots: prompts have a cache of their own until their rows are merged."""
+
+    reads_several = True
 
     def __init__(self, model: PreTrainedModel, trips: int | None) -> None:
         super().__init__(model, trips)
@@ -351,14 +355,32 @@ class SlotBatch(LiveBatch):
         self.fresh = self.fresh or DynamicCache(config=self.model.config)
         return self._call(*self._chunk(chunk), self.fresh, every)[0]
 
+    def read_several(self, prompts: Sequence[Sequence[int]]) -> Tensor:
+        """As `LiveBatch.read_several`. Shorter ones are padded in front; padding is never stored."""
+        lengths = [len(prompt) for prompt in prompts]
+        ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
+        real = torch.zeros_like(ids)
+        for i, prompt in enumerate(prompts):
+            ids[i, -len(prompt) :], real[i, -len(prompt) :] = torch.tensor(prompt), 1
+        positions = (real.cumsum(1) - 1).clamp(min=0)
+        self.fresh = DynamicCache(config=self.model.config)
+        mask = None if min(lengths) == max(lengths) else real.to(self.model.device)
+        logits = self._call(ids, positions, self.fresh, mask=mask)
+        self._merge(lengths)
+        return logits[:, -1]
+
     def join(self) -> None:
-        """Merge the caches."""
+        """As `LiveBatch.join`."""
+        self._merge([self.read_already])
+
+    def _merge(self, lengths: Sequence[int]) -> None:
+        """The rows that were read, of so many tokens, become the last ones."""
         assert self.fresh is not None
         if self.cache is None:
             self.cache = self.fresh
         else:
             merge_slots(self.cache, self.fresh)
-        self.lengths.append(self.read_already)
+        self.lengths += lengths
         self.forget()
 
     def forget(self) -> None:
@@ -373,13 +395,15 @@ class SlotBatch(LiveBatch):
         return logits[:, 0]
 
     def leave(self, row: int) -> int:
-        """The others keep their order."""
-        if len(self) == 1:
+        """The last row takes its place."""
+        last = len(self) - 1
+        if last == 0:
             self.cache = None
         else:
             drop_row(self.cache, row)
-        self.lengths.pop(row)
-        return row
+        self.lengths[row] = self.lengths[last]
+        self.lengths.pop()
+        return last
 
 
 class LoneBatch(LiveBatch):

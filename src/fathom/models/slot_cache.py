@@ -281,12 +281,22 @@ def merge_slots(cache: Cache, other: Cache) -> None:
 
 
 def drop_row(cache: Cache, row: int) -> None:
-    """Take a row out of a slot cache that has others."""
-    count = cache.layers[0].table.count
-    keep = torch.tensor([i for i in range(len(count)) if i != row], device=count.device)
+    """Take a row out of a slot cache that has others; the last one takes its place.
+
+    Only that one is copied: the memory of a row is free once others are merged.
+    """
     for layer in cache.layers:
-        layer.batch_select_indices(keep)
-    cache.layers[0].table.settle()
+        layer.stored = tuple(_without(x, row) for x in layer.stored)
+    table = cache.layers[0].table
+    for name, tensor in table.tensors().items():
+        setattr(table, name, _without(tensor, row))
+    table.settle()
+
+
+def _without(rows: Tensor, row: int) -> Tensor:
+    if row != len(rows) - 1:
+        rows[row] = rows[-1]
+    return rows[:-1]
 
 
 def grown(buffer: Tensor, capacity: int, used: int, fill: int = 0) -> Tensor:
