@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from fathom.models import mixture as module
 from fathom.models.mixture import mixture
@@ -64,6 +65,15 @@ def test_word_by_word_is_dense(top_k):
     ):
         found.append((mixed, *torch.autograd.grad(mixed.square().sum(), (hidden, weight, table), retain_graph=True)))
     assert worst(*found) < 1e-12
+
+
+def test_without_gradients_no_word_is_gathered():
+    """The logits by which words were chosen are not made again; the mixture is the same."""
+    hidden, head, table = setting()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        mixed = mixture(hidden, head, table, 2, 1.3)
+    assert counter.get_total_flops() == 2 * hidden.numel() * VOCABULARY
+    assert worst([mixed], [mixture(hidden, head, table, 2, 1.3)]) < 1e-12
 
 
 def test_all_words_is_no_choice():

@@ -31,12 +31,12 @@ def is_sparse(words: int, top_k: int) -> bool:
 def mixture_flops(width: int, words: int, top_k: int) -> tuple[int, int]:
     """Of one token's mixture: a forward pass, and a training step, forward and backward.
 
-    Sparse: the head once, without a gradient; then per word a probability and a share of the sum, and backward the
-    probability again, what it gains, and a share of the gradients of the row and of both tables. Dense: two whole
-    products, and five backward.
+    Sparse: the head once, without a gradient, then per word a share of the sum. In training per word a probability too,
+    and backward the probability again, what it gains, and a share of the gradients of the row and of both tables.
+    Dense: two whole products, and five backward.
     """
     product, word = 2 * width * words, 2 * width * top_k
-    return (product + 2 * word, product + 7 * word) if is_sparse(words, top_k) else (2 * product, 7 * product)
+    return (product + word, product + 7 * word) if is_sparse(words, top_k) else (2 * product, 7 * product)
 
 
 def mixture(hidden: Tensor, head: nn.Module, table: Tensor, top_k: int = 0, temperature: float = 1.0) -> Tensor:
@@ -80,8 +80,10 @@ def _bare(rows: Tensor, weight: Tensor, table: Tensor, top_k: int, temperature: 
         if is_sparse(len(table), top_k):
             with torch.no_grad():
                 size = chunk_rows(len(rows), len(table), rows.device.type)
-                words = torch.cat([(x @ weight.T).topk(top_k)[1] for x in rows.split(size)])
-            return _Words.apply(rows, weight, table, words, temperature)
+                logits, words = map(torch.cat, zip(*((x @ weight.T).topk(top_k) for x in rows.split(size)), strict=True))
+            if torch.is_grad_enabled():
+                return _Words.apply(rows, weight, table, words, temperature)
+            return _sum_of(words, (widen(logits) / temperature).softmax(-1), table)
         return _Dense.apply(rows, weight, table, top_k, temperature)
 
 
@@ -127,8 +129,7 @@ class _Words(torch.autograd.Function):
         ctx.temperature = temperature
         parts = []
         for x, w in zip(*(t.split(_word_rows(words, table)) for t in (rows, words)), strict=True):
-            p = _word_probabilities(x, weight[w], temperature).to(table.dtype)
-            parts.append(F.embedding_bag(w, table, per_sample_weights=p, mode="sum"))
+            parts.append(_sum_of(w, _word_probabilities(x, weight[w], temperature), table))
         return torch.cat(parts)
 
     @staticmethod
@@ -161,6 +162,10 @@ def _like(grad: Tensor | None, parameter: Tensor) -> Tensor | None:
 def _word_probabilities(rows: Tensor, used: Tensor, temperature: float) -> Tensor:
     """`[n, D]` and `[n, k, D]` to `[n, k]`."""
     return (widen((used @ rows.unsqueeze(2)).squeeze(2)) / temperature).softmax(-1)
+
+
+def _sum_of(words: Tensor, p: Tensor, table: Tensor) -> Tensor:
+    return F.embedding_bag(words, table, per_sample_weights=p.to(table.dtype), mode="sum")
 
 
 def _word_rows(words: Tensor, table: Tensor) -> int:
