@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from fathom.inference.generate import Sampling, generate_batch
@@ -26,35 +27,24 @@ ITEMS = [
     }
     for i in range(6)
 ]
-TASK = """\
-task: fathoms
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {file}}}
-test_split: test
-output_type: multiple_choice
-doc_to_text: question
-doc_to_choice: choices
-doc_to_target: gold
-target_delimiter: ""
-metric_list:
-  - metric: acc
-"""
-
-
-WORDS = """\
-task: words
-dataset_path: json
-dataset_kwargs:
-  data_files: {{test: {file}}}
-test_split: test
-output_type: generate_until
-doc_to_text: question
-doc_to_target: "{{{{choices[gold]}}}}"
-generation_kwargs: {{until: ["%%"], max_gen_toks: 12, do_sample: false}}
-metric_list:
-  - metric: exact_match
-"""
+EITHER = {"dataset_path": "json", "test_split": "test", "doc_to_text": "question"}
+TASKS: dict[str, dict[str, Any]] = {
+    "fathoms": {
+        **EITHER,
+        "output_type": "multiple_choice",
+        "doc_to_choice": "choices",
+        "doc_to_target": "gold",
+        "target_delimiter": "",
+        "metric_list": [{"metric": "acc"}],
+    },
+    "words": {
+        **EITHER,
+        "output_type": "generate_until",
+        "doc_to_target": "{{choices[gold]}}",
+        "generation_kwargs": {"until": ["%%"], "max_gen_toks": 12, "do_sample": False},
+        "metric_list": [{"metric": "exact_match"}],
+    },
+}
 
 
 @pytest.mark.parametrize("name", CLIENTS)
@@ -88,8 +78,9 @@ def scored(place: Path, model: list[str], *tasks: str) -> list[list[dict[str, An
     """The samples of each task, in order, as lm-eval's command line logs them."""
     file = place / "items.jsonl"
     file.write_text("".join(json.dumps(item) + "\n" for item in ITEMS))
-    for name, text in {"fathoms": TASK, "words": WORDS}.items():
-        (place / f"{name}.yaml").write_text(text.format(file=file))
+    for name, task in TASKS.items():
+        whole = {"task": name, "dataset_kwargs": {"data_files": {"test": str(file)}}, **task}
+        (place / f"{name}.yaml").write_text(yaml.safe_dump(whole))
     command = [
         *(sys.executable, "-m", "lm_eval", "run", *model, "--tasks", ",".join(tasks)),
         *("--include_path", str(place), "--output_path", str(place / "out"), "--log_samples"),
