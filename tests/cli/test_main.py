@@ -169,6 +169,24 @@ def test_places_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFix
     assert errors.count("\n") == 2 and "Not a directory" in errors and "not a text file" in errors
 
 
+WARNING = """
+import sys, types, warnings
+def run(options):
+    for place in range(2):
+        warnings.warn("the tide\\nrises", stacklevel=place + 1)
+    return 0
+sys.modules["fathom.cli.recipes"] = types.SimpleNamespace(add=lambda parser: None, run=run)
+from fathom.cli.main import main
+sys.exit(main(["recipes"]))
+"""
+
+
+def test_a_warning_is_one_line_once() -> None:
+    """In a process of its own: here pytest collects warnings."""
+    done = subprocess.run([sys.executable, "-c", WARNING], capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "fathom: warning: the tide rises\n")
+
+
 def test_what_is_required_is_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     """argparse names words that may be left out as well."""
     for command in ("compare", "corpus", "ladder"):

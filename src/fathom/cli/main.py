@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import errno
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from difflib import get_close_matches
 from importlib import import_module
 from pathlib import Path
@@ -41,7 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns 0 if all went well, 1 if it failed, 2 if the request was wrong."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _dispatch(words)
+        with _plain_warnings():
+            return _dispatch(words)
     except FathomError as error:
         return _complain(error, error.exit_code)
     except KeyboardInterrupt:
@@ -60,6 +63,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
             raise
         return _complain(Exception("not enough memory"), 1)
+
+
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Show warnings as errors are shown, in one line without a place in the code, each text once."""
+    before, shown = warnings.formatwarning, set[str]()
+
+    def plain(
+        message: Warning | str, category: type[Warning], filename: str, lineno: int, line: str | None = None
+    ) -> str:
+        text = " ".join(str(message).split())
+        repeated = text in shown
+        shown.add(text)
+        return "" if repeated else f"fathom: warning: {text}\n"
+
+    warnings.formatwarning = plain
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
 
 
 def _named(file: object, words: Sequence[str]) -> bool:
