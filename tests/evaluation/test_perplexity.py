@@ -16,7 +16,7 @@ import torch
 import fathom.evaluation
 from fathom.checkpoints.export import export
 from fathom.cli.main import main
-from fathom.data.shards import TokenDataset
+from fathom.data.shards import DataError, TokenDataset
 from fathom.data.sources import Reading
 from fathom.data.tokenizer import train_bpe
 from fathom.evaluation.paired import Items, difference, group_difference, rows
@@ -167,6 +167,15 @@ def test_domains_have_names(tmp_path: Path) -> None:
     by_field = read_domains([str(tmp_path / "val.jsonl")], Reading(domain_field="kind"))
     assert [d.name for d in by_field] == ["k1", "k2"]
     assert len(read_domains([str(tmp_path / "val.jsonl")], limit=1)[0].documents) == 1
+
+
+def test_text_that_is_not_utf8_is_refused_without_a_flag(tmp_path: Path) -> None:
+    """The flags that go on are those of `fathom prepare`."""
+    (tmp_path / "a.txt").write_bytes(b"caf\xe9")
+    with pytest.raises(DataError, match=r"a\.txt is not UTF-8 \(unexpected end of data\)$"):
+        read_domains([str(tmp_path / "a.txt")])
+    with pytest.raises(DataError, match=r"a\.txt is over 2 bytes$"):
+        read_domains([str(tmp_path / "a.txt")], Reading(max_record_bytes=2))
 
 
 def test_each_input_is_a_domain(tmp_path: Path) -> None:

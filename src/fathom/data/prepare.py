@@ -81,6 +81,12 @@ JOURNAL_KEYS = {"settings", "position", "documents", "vocab_size", "eos_token_id
 DRAFTS = ".*.new"  # temporary files that a crash may leave
 
 
+class AdvisedReading(Reading):
+    """A reading whose refusals name this command's flags."""
+
+    advises = True
+
+
 class PrepareSettings(TypedDict):
     """The settings that determine the tokens."""
 
@@ -178,7 +184,7 @@ class PrepareOptions:
     @property
     def reading(self) -> Reading:
         """The options that determine how documents are read."""
-        return Reading(
+        return AdvisedReading(
             self.text_field,
             self.domain_field,
             self.separator,

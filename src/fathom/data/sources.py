@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
+from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAlias
 from urllib.parse import parse_qsl
 
 from fathom.data.shards import DataError, first_line
@@ -58,6 +58,8 @@ PARQUET_BYTES = 1 << 23
 class Reading:
     """How records become documents."""
 
+    advises: ClassVar[bool] = False
+    """Whether a refusal names the flags of `fathom prepare` with which reading goes on."""
     text_field: str = "text"
     """The field of a JSON object, or the column, that holds the text."""
     domain_field: str | None = None
@@ -196,7 +198,8 @@ def parse(
             return []
         if reading.undecodable == "error":
             reason = error.reason if isinstance(error, (UnicodeDecodeError, UnicodeEncodeError)) else error
-            raise DataError(f"{where} is not UTF-8 ({reason}): --undecodable replace or skip goes on") from None
+            way = ": --undecodable replace or skip goes on" if reading.advises else ""
+            raise DataError(f"{where} is not UTF-8 ({reason}){way}") from None
         text, domain = _repair(kind, domain, payload, reading, where)
         data = text.encode("utf-8")
     if len(data) <= reading.max_record_bytes:
@@ -213,10 +216,8 @@ def parse(
 def _oversize(where: str, reading: Reading) -> None:
     """Refuse a record over the limit, unless it may be left out."""
     if reading.oversize == "error":
-        raise DataError(
-            f"{where} is over {reading.max_record_bytes:,} bytes: --oversize split or skip goes on, --max-record-bytes "
-            "allows more, at 300 bytes of memory for each"
-        )
+        ways = ": --oversize split or skip goes on, --max-record-bytes allows more, at 300 bytes of memory for each"
+        raise DataError(f"{where} is over {reading.max_record_bytes:,} bytes{ways if reading.advises else ''}")
 
 
 def _pieces(data: bytes, limit: int) -> Iterator[Piece]:
