@@ -97,6 +97,24 @@ def test_resumed_and_changed_on_the_way(corpus: Path, tmp_path: Path) -> None:
     assert processes.losses(tmp_path / "other") != processes.losses(tmp_path / "whole")
 
 
+@pytest.mark.parametrize(
+    "word,message",
+    [
+        ("model.vocab_size=200", "does not fit a model with 200"),
+        ("model.max_position_embeddings=8", "max_position_embeddings=8"),
+    ],
+)
+def test_a_dry_run_refuses_what_a_run_refuses(corpus: Path, tmp_path: Path, capsys, word: str, message: str) -> None:
+    (tmp_path / "recipe.yaml").write_text(tiny_recipe(corpus).to_yaml())
+    words = ["train", str(tmp_path / "recipe.yaml"), word, "--run", str(tmp_path / "run")]
+    said = []
+    for more in ([], ["--dry-run"]):
+        assert main([*words, *more]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1] and message in said[0]
+    assert main([*words[:2], "--dry-run", f"data.directory={tmp_path / 'later'}"]) == 0  # prepared later
+
+
 def test_a_dry_run_shows_them(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe = tiny_recipe(corpus, "optim.groups={'*.mlp.*': {lr: 0.25, weight_decay: 0}}")
     (tmp_path / "recipe.yaml").write_text(recipe.to_yaml())

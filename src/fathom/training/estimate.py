@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from fathom.data.collections import collection_sizes, locate
-from fathom.data.puzzles import is_puzzle
+from fathom.data.puzzles import is_puzzle, open_data
 from fathom.data.shards import DataError, read_index
 from fathom.data.targets import TARGETS
 from fathom.models.configuration import FathomConfig
@@ -84,8 +84,9 @@ class Estimate:
 
 
 def estimate(recipe: Recipe) -> Estimate:
-    """Estimate a recipe's cost. Nothing is allocated, and of the data only the index is read."""
+    """Estimate a recipe's cost, of a corpus that fits it. Nothing is allocated, and no token is read."""
     config = recipe.config()
+    _require_vocabulary(recipe, config)
     parameters = count_parameters(config)
     length = recipe.data.sequence_length
     least, mean, most = training_flops_range(config, length)
@@ -112,6 +113,14 @@ def estimate(recipe: Recipe) -> Estimate:
         compressions=compressions(recipe),
         groups=_groups(recipe, config),
     )
+
+
+def _require_vocabulary(recipe: Recipe, config: FathomConfig) -> None:
+    try:
+        data = open_data(recipe.data.directory, verify=False, collections=recipe.data.collections)
+    except DataError:
+        return  # not prepared yet
+    data.require_vocabulary(config.vocab_size)
 
 
 def _groups(recipe: Recipe, config: FathomConfig) -> list[Group]:
