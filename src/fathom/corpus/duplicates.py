@@ -124,7 +124,7 @@ class Exact(_Global):
     def run(self, task: Task, folder: Path) -> dict[str, int]:
         """Do one task; returns what was counted."""
         parts = len(task.inputs) // 3
-        pairs = np.empty((0, 2), "<u8")
+        pairs: Numbers = np.empty((0, 2), "<u8")
         if self.recipe.deduplicate.exact:
             digests, places = self._read(task, task.inputs[parts : 2 * parts])
             rows = _Rows(self.workspace, task.inputs[:parts], task.inputs[2 * parts :])
@@ -198,7 +198,9 @@ class Candidates(_Global):
             places.append(here)
             sizes.append(np.load(files[1], mmap_mode="r")[rows])
             digests.append(np.frombuffer(np.load(files[2], mmap_mode="r")[rows].tobytes(), "<u8").reshape(-1, 2)[:, 0])
-        pairs = _meeting(*(np.concatenate(one) for one in (numbers, places, sizes, digests)))
+        pairs = _meeting(
+            np.concatenate(numbers), np.concatenate(places), np.concatenate(sizes), np.concatenate(digests)
+        )
         np.save(folder / "pairs.npy", pairs)
         return {"pairs": len(pairs)}
 

@@ -53,7 +53,7 @@ class MixedDataset(TokenDataset):
 
     def document_ends(self, start: int, stop: int) -> NDArray[np.int64]:
         """The positions `start < p < stop` at which a new document begins, or a new collection."""
-        found = [np.empty(0, np.int64)]
+        found: list[NDArray[np.int64]] = [np.empty(0, np.int64)]
         for one, first, last in self._within(start, stop):
             if first > start:
                 found.append(np.array([first]))

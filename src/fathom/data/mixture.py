@@ -68,7 +68,7 @@ class Mixture:
         self._cycles = [_Cycle(phase.shares) for phase in self.phases]
         self._firsts = np.array([phase.first for phase in self.phases])
         # Rows that each collection has had when a phase begins.
-        self._before = [np.zeros(len(self.phases[0].shares), np.int64)]
+        self._before: list[NDArray[np.int64]] = [np.zeros(len(self.phases[0].shares), np.int64)]
         for cycle, rows in zip(self._cycles, np.diff(self._firsts).tolist(), strict=False):
             self._before.append(self._before[-1] + cycle.counts(rows))
 

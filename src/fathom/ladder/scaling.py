@@ -231,7 +231,7 @@ class _Grid:
 
 
 def _grid(least: float, noise: Noise) -> _Grid:
-    floors = np.linspace(0.0, HIGHEST * least, FLOORS)
+    floors = np.linspace(0.0, HIGHEST * least, FLOORS, dtype=np.float64)
     shared, own = np.array(SHARED), np.array(OWN) * max(1.0, noise.paired / OWN_SCALE)
     parts = [
         _trapezoid(floors),
