@@ -1,5 +1,6 @@
 """Engines with a cache of their own: exact where a visit can have a bank, refused where slots are needed."""
 
+import importlib.util
 import random
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import scipy.stats
 import torch
 from transformers import AttentionInterface, ContinuousBatchingConfig, GenerationConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.generation.continuous_batching import cache as paged
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from fathom.checkpoints.export import export
@@ -24,6 +26,14 @@ SEATED = ["vanilla", "depth_attention", "loop", "loop-middle", "loop+depth_atten
 PROMPTS = [[5, 9, 31, 7], [44, 3, 17, 8, 12, 29, 6]]
 MIXERS = ["", "+depth_attention", "+uniform_depth", "+value_residual"]
 RESIDUALS = ["", "+denseformer", "+attention_residuals", "+hyper_connections"]
+
+
+@pytest.fixture(autouse=True)
+def memory(monkeypatch):
+    """Without psutil transformers takes a CPU to have no memory, and older releases then refuse any cache."""
+    if importlib.util.find_spec("psutil") is None:
+        known = torch.device("cpu"), 1 << 34, 0, 0
+        monkeypatch.setattr(paged, "get_device_and_memory_breakdown", lambda: known)
 
 
 def batched(model, prompts=PROMPTS, new=8, **pages) -> list[list[int]]:
