@@ -289,6 +289,8 @@ def test_whole_seeds_come_first(small: Recipe, tmp_path: Path):
         ("vanilla,a=vanilla;train={seed: 9}", "arm a: train.seed is shared"),
         ("vanilla,a=vanilla;train.tokens_per_step=512", "arm a: train.tokens_per_step is shared"),
         ("vanilla,a=vanilla;train.micro_batch=3", "allowed: a divisor of 8"),
+        ("vanilla,a=vanilla;optim.only=[gates]", "optim.only=gates: names no parameter"),
+        ("vanilla,a=vanilla;optim.groups={gates: {lr: 2}}", "optim.groups=gates: names no parameter"),
         ("vanilla,a=vanilla;model.max_position_embeddings=8", "max_position_embeddings"),
     ],
 )

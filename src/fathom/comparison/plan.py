@@ -13,7 +13,7 @@ from fathom.comparison.results import Failure, MeasuredValues
 from fathom.data.puzzles import open_data
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe, parse_recipe
 from fathom.report.files import read_json
-from fathom.training.build import batch_plan
+from fathom.training.build import batch_plan, check_model
 from fathom.training.parallel import device_of
 
 NOT_TIMED = (
@@ -144,7 +144,8 @@ def make_plan(
 
 
 def check(plan: Plan, out: Path | None = None) -> None:
-    """Open the data as every arm will, and compare existing runs with the plan."""
+    """Open the data as every arm will, and its model if none has begun, and compare existing runs with the plan."""
+    begins = out is None or not (out / PLAN).exists()
     for name, recipe in plan.recipes.items():
         device_of(recipe.train.device)
         data = open_data(recipe.data.directory, verify=False, collections=recipe.data.collections)
@@ -154,6 +155,8 @@ def check(plan: Plan, out: Path | None = None) -> None:
         rows = recipe.rows_per_step
         if rows % min(recipe.train.micro_batch, rows):
             raise RecipeError(f"arm {name}: train.micro_batch={recipe.train.micro_batch}: allowed: a divisor of {rows}")
+        if begins:
+            check_model(recipe, data)
     for task in tasks(plan, out) if out is not None else ():
         path = task.run_dir / RECIPE
         if task.seed is not None and path.exists():

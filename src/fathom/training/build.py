@@ -23,9 +23,10 @@ from fathom.recipe import Recipe, RecipeError
 from fathom.training.adapters import adapt
 from fathom.training.guard import Guard
 from fathom.training.kvcache import compress
-from fathom.training.optimizer import Optimizer, freeze, learning_rate
+from fathom.training.optimizer import Optimizer, freeze, learning_rate, shares
 from fathom.training.parallel import Ranks, device_of, parallelize, release_gathered, synchronize_gradients, whole
 from fathom.training.tokenizer import require_tokenizer
+from fathom.training.tracking import require_backends
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -151,6 +152,20 @@ def build_training(
     optimizer = Optimizer(model, recipe.optim)
     guard = Guard(recipe.train.skip_spikes, ranks.device)
     return Training(recipe, ranks, config, model, optimizer, guard, data, plan, adapters)
+
+
+def check_model(recipe: Recipe, data: TokenDataset) -> None:
+    """Refuse what `build_training` would refuse of a run's model as it begins; no weights are made or read."""
+    require_backends(recipe)
+    require_tokenizer(recipe, data)
+    if (directory := model_directory(source) if (source := recipe.model.get("from_pretrained")) else None) is not None:
+        check_checkpoint(directory)
+    with torch.device("meta"):
+        model = FathomForCausalLM(recipe.config())
+    freeze(model, recipe.optim.only)
+    compress(model, recipe)
+    adapt(model, recipe, world_size=1)
+    shares(model, recipe.optim)
 
 
 def batch_plan(recipe: Recipe, data: TokenDataset) -> BatchPlan:
