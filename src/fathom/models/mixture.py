@@ -80,7 +80,8 @@ def _bare(rows: Tensor, weight: Tensor, table: Tensor, top_k: int, temperature: 
         if is_sparse(len(table), top_k):
             with torch.no_grad():
                 size = chunk_rows(len(rows), len(table), rows.device.type)
-                logits, words = map(torch.cat, zip(*((x @ weight.T).topk(top_k) for x in rows.split(size)), strict=True))
+                found = [(x @ weight.T).topk(top_k) for x in rows.split(size)]
+                logits, words = map(torch.cat, zip(*found, strict=True))
             if torch.is_grad_enabled():
                 return _Words.apply(rows, weight, table, words, temperature)
             return _sum_of(words, (widen(logits) / temperature).softmax(-1), table)
