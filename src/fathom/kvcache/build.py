@@ -62,12 +62,19 @@ def build_cache(
         Memory(chosen) if quantized is None else QuantizedMemory(chosen, quantized)
         for _ in range(config.num_hidden_layers)
     ]
-    cache = MemoryCache(chosen, layers)
+    cache = MemoryCache(chosen, layers, _shape(config, model))
     if model is not None:
         watch(model)
         if chosen.observed:
             observe(model)
     return cache
+
+
+def _shape(config: PreTrainedConfig, model: nn.Module | None) -> dict[str, object]:
+    """What of a model decides a cache's tensors; the number type is not known of every configuration."""
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    dtype = config.dtype if model is None else model.dtype
+    return {"layers": config.num_hidden_layers, "kv_heads": heads, "dtype": None if dtype is None else str(dtype)}
 
 
 def config_of(model_or_config: PreTrainedModel | PreTrainedConfig) -> PreTrainedConfig:

@@ -8,7 +8,7 @@ distance ever reaches N.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -187,11 +187,16 @@ class MemoryCache(Cache, Scheduled):
     """A transformers cache whose layers are memories of one method.
 
     What the layers cannot see, padding and packed rows, is checked by a hook on the model (`watch`).
+
+    Args:
+        method: The compression rule.
+        layers: One for each layer of the model; a model of several trips adds its banks.
+        shape: What of the model decides the cache's tensors, by name, for files (`saved.py`).
     """
 
-    def __init__(self, method: Method, layers: list[Memory]) -> None:
+    def __init__(self, method: Method, layers: list[Memory], shape: Mapping[str, object]) -> None:
         super().__init__(layers=layers)
-        self.method = method
+        self.method, self.shape = method, shape
         self.watched = False
         self.offset = 0
 

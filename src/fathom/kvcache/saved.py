@@ -9,14 +9,17 @@ runs no code of the file.
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from transformers.cache_utils import Cache
 
 from .memory import Memory, MemoryCache
 from .quantized import QuantizedMemory
@@ -48,16 +51,16 @@ def save_cache(cache: MemoryCache, file: str | Path) -> None:
 def open_cache(file: str | Path, into: MemoryCache, device: str | torch.device = "cpu") -> MemoryCache:
     """Fill a cache that `build_cache` made for the same weights; that they are the same is not checked.
 
-    A file of another method, schedule or model's shape is refused.
+    A file of another method, of other options, or of a model of another shape or dtype is refused.
 
     Args:
         file: What `save_cache` wrote.
         into: An empty cache. It is returned.
         device: Where the tensors go.
     """
+    layers = _memories(into)
     if into.seen:
         raise ValueError(f"the cache that {file} is to be read into holds {into.seen} tokens already: build another")
-    layers = _memories(into)
     try:
         with safe_open(file, "pt", device=str(device)) as saved:
             state = {name: json.loads(value) for name, value in (saved.metadata() or {}).items()}
@@ -67,15 +70,21 @@ def open_cache(file: str | Path, into: MemoryCache, device: str | torch.device =
     if state.get("format") != FORMAT:
         raise ValueError(f"{file} is no saved cache of format {FORMAT}")
     for name, value in _built(into).items():
-        if state.get(name) != value:
-            raise ValueError(f"{file}: {name} is {state.get(name)}, and {value} of the cache it is to be read into")
-    for number, layer in enumerate(layers):
+        found = state.get(name)
+        unsaid = name == "dtype" and None in (found, value)  # of a cache that was built from a configuration
+        if found != value and not unsaid:
+            raise ValueError(f"{file}: {name} is {found}, and {value} of the cache it is to be read into")
+    banks = sum(name.endswith(".keys") for name in tensors)
+    into.layers += (Memory(into.method) for _ in range(len(layers), banks))  # as several trips do at their first call
+    for number, layer in enumerate(_memories(into)):
         _fill(layer, {part: tensors.get(f"{number}.{part}") for part in PARTS}, state["seen"], file)
     into.offset = state["offset"]
     return into
 
 
-def _memories(cache: MemoryCache) -> list[Memory]:
+def _memories(cache: Cache) -> list[Memory]:
+    if not isinstance(cache, MemoryCache):
+        raise ValueError(f"a {type(cache).__name__} is not compressed: only a compressed cache has such a file")
     layers = [layer for layer in cache.layers if isinstance(layer, Memory)]
     if any(isinstance(layer, QuantizedMemory) for layer in layers):
         raise ValueError("a cache that is stored quantised cannot be saved exactly: build it without quantized=")
@@ -84,15 +93,14 @@ def _memories(cache: MemoryCache) -> list[Memory]:
 
 def _built(cache: MemoryCache) -> dict[str, object]:
     """What two caches must share for one to go on where the other stopped."""
-    schedule = cache.schedule
+    method = cache.method
+    options = list(inspect.signature(type(method)).parameters)[2:]  # after schedule and rope
     return {
-        "method": cache.method.name,
-        "window": schedule.window,
-        "sinks": schedule.sinks,
-        "kept": schedule.kept,
-        "observed": cache.method.observed,
-        "layers": len(cache.layers),
-        "angles": cache.method.rope.angles.hex(),
+        "method": method.name,
+        **asdict(method.schedule),
+        **{name: getattr(method, name) for name in options},
+        **cache.shape,
+        "angles": method.rope.angles.hex(),
     }
 
 
