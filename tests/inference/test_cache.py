@@ -84,6 +84,20 @@ def test_beams(opened, policy: Policy) -> None:
     assert made.text == tokenizer.decode(expected[0, ids.shape[1] :], skip_special_tokens=True)
 
 
+def test_fewer_trips(tmp_path: Path) -> None:
+    """The prompt is read with as many trips as the text is made with."""
+    loop = {"recurrence": "loop", "recurrence_options": {"trips": 2}}
+    model, tokenizer = open_checkpoint(export_tiny(tmp_path / "loop", **loop), "cpu")
+
+    def made(trips: int | None) -> tuple[str, float | None]:
+        one = generate(model, tokenizer, TEXT[0], Sampling(6, temperature=0, memory=FREQKV, max_trips=trips))
+        return one.text, one.trips
+
+    whole, fewer = made(None), made(1)
+    model.config.max_trips = 1
+    assert fewer == made(None) != whole and (fewer[1], whole[1]) == (1.0, 2.0)
+
+
 def test_the_command(directory: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(directory), TEXT[0], "--temperature", "0", "--json", "--device", "cpu", *WORDS]) == 0
     shown = capsys.readouterr()

@@ -35,7 +35,12 @@ class Policy:
         return build_cache(model, self.method, self.window, self.sinks, self.ratio, self.kept)
 
     def read(
-        self, model: PreTrainedModel, prompt: Tensor, beams: int = 1, after_chunk: Callable[[], None] | None = None
+        self,
+        model: PreTrainedModel,
+        prompt: Tensor,
+        beams: int = 1,
+        after_chunk: Callable[[], None] | None = None,
+        max_trips: int | None = None,
     ) -> dict[str, object]:
         """Arguments for `generate`: a cache that holds a prompt `[B, T]` without its last token.
 
@@ -44,10 +49,11 @@ class Policy:
             prompt: Rows of one length, without padding.
             beams: Rows that each row becomes in `generate`.
             after_chunk: As `prefill` takes it.
+            max_trips: As `prefill` takes it.
         """
         cache = self.empty(model)
         if prompt.shape[1] > 1:
-            prefill(model, prompt[:, :-1], cache, after_chunk=after_chunk)
+            prefill(model, prompt[:, :-1], cache, after_chunk=after_chunk, max_trips=max_trips)
             cache.batch_repeat_interleave(beams)
         return {"past_key_values": cache}
 

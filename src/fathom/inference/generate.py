@@ -429,7 +429,7 @@ def _run(
     began = time.perf_counter()
     try:
         if sampling.memory is not None:
-            arguments |= sampling.memory.read(model, ids, _beams(model, sampling))
+            arguments |= sampling.memory.read(model, ids, _beams(model, sampling), max_trips=sampling.max_trips)
         out = model.generate(
             ids,
             attention_mask=mask,

@@ -32,6 +32,7 @@ def prefill(
     cache: Cache,
     attention_mask: Tensor | None = None,
     after_chunk: Callable[[], None] | None = None,
+    max_trips: int | None = None,
 ) -> ModelOutput:
     """Feed `[B, T]` tokens into `cache` and return the last output, with the logits of the last position only.
 
@@ -44,6 +45,7 @@ def prefill(
         cache: Empty, or holding what came before.
         attention_mask: For padding, which only a full cache allows.
         after_chunk: Called after every forward pass; an exception from it ends the prefill.
+        max_trips: Most trips per token, as the calls after it are given; only for a model of several.
     """
     if input_ids.shape[1] == 0:
         raise ValueError("prefill needs at least one token")
@@ -51,8 +53,11 @@ def prefill(
         whole_rows(attention_mask)
         watch(model)
         attention_mask = None
+    given = {} if max_trips is None else {"max_trips": max_trips}
     for chunk in chunks(input_ids, cache):
-        output = model(chunk, attention_mask=attention_mask, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        output = model(
+            chunk, attention_mask=attention_mask, past_key_values=cache, use_cache=True, logits_to_keep=1, **given
+        )
         if after_chunk is not None:
             after_chunk()
     return output
