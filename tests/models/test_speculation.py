@@ -265,3 +265,13 @@ def test_the_cache_ends_where_the_text_does():
 def test_what_cannot_be_drafted(case, settings, words):
     with pytest.raises(ValueError, match=words):
         greedy(build(config_of(case)), [[5, 6]], 4, **settings)
+
+
+def test_what_a_checkpoint_asks_for_can_be_switched_off():
+    """By None, as in transformers."""
+    model = build(config_of("loop"))
+    plain = greedy(model, [[5, 6]], 4)
+    model.generation_config.stop_strings = ["a"]
+    assert greedy(model, [[5, 6]], 4, draft_trips=1, stop_strings=None) == plain
+    with pytest.raises(ValueError, match="draft_trips: stop_strings"):
+        greedy(model, [[5, 6]], 4, draft_trips=1)

@@ -54,6 +54,8 @@ SHARES = {
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (math.ulp(0.0), math.inf)),
 }
 """Options that are numbers, and the range of each."""
+DRAFTING = "draft_trips: "
+"""How errors of drafting begin."""
 LARGEST = 1 << 31
 SEEDS = 1 << 63
 
@@ -190,6 +192,8 @@ def check_drafts(model: PreTrainedModel, draft_trips: int | None, max_trips: int
         raise GenerateError(f"--speculate {draft_trips}: this model makes one trip, there is nothing to draft with")
     try:
         trips = max_trips or model.config.max_trips or model.model.recurrence.trips
+        if trips == 1:
+            raise ValueError("of one trip, as --max-trips or the checkpoint has it, there is nothing to draft with")
         check_speculation(model, Speculation(draft_trips), trips)
     except ValueError as error:
         raise GenerateError(f"--speculate {draft_trips}: {error}") from error
@@ -438,7 +442,9 @@ def _run(
             **arguments,
         )
     except (ValueError, NotImplementedError) as error:  # contradictory options
-        raise GenerateError(f"transformers: {' '.join(str(error).split())}") from error
+        words = " ".join(str(error).split())
+        option = f"--speculate {sampling.speculate}" if words.startswith(DRAFTING) else "transformers"
+        raise GenerateError(f"{option}: {words.removeprefix(DRAFTING)}") from error
     seconds = time.perf_counter() - began
     made = []
     for prompt, row, room in zip(prompts, out.sequences[:, width:].tolist(), rooms, strict=True):

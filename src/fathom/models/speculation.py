@@ -77,14 +77,14 @@ def check_speculation(model: FathomForCausalLM, asked: Speculation, trips: int) 
 
 
 def check_request(given: Mapping[str, Any], own: GenerationConfig) -> None:
-    """Refuse what `generate` was asked for and drafting does not do."""
-    if (given.get("num_beams") or own.num_beams or 1) > 1:
+    """Refuse what `generate` was asked for and drafting does not do; a None that is given counts, as there."""
+    if (given.get("num_beams", own.num_beams) or 1) > 1:
         raise ValueError("draft_trips: each row is one text; leave out beams")
-    if (given.get("guidance_scale") or own.guidance_scale or 1) != 1:
+    if (given.get("guidance_scale", own.guidance_scale) or 1) != 1:
         raise ValueError(
             "draft_trips: guidance_scale reads every text once more, with a cache of its own; leave it out"
         )
-    if given.get("stop_strings") or own.stop_strings:
+    if given.get("stop_strings", own.stop_strings):
         raise ValueError("draft_trips: stop_strings need a tokenizer, which drafting is not given; leave them out")
     if given.get("inputs_embeds") is not None:
         raise ValueError("draft_trips: give input_ids, of which drafts are a continuation, not inputs_embeds")
