@@ -129,6 +129,22 @@ def test_a_stop_string(opened) -> None:
     assert made.finish == "stop" and text.startswith(made.text) and made.text.count(word) == 1
 
 
+def test_a_stop_string_ends_one_row_only(opened) -> None:
+    """A row that met it is padded, here with a token that ends texts, which is no part of it."""
+    model, tokenizer = opened[0], copy.deepcopy(opened[1])
+    tokenizer.pad_token = tokenizer.eos_token
+    ids = [encode(tokenizer, prompt) for prompt in PROMPTS]
+    texts = [made.text for made in generate_batch(model, tokenizer, ids, Sampling(12, temperature=0))]
+    word = next(c for c in texts[0] if c.isascii() and c.isalpha() and not all(c in text for text in texts))
+    sampling = Sampling(12, temperature=0, options={"stop_strings": word})
+    made = generate_batch(model, tokenizer, ids, sampling)
+    alone = [generate(model, tokenizer, prompt, sampling) for prompt in PROMPTS]
+    assert [(m.text, m.tokens, m.finish) for m in made] == [(m.text, m.tokens, m.finish) for m in alone]
+    assert {m.finish for m in made} == {"stop", "length"}
+    last = Sampling(alone[0].tokens, temperature=0, options={"stop_strings": word})
+    assert generate(model, tokenizer, PROMPTS[0], last).finish == "stop", "though there is no room for more"
+
+
 def test_memory_that_runs_out_halves_the_batch(opened, monkeypatch) -> None:
     model, tokenizer = opened
     whole, sizes = model.generate, []

@@ -446,20 +446,30 @@ def _run(
         option = f"--speculate {sampling.speculate}" if words.startswith(DRAFTING) else "transformers"
         raise GenerateError(f"{option}: {words.removeprefix(DRAFTING)}") from error
     seconds = time.perf_counter() - began
-    made = []
+    made, strings = [], _stop_strings(model, sampling)
     for prompt, row, room in zip(prompts, out.sequences[:, width:].tolist(), rooms, strict=True):
         row = row[:room]
         while row and row[-1] == pad and pad not in stops:  # padding of a row that ended
             row.pop()
-        end = next((i for i, token in enumerate(row) if token in stops), len(row))
-        kept = row[: end + 1]
-        finish = "stop" if end < room else "length"
+        kept, finish = _ended(row, room, stops, strings, tokenizer)
         text = tokenizer.decode(kept, skip_special_tokens=True)
         made.append(Generated(text, len(prompt), len(kept), seconds, finish))
     columns = [width + one.tokens for one in made]
     trips = stored_trips(model, out.past_key_values, len(made), columns, sampling.max_trips)
     share = None if drafts is None else drafts.acceptance
     return [replace(one, trips=mean, acceptance=share) for one, mean in zip(made, trips, strict=True)]
+
+
+def _ended(
+    row: list[int], room: int, stops: Sequence[int], strings: Sequence[str], tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], str]:
+    """A row up to its end, and why it ended. After a stop string comes padding, which may be a stop token."""
+    end = next((i for i, token in enumerate(row) if token in stops), len(row))
+    if strings:
+        text, before = tokenizer.decode(row[:end]), tokenizer.decode(row[: max(0, end - 1)])
+        if any(string in text and string not in before for string in strings):
+            return row[:end], "stop"
+    return row[: end + 1], "stop" if end < room else "length"
 
 
 class PaddedPenalty(RepetitionPenaltyLogitsProcessor):
@@ -499,6 +509,11 @@ def _room(model: PreTrainedModel, ids: Sequence[int], sampling: Sampling) -> int
 
 def _beams(model: PreTrainedModel, sampling: Sampling) -> int:
     return int(sampling.options.get("num_beams") or model.generation_config.num_beams or 1)
+
+
+def _stop_strings(model: PreTrainedModel, sampling: Sampling) -> list[str]:
+    given = sampling.options.get("stop_strings", model.generation_config.stop_strings)
+    return [given] if isinstance(given, str) else list(given or ())
 
 
 def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> list[int]:
