@@ -75,6 +75,9 @@ def run(options: Namespace) -> int:
     use(options.kernels, options.device)
     settings = Settings(**{field.name: getattr(options, field.name) for field in dataclasses.fields(Settings)})
     wishes = CacheWishes.of(options)
+    alone = [f"--kvcache-{name} {value}" for name, value in wishes.said().items()]
+    if not options.kvcache and (alone or options.at is not None):
+        raise UsageError(f"{[*alone, f'--at {options.at}'][0]}: give --kvcache METHODS with it")
     if options.benchmark is not None:
         if options.kvcache:
             raise UsageError("--benchmark and --kvcache: give one of them")
@@ -91,9 +94,6 @@ def run(options: Namespace) -> int:
         else:
             show_caches(caches, options.out)
         return 0
-    alone = [f"--kvcache-{name} {value}" for name, value in wishes.said().items()]
-    if alone or options.at is not None:
-        raise UsageError(f"{[*alone, f'--at {options.at}'][0]}: give --kvcache METHODS with it")
     checkpoints, report = score(options.checkpoints, settings)
     if options.json:
         print(json.dumps(report, ensure_ascii=False))

@@ -157,6 +157,8 @@ def test_without_text_there_are_needles_and_costs(here: Path, capsys: pytest.Cap
         (["--at", "2x", "--tasks", "piqa"], "--at 2x: give --kvcache"),
         (["--kvcache-ratio", "0.5", "--tasks", "piqa"], "--kvcache-ratio 0.5: give --kvcache"),
         (["--kvcache-kept", "7", "--tasks", "piqa"], "--kvcache-kept 7: give --kvcache"),
+        (["--kvcache-kept", "7", "--benchmark", "DIR"], "--kvcache-kept 7: give --kvcache"),
+        (["--at", "2x", "--benchmark", "DIR"], "--at 2x: give --kvcache"),
         (["--kvcache", "freqkv", *SCHEDULE, "--kvcache-kept", "30"], "--kvcache: a window of 32 with 2 sinks can keep"),
         (["--kvcache", "freqkv", *SCHEDULE, "--at", "99x", "--perplexity", "TEXTS"], "no document has 3,169 tokens"),
     ],
