@@ -95,7 +95,7 @@ def false_claims(draws: int, arms: int = 3) -> float:
         found = []
         for ladder in ladders:
             own = [shifted(rung, ladders[0][i]) for i, rung in enumerate(ladder)]
-            rungs = [Rung(r.x_control, r.x_arm, c, a) for r, c, a in zip(ladder, control, own, strict=True)]
+            rungs = [Rung(r.x_control, c, r.x_arm, a) for r, c, a in zip(ladder, control, own, strict=True)]
             found.append(posterior(rungs).sides(rungs[-1].x_arm))
         wrong += min(holm(found)) < 0.05
     return wrong / draws

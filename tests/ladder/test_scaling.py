@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from benchmarks import ladder_simulation
 
 from fathom.ladder.scaling import DECADE, Noise, Rung, agree, horizontal, noise_of, posterior
 from fathom.ladder.simulation import Truth, resolution, simulate, usual_interval
@@ -179,3 +180,10 @@ def test_resolution_is_what_the_table_says() -> None:
     top, trend = resolution(Truth(), draws=6)
     assert 1.04 < top < 1.07 and 1.03 < trend < 1.07
     assert resolution(replace(Truth(), own=0.02), draws=6)[0] > top
+
+
+def test_arms_that_are_all_the_control_make_no_sure_claim(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `benchmarks/ladder_simulation.py` counts them; arms whose losses are lower do."""
+    assert ladder_simulation.false_claims(4) == 0.0
+    monkeypatch.setattr(ladder_simulation, "shifted", lambda rung, first: tuple(loss - 0.05 for loss in first.control))
+    assert ladder_simulation.false_claims(2) == 1.0
