@@ -445,7 +445,6 @@ def test_1000_hang_ups_leave_memory_flat(served):
     assert min(hang_up(500) - before for before in (hang_up(500), rss(served.pid))) < 2 * BOUND
 
 
-@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 async def load(served, bodies, at_once):
     """What each request is answered, `at_once` of them under way at any time: texts and why they ended, by choice."""
     client = openai.AsyncOpenAI(base_url=f"{served.client.base_url}", api_key="none", max_retries=0, timeout=120)
@@ -501,6 +500,7 @@ def test_a_load_of_clients(served):
     assert metrics(served)["fathom_texts_running"] == metrics(served)["fathom_cache_bytes"] == "0"
 
 
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_planted_leak_is_seen(directory, monkeypatch):
     """A server that keeps every body, measured alike over fewer requests."""
     read, kept = gate.Gate._read, []
