@@ -350,7 +350,7 @@ class KVCache(Section):
                 default = getattr(KVCache, key)
                 yield getattr(self, key) == default, key, f"allowed: {default}, unless kvcache.method compresses"
             return
-        from fathom.kvcache import NAMES
+        from fathom.kvcache import METHODS, NAMES
 
         yield self.method in NAMES, "method", f"allowed: one of {', '.join(NAMES)}"
         needs = f"kvcache.method={self.method} needs it; allowed: less than data.sequence_length"
@@ -358,14 +358,16 @@ class KVCache(Section):
         window = self.window or 0
         yield window >= 1, "window", "allowed: 1 or more"
         yield 0 < self.ratio < 1, "ratio", "allowed: a share between 0 and 1"
-        if self.kept is None:
+        if self.kept is None and METHODS[self.method].has_ratio:
             most = int(round(self.ratio * window, 6)) - 1
             yield 0 <= self.sinks <= most, "sinks", f"allowed: 0 to {most} with this window and ratio"
         else:
-            yield self.ratio == KVCache.ratio, "ratio", f"allowed: {KVCache.ratio}, with kvcache.kept"
+            instead = "kvcache.kept" if self.kept is not None else f"kvcache.method={self.method}"
+            yield self.ratio == KVCache.ratio, "ratio", f"allowed: {KVCache.ratio}, with {instead}"
             yield 0 <= self.sinks <= window - 2, "sinks", f"allowed: 0 to {window - 2} with this window"
             most = window - self.sinks - 1
-            yield 1 <= self.kept <= most, "kept", f"allowed: 1 to {most} with this window and sinks, or null"
+            holds = self.kept is None or 1 <= self.kept <= most
+            yield holds, "kept", f"allowed: 1 to {most} with this window and sinks, or null"
         yield self.lora_rank is None or self.lora_rank >= 1, "lora_rank", "allowed: 1 or more, or null"
 
     def schedule(self) -> CacheSettings:

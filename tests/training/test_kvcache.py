@@ -131,6 +131,11 @@ def test_adapters_under_a_cache_are_of_one_process(recipe: Recipe) -> None:
         ((*FREQKV, "kvcache.window=null"), "kvcache.window=null: kvcache.method=freqkv needs it"),
         ((*FREQKV, "kvcache.window=32"), "kvcache.window=32: allowed: less than data.sequence_length=32"),
         ((*FREQKV, "kvcache.sinks=8"), "kvcache.sinks=8: allowed: 0 to 7"),
+        ((*FREQKV, "kvcache.method=sinks", "kvcache.sinks=15"), "kvcache.sinks=15: allowed: 0 to 14 with this window"),
+        (
+            (*FREQKV, "kvcache.method=sinks", "kvcache.ratio=0.25"),
+            "kvcache.ratio=0.25: allowed: 0.5, with kvcache.method=sinks",
+        ),
         ((*FREQKV, "kvcache.ratio=1.5"), "kvcache.ratio=1.5: allowed: a share"),
         (("kvcache.kept=7",), "kvcache.kept=7: allowed: null, unless"),
         ((*FREQKV, "kvcache.kept=14"), "kvcache.kept=14: allowed: 1 to 13 with this window and sinks"),

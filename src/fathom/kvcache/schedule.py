@@ -50,7 +50,7 @@ class Schedule:
         if not 1 <= self.kept < self.window - self.sinks:
             raise ValueError(
                 f"a window of {self.window} with {self.sinks} sinks can keep 1 to {self.window - self.sinks - 1} other "
-                f"entries, not {self.kept}: choose another ratio, or fewer sinks"
+                f"entries, not {self.kept}: choose another ratio or number kept, or fewer sinks"
             )
 
     @property
