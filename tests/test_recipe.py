@@ -165,6 +165,10 @@ BAD = [
     (tuple[float, float], [1, None], "a list of 2 numbers"),
     (tuple[str, ...], "wandb", "a list of names"),
     (tuple[str, ...], [3], "a list of names"),
+    (tuple[int, ...], "many", "a list of integers"),
+    (tuple[float, ...], ["x"], "a list of numbers"),
+    (tuple[Literal["x", "y"], ...], ["z"], "a list of names, of x, y"),
+    (tuple[dict[str, float], ...], 3, "a list of mappings"),
     (Path, 3, "a path"),
 ]
 

@@ -731,10 +731,17 @@ def allowed(hint: Any) -> str:
     if origin is tuple and arguments[-1] is not Ellipsis:
         return f"a list of {len(arguments)} numbers"
     if origin in (tuple, list, Sequence):
-        return "a list of names"
+        return f"a list of {_several(arguments[0])}"
     if origin is dict:
         return f"a mapping of names to {allowed(arguments[1])}"
     return "null" if hint is types.NoneType else names.get(hint, str(hint))
+
+
+def _several(hint: Any) -> str:
+    """What a list holds, in words."""
+    if typing.get_origin(hint) is Literal:
+        return f"names, of {', '.join(typing.get_args(hint))}"
+    return {int: "integers", float: "numbers", str: "names", Path: "paths"}.get(hint, "mappings")
 
 
 def help_of(section: type) -> dict[str, str]:
