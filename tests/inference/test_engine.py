@@ -396,6 +396,19 @@ def test_drafted_draws_have_the_distribution(engine, monkeypatch):
     assert misfit(4_000) < 1e-6
 
 
+@pytest.mark.parametrize(
+    ("case", "settings", "words"),
+    [
+        ("ponder2", {"draft_trips": 1}, "ponder2 keeps slots"),
+        ("loop", {"draft_trips": 0}, "between 1 and 2"),
+        ("loop", {"draft_trips": 1, "policy": Policy("sinks", 16, 2, 0.5)}, "which a cache of constant size cannot"),
+    ],
+)
+def test_what_cannot_be_drafted_is_refused_at_once(case, settings, words):
+    with pytest.raises(ValueError, match=words):
+        Engine(build(config_of(case)), BUDGET, **settings)
+
+
 def submitted_at_once(running, jobs):
     """All of them wait when the engine's next turn begins."""
     held = threading.Event()

@@ -27,7 +27,7 @@ from fathom.kvcache.prefill import chunks
 from fathom.models import FathomForCausalLM
 from fathom.models.slot_cache import SPARE, GrowingLayer, drop_row, merge_slots
 from fathom.models.slots import joined
-from fathom.models.speculation import Stages, side_by_side
+from fathom.models.speculation import Speculation, Stages, check_speculation, side_by_side
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -300,6 +300,7 @@ class DraftBatch(SlabBatch):
     """
 
     def __init__(self, model: FathomForCausalLM, trips: int, draft_trips: int) -> None:
+        check_speculation(model, Speculation(draft_trips), trips)
         super().__init__(model, trips)
         self.stages = Stages(model, trips, self.cache)
         self.drafting, self.checking = range(draft_trips), range(draft_trips, trips)
@@ -461,6 +462,8 @@ def batch_for(
         draft_trips: Draft with so many first trips, where there are more.
     """
     if draft_trips is not None and draft_trips < trips_of(model, trips):
+        if policy is not None:
+            raise ValueError("drafts take back what they wrote, which a cache of constant size cannot: give one")
         return DraftBatch(model, trips_of(model, trips), draft_trips)
     if policy is not None:
         return LoneBatch(model, trips, policy)

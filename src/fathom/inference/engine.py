@@ -125,6 +125,7 @@ class Engine:
         waiting: int = 256,
         draft_trips: int | None = None,
     ) -> None:
+        batch_for(model, None, policy, draft_trips)  # refuses, before a request does, what cannot be drafted
         self.model, self.budget, self.policy, self.most_waiting = model, budget, policy, waiting
         self.hand_out, self.draft_trips = hand_out or deliver, draft_trips
         self.lanes: dict[int | None, Lane] = {}
