@@ -1,8 +1,10 @@
-"""Dispatch modes that see what would go wrong, or slowly, on a GPU: reads by the host, and tensors on two devices."""
+"""Dispatch modes: one that counts operators, and those that see what would go wrong, or slowly, on a GPU: reads by the
+host, and tensors on two devices."""
 
 from __future__ import annotations
 
 import traceback
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -43,6 +45,18 @@ def waits(func: Any, args: tuple[Any, ...]) -> bool:
         return True
     masks = (x for x in tree_leaves(args[1:2]) if isinstance(x, Tensor))
     return named(func, MASKED) and any(x.dtype in (torch.bool, torch.uint8) for x in masks)
+
+
+class Calls(TorchDispatchMode):
+    """Counts operators by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.counts[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
 
 
 class HostReads(TorchDispatchMode):

@@ -7,10 +7,32 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tests.gpu.watch import Calls
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 WITHIN = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0 ** (-7 if DEVICE == "cpu" else -8)}
 """Largest relative error, in norm: a rounding of the result, and float32 sums whose terms nearly cancel.
 The interpreter cuts to bfloat16 where a GPU rounds."""
+
+
+class Stop(torch.autograd.Function):
+    """The identity, without a gradient."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> None:
+        return None
+
+
+def hold_no_zeros(output: Tensor, inputs: Sequence[Tensor]) -> None:
+    """Complain of a backward pass that fills tensors with zeros, or that makes a gradient of none."""
+    with Calls() as calls:
+        torch.autograd.grad(output.sum(), inputs, retain_graph=True)
+    assert not calls.counts["zeros"]
+    assert torch.autograd.grad(Stop.apply(output).sum(), inputs, allow_unused=True) == (None,) * len(inputs)
 
 
 def hold(

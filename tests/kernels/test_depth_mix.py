@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from fathom.kernels import depth_mix as ours
 from fathom.models import depth_attention
 
-from .held import DEVICE, hold
+from .held import DEVICE, hold, hold_no_zeros
 
 GROUPS = (1, 4, 8)
 COUNTS = (1, 2, 7, 24)
@@ -84,6 +84,12 @@ def test_is_an_operator_of_torch(biased):
     query, bias, key, value, *sources = (x.to(DEVICE) for x in drawn(4, 2, torch.float32, 7))
     call = (query, [*sources[::2], key], [*sources[1::2], value], bias if biased else None)
     torch.library.opcheck(ours.mix, call)
+
+
+def test_the_weights_get_no_gradient_of_zeros():
+    query, bias, key, value, *sources = (x.to(DEVICE) for x in drawn(4, 2, torch.float32, 7))
+    mixed, _ = ours.mix(query, [*sources[::2], key], [*sources[1::2], value], bias)
+    hold_no_zeros(mixed, (query, key, value, *sources))
 
 
 PLANTED = (

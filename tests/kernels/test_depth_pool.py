@@ -13,7 +13,7 @@ pytest.importorskip("triton")
 from fathom.kernels import depth_pool as ours
 from fathom.models import attention_residuals
 
-from .held import DEVICE, hold
+from .held import DEVICE, hold, hold_no_zeros
 from .test_depth_mix import DTYPES, planted_in
 
 EPS = 1e-6
@@ -61,6 +61,11 @@ def test_without_a_bias():
 def test_is_an_operator_of_torch(biased):
     query, bias, *sources = (x.to(DEVICE).detach().requires_grad_() for x in drawn(3, torch.float32, 6))
     torch.library.opcheck(ours.pool, (sources, query, bias if biased else None, EPS))
+
+
+def test_the_weights_get_no_gradient_of_zeros():
+    query, bias, *sources = (x.to(DEVICE).detach().requires_grad_() for x in drawn(3, torch.float32, 6))
+    hold_no_zeros(ours.pool(sources, query, bias, EPS)[0], (query, bias, *sources))
 
 
 @pytest.mark.parametrize(

@@ -1,13 +1,11 @@
 """What a training step keeps for its backward pass, by `benchmarks/saved.py`: near theory, and exact gradients."""
 
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 import torch
 from benchmarks.saved import ARMS, config_of, measure, saved_bytes
 from torch.autograd import gradcheck
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from fathom.models import FathomForCausalLM, attention_residuals, hyper_connections, modeling
@@ -15,6 +13,7 @@ from fathom.models.attention_residuals import pool
 from fathom.models.hyper_connections import _Balance, sinkhorn
 from fathom.models.registry import MECHANISMS
 from fathom.models.several_trips import Interleaved
+from tests.gpu.watch import Calls
 
 BOUNDS = {"attention_residuals": 1.2, "hyper_connections": 1.6}
 
@@ -56,6 +55,19 @@ def test_pool_and_its_gradient(count, bias):
 
     assert torch.allclose(call(query, recency, *rest)[0], pool(rest, query, 1e-6, recency), rtol=0, atol=1e-13)
     assert gradcheck(call, (query, recency, *rest))
+
+
+def test_what_nothing_reads_gets_no_gradient_of_zeros():
+    query, *rest = sources(3, bias=True)
+    recency = rest.pop()
+    pooled, *through = attention_residuals._Pool.apply(query, recency, 1e-6, *rest)
+    with Calls() as calls:
+        found = torch.autograd.grad(pooled.sum() + through[1].sum(), (query, recency, *rest), retain_graph=True)
+    wanted = torch.autograd.grad(pool(rest, query, 1e-6, recency).sum() + rest[1].sum(), (query, recency, *rest))
+    assert not calls.counts["zeros"]
+    assert all(torch.allclose(a, b, rtol=0, atol=1e-13) for a, b in zip(found, wanted, strict=True))
+    unread = torch.autograd.grad(through[0].sum(), (query, recency, *rest), allow_unused=True)
+    assert [x is None for x in unread] == [True, True, False, True, True] and unread[2].eq(1).all()
 
 
 def test_scalars_of_another_token_are_seen(monkeypatch):
@@ -135,18 +147,6 @@ def test_a_mask_with_a_gradient_is_seen(monkeypatch):
     monkeypatch.setattr(Interleaved, "_own_masks", masked)
     monkeypatch.setattr(Interleaved, "_own_bias", lambda self, tags: None)
     assert measure("ponder3", torch.bfloat16, 64).per_pass > 1.3
-
-
-class Calls(TorchDispatchMode):
-    """Counts operations by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.counts = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.counts[function.overloadpacket.__name__] += 1
-        return function(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("arm", ["ponder3", "latent_cot"])

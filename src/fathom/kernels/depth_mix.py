@@ -178,9 +178,12 @@ def _keep(
     ctx.count = len(keys)
     ctx.save_for_backward(query, *keys, *values, output[1])
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # else every backward pass fills a gradient of the weights with zeros
 
 
-def _back(ctx: Context, grad: Tensor, _: Tensor) -> tuple[object, ...]:
+def _back(ctx: Context, grad: Tensor | None, _: None) -> tuple[object, ...]:
+    if grad is None:
+        return None, [None] * ctx.count, [None] * ctx.count, None
     query, *pairs, weights = ctx.saved_tensors
     keys, values = pairs[: ctx.count], pairs[ctx.count :]
     made = mix_backward(query, keys, values, weights, grad)
@@ -195,7 +198,8 @@ def by_token(x: Tensor) -> Tensor:
     return x.transpose(1, 2).contiguous()
 
 
-def _empty(like: Tensor) -> Tensor:
+def empty_by_token(like: Tensor) -> Tensor:
+    """`[B, H, T, D]` in memory of the layout of `by_token`."""
     batch, heads, length, width = like.shape
     return like.new_empty((batch, length, heads, width)).transpose(1, 2)
 
@@ -203,8 +207,8 @@ def _empty(like: Tensor) -> Tensor:
 def _outputs(like: Tensor, count: int) -> tuple[Tensor, Tensor]:
     batch, heads, length, _ = like.shape
     wide = torch.promote_types(like.dtype, torch.float32)
-    return _empty(like), like.new_empty((count, batch, length, heads), dtype=wide)
+    return empty_by_token(like), like.new_empty((count, batch, length, heads), dtype=wide)
 
 
 def _gradients(query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> list[Tensor]:
-    return [_empty(x) for x in (query, *keys, *values)]
+    return [empty_by_token(x) for x in (query, *keys, *values)]

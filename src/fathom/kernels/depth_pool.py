@@ -191,10 +191,13 @@ def _keep(
     ctx.bias_dtype = None if bias is None else bias.dtype
     ctx.save_for_backward(query, output[1], *sources)
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)  # else every backward pass fills a gradient of the weights with zeros
 
 
-def _back(ctx: Context, grad: Tensor, _: Tensor) -> tuple[object, ...]:
+def _back(ctx: Context, grad: Tensor | None, _: None) -> tuple[object, ...]:
     query, weights, *sources = ctx.saved_tensors
+    if grad is None:
+        return [None] * len(sources), None, None, None
     biased = ctx.bias_dtype is not None
     of_query, *rest = pool_backward(sources, query, weights, grad, ctx.eps, biased)
     bias = rest.pop(0).to(ctx.bias_dtype) if biased else None

@@ -162,6 +162,7 @@ class _Pool(torch.autograd.Function):
             scores = torch.stack([widen(s) @ query for s in sources]) * inverse_rms
         first, *rest = _weights(scores, recency_bias).to(sources[0].dtype).unsqueeze(-1)
         ctx.save_for_backward(query, recency_bias, inverse_rms, scores, *sources)
+        ctx.set_materialize_grads(False)  # a source that nothing reads any more has no gradient, not one of zeros
         pooled = sources[0] * first
         for source, weight in zip(sources[1:], rest, strict=True):
             pooled.addcmul_(source, weight)
@@ -169,7 +170,9 @@ class _Pool(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor, *later: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad: Tensor | None, *later: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad is None:
+            return None, None, None, *later
         query, recency_bias, inverse_rms, scores, *sources = ctx.saved_tensors
         weights, wide = _weights(scores, recency_bias), widen(grad)
         wide, made = wide.contiguous(), torch.empty_like(wide)  # one buffer for all products
@@ -182,8 +185,8 @@ class _Pool(torch.autograd.Function):
             x, (weight, a, b) = widen(source), (t.unsqueeze(-1) for t in scalars)
             with torch.autocast(query.device.type, enabled=False):
                 grad_query += a.flatten() @ x.flatten(0, -2)
-            made = torch.addcmul(widen(grad_later), wide, weight).addcmul_(x, b).addcmul_(a, query)
-            grad_sources.append(made.to(source.dtype))
+            made = wide * weight if grad_later is None else torch.addcmul(widen(grad_later), wide, weight)
+            grad_sources.append(made.addcmul_(x, b).addcmul_(a, query).to(source.dtype))
         grad_bias = None if recency_bias is None else grad_scores[-1].sum().reshape(1).to(recency_bias.dtype)
         return grad_query, grad_bias, None, *grad_sources
 
