@@ -29,7 +29,7 @@ PLANS = (10, 30, 120)
 LEFT = 3
 LEAST = 20.0
 """Seconds below which no cell begins."""
-KERNELS = ("depth_mix", "depth_pool", "rms_norm", "swiglu")
+KERNELS = ("norm_rotate_mix", "depth_pool", "rms_norm", "swiglu")
 TINY = "tiny"
 
 

@@ -200,7 +200,8 @@ class Train(Section):
     compile: bool = False
     """torch.compile for each layer"""
     kernels: tuple[str, ...] = ()
-    """functions to replace by GPU kernels: any of depth_mix, depth_pool, rms_norm, swiglu, linear_cross_entropy"""
+    """functions to replace by GPU kernels: any of depth_mix, depth_pool, norm_rotate_mix, rms_norm, swiglu,
+    linear_cross_entropy"""
     activation_checkpointing: bool = False
     """recompute each layer in the backward pass instead of keeping its activations"""
     seed: int = 0

@@ -20,7 +20,7 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from fathom.kernels import depth_mix, depth_pool
+from fathom.kernels import depth_mix, depth_pool, norm_rotate_mix
 from fathom.report.provenance import provenance
 
 CAPABILITIES = (80, 90)
@@ -68,6 +68,29 @@ def mixes() -> Iterator[Kernel]:
         yield Kernel(depth_mix.depth_mix_forward, forward, fixed, 4, shape)
         grads = {"grad": half, "grad_query": half, "grad_keys": several, "grad_values": several}
         yield Kernel(depth_mix.depth_mix_backward, inputs | grads, fixed, 4, shape)
+
+
+def rotated_mixes() -> Iterator[Kernel]:
+    """The same with norms and rotation; once with the key's norm after it."""
+    half, full = "*bf16", "*fp32"
+    for group, width, count, last in (
+        (1, 64, 2, False),
+        (4, 64, 2, False),
+        (4, 64, 7, False),
+        (4, 64, 25, False),
+        (8, 64, 7, False),
+        (4, 128, 25, True),
+    ):
+        fixed = norm_rotate_mix.constants(4, group, width, 1e-6, last)
+        keys, values = (half,) * (count - 1), (half,) * count
+        shape = f"G {group}, D {width}, {count} sources"
+        inputs = {"own": (half, half), "sources": keys, "values": values, "norms": (half, half)}
+        inputs |= {"angles": (half, half), "rows": "i32", "turns": "i32"}
+        made = {"bias": full, "made": (half, half, half, full)}
+        yield Kernel(norm_rotate_mix.norm_rotate_mix_forward, inputs | made, fixed, 4, shape)
+        grads = {"weights": full, "grads": (half,) * 3, "made": (half, half, full)}
+        grads |= {"of_sources": keys, "of_values": values}
+        yield Kernel(norm_rotate_mix.norm_rotate_mix_backward, inputs | grads, fixed, 4, shape)
 
 
 def pools() -> Iterator[Kernel]:
@@ -132,7 +155,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write the log there")
     out = parser.parse_args().out
     found = []
-    for kernel, capability in ((kernel, number) for kernel in (*mixes(), *pools()) for number in CAPABILITIES):
+    for kernel, capability in (
+        (kernel, number) for kernel in (*mixes(), *rotated_mixes(), *pools()) for number in CAPABILITIES
+    ):
         found.append(used := use_of(kernel, capability))
         name = f"{used.kernel:<21}{used.shape:<28}sm_{used.capability}"
         size = f"{used.registers:>3} registers  {used.spilled} spilled  {used.shared:>5} bytes shared"

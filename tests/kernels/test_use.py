@@ -95,6 +95,8 @@ def test_a_training_run_refuses_before_it_starts(recipe, monkeypatch):
     ("name", "axes"),
     [
         ("depth_mix", {"mixer": "depth_attention", "mixer_options": {"stride": 1, "self_bias": 0.5}}),
+        ("norm_rotate_mix", {"mixer": "depth_attention", "mixer_options": {"stride": 1, "self_bias": 0.5}}),
+        ("norm_rotate_mix", {"mixer": "depth_attention", "k_norm_position": "after_rope"}),
         ("depth_pool", {"residual": "attention_residuals", "residual_options": {"block_size": 3}}),
         ("depth_pool", {"residual": "attention_residuals", "residual_options": {"variant": "snapshot"}}),
         ("depth_mix", {"mixer": "depth_attention", "recurrence": "loop", "recurrence_options": {"trips": 2}}),

@@ -112,7 +112,8 @@ def add_kernels(parser: Parser) -> None:
         type=_names,
         default=(),
         metavar="NAMES",
-        help="on a GPU, compute these by kernels: depth_mix, depth_pool, rms_norm, swiglu; comma between",
+        help="on a GPU, compute these by kernels: depth_mix, depth_pool, norm_rotate_mix, rms_norm, swiglu; "
+        "comma between",
     )
 
 

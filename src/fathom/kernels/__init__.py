@@ -1,7 +1,7 @@
 """Faster kernels for a GPU, by name: each replaces a function in `models/`, and a test compares the two.
 
-`depth_mix` and `depth_pool` are ours, in Triton; the others are liger-kernel's (extra `gpu`). None is a default: a
-recipe names them (`train.kernels`), or `--kernels` of `generate`, `evaluate` and `serve`.
+`depth_mix`, `depth_pool` and `norm_rotate_mix` are ours, in Triton; the others are liger-kernel's (extra `gpu`). None
+is a default: a recipe names them (`train.kernels`), or `--kernels` of `generate`, `evaluate` and `serve`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from fathom.errors import FathomError
 from fathom.models.replaceable import replace
 
 HOMES = {
-    **{"depth_mix": "depth_mix", "depth_pool": "depth_pool"},
+    **{name: name for name in ("depth_mix", "depth_pool", "norm_rotate_mix")},
     **dict.fromkeys(("rms_norm", "swiglu", "linear_cross_entropy"), "liger"),
 }
 """By kernel: the file that holds a function of its name."""
@@ -25,6 +25,7 @@ NAMES = tuple(HOMES)
 NEEDS = {
     "depth_mix": ("triton", "triton"),
     "depth_pool": ("triton", "triton"),
+    "norm_rotate_mix": ("triton", "triton"),
     "liger": ("liger_kernel", "liger-kernel"),
 }
 """By file: the module that it imports, and the package to install for it."""

@@ -44,6 +44,7 @@ from .loss import causal_lm_loss, shifted, token_losses
 from .published import HUB_KEYS, released
 from .reading import attend_beside, with_key_bias
 from .registry import AXES, DEFAULTS, mechanism, recurrence_class
+from .replaceable import faster
 from .rms_norm import RMSNorm
 from .roles import MechanismModule, Recurrence, Residual, ResidualState, TripState, ValueMixer, View, idle
 from .rotary import RotaryEmbedding, rotate
@@ -84,6 +85,7 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.mixer: ValueMixer = mechanism("mixer", config.mixer).build(config, layer_idx)
+        self.mixes_depth = config.mixer == "depth_attention"
 
     def forward(
         self,
@@ -106,16 +108,24 @@ class Attention(nn.Module):
         """
         shape = hidden_states.shape[:-1]
         heads = (*shape, -1, self.head_dim)
-        query = self.q_norm(self.q_proj(hidden_states).view(heads)).transpose(1, 2)  # [B, H, T, D]
+        query = self.q_proj(hidden_states).view(heads)
         key = self.k_proj(hidden_states).view(heads)
-        value = self.v_proj(hidden_states).view(heads).transpose(1, 2)  # [B, H_kv, T, D]
-        if self.norm_rotated_keys:
-            query, key = rotate(query, key.transpose(1, 2), *position_embeddings)
-            key = self.k_norm(key)
+        value = self.v_proj(hidden_states).view(heads)
+        fused = faster("norm_rotate_mix", value) if sources and self.mixes_depth else None
+        if fused is not None:
+            norms, bias = (self.q_norm, self.k_norm), self.mixer.self_bias
+            query, key, value = fused(
+                (query, key, value), sources, bias, norms, position_embeddings, self.norm_rotated_keys
+            )
         else:
-            query, key = rotate(query, self.k_norm(key).transpose(1, 2), *position_embeddings)
-        if not idle(self.mixer, ValueMixer):
-            value = self.mixer(query, key, value, sources)
+            query, value = self.q_norm(query).transpose(1, 2), value.transpose(1, 2)  # [B, H, T, D], [B, H_kv, T, D]
+            if self.norm_rotated_keys:
+                query, key = rotate(query, key.transpose(1, 2), *position_embeddings)
+                key = self.k_norm(key)
+            else:
+                query, key = rotate(query, self.k_norm(key).transpose(1, 2), *position_embeddings)
+            if not idle(self.mixer, ValueMixer):
+                value = self.mixer(query, key, value, sources)
 
         if alive is not None:
             key, value = (torch.where(alive, new, old) for new, old in zip((key, value), earlier, strict=True))

@@ -15,6 +15,7 @@ from torch import Tensor
 REPLACEABLE = {
     "depth_mix": "what a layer of depth_attention mixes from its sources",
     "depth_pool": "what a sub-layer of attention_residuals reads",
+    "norm_rotate_mix": "depth_mix, and the norms and rotation of queries and keys before it",
     "rms_norm": "every RMS norm",
     "swiglu": "what stands between the projections of the feed-forward sub-layer",
     "linear_cross_entropy": "the loss of a head without adapters",
