@@ -45,13 +45,13 @@ test-transformers: setup
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target "$$there" transformers==$(OLDEST) && \
 	PYTHONPATH="$$there" $(BIN)/python -m pytest tests/kvcache -m 'not slow'
 
-# The Triton kernels in its interpreter, in a directory of their own; what was set up is not set up again.
+# The Triton kernels, ours and liger-kernel's, in its interpreter, in a directory of their own; what was set up is not set up again.
 TRITON := .venv-triton
 test-kernels: setup $(TRITON)/.ready
 	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/kernels
 
 $(TRITON)/.ready:
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(TRITON) --no-deps 'triton>=3.5'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(TRITON) --no-deps 'triton>=3.5' 'liger-kernel>=0.6'
 	@touch $@
 
 # Everything on a GPU that is not there (docs/gpu.md), with torch's CUDA build, 5 GB, in an environment of its own.

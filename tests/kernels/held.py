@@ -10,7 +10,10 @@ from torch import Tensor
 from tests.gpu.watch import Calls
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-WITHIN = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2.0 ** (-7 if DEVICE == "cpu" else -8)}
+WITHIN = {
+    **{torch.float64: 1e-12, torch.float32: 1e-5},
+    **{torch.float16: 2.0**-11, torch.bfloat16: 2.0 ** (-7 if DEVICE == "cpu" else -8)},
+}
 """Largest relative error, in norm: a rounding of the result, and float32 sums whose terms nearly cancel.
 The interpreter cuts to bfloat16 where a GPU rounds."""
 

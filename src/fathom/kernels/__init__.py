@@ -40,8 +40,8 @@ def use(names: Sequence[str], device: str | None = None) -> None:
 
     Args:
         names: Any of `NAMES`; empty for no kernels.
-        device: Where the model will be: `cuda`, `cuda:1`, ...; by default cuda where there is one. On a CPU a kernel of
-            ours runs in Triton's interpreter alone (TRITON_INTERPRET=1), which is for tests.
+        device: Where the model will be: `cuda`, `cuda:1`, ...; by default cuda where there is one. On a CPU a kernel
+            runs in Triton's interpreter alone (TRITON_INTERPRET=1), which is for tests.
     """
     where = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
     for name in names:
@@ -49,8 +49,7 @@ def use(names: Sequence[str], device: str | None = None) -> None:
             raise KernelError(f"kernel {name!r}: allowed: any of {', '.join(NAMES)}")
     for name in names:
         module, package = NEEDS[HOMES[name]]
-        interpreted = module == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
-        if where != "cuda" and not interpreted:
+        if where != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise KernelError(f"kernel {name} runs on an NVIDIA GPU, and the model would be on {where}: leave it out")
         if importlib.util.find_spec(module) is None:
             raise KernelError(f"kernel {name} needs {package}: pip install 'fathom-lm[gpu]'")
