@@ -274,6 +274,17 @@ def test_a_declared_training_step_is_a_measured_one(case, words):
     assert counted_step(config, 16) == pytest.approx(training_flops_per_token(config, 2 * 16 - 1), rel=0.02)
 
 
+@pytest.mark.parametrize("case", ["ponder2", "ponder3", "ponder-all"])
+def test_passes_without_gradients_are_declared(case):
+    """They cost a forward pass, where the others cost three."""
+    options = {**CASES[case][1]["recurrence"], "gradient_passes": 2}
+    config = config_of(case, vocab_size=500, recurrence_options=options, **WIDER)
+    declared = training_flops_per_token(config, 2 * 16 - 1)
+    assert counted_step(config, 16) == pytest.approx(declared, rel=0.02)
+    whole = config_of(case, vocab_size=500, **WIDER)
+    assert declared < 0.9 * training_flops_per_token(whole, 2 * 16 - 1)
+
+
 MIXED = [(0, 500), (31, 500), (32, 500), (125, 2000), (126, 2000)]
 
 

@@ -458,6 +458,7 @@ def test_metrics_count_the_trips():
         ("ponder2", {"prefill": "soon"}, "prefill must be jacobi or exact, got 'soon'"),
         ("ponder2", {"jacobi_train": [2]}, "jacobi_train"),
         ("ponder2", {"jacobi_eval": -1}, "jacobi_eval must not be negative, got -1"),
+        ("ponder2", {"gradient_passes": -1}, "gradient_passes must not be negative, got -1"),
         ("ponder2", {"tau": 0.5}, "tau is not an option of ponder2"),
         ("ponder3", {"tau": 0.0}, "tau must lie between 0 and 1, got 0.0"),
         ("ponder3", {"router_damping": 0.0}, r"router_damping must lie in \(0, 1\], got 0.0"),

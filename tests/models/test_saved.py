@@ -10,6 +10,7 @@ from transformers import DynamicCache
 
 from fathom.models import FathomForCausalLM, attention_residuals, hyper_connections, modeling
 from fathom.models.attention_residuals import pool
+from fathom.models.cost import kept_visits, training_visits
 from fathom.models.hyper_connections import _Balance, sinkhorn
 from fathom.models.registry import MECHANISMS
 from fathom.models.several_trips import Interleaved
@@ -199,15 +200,66 @@ def test_recomputed_passes_write_no_cache(padded):
 def test_recomputed_passes_keep_their_inputs_and_all_gradients(arm):
     ids = torch.arange(3, 35).unsqueeze(0)
     losses, grads, kept = [], [], []
-    for recompute in (False, True):
+    for recompute, of_layers in ((False, False), (True, False), (True, True)):
         torch.manual_seed(0)
         model = FathomForCausalLM(config_of(arm, layers=2, width=128, recompute=recompute)).double().train()
+        if of_layers:
+            model.gradient_checkpointing_enable()
         model.set_step(5000, 5001)
         kept.append(saved_bytes(model, ids))
         losses.append(model(ids, labels=ids).loss)
         losses[-1].backward()
         grads.append({name: p.grad for name, p in model.named_parameters()})
-    assert torch.equal(*losses) and grads[0].keys() == grads[1].keys()
-    assert all(torch.allclose(grads[0][name], grads[1][name], rtol=0, atol=1e-12) for name in grads[0])
+    for loss, again in zip(losses, grads, strict=True):
+        assert torch.equal(loss, losses[0]) and again.keys() == grads[0].keys()
+        assert all(torch.allclose(again[name], grads[0][name], rtol=0, atol=1e-12) for name in again)
     assert any(grad.abs().max() > 1e-4 for grad in grads[0].values())
     assert kept[1] < 0.4 * kept[0]
+
+
+def solved(arm, cut=0, **options):
+    """Loss and gradients after one round of two trips, four passes in all; of the first `cut`, what is fed on and what
+    keys are biased with is cut off by hand."""
+    torch.manual_seed(0)
+    trips = {"trips": 3, "jacobi_train": [1, 1], **options}
+    model = FathomForCausalLM(config_of(arm, layers=2, width=128, **trips)).double().train()
+    recurrence, made = model.model.recurrence, []
+
+    def cutting(method):
+        def call(*arguments):
+            result = method(*arguments)
+            return result.detach() if result is not None and len(made) <= cut else result
+
+        return call
+
+    recurrence.feed, recurrence.key_bias = cutting(recurrence.feed), cutting(recurrence.key_bias)
+    one = Interleaved.__call__
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Interleaved, "__call__", lambda self, *arguments: (made.append(1), one(self, *arguments))[1])
+        ids = torch.arange(3, 35).unsqueeze(0)
+        loss = model(ids, labels=ids).loss
+    assert len(made) == 4
+    loss.backward()
+    return loss, {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("arm", ["ponder2", "ponder3"])
+def test_gradients_flow_through_the_last_passes_alone(arm):
+    loss, whole = solved(arm)
+    for kept in (1, 2, 4):
+        found, grads = solved(arm, gradient_passes=kept)
+        _, wanted = solved(arm, cut=4 - kept)
+        assert torch.equal(found, loss)
+        assert all(torch.allclose(grads[name], wanted[name], rtol=0, atol=1e-12) for name in wanted)
+        same = [torch.allclose(grads[name], whole[name], rtol=0, atol=1e-9) for name in whole]
+        assert all(same) == (kept == 4), "another gradient, unless it is all passes"
+
+
+def test_passes_without_gradients_keep_nothing():
+    ids, kept = torch.arange(3, 67).unsqueeze(0), []
+    for passes in (0, 1):
+        model = FathomForCausalLM(config_of("ponder3", layers=2, width=128, gradient_passes=passes)).train()
+        kept.append(saved_bytes(model, ids))
+        assert training_visits(model.config)[1] == 2 * 30
+        assert kept_visits(model.config) == 2 * (4 if passes else 30)
+    assert kept[1] / kept[0] == pytest.approx(4 / 30, rel=0.1)

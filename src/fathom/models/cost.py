@@ -81,6 +81,16 @@ def training_visits(config: FathomConfig) -> tuple[float, int]:
     return sum(found) / len(found), max(found)
 
 
+def kept_visits(config: FathomConfig) -> int:
+    """Those of them, at most, of which a training step keeps what backward needs."""
+    found = []
+    for drawn, rounds in _draws(config):
+        sizes = _stages(drawn, rounds)
+        kept = sum(sizes[len(sizes) - _kept(drawn, len(sizes)) :])
+        found.append(drawn.num_hidden_layers * kept if sizes else _visits(drawn, rounds))
+    return max(found)
+
+
 def _draws(config: FathomConfig) -> list[tuple[FathomConfig, int]]:
     """Every number of trips that training may draw, with the fewest and with the most rounds. The cost is linear in
     the rounds and draws are uniform, so the mean over this list is the mean over all draws."""
@@ -112,15 +122,24 @@ def _training_flops(config: FathomConfig, sequence_length: int, rounds: int) -> 
     beyond = mechanism_cost(config).training_flops
     if not sizes:
         return 3 * flops_per_token(config, sequence_length) + _scores_again(config, sequence_length) + beyond + penalty
-    trips = sizes[-1]
+    trips, kept = sizes[-1], _kept(config, len(sizes))
     trip = _linear_flops(_of_trips(config, 1))
-    fed = sum(min(size, trips - 1) for size in sizes[:-1]) / (trips - 1)  # the last pass makes no further input
     between = _linear_flops(config) - trips * trip  # of all trips: gates, mixtures
     # A bias on keys is one more channel of queries, keys and values.
     wider = 1 + (recurrence_class(config).key_bias is not Recurrence.key_bias) / config.head_dim
-    reads = sum(size * size * (wider if size > 1 else 1) for size in sizes)
-    attention = _attention(config, sequence_length, [reads] * config.num_hidden_layers)
-    return 3 * (head_flops(config) + sum(sizes) * trip + fed * between + attention) + fed * beyond + penalty
+    total = 3 * head_flops(config) + penalty
+    for number, size in enumerate(sizes, 1):
+        last, times = number == len(sizes), 3 if number > len(sizes) - kept else 1  # forward alone
+        fed = 0.0 if last else min(size, trips - 1) / (trips - 1)  # the last pass makes no further input
+        reads = size * size * (wider if size > 1 else 1)
+        attention = _attention(config, sequence_length, [reads] * config.num_hidden_layers)
+        total += times * (size * trip + fed * between + attention) + (fed * beyond if times > 1 else 0.0)
+    return total
+
+
+def _kept(config: FathomConfig, passes: int) -> int:
+    """How many of the Jacobi solver's passes gradients flow through."""
+    return min(recurrence_class(config).kept_passes(config) or passes, passes)
 
 
 def _scores_again(config: FathomConfig, sequence_length: int) -> float:

@@ -32,6 +32,10 @@ class SolverOptions(RecurrenceOptions):
     """Rounds of a forward pass without a cache."""
     jacobi_prefill: int = 10
     """Rounds when a prompt is read into a cache."""
+    gradient_passes: int = 0
+    """Passes of a training step, counted from its last, that gradients flow through; 0 for all of them, as in the
+    papers. The others cost a forward pass alone, and nothing of them is kept: another gradient, not a cheaper way to
+    the same one."""
     prefill: str = "jacobi"
     """`jacobi`, or `exact`: evaluation and prefill equal decoding token by token, and cost as much."""
     seed: int | None = None
@@ -42,7 +46,7 @@ class SolverOptions(RecurrenceOptions):
         if self.prefill not in ("jacobi", "exact"):
             raise ValueError(f"recurrence_options.prefill must be jacobi or exact, got {self.prefill!r}")
         check_range("jacobi_train", self.jacobi_train)
-        for name in ("jacobi_eval", "jacobi_prefill"):
+        for name in ("jacobi_eval", "jacobi_prefill", "gradient_passes"):
             if getattr(self, name) < 0:
                 raise ValueError(f"recurrence_options.{name} must not be negative, got {getattr(self, name)}")
 
@@ -95,6 +99,7 @@ class Pondering(Recurrence, Generic[Chosen]):
         super().__init__(config)
         self.options = self.options_class.of(config)
         self.recompute = self.options.recompute
+        self.gradient_passes = self.kept_passes(config)
         self.skip_dead_rows = isinstance(self.options, HaltingOptions) and self.options.skip_dead_rows
         Pondering.set_step(self, 0)
 
@@ -110,6 +115,12 @@ class Pondering(Recurrence, Generic[Chosen]):
             return 0, 0
         least, most = SolverOptions.of(config).jacobi_train
         return least, most
+
+    @classmethod
+    def kept_passes(cls, config: FathomConfig) -> int:
+        """As the option says."""
+        solves = issubclass(cls.options_class, SolverOptions)
+        return SolverOptions.of(config).gradient_passes if solves else 0
 
     def set_step(self, step: int, steps: int | None = None) -> None:
         """Draw this step's number of rounds, the same on every rank."""

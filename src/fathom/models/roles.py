@@ -245,6 +245,8 @@ class Recurrence(MechanismModule):
 
     recompute = False
     """Whether training computes every pass through the layers again in the backward pass."""
+    gradient_passes = 0
+    """Passes of the Jacobi solver, counted from the last, that gradients flow through in training; 0 for all."""
     skip_dead_rows = False
     """Whether training leaves halted tokens out of a trip instead of computing and discarding them."""
     entry_layer: int | None = None
@@ -274,6 +276,11 @@ class Recurrence(MechanismModule):
     def training_rounds(cls, config: FathomConfig) -> tuple[int, int]:
         """The fewest and the most Jacobi rounds of a training step; the number is drawn uniformly."""
         return 0, 0
+
+    @classmethod
+    def kept_passes(cls, config: FathomConfig) -> int:
+        """`gradient_passes` of a model of this configuration."""
+        return 0
 
     @classmethod
     def most_trips(cls, config: FathomConfig) -> int:

@@ -112,7 +112,8 @@ def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | No
         rounds = (x.shape[1] - 1) * (inputs.trips - 1)
     still = exact and not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not _among_ranks()
     through = Interleaved(model, inputs, skip=skip)
-    return jacobi(recurrence, x, through, inputs.trips, rounds, inputs.live, until_still=still)
+    kept = recurrence.gradient_passes if model.training else 0
+    return jacobi(recurrence, x, through, inputs.trips, rounds, inputs.live, until_still=still, kept=kept)
 
 
 def _among_ranks() -> bool:

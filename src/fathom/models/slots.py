@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -316,6 +317,7 @@ def jacobi(
     rounds: int,
     live: Tensor | None = None,
     until_still: bool = False,
+    kept: int = 0,
 ) -> TripState:
     """Solve for all tokens at once where a trip reads other tokens' later trips.
 
@@ -333,13 +335,18 @@ def jacobi(
         rounds: n. Exact from (T - 1) K on.
         live: As in `sweep`.
         until_still: Stop early once a round changes nothing at all.
+        kept: How many passes, counted from the final one, gradients flow through; 0 for all.
     """
+    left = trips + rounds - kept if kept else 0  # passes without gradients
 
     def again(
         turns: Sequence[Turn], stop: int, final: bool = False, state: TripState | None = None
     ) -> tuple[TripState, list[Turn]]:
-        outs = through(turns, final)
-        return sweep(recurrence, x, lambda turn: outs[turn.trip], trips, live=live, stop=stop, state=state)
+        nonlocal left
+        left -= 1
+        with nullcontext() if left < 0 else torch.no_grad():
+            outs = through(turns, final)
+            return sweep(recurrence, x, lambda turn: outs[turn.trip], trips, live=live, stop=stop, state=state)
 
     turns: list[Turn] = [Turn(0, x, TokenSubset())]
     state: TripState = {}

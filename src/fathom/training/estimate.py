@@ -17,9 +17,9 @@ from fathom.models.cost import (
     cache_bytes_per_token,
     count_parameters,
     flops_per_token,
+    kept_visits,
     mechanism_cost,
     training_flops_range,
-    training_visits,
     vanilla_flops_per_token,
 )
 from fathom.models.loss import chunk_rows
@@ -173,7 +173,7 @@ def _collections(recipe: Recipe) -> dict[str, float]:
 
 
 def _activation_bytes(recipe: Recipe, config: FathomConfig) -> int:
-    visits = training_visits(config)[1]
+    visits = kept_visits(config)
     layer = _layer_numbers(config)
     per_token = visits * config.hidden_size + layer if recipe.train.activation_checkpointing else visits * layer
     rows = min(recipe.train.micro_batch, recipe.rows_per_step)
