@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 import scipy.stats
 import torch
+from torch._dynamo.utils import counters
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from fathom.inference import batches, sampling
-from fathom.inference.batches import LoneBatch, SlabBatch, SlotBatch, batch_for
+from fathom.inference.batches import Compiled, LoneBatch, SlabBatch, SlotBatch, batch_for
 from fathom.inference.cache import Policy
 from fathom.inference.engine import Engine, EngineError, Job
 from fathom.inference.sampling import Choice
@@ -68,9 +69,9 @@ class Collected:
         return [event.token for event in self.events if hasattr(event, "token")]
 
 
-def run(model, cases, trips=None, policy=None, seed=0):
+def run(model, cases, trips=None, policy=None, seed=0, compiled=None):
     """The batch itself, rows joining, stepping and leaving at random."""
-    chance, batch = random.Random(seed), batch_for(model, trips, policy)
+    chance, batch = random.Random(seed), batch_for(model, trips, policy, compiled=compiled)
     waiting, rows, made = list(enumerate(cases)), [], {i: [] for i in range(len(cases))}
     batch.reserve(len(cases), 64)
     reading = None
@@ -105,6 +106,18 @@ def run(model, cases, trips=None, policy=None, seed=0):
     return [made[i][:new] for i, (_, new) in enumerate(cases)]
 
 
+def compiled_runs(case, backend, **shape):
+    """What batches of compiled steps make of random rows, what each row makes alone, and how many graphs were made."""
+    torch.compiler.reset()
+    counters.clear()
+    model, chance = build(config_of(case, **shape)), random.Random(case)
+    cases = [(prompt, chance.randint(1, 12)) for prompt in prompts_of(chance, 7)]
+    compiled = Compiled(model, 7, 48)
+    compiled.step = torch.compile(model.forward, fullgraph=True, backend=backend)
+    together = [run(model, cases, seed=seed, compiled=compiled) for seed in (1, 2)]
+    return together, [alone(model, *one) for one in cases], counters["stats"]["unique_graphs"]
+
+
 def compared(case, **shape):
     """What a batch makes of random rows, and what each row makes alone."""
     model, chance = build(config_of(case, **shape)), random.Random(case)
@@ -117,6 +130,49 @@ def test_rows_come_and_go_exactly(case):
     assert type(batch_for(build(config_of(case)))) is KINDS[case]
     together, one_by_one = compared(case)
     assert together == one_by_one
+
+
+FIXED = {
+    "loop+depth_attention-grid": "eager",
+    "ponder-hidden-duo": "eager",
+    "ponder3": "eager",
+    "vanilla": "inductor",
+    "adaponder": "inductor",
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "backend", "shape"),
+    [
+        ("latent_cot", "eager", {"recurrence_options": {"trips": 2, "tau": 0.2}, "num_hidden_layers": 1}),
+        *(
+            pytest.param(*one, {"num_hidden_layers": 1 + ("+" in one[0])}, marks=pytest.mark.slow)
+            for one in FIXED.items()
+        ),
+    ],
+)
+def test_steps_are_compiled_once_for_one_row_and_once_for_several(case, backend, shape):
+    together, one_by_one, graphs = compiled_runs(case, backend, **shape)
+    assert together == [one_by_one] * 2 and graphs == 2
+
+
+@pytest.mark.slow
+def test_an_engine_of_compiled_steps_makes_the_same_texts(engine):
+    """Two rows at a time, of requests that wait, in two batches one after the other; all is compiled before."""
+    torch.compiler.reset()
+    counters.clear()
+    running, model = engine("adaponder", num_hidden_layers=1)
+    running.compiled = Compiled(model, 2, 64)
+    running.compiled.step = torch.compile(model.forward, fullgraph=True, backend="eager")
+    running.call(lambda: running.compile(None)).result(500)
+    assert counters["stats"]["unique_graphs"] == 2
+    prompts = prompts_of(random.Random(6), 5)
+    for some in (prompts[:4], prompts[4:]):
+        jobs = [Collected(prompt, 9, Choice()) for prompt in some]
+        submitted_at_once(running, jobs)
+        assert [one.wait() for one in jobs] == ["length"] * len(jobs)
+        assert [one.tokens for one in jobs] == [alone(model, prompt, 9) for prompt in some]
+    assert counters["stats"]["unique_graphs"] == 2 and running.most_tokens(None) == 64
 
 
 def test_windows_slide_in_each_row():

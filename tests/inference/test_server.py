@@ -632,6 +632,11 @@ def test_asked_wrongly(directory, capsys, monkeypatch):
         assert "cannot listen on 127.0.0.1" in refused(str(directory), "--port", str(taken.getsockname()[1]))
     assert "this model makes one trip" in refused(str(directory), "--port", "0", "--speculate", "--device", "cpu")
     assert "leave out --kvcache" in refused("nowhere", "--speculate", "--kvcache", "sinks", "--kvcache-window", "9")
+    assert "leave out --speculate and --kvcache" in refused("nowhere", "--speculate", "--compile", "99")
+    no_room = refused(str(directory), "--port", "0", "--compile", "512", "--cache-memory", "9", "--device", "cpu")
+    assert "--cache-memory has no room for one text" in no_room
+    too_long = refused(str(directory), "--port", "0", "--compile", "99999", "--device", "cpu")
+    assert "--compile 99999: allowed: 2 to 8192, the model's context" in too_long
     assert "allowed: 0 to 65535" in refused(str(directory), "--port", "99999")
     assert "cannot listen on 192.0.2.1" in refused(str(directory), "--port", "0", "--host", "192.0.2.1")
     assert "warning" not in refused("nowhere", "--port", "0")
@@ -656,6 +661,20 @@ def test_drafts_are_counted(tmp_path):
     assert float(counts["fathom_drafted_tokens_total"]) > float(counts["fathom_accepted_tokens_total"]) > 0
     assert before["fathom_drafted_tokens_total"] == "0"
     assert float(counts["fathom_steps_total"]) < float(before["fathom_steps_total"])
+
+
+@pytest.mark.slow
+def test_compiled_decoding(tmp_path):
+    """The same texts; TOKENS are the context, and the trips are those that were compiled."""
+    shape = {"recurrence": "adaponder", "recurrence_options": {"trips": 2}, "num_hidden_layers": 1}
+    opened, texts = open_checkpoint(export_tiny(tmp_path / "tiny", **shape), "cpu", "auto"), []
+    for compiled in (None, 64):
+        with in_thread(server.build_app(server.Service(*opened, "tiny", 1 << 26, compiled=compiled))) as asked:
+            texts.append(asked.complete("The lead", max_tokens=20, temperature=0).choices[0].text)
+            if compiled is not None:
+                check_error(asked.post(prompt="x", max_tokens=80), 400, "context_length_exceeded")
+                check_error(asked.post(prompt="x", max_trips=1), 400)
+    assert texts[0] == texts[1]
 
 
 # The end.

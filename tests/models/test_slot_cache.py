@@ -1,15 +1,17 @@
 """The slot cache: a token takes a place for every trip it made, and none it did not make."""
 
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import DynamicCache, StaticCache, cache_utils
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, DynamicCache, StaticCache, cache_utils
 
 from fathom.models.cost import cache_bytes_per_token
-from fathom.models.slot_cache import SlotLayer, SlotTable, grown, with_slots
+from fathom.models.slot_cache import FixedTable, SlotLayer, SlotTable, grown, with_slots
 
 from .cases import build, config_of, tokens
 from .slot_oracle import METHODS, thinker
@@ -96,6 +98,49 @@ def test_generate_with_a_static_cache(method):
     how = dict(attention_mask=(ids != 0).long(), max_new_tokens=4, do_sample=False)
     plain, static = (model.generate(ids, cache_implementation=kind, **how) for kind in (None, "static"))
     assert torch.equal(plain, static)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["ponder-duo", "ponder3", "adaponder", "latent_cot"])
+def test_compiled_decoding_is_one_program(method):
+    """Padded rows that halt apart, ten tokens of each."""
+    torch.compiler.reset()
+    counters.clear()
+    model, ids = oracle(method)[0], torch.nn.functional.pad(tokens(2, 7), (1, 0))
+    ids[1, 1] = 0
+    how = dict(attention_mask=(ids != 0).long(), max_new_tokens=10, do_sample=False)
+    plain = model.generate(ids, **how)
+    compiling = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    compiling._compile_all_devices = True
+    compiled = model.generate(ids, cache_implementation="static", compile_config=compiling, **how)
+    assert torch.equal(plain, compiled) and counters["stats"]["unique_graphs"] == 1
+
+
+@pytest.mark.parametrize("method", ["adaponder", "latent_cot"])
+def test_a_trip_that_was_not_made_is_not_read(method, monkeypatch):
+    """With a fault planted in the masks of fixed places, its place is."""
+    model, ids = oracle(method)[0], tokens(2, 6)
+
+    def wrong():
+        return error(stepwise(model, ids, 1, StaticCache(config=model.config, max_cache_len=6)), logits(model, ids))
+
+    assert wrong() < EXACT
+    tags = FixedTable.tags
+    monkeypatch.setattr(FixedTable, "tags", lambda self, placement: replace(tags(self, placement), live=None))
+    assert wrong() > 1e-3
+
+
+@every_method
+def test_a_static_cache_has_an_end(method):
+    model, ids = oracle(method)[0], tokens(2, 5)
+    cache = StaticCache(config=model.config, max_cache_len=5)
+    stepwise(model, ids, 1, cache)
+    with pytest.raises(ValueError, match="a static cache has room for 5 tokens of this model, no more"):
+        goes_on(model, cache, tokens(2, 1))
+    cache.crop(-2)
+    assert error(goes_on(model, cache, ids[:, 3:]), logits(model, ids)[:, 3:]) < EXACT
+    cache.reset()
+    assert error(stepwise(model, ids, 2, cache), logits(model, ids)) < EXACT
 
 
 @every_method

@@ -27,6 +27,12 @@ def add(parser: Parser) -> None:
     parser.add_argument("--max-trips", type=int, metavar="N", help="trips per token at most, unless a request says so")
     add_speculate(parser)
     parser.add_argument(
+        "--compile",
+        type=int,
+        metavar="TOKENS",
+        help="compile decoding, for texts of TOKENS tokens at most, prompt included: slow to begin, then fast on a GPU",
+    )
+    parser.add_argument(
         "--cache-memory",
         type=size,
         metavar="SIZE",

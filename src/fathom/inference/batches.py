@@ -10,22 +10,27 @@ cache depends on the model:
                  early takes no part in later trips, so it costs nothing, whatever other rows do. Short prompts are read
                  several at a time here too
     LoneBatch    everything else, such as caches of constant size: a cache for each row, one after the other
+
+A step that is compiled (`Compiled`) needs shapes that never change but for the number of rows: FixedSlabBatch and
+FixedSlotBatch have room for a fixed number of rows and tokens, of which a step reads all, masked.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fathom.inference.cache import Policy
 from fathom.kvcache.prefill import chunks
 from fathom.models import FathomForCausalLM
-from fathom.models.slot_cache import SPARE, GrowingLayer, drop_row, merge_slots
+from fathom.models.slot_cache import SPARE, GrowingLayer, drop_row, fix_slots, fixed_slots, merge_slots, move_row
 from fathom.models.slots import joined
 from fathom.models.speculation import Speculation, Stages, check_speculation, side_by_side
 
@@ -44,11 +49,27 @@ Mask = Tensor | dict[str, Tensor | None] | None
 For slots, whose masks only the model knows: which tokens are no padding, `[n, T]`."""
 
 
+@dataclass
+class Compiled:
+    """A model whose decoding is compiled, and the room of the batches for which it is."""
+
+    model: PreTrainedModel
+    rows: int
+    tokens: int
+    """Most tokens of a row, prompt included."""
+    step: Callable[..., CausalLMOutputWithPast] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.step = torch.compile(self.model.forward, fullgraph=True)
+
+
 class LiveBatch(ABC):
     """Rows that generate together; where one leaves, the last one may move into the gap."""
 
     reads_several = False
     """Whether several whole prompts can be read in one call."""
+    compiled: Compiled | None = None
+    """What makes its steps, if they are compiled."""
 
     def __init__(self, model: PreTrainedModel, trips: int | None) -> None:
         self.model, self.trips = model, trips
@@ -95,15 +116,23 @@ class LiveBatch(ABC):
         keep: dict[str, object] = {} if every else {"logits_to_keep": 1}
         if positions is not None:
             keep["position_ids"] = positions.to(device)
-        out = self.model(
-            input_ids=ids.to(device),
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            **keep,
-            **self.arguments,
-        )
-        return out.logits.float()
+        given = {"input_ids": ids.to(device), "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        return self.model(**given, **keep, **self.arguments).logits.float()
+
+    def _compiled_step(
+        self, tokens: Sequence[int], positions: Tensor, cache: Cache, mask: Mask, counts: Tensor
+    ) -> Tensor:
+        """One more token for each row: logits `[n, V]`. `counts` is the tensor in which the cache has their lengths."""
+        assert self.compiled is not None
+        ids = torch.tensor(tokens, device=positions.device).unsqueeze(1)
+        masks = mask.values() if isinstance(mask, dict) else [mask]
+        if len(tokens) > 1 and self.compiled.rows > 2:  # of one row, and of two where there are no more, it is constant
+            for tensor in (ids, positions, *masks, counts):
+                if tensor is not None:
+                    torch._dynamo.mark_dynamic(tensor, 0)
+        given = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        out = self.compiled.step(**given, position_ids=positions, logits_to_keep=1, **self.arguments)
+        return out.logits[:, 0].float()
 
     def _chunk(self, chunk: Sequence[int]) -> tuple[Tensor, Tensor]:
         first = self.read_already
@@ -162,7 +191,7 @@ class SlabLayer(GrowingLayer):
             self.lazy_initialization(key_states, value_states)
         slab, (n, _, new, _) = self.slab, key_states.shape
         rows = slice(slab.first, slab.first + n)
-        if n == 1:
+        if n == 1 and new > 1:
             place = slice(slab.most, slab.most + new)
             self.keys[rows, :, place], self.values[rows, :, place] = key_states, value_states
         else:
@@ -283,11 +312,39 @@ class SlabBatch(LiveBatch):
     def _as_backend_takes(self, seen: Tensor) -> Tensor | None:
         if bool(seen.all()):
             return None if seen.shape[2] == 1 else seen.to(self.model.device)
+        return self._shown(seen)
+
+    def _shown(self, seen: Tensor) -> Tensor:
         seen = seen.to(self.model.device)
         if self.model.config._attn_implementation == "sdpa":
             return seen
         least = torch.finfo(self.model.dtype).min
         return torch.zeros(seen.shape, dtype=self.model.dtype, device=seen.device).masked_fill(~seen, least)
+
+
+class FixedSlabBatch(SlabBatch):
+    """A slab of a fixed size, for compiled steps."""
+
+    def __init__(self, compiled: Compiled, trips: int | None) -> None:
+        super().__init__(compiled.model, trips)
+        self.compiled = compiled
+        super().reserve(compiled.rows, compiled.tokens)
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        """There is room from the start."""
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """As `LiveBatch.step`."""
+        self._about(0, self.lengths)
+        self.slab.most = self.slab.tokens - 1  # so that all of the slab is read
+        positions = self.slab.filled.clone().unsqueeze(1)
+        masks = self._mask(positions.cpu())
+        logits = self._compiled_step(tokens, positions, self.cache, masks, self.slab.filled)
+        self.lengths = [length + 1 for length in self.lengths]
+        return logits
+
+    def _as_backend_takes(self, seen: Tensor) -> Tensor | None:
+        return self._shown(seen)
 
 
 class DraftBatch(SlabBatch):
@@ -407,6 +464,42 @@ class SlotBatch(LiveBatch):
         return last
 
 
+class FixedSlotBatch(SlotBatch):
+    """Slots at fixed places, for compiled steps: tokens that halted are computed and masked."""
+
+    def __init__(self, compiled: Compiled, trips: int | None) -> None:
+        super().__init__(compiled.model, trips)
+        self.compiled = compiled
+        model, most = compiled.model, trips_of(compiled.model, trips)
+        layers = int(model.config.num_hidden_layers)
+        self.cache = fixed_slots(layers, compiled.rows, compiled.tokens, most, model.device)
+
+    def _merge(self, lengths: Sequence[int]) -> None:
+        assert self.fresh is not None and self.cache is not None
+        fix_slots(self.cache, len(self), self.fresh)
+        self.lengths += lengths
+        self.forget()
+
+    def step(self, tokens: Sequence[int]) -> Tensor:
+        """As `LiveBatch.step`."""
+        assert self.cache is not None
+        positions = torch.tensor(self.lengths, device=self.model.device).unsqueeze(1)
+        self.cache.layers[0].table.columns = columns = positions.clone()
+        logits = self._compiled_step(tokens, positions, self.cache, None, columns)
+        self.lengths = [length + 1 for length in self.lengths]
+        return logits
+
+    def leave(self, row: int) -> int:
+        """The last row takes its place."""
+        assert self.cache is not None
+        last = len(self) - 1
+        if row != last:
+            move_row(self.cache, last, row)
+        self.lengths[row] = self.lengths[last]
+        self.lengths.pop()
+        return last
+
+
 class LoneBatch(LiveBatch):
     """A cache for each row, and a call for each row."""
 
@@ -451,7 +544,11 @@ class LoneBatch(LiveBatch):
 
 
 def batch_for(
-    model: PreTrainedModel, trips: int | None = None, policy: Policy | None = None, draft_trips: int | None = None
+    model: PreTrainedModel,
+    trips: int | None = None,
+    policy: Policy | None = None,
+    draft_trips: int | None = None,
+    compiled: Compiled | None = None,
 ) -> LiveBatch:
     """An empty batch of the kind that the model needs.
 
@@ -460,16 +557,28 @@ def batch_for(
         trips: Most trips per token; None for the model's own number.
         policy: A cache of constant size for each row.
         draft_trips: Draft with so many first trips, where there are more.
+        compiled: What makes its steps, if they are compiled.
     """
+    if compiled is not None:
+        return (FixedSlotBatch if _slotted(model) else FixedSlabBatch)(compiled, trips)
     if draft_trips is not None and draft_trips < trips_of(model, trips):
         if policy is not None:
             raise ValueError("drafts take back what they wrote, which a cache of constant size cannot: give one")
         return DraftBatch(model, trips_of(model, trips), draft_trips)
     if policy is not None:
         return LoneBatch(model, trips, policy)
-    if isinstance(model, FathomForCausalLM):
-        return SlotBatch(model, trips) if model.model.slotted else SlabBatch(model, trips)
-    return SlabBatch(model, trips) if model.config.model_type in PLAIN else LoneBatch(model, trips)
+    if _slotted(model):
+        return SlotBatch(model, trips)
+    return SlabBatch(model, trips) if compiles(model) else LoneBatch(model, trips)
+
+
+def compiles(model: PreTrainedModel) -> bool:
+    """Whether several rows of a model share a cache, and its steps can be compiled."""
+    return isinstance(model, FathomForCausalLM) or model.config.model_type in PLAIN
+
+
+def _slotted(model: PreTrainedModel) -> bool:
+    return isinstance(model, FathomForCausalLM) and model.model.slotted
 
 
 def banks(model: PreTrainedModel, trips: int | None) -> int:
@@ -492,8 +601,7 @@ def token_bytes(model: PreTrainedModel, trips: int | None) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     whole = 2 * heads * width * model.dtype.itemsize * banks(model, trips)
-    slotted = isinstance(model, FathomForCausalLM) and model.model.slotted
-    return whole + whole // SPARE if slotted else whole
+    return whole + whole // SPARE if _slotted(model) else whole
 
 
 def may_chunk(model: PreTrainedModel) -> bool:

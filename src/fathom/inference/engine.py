@@ -21,7 +21,7 @@ from torch import Tensor
 from transformers.utils import logging
 
 from fathom.errors import FathomError
-from fathom.inference.batches import DRAFTS, GRAIN, DraftBatch, LiveBatch, batch_for, may_chunk, token_bytes
+from fathom.inference.batches import DRAFTS, GRAIN, Compiled, DraftBatch, LiveBatch, batch_for, may_chunk, token_bytes
 from fathom.inference.cache import Policy
 from fathom.inference.sampling import Choice, Draft, likeliest
 
@@ -114,6 +114,7 @@ class Engine:
         hand_out: Receives the new events after each turn; by default they are delivered at once.
         waiting: Most jobs that may wait.
         draft_trips: Draft with so many first trips, for jobs whose tokens make more.
+        compiled: Makes the steps; its rows and tokens, which are always reserved, must fit into the budget.
     """
 
     def __init__(
@@ -124,10 +125,11 @@ class Engine:
         hand_out: Callable[[list[tuple[Job, Event]]], None] | None = None,
         waiting: int = 256,
         draft_trips: int | None = None,
+        compiled: Compiled | None = None,
     ) -> None:
         batch_for(model, None, policy, draft_trips)  # refuses, before a request does, what cannot be drafted
         self.model, self.budget, self.policy, self.most_waiting = model, budget, policy, waiting
-        self.hand_out, self.draft_trips = hand_out or deliver, draft_trips
+        self.hand_out, self.draft_trips, self.compiled = hand_out or deliver, draft_trips, compiled
         self.lanes: dict[int | None, Lane] = {}
         self.waiting: deque[Job] = deque()
         self.calls: deque[tuple[Callable[[], object], Future]] = deque()
@@ -209,9 +211,27 @@ class Engine:
         """Most tokens of one text, prompt included, in multiples of GRAIN, to which rows are rounded up."""
         if self.policy is not None:
             return sys.maxsize
+        if self.compiled is not None:
+            return self.compiled.tokens
         return self.budget // (self.token_bytes(trips) * GRAIN) * GRAIN - self._spare
 
+    def compile(self, trips: int | None) -> None:
+        """Compile the steps of one row and of several, before the first job needs them; on the engine's thread.
+
+        Args:
+            trips: Of the jobs to come.
+        """
+        assert self.compiled is not None
+        batch = self._empty(trips)
+        for rows in range(1, min(2, self.compiled.rows) + 1):
+            batch.read([0])
+            batch.join()
+            batch.step([0] * rows)
+
     # The thread.
+
+    def _empty(self, trips: int | None) -> LiveBatch:
+        return batch_for(self.model, trips, self.policy, self.draft_trips, self.compiled)
 
     def _run(self) -> None:
         try:
@@ -305,15 +325,17 @@ class Engine:
         """Make room for a job and the `beside` others that are admitted with it; False if the budget has none."""
         lane = self.lanes.get(job.trips)
         if lane is None or not (lane.jobs or beside):
-            batch = batch_for(self.model, job.trips, self.policy, self.draft_trips)
-            lane = Lane(batch, self.token_bytes(job.trips))
+            lane = Lane(self._empty(job.trips), self.token_bytes(job.trips))
         others = sum(one.bytes(one.rectangle) for trips, one in self.lanes.items() if trips != job.trips)
-        rows, tokens = lane.rectangle
-        wanted = max(rows, len(lane.jobs) + beside + 1), max(tokens, self._tokens(job))
-        if lane.bytes(wanted) + others > self.budget and (lane.jobs or beside or others):
+        (rows, tokens), needed = lane.rectangle, len(lane.jobs) + beside + 1
+        wanted = max(rows, needed), max(tokens, self._tokens(job))
+        if self.compiled is not None:
+            wanted = self.compiled.rows, self.compiled.tokens
+        fits = needed <= wanted[0] and lane.bytes(wanted) + others <= self.budget
+        if not fits and (lane.jobs or beside or others):
             return False
         generous = 1 << (wanted[0] - 1).bit_length(), wanted[1]  # so that a slab is not copied for every row
-        if lane.bytes(generous) + others <= self.budget:
+        if self.compiled is None and lane.bytes(generous) + others <= self.budget:
             wanted = generous
         self.lanes[job.trips] = lane
         lane.rectangle = wanted
@@ -452,6 +474,8 @@ class Engine:
 
     def _tokens(self, job: Job) -> int:
         """Most tokens of a job's row, rounded up as slabs are."""
+        if self.compiled is not None:
+            return self.compiled.tokens
         longest = job.longest if self.policy is None else min(job.longest, self.policy.window)
         return -(-(longest + self._spare) // GRAIN) * GRAIN
 

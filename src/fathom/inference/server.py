@@ -38,8 +38,9 @@ from fathom.errors import FathomError
 from fathom.evaluation.budgets import check_trips, most_trips
 from fathom.inference.answers import AnswerWords, Envelope, Text
 from fathom.inference.api import ApiError, Body, ChatBody, CompletionBody, TextBody, TokensBody, parsed, seed_of
+from fathom.inference.batches import Compiled, compiles, token_bytes
 from fathom.inference.cache import NO_WISHES, Policy, choose
-from fathom.inference.engine import Engine, EngineError, Event, Job, Scored, deliver
+from fathom.inference.engine import ROWS, Engine, EngineError, Event, Job, Scored, deliver
 from fathom.inference.gate import Gate, Timed
 from fathom.inference.generate import GenerateError, check_drafts, written
 from fathom.recipe import CacheWishes
@@ -77,6 +78,7 @@ class Service:
         policy: A cache of constant size for every text.
         max_trips: Trips per token at most, where a request does not say.
         speculate: Draft with so many first trips and check with the rest.
+        compiled: Compile decoding, of texts of so many tokens at most.
     """
 
     def __init__(
@@ -88,13 +90,19 @@ class Service:
         policy: Policy | None = None,
         max_trips: int | None = None,
         speculate: int | None = None,
+        compiled: int | None = None,
     ) -> None:
         settle_generation(model.generation_config, tokenizer)
         self.model, self.tokenizer, self.name, self.max_trips = model, tokenizer, name, max_trips
         self.context = model.config.max_position_embeddings if policy is None else ENDLESS
         self.stops = frozenset(as_list(model.generation_config.eos_token_id))
         self.loop: asyncio.AbstractEventLoop | None = None
-        self.engine = Engine(model, memory or default_memory(model), policy, self._hand_over, draft_trips=speculate)
+        memory, steps = memory or default_memory(model), None
+        if compiled is not None:
+            self.context, steps = compiled, compiled_steps(model, memory, compiled, max_trips)
+        self.engine = Engine(model, memory, policy, self._hand_over, draft_trips=speculate, compiled=steps)
+        if steps is not None:
+            self.engine.call(partial(self.engine.compile, max_trips)).result()
         self.first_tokens, self.first_seconds, self.refused = 0, 0.0, 0
         self.card = {
             "id": name,
@@ -167,6 +175,8 @@ class Service:
         if body.max_trips is not None and body.max_trips > most:
             message = f"max_trips: {body.max_trips}; a token of this model makes {most} at most"
             raise ApiError(400, message, param="max_trips")
+        if self.engine.compiled is not None and body.max_trips not in (None, self.max_trips):
+            raise ApiError(400, "max_trips: this server has compiled one number of trips", param="max_trips")
         made: list[Job] = []
         seed, trips = seed_of(body), body.max_trips or self.max_trips
         for _, ids in prompts:
@@ -310,6 +320,20 @@ def _told(error: Exception) -> ApiError:
 
 def _one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:300]
+
+
+def compiled_steps(model: PreTrainedModel, memory: int, tokens: int, trips: int | None) -> Compiled:
+    """What compiles a model's decoding, for as many rows of `tokens` tokens as `memory` holds; or a `ServeError`."""
+    if not compiles(model):
+        raise ServeError(f"--compile: texts of a {model.config.model_type} model have a cache each, which grows")
+    if not 1 < tokens <= model.config.max_position_embeddings:
+        raise ServeError(
+            f"--compile {tokens}: allowed: 2 to {model.config.max_position_embeddings}, the model's context"
+        )
+    rows = min(ROWS, memory // (token_bytes(model, trips) * tokens))
+    if not rows:
+        raise ServeError(f"--compile {tokens}: --cache-memory has no room for one text of so many tokens")
+    return Compiled(model, rows, tokens)
 
 
 def default_memory(model: PreTrainedModel) -> int:
@@ -485,6 +509,8 @@ class ServeOptions(Opening):
     """Trips per token at most, where a request does not say."""
     speculate: int | None = None
     """Draft with this many first trips and check with the rest: the same texts, faster if drafts are good."""
+    compile: int | None = None
+    """Compile decoding, of texts of so many tokens at most, prompt included."""
     api_key: str | None = None
     """What clients must send as `Authorization: Bearer KEY`."""
     allow_origin: Sequence[str] = ()
@@ -520,6 +546,8 @@ def serve(
             )
     if chosen.speculate is not None and chosen.kvcache not in (None, "full"):
         raise ServeError("--speculate takes back what it wrote: leave out --kvcache")
+    if chosen.compile is not None and (chosen.speculate is not None or chosen.kvcache not in (None, "full")):
+        raise ServeError("--compile needs a cache of a fixed shape: leave out --speculate and --kvcache")
     listener = _bind(host, port)
     # uvicorn puts this back and repeats the signal once it has stopped, so that it ends this process with 0.
     before = signal.signal(signal.SIGTERM, _stop)
@@ -554,7 +582,8 @@ def _run(
     check_trips(model, options.max_trips)
     check_drafts(model, options.speculate, options.max_trips)
     policy = choose(model, options.kvcache, options.wishes)
-    service = Service(model, tokenizer, name, options.cache_memory, policy, options.max_trips, options.speculate)
+    limits = options.cache_memory, policy, options.max_trips
+    service = Service(model, tokenizer, name, *limits, options.speculate, options.compile)
     app = build_app(service, options.api_key, lens, hosts, options.allow_origin)
     address, port = listener.getsockname()[:2]
     url = f"http://{f'[{address}]' if ':' in address else address}:{port}"

@@ -81,7 +81,7 @@ def _bare(rows: Tensor, weight: Tensor, table: Tensor, top_k: int, temperature: 
             with torch.no_grad():
                 size = chunk_rows(len(rows), len(table), rows.device.type)
                 found = [(x @ weight.T).topk(top_k) for x in rows.split(size)]
-                logits, words = map(torch.cat, zip(*found, strict=True))
+            logits, words = (torch.cat([one[i] for one in found]) for i in (0, 1))
             if torch.is_grad_enabled():
                 return _Words.apply(rows, weight, table, words, temperature)
             return _sum_of(words, (widen(logits) / temperature).softmax(-1), table)

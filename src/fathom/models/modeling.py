@@ -596,15 +596,11 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             GenerationMixin.destroy_cached_continuous_batching_manager(engine)
 
     def create_masks_for_generate(self, attention_mask: Tensor | None = None, **kwargs: object) -> object:
-        """The masks of a static cache. For slots the padding mask is returned: only the model's own passes know who
-        reads which slot."""
+        """The masks of a static cache. For slots the padding of the call's own tokens is returned: only the model's own
+        passes know who reads which slot."""
         if self.model.slotted:
-            return attention_mask
+            return None if attention_mask is None else attention_mask[:, -kwargs["inputs_embeds"].shape[1] :]  # type: ignore
         return create_masks_for_generate(attention_mask=attention_mask, **kwargs)
-
-    def _valid_auto_compile_criteria(self, *args: object, **kwargs: object) -> bool:
-        # The number of slots changes with every token, so decoding would recompile each time.
-        return not self.model.slotted and super()._valid_auto_compile_criteria(*args, **kwargs)
 
     @can_return_tuple
     def forward(

@@ -132,7 +132,9 @@ def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: 
         return joined([_stored(model, x[:, a:b], inputs.columns(a, b), store, solve) for a, b in pieces])
     table.columns += length
     if not solve or length == 1:
-        pick = TokenSubset.pick if recurrence.halts and inputs.hidden is None else None
+        # A compiled step asks the host nothing: halted tokens are computed and discarded.
+        picked = recurrence.halts and inputs.hidden is None and not torch.compiler.is_compiling()
+        pick = TokenSubset.pick if picked else None
         return sweep(recurrence, x, Stored(model, inputs, x, store), inputs.trips, live=inputs.live, pick=pick)[0]
     rounds = (length - 1) * (inputs.trips - 1) if exact else recurrence.rounds("prefill", length)
     return jacobi(recurrence, x, Interleaved(model, inputs, store), inputs.trips, rounds, inputs.live)
@@ -415,7 +417,7 @@ class Interleaved(TripMaker):
 class Picking(TripMaker):
     """Trips of the tokens that go on only: halted tokens are left out."""
 
-    def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, first: int = 0) -> None:
+    def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, first: int | Tensor = 0) -> None:
         super().__init__(model, inputs)
         shape = x.shape[:2]
         self.column = (torch.arange(shape[1], device=x.device) + first).expand(shape)
@@ -427,13 +429,14 @@ class Picking(TripMaker):
         """The tags of the slots that a trip makes."""
         tokens, living = turn.tokens, turn.tokens.living
         live = tokens.valid if tokens.valid is not None else _both(self.inputs.live, tokens.alive)
-        if live is not None and living is None:
+        if live is not None and living is None and not torch.compiler.is_compiling():
             living = to_host(live.sum(1))
         token = tokens.take(self.column)
+        whole = live is None or (living is not None and min(living) == token.shape[1])
         return Tags(
             token,
             torch.full_like(token, turn.trip),
-            None if living is None or min(living) == token.shape[1] else live,
+            None if whole else live,
             None if turn.bias is None else tokens.take(turn.bias),
             None if self.documents is None else tokens.take(self.documents),
             living=living,

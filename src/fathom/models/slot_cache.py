@@ -4,10 +4,14 @@ It serves recurrences whose trips read one another or whose tokens halt. Keys an
 made are stored one after another in each row of the batch, so a token that made three trips takes three places. A table
 that all layers share holds the token and trip of each place. `get_seq_length` counts tokens, since positions and masks
 of `generate` depend on it. Padding is never stored.
+
+A static cache has a fixed place for every trip of every token instead: places of trips that were not made are masked.
+Its shapes never change, so that decoding can be compiled.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -55,17 +59,24 @@ class Placement:
     counts: list[int] | None = None
     """Slots of each row once these are stored; None where the host does not know it."""
 
+    def shape(self, rows: int, query: Tags) -> tuple[int, int]:
+        """B' and M, of a table of `rows` rows."""
+        known = self.batch if self.batch is not None else self.slot
+        return rows if known is None else len(known), query.token.shape[1]
+
     def write(self, buffer: Tensor, new: Tensor) -> None:
         """Put `[B', M, ...]` into `[B, capacity, ...]`."""
         if self.slot is None:
             buffer[:, self.start : self.end] = new
         else:
-            rows = torch.arange(len(buffer), device=buffer.device) if self.batch is None else self.batch
+            rows = torch.arange(len(self.slot), device=buffer.device) if self.batch is None else self.batch
             buffer[rows.unsqueeze(1), self.slot] = new.to(buffer.dtype)
 
     def read(self, buffer: Tensor) -> Tensor:
         """The part of a buffer that the pass reads, `[B', end, ...]`."""
-        return buffer[:, : self.end] if self.batch is None else buffer[self.batch, : self.end]
+        if self.batch is not None:
+            return buffer[self.batch, : self.end]
+        return buffer[:, : self.end] if self.slot is None else buffer[: len(self.slot), : self.end]
 
 
 class SlotTable:
@@ -73,8 +84,8 @@ class SlotTable:
 
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
-        self.columns = 0
-        """Tokens seen, padding included."""
+        self.columns: int | Tensor = 0
+        """Tokens seen, padding included; a tensor where places are fixed."""
         self.deepest = 0
         """The latest trip that any token made."""
         self.even = True
@@ -99,8 +110,9 @@ class SlotTable:
         for name, tensor in self.tensors().items():
             setattr(self, name, tensor.index_select(0, rows.to(tensor.device)))
 
-    def open(self, batch: int, columns: int, device: torch.device) -> None:
+    def open(self, batch: int, columns: int | Tensor, device: torch.device) -> None:
         """Make room for tokens that are about to be seen."""
+        assert isinstance(columns, int)
         if self.count is None:
             self.count, self.counts = torch.zeros(batch, dtype=torch.long, device=device), [0] * batch
             self.halt = torch.full((batch, 0), EMPTY, dtype=torch.long, device=device)
@@ -129,8 +141,14 @@ class SlotTable:
             self._grow(end)
             slot = torch.where(live, count.unsqueeze(1) + live.cumsum(1) - 1, self.capacity)
             placement = Placement(batch, slot, 0, end, counts)
-        shape = (len(self.count) if batch is None else len(batch), new)
-        for name in ("token", "trip", "bias", "document"):
+        self._write(query, placement, ("token", "trip", "bias", "document"))
+        return placement
+
+    def _write(self, query: Tags, placement: Placement, names: Sequence[str]) -> None:
+        """Keep some of the tags of a pass' slots."""
+        assert self.count is not None
+        shape = placement.shape(len(self.count), query)
+        for name in names:
             value = getattr(query, name)
             if value is None and getattr(self, name) is None:
                 continue
@@ -140,7 +158,6 @@ class SlotTable:
             buffer = getattr(self, name)
             value = buffer.new_zeros(shape) if value is None else value.expand(shape)
             placement.write(buffer, value)
-        return placement
 
     def _counted(self, query: Tags, live: Tensor, rows: list[int] | None) -> tuple[list[int], int]:
         """Slots of each row once these are kept, and where reading ends; reads from the device what is not known."""
@@ -170,23 +187,23 @@ class SlotTable:
         rows, live = self._members(query, placement)
         place = (rows.unsqueeze(1) * self.halt.shape[1] + query.token).expand_as(live)
         trip = torch.where(live, query.trip, EMPTY)  # the maximum below ignores it
-        halt = self.halt.flatten().scatter_reduce(0, place.flatten(), trip.flatten(), "amax")
-        self.halt = halt.view_as(self.halt)
+        self.halt.view(-1).scatter_reduce_(0, place.flatten(), trip.flatten(), "amax")
         self.deepest = max(self.deepest, deepest)
 
     def commit(self, query: Tags, placement: Placement) -> None:
         """Count the slots that a pass has written."""
         assert self.count is not None
         rows, live = self._members(query, placement)
-        self.count, self.counts = self.count.index_add(0, rows, live.sum(1)), placement.counts
+        self.count.index_add_(0, rows, live.sum(1))
+        self.counts = placement.counts
         self.end = max(self.end, placement.end)
         self.even = self.even and placement.slot is None
 
     def _members(self, query: Tags, placement: Placement) -> tuple[Tensor, Tensor]:
         """Rows of the batch `[B']`, and which slots of theirs are kept `[B', M]`."""
         assert self.count is not None
-        rows = torch.arange(len(self.count), device=self.count.device) if placement.batch is None else placement.batch
-        shape = (len(rows), query.token.shape[1])
+        shape = placement.shape(len(self.count), query)
+        rows = torch.arange(shape[0], device=self.count.device) if placement.batch is None else placement.batch
         live = torch.ones((), dtype=torch.bool, device=rows.device) if query.live is None else query.live
         return rows, live.expand(shape)
 
@@ -207,8 +224,9 @@ class SlotTable:
             (self.halt if batch is None else self.halt[batch]).gather(1, token.clamp(min=0)),
         )
 
-    def crop(self, columns: int) -> None:
+    def crop(self, columns: int | Tensor) -> None:
         """Forget the tokens from a column on."""
+        assert isinstance(columns, int)
         assert self.count is not None and self.halt is not None and self.token is not None
         within = torch.arange(self.token.shape[1], device=self.token.device) < self.count.unsqueeze(1)
         keep = within & (self.token < columns)
@@ -249,6 +267,10 @@ class SlotTable:
         self.capacity, self.deepest = capacity, max(self.deepest, other.deepest)
         self.settle()
 
+    def clear(self) -> None:
+        """Forget everything."""
+        self.__init__()  # type: ignore[misc]
+
     def settle(self) -> None:
         """After rows came or went: drop columns that are padding in every row, and recount the slots of each."""
         assert self.count is not None and self.halt is not None and self.token is not None and self.trip is not None
@@ -266,6 +288,110 @@ class SlotTable:
         self.token = torch.where(self.token == EMPTY, EMPTY, self.token + by)
         self.halt = torch.nn.functional.pad(self.halt, (by, 0), value=EMPTY)  # a negative pad crops
         self.columns = columns
+
+
+class FixedTable(SlotTable):
+    """A table of fixed places: that of trip k of token t is t · trips + k, whether it was made or not.
+
+    A pass may be of the first rows alone, if `columns` says of each of them how many tokens it has, `[B', 1]`.
+    """
+
+    def __init__(self, tokens: int, trips: int) -> None:
+        super().__init__(tokens * trips)
+        self.tokens, self.trips, self.even, self.deepest = tokens, trips, False, trips - 1
+
+    def open(self, batch: int, columns: int | Tensor, device: torch.device) -> None:
+        """Make the table if there is none; refuse more tokens than it has room for."""
+        if self.count is None:
+            self.count = torch.zeros(batch, dtype=torch.long, device=device)
+            self.halt = torch.full((batch, self.tokens), EMPTY, dtype=torch.long, device=device)
+            self.columns = torch.zeros((), dtype=torch.long, device=device)
+        if not torch.compiler.is_compiling() and max(to_host(torch.as_tensor(columns).flatten())) > self.tokens:
+            raise ValueError(f"a static cache has room for {self.tokens} tokens of this model, no more")
+
+    def place(self, query: Tags, batch: Tensor | None, rows: list[int] | None = None) -> Placement:
+        """As `SlotTable.place`."""
+        assert self.count is not None and isinstance(self.columns, Tensor)
+        slot = query.token * self.trips + query.trip
+        if query.live is not None:
+            slot = torch.where(query.live, slot, self.capacity)
+        if self.columns.ndim == 0:  # all rows take part, and may agree
+            slot = slot.expand(len(self.count) if batch is None else len(batch), -1)
+        placement = Placement(batch, slot, 0, self.capacity)
+        self._write(query, placement, ("bias",))
+        return placement
+
+    def tags(self, placement: Placement) -> Tags:
+        """As `SlotTable.tags`; live are the trips up to each token's last."""
+        assert self.halt is not None and placement.slot is not None
+        place = torch.arange(self.capacity, device=self.halt.device).unsqueeze(0)
+        halt = self.halt[: len(placement.slot)] if placement.batch is None else self.halt[placement.batch]
+        halt = halt.unsqueeze(2).expand(-1, -1, self.trips).flatten(1)  # [B', capacity]
+        bias = None if self.bias is None else placement.read(self.bias)
+        trip = place % self.trips
+        return Tags(place // self.trips, trip, trip <= halt, bias, None, halt)
+
+    def crop(self, columns: int | Tensor) -> None:
+        """As `SlotTable.crop`; nothing moves."""
+        assert self.halt is not None
+        columns = torch.as_tensor(columns, device=self.halt.device)
+        later = torch.arange(self.tokens, device=self.halt.device) >= columns
+        self.halt = self.halt.masked_fill(later, EMPTY)
+        self.count, self.columns = (self.halt + 1).sum(1), columns.clone()
+
+    def clear(self) -> None:
+        """As `SlotTable.clear`."""
+        self.__init__(self.tokens, self.trips)  # type: ignore[misc]
+
+    def take(self, first: int, other: SlotTable) -> tuple[Tensor, Tensor]:
+        """Copy the rows of a growing table over those from `first` on, each moved to begin at column 0.
+
+        Returns where their slots go: rows `[n, 1]` and places `[n, end]`.
+        """
+        assert self.halt is not None and self.count is not None and other.halt is not None and other.count is not None
+        assert other.token is not None and other.trip is not None
+        device, made = self.halt.device, other.halt != EMPTY  # [n, columns]
+        rows = torch.arange(first, first + len(made), device=device).unsqueeze(1)
+        begins = made.to(torch.int8).argmax(1, keepdim=True)
+        column = torch.arange(made.shape[1], device=device) - begins
+        halt = torch.full((len(made), self.tokens + 1), EMPTY, dtype=torch.long, device=device)
+        halt.scatter_(1, torch.where(column < 0, self.tokens, column), other.halt)
+        self.halt[rows[:, 0]], self.count[rows[:, 0]] = halt[:, :-1], other.count
+        within = torch.arange(other.end, device=device) < other.count.unsqueeze(1)
+        place = (other.token[:, : other.end] - begins) * self.trips + other.trip[:, : other.end]
+        place = torch.where(within, place, self.capacity)
+        if other.bias is not None:
+            if self.bias is None:
+                self.bias = other.bias.new_zeros(len(self.count), self.capacity + 1)
+            self.bias[rows, place] = other.bias[:, : other.end]
+        return rows, place
+
+
+def fixed_slots(layers: int, rows: int, tokens: int, trips: int, device: torch.device) -> Cache:
+    """An empty slot cache of fixed places."""
+    table = FixedTable(tokens, trips)
+    table.open(rows, 0, device)
+    table.end = table.capacity
+    return Cache(layers=[SlotLayer(table, owner=i == 0) for i in range(layers)])
+
+
+def fix_slots(cache: Cache, first: int, other: Cache) -> None:
+    """Copy the rows of a growing slot cache over those of a fixed one, from row `first` on."""
+    given = other.layers[0].table
+    rows, place = cache.layers[0].table.take(first, given)
+    for layer, added in zip(cache.layers, other.layers, strict=True):
+        if layer.stored is None:
+            layer.lazy_initialization(*(x.transpose(1, 2) for x in added.stored))
+        for stored, new in zip(layer.stored, added.stored, strict=True):
+            stored[rows, place] = new[:, : given.end]
+
+
+def move_row(cache: Cache, source: int, target: int) -> None:
+    """Copy a row of a fixed slot cache over another."""
+    table = cache.layers[0].table
+    stored = [x for layer in cache.layers for x in layer.stored]
+    for x in (*stored, *table.tensors().values()):
+        x[target] = x[source]
 
 
 def merge_slots(cache: Cache, other: Cache) -> None:
@@ -339,6 +465,11 @@ class SlotLayer(GrowingLayer):
 
     is_croppable = True
 
+    @property
+    def is_compileable(self) -> bool:
+        """Whether shapes never change."""
+        return isinstance(self.table, FixedTable)
+
     def __init__(self, table: SlotTable, owner: bool) -> None:
         super().__init__()
         self.table, self.owner = table, owner
@@ -378,8 +509,8 @@ class SlotLayer(GrowingLayer):
     values = _stored(1, "As `keys`.")
 
     def get_seq_length(self) -> int:
-        """Tokens, not slots."""
-        return self.table.columns
+        """Tokens, not slots; a tensor where places are fixed, as transformers' static caches have it."""
+        return self.table.columns  # type: ignore[return-value]
 
     def _select(self, rows: Tensor) -> None:
         if self.owner:
@@ -417,14 +548,17 @@ class SlotLayer(GrowingLayer):
     def reset(self) -> None:
         """Forget all slots."""
         if self.owner:
-            self.table.__init__()  # type: ignore[misc]
+            self.table.clear()
         self.stored, self.is_initialized = None, False
 
 
 def with_slots(cache: Cache, layers: int, trips: int) -> SlotTable:
     """Make an empty cache a slot cache, in place, and return its table. Idempotent."""
     if cache.layers and isinstance(cache.layers[0], SlotLayer):
-        return cache.layers[0].table
+        table = cache.layers[0].table
+        if isinstance(table, FixedTable) and table.trips < trips:
+            raise ValueError(f"this static cache has room for {table.trips} trips of a token, not {trips}")
+        return table
     for layer in cache.layers:
         if not isinstance(layer, DynamicLayer | StaticLayer) or hasattr(layer, "_quantize"):
             raise ValueError(f"a model whose trips read one another cannot keep its slots in a {type(layer).__name__}")
@@ -433,7 +567,7 @@ def with_slots(cache: Cache, layers: int, trips: int) -> SlotTable:
     if getattr(cache, "offloading", False):
         raise ValueError("a slot cache cannot be offloaded")
     static = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
-    table = SlotTable(trips * max(static) if static else 0)
+    table = FixedTable(max(static), trips) if static else SlotTable()
     cache.layers[:] = [SlotLayer(table, owner=i == 0) for i in range(layers)]
     cache.layer_class_to_replicate = None
     return table
