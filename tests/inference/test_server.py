@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -675,6 +676,17 @@ def test_compiled_decoding(tmp_path):
                 check_error(asked.post(prompt="x", max_tokens=80), 400, "context_length_exceeded")
                 check_error(asked.post(prompt="x", max_trips=1), 400)
     assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_compiling_needs_a_compiler(tmp_path):
+    directory = export_tiny(tmp_path / "tiny", num_hidden_layers=1)
+    command = [sys.executable, "-m", "fathom", "serve", str(directory), "--port", "0", "--device", "cpu"]
+    nothing = {"CXX": "/no/such/compiler", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    done = subprocess.run(
+        [*command, "--compile", "64"], env={**os.environ, **nothing}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and "no C++ compiler is found" in done.stderr.splitlines()[-1]
 
 
 # The end.

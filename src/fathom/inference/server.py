@@ -102,7 +102,7 @@ class Service:
             self.context, steps = compiled, compiled_steps(model, memory, compiled, max_trips)
         self.engine = Engine(model, memory, policy, self._hand_over, draft_trips=speculate, compiled=steps)
         if steps is not None:
-            self.engine.call(partial(self.engine.compile, max_trips)).result()
+            self._compile()
         self.first_tokens, self.first_seconds, self.refused = 0, 0.0, 0
         self.card = {
             "id": name,
@@ -111,6 +111,18 @@ class Service:
             "owned_by": "fathom",
             "max_model_len": self.context,
         }
+
+    def _compile(self) -> None:
+        """Compile before the first request."""
+        from torch._dynamo.exc import BackendCompilerFailed  # slow to import
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            self.engine.call(partial(self.engine.compile, self.max_trips)).result()
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, InvalidCxxCompiler):
+                raise ServeError("--compile: no C++ compiler is found; install one, or let CXX name it") from error
+            raise
 
     def _hand_over(self, out: list[tuple[Job, Event]]) -> None:
         """From the engine's thread to this one."""
