@@ -256,6 +256,18 @@ def test_a_conversation_that_the_template_refuses(opened, monkeypatch, tmp_path:
         chat(*opened, Sampling(3), iter(["a\n"]), len, "be kind")
 
 
+def test_a_message_that_a_template_refuses_ends_no_conversation(opened) -> None:
+    model, tokenizer = opened[0], copy.deepcopy(opened[1])
+    refusal = "{% if messages[-1]['content'] == 'no' %}{{ raise_exception('no means no') }}{% endif %}"
+    tokenizer.chat_template = refusal + TEMPLATE
+    said: list[str] = []
+    chat(model, tokenizer, Sampling(3, temperature=0), iter(["a\n", "no\n", "b\n"]), said.append)
+    expected: list[str] = []
+    chat(model, tokenizer, Sampling(3, temperature=0), iter(["a\n", "b\n"]), expected.append)
+    refused = "[this conversation cannot be read: no means no; /new starts over]\n"
+    assert refused in said and [text for text in said if text != refused] == expected
+
+
 def test_beams_and_stop_strings_may_be_the_checkpoints_own(opened, monkeypatch) -> None:
     model, tokenizer = opened
     with pytest.raises(GenerateError, match="--set num_beams=None: allowed: a whole number, 1 or more"):

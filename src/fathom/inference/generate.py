@@ -293,8 +293,8 @@ def chat(
             messages = list(opening)
             continue
         messages.append({"role": "user", "content": line.rstrip("\n")})
-        ids = encode(tokenizer, messages)
         try:
+            ids = encode(tokenizer, messages)
             _room(model, ids, sampling)
         except GenerateError as error:
             messages.pop()
