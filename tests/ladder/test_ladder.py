@@ -16,7 +16,8 @@ from fathom.cli.main import main
 from fathom.ladder.budget import budget
 from fathom.ladder.findings import verdict
 from fathom.ladder.rungs import Ladder, load_ladder, sha256_of, without_embeddings
-from fathom.ladder.stages import STAGES, State
+from fathom.ladder.stages import STAGES, State, Tuned, without_losers
+from fathom.ladder.tuning import bowl
 from fathom.ladder.work import climb, rewrite
 from fathom.models.cost import count_parameters
 from fathom.recipe import RecipeError
@@ -394,12 +395,27 @@ def test_tuning_chooses_a_variant(tmp_path: Path, monkeypatch, best: str) -> Non
     assert sorted(report["tuning"][1]) == sorted(["vanilla", chosen])
     (choice,) = report["choices"]
     assert [row["arm"] for row in choice["variants"]] == [chosen, other]
-    assert choice["variants"][0]["least"] < choice["variants"][1]["least"]
+    assert choice["variants"][0]["loss"] < choice["variants"][1]["loss"]
     runs = {arm: sum(len(losses) for losses in row["losses"].values()) for arm, row in report["tuning"][0].items()}
     assert runs["vanilla"] == runs["deep.attending"] + runs["deep.averaging"]
     assert report["stage"] == "done" and not (tmp_path / "out/rungs/1/arms" / other).exists()
     page = (tmp_path / "out/report.html").read_text()
     assert other in page and "left out" in page
+
+
+def test_a_variant_is_judged_at_the_rate_that_it_would_take(tmp_path: Path) -> None:
+    """Without a bowl it runs at the control's rate, so a low loss at another rate is not its own."""
+    losses = {
+        "vanilla": [3.4, 3.3, 3.4],
+        "deep.attending": [3.0, 3.5, 3.0],  # no bowl
+        "deep.averaging": [3.3, 3.2, 3.3],
+    }
+    points = {
+        name: {place: [loss] for place, loss in zip((-1, 0, 1), row, strict=True)} for name, row in losses.items()
+    }
+    tuned = {name: Tuned(0.01, rows, bowl(rows, 3, 0.01)) for name, rows in points.items()}
+    left = without_losers(make(tmp_path, VARIANTS, choose=["deep"], **SMALL), tuned)
+    assert [arm.name for arm in left.arms] == ["vanilla", "deep.averaging"]
 
 
 def test_a_choice_counts_once_in_a_dry_run(tmp_path: Path) -> None:

@@ -378,14 +378,17 @@ def _tuning(state: State) -> list[dict[str, TunedRow]]:
 def _choices(state: State) -> list[Contest]:
     """Each choice between variants, the best first; empty while the first rung is being tuned."""
     found = state.tuning()[1]
-    choices: list[Contest] = []
-    for name, variants in state.ladder.variants.items() if found else ():
-        tuned = sorted(((found[0][arm.name], arm.name) for arm in variants), key=lambda row: row[0].least)
-        rows: list[VariantRow] = [
-            {"arm": arm, "least": one.least, "rate": one.rate, "flags": one.bowl.flags} for one, arm in tuned
-        ]
-        choices.append({"name": name, "variants": rows})
-    return choices
+    if not found:
+        return []
+    rows, control = found[0], found[0][state.ladder.control.name]
+
+    def row(arm: Arm) -> VariantRow:
+        tuned = rows[arm.name]
+        rate = tuned.rate if tuned.bowl.known else control.rate
+        return {"arm": arm.name, "loss": tuned.promised(control), "rate": rate, "flags": tuned.bowl.flags}
+
+    every = state.ladder.variants.items()
+    return [{"name": name, "variants": sorted(map(row, arms), key=lambda row: row["loss"])} for name, arms in every]
 
 
 def _check(state: State, arm: Arm) -> Check | None:

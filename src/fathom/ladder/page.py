@@ -109,13 +109,17 @@ def choice_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     """Caption, columns, rows: variants that were tuned, of which the best went on."""
     rows = []
     for choice in report["choices"]:
-        best = choice["variants"][0]["least"]
+        best = choice["variants"][0]["loss"]
         for row in choice["variants"]:
-            told = [f"{row['least']:.4f}", f"{row['least'] - best:+.4f}"] if math.isfinite(row["least"]) else [DASH] * 2
+            told = [f"{row['loss']:.4f}", f"{row['loss'] - best:+.4f}"] if math.isfinite(row["loss"]) else [DASH] * 2
             which = "chosen" if row is choice["variants"][0] else "left out"
             rows.append([row["arm"], *told, f"{row['rate']:.3g}", "; ".join(row["flags"]) or DASH, which])
-    columns = ["variant", "least loss", "above the best", "rate", "flags", ""]
-    return "Variants at the first rung, with tuning's seeds; the control had as many runs", columns, rows
+    columns = ["variant", "loss", "above the best", "rate", "flags", ""]
+    return (
+        "Variants at the first rung, with tuning's seeds; the control had as many runs as the most variants of an arm",
+        columns,
+        rows,
+    )
 
 
 def puzzle_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:

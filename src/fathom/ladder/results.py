@@ -178,10 +178,10 @@ class TunedRow(TypedDict):
 
 
 class VariantRow(TypedDict):
-    """A variant at the first rung: the least loss that its rates promise, and where."""
+    """A variant at the first rung: the rate that it would take, and the loss that tuning promises there."""
 
     arm: str
-    least: float
+    loss: float
     rate: float
     flags: Sequence[str]
 

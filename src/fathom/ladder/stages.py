@@ -105,11 +105,10 @@ class Tuned:
         """The learning rate at the optimum."""
         return self.centre * 2**self.bowl.place
 
-    @property
-    def least(self) -> float:
-        """The loss at the optimum: the parabola's, or without one the best rate's."""
-        means = (math.fsum(losses) / len(losses) for losses in self.points.values())
-        return min(means) if self.bowl.least is None else self.bowl.least
+    def promised(self, control: Tuned) -> float:
+        """The loss at the rate that the arm would take: its own optimum, or the control's where none is known."""
+        known = self.bowl.known and self.bowl.least is not None
+        return cast(float, self.bowl.least) if known else _loss_at(self, control.rate)
 
     def to_dict(self) -> TunedRow:
         """As plain values, for JSON."""
@@ -466,8 +465,13 @@ class State:
 
 
 def without_losers(ladder: Ladder, tuned: Mapping[str, Tuned]) -> Ladder:
-    """The ladder with one variant of each choice: the one of least loss at its best rate, the first of equals."""
-    best = {name: min(variants, key=lambda arm: tuned[arm.name].least) for name, variants in ladder.variants.items()}
+    """The ladder with one variant of each choice: the one that promises the least loss, the first of equals."""
+    control = tuned[ladder.control.name]
+
+    def promised(arm: Arm) -> float:
+        return tuned[arm.name].promised(control)
+
+    best = {name: min(variants, key=promised) for name, variants in ladder.variants.items()}
     return ladder.without({arm.name for name, arms in ladder.variants.items() for arm in arms if arm != best[name]})
 
 
