@@ -156,6 +156,14 @@ def test_steps_are_compiled_once_for_one_row_and_once_for_several(case, backend,
     assert together == [one_by_one] * 2 and graphs == 2
 
 
+def test_the_least_room_is_room_enough_to_compile_in(engine):
+    """Two tokens: one that was read, one that is made."""
+    running, model = engine("vanilla")
+    running.compiled = Compiled(model, 2, 2)
+    running.compiled.step = model.forward
+    running.call(lambda: running.compile(None)).result(60)
+
+
 @pytest.mark.slow
 def test_an_engine_of_compiled_steps_makes_the_same_texts(engine):
     """Two rows at a time, of requests that wait, in two batches one after the other; all is compiled before."""

@@ -222,10 +222,11 @@ class Engine:
             trips: Of the jobs to come.
         """
         assert self.compiled is not None
-        batch = self._empty(trips)
         for rows in range(1, min(2, self.compiled.rows) + 1):
-            batch.read([0])
-            batch.join()
+            batch = self._empty(trips)  # anew, since a row may have room for two tokens only
+            for _ in range(rows):
+                batch.read([0])
+                batch.join()
             batch.step([0] * rows)
 
     # The thread.
