@@ -647,6 +647,13 @@ def test_asked_wrongly(directory, capsys, monkeypatch):
     assert "warning" not in refused("nowhere", "--port", "0", "--host", "0.0.0.0")
 
 
+def test_angles_that_depend_on_company_are_refused(directory):
+    model, tokenizer = open_checkpoint(directory, "cpu")
+    model.config.rope_parameters["rope_type"] = "longrope"
+    with pytest.raises(server.ServeError, match="rope_type longrope"):
+        server.Service(model, tokenizer, "tiny")
+
+
 def test_drafts_are_counted(tmp_path):
     """Texts are those of a server that does not draft; /metrics says how many drafts were right."""
     shape = {"recurrence": "loop", "recurrence_options": {"trips": 3}}

@@ -67,6 +67,14 @@ class ServeError(FathomError, ValueError):
     """Something that cannot be served as asked; the message is one line."""
 
 
+def refuse_longrope(model: PreTrainedModel) -> None:
+    """Refuse angles that depend on the longest row of a call: a text would change with its company."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # a part for each kind of layer, or one
+    if any(part.get("rope_type") == "longrope" for part in parts):
+        raise ServeError("rope_type longrope: its angles depend on the longest text of a batch; serve this with vLLM")
+
+
 class Service:
     """One model with its engine, and what the routes do with them.
 
@@ -92,6 +100,7 @@ class Service:
         speculate: int | None = None,
         compiled: int | None = None,
     ) -> None:
+        refuse_longrope(model)
         settle_generation(model.generation_config, tokenizer)
         self.model, self.tokenizer, self.name, self.max_trips = model, tokenizer, name, max_trips
         self.context = model.config.max_position_embeddings if policy is None else ENDLESS
