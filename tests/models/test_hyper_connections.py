@@ -6,7 +6,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from fathom.models import FathomForCausalLM
 from fathom.models.cost import count_parameters
-from fathom.models.hyper_connections import FLOOR, HyperConnections, sinkhorn, sinkhorn_logs
+from fathom.models.hyper_connections import FLOOR, HyperConnections, sinkhorn, sinkhorn_logs, sinkhorn_numbers
 from fathom.models.registry import MECHANISMS
 
 from .cases import build, config_of, tokens
@@ -187,6 +187,43 @@ def test_a_sinkhorn_of_logarithms_is_the_same(n, iterations):
     expected = sinkhorn(logits, iterations)
     assert (sinkhorn_logs(logits, iterations) - expected).abs().max() < 1e-12
     assert n == 1 or (sinkhorn_logs(logits.mT, iterations).mT - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("iterations", [1, 3, 20])
+def test_a_sinkhorn_of_numbers_is_the_same(iterations):
+    torch.manual_seed(iterations)
+    logits = torch.cat([scale * torch.randn(8, 4, 4, dtype=torch.float64) for scale in (0.01, 1.0, 30.0, 300.0)])
+    expected = sinkhorn(logits, iterations).flatten(1)
+    kernels = (logits - logits.amax((1, 2), keepdim=True)).exp().clamp(min=FLOOR)
+    for found, other in ((kernels.flatten(1), False), (kernels.mT.flatten(1), True)):
+        found = torch.tensor([sinkhorn_numbers(row, iterations) for row in found.tolist()], dtype=torch.float64)
+        assert (found - expected).abs().max() > 1e-3 if other else (found - expected).abs().max() < 1e-12
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("scale", [1.0, 1e4])
+def test_one_token_in_numbers_is_as_in_tensors(scale, monkeypatch):
+    """And where numbers are not all there is, in tensors: under a hook, and in a trace, which would keep them."""
+    module = build(case(4, 3), dtype=torch.float64).model.layers[1].mlp_residual
+    module.requires_grad_(False).projection.weight.mul_(scale)
+    streams, other = torch.randn(2, 1, 1, 4, 32, dtype=torch.float64)
+    update, taken, read = torch.randn(1, 1, 32, dtype=torch.float64), [], module.read_token
+    monkeypatch.setattr(module, "read_token", lambda streams: taken.append(streams) or read(streams))
+
+    def step(streams):
+        x, context = module.read((streams,))
+        return x, module.write((streams,), update.expand(len(streams), -1, -1), context)[0]
+
+    found, expected = step(streams), step(streams.repeat(2, 1, 1, 1))  # two rows
+    assert len(taken) == 1
+    for a, b, c in zip(found, expected, step(other), strict=True):
+        assert (a - b).abs().max() < 1e-12 and (a - c).abs().max() > 1e-3
+    assert step(streams * torch.nan)[1].isnan().all() and len(taken) == 3
+    traced = torch.jit.trace(lambda streams: step(streams)[1], streams, check_trace=False)
+    assert (traced(other) - step(other)[1]).abs().max() < 1e-12 and len(taken) == 4
+    module.norm.register_forward_hook(lambda module, given, out: -out)
+    assert (step(streams)[1] - found[1]).abs().max() > 1e-6 and len(taken) == 4
 
 
 @pytest.mark.parametrize("n", [1, 2, 4, 7])

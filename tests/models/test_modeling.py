@@ -204,6 +204,15 @@ def test_a_decoded_token_makes_no_operation_that_qwen3s_does_not():
     assert set(ours["attention_residuals"]) - set(theirs), "a stack is seen"
 
 
+def test_a_decoded_token_of_hyper_connections_is_few_operations():
+    """Per sub-layer, beyond vanilla's: the maps of four streams are Python's numbers, those of three are tensors."""
+    vanilla, added = of_a_token(build(config_of("vanilla"))).total(), []
+    for streams in (4, 3):
+        model = build(config_of("hyper_connections", residual_options={"streams": streams}))
+        added.append((of_a_token(model).total() - vanilla) / (2 * model.config.num_hidden_layers))
+    assert added[0] < 30 and added[1] > 80
+
+
 def test_a_mixer_of_nothing_is_called_for_its_hooks_alone(monkeypatch):
     """It costs a decoded token a call per layer."""
     model, called, seen = build(config_of("vanilla")), [], []

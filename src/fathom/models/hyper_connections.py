@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
@@ -79,6 +80,24 @@ def sinkhorn_logs(logits: Tensor, iterations: int) -> Tensor:
     for _ in range(iterations - 1):
         logs = logs.log_softmax(-1).log_softmax(-2)
     return logs.log_softmax(-1).softmax(-2)
+
+
+def sinkhorn_numbers(matrix: Sequence[float], iterations: int) -> list[float]:
+    """`sinkhorn` of one 4 x 4 matrix, exponentiated and flat, in Python's numbers: what changes are the factors of its
+    rows (a to d) and of its columns (w to z)."""
+    a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3 = matrix
+    w = x = y = z = 1.0
+    for _ in range(iterations):
+        a = 1 / (a0 * w + a1 * x + a2 * y + a3 * z)
+        b = 1 / (b0 * w + b1 * x + b2 * y + b3 * z)
+        c = 1 / (c0 * w + c1 * x + c2 * y + c3 * z)
+        d = 1 / (d0 * w + d1 * x + d2 * y + d3 * z)
+        w = 1 / (a0 * a + b0 * b + c0 * c + d0 * d)
+        x = 1 / (a1 * a + b1 * b + c1 * c + d1 * d)
+        y = 1 / (a2 * a + b2 * b + c2 * c + d2 * d)
+        z = 1 / (a3 * a + b3 * b + c3 * c + d3 * d)
+    factors = (row * column for row in (a, b, c, d) for column in (w, x, y, z))
+    return [factor * entry for factor, entry in zip(factors, matrix, strict=True)]
 
 
 class _Balance(torch.autograd.Function):
@@ -183,6 +202,8 @@ class HyperConnections(Residual):
         if self.final:
             weights = widen(self.reduce_logits).softmax(-1).to(streams.dtype)
             return torch.einsum("n,btnd->btd", weights, streams), None
+        if self.iterations and streams.shape[:3] == (1, 1, 4) and readable(streams) and self.bare:
+            return self.read_token(streams)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.bare or autocast(streams):
             pre, post, res = (h.to(streams.dtype) for h in self.maps(streams))
             return torch.matmul(pre.unsqueeze(2), streams).squeeze(2), (post, res)
@@ -195,13 +216,44 @@ class HyperConnections(Residual):
         )
         return x, tuple(context)
 
+    def read_token(self, streams: Tensor) -> tuple[Tensor, WriteContext]:
+        """`read` of a single token with four streams, its 24 numbers Python's own: of so few, a call of torch takes
+        longer than the arithmetic. The product that reads the streams also mixes them."""
+        n, z = self.streams, streams.flatten(2)[0]  # [1, n · hidden_size]
+        inverse_rms = (F.linear(z, z).item() / z.shape[1] + self.norm.variance_epsilon) ** -0.5
+        made = F.linear(z * self.norm.weight, self.projection.weight).flatten().tolist()
+        dynamic = [inverse_rms * y for y in made]
+        pre = _logits(dynamic[:n], self.alpha_pre, self.pre_logits)
+        post = _logits(dynamic[n : 2 * n], self.alpha_post, self.post_logits)
+        res = _logits(dynamic[2 * n :], self.alpha_res, self.residual_logits.view(-1))
+        top = max(res)
+        balanced = sinkhorn_numbers([max(math.exp(x - top), FLOOR) for x in res], self.iterations)
+        halves = [math.tanh(x / 2) for x in (*pre, *post)]  # σ(x) = (1 + tanh(x/2)) / 2, which overflows nowhere
+        numbers = [*(0.5 + 0.5 * h for h in halves[:n]), *balanced, *(1 + h for h in halves[n:])]
+        maps = torch.tensor(numbers, dtype=z.dtype).view(-1, n)  # H_pre, H_res and, in the last row, H_post
+        mixed = maps[:-1] @ z.view(n, -1)  # [1 + n, hidden_size]
+        return mixed[:1].unsqueeze(0), (maps[-1:], mixed[1:])
+
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Mix the streams and give each its share of the update."""
         assert context is not None
         post, res, streams = (*context, *state)[:3]  # the streams that went through `read`, if they did
+        if post.ndim == 2:  # `read_token` has mixed them: res is what H_res makes of them
+            return ((res + post.T * update[0]).view(streams.shape),)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or autocast(update):
             return (torch.matmul(res, streams) + post.unsqueeze(-1) * update.unsqueeze(2),)
         return (_Write.apply(streams, post, res, update),)
+
+
+def readable(x: Tensor) -> bool:
+    """Whether Python should compute with the numbers of `x`: they are few, real and no example for a trace."""
+    return few(x) and type(x) is Tensor and not torch.jit.is_tracing()
+
+
+def _logits(dynamic: Sequence[float], alpha: Tensor, base: Tensor) -> list[float]:
+    """α y + b, number by number."""
+    scale = alpha.item()
+    return [scale * y + b for y, b in zip(dynamic, base.tolist(), strict=True)]
 
 
 def autocast(x: Tensor) -> bool:
