@@ -159,7 +159,7 @@ def main() -> None:
         (kernel, number) for kernel in (*mixes(), *rotated_mixes(), *pools()) for number in CAPABILITIES
     ):
         found.append(used := use_of(kernel, capability))
-        name = f"{used.kernel:<21}{used.shape:<28}sm_{used.capability}"
+        name = f"{used.kernel:<26}{used.shape:<28}sm_{used.capability}"
         size = f"{used.registers:>3} registers  {used.spilled} spilled  {used.shared:>5} bytes shared"
         print(f"{name}  {size}", flush=True)
     if out is not None:
