@@ -115,7 +115,7 @@ class Chunks:
 
     def __call__(self, text: str, **_: object) -> dict[str, list[int]]:
         data = text.encode()
-        return {"input_ids": [int.from_bytes(data[i : i + self.size]) for i in range(0, len(data), self.size)]}
+        return {"input_ids": [int.from_bytes(data[i : i + self.size], "big") for i in range(0, len(data), self.size)]}
 
 
 def test_bits_per_byte_do_not_depend_on_the_tokenizer() -> None:

@@ -45,7 +45,7 @@ def test_a_method_of_ones_own():
     [
         (dict(method="dct", window=32), ValueError, "method must be one of full, .*, freqkv, .*, got 'dct'"),
         (dict(), ValueError, "window must be given"),
-        (dict(window=32, sinks=20), ValueError, "choose another ratio, or fewer sinks"),
+        (dict(window=32, sinks=20), ValueError, "choose another ratio or number kept, or fewer sinks"),
         (dict(method="sinks", window=32, ratio=0.25), ValueError, "ratio=0.25: sinks lets one token go at a time"),
         (dict(method="sinks", window="32"), ValueError, "window must be a whole number, got '32'"),
         (dict(window=32, transfrom="fft"), TypeError, "transfrom"),

@@ -26,7 +26,7 @@ from fathom.models import FathomConfig, FathomForCausalLM, reading, several_trip
 from fathom.models.depth_attention import DepthAttention
 from fathom.models.pondering import Pondering
 from fathom.models.registry import ALL as MECHANISMS
-from fathom.models.slot_cache import SlotTable
+from fathom.models.slot_cache import FixedTable, SlotTable
 
 from .oracle_numpy import Oracle, Row, Token, rotations
 
@@ -531,15 +531,21 @@ def trips_take_positions(patch: pytest.MonkeyPatch) -> None:
 
 def halts_of_the_next_column(patch: pytest.MonkeyPatch) -> None:
     """The last trip of a token is looked up one column too far."""
-    tags = SlotTable.tags
 
-    def faulty(self: SlotTable, placement: Any) -> Any:
-        found = tags(self, placement)
-        halt = self.halt if placement.batch is None else self.halt[placement.batch]
-        found.halt = halt.gather(1, (found.token + 1).clamp(0, halt.shape[1] - 1))
-        return found
+    def planted(table: type[SlotTable]) -> None:
+        tags = table.tags
 
-    patch.setattr(SlotTable, "tags", faulty)
+        def faulty(self: SlotTable, placement: Any) -> Any:
+            found = tags(self, placement)
+            halt = self.halt if placement.batch is None else self.halt[placement.batch]
+            token = (found.token + 1).clamp(0, halt.shape[1] - 1).expand(len(halt), -1)
+            found.halt = halt.gather(1, token)
+            return found
+
+        patch.setattr(table, "tags", faulty)
+
+    planted(SlotTable)
+    planted(FixedTable)
 
 
 def one_round_more(patch: pytest.MonkeyPatch) -> None:

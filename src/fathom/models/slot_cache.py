@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 
 from .host import to_host
 
@@ -566,7 +566,9 @@ def with_slots(cache: Cache, layers: int, trips: int) -> SlotTable:
             raise ValueError("this cache was filled by another model; start from an empty cache")
     if getattr(cache, "offloading", False):
         raise ValueError("a slot cache cannot be offloaded")
-    static = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer)]
+    # A layer of a window says how wide that is, not how many tokens the cache is for: with no other kind, slots grow.
+    whole = [layer for layer in cache.layers if not isinstance(layer, StaticSlidingWindowLayer)]
+    static = [layer.max_cache_len for layer in whole if isinstance(layer, StaticLayer)]
     table = FixedTable(max(static), trips) if static else SlotTable()
     cache.layers[:] = [SlotLayer(table, owner=i == 0) for i in range(layers)]
     cache.layer_class_to_replicate = None
