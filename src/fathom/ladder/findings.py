@@ -694,7 +694,7 @@ def _finding(report: LadderResults, arm: ArmRow) -> str:
         times = f"{top['median']:.2f} times the compute (95 % interval {span})"
         said = f"{report['control']} needs {times} to match {arm['name']} {at}"
     else:
-        said = f"{arm['name']} and {report['control']} cannot be told apart {at}: the multiplier is between {span}"
+        said = f"{arm['name']} and {report['control']} cannot be told apart {at}: the multiplier lies in {span}"
     if DISAGREE in arm["flags"]:
         said += f" by the grid, between {top['t_low']:.2f} and {top['t_high']:.2f} by the line"
     return f"{said}{_at_the_shared_rate(report, arm, top)}; {_trend(trend, count)}{_extrapolation(report, arm)}"
