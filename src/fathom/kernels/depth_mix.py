@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fathom.kernels.online import Context, absorb, nothing, read, tile
+from fathom.kernels.online import Context, absorb, nothing, read, through_values, tile
 
 TILE = 2048
 """Numbers of one tensor that a program holds at a time."""
@@ -76,14 +76,7 @@ def depth_mix_backward(
     """All gradients of a tile of rows: first of the weights, from the values, then of the keys and the query."""
     row, column, live, inside, at = tile(tl.program_id(0).to(tl.int64), rows, TALL, WIDTH)
     d = read(grad + at, inside)
-    mean = tl.zeros(live.shape, d.dtype)
-    gains = ()
-    for j in tl.static_range(len(keys)):
-        weight = read(weights + j * rows + row, live)
-        gain = tl.sum(d * read(values[j] + at, inside), 1)
-        mean += weight * gain
-        gains = gains + (gain,)  # noqa: RUF005
-        tl.store(grad_values[j] + at, (weight[:, None] * d).to(grad_values[j].dtype.element_ty), mask=inside)
+    mean, gains = through_values(values, weights, grad_values, d, row, live, inside, at, rows)
     q = pooled(query, row, column, inside, GROUP, WIDTH)
     along = tl.zeros(inside.shape, q.dtype)
     for j in tl.static_range(len(keys)):

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor, nn
 
 from fathom.kernels.depth_mix import by_token, empty_by_token
-from fathom.kernels.online import Context, absorb, nothing, read, tile
+from fathom.kernels.online import Context, absorb, nothing, read, through_values, tile
 
 TILE = 1024
 """Numbers of one tensor that a program holds at a time: half of what `depth_mix` takes, as it holds more of them."""
@@ -212,14 +212,7 @@ def norm_rotate_mix_backward(
     number = tl.program_id(0).to(tl.int64)
     row, _, live, inside, at = tile(number, rows, TALL, WIDTH)
     d = read(grads[2] + at, inside)
-    mean = tl.zeros(live.shape, d.dtype)
-    gains = ()
-    for j in tl.static_range(len(values)):
-        weight = read(weights + j * rows + row, live)
-        gain = tl.sum(d * read(values[j] + at, inside), 1)
-        mean += weight * gain
-        gains = gains + (gain,)  # noqa: RUF005
-        tl.store(of_values[j] + at, (weight[:, None] * d).to(of_values[j].dtype.element_ty), mask=inside)
+    mean, gains = through_values(values, weights, of_values, d, row, live, inside, at, rows)
 
     half = tl.arange(0, triton.next_power_of_2(HALF))
     within, place = live[:, None] & (half < HALF)[None, :], row[:, None] * WIDTH + half[None, :]
@@ -275,6 +268,15 @@ def norm_rotate_mix(
     return query.transpose(1, 2), key.transpose(1, 2), mixed.transpose(1, 2)
 
 
+def _laid_out(
+    own: Sequence[Tensor], sources: Sequence[Tensor], norms: Sequence[Tensor], rotation: Sequence[Tensor]
+) -> tuple[tuple[Tensor, ...], ...]:
+    """What both kernels read, token by token: query and key, keys of sources, all values, norms' weights, rotation."""
+    query, key, value = (x.contiguous() for x in own)
+    values = (*map(by_token, sources[1::2]), value)
+    return (query, key), tuple(map(by_token, sources[::2])), values, (*norms,), tuple(x.contiguous() for x in rotation)
+
+
 @torch.library.custom_op("fathom::norm_rotate_mix", mutates_args=())
 def mix(
     own: Sequence[Tensor],
@@ -297,17 +299,13 @@ def mix(
         last: Whether keys are normed after they are rotated.
     """
     made = _outputs(own, sources, norms, rotation)
-    query, key, value = own
+    query, key, _ = own
     batch, length, heads, width = key.shape
     rows, fixed = batch * length * heads, constants(heads, query.shape[2] // heads, width, eps, last)
     if rows:
         with torch.cuda.device_of(query):
             norm_rotate_mix_forward[(triton.cdiv(rows, fixed["TALL"]),)](
-                (query.contiguous(), key.contiguous()),
-                tuple(map(by_token, sources[::2])),
-                (*map(by_token, sources[1::2]), value.contiguous()),
-                tuple(norms),
-                tuple(x.contiguous() for x in rotation),
+                *_laid_out(own, sources, norms, rotation),
                 self_bias,
                 made,
                 rows,
@@ -338,7 +336,7 @@ def mix_backward(
         weights: α.
         grads: Of q̂, k̂ and ṽ.
     """
-    query, key, value = own
+    query, key, _ = own
     batch, length, heads, width = key.shape
     rows, fixed = batch * length * heads, constants(heads, query.shape[2] // heads, width, eps, last)
     tiles = triton.cdiv(rows, fixed["TALL"])
@@ -348,11 +346,7 @@ def mix_backward(
     if rows:
         with torch.cuda.device_of(query):
             norm_rotate_mix_backward[(tiles,)](
-                (query.contiguous(), key.contiguous()),
-                tuple(map(by_token, sources[::2])),
-                (*map(by_token, sources[1::2]), value.contiguous()),
-                tuple(norms),
-                tuple(x.contiguous() for x in rotation),
+                *_laid_out(own, sources, norms, rotation),
                 weights,
                 tuple(x.contiguous() for x in grads),
                 (of_query, of_key, of_norms),

@@ -40,3 +40,18 @@ def absorb(top, total, sum_, score, term):
     higher = tl.maximum(top, score)
     old, new = tl.exp(top - higher), tl.exp(score - higher)
     return higher, total * old + new, sum_ * old[:, None] + new[:, None] * term
+
+
+@triton.jit
+def through_values(values, weights, of_values, d, row, live, inside, at, rows):
+    """Back from a mix, whose gradient is `d`, to its weights: Σ α_j g_j and the tuple of all g_j = d · v_j. The
+    gradients of the values are stored on the way."""
+    mean = tl.zeros(live.shape, d.dtype)
+    gains = ()
+    for j in tl.static_range(len(values)):
+        weight = read(weights + j * rows + row, live)
+        gain = tl.sum(d * read(values[j] + at, inside), 1)
+        mean += weight * gain
+        gains = gains + (gain,)  # noqa: RUF005
+        tl.store(of_values[j] + at, (weight[:, None] * d).to(of_values[j].dtype.element_ty), mask=inside)
+    return mean, gains
