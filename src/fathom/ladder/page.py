@@ -47,8 +47,10 @@ def write_report(report: LadderReport, out: Path) -> tuple[Path, Path]:
 
 
 def tables(report: LadderReport) -> list[Table]:
-    """Tables for a terminal."""
-    found = [choice_rows(report), multiplier_rows(report), puzzle_rows(report), loss_rows(report)]
+    """Tables for a terminal; the multipliers' flags are in the verdict, and would be folded to nothing beside them."""
+    caption, columns, rows = multiplier_rows(report)
+    multipliers = caption, columns[:-1], [row[:-1] for row in rows]
+    found = [choice_rows(report), multipliers, puzzle_rows(report), loss_rows(report)]
     return [terminal_table(*rows) for rows in found if rows[2]]
 
 
