@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean
 from types import SimpleNamespace
@@ -81,30 +82,43 @@ def test_rounds_resume(options, capsys):
     assert capsys.readouterr().out == ""
 
 
+TASKS = {
+    "four in the first window": "4 needles",
+    "four anywhere": "4 needles, anywhere",
+    "one of 16 keys": "1 needle",
+}
+"""What the page calls the tasks of the logs."""
+
+
+def rows_under(heading: str) -> list[list[str]]:
+    """The cells of the page's table below a heading."""
+    text = (PLACE.parent / "docs" / "kvcache.md").read_text().partition(f"### {heading}")[2].partition("### ")[0]
+    return [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")][2:]
+
+
+def mean_of(seeds: Sequence[float]) -> str:
+    """A cell: the mean, and each seed's where they differ by 0.1 or more."""
+    apart = f" ({', '.join(f'{value:.2f}' for value in seeds)})" if max(seeds) - min(seeds) >= 0.1 else ""
+    return f"{fmean(seeds):.2f}{apart}"
+
+
 def test_needles_without_tuning_are_those_of_the_log():
-    """The page's table: means over three seeds, and each of them where they differ by 0.1 or more."""
-    text = (PLACE.parent / "docs" / "kvcache.md").read_text().partition("### Needles, without tuning")[2]
-    rows = [line.strip("| ").split(" | ") for line in text.partition("### ")[0].splitlines() if line.startswith("| ")]
-    tasks = {
-        "four in the first window": "4 needles",
-        "four anywhere": "4 needles, anywhere",
-        "one of 16 keys": "1 needle",
-    }
+    """The page's table says what the logs hold."""
+    rows = rows_under("Needles, without tuning")
     logs = [
         json.loads((PLACE / "results" / f"kvcache-needles-{name}.json").read_text()) for name in ("untuned", "tuned")
     ]
     runs = [run for log in logs for run in log["runs"]]
-    assert {task for task, *_ in rows[2:]} == {*tasks} and len(rows[2:]) == 15
-    for task, cache, *cells in rows[2:]:
+    assert {task for task, *_ in rows} == {*TASKS} and len(rows) == 15
+    for task, cache, *cells in rows:
         arm, tuned = cache.split(",")[0], "4" if "tuned" in cache else None
         found = {
-            r["seed"]: r["recall"][tasks[task]]["accuracy"] for r in runs if (r["arm"], r["tuned"]) == (arm, tuned)
+            r["seed"]: r["recall"][TASKS[task]]["accuracy"] for r in runs if (r["arm"], r["tuned"]) == (arm, tuned)
         }
         assert set(found) == {0, 1, 2}, (task, cache)
         for cell, of_seeds in zip(cells, zip(*(found[seed] for seed in range(3)), strict=True), strict=False):
-            each = f" ({', '.join(f'{value:.2f}' for value in of_seeds)})"
-            assert cell == f"{fmean(of_seeds):.2f}" + each * (max(of_seeds) - min(of_seeds) >= 0.1), (task, cache)
-    for task in tasks.values():  # what the page says of them
+            assert cell == mean_of(of_seeds), (task, cache)
+    for task in TASKS.values():  # what the page says of them
         chosen, resampled = (
             {r["seed"]: r["recall"][task]["accuracy"] for r in runs if (r["arm"], r["tuned"]) == key}
             for key in (("snapkv", None), ("freqkv", "4"))
@@ -117,21 +131,14 @@ def test_needles_without_tuning_are_those_of_the_log():
 
 def test_tuned_needles_are_those_of_the_log():
     """As above; and tuning leaves `snapkv` worse with every seed, from the third compression on."""
-    text = (PLACE.parent / "docs" / "kvcache.md").read_text().partition("### Needles, all tuned")[2]
-    rows = [line.strip("| ").split(" | ") for line in text.partition("### ")[0].splitlines() if line.startswith("| ")]
-    tasks = {
-        "four in the first window": "4 needles",
-        "four anywhere": "4 needles, anywhere",
-        "one of 16 keys": "1 needle",
-    }
+    rows = rows_under("Needles, all tuned")
     runs = json.loads((PLACE / "results" / "kvcache-needles-tuned.json").read_text())["runs"]
     found = {(r["arm"], r["tuned"], r["seed"]): r["recall"] for r in runs}
-    assert len(rows[2:]) == 12
-    for task, arm, *cells in rows[2:]:
-        seeds = zip(*(found[arm, "4", seed][tasks[task]]["accuracy"] for seed in range(3)), strict=True)
+    assert len(rows) == 12
+    for task, arm, *cells in rows:
+        seeds = zip(*(found[arm, "4", seed][TASKS[task]]["accuracy"] for seed in range(3)), strict=True)
         for cell, each in zip(cells, seeds, strict=False):
-            apart = f" ({', '.join(f'{value:.2f}' for value in each)})" if max(each) - min(each) >= 0.1 else ""
-            assert cell == f"{fmean(each):.2f}{apart}", (task, arm)
+            assert cell == mean_of(each), (task, arm)
     for seed in range(3):
         tuned, untuned = (found["snapkv", key, seed]["4 needles"]["accuracy"] for key in ("4", None))
         assert all(a < b for a, b in zip(tuned[3:9], untuned[3:9], strict=True))
