@@ -55,15 +55,13 @@ class Gate:
             self.held -= sum(map(len, chunks))
 
     async def _answer(self, body: bytes, scope: AsgiMessage, receive: Receive, send: Send) -> None:
+        """The application's answer, until the client hangs up."""
         unread = [{"type": "http.request", "body": body, "more_body": False}]
-        gone = asyncio.create_task(_hang_up(receive))
 
         async def again() -> AsgiMessage:
-            if unread:
-                return unread.pop()
-            await asyncio.wait({gone})
-            return {"type": "http.disconnect"}
+            return unread.pop() if unread else await asyncio.shield(gone)
 
+        gone = asyncio.create_task(_hang_up(receive))
         answer = asyncio.ensure_future(self.app(scope, again, send))
         try:
             await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -110,16 +108,14 @@ class Gate:
             if message["type"] == "http.disconnect":
                 return False
             body, more = message.get("body", b""), message.get("more_body", False)
+            chunks.append(body)
             size += len(body)
-            if error is None:
-                chunks.append(body)
-                self.held += len(body)
+            self.held += len(body)
             if size > self.body_limit:
                 error = ApiError(413, f"the body has more than {self.body_limit:,} bytes", "body_too_large")
             elif self.held > max(BODIES, self.body_limit):
                 error = ApiError(429, "the requests under way fill the memory; try again later", "rate_limit_exceeded")
-            # The rest is read and dropped, since a client that still sends does not read the answer.
-            if error is not None and chunks:
+            if error is not None:  # the rest is read and dropped: a client that still sends does not read the answer
                 self.held -= sum(map(len, chunks))
                 chunks.clear()
         if error is not None:
@@ -128,9 +124,10 @@ class Gate:
         return True
 
 
-async def _hang_up(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
+async def _hang_up(receive: Receive) -> AsgiMessage:
+    while (message := await receive())["type"] != "http.disconnect":
         pass
+    return message
 
 
 class Timed(H11Protocol):
@@ -144,25 +141,19 @@ class Timed(H11Protocol):
         self._expect()
 
     def data_received(self, data: bytes) -> None:
-        """Data have come; once a head is complete, stop the clock."""
+        """Data have come: stop the clock once a head is complete, start it where another begins."""
         super().data_received(data)
         self._expect()
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is gone: stop the clock."""
         super().connection_lost(exc)
-        if self.late is not None:
+        self._expect(over=True)
+
+    def _expect(self, over: bool = False) -> None:
+        idle = self.conn.their_state is h11.IDLE and not over
+        if idle and self.late is None:
+            self.late = self.loop.call_later(PATIENCE, self.transport.close)
+        elif not idle and self.late is not None:
             self.late.cancel()
-
-    def _expect(self) -> None:
-        if self.conn.their_state is not h11.IDLE:
-            if self.late is not None:
-                self.late.cancel()
-                self.late = None
-        elif self.late is None:
-            self.late = self.loop.call_later(PATIENCE, self._give_up)
-
-    def _give_up(self) -> None:
-        self.late = None
-        if self.conn.their_state is h11.IDLE and self.conn.our_state is h11.IDLE:
-            self.transport.close()
+            self.late = None
