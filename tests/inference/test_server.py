@@ -25,7 +25,7 @@ import uvicorn
 
 from fathom.checkpoints.open import open_checkpoint
 from fathom.cli.main import main
-from fathom.inference import answers, gate, server
+from fathom.inference import gate, server, texts
 from fathom.inference.batches import token_bytes
 from fathom.inference.generate import Sampling, encode, generate_batch
 from fathom.lens.live import add_lens
@@ -199,7 +199,7 @@ def test_stop_strings_end_and_are_left_out(served):
     ],
 )
 def test_before_stop(text, stops, before, held):
-    assert answers.before_stop(text, stops) == (before, held)
+    assert texts.before_stop(text, stops) == (before, held)
 
 
 def test_a_stop_on_the_last_token_is_a_stop(served):

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 import secrets
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from functools import partial
+from typing import Annotated, ClassVar, Literal
 
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
-from fathom.inference.sampling import Choice
-
-if TYPE_CHECKING:
-    from transformers import GenerationConfig
+from fathom.inference.engine import EngineError
 
 KINDS = {429: "rate_limit_error", 408: "timeout_error", 503: "server_error", 500: "server_error"}
+STATUS = {"rate_limit_exceeded": 429, "shutting_down": 503, "cache_memory_exceeded": 400, "failed": 500}
+"""By the code of an engine's error."""
 ELSEWHERE = {
-    "tools": "tool calls are not made here; vLLM serves them",
-    "tool_choice": "tool calls are not made here; vLLM serves them",
-    "functions": "tool calls are not made here; vLLM serves them",
+    **dict.fromkeys(("tools", "tool_choice", "functions"), "tool calls are not made here; vLLM serves them"),
     "response_format": "only text; vLLM serves JSON schemas",
 }
 """Error messages for fields that other servers have."""
-Bias = Annotated[float, Field(ge=-100, le=100)]
+Rules = dict[str, tuple[bool, str]]
+"""By field: whether what it says is allowed, and what is."""
 
 
 class ApiError(HTTPException):
@@ -43,8 +43,42 @@ class ApiError(HTTPException):
         return JSONResponse(self.body(), self.status_code, headers=self.headers)
 
 
+class FieldError(ApiError):
+    """A field of a request that says what cannot be done."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(400, f"{field}: {message}", param=field)
+
+
+def told(error: Exception) -> ApiError:
+    """Any error as the client is told of it."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, EngineError):
+        return ApiError(STATUS[error.code], str(error), None if error.code == "failed" else error.code)
+    if isinstance(error, RequestValidationError):
+        return _invalid(error.errors()[0])
+    if isinstance(error, HTTPException):
+        return ApiError(error.status_code, str(error.detail), "malformed_body" if error.status_code == 400 else None)
+    return ApiError(500, f"the server failed: {type(error).__name__}")
+
+
+def _invalid(first: dict) -> ApiError:
+    """The first fault that pydantic found, by the name of its field; `body` comes before that."""
+    place = [str(part) for part in first["loc"][1:]]
+    if not place or first["type"] == "json_invalid":
+        return ApiError(400, "the body must be a JSON object, sent as application/json", "malformed_body")
+    what = "not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
+    return ApiError(400, f"{'.'.join(place)}: {ELSEWHERE.get(place[0], what)}", param=place[0])
+
+
 class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: object) -> object:
+        return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
 
 
 class _Part(_Strict):
@@ -60,16 +94,21 @@ class Message(BaseModel):
     content: str | list[_Part] | None = None
     tool_calls: list[dict[str, object]] | None = Field(None, max_length=0)
 
+    def turn(self) -> dict[str, object]:
+        """As chat templates take it: a content of several parts is one text."""
+        whole = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
+        return self.model_copy(update={"content": whole}).model_dump(exclude_none=True)
+
 
 class _StreamOptions(_Strict):
-    include_usage: bool | None = None
+    include_usage: bool = False
 
 
 class Body(_Strict):
     """The fields that both routes take."""
 
     model: str | None = None
-    stream: bool | None = None
+    stream: bool = False
     stream_options: _StreamOptions | None = None
     max_tokens: int | None = Field(None, ge=0)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
@@ -77,66 +116,37 @@ class Body(_Strict):
     top_k: int | None = Field(None, ge=0)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10, allow_inf_nan=False)
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: dict[str, Bias] | None = Field(None, max_length=1024)
-    seed: int | None = Field(None, ge=0, lt=1 << 63)
-    stop: str | list[str] | None = Field(None, max_length=1024)
-    n: int | None = Field(None, ge=1, le=64)
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    logit_bias: dict[Annotated[int, Field(strict=False, ge=0)], Annotated[float, Field(ge=-100, le=100)]] = Field(
+        {}, max_length=1024
+    )
+    seed: int = Field(default_factory=partial(secrets.randbits, 63), ge=0, lt=1 << 63)
+    stop: str | list[str] = Field([], max_length=1024)
+    n: int = Field(1, ge=1, le=64)
     user: str | None = None
     max_trips: int | None = Field(None, ge=1)
 
     @property
     def stops(self) -> list[str]:
         """Strings that end an answer."""
-        given = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return [stop for stop in given if stop]
+        return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop) if stop]
 
     @property
     def usage(self) -> bool:
         """Whether a stream ends with a chunk of token counts."""
-        return bool(self.stream_options and self.stream_options.include_usage)
+        return self.stream_options is not None and self.stream_options.include_usage
 
-    def most_tokens(self) -> int | None:
-        """Most new tokens; None if the request does not say."""
-        return self.max_tokens
-
-    def scored(self) -> int | None:
-        """Number of likeliest tokens to send with the log-probabilities; None for no log-probabilities."""
-        return None
-
-    def check(self, vocabulary: int) -> None:
-        """Checks beyond types and ranges.
+    def rules(self, vocabulary: int) -> Rules:
+        """What is more than types and ranges.
 
         Args:
             vocabulary: The model's number of token ids.
         """
-        for token in self.logit_bias or ():
-            if not (token.isascii() and token.isdigit() and int(token) < vocabulary):
-                raise ApiError(400, f"logit_bias: {token!r:.40} is not a token id of this model", param="logit_bias")
-        if self.stream_options is not None and not self.stream:
-            raise ApiError(400, "stream_options: only with stream=true", param="stream_options")
-
-    def choice(self, own: GenerationConfig, index: int, seed: int) -> Choice:
-        """The sampling settings of one text; those not given come from the model's generation configuration `own`."""
-        asked = (self.temperature, self.top_p, self.top_k, self.min_p)
-        sampled = own.do_sample if all(value is None for value in asked) else self.temperature != 0
-        temperature = 0.0
-        if sampled:
-            temperature = own.temperature or 1.0 if self.temperature is None else self.temperature
-        repetition = self.repetition_penalty
-        return Choice(
-            temperature=temperature,
-            top_k=(own.top_k or 0) if self.top_k is None else self.top_k,
-            top_p=(own.top_p or 1.0) if self.top_p is None else self.top_p,
-            min_p=(own.min_p or 0.0) if self.min_p is None else self.min_p,
-            logit_bias={int(token): bias for token, bias in (self.logit_bias or {}).items()},
-            repetition_penalty=(own.repetition_penalty or 1.0) if repetition is None else repetition,
-            presence_penalty=self.presence_penalty or 0.0,
-            frequency_penalty=self.frequency_penalty or 0.0,
-            seed=seed,
-            index=index,
-        )
+        return {
+            "logit_bias": (all(token < vocabulary for token in self.logit_bias), f"token ids up to {vocabulary - 1}"),
+            "stream_options": (self.stream_options is None or self.stream, "only with stream=true"),
+        }
 
 
 class CompletionBody(Body):
@@ -144,31 +154,29 @@ class CompletionBody(Body):
 
     prompt: str | list[str] | list[int] | list[list[int]]
     best_of: int | None = None
-    echo: bool | None = None
+    echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
 
-    def prompts(self) -> list[str | list[int]]:
-        """The prompts, one or several, as text or token ids."""
-        given: Any = self.prompt
-        one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
-        return [given] if one else list(given)
+    @property
+    def prompts(self) -> list:
+        """One or several, each a text or token ids."""
+        one = isinstance(self.prompt, str) or isinstance(next(iter(self.prompt), None), int)
+        return [self.prompt] if one else list(self.prompt)
 
-    def scored(self) -> int | None:
-        """As `Body.scored`."""
+    @property
+    def likeliest(self) -> int | None:
+        """Number of likeliest tokens to send with the log-probabilities; None for no log-probabilities."""
         return self.logprobs
 
-    def check(self, vocabulary: int) -> None:
-        """As `Body.check`."""
-        super().check(vocabulary)
-        if not self.prompts():
-            raise ApiError(400, "prompt: an empty list; an empty text starts a document", param="prompt")
-        if self.best_of not in (None, self.n or 1):
-            raise ApiError(400, "best_of: must be n; texts are not ranked here", param="best_of")
-        if self.max_tokens == 0 and not self.echo:
-            raise ApiError(400, "max_tokens: 0 makes nothing, unless echo=true", param="max_tokens")
-        for ids in self.prompts():
-            if not isinstance(ids, str) and not (ids and all(0 <= token < vocabulary for token in ids)):
-                raise ApiError(400, f"prompt: token ids must be 0 to {vocabulary - 1}, one or more", param="prompt")
+    def rules(self, vocabulary: int) -> Rules:
+        """As `Body.rules`."""
+        ids = [prompt for prompt in self.prompts if not isinstance(prompt, str)]
+        known = bool(self.prompts) and all(one and 0 <= min(one) <= max(one) < vocabulary for one in ids)
+        return super().rules(vocabulary) | {
+            "prompt": (known, f"a text, or one or more token ids of 0 to {vocabulary - 1}; or a list of these"),
+            "best_of": (self.best_of in (None, self.n), "must be n; texts are not ranked here"),
+            "max_tokens": (self.max_tokens != 0 or self.echo, "0 makes nothing, unless echo=true"),
+        }
 
 
 class _Text(BaseModel):
@@ -181,24 +189,26 @@ class ChatBody(Body):
     messages: list[Message] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
-    logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, ge=0, le=20)
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=20)
     response_format: _Text | None = None
-    chat_template_kwargs: dict[str, bool | int | str] | None = None
+    chat_template_kwargs: dict[str, bool | int | str] = {}
+    echo: ClassVar[bool] = False
 
-    def most_tokens(self) -> int | None:
-        """As `Body.most_tokens`."""
-        return self.max_completion_tokens or self.max_tokens
+    @model_validator(mode="after")
+    def _one_limit(self) -> ChatBody:
+        self.max_tokens = self.max_completion_tokens or self.max_tokens
+        return self
 
-    def scored(self) -> int | None:
-        """As `Body.scored`."""
-        return (self.top_logprobs or 0) if self.logprobs else None
+    @property
+    def likeliest(self) -> int | None:
+        """As `CompletionBody.likeliest`."""
+        return self.top_logprobs if self.logprobs else None
 
-    def check(self, vocabulary: int) -> None:
-        """As `Body.check`."""
-        super().check(vocabulary)
-        if self.top_logprobs and not self.logprobs:
-            raise ApiError(400, "top_logprobs: only with logprobs=true", param="top_logprobs")
+    def rules(self, vocabulary: int) -> Rules:
+        """As `Body.rules`."""
+        alone = not self.top_logprobs or self.logprobs
+        return super().rules(vocabulary) | {"top_logprobs": (alone, "only with logprobs=true")}
 
 
 class TextBody(_Strict):
@@ -215,22 +225,3 @@ class TokensBody(_Strict):
 
     model: str | None = None
     tokens: list[int]
-
-
-B = TypeVar("B", bound=BaseModel)
-
-
-def parsed(kind: type[B], given: dict[str, object]) -> B:
-    """A body, or an error that names the field."""
-    try:
-        return kind.model_validate({key: value for key, value in given.items() if value is not None})
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where, field = ".".join(str(part) for part in first["loc"]), str(first["loc"][0])
-        what = "not supported by this server" if first["type"] == "extra_forbidden" else first["msg"]
-        raise ApiError(400, f"{where}: {ELSEWHERE.get(field, what)}", param=field) from None
-
-
-def seed_of(body: Body) -> int:
-    """The request's seed, or a random one."""
-    return secrets.randbits(63) if body.seed is None else body.seed

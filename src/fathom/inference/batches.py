@@ -27,6 +27,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from fathom.errors import FathomError
 from fathom.inference.cache import Policy
 from fathom.kvcache.prefill import chunks
 from fathom.models import FathomForCausalLM
@@ -47,6 +48,10 @@ DRAFTS = 16
 Mask = Tensor | dict[str, Tensor | None] | None
 """Which keys each new token sees, `[n, 1, T, N]`; by kind of attention for a model of several kinds; None for all.
 For slots, whose masks only the model knows: which tokens are no padding, `[n, T]`."""
+
+
+class ServeError(FathomError, ValueError):
+    """Something that cannot be served as asked; the message is one line."""
 
 
 @dataclass
@@ -570,6 +575,14 @@ def batch_for(
     if _slotted(model):
         return SlotBatch(model, trips)
     return SlabBatch(model, trips) if compiles(model) else LoneBatch(model, trips)
+
+
+def refuse_longrope(model: PreTrainedModel) -> None:
+    """Refuse angles that depend on the longest row of a call: a text would change with its company."""
+    rope = getattr(model.config, "rope_parameters", None) or {}
+    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # a part for each kind of layer, or one
+    if any(part.get("rope_type") == "longrope" for part in parts):
+        raise ServeError("rope_type longrope: its angles depend on the longest text of a batch; serve this with vLLM")
 
 
 def compiles(model: PreTrainedModel) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -21,7 +22,19 @@ from torch import Tensor
 from transformers.utils import logging
 
 from fathom.errors import FathomError
-from fathom.inference.batches import DRAFTS, GRAIN, Compiled, DraftBatch, LiveBatch, batch_for, may_chunk, token_bytes
+from fathom.inference.batches import (
+    DRAFTS,
+    GRAIN,
+    Compiled,
+    DraftBatch,
+    LiveBatch,
+    ServeError,
+    batch_for,
+    compiles,
+    may_chunk,
+    refuse_longrope,
+    token_bytes,
+)
 from fathom.inference.cache import Policy
 from fathom.inference.sampling import Choice, Draft, likeliest
 
@@ -82,6 +95,8 @@ class Job:
     made: list[int] = field(default_factory=list)
     read: int = 0
     prompt_scores: list[Scored] = field(default_factory=list)
+    began: float = 0.0
+    """When it was submitted, on the clock of `time.perf_counter`."""
 
     @property
     def longest(self) -> int:
@@ -127,6 +142,7 @@ class Engine:
         draft_trips: int | None = None,
         compiled: Compiled | None = None,
     ) -> None:
+        refuse_longrope(model)
         batch_for(model, None, policy, draft_trips)  # refuses, before a request does, what cannot be drafted
         self.model, self.budget, self.policy, self.most_waiting = model, budget, policy, waiting
         self.hand_out, self.draft_trips, self.compiled = hand_out or deliver, draft_trips, compiled
@@ -136,8 +152,10 @@ class Engine:
         self.joining: tuple[Lane, list[Job]] | None = None
         """Jobs whose prompts are being read: one, or several whose whole prompts are read at once."""
         self.counts = {"prompt_tokens": 0, "tokens": 0, "steps": 0, "finished": 0, "cancelled": 0, "failed": 0}
-        self.counts |= {"drafted": 0, "accepted": 0}
+        self.counts |= {"drafted": 0, "accepted": 0, "refused": 0, "first_tokens": 0}
         """Counts since the start, for /metrics."""
+        self.first_seconds = 0.0
+        """Of all texts together: from `submit` to the first token."""
         self._out: list[tuple[Job, Event]] = []
         self._wake, self._closing, self._reason = threading.Condition(), False, "the server is shutting down"
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -147,7 +165,15 @@ class Engine:
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue jobs, all or none of them."""
+        try:
+            self._queue(jobs)
+        except EngineError:
+            self.counts["refused"] += 1
+            raise
+
+    def _queue(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
+            job.began = time.perf_counter()
             needed = self.token_bytes(job.trips) * self._tokens(job)
             if needed > self.budget:
                 raise EngineError(
@@ -221,13 +247,21 @@ class Engine:
         Args:
             trips: Of the jobs to come.
         """
+        from torch._dynamo.exc import BackendCompilerFailed  # slow to import
+        from torch._inductor.exc import InvalidCxxCompiler
+
         assert self.compiled is not None
-        for rows in range(1, min(2, self.compiled.rows) + 1):
-            batch = self._empty(trips)  # anew, since a row may have room for two tokens only
-            for _ in range(rows):
-                batch.read([0])
-                batch.join()
-            batch.step([0] * rows)
+        try:
+            for rows in range(1, min(2, self.compiled.rows) + 1):
+                batch = self._empty(trips)  # anew, since a row may have room for two tokens only
+                for _ in range(rows):
+                    batch.read([0])
+                    batch.join()
+                batch.step([0] * rows)
+        except BackendCompilerFailed as error:
+            if isinstance(error.inner_exception, InvalidCxxCompiler):
+                raise ServeError("--compile: no C++ compiler is found; install one, or let CXX name it") from error
+            raise
 
     # The thread.
 
@@ -440,6 +474,9 @@ class Engine:
         """Deliver a job's next token; returns whether the text goes on."""
         job.made.append(token)
         self.counts["tokens"] += 1
+        if len(job.made) == 1:
+            self.counts["first_tokens"] += 1
+            self.first_seconds += time.perf_counter() - job.began
         scored = Scored(token) if job.logprobs is None else Scored(token, *likeliest(logits, token, job.logprobs))
         self._out.append((job, scored))
         why = "stop" if token in job.stops else "length" if len(job.made) == job.new_tokens else None
@@ -501,3 +538,17 @@ def _fulfil(function: Callable[[], object], future: Future) -> None:
 
 def _mebibytes(count: int) -> str:
     return f"{count / (1 << 20):.1f} MiB"
+
+
+def compiled_steps(model: PreTrainedModel, memory: int, tokens: int, trips: int | None) -> Compiled:
+    """What compiles a model's decoding, for as many rows of `tokens` tokens as `memory` holds; or a `ServeError`."""
+    if not compiles(model):
+        raise ServeError(f"--compile: texts of a {model.config.model_type} model have a cache each, which grows")
+    if not 1 < tokens <= model.config.max_position_embeddings:
+        raise ServeError(
+            f"--compile {tokens}: allowed: 2 to {model.config.max_position_embeddings}, the model's context"
+        )
+    rows = min(ROWS, memory // (token_bytes(model, trips) * tokens))
+    if not rows:
+        raise ServeError(f"--compile {tokens}: --cache-memory has no room for one text of so many tokens")
+    return Compiled(model, rows, tokens)

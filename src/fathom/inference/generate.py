@@ -237,8 +237,16 @@ def generate_batch(
     return [made for part in parts for made in generate_batch(model, tokenizer, part, sampling)]
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]]) -> list[int]:
-    """A text, or the messages of a conversation, as ids."""
+def encode(
+    tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[dict[str, Any]], /, **variables: object
+) -> list[int]:
+    """A text as ids, an empty one as the token that begins a document; or the messages of a conversation.
+
+    Args:
+        tokenizer: For a conversation it has a template.
+        prompt: What to read.
+        variables: Further ones for the template.
+    """
     if isinstance(prompt, str):
         if prompt:
             return list(tokenizer(prompt, verbose=False)["input_ids"])  # too long a prompt is reported later
@@ -246,10 +254,12 @@ def encode(tokenizer: PreTrainedTokenizerBase, prompt: str | list[dict[str, str]
         return [begin]
     if not tokenizer.chat_template:
         raise GenerateError("this model has no chat template: it continues texts, give it a prompt")
-    return list(tokenizer(written(tokenizer, prompt), add_special_tokens=False, verbose=False)["input_ids"])
+    return list(
+        tokenizer(written(tokenizer, prompt, **variables), add_special_tokens=False, verbose=False)["input_ids"]
+    )
 
 
-def written(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, Any]], /, **variables: object) -> str:
+def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], /, **variables: object) -> str:
     """A conversation as text, by the tokenizer's chat template; one that it does not take is a `GenerateError`.
 
     Args:

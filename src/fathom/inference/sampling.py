@@ -12,11 +12,13 @@ import hashlib
 import struct
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -58,6 +60,23 @@ class Choice:
     seed: int = 0
     index: int = 0
     """Which of several texts for one prompt."""
+
+    @classmethod
+    def of(cls, asked: Mapping[str, Any], own: GenerationConfig, index: int = 0) -> Choice:
+        """The settings that a request names; for the others the model's own.
+
+        Args:
+            asked: By name, those of others among them; None is no setting.
+            own: The model's.
+            index: As the field.
+        """
+        given = {one.name: asked[one.name] for one in fields(cls) if asked.get(one.name) is not None}
+        draws = {"temperature", "top_k", "top_p", "min_p"} & set(given)
+        drawn = given.get("temperature") != 0 if draws else own.do_sample
+        for name in ("top_k", "top_p", "min_p", "repetition_penalty"):
+            given.setdefault(name, getattr(own, name) or getattr(cls, name))
+        given["temperature"] = given.get("temperature", own.temperature or 1.0) if drawn else 0.0
+        return cls(**{**given, "index": index})
 
     @property
     def plain(self) -> bool:

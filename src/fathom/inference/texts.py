@@ -1,0 +1,96 @@
+"""A text as its tokens come: whole characters, up to a stop string; behind its prompt if that is wanted."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fathom.inference.engine import Scored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+UNKNOWN = "\ufffd"
+"""Where bytes are no whole character."""
+
+
+def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
+    """The text before any stop string, and the rest, which may be the beginning of one; None once one was found."""
+    found = [at for stop in stops if (at := text.find(stop)) >= 0]
+    if found:
+        return text[: min(found)], None
+    held = max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
+    return text[: len(text) - held], text[len(text) - held :]
+
+
+class Words:
+    """Tokens to text, whole characters at a time."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+        self.ids: list[int] = []
+        self._from, self._told = 0, 0  # start of the tokens to decode, and of those whose text was not returned yet
+
+    def add(self, tokens: Sequence[int], last: bool = False) -> str:
+        """The text that tokens add; empty while a character may be incomplete, unless they are the last."""
+        self.ids += tokens
+        parts = self.ids[self._from : self._told], self.ids[self._from :]
+        before, now = (str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in parts)
+        if len(now) <= len(before) or (now.endswith(UNKNOWN) and not last):
+            return ""
+        self._from, self._told = self._told, len(self.ids)
+        return now[len(before) :]
+
+
+@dataclass
+class Text:
+    """One text."""
+
+    words: Words
+    stops: Sequence[str]
+    echo: str = ""
+    """The prompt, if the text is to begin with it, until it does."""
+    said: str = ""
+    tokens: int = 0
+    finish: str | None = None
+    """Why it ended."""
+    scores: list[tuple[Scored, int]] = field(default_factory=list)
+    """Scores that were not sent yet, each with the position in the text where its token begins."""
+    _held: str = ""
+    _length: int = 0
+
+    def hear(self, event: Scored | list[Scored] | str) -> str:
+        """The text that can be sent after an event of the engine; `finish` says whether that was the end."""
+        new, self.echo = self.echo, ""
+        if isinstance(event, list):
+            self._score_prompt(event)
+        if new:
+            self._length, self.said = len(new), new
+        if isinstance(event, Scored):
+            self.tokens += 1
+            if event.logprob is not None:
+                self.scores.append((event, self._length))
+            new += self._tell(self.words.add([event.token]))
+        elif isinstance(event, str):
+            new += self._tell(self.words.add([], last=True))
+            if self.finish is None:
+                self.finish = event
+                self.said += self._held
+                new += self._held
+        return new
+
+    def _score_prompt(self, scores: Sequence[Scored]) -> None:
+        inside = Words(self.words.tokenizer)
+        for one in scores:
+            self.scores.append((one, self._length))
+            self._length += len(inside.add([one.token]))
+
+    def _tell(self, new: str) -> str:
+        self._length += len(new)
+        new, held = before_stop(self._held + new, self.stops)
+        self._held = held or ""
+        if held is None:
+            self.finish = "stop"
+        self.said += new
+        return new
