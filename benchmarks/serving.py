@@ -7,7 +7,8 @@ Takes turns A B B A: one client, several clients, the same prompts offline one b
 (`generate_batch`, where transformers' engine can run the model). Greedy; prompts are token ids. Answers of all four are
 compared. Then many clients at once: errors, and how long each waits for its first token. Seconds are of the clock and
 of the processor; on a machine that others use, look at the latter and at ratios. Last, what can be had at all: the bare
-matrix products of the model's own weights for one row, for several and for twice as many.
+matrix products of the model's own weights, for one row, for several and for prompts, in turns. They are what eight
+clients cannot save; the log has the sum.
 """
 
 from __future__ import annotations
@@ -124,19 +125,43 @@ def at_once(model: FathomForCausalLM, prompts: Prompts, tokens: int) -> list[lis
 
 
 @torch.no_grad()
-def products(model: FathomForCausalLM, rows: Sequence[int]) -> dict[str, float]:
-    """Milliseconds of processor for all matrix products of one trip, by number of rows: the least of ten, in turns."""
-    weights = [module.weight for module in model.modules() if isinstance(module, torch.nn.Linear)]
+def products(weights: Sequence[torch.Tensor], rows: Sequence[int]) -> dict[int, float]:
+    """Milliseconds of processor for the products with all of these, by number of rows: the least of ten, in turns."""
     inputs = {(n, w.shape[1]): torch.randn(n, w.shape[1], device=w.device) for n in rows for w in weights}
     least = dict.fromkeys(rows, float("inf"))
     for n in [*rows, *reversed(rows)] * 5:
         began = time.process_time()
         for weight in weights:
             torch.nn.functional.linear(inputs[n, weight.shape[1]], weight)
-        if model.device.type == "cuda":
+        if weights[0].is_cuda:
             torch.cuda.synchronize()
         least[n] = min(least[n], time.process_time() - began)
-    return {str(n): 1000 * seconds for n, seconds in least.items()}
+    return {n: 1000 * seconds for n, seconds in least.items()}
+
+
+def ceiling(model: FathomForCausalLM, clients: int, prompt: int, tokens: int) -> dict[str, Any]:
+    """What several clients could gain if a trip's matrix products were all that a text of one trip costs."""
+    linear = {name: module.weight for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    head = products([linear.pop("lm_head")], [1, clients])
+    layers = products([*linear.values()], [1, clients, 2 * clients, prompt, clients * prompt])
+
+    def texts(n: int) -> float:
+        """Milliseconds for each of n at once: their prompts, whose last tokens the head reads, then the others."""
+        return (layers[n * prompt] + head[n] + (tokens - 1) * (layers[n] + head[n])) / n
+
+    one, several = (layers[n] + head[n] for n in (1, clients))
+    gain = texts(1) / texts(clients)
+    words = f"{clients} rows cost {several / one:.2f} times one, so a step gains {clients * one / several:.1f} times"
+    words += f" and a text with its prompt {gain:.1f}; to gain 5, a step may cost {clients / 5:.2f} times one row's"
+    return {
+        "head_ms": head,
+        "layers_ms": layers,
+        "several_rows_by_one": several / one,
+        "step": clients * one / several,
+        "text_ms": {"one by one": texts(1), "at once": texts(clients)},
+        "clients_to_one": gain,
+        "in_words": words,
+    }
 
 
 def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
@@ -170,12 +195,12 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     speed = {name: made / min(run["seconds"] for run in runs) for name, runs in found.items()}
     work_of = {name: min(run["processor"] for run in runs) / made for name, runs in found.items()}
     waits = sorted(one["first"] or one["whole"] for one in crowd)
-    bare = products(model, [1, len(several), 2 * len(several)])
     return {
         "mechanism": arguments.mechanism,
         "parameters": sum(p.numel() for p in model.parameters()),
         "clients": len(several),
         "new_tokens": tokens,
+        "threads": torch.get_num_threads(),
         "identical": {name: all(run == right for run in runs) for name, runs in answers.items()},
         "tokens_per_second": speed,
         "processor_ms_per_token": {name: 1000 * value for name, value in work_of.items()},
@@ -183,10 +208,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
             "clock": speed["clients"] / speed["one client"],
             "work": work_of["one client"] / work_of["clients"],
         },
-        "matrix_products": {
-            "processor_ms": bare,
-            "most_to_one": {rows: int(rows) * bare["1"] / spent for rows, spent in bare.items()},
-        },
+        "ceiling": ceiling(model, len(several), len(prompts[0]), tokens),
         "crowd": {
             "clients": len(crowd),
             "errors": sum(one["status"] != 200 or len(one["ids"]) != tokens for one in crowd),
@@ -206,6 +228,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=24, help="new tokens of each answer (default: 24)")
     parser.add_argument("--repeats", type=int, default=2, help="turns A B B A (default: 2)")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--note", default="", help="what else the machine did, for the log")
     parser.add_argument("--out", type=Path, help="write the log there")
     arguments = parser.parse_args()
     results = []
@@ -214,7 +237,8 @@ def main() -> None:
             results.append(measure(argparse.Namespace(**{**vars(arguments), "mechanism": mechanism}), Path(work)))
         print(json.dumps({key: value for key, value in results[-1].items() if key != "runs"}, indent=1), flush=True)
         if arguments.out is not None:  # after each, since the next may take long
-            arguments.out.write_text(json.dumps({"provenance": provenance(), "results": results}, indent=1) + "\n")
+            log = {"provenance": provenance(), "note": arguments.note, "results": results}
+            arguments.out.write_text(json.dumps(log, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ def add(parser: Parser) -> None:
         "--compile",
         type=int,
         metavar="TOKENS",
-        help="compile decoding, for texts of TOKENS tokens at most, prompt included; the start then takes minutes",
+        help="compile decoding, for texts of TOKENS tokens at most, prompt included; the start then takes longer",
     )
     parser.add_argument(
         "--cache-memory",

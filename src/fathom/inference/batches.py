@@ -11,24 +11,23 @@ cache depends on the model:
                  several at a time here too
     LoneBatch    everything else, such as caches of constant size: a cache for each row, one after the other
 
-A step that is compiled (`Compiled`) needs shapes that never change but for the number of rows: FixedSlabBatch and
-FixedSlotBatch have room for a fixed number of rows and tokens, of which a step reads all, masked.
+Compiled layers (`Compiled`) need tensors that stay where they are: FixedSlabBatch and FixedSlotBatch have room for a
+fixed number of rows and tokens, and compute every row in every trip.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from fathom.errors import FathomError
 from fathom.inference.cache import Policy
+from fathom.inference.compiled import Compiled
 from fathom.kvcache.prefill import chunks
 from fathom.models import FathomForCausalLM
 from fathom.models.slot_cache import SPARE, GrowingLayer, drop_row, fix_slots, fixed_slots, merge_slots, move_row
@@ -52,20 +51,6 @@ For slots, whose masks only the model knows: which tokens are no padding, `[n, T
 
 class ServeError(FathomError, ValueError):
     """Something that cannot be served as asked; the message is one line."""
-
-
-@dataclass
-class Compiled:
-    """A model whose decoding is compiled, and the room of the batches for which it is."""
-
-    model: PreTrainedModel
-    rows: int
-    tokens: int
-    """Most tokens of a row, prompt included."""
-    step: Callable[..., CausalLMOutputWithPast] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.step = torch.compile(self.model.forward, fullgraph=True)
 
 
 class LiveBatch(ABC):
@@ -124,17 +109,10 @@ class LiveBatch(ABC):
         given = {"input_ids": ids.to(device), "attention_mask": mask, "past_key_values": cache, "use_cache": True}
         return self.model(**given, **keep, **self.arguments).logits.float()
 
-    def _compiled_step(
-        self, tokens: Sequence[int], positions: Tensor, cache: Cache, mask: Mask, counts: Tensor
-    ) -> Tensor:
-        """One more token for each row: logits `[n, V]`. `counts` is the tensor in which the cache has their lengths."""
+    def _compiled_step(self, tokens: Sequence[int], positions: Tensor, cache: Cache, mask: Mask) -> Tensor:
+        """One more token for each row: logits `[n, V]`."""
         assert self.compiled is not None
         ids = torch.tensor(tokens, device=positions.device).unsqueeze(1)
-        masks = mask.values() if isinstance(mask, dict) else [mask]
-        if len(tokens) > 1 and self.compiled.rows > 2:  # of one row, and of two where there are no more, it is constant
-            for tensor in (ids, positions, *masks, counts):
-                if tensor is not None:
-                    torch._dynamo.mark_dynamic(tensor, 0)
         given = {"input_ids": ids, "attention_mask": mask, "past_key_values": cache, "use_cache": True}
         out = self.compiled.step(**given, position_ids=positions, logits_to_keep=1, **self.arguments)
         return out.logits[:, 0].float()
@@ -328,7 +306,7 @@ class SlabBatch(LiveBatch):
 
 
 class FixedSlabBatch(SlabBatch):
-    """A slab of a fixed size, for compiled steps."""
+    """A slab of a fixed size, for compiled layers."""
 
     def __init__(self, compiled: Compiled, trips: int | None) -> None:
         super().__init__(compiled.model, trips)
@@ -341,10 +319,9 @@ class FixedSlabBatch(SlabBatch):
     def step(self, tokens: Sequence[int]) -> Tensor:
         """As `LiveBatch.step`."""
         self._about(0, self.lengths)
-        self.slab.most = self.slab.tokens - 1  # so that all of the slab is read
         positions = self.slab.filled.clone().unsqueeze(1)
         masks = self._mask(positions.cpu())
-        logits = self._compiled_step(tokens, positions, self.cache, masks, self.slab.filled)
+        logits = self._compiled_step(tokens, positions, self.cache, masks)
         self.lengths = [length + 1 for length in self.lengths]
         return logits
 
@@ -470,7 +447,7 @@ class SlotBatch(LiveBatch):
 
 
 class FixedSlotBatch(SlotBatch):
-    """Slots at fixed places, for compiled steps: tokens that halted are computed and masked."""
+    """Slots at fixed places, for compiled layers: tokens that halted are computed, until all have, and masked."""
 
     def __init__(self, compiled: Compiled, trips: int | None) -> None:
         super().__init__(compiled.model, trips)
@@ -489,8 +466,9 @@ class FixedSlotBatch(SlotBatch):
         """As `LiveBatch.step`."""
         assert self.cache is not None
         positions = torch.tensor(self.lengths, device=self.model.device).unsqueeze(1)
-        self.cache.layers[0].table.columns = columns = positions.clone()
-        logits = self._compiled_step(tokens, positions, self.cache, None, columns)
+        table = self.cache.layers[0].table
+        table.columns, table.end = positions.clone(), (max(self.lengths) + 1) * table.trips  # nothing is behind it
+        logits = self._compiled_step(tokens, positions, self.cache, None)
         self.lengths = [length + 1 for length in self.lengths]
         return logits
 

@@ -25,7 +25,6 @@ from fathom.errors import FathomError
 from fathom.inference.batches import (
     DRAFTS,
     GRAIN,
-    Compiled,
     DraftBatch,
     LiveBatch,
     ServeError,
@@ -36,6 +35,7 @@ from fathom.inference.batches import (
     token_bytes,
 )
 from fathom.inference.cache import Policy
+from fathom.inference.compiled import Compiled
 from fathom.inference.sampling import Choice, Draft, likeliest
 
 if TYPE_CHECKING:
@@ -241,18 +241,21 @@ class Engine:
             return self.compiled.tokens
         return self.budget // (self.token_bytes(trips) * GRAIN) * GRAIN - self._spare
 
-    def compile(self, trips: int | None) -> None:
+    def compile(self, trips: int | None, tell: Callable[[str], object] = len) -> None:
         """Compile the steps of one row and of several, before the first job needs them; on the engine's thread.
 
         Args:
             trips: Of the jobs to come.
+            tell: Hears what is being done, and for how long.
         """
         from torch._dynamo.exc import BackendCompilerFailed  # slow to import
         from torch._inductor.exc import InvalidCxxCompiler
 
         assert self.compiled is not None
+        began = time.perf_counter()
         try:
-            for rows in range(1, min(2, self.compiled.rows) + 1):
+            for rows, words in ((1, "one row"), (2, "several rows"))[: self.compiled.rows]:
+                tell(f"compiling decoding of {words}, {time.perf_counter() - began:.0f} s so far")
                 batch = self._empty(trips)  # anew, since a row may have room for two tokens only
                 for _ in range(rows):
                     batch.read([0])
@@ -262,6 +265,7 @@ class Engine:
             if isinstance(error.inner_exception, InvalidCxxCompiler):
                 raise ServeError("--compile: no C++ compiler is found; install one, or let CXX name it") from error
             raise
+        tell(f"compiled in {time.perf_counter() - began:.0f} s")
 
     # The thread.
 

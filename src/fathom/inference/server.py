@@ -96,7 +96,7 @@ class Service:
         steps = None if compiled is None else compiled_steps(model, memory, compiled, max_trips)
         self.engine = Engine(model, memory, policy, self._hand_over, draft_trips=speculate, compiled=steps)
         if steps is not None:
-            self.engine.call(partial(self.engine.compile, max_trips)).result()
+            self.engine.call(partial(self.engine.compile, max_trips, _report)).result()
         known = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "fathom"}
         self.card = {**known, "max_model_len": self.context}
 
@@ -242,6 +242,10 @@ async def _stream(parts: Parts, texts: list[Text], envelope: Envelope, usage: bo
 
 def _line(value: object) -> str:
     return f"data: {json.dumps(value, ensure_ascii=False)}\n\n"
+
+
+def _report(words: str) -> None:
+    print(f"fathom: {words}", file=sys.stderr, flush=True)
 
 
 def _put(queue: asyncio.Queue, index: int, event: Event) -> None:

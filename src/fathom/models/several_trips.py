@@ -134,7 +134,7 @@ def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: 
     if not solve or length == 1:
         # A compiled step asks the host nothing: halted tokens are computed and discarded.
         picked = recurrence.halts and inputs.hidden is None and not torch.compiler.is_compiling()
-        pick = TokenSubset.pick if picked else None
+        pick = (TokenSubset.keep if table.whole else TokenSubset.pick) if picked else None
         return sweep(recurrence, x, Stored(model, inputs, x, store), inputs.trips, live=inputs.live, pick=pick)[0]
     rounds = (length - 1) * (inputs.trips - 1) if exact else recurrence.rounds("prefill", length)
     return jacobi(recurrence, x, Interleaved(model, inputs, store), inputs.trips, rounds, inputs.live)

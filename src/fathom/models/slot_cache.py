@@ -82,6 +82,9 @@ class Placement:
 class SlotTable:
     """Token, trip and bias of every stored slot, and how far each row is filled."""
 
+    whole = False
+    """Whether a pass leaves no token out while another goes on, so that its shapes stay."""
+
     def __init__(self, capacity: int = 0) -> None:
         self.capacity = capacity
         self.columns: int | Tensor = 0
@@ -317,16 +320,16 @@ class FixedTable(SlotTable):
             slot = torch.where(query.live, slot, self.capacity)
         if self.columns.ndim == 0:  # all rows take part, and may agree
             slot = slot.expand(len(self.count) if batch is None else len(batch), -1)
-        placement = Placement(batch, slot, 0, self.capacity)
+        placement = Placement(batch, slot, 0, self.end or self.capacity)
         self._write(query, placement, ("bias",))
         return placement
 
     def tags(self, placement: Placement) -> Tags:
         """As `SlotTable.tags`; live are the trips up to each token's last."""
         assert self.halt is not None and placement.slot is not None
-        place = torch.arange(self.capacity, device=self.halt.device).unsqueeze(0)
+        place = torch.arange(placement.end, device=self.halt.device).unsqueeze(0)
         halt = self.halt[: len(placement.slot)] if placement.batch is None else self.halt[placement.batch]
-        halt = halt.unsqueeze(2).expand(-1, -1, self.trips).flatten(1)  # [B', capacity]
+        halt = halt.unsqueeze(2).expand(-1, -1, self.trips).flatten(1)[:, : placement.end]
         bias = None if self.bias is None else placement.read(self.bias)
         trip = place % self.trips
         return Tags(place // self.trips, trip, trip <= halt, bias, None, halt)
@@ -371,7 +374,7 @@ def fixed_slots(layers: int, rows: int, tokens: int, trips: int, device: torch.d
     """An empty slot cache of fixed places."""
     table = FixedTable(tokens, trips)
     table.open(rows, 0, device)
-    table.end = table.capacity
+    table.end, table.whole = table.capacity, True
     return Cache(layers=[SlotLayer(table, owner=i == 0) for i in range(layers)])
 
 
