@@ -143,6 +143,22 @@ def test_a_static_cache_has_an_end(method):
     assert error(stepwise(model, ids, 2, cache), logits(model, ids)) < EXACT
 
 
+@pytest.mark.parametrize("mechanism", ["ponder2", "ponder3"])
+def test_the_solver_reads_its_own_slots_at_fixed_places(mechanism):
+    """Parts of several tokens, each solved for at once, also behind what was forgotten."""
+    options = {"trips": 3, "jacobi_prefill": 12} | ({"tau": 0.3} if mechanism == "ponder3" else {})
+    config = config_of(mechanism, num_hidden_layers=2, recurrence_options=options)
+    model, ids = build(config, dtype=torch.float64), tokens(2, 9)
+
+    def read(cache):
+        stepwise(model, ids[:, :5], [2, 3], cache)
+        cache.crop(-2)
+        return torch.cat([goes_on(model, cache, part) for part in ids[:, 3:].split([4, 2], 1)], 1)
+
+    found = [read(c) for c in (DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=9))]
+    assert error(*found) < EXACT
+
+
 @every_method
 def test_rows_move_with_everything_they_own(method):
     ids, more = tokens(2, 7), tokens(3, 2, seed=4)

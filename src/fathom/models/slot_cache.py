@@ -325,14 +325,15 @@ class FixedTable(SlotTable):
         return placement
 
     def tags(self, placement: Placement) -> Tags:
-        """As `SlotTable.tags`; live are the trips up to each token's last."""
+        """As `SlotTable.tags`; live are the trips up to each token's last, and what the pass itself stores."""
         assert self.halt is not None and placement.slot is not None
         place = torch.arange(placement.end, device=self.halt.device).unsqueeze(0)
         halt = self.halt[: len(placement.slot)] if placement.batch is None else self.halt[placement.batch]
         halt = halt.unsqueeze(2).expand(-1, -1, self.trips).flatten(1)[:, : placement.end]
         bias = None if self.bias is None else placement.read(self.bias)
         trip = place % self.trips
-        return Tags(place // self.trips, trip, trip <= halt, bias, None, halt)
+        live = torch.nn.functional.pad(trip <= halt, (0, 1)).scatter(1, placement.slot, True)[:, :-1]
+        return Tags(place // self.trips, trip, live, bias, None, halt)
 
     def crop(self, columns: int | Tensor) -> None:
         """As `SlotTable.crop`; nothing moves."""
