@@ -226,6 +226,15 @@ def test_one_token_in_numbers_is_as_in_tensors(scale, monkeypatch):
     assert (step(streams)[1] - found[1]).abs().max() > 1e-6 and len(taken) == 4
 
 
+@torch.no_grad()
+def test_one_token_of_zeros_without_eps_is_as_in_tensors():
+    """Zero over zero."""
+    config = config_of("hyper_connections", residual_options={"streams": 4}, rms_norm_eps=0.0)
+    model = build(config)
+    model.model.embed_tokens.weight[5] = 0
+    assert all(model(torch.full((1, length), 5)).logits.isnan().all() for length in (1, 2))
+
+
 @pytest.mark.parametrize("n", [1, 2, 4, 7])
 def test_no_sum_of_sinkhorn_falls_below_its_floor(n):
     """So that guarding every sum against the floor would change no bit of it."""

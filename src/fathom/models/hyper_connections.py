@@ -220,7 +220,8 @@ class HyperConnections(Residual):
         """`read` of a single token with four streams, its 24 numbers Python's own: of so few, a call of torch takes
         longer than the arithmetic. The product that reads the streams also mixes them."""
         n, z = self.streams, streams.flatten(2)[0]  # [1, n · hidden_size]
-        inverse_rms = (F.linear(z, z).item() / z.shape[1] + self.norm.variance_epsilon) ** -0.5
+        square = F.linear(z, z).item() / z.shape[1] + self.norm.variance_epsilon
+        inverse_rms = square**-0.5 if square else math.inf  # as rsqrt has it
         made = F.linear(z * self.norm.weight, self.projection.weight).flatten().tolist()
         dynamic = [inverse_rms * y for y in made]
         pre = _logits(dynamic[:n], self.alpha_pre, self.pre_logits)
