@@ -87,8 +87,8 @@ def test_the_context_ends_the_text(opened) -> None:
         generate(*opened, "the depth of a river " * 40)
 
 
-BATCHES = [{}, {"num_beams": 2, "repetition_penalty": 1.3}, {"repetition_penalty": 1.3}, {"no_repeat_ngram_size": 2}]
-BATCHES += [{"encoder_repetition_penalty": 1.5}]
+BATCHES = [{"num_beams": 3, "repetition_penalty": 1.3}, {"repetition_penalty": 1.3}]
+BATCHES += [{"no_repeat_ngram_size": 2}, {"encoder_repetition_penalty": 1.5, "forced_eos_token_id": 7}]
 
 
 @pytest.mark.parametrize("options", BATCHES)

@@ -226,6 +226,14 @@ def generate_batch(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[Generated]:
     """Continue several prompts, given as ids, at once; where memory runs out, half of them at a time."""
+    rooms = [_most_new(model, prompt, sampling) for prompt in prompts]
+    if len(set(rooms)) > 1 and _end_decides(model, sampling):
+        made: dict[int, Generated] = {}
+        for room in set(rooms):
+            rows = [i for i, one in enumerate(rooms) if one == room]
+            some = generate_batch(model, tokenizer, [prompts[i] for i in rows], sampling)
+            made.update(zip(rows, some, strict=True))
+        return [made[i] for i in range(len(prompts))]
     try:
         return _run(model, tokenizer, prompts, sampling, None)
     except torch.OutOfMemoryError:
@@ -234,7 +242,7 @@ def generate_batch(
     torch.cuda.empty_cache()
     half = len(prompts) // 2
     parts = (prompts[:half], prompts[half:])
-    return [made for part in parts for made in generate_batch(model, tokenizer, part, sampling)]
+    return [one for part in parts for one in generate_batch(model, tokenizer, part, sampling)]
 
 
 def encode(
@@ -426,7 +434,7 @@ def _run(
         mask[i, width - len(prompt) :] = 1
     ids, mask = ids.to(model.device), mask.to(model.device)
     # All rows get the largest limit; rows with a shorter one are cut off below.
-    rooms = [min(sampling.max_new_tokens, _room(model, prompt, sampling)) for prompt in prompts]
+    rooms = [_most_new(model, prompt, sampling) for prompt in prompts]
     arguments = {
         "max_new_tokens": max(rooms),
         "pad_token_id": pad,
@@ -515,6 +523,16 @@ def _room(model: PreTrainedModel, ids: Sequence[int], sampling: Sampling) -> int
     if len(ids) >= limit:
         raise GenerateError(f"the prompt has {len(ids)} tokens; this model's context is {limit}")
     return limit - len(ids)
+
+
+def _most_new(model: PreTrainedModel, ids: Sequence[int], sampling: Sampling) -> int:
+    return min(sampling.max_new_tokens, _room(model, ids, sampling))
+
+
+def _end_decides(model: PreTrainedModel, sampling: Sampling) -> bool:
+    """Whether a text depends on where it must end: the best of several beams does, and a last token that is forced."""
+    own = getattr(model.generation_config, "forced_eos_token_id", None)
+    return _beams(model, sampling) > 1 or sampling.options.get("forced_eos_token_id", own) is not None
 
 
 def _beams(model: PreTrainedModel, sampling: Sampling) -> int:
