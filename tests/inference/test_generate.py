@@ -122,6 +122,17 @@ def test_a_stop_ends_one_row_only(opened) -> None:
     assert {m.finish for m in made} == {"stop", "length"}
 
 
+def test_a_last_token_that_is_also_the_padding_is_kept(opened) -> None:
+    """Where no row can have ended early, none is padded behind."""
+    model, tokenizer = opened
+    free, ids = Sampling(20, temperature=0, options={"eos_token_id": None}), encode(tokenizer, "the")
+    last = model.generate(torch.tensor([ids]), **{"max_new_tokens": 20, **free.arguments()})[0, -1]
+    padded = copy.deepcopy(tokenizer)
+    padded.pad_token = tokenizer.convert_ids_to_tokens(int(last))
+    made = generate(model, padded, "the", free)
+    assert (made.tokens, made.finish) == (20, "length")
+
+
 def test_a_stop_string(opened) -> None:
     text = generate(*opened, "the depth", Sampling(20, temperature=0)).text
     word = next(c for c in text[1:] if c.isascii() and c.isalpha())

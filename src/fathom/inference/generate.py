@@ -466,10 +466,7 @@ def _run(
     seconds = time.perf_counter() - began
     made, strings = [], _stop_strings(model, sampling)
     for prompt, row, room in zip(prompts, out.sequences[:, width:].tolist(), rooms, strict=True):
-        row = row[:room]
-        while row and row[-1] == pad and pad not in stops:  # padding of a row that ended
-            row.pop()
-        kept, finish = _ended(row, room, stops, strings, tokenizer)
+        kept, finish = _ended(row[:room], room, stops, strings, pad, tokenizer)
         text = tokenizer.decode(kept, skip_special_tokens=True)
         made.append(Generated(text, len(prompt), len(kept), seconds, finish))
     columns = [width + one.tokens for one in made]
@@ -479,14 +476,22 @@ def _run(
 
 
 def _ended(
-    row: list[int], room: int, stops: Sequence[int], strings: Sequence[str], tokenizer: PreTrainedTokenizerBase
+    row: list[int],
+    room: int,
+    stops: Sequence[int],
+    strings: Sequence[str],
+    pad: int,
+    tokenizer: PreTrainedTokenizerBase,
 ) -> tuple[list[int], str]:
     """A row up to its end, and why it ended. After a stop string comes padding, which may be a stop token."""
     end = next((i for i, token in enumerate(row) if token in stops), len(row))
     if strings:
-        text, before = tokenizer.decode(row[:end]), tokenizer.decode(row[: max(0, end - 1)])
+        last = end
+        while last and row[last - 1] == pad:
+            last -= 1
+        text, before = tokenizer.decode(row[:last]), tokenizer.decode(row[: max(0, last - 1)])
         if any(string in text and string not in before for string in strings):
-            return row[:end], "stop"
+            return row[:last], "stop"
     return row[: end + 1], "stop" if end < room else "length"
 
 
