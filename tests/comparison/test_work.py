@@ -303,6 +303,26 @@ def test_errors_come_before_work(small: Recipe, tmp_path: Path, capsys, arms: st
     assert not (tmp_path / "out").exists()
 
 
+def test_what_no_run_could_begin_with_is_said_before_work(small: Recipe, planted, tmp_path: Path, capsys, monkeypatch):
+    """A kernel that cannot run here, a source whose context is too short, and one that is not finished."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    source, recipe = tmp_path / "source", tmp_path / "recipe.yaml"
+    shutil.copytree(planted[1] / "arms/vanilla/seed-0", source)
+
+    def said(values: dict, *overrides: str) -> str:
+        recipe.write_text(json.dumps(values))
+        words = ["compare", str(recipe), "--arms", "vanilla,loop", "--out", str(tmp_path / "out"), *overrides]
+        assert main(words) == 2 and not (tmp_path / "out").exists()
+        return capsys.readouterr().err
+
+    own = small.to_dict()
+    assert said(own, "train.kernels=[swiglu]", "train.device=cpu").startswith("fathom: kernel swiglu runs on an NVIDIA")
+    begun = {**own, "model": {"from_pretrained": str(source)}}
+    assert "allowed: at most the model's max_position_embeddings=32" in said(begun, "data.sequence_length=64")
+    (source / "result.json").unlink()
+    assert "not finished; name a checkpoint of it" in said(begun)
+
+
 def test_another_recipe_is_refused(small: Recipe, planted):
     _, out = planted
     with pytest.raises(RecipeError, match=r"another recipe; different: optim\.eps"):

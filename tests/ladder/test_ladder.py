@@ -133,6 +133,13 @@ def test_nothing_is_run_twice(whole, monkeypatch) -> None:
     assert trainer.done == []
 
 
+def test_kernels_that_cannot_run_here_are_said_before_a_plan_is_written(tmp_path: Path, monkeypatch, capsys) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    words = ["ladder", str(write_ladder(tmp_path / "ladder.yaml")), "--arms", "vanilla,loop", "train.kernels=[swiglu]"]
+    assert main([*words, "--out", str(tmp_path / "out")]) == 2 and not (tmp_path / "out").exists()
+    assert capsys.readouterr().err.endswith("the model would be on cpu: leave it out\n")
+
+
 @pytest.mark.slow
 def test_the_permutation_of_arms_changes_no_number(whole, tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch)

@@ -11,6 +11,7 @@ from fathom.checkpoints.layout import ARMS, FAILED, MEASURED, PLAN, RECIPE, RESU
 from fathom.comparison.arms import Arm, Equal, arm_recipes, parse_arms
 from fathom.comparison.results import Failure, MeasuredValues
 from fathom.data.puzzles import open_data
+from fathom.kernels import require
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe, parse_recipe
 from fathom.report.files import read_json
 from fathom.training.build import batch_plan, check_model
@@ -163,6 +164,12 @@ def check(plan: Plan, out: Path | None = None) -> None:
             differing = differences(load_recipe(path), plan.run_recipe(task.arm, task.seed))
             if differing:
                 raise RecipeError(f"{task.run_dir} holds a run of another recipe; different: {', '.join(differing)}")
+
+
+def check_kernels(plan: Plan) -> None:
+    """Refuse kernels that cannot run on this machine, before it works on a plan."""
+    for recipe in plan.recipes.values():
+        require(recipe.train.kernels, device_of(recipe.train.device).type)
 
 
 def tasks(plan: Plan, out: Path) -> list[RunTask]:

@@ -44,6 +44,18 @@ def use(names: Sequence[str], device: str | None = None) -> None:
             runs in Triton's interpreter alone (TRITON_INTERPRET=1), which is for tests.
     """
     where = (device or ("cuda" if torch.cuda.is_available() else "cpu")).partition(":")[0]
+    require(names, where)
+    homes = {name: importlib.import_module(f"fathom.kernels.{HOMES[name]}") for name in names}
+    replace({name: getattr(home, name) for name, home in homes.items()}, where)
+
+
+def require(names: Sequence[str], where: str) -> None:
+    """Refuse kernels that do not exist or cannot run here.
+
+    Args:
+        names: As `use` takes them.
+        where: The type of device, `cuda` or `cpu`.
+    """
     for name in names:
         if name not in HOMES:
             raise KernelError(f"kernel {name!r}: allowed: any of {', '.join(NAMES)}")
@@ -53,5 +65,3 @@ def use(names: Sequence[str], device: str | None = None) -> None:
             raise KernelError(f"kernel {name} runs on an NVIDIA GPU, and the model would be on {where}: leave it out")
         if importlib.util.find_spec(module) is None:
             raise KernelError(f"kernel {name} needs {package}: pip install 'fathom-lm[gpu]'")
-    homes = {name: importlib.import_module(f"fathom.kernels.{HOMES[name]}") for name in names}
-    replace({name: getattr(home, name) for name, home in homes.items()}, where)

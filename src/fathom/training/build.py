@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
 
 from fathom.checkpoints.check import check_checkpoint
-from fathom.checkpoints.runs import config_of, find_checkpoint, is_settled, model_directory, read_weights
+from fathom.checkpoints.runs import Saved, config_of, find_checkpoint, is_settled, model_directory, read_weights
 from fathom.data.batches import Batch, BatchPlan
 from fathom.data.mixture import Mixture, Phase
 from fathom.data.puzzles import open_data
@@ -128,11 +129,7 @@ def build_training(
     ranks = ranks or Ranks(device=device_of(recipe.train.device))
     use(recipe.train.kernels, ranks.device.type)
     config = recipe.config()
-    if recipe.data.sequence_length > config.max_position_embeddings:
-        raise RecipeError(
-            f"data.sequence_length={recipe.data.sequence_length}: allowed: at most the model's "
-            f"max_position_embeddings={config.max_position_embeddings}"
-        )
+    _require_context(recipe, config)
     _require_rows_per_rank(recipe, ranks.world_size)
     if data is None:
         # One rank of each machine verifies the checksums for all.
@@ -158,10 +155,12 @@ def check_model(recipe: Recipe, data: TokenDataset) -> None:
     """Refuse what `build_training` would refuse of a run's model as it begins; no weights are made or read."""
     require_backends(recipe)
     require_tokenizer(recipe, data)
-    if (directory := model_directory(source) if (source := recipe.model.get("from_pretrained")) else None) is not None:
-        check_checkpoint(directory)
+    config, source = recipe.config(), recipe.model.get("from_pretrained")
+    _require_context(recipe, config)
+    if source is not None:
+        _source(source)
     with torch.device("meta"):
-        model = FathomForCausalLM(recipe.config())
+        model = FathomForCausalLM(config)
     freeze(model, recipe.optim.only)
     compress(model, recipe)
     adapt(model, recipe, world_size=1)
@@ -192,19 +191,13 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device, begi
     source = recipe.model.get("from_pretrained")
     if source is not None and begins:
         torch.manual_seed(_seed(recipe.train.seed, "init"))  # for a mechanism that the checkpoint does not have
-        directory = model_directory(source)
-        if directory is not None:
-            check_checkpoint(directory)
+        found = _source(source)
         settings: dict[str, object] = {"config": config, "dtype": torch.float32}
-        if directory is None:
-            saved = find_checkpoint(source)
-            if not is_settled(source, saved):  # the next reader, another arm or this run again, may find a newer one
-                one = f"{source}@step-{saved.step}"
-                raise RecipeError(f"model.from_pretrained={source}: not finished; name a checkpoint of it, as in {one}")
-            settings |= {"state_dict": read_weights(saved)}
+        if isinstance(found, Saved):
+            settings |= {"state_dict": read_weights(found)}
             settings |= {"state_config": config_of({"from_pretrained": source}).to_dict()}
         try:
-            model = FathomForCausalLM.from_pretrained(directory, **settings)
+            model = FathomForCausalLM.from_pretrained(None if isinstance(found, Saved) else found, **settings)
         except ValueError as error:
             raise RecipeError(f"model.from_pretrained={source}: {error}") from error
         return cast("FathomForCausalLM", model.to(device))
@@ -213,6 +206,18 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device, begi
     model.float()
     initialize(model, recipe.train.seed)
     return model
+
+
+def _source(source: str) -> Path | Saved:
+    """The directory or the checkpoint of a run that `model.from_pretrained` names, checked."""
+    if (directory := model_directory(source)) is not None:
+        check_checkpoint(directory)
+        return directory
+    saved = find_checkpoint(source)
+    if not is_settled(source, saved):  # the next reader, another arm or this run again, may find a newer one
+        one = f"{source}@step-{saved.step}"
+        raise RecipeError(f"model.from_pretrained={source}: not finished; name a checkpoint of it, as in {one}")
+    return saved
 
 
 def initialize(model: FathomForCausalLM, seed: int) -> None:
@@ -244,6 +249,14 @@ def clip_gradients(parameters: Iterable[Tensor], limit: float | None) -> Tensor:
     if limit is not None:
         torch.nn.utils.clip_grads_with_norm_(parameters, limit, norm)
     return norm.float()
+
+
+def _require_context(recipe: Recipe, config: FathomConfig) -> None:
+    if recipe.data.sequence_length > config.max_position_embeddings:
+        raise RecipeError(
+            f"data.sequence_length={recipe.data.sequence_length}: allowed: at most the model's "
+            f"max_position_embeddings={config.max_position_embeddings}"
+        )
 
 
 def _require_rows_per_rank(recipe: Recipe, world_size: int) -> None:
