@@ -133,6 +133,18 @@ def test_nothing_is_run_twice(whole, monkeypatch) -> None:
     assert trainer.done == []
 
 
+def test_what_begins_no_run_asks_nothing_of_models(whole, tmp_path: Path, monkeypatch, capsys) -> None:
+    """What is not installed here ends a ladder that begins, and not the report of one that has begun."""
+
+    def refuse(recipe: object) -> None:
+        raise RecipeError("not installed")
+
+    monkeypatch.setattr("fathom.training.build.require_backends", refuse)
+    assert main(["ladder", str(whole[1]), "--report", "--json"]) == 0
+    words = ["ladder", str(write_ladder(tmp_path / "ladder.yaml")), "--arms", ARMS, "--out", str(tmp_path / "new")]
+    assert main(words) == 2 and capsys.readouterr().err.endswith("not installed\n")
+
+
 def test_kernels_that_cannot_run_here_are_said_before_a_plan_is_written(tmp_path: Path, monkeypatch, capsys) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     words = ["ladder", str(write_ladder(tmp_path / "ladder.yaml")), "--arms", "vanilla,loop", "train.kernels=[swiglu]"]

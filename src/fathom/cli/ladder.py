@@ -57,7 +57,7 @@ def run(options: Namespace) -> int:
     if source.is_dir():
         if options.arms or options.overrides or options.out:
             raise RecipeError(f"{source}: a ladder goes on as it was planned; give its file to plan another")
-        out, ladder = source, checked(Ladder.read(source))
+        out, ladder = source, checked(Ladder.read(source), begins=False)
         if options.seeds is not None:
             ladder = add_seeds(out, _numbers(options.seeds))
     else:

@@ -144,9 +144,15 @@ def make_plan(
     return plan
 
 
-def check(plan: Plan, out: Path | None = None) -> None:
-    """Open the data as every arm will, and its model if none has begun, and compare existing runs with the plan."""
-    begins = out is None or not (out / PLAN).exists()
+def check(plan: Plan, out: Path | None = None, begins: bool = True) -> None:
+    """Open the data as every arm will, and its model if none has begun, and compare existing runs with the plan.
+
+    Args:
+        plan: What will run.
+        out: Where; None for no place yet.
+        begins: Whether none has begun, as far as the caller knows.
+    """
+    begins = begins and (out is None or not (out / PLAN).exists())
     for name, recipe in plan.recipes.items():
         device_of(recipe.train.device)
         data = open_data(recipe.data.directory, verify=False, collections=recipe.data.collections)

@@ -441,8 +441,9 @@ def parse_rules(values: Mapping[str, object], source: str) -> Rules:
     return rules
 
 
-def checked(ladder: Ladder) -> Ladder:
-    """Check a ladder: open the data, build every arm's recipe, and refuse rungs that read a row twice."""
+def checked(ladder: Ladder, begins: bool = True) -> Ladder:
+    """Check a ladder: open the data, build every arm's recipe and, as it `begins`, its model, and refuse rungs that
+    read a row twice."""
     rates = {arm.name: ladder.recipe.optim.lr for arm in ladder.every_arm}
     for arm in ladder.arms:
         if arm.name.startswith(MATCHED):
@@ -457,7 +458,7 @@ def checked(ladder: Ladder) -> Ladder:
                 f"rung {size.name} reads {size.tokens:,} tokens, {data.directory} has {data.num_tokens:,}: allowed: "
                 "rungs that read nothing twice"
             )
-        check(ladder.plan(size, rates))
+        check(ladder.plan(size, rates), begins=begins)
     return ladder
 
 
