@@ -236,11 +236,12 @@ def test_a_prompt_that_cannot_be_continued_does_not_stop_the_others(opened, tmp_
         (['{"prompt": "a"}', "nonsense"], "in.jsonl:2: bad JSON"),
         (['{"prompt": 3}'], "in.jsonl:1: expected"),
         (['{"prompt": "a", "tokens": 3}'], "the field 'tokens'"),
-        (['{"prompt": "a"}', '{"prompt": "\\ud83d"}'], "in.jsonl:2: not UTF-8"),
+        (['{"prompt": "a"}', '{"prompt": "\\ud83d"}'], r"in.jsonl:2: \\ud83d is half of a surrogate pair"),
+        (['{"prompt": "\udcff"}'], "in.jsonl:1: not UTF-8"),
     ],
 )
 def test_prompts_are_checked_before_work(opened, tmp_path: Path, lines: list[str], message: str) -> None:
-    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+    (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n", errors="surrogateescape")
     with pytest.raises(GenerateError, match=message):
         generate_file(*opened, tmp_path / "in.jsonl", tmp_path / "out.jsonl", Sampling(3))
     assert not (tmp_path / "out.jsonl").exists()

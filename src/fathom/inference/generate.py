@@ -590,9 +590,12 @@ def _read_records(path: Path) -> list[Prompt]:
                 continue
             try:
                 record = json.loads(line.decode("utf-8-sig"))
-                json.dumps(record, ensure_ascii=False).encode()  # a lone surrogate could not be written again
-            except UnicodeError:
+                json.dumps(record, ensure_ascii=False).encode()
+            except UnicodeDecodeError:
                 raise GenerateError(f"{path}:{number}: not UTF-8") from None
+            except UnicodeEncodeError as error:  # it could not be written again
+                half = ascii(error.object[error.start])[1:-1]
+                raise GenerateError(f"{path}:{number}: {half} is half of a surrogate pair, and no text") from None
             except ValueError as error:
                 raise GenerateError(f"{path}:{number}: bad JSON: {error}") from None
             good = isinstance(record, dict) and (
