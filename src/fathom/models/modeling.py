@@ -46,7 +46,7 @@ from .reading import attend_beside, with_key_bias
 from .registry import AXES, DEFAULTS, mechanism, recurrence_class
 from .replaceable import faster
 from .rms_norm import RMSNorm
-from .roles import MechanismModule, Recurrence, Residual, ResidualState, TripState, ValueMixer, View, idle
+from .roles import MechanismModule, Recurrence, Residual, ResidualState, TripState, ValueMixer, View, idle, uncalled
 from .rotary import RotaryEmbedding, rotate
 from .several_trips import Inputs, Store
 from .several_trips import run as run_trips
@@ -112,7 +112,7 @@ class Attention(nn.Module):
         key = self.k_proj(hidden_states).view(heads)
         value = self.v_proj(hidden_states).view(heads)
         fused = faster("norm_rotate_mix", value) if sources and self.mixes_depth else None
-        if fused is not None:
+        if fused is not None and all(uncalled(part) for part in (self.q_norm, self.k_norm, self.mixer)):
             norms, bias = (self.q_norm, self.k_norm), self.mixer.self_bias
             query, key, value = fused(
                 (query, key, value), sources, bias, norms, position_embeddings, self.norm_rotated_keys

@@ -163,7 +163,12 @@ class MechanismModule(nn.Module):
 
 def idle(module: MechanismModule, role: type[MechanismModule]) -> bool:
     """Whether a call of `module` may be left out: it is its axis' first value, and no hook waits for the call."""
-    return type(module) is role and not (module._forward_hooks or module._forward_pre_hooks)
+    return type(module) is role and uncalled(module)
+
+
+def uncalled(module: nn.Module) -> bool:
+    """Whether a call of `module` is no more than its result: no hook waits for it, and its weights are there."""
+    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
 
 
 class ValueMixer(MechanismModule):
