@@ -6,6 +6,7 @@ import copy
 import json
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -105,6 +106,19 @@ def test_a_batch_equals_one_at_a_time(opened, options: dict) -> None:
     for a, b in zip(together, alone, strict=True):
         assert (a.text, a.tokens, a.prompt_tokens, a.finish) == (b.text, b.tokens, b.prompt_tokens, b.finish)
     assert any(a.prompt_tokens + a.tokens == 64 for a in together)
+
+
+def test_drafts_of_a_batch_leave_padding_out_of_penalties(opened) -> None:
+    """A penalty so small that any token of a prompt with a logit above 0 comes next."""
+    tokenizer, shape = opened[1], {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "head_dim": 16}
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 300, "initializer_range": 0.5}
+    torch.manual_seed(1)
+    model = FathomForCausalLM(FathomConfig(**shape, recurrence="loop", recurrence_options={"trips": 2})).double().eval()
+    ids = [encode(tokenizer, prompt) for prompt in PROMPTS]
+    sampling = Sampling(4, temperature=0, options={"encoder_repetition_penalty": 1e9})
+    alone = [generate_batch(model, tokenizer, [row], sampling)[0].text for row in ids]
+    drafted = generate_batch(model, tokenizer, ids, replace(sampling, speculate=1))
+    assert [made.text for made in drafted] == alone
 
 
 def test_a_stop_ends_one_row_only(opened) -> None:

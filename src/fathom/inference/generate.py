@@ -446,7 +446,7 @@ def _run(
     drafts = None if sampling.speculate is None else Speculation(sampling.speculate)
     if drafts is not None:
         arguments["speculation"] = drafts
-    elif not mask.all():
+    if not mask.all():
         arguments |= _penalties(model, sampling, ids, mask)
     began = time.perf_counter()
     try:
