@@ -29,6 +29,7 @@ from fathom.inference.generate import (
 )
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.report.files import lock
+from tests.models.cases import build, config_of
 from tests.processes import Command
 from tests.tiny import export_tiny
 
@@ -168,6 +169,17 @@ def test_a_stop_string_ends_one_row_only(opened) -> None:
     assert {m.finish for m in made} == {"stop", "length"}
     last = Sampling(alone[0].tokens, temperature=0, options={"stop_strings": word})
     assert generate(model, tokenizer, PROMPTS[0], last).finish == "stop", "though there is no room for more"
+
+
+def test_trips_of_a_row_that_ends_first_are_counted_as_alone(opened) -> None:
+    """Its last token, which nothing reads alone, is read while the others go on."""
+    model, tokenizer = build(config_of("adaponder", vocab_size=300, num_hidden_layers=1), 2).double(), opened[1]
+    sampling = Sampling(7, temperature=0, options={"stop_strings": ["t"]})
+    ids = [encode(tokenizer, prompt) for prompt in PROMPTS[:4]]
+    together = generate_batch(model, tokenizer, ids, sampling)
+    alone = [generate_batch(model, tokenizer, [row], sampling)[0] for row in ids]
+    assert [made.trips for made in together] == [made.trips for made in alone]
+    assert len({made.tokens for made in together}) > 1
 
 
 def test_memory_that_runs_out_halves_the_batch(opened, monkeypatch) -> None:

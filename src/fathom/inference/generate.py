@@ -469,7 +469,7 @@ def _run(
         kept, finish = _ended(row[:room], room, stops, strings, pad, tokenizer)
         text = tokenizer.decode(kept, skip_special_tokens=True)
         made.append(Generated(text, len(prompt), len(kept), seconds, finish))
-    columns = [width + one.tokens for one in made]
+    columns = [width + one.tokens - 1 for one in made]  # a last token is read only while other rows go on
     trips = stored_trips(model, out.past_key_values, len(made), columns, sampling.max_trips)
     share = None if drafts is None else drafts.acceptance
     return [replace(one, trips=mean, acceptance=share) for one, mean in zip(made, trips, strict=True)]
