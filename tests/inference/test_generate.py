@@ -90,7 +90,8 @@ def test_the_context_ends_the_text(opened) -> None:
 
 
 BATCHES = [{"num_beams": 3, "repetition_penalty": 1.3}, {"repetition_penalty": 1.3}]
-BATCHES += [{"no_repeat_ngram_size": 2}, {"encoder_repetition_penalty": 1.5, "forced_eos_token_id": 7}]
+BATCHES += [{"no_repeat_ngram_size": 1, "eos_token_id": None}]
+BATCHES += [{"encoder_repetition_penalty": 1.5, "forced_eos_token_id": 7}]
 
 
 @pytest.mark.parametrize("options", BATCHES)
@@ -120,6 +121,16 @@ def test_drafts_of_a_batch_leave_padding_out_of_penalties(opened) -> None:
     alone = [generate_batch(model, tokenizer, [row], sampling)[0].text for row in ids]
     drafted = generate_batch(model, tokenizer, ids, replace(sampling, speculate=1))
     assert [made.text for made in drafted] == alone
+
+
+def test_a_least_length_counts_no_padding(opened) -> None:
+    """It is of prompt and answer together, as transformers has it."""
+    model, tokenizer = opened
+    ids = [encode(tokenizer, prompt) for prompt in PROMPTS]
+    stop = int(model.generate(torch.tensor([ids[1]]), max_new_tokens=1, do_sample=False)[0, -1])
+    sampling = Sampling(8, temperature=0, options={"eos_token_id": stop, "min_length": max(map(len, ids))})
+    alone = [generate_batch(model, tokenizer, [row], sampling)[0].text for row in ids]
+    assert [made.text for made in generate_batch(model, tokenizer, ids, sampling)] == alone
 
 
 def test_a_stop_ends_one_row_only(opened) -> None:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import IO, Any, TypedDict, cast
+from typing import IO, Any, TypedDict
 
 import torch
 from jinja2 import TemplateError
@@ -19,7 +19,10 @@ from torch import Tensor
 from transformers import (
     EncoderRepetitionPenaltyLogitsProcessor,
     GenerationConfig,
+    LogitsProcessor,
     LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
@@ -447,7 +450,7 @@ def _run(
     if drafts is not None:
         arguments["speculation"] = drafts
     if not mask.all():
-        arguments |= _penalties(model, sampling, ids, mask)
+        arguments |= _penalties(model, sampling, stops, ids, mask)
     began = time.perf_counter()
     try:
         if sampling.memory is not None:
@@ -495,30 +498,49 @@ def _ended(
     return row[: end + 1], "stop" if end < room else "length"
 
 
-class PaddedPenalty(RepetitionPenaltyLogitsProcessor):
-    """transformers' repetition penalty for padded rows; its older releases take padding for repeated tokens."""
+class Unpadded(LogitsProcessor):
+    """A processor of logits that reads each row from where its text begins, without the padding before it.
 
-    def __init__(self, penalty: float, first: Tensor) -> None:
-        super().__init__(penalty)
-        self.first = first  # [B], the column where each row's text begins
+    Args:
+        process: What it does to one row.
+        first: The column where each row's text begins.
+    """
+
+    def __init__(self, process: LogitsProcessor, first: Sequence[int]) -> None:
+        self.process, self.first = process, first
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """Scores `[B, V]`; a token is penalised once, so padding may repeat the row's newest token."""
-        padding = torch.arange(input_ids.shape[1], device=input_ids.device) < self.first[:, None]
-        return cast("Tensor", super().__call__(input_ids.where(~padding, input_ids[:, -1:]), scores))
+        """Scores `[B, V]` after `[B, T]`."""
+        rows = zip(input_ids, scores, self.first, strict=True)
+        return torch.cat([self.process(ids[None, first:], row[None]) for ids, row, first in rows])
 
 
-def _penalties(model: PreTrainedModel, sampling: Sampling, ids: Tensor, mask: Tensor) -> dict[str, Any]:
-    """Arguments of `generate` that keep padding out of its penalties on repeated tokens and on the prompt's."""
-    names = ("repetition_penalty", "encoder_repetition_penalty")
-    own = model.generation_config
-    again, prompt = (float(sampling.options.get(name, getattr(own, name)) or 1) for name in names)
-    processors = LogitsProcessorList()
+def _penalties(
+    model: PreTrainedModel, sampling: Sampling, stops: list[int], ids: Tensor, mask: Tensor
+) -> dict[str, Any]:
+    """Arguments of `generate` that keep padding out of what depends on the tokens or the length of a row so far."""
+
+    def chosen(name: str) -> Any:
+        return sampling.options.get(name, getattr(model.generation_config, name))
+
+    again, prompt = (float(chosen(name) or 1) for name in ("repetition_penalty", "encoder_repetition_penalty"))
+    size, least = chosen("no_repeat_ngram_size") or 0, 0 if chosen("min_new_tokens") else chosen("min_length") or 0
+    inner, off = list[LogitsProcessor](), {}
     if again != 1:
-        processors.append(PaddedPenalty(again, mask.argmax(1).repeat_interleave(_beams(model, sampling))))
+        inner.append(RepetitionPenaltyLogitsProcessor(again))
+        off["repetition_penalty"] = 1.0
+    if size:
+        inner.append(NoRepeatNGramLogitsProcessor(size))
+        off["no_repeat_ngram_size"] = 0
+    if least and stops:
+        inner.append(MinLengthLogitsProcessor(least, stops, device=str(model.device)))
+        off["min_length"] = 0
+    first = mask.argmax(1).repeat_interleave(_beams(model, sampling)).tolist()
+    processors = LogitsProcessorList([Unpadded(one, first) for one in inner])
     if prompt != 1:
         processors.append(EncoderRepetitionPenaltyLogitsProcessor(prompt, ids.where(mask == 1, ids[:, -1:])))
-    return {**dict.fromkeys(names, 1.0), "logits_processor": processors} if processors else {}
+        off["encoder_repetition_penalty"] = 1.0
+    return {**off, "logits_processor": processors} if processors else {}
 
 
 def _room(model: PreTrainedModel, ids: Sequence[int], sampling: Sampling) -> int:
