@@ -39,8 +39,6 @@ class Kernel:
     constants: dict[str, Any]
     warps: int
     shape: str
-    may_spill: int = 0
-    """Bytes of a thread: a few where 25 sources have more addresses than a thread has registers."""
 
     def source(self) -> ASTSource:
         """What Triton compiles; pointers are known to be multiples of 16 bytes, as torch's are."""
@@ -103,8 +101,7 @@ def pools() -> Iterator[Kernel]:
         warps = depth_pool.warps(width)
         yield Kernel(depth_pool.depth_pool_forward, inputs | {"bias": full, "mixed": half}, fixed, warps, shape)
         grads = {"grad": half, "grad_query": full, "grad_bias": full, "grad_sources": several, "programs": "i32"}
-        few = 8 if count > 16 else 0
-        yield Kernel(depth_pool.depth_pool_backward, inputs | grads, fixed, warps, shape, few)
+        yield Kernel(depth_pool.depth_pool_backward, inputs | grads, fixed, warps, shape)
 
 
 @dataclass(frozen=True)
@@ -121,12 +118,10 @@ class Used:
     """Bytes of a thread that did not fit its registers, and lie in memory."""
     shared: int
     """Bytes of a program."""
-    may_spill: int
-    """Bytes that it may spill."""
 
     def too_much(self) -> str | None:
         """What is beyond its bound."""
-        if self.spilled > self.may_spill:
+        if self.spilled:
             return f"{self.spilled} bytes spilled"
         if self.registers * 32 * max(self.warps, WARPS) > REGISTERS:
             return f"{self.registers} registers in each of {32 * self.warps} threads"
@@ -144,9 +139,7 @@ def use_of(kernel: Kernel, capability: int) -> Used:
         said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     found = {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", said)}
     name, spilled = kernel.function.fn.__name__, max(found["STACK"], found["LOCAL"])
-    return Used(
-        name, kernel.shape, capability, kernel.warps, found["REG"], spilled, made.metadata.shared, kernel.may_spill
-    )
+    return Used(name, kernel.shape, capability, kernel.warps, found["REG"], spilled, made.metadata.shared)
 
 
 def main() -> None:

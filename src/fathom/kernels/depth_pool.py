@@ -48,6 +48,16 @@ def depth_pool_forward(
         tl.store(weights + j * rows + row, tl.exp(scores[j] - top) / total, mask=live)
 
 
+@triton.jit
+def three_sums(a, b, c):
+    """The sums of three `[R, D]` over their rows, `[R]` each. Together they cross the warps once and through one
+    register, where each alone would wait three times and keep a register of its own for all of an unrolled loop."""
+    both, last = tl.split(tl.sum(tl.join(tl.join(a, b), tl.join(c, tl.zeros_like(c))), 1))
+    first, second = tl.split(both)
+    third, _ = tl.split(last)
+    return first, second, third
+
+
 @triton.jit(do_not_specialize=["rows", "programs"])
 def depth_pool_backward(
     query,
@@ -77,15 +87,16 @@ def depth_pool_backward(
         for j in tl.static_range(len(sources)):
             pooled += read(weight_at, live)[:, None] * read(sources[j] + at, inside)
             weight_at += rows
-        mean = tl.sum(d * pooled, 1)
+        _, _, mean = three_sums(d, d, d * pooled)  # as the gains are summed: a single source's back is 0, not nearly
         weight_at = weights + row
         for j in tl.static_range(len(sources)):
             x = read(sources[j] + at, inside)
-            inverse = 1.0 / tl.sqrt(tl.sum(x * x, 1) / WIDTH + EPS)
-            score = tl.sum(x * q, 1) * inverse
+            square, score, gain = three_sums(x * x, x * q, d * x)
+            inverse = 1.0 / tl.sqrt(square / WIDTH + EPS)
+            score *= inverse
             weight = read(weight_at, live)
             weight_at += rows
-            back = weight * (tl.sum(d * x, 1) - mean)  # again, since all of them would not fit the registers
+            back = weight * (gain - mean)
             along = back * inverse
             made = weight[:, None] * d + along[:, None] * q - (along * score * inverse / WIDTH)[:, None] * x
             tl.store(grad_sources[j] + at, made.to(grad_sources[j].dtype.element_ty), mask=inside)
