@@ -60,6 +60,7 @@ def _checks() -> Iterator[Cell]:
 def _bandwidths() -> Iterator[Cell]:
     for sources in (1, 2, 4, 12):
         yield Cell("bandwidth", f"depth_mix {sources}", 10 if sources == 2 else 30)
+        yield Cell("bandwidth", f"norm_rotate_mix {sources}", 10 if sources == 2 else 30)
     for sources in (2, 9):
         yield Cell("bandwidth", f"depth_pool {sources}", 10 if sources == 9 else 30)
 
@@ -230,12 +231,12 @@ def bandwidth(kernel: str, sources: str, tiny: bool) -> dict[str, Any]:
 
     torch.manual_seed(0)
     dtype, where = torch.bfloat16, device()
-    call, inputs = (mix_of if kernel == "depth_mix" else pool_of)(int(sources), tiny, dtype, where)
-    once = sum(x.nbytes for x in inputs)
-    out = call()
-    grad = torch.randn_like(out)
-    # Forward reads everything and writes the output; backward reads everything and its gradient and writes theirs.
-    moved = {"forward": once + out.nbytes, "both": once + out.nbytes + 2 * once + grad.nbytes}
+    of = {"depth_mix": mix_of, "norm_rotate_mix": rotated_mix_of, "depth_pool": pool_of}[kernel]
+    call, inputs = of(int(sources), tiny, dtype, where)
+    grads = [torch.randn_like(x) for x in call()]
+    once, made = (sum(x.nbytes for x in tensors) for tensors in (inputs, grads))
+    # Forward reads everything and writes the outputs; backward reads everything and their gradients and writes its own.
+    moved = {"forward": once + made, "both": once + made + 2 * once + made}
     rounds = 2 if tiny else 30
     big = torch.empty(1 << (16 if tiny else 28), dtype=dtype, device=where)
     other = torch.empty_like(big)
@@ -250,7 +251,7 @@ def bandwidth(kernel: str, sources: str, tiny: bool) -> dict[str, Any]:
         this = torch.compile(call) if way == "compiled" else call
 
         def both(this: Callable[[], Any] = this) -> None:
-            torch.autograd.grad(this(), inputs, grad, allow_unused=True)
+            torch.autograd.grad(this(), inputs, grads, allow_unused=True)
 
         for name, timed in (("forward", this), ("both", both)):
             seconds = seconds_of(timed, rounds)
@@ -260,26 +261,58 @@ def bandwidth(kernel: str, sources: str, tiny: bool) -> dict[str, Any]:
     return found
 
 
-def mix_of(sources: int, tiny: bool, dtype: Any, where: str) -> tuple[Callable[[], Any], list[Any]]:
-    """A layer's mix at 32768 tokens of 16 query and 4 key-value heads, and its inputs."""
+Made = tuple[Callable[[], Sequence[Any]], list[Any]]
+"""What makes a layer's outputs, and its inputs."""
+
+
+def heads_of(count: int, tiny: bool, dtype: Any, where: str) -> Any:
+    """32768 tokens of so many heads of width 64, `[B, T, H, D]`."""
+    import torch
+
+    batch, length = (1, 4) if tiny else (16, 2048)
+    return torch.randn(batch, length, count, 64, device=where, dtype=dtype)
+
+
+def mix_of(sources: int, tiny: bool, dtype: Any, where: str) -> Made:
+    """A layer's mix at 32768 tokens of 16 query and 4 key-value heads."""
+    from fathom.models import FathomConfig
+    from fathom.models.depth_attention import DepthAttention
+
+    query, *rest = (
+        heads_of(count, tiny, dtype, where).transpose(1, 2).requires_grad_() for count in (16, *[4] * (2 * sources + 2))
+    )
+    mixer = DepthAttention(FathomConfig(mixer="depth_attention"), 1)
+    return lambda: [mixer(query, rest[0], rest[1], tuple(rest[2:]))], [query, *rest]
+
+
+def rotated_mix_of(sources: int, tiny: bool, dtype: Any, where: str) -> Made:
+    """The same, from raw queries and keys: their norms and rotation too."""
     import torch
 
     from fathom.models import FathomConfig
     from fathom.models.depth_attention import DepthAttention
+    from fathom.models.replaceable import faster
+    from fathom.models.rms_norm import RMSNorm
+    from fathom.models.rotary import rotate
 
-    batch, length = (1, 4) if tiny else (16, 2048)
-
-    def tensor(heads: int) -> Any:
-        x = torch.randn(batch, length, heads, 64, device=where, dtype=dtype)
-        return x.transpose(1, 2).requires_grad_()
-
-    query, *rest = tensor(16), *(tensor(4) for _ in range(2 * sources + 2))
+    query, key, value = own = [heads_of(n, tiny, dtype, where).requires_grad_() for n in (16, 4, 4)]
+    rest = [heads_of(4, tiny, dtype, where).transpose(1, 2).requires_grad_() for _ in range(2 * sources)]
+    norms = [RMSNorm(64, eps=1e-6).to(where, dtype) for _ in range(2)]
+    turns = torch.rand(1, query.shape[1], 32, device=where) * 6
+    cos, sin = torch.cat((turns, turns), -1).cos().to(dtype), torch.cat((-turns, turns), -1).sin().to(dtype)
     mixer = DepthAttention(FathomConfig(mixer="depth_attention"), 1)
-    return lambda: mixer(query, rest[0], rest[1], tuple(rest[2:])), [query, *rest]
+
+    def call() -> Sequence[Any]:
+        if (fused := faster("norm_rotate_mix", value)) is not None:
+            return fused(own, tuple(rest), mixer.self_bias, norms, (cos, sin), False)
+        turned = rotate(norms[0](query).transpose(1, 2), norms[1](key).transpose(1, 2), cos, sin)
+        return *turned, mixer(*turned, value.transpose(1, 2), tuple(rest))
+
+    return call, [*own, *rest]
 
 
-def pool_of(sources: int, tiny: bool, dtype: Any, where: str) -> tuple[Callable[[], Any], list[Any]]:
-    """A sub-layer's read at 32768 tokens of width 1536, and its inputs."""
+def pool_of(sources: int, tiny: bool, dtype: Any, where: str) -> Made:
+    """A sub-layer's read at 32768 tokens of width 1536."""
     import torch
 
     from fathom.models import FathomConfig
@@ -291,7 +324,7 @@ def pool_of(sources: int, tiny: bool, dtype: Any, where: str) -> tuple[Callable[
     for parameter in residual.parameters():
         torch.nn.init.normal_(parameter)
     state = tuple(torch.randn(shape, device=where, dtype=dtype, requires_grad=True) for _ in range(sources))
-    return lambda: residual.read(state)[0], list(state)
+    return lambda: [residual.read(state)[0]], list(state)
 
 
 def model_of(shape: str, name: str, how: str, training: bool) -> tuple[Any, int, int]:

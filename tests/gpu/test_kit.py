@@ -90,12 +90,19 @@ def test_plans_grow_and_every_mechanism_is_in_the_longest():
     assert trained == (set(MECHANISMS) - set(DEFAULTS.values())) | {"hf", "vanilla"}
 
 
+def test_the_bandwidth_of_every_kernel_of_ours_is_a_cell():
+    files = (ROOT / "src" / "fathom" / "kernels").glob("*.py")
+    ours = {file.stem for file in files if f'custom_op("fathom::{file.stem}"' in file.read_text(encoding="utf-8")}
+    assert ours and {cell.name.split()[0] for cell in kit.cells() if cell.step == "bandwidth"} == ours
+
+
 @pytest.mark.slow
 def test_the_kit_itself_on_a_cpu(tmp_path):
     """One cell of each kind at sizes that say nothing; conformance is skipped where there is no GPU."""
     for step, cell in (
         ("conformance", "vanilla_is_qwen3"),
         ("bandwidth", "depth_mix 2"),
+        ("bandwidth", "norm_rotate_mix 2"),
         ("bandwidth", "depth_pool 2"),
         ("train", "tiny hf eager"),
         ("train", "tiny depth_attention eager"),
