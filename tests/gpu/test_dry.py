@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,9 +17,10 @@ import torch
 from torch import Tensor
 from torch._dynamo.exc import Unsupported
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.nn.attention import flex_attention as flex
 from transformers.initialization import no_init_weights
 
-from fathom.models import FathomForCausalLM, loss, mixture, several_trips, slot_cache, slots
+from fathom.models import FathomForCausalLM, flex_reading, loss, mixture, several_trips, slot_cache, slots
 from fathom.recipe import Optim
 from fathom.training.build import clip_gradients
 from fathom.training.guard import Guard
@@ -31,6 +33,10 @@ pytestmark = [
     *(pytest.mark.dry, pytest.mark.slow),
     pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built without CUDA"),
 ]
+
+
+READ_BY_RULE = ["ponder2", "ponder3", "adaponder", "latent_cot", "latent_cot+depth_attention"]
+"""Models whose trips read one another or halt."""
 
 
 def answered(x: Tensor) -> Any:
@@ -71,7 +77,11 @@ def test_training_goes_forward(case, pretended):
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("case", CASES)
 def test_decoding(case, padded, pretended):
-    model = model_on("cuda", case).eval()
+    decode(model_on("cuda", case).eval(), padded)
+
+
+def decode(model: FathomForCausalLM, padded: bool) -> None:
+    """A prompt and two tokens."""
     cache = None
     with torch.no_grad():
         for length, seen in ((5, 5), (1, 6), (1, 7)):
@@ -79,6 +89,26 @@ def test_decoding(case, padded, pretended):
             out = model(words("cuda", 2, length), attention_mask=mask, past_key_values=cache, use_cache=True)
             cache = out.past_key_values
             assert out.logits.device.type == "cuda" and out.logits.shape[:2] == (2, length)
+
+
+@pytest.fixture
+def by_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """FlexAttention without its kernels, which need the device."""
+    monkeypatch.setattr(flex_reading, "compiled", lambda: flex.flex_attention)
+    monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)  # it knows no `meta`
+
+
+@pytest.mark.parametrize("case", READ_BY_RULE)
+def test_flex_attention_goes_forward_and_decodes(case, pretended, by_rule):
+    """Without gradients: it differentiates its function beforehand, which asks the device."""
+    model, ids = model_on("cuda", case), words("cuda", 2, 7)
+    model.set_attn_implementation("flex_attention")
+    with torch.no_grad():
+        for skip in (False, True):
+            model.model.recurrence.skip_dead_rows = skip
+            assert model.train()(ids, labels=ids).loss.device.type == "cuda"
+    for padded in (False, True):
+        decode(model.eval(), padded)
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -124,14 +154,49 @@ def test_a_training_step_on_one_device_without_a_read(case, as_elsewhere):
     assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())
 
 
+@pytest.mark.parametrize("case", READ_BY_RULE)
+def test_a_step_of_flex_attention(case, as_elsewhere, by_rule, monkeypatch):
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # what it compiles inside sees no mode
+    model = model_on("meta", case).train()
+    model.set_attn_implementation("flex_attention")
+    with OneDevice():
+        step(model)
+    assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())
+
+
+@pytest.mark.parametrize("case", READ_BY_RULE)
+def test_a_compiled_step_of_flex_attention(case, as_elsewhere, by_rule):
+    compiled_step(case, "flex_attention")
+
+
+def test_a_rule_on_the_host_is_seen(as_elsewhere, by_rule, monkeypatch):
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    made = several_trips.read_rule
+
+    def on_the_host(view: Any, query: Any, key: Any, reach: Any) -> Any:
+        bias = torch.zeros(1, key.token.shape[1], device="cpu")
+        return replace(made(view, query, key, reach), bias=bias)
+
+    monkeypatch.setattr(several_trips, "read_rule", on_the_host)
+    model = model_on("meta", "latent_cot").train()
+    model.set_attn_implementation("flex_attention")
+    with OneDevice(), pytest.raises(Refused, match="tensors on cpu and meta"):
+        step(model)
+
+
 @pytest.mark.parametrize("case", CASES)
 def test_a_compiled_step(case, as_elsewhere):
     """One graph forward and one backward; the kernels that Inductor would write need the device."""
+    compiled_step(case, "sdpa")
+
+
+def compiled_step(case: str, backend: str) -> None:
     torch._dynamo.reset()
     layers = (
         {"num_hidden_layers": 2} if config_of(case).recurrence not in ("once", "loop") else {}
     )  # it holds each pass
     model = model_on("meta", case, **layers).train()
+    model.set_attn_implementation(backend)
     step(torch.compile(model, backend="aot_eager", fullgraph=True))
     assert all(p.grad is not None and p.grad.is_meta for p in model.parameters())
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import HigherOrderOperator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -75,9 +76,15 @@ class HostReads(TorchDispatchMode):
 class OneDevice(TorchDispatchMode):
     """Refuses operators on tensors of two devices and reads by the host, which `meta` alone lets pass."""
 
+    supports_higher_order_operators = True  # FlexAttention is one
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         kinds = set(self.kinds((args, kwargs)))
+        if isinstance(func, HigherOrderOperator):
+            if len(kinds) > 1:
+                raise Refused(f"{func} at {place()}: tensors on {' and '.join(sorted(kinds))}")
+            return func(*args, **kwargs)
         if waits(func, args) and "meta" in kinds:
             raise Refused(f"{func} at {place()}: a read by the host")
         if named(func, COPIES):

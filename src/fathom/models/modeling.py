@@ -40,6 +40,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration import FathomConfig
 from .engines import check_engine, engine_config, seat, take_banks
 from .feed_forward import FeedForward
+from .flex_reading import Rule, attend_by_rule
 from .loss import causal_lm_loss, shifted, token_losses
 from .published import HUB_KEYS, released
 from .reading import attend_beside, with_key_bias
@@ -91,7 +92,7 @@ class Attention(nn.Module):
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | None,
+        attention_mask: Tensor | Rule | None,
         past_key_values: Cache | None = None,
         bank: int | None = None,
         sources: tuple[Tensor, ...] = (),
@@ -139,6 +140,8 @@ class Attention(nn.Module):
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
             self.config._attn_implementation, eager_attention_forward
         )
+        if isinstance(attention_mask, Rule):
+            attend = attend_by_rule
         if earlier:
             attend = partial(attend_beside, attend, earlier)
         output, weights = attend(

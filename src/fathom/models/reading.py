@@ -25,6 +25,16 @@ MASKED = ("sdpa", "eager")
 """Attention backends that take a mask of any shape."""
 
 
+def reads(view: View, t: Tensor, k: Tensor, of: Tensor, at: Tensor, halt: Tensor | None) -> Tensor:
+    """Whether slot (t, k) reads slot (of, at), whose token's last trip is `halt`."""
+    if view is View.ALL:
+        return (of < t) | ((of == t) & (at <= k))
+    if view is View.DUO:
+        return (of <= t) & (at <= k)
+    assert halt is not None
+    return (of <= t) & ((at == k) | ((at == halt) & (at < k)))  # at = min(k, halt), without numbers of each pair
+
+
 def read_mask(view: View, query: Tags, key: Tags, reach: int | None, dtype: torch.dtype | None) -> Tensor:
     """Which query slot reads which key slot, `[B, 1, M, N]`: bool, or with a `dtype` the number to add to the logit.
 
@@ -37,14 +47,7 @@ def read_mask(view: View, query: Tags, key: Tags, reach: int | None, dtype: torc
     """
     t, k = query.token.unsqueeze(2), query.trip.unsqueeze(2)  # [B, M, 1]
     of, at = key.token.unsqueeze(1), key.trip.unsqueeze(1)  # [B, 1, N]
-    if view is View.ALL:
-        seen = (of < t) | ((of == t) & (at <= k))
-    elif view is View.DUO:
-        seen = (of <= t) & (at <= k)
-    else:
-        assert key.halt is not None
-        last = key.trip.eq(key.halt).unsqueeze(1)
-        seen = (of <= t) & ((at == k) | (last & (at < k)))  # at = min(k, halt), without numbers of [M, N]
+    seen = reads(view, t, k, of, at, None if key.halt is None else key.halt.unsqueeze(1))
     if reach is not None:
         seen = seen & (t - of < reach)
     if query.document is not None and key.document is not None:

@@ -17,10 +17,11 @@ from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
+from .flex_reading import FLEX, NO_BACKWARD, Rule, read_rule
 from .host import to_host
 from .reading import MASKED, read_mask, side_by_side
 from .roles import TripState, View
-from .slot_cache import Placement, SlotTable, Tags
+from .slot_cache import FixedTable, Placement, SlotTable, Tags
 from .slots import Out, TokenSubset, Turn, Visit, jacobi, joined, sweep
 
 if TYPE_CHECKING:
@@ -93,6 +94,8 @@ def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | No
         cache: A cache with a bank for every visit; for a model that keeps slots, its `Store`.
     """
     recurrence = model.recurrence
+    if x.requires_grad and x.device.type in NO_BACKWARD and model.config._attn_implementation == FLEX:
+        raise ValueError(f"attn_implementation={FLEX} has no backward pass on {x.device.type}: take sdpa")
     if not isinstance(cache, Store) and not model.slotted:
         return sweep(recurrence, x, Banked(model, inputs, x, cache), inputs.trips)[0]
     store = cache if isinstance(cache, Store) else None
@@ -124,6 +127,8 @@ def _among_ranks() -> bool:
 def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: bool) -> TripState:
     """Run with a slot cache, in chunks; one token at a time where the solver must be exact."""
     recurrence, table, length = model.recurrence, store.table, x.shape[1]
+    if model.config._attn_implementation == FLEX and isinstance(table, FixedTable):
+        raise ValueError(f"attn_implementation={FLEX} reads no static cache of slots: take sdpa, or a dynamic cache")
     table.open(x.shape[0], table.columns + length, x.device)
     exact = recurrence.exact()
     step = AT_ONCE if not solve else 1 if exact else length
@@ -143,8 +148,9 @@ def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: 
 def check_backend(model: FathomModel, trips: int) -> None:
     """Refuse an attention backend that takes causal masks only, before anything is computed."""
     backend = str(model.config._attn_implementation)
-    if trips > 1 and backend not in MASKED:
-        raise ValueError(f"trips that read one another need attn_implementation {' or '.join(MASKED)}, not {backend}")
+    if trips > 1 and backend not in (*MASKED, FLEX):
+        able = f"{', '.join(MASKED)} or {FLEX}"
+        raise ValueError(f"trips that read one another need attn_implementation {able}, not {backend}")
 
 
 @dataclass
@@ -195,6 +201,7 @@ class TripMaker:
             for kind in dict.fromkeys(model.config.layer_types)
         }
         """By layer type: how many tokens back it reads; None for all."""
+        self.by_rule = model.slotted and model.config._attn_implementation == FLEX
 
     def out(self, residual: Tensor, trip: int, entry: Tensor | None = None) -> Out:
         """A trip's output as the recurrence gets it."""
@@ -211,13 +218,15 @@ class TripMaker:
     def _through(self, x: Tensor, one: Pass) -> Passed:
         model = self.model
         state = model.final_residual.begin(x)
-        passed = Passed(x, {}, [])
+        pairs: dict[int, KeyValue] = {}
+        hidden: list[Tensor] = []
+        entry = None
         for visit in one.visits:
             if visit.trip == 0 and visit.layer == model.recurrence.entry_layer:
-                passed.entry = model.final_residual(state)[0] if visit.layer else x
+                entry = model.final_residual(state)[0] if visit.layer else x
             if self.inputs.hidden is not None:
-                passed.hidden.append(model.final_residual(state)[0] if passed.hidden else x)
-            found = (passed.pairs[i] if i in passed.pairs else one.sources[i] for i in visit.sources)
+                hidden.append(model.final_residual(state)[0] if hidden else x)
+            found = (pairs[i] if i in pairs else one.sources[i] for i in visit.sources)
             earlier = one.earlier.get(visit.layer, ())
             *after, key, value = model.layers[visit.layer](
                 *state,
@@ -234,9 +243,9 @@ class TripMaker:
             )
             state = tuple(after)
             if visit.kept or one.keep:
-                passed.pairs[visit.index] = (key, value)
-        passed.residual = model.final_residual(state)[0]
-        return passed
+                pairs[visit.index] = (key, value)
+        # Made whole: what a compiled graph of torch 2.13 writes over an attribute after FlexAttention is lost.
+        return Passed(model.final_residual(state)[0], pairs, hidden, entry)
 
     def record(self, passed: Passed, stages: int = 1) -> None:
         """Keep a pass' hidden states; those of interleaved trips are separated."""
@@ -248,11 +257,18 @@ class TripMaker:
 
     def causal_masks(self, x: Tensor, padding: Tensor | None, packed: Tensor | None) -> Mapping[str, object]:
         """transformers' causal masks; `padding` is `[B, N]`, `packed` the positions of packed documents."""
+        if self.by_rule:
+            token = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
+            first, inputs = torch.zeros_like(token), self.inputs
+            tags = Tags(token, first, inputs.live, None, inputs.documents(), halt=first)
+            return {kind: read_rule(self.view, tags, tags, reach) for kind, reach in self.reach.items()}
         return self.model.causal_masks(x, padding, None if self.model.slotted else self.inputs.cache, packed)
 
-    def masks(self, query: Tags, key: Tags) -> dict[str, Tensor]:
+    def masks(self, query: Tags, key: Tags) -> Mapping[str, Tensor | Rule]:
         """Masks that say which slot reads which, by layer type."""
         check_backend(self.model, self.inputs.trips)
+        if self.by_rule:
+            return {kind: read_rule(self.view, query, key, reach) for kind, reach in self.reach.items()}
         as_bool = self.model.config._attn_implementation == "sdpa" and key.bias is None
         as_bool = as_bool and not torch.is_grad_enabled()  # with gradients every layer would keep an additive copy
         dtype = None if as_bool else self.inputs.dtype
@@ -397,6 +413,8 @@ class Interleaved(TripMaker):
         inputs, stages = self.inputs, len(turns)
         first = torch.arange(stages, device=x.device)
         slots = (inputs.positions.unsqueeze(2) * stages + first).flatten(1, 2)
+        if self.by_rule:
+            return self.masks(tags, tags), slots
         if not self.causal:
             tags = replace(tags, bias=None)
             return self.masks(tags, tags), slots
@@ -407,7 +425,9 @@ class Interleaved(TripMaker):
 
     def _own_bias(self, tags: Tags) -> Tensor | None:
         """The bias on the logits of queries that read the slots of this pass, `[B, N]`. With a plain causal mask it
-        also hides dead slots."""
+        also hides dead slots; a rule has it inside."""
+        if self.by_rule:
+            return None
         if not self.causal or not (self.model.recurrence.halts and tags.live is not None):
             return tags.bias
         bias = torch.zeros((), device=tags.live.device) if tags.bias is None else tags.bias

@@ -19,6 +19,7 @@ from fathom.data.puzzles import open_data
 from fathom.data.shards import TokenDataset
 from fathom.kernels import use
 from fathom.models.configuration import FathomConfig
+from fathom.models.flex_reading import FLEX, NO_BACKWARD
 from fathom.models.modeling import FathomCausalLMOutput, FathomForCausalLM
 from fathom.recipe import Recipe, RecipeError
 from fathom.training.adapters import adapt
@@ -129,6 +130,9 @@ def build_training(
     ranks = ranks or Ranks(device=device_of(recipe.train.device))
     use(recipe.train.kernels, ranks.device.type)
     config = recipe.config()
+    if config._attn_implementation == FLEX and ranks.device.type in NO_BACKWARD:
+        where = ranks.device.type
+        raise RecipeError(f"model.attn_implementation={FLEX}: no backward pass on {where}; allowed there: sdpa, eager")
     _require_context(recipe, config)
     _require_rows_per_rank(recipe, ranks.world_size)
     if data is None:
