@@ -329,6 +329,16 @@ def test_another_recipe_is_refused(small: Recipe, planted):
         make_plan(small.override("optim.lr=1e-4", "optim.eps=1e-6"), "vanilla,again=vanilla", out=out)
 
 
+def test_a_report_is_written_where_no_run_could_go_on(planted, monkeypatch):
+    """On a login node, say, which has no GPU."""
+
+    def refuse(name: str) -> None:
+        raise RecipeError("no CUDA device here")
+
+    monkeypatch.setattr("fathom.comparison.plan.device_of", refuse)
+    assert main(["compare", str(planted[1]), "--report"]) == 0
+
+
 def test_the_command_prints_tables(planted, capsys):
     _, out = planted
     assert main(["compare", str(out), "--report"]) == 0

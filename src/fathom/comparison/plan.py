@@ -145,7 +145,7 @@ def make_plan(
 
 
 def check(plan: Plan, out: Path | None = None, begins: bool = True) -> None:
-    """Open the data as every arm will, and its model if none has begun, and compare existing runs with the plan.
+    """Open the data as every arm will, its device and model if none has begun, and compare existing runs with the plan.
 
     Args:
         plan: What will run.
@@ -154,7 +154,6 @@ def check(plan: Plan, out: Path | None = None, begins: bool = True) -> None:
     """
     begins = begins and (out is None or not (out / PLAN).exists())
     for name, recipe in plan.recipes.items():
-        device_of(recipe.train.device)
         data = open_data(recipe.data.directory, verify=False, collections=recipe.data.collections)
         open_data(recipe.data.directory, "val", False, recipe.data.collections)
         data.require_vocabulary(recipe.config().vocab_size)
@@ -163,6 +162,7 @@ def check(plan: Plan, out: Path | None = None, begins: bool = True) -> None:
         if rows % min(recipe.train.micro_batch, rows):
             raise RecipeError(f"arm {name}: train.micro_batch={recipe.train.micro_batch}: allowed: a divisor of {rows}")
         if begins:
+            device_of(recipe.train.device)
             check_model(recipe, data)
     for task in tasks(plan, out) if out is not None else ():
         path = task.run_dir / RECIPE

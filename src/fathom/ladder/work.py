@@ -88,9 +88,9 @@ def climb(
 
 def settle(ladder: Ladder, out: Path, workers: int = 1) -> Ladder:
     """Write the plan, or check that the directory has the same one; returns the plan as written."""
+    check_kernels(ladder.plan(ladder.sizes[0], dict.fromkeys((arm.name for arm in ladder.every_arm), 1.0)))
     if (out / LADDER).exists():
         return _as_written(ladder, out)
-    check_kernels(ladder.plan(ladder.sizes[0], dict.fromkeys((arm.name for arm in ladder.every_arm), 1.0)))
     out.mkdir(parents=True, exist_ok=True)
     write_atomically(out / SLURM, slurm(out, max(workers, len(ladder.arms))))
     ladder.write(out)
