@@ -311,7 +311,7 @@ class FixedSlabBatch(SlabBatch):
     def __init__(self, compiled: Compiled, trips: int | None) -> None:
         super().__init__(compiled.model, trips)
         self.compiled = compiled
-        super().reserve(compiled.rows, compiled.tokens)
+        super().reserve(compiled.rows, compiled.tokens + 1)  # a program that reads all places would read no fewer
 
     def reserve(self, rows: int, tokens: int) -> None:
         """There is room from the start."""

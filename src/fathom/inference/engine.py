@@ -552,7 +552,7 @@ def compiled_steps(model: PreTrainedModel, memory: int, tokens: int, trips: int 
         raise ServeError(
             f"--compile {tokens}: allowed: 2 to {model.config.max_position_embeddings}, the model's context"
         )
-    rows = min(ROWS, memory // (token_bytes(model, trips) * tokens))
+    rows = min(ROWS, memory // (token_bytes(model, trips) * (tokens + 1)))  # one place is spare
     if not rows:
         raise ServeError(f"--compile {tokens}: --cache-memory has no room for one text of so many tokens")
     return Compiled(model, rows, tokens)
