@@ -139,28 +139,38 @@ def products(weights: Sequence[torch.Tensor], rows: Sequence[int]) -> dict[int, 
     return {n: 1000 * seconds for n, seconds in least.items()}
 
 
-def ceiling(model: FathomForCausalLM, clients: int, prompt: int, tokens: int) -> dict[str, Any]:
-    """What several clients could gain if a trip's matrix products were all that a text of one trip costs."""
+def ceiling(model: FathomForCausalLM, prompt: int, tokens: int, clients: int, work: dict[str, float]) -> dict[str, Any]:
+    """What is left to gain for several clients: the matrix products of their rows are work that nothing else saves.
+
+    Every trip of a pondering model passes the head too. Prompts are read in one call, and only their last tokens pass
+    it; the rest of what a text costs may at best be free.
+
+    Args:
+        model: Its weights.
+        prompt: Tokens of each prompt.
+        tokens: New tokens of each text.
+        clients: How many.
+        work: Measured milliseconds of processor for a token, by way.
+    """
     linear = {name: module.weight for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
-    head = products([linear.pop("lm_head")], [1, clients])
-    layers = products([*linear.values()], [1, clients, 2 * clients, prompt, clients * prompt])
-
-    def texts(n: int) -> float:
-        """Milliseconds for each of n at once: their prompts, whose last tokens the head reads, then the others."""
-        return (layers[n * prompt] + head[n] + (tokens - 1) * (layers[n] + head[n])) / n
-
-    one, several = (layers[n] + head[n] for n in (1, clients))
-    gain = texts(1) / texts(clients)
-    words = f"{clients} rows cost {several / one:.2f} times one, so a step gains {clients * one / several:.1f} times"
-    words += f" and a text with its prompt {gain:.1f}; to gain 5, a step may cost {clients / 5:.2f} times one row's"
+    trips = model.model.served_trips
+    step = products([*linear.values()], [1, clients, 2 * clients])
+    read = products([weight for name, weight in linear.items() if name != "lm_head"], [prompt, clients * prompt])
+    floor = {n: trips * (read[n * prompt] + (tokens - 1) * step[n]) / (n * tokens) for n in (1, clients)}
+    one, several, ratio = work["one client"], work["clients"], step[clients] / step[1]
+    words = (
+        f"{clients} rows cost {ratio:.2f} times one, so products alone gain {floor[1] / floor[clients]:.1f} times.",
+        f"A token costs one client {one:.1f} ms, each of several {several:.2f}, of it products {floor[clients]:.2f}.",
+        f"To gain 5 times, all else may take {one / 5 - floor[clients]:.2f}; it takes {several - floor[clients]:.2f}.",
+    )
     return {
-        "head_ms": head,
-        "layers_ms": layers,
-        "several_rows_by_one": several / one,
-        "step": clients * one / several,
-        "text_ms": {"one by one": texts(1), "at once": texts(clients)},
-        "clients_to_one": gain,
-        "in_words": words,
+        "step_ms": step,
+        "prompts_ms": read,
+        "several_rows_by_one": ratio,
+        "products_ms_per_token": floor,
+        "products_alone": floor[1] / floor[clients],
+        "all_else_free": one / floor[clients],
+        "in_words": " ".join(words),
     }
 
 
@@ -208,7 +218,7 @@ def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
             "clock": speed["clients"] / speed["one client"],
             "work": work_of["one client"] / work_of["clients"],
         },
-        "ceiling": ceiling(model, len(several), len(prompts[0]), tokens),
+        "ceiling": ceiling(model, len(prompts[0]), tokens, len(several), {k: 1000 * v for k, v in work_of.items()}),
         "crowd": {
             "clients": len(crowd),
             "errors": sum(one["status"] != 200 or len(one["ids"]) != tokens for one in crowd),
