@@ -332,7 +332,8 @@ class FixedTable(SlotTable):
         halt = halt.unsqueeze(2).expand(-1, -1, self.trips).flatten(1)[:, : placement.end]
         bias = None if self.bias is None else placement.read(self.bias)
         trip = place % self.trips
-        live = torch.nn.functional.pad(trip <= halt, (0, 1)).scatter(1, placement.slot, True)[:, :-1]
+        own = placement.slot.clamp(max=placement.end)  # what is thrown away goes behind all that is read
+        live = torch.nn.functional.pad(trip <= halt, (0, 1)).scatter(1, own, True)[:, :-1]
         return Tags(place // self.trips, trip, live, bias, None, halt)
 
     def crop(self, columns: int | Tensor) -> None:
