@@ -22,11 +22,11 @@ import pytest
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
 
-from fathom.models import FathomConfig, FathomForCausalLM, reading, several_trips
+from fathom.models import FathomConfig, FathomForCausalLM, reading, several_trips, slot_cache
 from fathom.models.depth_attention import DepthAttention
 from fathom.models.pondering import Pondering
 from fathom.models.registry import ALL as MECHANISMS
-from fathom.models.slot_cache import FixedTable, SlotTable
+from fathom.models.slot_cache import SlotTable
 
 from .oracle_numpy import Oracle, Row, Token, rotations
 
@@ -530,22 +530,32 @@ def trips_take_positions(patch: pytest.MonkeyPatch) -> None:
 
 
 def halts_of_the_next_column(patch: pytest.MonkeyPatch) -> None:
-    """The last trip of a token is looked up one column too far."""
+    """The last trip of a token is looked up one column too far, where slots are read under a mask."""
+    tags = SlotTable.tags
 
-    def planted(table: type[SlotTable]) -> None:
-        tags = table.tags
+    def faulty(self: SlotTable, placement: Any) -> Any:
+        found = tags(self, placement)
+        halt = self.halt if placement.batch is None else self.halt[placement.batch]
+        found.halt = halt.gather(1, (found.token + 1).clamp(0, halt.shape[1] - 1).expand(len(halt), -1))
+        return found
 
-        def faulty(self: SlotTable, placement: Any) -> Any:
-            found = tags(self, placement)
-            halt = self.halt if placement.batch is None else self.halt[placement.batch]
-            token = (found.token + 1).clamp(0, halt.shape[1] - 1).expand(len(halt), -1)
-            found.halt = halt.gather(1, token)
-            return found
+    patch.setattr(SlotTable, "tags", faulty)
+    patch.setattr(slot_cache, "gathering_pays", lambda *sizes: False)
 
-        patch.setattr(table, "tags", faulty)
 
-    planted(SlotTable)
-    planted(FixedTable)
+def slots_of_the_trip_before(patch: pytest.MonkeyPatch) -> None:
+    """Gathered are the slots that an earlier trip reads."""
+    narrow = SlotTable.narrow
+
+    def faulty(self: SlotTable, placement: Any, query: Any, trip: int, alone: bool) -> Any:
+        return narrow(self, placement, query, max(trip - 1, 0), alone)
+
+    patch.setattr(SlotTable, "narrow", faulty)
+
+
+def fixed_places_left_empty(patch: pytest.MonkeyPatch) -> None:
+    """Trips that a token did not make have nothing in their fixed places."""
+    patch.setattr(several_trips, "repeat_last", lambda *where: None)
 
 
 def one_round_more(patch: pytest.MonkeyPatch) -> None:
@@ -568,7 +578,9 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], list[int]] = {
     lone_survivor_sees_all: [25, 997, 1911],
     raw_values_cached: [51, 87, 163, 355],
     trips_take_positions: [3, 7, 10, 14],
-    halts_of_the_next_column: [50, 57, 115],
+    halts_of_the_next_column: [50, 57, 64],
+    slots_of_the_trip_before: [36, 43, 50, 57],
+    fixed_places_left_empty: [115, 393],
     one_round_more: [2, 13, 16, 53],
     windows_one_wider: [2, 7, 67, 71],
 }

@@ -15,6 +15,8 @@ from fathom.models.arithmetic import layer_flops
 from fathom.models.cost import count_parameters, mechanism_cost
 from fathom.models.numerics import lowest_mean
 from fathom.models.pondering import lowest_sum
+from fathom.models.roles import View
+from fathom.models.slot_cache import gathering_pays
 from fathom.training.callback import FollowSteps
 
 from .cases import SHAPE, config_of, set_options, tokens
@@ -323,7 +325,7 @@ def test_parameters():
 
 @every_method
 def test_decoding_costs_what_is_declared(method):
-    """Nobody halting; attention scores apart: a slot cache is read whole, and the view masks it."""
+    """Nobody halting; attention scores apart: a trip reads what its view shows, or all slots if copying costs more."""
     few = {"top_k": 3} if "top_k" in METHODS[method][1] and method != "ponder-all" else {}
     model = thinker(method, dtype=torch.float32, **OPEN.get(method, {}), **few)
     config, length = model.config, 8
@@ -332,9 +334,12 @@ def test_decoding_costs_what_is_declared(method):
     stepwise(model, tokens(1, length - 1), cache=cache)
     with FlopCounterMode(display=False) as counter:
         stepwise(model, tokens(1, 1), cache=cache)
-    trips = config.recurrence_options["trips"]
-    slots = trips**2 * (length - 1) + trips * (trips + 1) // 2
-    keys = slots if model.model.slotted else trips * length
+    trips, view = config.recurrence_options["trips"], model.model.recurrence.view
+    keys = 0
+    for k in range(trips):
+        stored, seen = trips * (length - 1) + k + 1, length * (1 if view is View.SAME else k + 1)
+        gathers = view is not View.ALL and gathering_pays(1, seen, stored, False)
+        keys += seen if gathers or not model.model.slotted else stored
     scores = config.num_hidden_layers * keys * 4 * config.num_attention_heads * config.head_dim
     head = 2 * config.hidden_size * config.vocab_size
     declared = config.num_hidden_layers * layer_flops(config) + head + mechanism_cost(config).flops

@@ -461,7 +461,7 @@ class FathomModel(FathomPreTrainedModel):
         if cache is None:
             store = None
         elif self.slotted:
-            store = Store(cache, with_slots(cache, self.config.num_hidden_layers, trips))
+            store = Store(cache, with_slots(cache, self.config.num_hidden_layers, trips, self.recurrence.view))
         else:
             store = with_banks(cache, [visit.layer for trip in self.plan_of(trips) for visit in trip])
         inputs.hidden = None if places is None else []

@@ -21,7 +21,7 @@ from .flex_reading import FLEX, NO_BACKWARD, Rule, read_rule
 from .host import to_host
 from .reading import MASKED, read_mask, side_by_side
 from .roles import TripState, View
-from .slot_cache import FixedTable, Placement, SlotTable, Tags
+from .slot_cache import FixedTable, Placement, SlotTable, Tags, repeat_last
 from .slots import Out, TokenSubset, Turn, Visit, jacobi, joined, sweep
 
 if TYPE_CHECKING:
@@ -140,7 +140,10 @@ def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: 
         # A compiled step asks the host nothing: halted tokens are computed and discarded.
         picked = recurrence.halts and inputs.hidden is None and not torch.compiler.is_compiling()
         pick = (TokenSubset.keep if table.whole else TokenSubset.pick) if picked else None
-        return sweep(recurrence, x, Stored(model, inputs, x, store), inputs.trips, live=inputs.live, pick=pick)[0]
+        through = Stored(model, inputs, x, store)
+        state = sweep(recurrence, x, through, inputs.trips, live=inputs.live, pick=pick)[0]
+        through.finish()
+        return state
     rounds = (length - 1) * (inputs.trips - 1) if exact else recurrence.rounds("prefill", length)
     return jacobi(recurrence, x, Interleaved(model, inputs, store), inputs.trips, rounds, inputs.live)
 
@@ -521,6 +524,10 @@ class Stored(Picking):
         super().__init__(model, inputs, x, store.table.columns - x.shape[1])
         self.store = store
         self.fresh = not store.table.end
+        self.alone = x.shape[1] == 1
+        """By the call's tokens, not by those left in a trip: one survivor of a prompt must not read later tokens."""
+        self.complete = False
+        """Whether all tokens have made every trip that the table has room for."""
         self.plain = self.causal_masks(x, inputs.padding, inputs.packed) if self.fresh else None
 
     def __call__(self, turn: Turn) -> Out:
@@ -530,12 +537,14 @@ class Stored(Picking):
         placement = table.place(query, tokens.batch, tokens.rows)
         table.note(query, placement, turn.trip)
         positions = tokens.take(self.positions)
-        own_only = self.fresh and turn.trip == 0
+        own_only = self.fresh and (turn.trip == 0 or (self.view is View.SAME and self._all(query, placement)))
+        if not own_only:
+            placement = table.narrow(placement, query, turn.trip, self.alone)
         passed = self.through(
             tokens.take(turn.x),
             Pass(
                 self.plan[turn.trip],
-                self.plain if own_only and self.plain is not None else self._masks(query, placement, turn.trip),
+                self.plain if own_only else self._masks(query, placement, turn.trip),  # type: ignore[arg-type]
                 self.model.rotary_emb(turn.x, positions),
                 positions,
                 cache=Exchange(self.store, placement, own_only),
@@ -543,16 +552,30 @@ class Stored(Picking):
             ),
         )
         table.commit(query, placement)
+        self.complete = turn.trip == getattr(table, "trips", 0) - 1 and self._all(query, placement)
         self.leave(turn, passed)
         self.record(passed)
         return self.out(passed.residual, turn.trip, passed.entry)
 
+    def finish(self) -> None:
+        """After the last trip."""
+        table = self.store.table
+        if isinstance(table, FixedTable) and table.view is View.SAME and not self.complete:
+            repeat_last(self.store.cache, self.column)
+
+    def _all(self, query: Tags, placement: Placement) -> bool:
+        """Whether all tokens of the call make this trip."""
+        return query.live is None and placement.batch is None and query.token.shape == self.column.shape
+
     def _masks(self, query: Tags, placement: Placement, trip: int) -> Mapping[str, object]:
         table = self.store.table
         everything = {View.ALL: True, View.DUO: trip >= table.deepest, View.SAME: trip == table.deepest == 0}
-        # By the call's tokens, not by those left in this trip: one survivor of a prompt must not read later tokens.
-        alone = self.column.shape[1] == 1 and placement.slot is None and table.bias is None and table.document is None
-        if alone and everything[self.view] and set(self.reach.values()) == {None}:
+        if isinstance(placement.seen, Tensor):
+            full = placement.found is None
+        else:
+            full = placement.slot is None and everything[self.view]
+        plain = table.bias is None and table.document is None and set(self.reach.values()) == {None}
+        if self.alone and full and plain:
             return dict.fromkeys(self.reach)
         return self.masks(query, table.tags(placement))
 

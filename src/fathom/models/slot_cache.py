@@ -5,25 +5,48 @@ made are stored one after another in each row of the batch, so a token that made
 that all layers share holds the token and trip of each place. `get_seq_length` counts tokens, since positions and masks
 of `generate` depend on it. Padding is never stored.
 
-A static cache has a fixed place for every trip of every token instead: places of trips that were not made are masked.
-Its shapes never change, so that decoding can be compiled.
+Under SAME and DUO a trip reads some of the slots only. It finds them by an index of the places, `[B, trip, token]`, and
+copies them out, or reads every place under a mask: `gathering_pays` says which.
+
+A static cache has a fixed place for every trip of every token instead. Under DUO and ALL places of trips that were not
+made are masked; under SAME they repeat what the token's last trip left, so that a trip reads its own places as they
+stand, every so many in the buffers. Shapes never change, so that decoding can be compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, StaticLayer, StaticSlidingWindowLayer
 
 from .host import to_host
+from .roles import View
 
 SPARE = 8
 """A full buffer grows by 1/SPARE of its size."""
 EMPTY = -1
-"""Sentinel for unused positions: the token and the last trip of no slot."""
+"""Sentinel for unused positions: the token and the last trip of no slot, and its place."""
+COPYING = 1.5
+"""What copying the keys and values of a place costs, in readings of it by one query. Measured on CPUs; on a GPU, whose
+time is bytes, a copy that does not stay in its cache is a reading and a writing: 2."""
+
+
+def gathering_pays(queries: int, found: int, stored: int, copied: bool) -> bool:
+    """Whether to copy out the slots that a pass reads, in place of reading all that are stored under a mask.
+
+    One query reads as fast as memory gives, so that about 2.5 places must be stored for each that is read; the many of
+    a prompt read for longer than it takes to copy.
+
+    Args:
+        queries: Slots of each row that read.
+        found: Places of each row that they read.
+        stored: Places of each row in all.
+        copied: Whether reading all copies them too, as it does for some rows of the batch.
+    """
+    return (queries + COPYING) * found < (queries + COPYING * copied) * stored
 
 
 @dataclass
@@ -58,6 +81,10 @@ class Placement:
     """The pass reads the places before this one."""
     counts: list[int] | None = None
     """Slots of each row once these are stored; None where the host does not know it."""
+    seen: Tensor | slice | None = None
+    """The places that the pass reads: a range, or `[B', N]`, counted over all rows; None for all before `end`."""
+    found: Tensor | None = None
+    """False where `seen` only fills a rectangle, `[B', N]`; None where it never does."""
 
     def shape(self, rows: int, query: Tags) -> tuple[int, int]:
         """B' and M, of a table of `rows` rows."""
@@ -73,10 +100,14 @@ class Placement:
             buffer[rows.unsqueeze(1), self.slot] = new.to(buffer.dtype)
 
     def read(self, buffer: Tensor) -> Tensor:
-        """The part of a buffer that the pass reads, `[B', end, ...]`."""
+        """The part of a buffer that the pass reads, `[B', N, ...]`."""
+        if isinstance(self.seen, Tensor):
+            # By one axis: half the time of an index for rows and one for places.
+            return buffer.flatten(0, 1).index_select(0, self.seen.flatten()).unflatten(0, self.seen.shape)
+        places = slice(self.end) if self.seen is None else self.seen
         if self.batch is not None:
-            return buffer[self.batch, : self.end]
-        return buffer[:, : self.end] if self.slot is None else buffer[: len(self.slot), : self.end]
+            return buffer[self.batch, places]
+        return buffer[:, places] if self.slot is None else buffer[: len(self.slot), places]
 
 
 class SlotTable:
@@ -85,26 +116,30 @@ class SlotTable:
     whole = False
     """Whether a pass leaves no token out while another goes on, so that its shapes stay."""
 
-    def __init__(self, capacity: int = 0) -> None:
-        self.capacity = capacity
+    def __init__(self, capacity: int = 0, view: View = View.ALL) -> None:
+        self.capacity, self.view = capacity, view
         self.columns: int | Tensor = 0
         """Tokens seen, padding included; a tensor where places are fixed."""
         self.deepest = 0
         """The latest trip that any token made."""
         self.even = True
         """Whether all rows hold the same slots, so that no place has to be masked."""
+        self.padded = False
+        """Whether some columns of some rows may be padding."""
         self.end = 0
         self.count: Tensor | None = None  # [B]
         self.counts: list[int] | None = None
         """`count` on the host; None where it is not known."""
         self.halt: Tensor | None = None  # [B, columns]
         self.token = self.trip = self.bias = self.document = None
+        self.index: Tensor | None = None
+        """Where each slot stands, `[B, trip, column]`, or `EMPTY`; None until a pass wants to know."""
         self.order: Tensor | None = None
         """How the last `crop` moved the slots, for the layers to follow."""
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that belongs to a row of the batch, by name."""
-        names = ("count", "halt", "token", "trip", "bias", "document")
+        names = ("count", "halt", "token", "trip", "bias", "document", "index")
         return {name: getattr(self, name) for name in names if getattr(self, name) is not None}
 
     def select(self, rows: Tensor) -> None:
@@ -120,7 +155,10 @@ class SlotTable:
             self.count, self.counts = torch.zeros(batch, dtype=torch.long, device=device), [0] * batch
             self.halt = torch.full((batch, 0), EMPTY, dtype=torch.long, device=device)
         assert self.halt is not None
-        self.halt = torch.nn.functional.pad(self.halt, (0, columns - self.halt.shape[1]), value=EMPTY)
+        more = (0, columns - self.halt.shape[1])
+        self.halt = torch.nn.functional.pad(self.halt, more, value=EMPTY)
+        if self.index is not None:
+            self.index = torch.nn.functional.pad(self.index, more, value=EMPTY)
 
     def place(self, query: Tags, batch: Tensor | None, rows: list[int] | None = None) -> Placement:
         """Where the slots of a pass go; nothing is kept until `commit`.
@@ -192,6 +230,63 @@ class SlotTable:
         trip = torch.where(live, query.trip, EMPTY)  # the maximum below ignores it
         self.halt.view(-1).scatter_reduce_(0, place.flatten(), trip.flatten(), "amax")
         self.deepest = max(self.deepest, deepest)
+        self.padded = self.padded or (deepest == 0 and query.live is not None)
+        if self.index is not None:
+            self._point(query, placement)
+
+    def _point(self, query: Tags, placement: Placement) -> None:
+        """Add the slots of a pass to the index."""
+        assert self.index is not None
+        rows, live = self._members(query, placement)
+        if self.deepest >= self.index.shape[1]:
+            more = (0, 0, 0, self.deepest + 1 - self.index.shape[1])
+            self.index = torch.nn.functional.pad(self.index, more, value=EMPTY)
+        new = placement.slot
+        if new is None:
+            new = torch.arange(placement.start, placement.end, device=rows.device)
+        at = (rows.unsqueeze(1) * self.index.shape[1] + query.trip) * self.index.shape[2] + query.token
+        new = torch.where(live, new, EMPTY)  # the maximum below ignores it
+        self.index.view(-1).scatter_reduce_(0, at.expand_as(live).flatten(), new.flatten(), "amax")
+
+    def _indexed(self) -> Tensor:
+        """An index of the slots that are counted."""
+        assert self.count is not None and self.halt is not None and self.token is not None and self.trip is not None
+        trips, columns = self.deepest + 1, self.halt.shape[1]
+        place = torch.arange(self.token.shape[1], device=self.token.device)
+        at = torch.where(place < self.count.unsqueeze(1), self.trip * columns + self.token, trips * columns)
+        index = self.token.new_full((len(self.count), trips * columns + 1), EMPTY)
+        index.scatter_(1, at, place.expand_as(at))
+        return index[:, :-1].unflatten(1, (trips, columns)).contiguous()
+
+    def narrow(self, placement: Placement, query: Tags, trip: int, alone: bool) -> Placement:
+        """The same placement, without the places that a pass of `trip` cannot see, if copying the others pays.
+
+        Args:
+            placement: The pass'.
+            query: Its slots.
+            trip: Their trip.
+            alone: Whether the call has one token of each row; one that is left of several does not count.
+        """
+        assert self.halt is not None
+        found = self.halt.shape[1] * (1 if self.view is View.SAME else trip + 1)
+        copied = placement.batch is not None
+        if self.view is View.ALL or not gathering_pays(query.token.shape[1], found, placement.end, copied):
+            return placement
+        if self.index is None:
+            self.index = self._indexed()
+            self._point(query, placement)
+        index = self.index[:, : trip + 1]
+        if placement.batch is not None:
+            index = index[placement.batch]
+        # A later trip of a token stands behind the earlier ones, so that the last up to this one has the largest place.
+        index = index.amax(1) if self.view is View.SAME else index.flatten(1)
+        holes = self.padded or (trip > 0 and self.view is View.DUO)
+        return replace(placement, seen=self._across(index, placement), found=index != EMPTY if holes else None)
+
+    def _across(self, place: Tensor, placement: Placement) -> Tensor:
+        """Places `[B', N]` of a pass' rows, counted over all rows."""
+        rows = torch.arange(len(place), device=place.device) if placement.batch is None else placement.batch
+        return place.clamp(min=0) + rows.unsqueeze(1) * (self.capacity + 1)
 
     def commit(self, query: Tags, placement: Placement) -> None:
         """Count the slots that a pass has written."""
@@ -215,7 +310,9 @@ class SlotTable:
         assert self.count is not None and self.halt is not None and self.token is not None and self.trip is not None
         token, trip = placement.read(self.token), placement.read(self.trip)
         batch, live = placement.batch, None
-        if placement.slot is not None:
+        if isinstance(placement.seen, Tensor):
+            live = placement.found
+        elif placement.slot is not None:
             count = (self.count if batch is None else self.count[batch]) + (placement.slot < self.capacity).sum(1)
             live = torch.arange(placement.end, device=token.device) < count.unsqueeze(1)
         return Tags(
@@ -240,7 +337,7 @@ class SlotTable:
         self.token = self.token.masked_fill(~keep.gather(1, order), EMPTY)
         self.count = keep.sum(1)
         self.counts = to_host(self.count)
-        self.halt = self.halt[:, :columns]
+        self.halt, self.index = self.halt[:, :columns], None
         # At least 1 as long as there are columns, if only of padding: an `end` of 0 means that nothing was seen.
         self.columns, self.end, self.order = columns, max(*self.counts, min(columns, 1)), order
 
@@ -272,12 +369,14 @@ class SlotTable:
 
     def clear(self) -> None:
         """Forget everything."""
-        self.__init__()  # type: ignore[misc]
+        self.__init__(view=self.view)  # type: ignore[misc]
 
     def settle(self) -> None:
         """After rows came or went: drop columns that are padding in every row, and recount the slots of each."""
         assert self.count is not None and self.halt is not None and self.token is not None and self.trip is not None
-        used = to_host((self.halt != EMPTY).any(0))
+        made = self.halt != EMPTY
+        used, full = to_host(torch.stack([made.any(0), made.all(0)]))
+        self.padded = used != full
         self._end_at(self.columns - used.index(True) if any(used) else self.columns)
         self.counts = to_host(self.count)
         self.end = max(self.counts)
@@ -287,7 +386,7 @@ class SlotTable:
     def _end_at(self, columns: int) -> None:
         """Renumber columns so that there are `columns` of them, ending where they ended."""
         assert self.token is not None and self.halt is not None
-        by = columns - self.columns
+        by, self.index = columns - self.columns, None
         self.token = torch.where(self.token == EMPTY, EMPTY, self.token + by)
         self.halt = torch.nn.functional.pad(self.halt, (by, 0), value=EMPTY)  # a negative pad crops
         self.columns = columns
@@ -296,11 +395,13 @@ class SlotTable:
 class FixedTable(SlotTable):
     """A table of fixed places: that of trip k of token t is t · trips + k, whether it was made or not.
 
+    Under SAME the places of trips that were not made hold what the token's last one left, once a call is over.
+
     A pass may be of the first rows alone, if `columns` says of each of them how many tokens it has, `[B', 1]`.
     """
 
-    def __init__(self, tokens: int, trips: int) -> None:
-        super().__init__(tokens * trips)
+    def __init__(self, tokens: int, trips: int, view: View = View.ALL) -> None:
+        super().__init__(tokens * trips, view)
         self.tokens, self.trips, self.even, self.deepest = tokens, trips, False, trips - 1
 
     def open(self, batch: int, columns: int | Tensor, device: torch.device) -> None:
@@ -324,17 +425,52 @@ class FixedTable(SlotTable):
         self._write(query, placement, ("bias",))
         return placement
 
+    def narrow(self, placement: Placement, query: Tags, trip: int, alone: bool) -> Placement:
+        """As `SlotTable.narrow`. Copied are only the tokens of a longer call under SAME: it has yet to end."""
+        assert self.halt is not None
+        if self.view is not View.SAME:
+            return placement
+        seen: Tensor | slice = slice(trip, placement.end, self.trips)
+        if not alone:
+            last = self._rows(self.halt, placement)[:, : placement.end // self.trips].clamp(min=0, max=trip)
+            seen = self._across(torch.arange(last.shape[1], device=last.device) * self.trips + last, placement)
+        return replace(placement, seen=seen)
+
     def tags(self, placement: Placement) -> Tags:
         """As `SlotTable.tags`; live are the trips up to each token's last, and what the pass itself stores."""
         assert self.halt is not None and placement.slot is not None
-        place = torch.arange(placement.end, device=self.halt.device).unsqueeze(0)
-        halt = self.halt[: len(placement.slot)] if placement.batch is None else self.halt[placement.batch]
-        halt = halt.unsqueeze(2).expand(-1, -1, self.trips).flatten(1)[:, : placement.end]
-        bias = None if self.bias is None else placement.read(self.bias)
-        trip = place % self.trips
-        own = placement.slot.clamp(max=placement.end)  # what is thrown away goes behind all that is read
-        live = torch.nn.functional.pad(trip <= halt, (0, 1)).scatter(1, own, True)[:, :-1]
-        return Tags(place // self.trips, trip, live, bias, None, halt)
+        if isinstance(placement.seen, Tensor):
+            place = placement.seen % (self.capacity + 1)
+        else:
+            places = torch.arange(placement.end, device=self.halt.device).unsqueeze(0)
+            place = places if placement.seen is None else places[:, placement.seen]
+        token, trip = place // self.trips, place % self.trips
+        halt = self._rows(self.halt, placement)
+        halt = halt.gather(1, token.expand(len(halt), -1))  # [B', N]
+        if placement.seen is None:
+            own = placement.slot.clamp(max=placement.end)  # what is thrown away goes behind all that is read
+            live = torch.nn.functional.pad(trip <= halt, (0, 1)).scatter(1, own, True)[:, :-1]
+        else:
+            live = halt != EMPTY
+        return Tags(token, trip, live, None if self.bias is None else placement.read(self.bias), None, halt)
+
+    @staticmethod
+    def _rows(x: Tensor, placement: Placement) -> Tensor:
+        """The rows of a pass."""
+        assert placement.slot is not None
+        return x[: len(placement.slot)] if placement.batch is None else x[placement.batch]
+
+    def repeats(self, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The places of trips after the first of the tokens in some columns, `[B, M]`, and what each repeats: its own
+        trip, or the token's last. Rows, `[B, 1]`, and places, `[B, (trips - 1) M]` twice."""
+        assert self.halt is not None
+        rows = torch.arange(len(token), device=token.device).unsqueeze(1)
+        trip = torch.arange(1, self.trips, device=token.device).unsqueeze(1)
+        last = self.halt[rows, token].clamp(min=0).unsqueeze(1)  # [B', 1, M]
+        token = token.unsqueeze(1)
+        places = (token * self.trips + each for each in (trip, torch.minimum(trip, last)))
+        to, of = (place.flatten(1) for place in places)
+        return rows, to, of
 
     def crop(self, columns: int | Tensor) -> None:
         """As `SlotTable.crop`; nothing moves."""
@@ -346,7 +482,7 @@ class FixedTable(SlotTable):
 
     def clear(self) -> None:
         """As `SlotTable.clear`."""
-        self.__init__(self.tokens, self.trips)  # type: ignore[misc]
+        self.__init__(self.tokens, self.trips, self.view)  # type: ignore[misc]
 
     def take(self, first: int, other: SlotTable) -> tuple[Tensor, Tensor]:
         """Copy the rows of a growing table over those from `first` on, each moved to begin at column 0.
@@ -373,7 +509,7 @@ class FixedTable(SlotTable):
 
 
 def fixed_slots(layers: int, rows: int, tokens: int, trips: int, device: torch.device) -> Cache:
-    """An empty slot cache of fixed places."""
+    """An empty slot cache of fixed places, all of which are read."""
     table = FixedTable(tokens, trips)
     table.open(rows, 0, device)
     table.end, table.whole = table.capacity, True
@@ -389,6 +525,15 @@ def fix_slots(cache: Cache, first: int, other: Cache) -> None:
             layer.lazy_initialization(*(x.transpose(1, 2) for x in added.stored))
         for stored, new in zip(layer.stored, added.stored, strict=True):
             stored[rows, place] = new[:, : given.end]
+
+
+def repeat_last(cache: Cache, token: Tensor) -> None:
+    """Let the fixed places of trips that tokens, `[B, M]`, did not make repeat what their last one left, as SAME reads
+    them."""
+    rows, to, of = cache.layers[0].table.repeats(token)
+    for layer in cache.layers:
+        for stored in layer.stored:
+            stored[rows, to] = stored[rows, of]
 
 
 def move_row(cache: Cache, source: int, target: int) -> None:
@@ -557,7 +702,7 @@ class SlotLayer(GrowingLayer):
         self.stored, self.is_initialized = None, False
 
 
-def with_slots(cache: Cache, layers: int, trips: int) -> SlotTable:
+def with_slots(cache: Cache, layers: int, trips: int, view: View) -> SlotTable:
     """Make an empty cache a slot cache, in place, and return its table. Idempotent."""
     if cache.layers and isinstance(cache.layers[0], SlotLayer):
         table = cache.layers[0].table
@@ -574,7 +719,7 @@ def with_slots(cache: Cache, layers: int, trips: int) -> SlotTable:
     # A layer of a window says how wide that is, not how many tokens the cache is for: with no other kind, slots grow.
     whole = [layer for layer in cache.layers if not isinstance(layer, StaticSlidingWindowLayer)]
     static = [layer.max_cache_len for layer in whole if isinstance(layer, StaticLayer)]
-    table = FixedTable(max(static), trips) if static else SlotTable()
+    table = FixedTable(max(static), trips, view) if static else SlotTable(view=view)
     cache.layers[:] = [SlotLayer(table, owner=i == 0) for i in range(layers)]
     cache.layer_class_to_replicate = None
     return table
