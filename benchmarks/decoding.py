@@ -1,8 +1,9 @@
-"""Decoding: what mechanisms and trips cost a token, and what drafting with a loop's first trips saves.
+"""Decoding: what mechanisms, trips and slots cost a token, and what drafting with a loop's first trips saves.
 
     python benchmarks/decoding.py plain                             # a minute or two; --compile: many
     python benchmarks/decoding.py drafts                            # trains two small loops on bytes, minutes
     python benchmarks/decoding.py drafts --device cuda --width 512 --steps 2000
+    python benchmarks/decoding.py slots                             # minutes; --compile: fixed places only
 
 `plain`: one token after another, batch 1, every model with the same weights and fed the same text, whatever it would
 have said itself. Pairs take turns A B B A, prompt by prompt: our vanilla beside transformers' Qwen3, each mechanism
@@ -11,12 +12,17 @@ beside our vanilla. Prompts are read outside the clock. What the two would have 
 `drafts`: two loops of four trips are trained alike on this Python's own library, one with `early_loss`. Decoding then
 takes turns A B B A, plain and drafting, on the same prompts, at budgets of two, three and four trips. Greedy; texts are
 compared. Seconds are of the processor.
+
+`slots`: a token after a long context of which only a part made all trips (keys and values are drawn, not read), when a
+trip reads what it may see and when it reads all slots under a mask. Both take turns A B B A on one model, context by
+context; a growing cache copies what is read, here whether or not the rule would (`chosen` says), a fixed one does not.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import json
 import sysconfig
 import time
@@ -26,11 +32,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, StaticCache
+from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM, StaticCache
+from transformers.cache_utils import Cache
 
 from fathom.evaluation.clock import Clock
-from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models import FathomConfig, FathomForCausalLM, slot_cache
 from fathom.models.registry import parse_mechanism
+from fathom.models.roles import View
+from fathom.models.slot_cache import Tags, repeat_last, with_slots
 from fathom.models.speculation import Speculation
 from fathom.report.provenance import provenance
 from fathom.report.statistics import quartiles
@@ -260,21 +269,145 @@ def drafts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+# Slots.
+
+
+class Reader:
+    """One side of a pair: reads tokens after a filled slot cache, and takes them back."""
+
+    def __init__(self, model: FathomForCausalLM, halt: Tensor, view: View, arguments: argparse.Namespace, fixed: bool):
+        self.model, self.always = model, view is not View.ALL and not fixed and model.config.recurrence == "adaponder"
+        self.call = torch.compile(model, dynamic=False) if arguments.compile else model
+        self.clock, self.cache = Clock(model.device), filled(model, halt, view, arguments.tokens, fixed)
+
+    def seconds(self, ids: Tensor) -> tuple[float, Tensor]:
+        """For each of the tokens `[B, T]`; and the last logits."""
+        rule, said = slot_cache.gathering_pays, []
+        context = int(self.cache.get_seq_length())
+
+        def feed() -> None:
+            for t, part in enumerate(ids.split(1, 1)):
+                where = torch.full_like(part, context + t)
+                out = self.call(input_ids=part, position_ids=where, past_key_values=self.cache, use_cache=True)
+                said.append(out.logits[:, -1])
+
+        if self.always:
+            slot_cache.gathering_pays = lambda *sizes: True
+        seconds = self.clock.seconds(feed) / ids.shape[1]
+        slot_cache.gathering_pays = rule
+        self.cache.crop(-ids.shape[1])
+        return seconds, said[-1]
+
+
+def filled(model: FathomForCausalLM, halt: Tensor, view: View, room: int, fixed: bool) -> Cache:
+    """A slot cache in which each token made the trips up to `halt`, `[B, T]`, as decoding would have left it.
+
+    Args:
+        model: Whose cache it is.
+        halt: The last trip of each token.
+        view: What passes read: the model's own view, or ALL, for all slots under a mask.
+        room: How many more tokens a fixed cache has room for.
+        fixed: Whether every trip of every token has its place.
+    """
+    batch, columns = halt.shape
+    config, trips = model.config, model.model.recurrence.trips
+    cache = StaticCache(config=config, max_cache_len=columns + room) if fixed else DynamicCache()
+    table = with_slots(cache, config.num_hidden_layers, trips, view)
+    table.open(batch, columns, halt.device)
+    table.columns += columns
+    token = torch.arange(columns, device=halt.device).repeat_interleave(trips).unsqueeze(0)
+    trip = torch.arange(trips, device=halt.device).repeat(columns).unsqueeze(0)
+    live = trip <= halt.repeat_interleave(trips, 1)
+    query = Tags(token, trip, None if bool(live.all()) else live)
+    placement = table.place(query, None)
+    table.note(query, placement, trips - 1)
+    chance = torch.Generator(halt.device).manual_seed(0)
+    shape = (batch, config.num_key_value_heads, columns * trips, config.head_dim)
+    for layer in cache.layers:
+        pair = (torch.randn(shape, generator=chance, device=halt.device).to(model.dtype) for _ in range(2))
+        layer.exchange(placement, tuple(pair))
+    table.commit(query, placement)
+    if fixed and view is View.SAME:
+        repeat_last(cache, torch.arange(columns, device=halt.device).expand(batch, -1))
+    return cache
+
+
+@torch.no_grad()
+def slots(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """A row for each model, kind of cache, batch, context and mean number of trips."""
+    torch.set_num_threads(arguments.threads)
+    rows = []
+    for name in arguments.mechanism or ("adaponder", "latent_cot"):
+        torch.manual_seed(0)
+        options = {"recurrence_options": {"trips": TRIPS, "tau": 1e-9}}  # the tokens that are timed make all trips
+        model = FathomForCausalLM(FathomConfig(**shape(arguments), **parse_mechanism(name), **options))
+        model = model.to(arguments.device, getattr(torch, arguments.dtype)).eval()
+        kinds = (True,) if arguments.compile else (False, True)
+        for fixed, batch, context in itertools.product(kinds, arguments.batch, arguments.context):
+            for trips in arguments.trips[-1:] if fixed else arguments.trips:  # of a fixed cache all places are read
+                torch._dynamo.reset()
+                rows.append(slots_beside(model, batch, context, trips, fixed, arguments))
+                print(json.dumps(rows[-1]), flush=True)
+    return rows
+
+
+def slots_beside(
+    model: FathomForCausalLM, batch: int, context: int, trips: float, fixed: bool, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Reading what may be seen beside reading everything; a token makes all trips or one, `trips` in the mean."""
+    chance = torch.Generator().manual_seed(1)
+    halt = (torch.rand(batch, context, generator=chance) < (trips - 1) / (TRIPS - 1)) * (TRIPS - 1)
+    ids = torch.randint(0, 4096, (batch, arguments.tokens), generator=chance).to(model.device)
+    halt, view = halt.to(model.device), model.model.recurrence.view
+    a, b = (Reader(model, halt, each, arguments, fixed) for each in (view, View.ALL))
+    stored = int((1 + halt).sum(1).max())
+    found = [context * (1 if view is View.SAME else k + 1) for k in range(TRIPS)]
+    off = max(float((one - other).abs().max()) for one, other in [(a.seconds(ids)[1], b.seconds(ids)[1])])
+    ratios, times = [], ([], [])  # type: ignore[var-annotated]
+    gc.disable()
+    for _ in range(arguments.pairs):
+        (a1, _), (b1, _), (b2, _), (a2, _) = (side.seconds(ids) for side in (a, b, b, a))
+        ratios.append((a1 + a2) / (b1 + b2))
+        times[0].extend((a1, a2))
+        times[1].extend((b1, b2))
+        gc.collect()
+    gc.enable()
+    low, middle, high = quartiles(ratios)
+    return {
+        **{"model": model.config.recurrence, "cache": "fixed" if fixed else "growing", "compiled": arguments.compile},
+        **{"batch": batch, "context": context, "stored_per_token": round(stored / context, 3)},
+        "chosen": None if fixed else [slot_cache.gathering_pays(1, n, stored, False) for n in found],
+        **{"ratio": round(middle, 3), "quartiles": [round(low, 3), round(high, 3)]},
+        "ms_per_token": [round(1000 * quartiles(side)[1], 2) for side in times],
+        "logits_differ_by": off,
+        "clock": a.clock.words,
+    }
+
+
 def main() -> None:
     """Measure, print, write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parts = parser.add_subparsers(dest="part", required=True)
-    for part, width, layers, prompts, tokens in (("plain", 512, 12, 12, 64), ("drafts", 96, 2, 4, 96)):
+    sizes = (("plain", 512, 12, 12, 64), ("drafts", 96, 2, 4, 96), ("slots", 512, 4, 0, 4))
+    for part, width, layers, prompts, tokens in sizes:
         one = parts.add_parser(part)
         one.add_argument("--device", default="cpu")
         one.add_argument("--width", type=int, default=width)
         one.add_argument("--layers", type=int, default=layers)
-        one.add_argument("--prompts", type=int, default=prompts)
+        if prompts:
+            one.add_argument("--prompts", type=int, default=prompts)
         one.add_argument("--tokens", type=int, default=tokens, help=f"new tokens of each prompt (default: {tokens})")
         one.add_argument("--out", type=Path, help="write the log there")
         if part == "plain":
             one.add_argument("--mechanism", nargs="+", help=f"some of {', '.join(PAIRS)}, or others (default: these)")
             one.add_argument("--prompt", type=int, default=32, help="tokens of each prompt (default: 32)")
+        if part == "slots":
+            one.add_argument("--mechanism", nargs="+", help="adaponder, latent_cot (default: both)")
+            one.add_argument("--context", type=int, nargs="+", default=[256, 512, 1024, 2048])
+            one.add_argument("--batch", type=int, nargs="+", default=[1, 8])
+            one.add_argument("--trips", type=float, nargs="+", default=[2, 3, 4], help="mean of the context's tokens")
+            one.add_argument("--pairs", type=int, default=3, help="how often A B B A is timed")
+        if part != "drafts":
             one.add_argument("--dtype", default="float32")
             one.add_argument("--threads", type=int, default=1)
             one.add_argument("--compile", action="store_true", help="compile decoding, over a static cache")
@@ -285,7 +418,7 @@ def main() -> None:
             one.add_argument("--drafts", type=int, default=6)
             one.add_argument("--early-loss", type=float, nargs="+", default=[0.0, 0.5])
     arguments = parser.parse_args()
-    results = {"plain": plain, "drafts": drafts}[arguments.part](arguments)
+    results = {"plain": plain, "drafts": drafts, "slots": slots}[arguments.part](arguments)
     if arguments.out is not None:
         arguments.out.write_text(json.dumps({"provenance": provenance(), "results": results}, indent=1) + "\n")
 
