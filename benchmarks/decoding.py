@@ -3,7 +3,7 @@
     python benchmarks/decoding.py plain                             # a minute or two; --compile: many
     python benchmarks/decoding.py drafts                            # trains two small loops on bytes, minutes
     python benchmarks/decoding.py drafts --device cuda --width 512 --steps 2000
-    python benchmarks/decoding.py slots                             # minutes; --compile: fixed places only
+    python benchmarks/decoding.py slots                             # half an hour; --compile with --cache fixed
 
 `plain`: one token after another, batch 1, every model with the same weights and fed the same text, whatever it would
 have said itself. Pairs take turns A B B A, prompt by prompt: our vanilla beside transformers' Qwen3, each mechanism
@@ -39,7 +39,7 @@ from fathom.evaluation.clock import Clock
 from fathom.models import FathomConfig, FathomForCausalLM, slot_cache
 from fathom.models.registry import parse_mechanism
 from fathom.models.roles import View
-from fathom.models.slot_cache import Tags, repeat_last, with_slots
+from fathom.models.slot_cache import FixedTable, Tags, repeat_last, with_slots
 from fathom.models.speculation import Speculation
 from fathom.report.provenance import provenance
 from fathom.report.statistics import quartiles
@@ -272,6 +272,10 @@ def drafts(arguments: argparse.Namespace) -> list[dict[str, Any]]:
 # Slots.
 
 
+class ReadWhole(FixedTable):
+    """A table of fixed places that are all read. dynamo tells types apart, but two tables by their view it does not."""
+
+
 class Reader:
     """One side of a pair: reads tokens after a filled slot cache, and takes them back."""
 
@@ -313,6 +317,8 @@ def filled(model: FathomForCausalLM, halt: Tensor, view: View, room: int, fixed:
     config, trips = model.config, model.model.recurrence.trips
     cache = StaticCache(config=config, max_cache_len=columns + room) if fixed else DynamicCache()
     table = with_slots(cache, config.num_hidden_layers, trips, view)
+    if fixed and view is View.ALL:
+        table.__class__ = ReadWhole
     table.open(batch, columns, halt.device)
     table.columns += columns
     token = torch.arange(columns, device=halt.device).repeat_interleave(trips).unsqueeze(0)
@@ -342,7 +348,8 @@ def slots(arguments: argparse.Namespace) -> list[dict[str, Any]]:
         options = {"recurrence_options": {"trips": TRIPS, "tau": 1e-9}}  # the tokens that are timed make all trips
         model = FathomForCausalLM(FathomConfig(**shape(arguments), **parse_mechanism(name), **options))
         model = model.to(arguments.device, getattr(torch, arguments.dtype)).eval()
-        kinds = (True,) if arguments.compile else (False, True)
+        same = model.model.recurrence.view is View.SAME
+        kinds = [kind == "fixed" for kind in arguments.cache if same or kind == "growing"]  # DUO reads all fixed places
         for fixed, batch, context in itertools.product(kinds, arguments.batch, arguments.context):
             for trips in arguments.trips[-1:] if fixed else arguments.trips:  # of a fixed cache all places are read
                 torch._dynamo.reset()
@@ -406,6 +413,7 @@ def main() -> None:
             one.add_argument("--context", type=int, nargs="+", default=[256, 512, 1024, 2048])
             one.add_argument("--batch", type=int, nargs="+", default=[1, 8])
             one.add_argument("--trips", type=float, nargs="+", default=[2, 3, 4], help="mean of the context's tokens")
+            one.add_argument("--cache", nargs="+", choices=("growing", "fixed"), default=["growing", "fixed"])
             one.add_argument("--pairs", type=int, default=3, help="how often A B B A is timed")
         if part != "drafts":
             one.add_argument("--dtype", default="float32")
