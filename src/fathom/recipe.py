@@ -202,6 +202,8 @@ class Train(Section):
     kernels: tuple[str, ...] = ()
     """functions to replace by GPU kernels: any of depth_mix, depth_pool, norm_rotate_mix, rms_norm, swiglu,
     linear_cross_entropy"""
+    attention: Literal["sdpa", "eager", "flex_attention"] = "sdpa"
+    """what computes attention; flex_attention has no backward pass on a CPU"""
     activation_checkpointing: bool = False
     """recompute each layer in the backward pass instead of keeping its activations"""
     seed: int = 0
@@ -468,7 +470,8 @@ SECTIONS: dict[str, type] = {name: kind for name, kind in typing.get_type_hints(
 # Keys that change how a run is carried out, not what it computes: a resumed run may change them.
 FREE_ON_RESUME = (
     *("data.directory", "data.verify", "data.other_tokenizer", "parallel", "track", "evaluate.micro_batch"),
-    *(f"train.{key}" for key in ("micro_batch", "device", "compile", "kernels", "activation_checkpointing")),
+    *(f"train.{key}" for key in ("micro_batch", "device", "compile", "kernels", "attention")),
+    "train.activation_checkpointing",
     *(f"train.{key}" for key in ("log_every", "checkpoint_every", "keep_last", "async_save", "export", "max_skipped")),
 )
 

@@ -130,9 +130,8 @@ def build_training(
     ranks = ranks or Ranks(device=device_of(recipe.train.device))
     use(recipe.train.kernels, ranks.device.type)
     config = recipe.config()
-    if config._attn_implementation == FLEX and ranks.device.type in NO_BACKWARD:
-        where = ranks.device.type
-        raise RecipeError(f"model.attn_implementation={FLEX}: no backward pass on {where}; allowed there: sdpa, eager")
+    if recipe.train.attention == FLEX and ranks.device.type in NO_BACKWARD:
+        raise RecipeError(f"train.attention={FLEX}: no backward pass on {ranks.device.type}; allowed: sdpa, eager")
     _require_context(recipe, config)
     _require_rows_per_rank(recipe, ranks.world_size)
     if data is None:
@@ -146,6 +145,7 @@ def build_training(
     if "seed" in config.recurrence_options and config.recurrence_options["seed"] is None:
         config.recurrence_options["seed"] = recipe.train.seed
     model = build_model(recipe, config, ranks.device, begins)
+    model.set_attn_implementation(recipe.train.attention)
     freeze(model, recipe.optim.only)
     compress(model, recipe)
     adapters = adapt(model, recipe, ranks.world_size)
