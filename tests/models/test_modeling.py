@@ -9,8 +9,8 @@ from transformers import AutoModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fathom.checkpoints.export import export
-from fathom.models import FathomForCausalLM
-from fathom.models.roles import ValueMixer
+from fathom.models import FathomForCausalLM, roles
+from fathom.models.roles import MechanismModule, ValueMixer
 
 from .cases import CASES, SHAPE, build, config_of, tokens
 
@@ -226,3 +226,19 @@ def test_a_mixer_of_nothing_is_called_for_its_hooks_alone(monkeypatch):
         model.model.layers[2].self_attn.mixer.register_forward_pre_hook(lambda *given: seen.append(len(given)))
         assert torch.equal(model(tokens(1, 3)).logits, expected)
     assert seen == [True, 2] and called[0] is mixer and len(called) == 2
+
+
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_a_hook_sees_every_call_of_a_mechanism(kind, monkeypatch):
+    """Only without one is `forward` called without the way through torch's hooks."""
+    model, seen = build(config_of("depth_attention", residual="attention_residuals")), []
+    for name, module in model.model.layers[1].named_modules():
+        if isinstance(module, MechanismModule):
+            getattr(module, f"register_{kind}_hook")(lambda *_, name=name: seen.append(name))
+    model(tokens(1, 3)).logits.sum().backward()
+    calls = Counter(seen)
+    assert calls == {"self_attn.mixer": 1, "attn_residual": 2, "mlp_residual": 2}
+    monkeypatch.setattr(roles, "uncalled", lambda module: True)
+    model(tokens(1, 3)).logits.sum().backward()
+    assert Counter(seen) == calls

@@ -47,7 +47,18 @@ from .reading import attend_beside, with_key_bias
 from .registry import AXES, DEFAULTS, mechanism, recurrence_class
 from .replaceable import faster
 from .rms_norm import RMSNorm
-from .roles import MechanismModule, Recurrence, Residual, ResidualState, TripState, ValueMixer, View, idle, uncalled
+from .roles import (
+    MechanismModule,
+    Recurrence,
+    Residual,
+    ResidualState,
+    TripState,
+    ValueMixer,
+    View,
+    direct,
+    idle,
+    uncalled,
+)
 from .rotary import RotaryEmbedding, rotate
 from .several_trips import Inputs, Store
 from .several_trips import run as run_trips
@@ -126,7 +137,7 @@ class Attention(nn.Module):
             else:
                 query, key = rotate(query, self.k_norm(key).transpose(1, 2), *position_embeddings)
             if not idle(self.mixer, ValueMixer):
-                value = self.mixer(query, key, value, sources)
+                value = direct(self.mixer)(query, key, value, sources)
 
         if alive is not None:
             key, value = (torch.where(alive, new, old) for new, old in zip((key, value), earlier, strict=True))
@@ -185,11 +196,12 @@ class DecoderLayer(GradientCheckpointingLayer):
             x, _, key, value = self.self_attn(self.input_layernorm(state[0]), sources=sources, **kwargs)
             x = state[0] + x
             return x + self.mlp(self.post_attention_layernorm(x)), key, value
-        x, context = self.attn_residual(state)
+        residual = direct(self.attn_residual)
+        x, context = residual(state)
         update, _, key, value = self.self_attn(self.input_layernorm(x), sources=sources, **kwargs)
-        state = self.attn_residual(state, update, context)
-        x, context = self.mlp_residual(state)
-        state = self.mlp_residual(state, self.mlp(self.post_attention_layernorm(x)), context)
+        state, residual = residual(state, update, context), direct(self.mlp_residual)
+        x, context = residual(state)
+        state = residual(state, self.mlp(self.post_attention_layernorm(x)), context)
         return *state, key, value
 
 

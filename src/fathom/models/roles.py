@@ -168,7 +168,14 @@ def idle(module: MechanismModule, role: type[MechanismModule]) -> bool:
 
 def uncalled(module: nn.Module) -> bool:
     """Whether a call of `module` is no more than its result: no hook waits for it, and its weights are there."""
-    return not (module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+    hooks = module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    return not (hooks or "forward" in vars(module))
+
+
+def direct(module: nn.Module) -> Callable[..., Any]:
+    """`module`, or its `forward` where a call is no more than that: the way there takes a decoded token as long as a
+    sum."""
+    return module.forward if uncalled(module) else module
 
 
 class ValueMixer(MechanismModule):
