@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
-from .numerics import few, head_pool, softmax_list, weighted_sum, widen
+from .numerics import accumulate, few, head_pool, head_sum, softmax_list, weighted_sum, widen
 from .replaceable import faster
 from .roles import Cost, Mechanism, ValueMixer
 from .schedule import ScheduleOptions, grid_sources, trip_rule
@@ -140,42 +140,52 @@ def mix_token(query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, 
 class _Mix(torch.autograd.Function):
     """`mix` with the backward pass written out: it keeps its inputs and the weights.
 
-    With d = ∂loss/∂ṽ and ds_j = α_j (d · v_j - Σ_i α_i d · v_i) / √D:
+    With d = ∂loss/∂ṽ, q the sum of a group's G queries and ds_j = α_j (d · v_j - Σ_i α_i d · v_i) / (G √D):
 
-        dv_j = α_j d        dk_j = ds_j q̄        dq̄ = Σ_j ds_j k_j
+        dv_j = α_j d        dk_j = ds_j q        dq_g = Σ_j ds_j k_j for every query of the group
     """
 
     @staticmethod
     def forward(
         ctx: Any, query: Tensor, self_bias: Tensor | None, key: Tensor, value: Tensor, *sources: Tensor
     ) -> Tensor:
-        mixed, weights, _ = mix(query, key, value, sources, self_bias)
-        ctx.save_for_backward(query, key, value, *weights, *sources)
-        return mixed
+        group, kv_heads = query.shape[1] // key.shape[1], key.shape[1]
+        scores = _dots(head_sum(query, kv_heads), (*sources[::2], key)).mul_(query.shape[-1] ** -0.5 / group)
+        if self_bias is not None:
+            scores[-1] += self_bias
+        weights = scores.softmax(0)  # [S, B, T, H_kv, 1], as keys and values lie in memory
+        ctx.save_for_backward(query, key, value, weights, *sources)
+        return accumulate(weights.transpose(2, 3), (*sources[1::2], value)).to(value.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        query, key, value, *rest = ctx.saved_tensors
-        count = (len(rest) + 2) // 3
-        weights, sources = rest[:count], rest[count:]
+        query, key, value, weights, *sources = ctx.saved_tensors
         keys, values = (*sources[::2], key), (*sources[1::2], value)
-        kv_heads, group = key.shape[1], query.shape[1] // key.shape[1]
-        q, grad = head_pool(query, kv_heads), widen(grad)
+        group = query.shape[1] // key.shape[1]
+        q, grad = head_sum(query, key.shape[1]), widen(grad)
 
-        gains = [(grad * v).sum(-1, keepdim=True) for v in values]  # all that is summed here is [B, H_kv, T, 1]
-        mean = weighted_sum(weights, gains)
-        scores = [w * (gain - mean) * query.shape[-1] ** -0.5 for w, gain in zip(weights, gains, strict=True)]
-
+        gains = _dots(grad, values)
+        slopes = gains.sub_((weights * gains).sum(0)).mul_(weights).mul_(query.shape[-1] ** -0.5 / group)
+        weights, slopes = weights.transpose(2, 3), slopes.transpose(2, 3)
         grads = [
             g
-            for w, ds, k, v in zip(weights, scores, keys, values, strict=True)
+            for w, ds, k, v in zip(weights, slopes, keys, values, strict=True)
             for g in ((ds * q).to(k.dtype), (w * grad).to(v.dtype))
         ]
-        grad_query = weighted_sum([ds / group for ds in scores], keys).to(query.dtype)
+        grad_query = accumulate(slopes, keys).to(query.dtype)
         if group > 1:
-            grad_query = grad_query.unsqueeze(2).expand(-1, -1, group, -1, -1).reshape(query.shape)
+            grad_query = grad_query.transpose(1, 2).repeat_interleave(group, 2).transpose(1, 2)
         return grad_query, None, grads[-2], grads[-1], *grads[:-2]
+
+
+def _dots(x: Tensor, others: Sequence[Tensor]) -> Tensor:
+    """x · y for each of S others, `[B, H_kv, T, D]` all, to `[S, B, T, H_kv, 1]`."""
+    batch, heads, length, _ = x.shape
+    dots, products = x.new_empty(len(others), batch, length, heads, 1), torch.empty_like(x)
+    for y, dot in zip(others, dots, strict=True):
+        torch.sum(torch.mul(x, y, out=products).transpose(1, 2), -1, keepdim=True, out=dot)
+    return dots
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:

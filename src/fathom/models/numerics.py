@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import reduce
 
 import torch
 from torch import Tensor
@@ -52,13 +53,23 @@ def weighted_sum(weights: Sequence[Tensor], terms: Sequence[Tensor]) -> Tensor:
     return total
 
 
+def accumulate(weights: Sequence[Tensor], terms: Sequence[Tensor]) -> Tensor:
+    """`weighted_sum` in the memory and type of its first product, where no gradient is asked for."""
+    total = weights[0] * terms[0]
+    for weight, term in zip(weights[1:], terms[1:], strict=True):
+        total.addcmul_(weight, term)
+    return total
+
+
+def head_sum(query: Tensor, num_key_value_heads: int) -> Tensor:
+    """Sum of each key-value head's contiguous group of queries, widened: `[B, H, T, D]` to `[B, H_kv, T, D]`."""
+    return reduce(torch.add, map(widen, query.unflatten(1, (num_key_value_heads, -1)).unbind(2)))
+
+
 def head_pool(query: Tensor, num_key_value_heads: int) -> Tensor:
-    """Mean of each key-value head's contiguous group of queries, widened: `[B, H, T, D]` to `[B, H_kv, T, D]`."""
-    batch, heads, length, width = query.shape
-    if heads == num_key_value_heads:
-        return widen(query)
-    groups = query.view(batch, num_key_value_heads, heads // num_key_value_heads, length, width)
-    return groups.mean(2, dtype=torch.promote_types(query.dtype, torch.float32))
+    """Mean of each group instead."""
+    group = query.shape[1] // num_key_value_heads
+    return head_sum(query, num_key_value_heads) / group if group > 1 else widen(query)
 
 
 def lowest_mean(values: Tensor, valid: Tensor, fraction: Tensor | float) -> Tensor:
