@@ -20,10 +20,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
-from .numerics import few, softmax_list, weighted_sum, widen
+from .numerics import accumulate, few, softmax_list, weighted_sum, widen
 from .replaceable import faster
-from .rms_norm import normalise
-from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext
+from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext, direct
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -93,7 +92,9 @@ class AttentionResiduals(Residual):
 
     def read(self, state: ResidualState) -> tuple[Tensor, WriteContext]:
         """The weighted sum of the un-normed sources."""
-        query = self.norm(self.pseudo_query)  # [hidden_size]
+        if len(state) == 1 and not torch.is_grad_enabled():
+            return state[0], None  # its weight is 1
+        query = direct(self.norm)(self.pseudo_query)  # [hidden_size]
         if (kernel := faster("depth_pool", state[0])) is not None:
             return kernel(state, query, self.eps, self.recency_bias), None
         if few(state[0]):
@@ -136,15 +137,15 @@ def pool(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Ten
 def pool_stacked(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Tensor | None = None) -> Tensor:
     """`pool` in few calls, for few tokens."""
     stacked = torch.stack(tuple(sources), 2)  # [B, T, S, hidden_size]
-    scores = normalise(stacked, query, eps)[0].sum(-1, True)
+    scores = (stacked * query).sum(-1, True) * ((stacked * stacked).mean(-1, True) + eps).rsqrt()
     if recency_bias is not None:
         scores[:, :, -1] += recency_bias
     return (scores.softmax(2) * stacked).sum(2)
 
 
 class _Pool(torch.autograd.Function):
-    """`pool`, and the sources as they are, with the backward pass written out: it keeps the sources and two numbers of
-    each. They go through it so that the gradients of later reads are summed here, not in a pass of their own.
+    """`pool`, and the sources as they are, with the backward pass written out: it keeps the sources and three numbers
+    of each. They go through it so that the gradients of later reads are summed here, not in a pass of their own.
 
     With r_s = 1 / rms(s), z_s = (q · s) r_s, d = ∂loss/∂h and dz_s = α_s (d · s - Σ_j α_j d · j):
 
@@ -155,39 +156,39 @@ class _Pool(torch.autograd.Function):
     def forward(
         ctx: Any, query: Tensor, recency_bias: Tensor | None, eps: float, *sources: Tensor
     ) -> tuple[Tensor, ...]:
-        width = query.shape[0]
-        squares = torch.stack([torch.linalg.vector_norm(s, dim=-1, dtype=query.dtype) for s in sources]).square()
-        inverse_rms = torch.rsqrt(squares / width + eps)  # [S, B, T]
+        inverse_rms, scores = query.new_empty(2, len(sources), *sources[0].shape[:-1])  # [S, B, T]
         with torch.autocast(query.device.type, enabled=False):  # else the product is rounded to half precision
-            scores = torch.stack([widen(s) @ query for s in sources]) * inverse_rms
-        first, *rest = _weights(scores, recency_bias).to(sources[0].dtype).unsqueeze(-1)
-        ctx.save_for_backward(query, recency_bias, inverse_rms, scores, *sources)
+            for s, norm, score in zip(sources, inverse_rms, scores, strict=True):
+                torch.linalg.vector_norm(s, dim=-1, dtype=query.dtype, out=norm)
+                torch.matmul(widen(s), query, out=score)
+        inverse_rms.square_().mul_(1 / len(query)).add_(eps).rsqrt_()
+        weights = _weights(scores.mul_(inverse_rms), recency_bias)
+        ctx.save_for_backward(query, recency_bias, inverse_rms, scores, weights, *sources)
         ctx.set_materialize_grads(False)  # a source that nothing reads any more has no gradient, not one of zeros
-        pooled = sources[0] * first
-        for source, weight in zip(sources[1:], rest, strict=True):
-            pooled.addcmul_(source, weight)
-        return pooled, *sources
+        return accumulate(weights.to(sources[0].dtype).unsqueeze(-1), sources), *sources
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor | None, *later: Tensor | None) -> tuple[Tensor | None, ...]:
         if grad is None:
             return None, None, None, *later
-        query, recency_bias, inverse_rms, scores, *sources = ctx.saved_tensors
-        weights, wide = _weights(scores, recency_bias), widen(grad)
-        wide, made = wide.contiguous(), torch.empty_like(wide)  # one buffer for all products
-        gains = torch.stack([torch.mul(wide, s, out=made).sum(-1) for s in sources])  # [S, B, T]
-        grad_scores = weights * (gains - (weights * gains).sum(0))
-        along = grad_scores * inverse_rms
-        back = -along * scores * inverse_rms / query.shape[0]
-        grad_query, grad_sources = torch.zeros_like(query), []
-        for source, grad_later, *scalars in zip(sources, later, weights, along, back, strict=True):
-            x, (weight, a, b) = widen(source), (t.unsqueeze(-1) for t in scalars)
-            with torch.autocast(query.device.type, enabled=False):
-                grad_query += a.flatten() @ x.flatten(0, -2)
-            made = wide * weight if grad_later is None else torch.addcmul(widen(grad_later), wide, weight)
-            grad_sources.append(made.addcmul_(x, b).addcmul_(a, query).to(source.dtype))
+        query, recency_bias, inverse_rms, scores, weights, *sources = ctx.saved_tensors
+        wide = widen(grad).contiguous()
+        made, gains = torch.empty_like(wide), torch.empty_like(scores)  # one buffer for all products
+        for s, gain in zip(sources, gains, strict=True):
+            torch.sum(torch.mul(wide, s, out=made), -1, out=gain)
+        grad_scores = gains.sub_((weights * gains).sum(0)).mul_(weights)
         grad_bias = None if recency_bias is None else grad_scores[-1].sum().reshape(1).to(recency_bias.dtype)
+        along = grad_scores.mul_(inverse_rms)
+        back = (along * scores).mul_(inverse_rms).mul_(-1 / len(query))
+        grad_query, grad_sources = torch.zeros_like(query), []
+        with torch.autocast(query.device.type, enabled=False):
+            scalars = (t.unsqueeze(-1) for t in (weights, along, back))
+            for source, after, weight, a, b in zip(sources, later, *scalars, strict=True):
+                x = widen(source)
+                grad_query.addmv_(x.flatten(0, -2).T, a.flatten())
+                made = wide * weight if after is None else torch.addcmul(widen(after), wide, weight)
+                grad_sources.append(made.addcmul_(x, b).addcmul_(a, query).to(source.dtype))
         return grad_query, grad_bias, None, *grad_sources
 
 

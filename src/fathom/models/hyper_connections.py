@@ -100,34 +100,29 @@ def sinkhorn_numbers(matrix: Sequence[float], iterations: int) -> list[float]:
     return [factor * entry for factor, entry in zip(factors, matrix, strict=True)]
 
 
-class _Balance(torch.autograd.Function):
-    """`sinkhorn` as one step of autograd. Matrices lie along the last dimension, `[n, n, N]`, so that every sum is over
-    numbers side by side. It keeps all sums, for the short while between `_activate` and its gradient.
+def balance(matrix: Tensor, iterations: int) -> tuple[Tensor, list[Tensor]]:
+    """`sinkhorn` in place of logits that lie along the last dimension, `[n, n, N]`, so that every sum is over numbers
+    side by side; and what its gradient needs: which entries met the floor, and all sums."""
+    matrix.sub_(matrix.amax((0, 1))).exp_()  # each matrix' largest entry is 1
+    floored, totals = matrix <= FLOOR, []
+    matrix.clamp_(min=FLOOR)
+    for dim in (1, 0) * iterations:
+        totals.append(matrix.sum(dim, keepdim=True))
+        matrix.div_(totals[-1])
+    return floored, totals
+
+
+def balance_gradient(grad: Tensor, matrix: Tensor, floored: Tensor, totals: Sequence[Tensor]) -> None:
+    """That of the logits in place of that of the matrix which `balance` made, and which is used up.
 
     To the logarithm of a matrix a normalisation is a subtraction, and its gradient G becomes G - P ⊙ ΣG, where P is
     what it left, and the sum goes over P's rows or its columns. P itself, times their sums, is the matrix before.
     """
-
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, iterations: int) -> Tensor:
-        kernel = (logits - logits.amax((0, 1))).exp_()  # each matrix' largest entry is 1
-        matrix = kernel.clamp(min=FLOOR)
-        ctx.totals = []
-        for dim in (1, 0) * iterations:
-            ctx.totals.append((dim, matrix.sum(dim, keepdim=True)))
-            matrix.div_(ctx.totals[-1][1])
-        ctx.save_for_backward(kernel, matrix)
-        return matrix
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        kernel, matrix = ctx.saved_tensors
-        matrix, grad = matrix.clone(), grad * matrix
-        for dim, total in reversed(ctx.totals):
-            grad.addcmul_(matrix, grad.sum(dim, keepdim=True), value=-1)
-            matrix.mul_(total)
-        return grad.masked_fill_(kernel <= FLOOR, 0), None
+    grad.mul_(matrix)
+    for step in reversed(range(len(totals))):
+        grad.addcmul_(matrix, grad.sum(1 - step % 2, keepdim=True), value=-1)
+        matrix.mul_(totals[step])
+    grad.masked_fill_(floored, 0)
 
 
 class HyperConnections(Residual):
@@ -201,18 +196,16 @@ class HyperConnections(Residual):
         (streams,) = state
         if self.final:
             weights = widen(self.reduce_logits).softmax(-1).to(streams.dtype)
-            return torch.einsum("n,btnd->btd", weights, streams), None
+            return torch.matmul(weights.expand(*streams.shape[:2], 1, -1), streams).squeeze(2), None
         if self.iterations and streams.shape[:3] == (1, 1, 4) and readable(streams) and self.bare:
             return self.read_token(streams)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.bare or autocast(streams):
             pre, post, res = (h.to(streams.dtype) for h in self.maps(streams))
             return torch.matmul(pre.unsqueeze(2), streams).squeeze(2), (post, res)
-        n = self.streams
-        alphas = (self.alpha_pre.expand(n), self.alpha_post.expand(n), self.alpha_res.expand(n * n))
-        bases = (self.pre_logits, self.post_logits, self.residual_logits.flatten())
         x, *context = _Read.apply(
-            *(streams, self.norm.weight, self.projection.weight, torch.cat(alphas), torch.cat(bases)),
-            *(self.norm.variance_epsilon, self.iterations),
+            *(streams, self.norm.weight, self.projection.weight, self.norm.variance_epsilon, self.iterations),
+            *(self.alpha_pre, self.alpha_post, self.alpha_res),
+            *(self.pre_logits, self.post_logits, self.residual_logits),
         )
         return x, tuple(context)
 
@@ -265,105 +258,110 @@ def autocast(x: Tensor) -> bool:
 class _Read(torch.autograd.Function):
     """x, H_post, H_res and the streams as they are, with the backward pass written out: it keeps the streams and, of
     every token, the numbers that the projection makes. With r = 1 / rms(S), y = (W ⊙ w) S and the maps' logits
-    a r y + b. The streams go through it so that what `write` sends back to them is summed here, not in a pass of its
+    α r y + b. The streams go through it so that what `write` sends back to them is summed here, not in a pass of their
     own."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        streams: Tensor,
-        norm: Tensor,
-        weight: Tensor,
-        alpha: Tensor,
-        base: Tensor,
-        eps: float,
-        iterations: int,
+        ctx: Any, streams: Tensor, norm: Tensor, weight: Tensor, eps: float, iterations: int, *affine: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        batch, length, n, _ = streams.shape
-        z = streams.flatten(2).flatten(0, 1)  # [N, n · hidden_size]
+        streams = streams.contiguous()  # the first are one tensor expanded
+        z = streams.view(-1, len(norm))  # [N, n · hidden_size]
         wide = torch.promote_types(z.dtype, torch.float32)
-        squares = torch.linalg.vector_norm(z, dim=-1, dtype=wide).square()
-        inverse = torch.rsqrt(squares / z.shape[1] + eps)  # [N]
+        squares = torch.linalg.vector_norm(z, dim=-1, dtype=wide).square_()
+        inverse = squares.div_(z.shape[1]).add_(eps).rsqrt_()  # [N]
         raw = widen(z @ (weight * norm).T).T.contiguous()  # [maps, N]
-        pre, post, res = _activate(raw * inverse, alpha, base, n, iterations)
-        ctx.save_for_backward(streams, norm, weight, alpha, base, inverse, raw)
+        ctx.save_for_backward(streams, norm, weight, inverse, raw, *affine)
         ctx.iterations = iterations
-        x = torch.bmm(pre.T.contiguous().unsqueeze(1).to(z.dtype), z.unflatten(1, (n, -1))).squeeze(1)
-        post, res = (h.movedim(-1, 0).to(z.dtype).unflatten(0, (batch, length)).contiguous() for h in (post, res))
-        return x.unflatten(0, (batch, length)), post, res, streams
+        maps = _activate(raw * inverse, affine, iterations)[0]
+        pre, post, res = (h.T.to(z.dtype).contiguous() for h in maps)  # by token
+        x, (batch, length, n, _) = torch.bmm(pre.unsqueeze(1), streams.flatten(0, 1)), streams.shape
+        return x.view(batch, length, -1), post.view(batch, length, n), res.view(batch, length, n, n), streams
 
     @staticmethod
     @once_differentiable
     def backward(
         ctx: Any, grad_x: Tensor, grad_post: Tensor, grad_res: Tensor, grad_streams: Tensor
     ) -> tuple[Tensor | None, ...]:
-        streams, norm, weight, alpha, base, inverse, raw = ctx.saved_tensors
-        n, z = streams.shape[2], streams.flatten(2).flatten(0, 1)
-        grad_maps = (
-            widen(_products(grad_x, z.view(streams.shape))).flatten(0, 1).T,  # to H_pre: [n, N]
-            widen(grad_post).flatten(0, 1).T,
-            widen(grad_res).flatten(0, 1).movedim(0, -1).contiguous(),
+        streams, norm, weight, inverse, raw, *affine = ctx.saved_tensors
+        z, grad_x = streams.view(-1, len(norm)), grad_x.flatten(0, 1).unsqueeze(1)
+        grad_pre = torch.bmm(grad_x, streams.flatten(0, 1).mT)  # a row from the left: a column is slow on a CPU
+        grad_maps = (g.flatten(0, 1).flatten(1).T for g in (grad_pre.unsqueeze(0), grad_post, grad_res))
+        pre, grad_raw, grad_affine = _activate_back(
+            torch.cat([widen(g) for g in grad_maps]), raw * inverse, affine, ctx.iterations
         )
-        with torch.enable_grad():
-            dynamic, alphas, bases = (t.detach().requires_grad_() for t in (raw * inverse, widen(alpha), widen(base)))
-            maps = _activate(dynamic, alphas, bases, n, ctx.iterations)
-        grad_dynamic, grad_alpha, grad_base = torch.autograd.grad(maps, (dynamic, alphas, bases), grad_maps)
+        grad_raw.mul_(inverse)
+        along = (grad_raw * raw).sum(0).mul_(inverse.square()).div_(-z.shape[1])  # to S itself, through its rms
 
-        along = (grad_dynamic * raw).sum(0) * inverse.pow(3) / -z.shape[1]  # to S itself, through its rms
-        grad_raw = (grad_dynamic * inverse).T.contiguous().to(z.dtype)  # [N, maps]
-        pre = maps[0].detach().T.contiguous().to(z.dtype)
+        pre, grad_raw, along = (t.T.to(z.dtype) for t in (pre, grad_raw, along.unsqueeze(0)))  # by token
         # In place, since `_Write` made it for this alone: memory that is new costs more than the arithmetic.
-        grad = grad_streams.flatten(0, 1).addcmul_(pre.unsqueeze(2), grad_x.flatten(0, 1).unsqueeze(1)).flatten(1)
-        grad.addmm_(grad_raw, weight * norm).addcmul_(z, along.to(z.dtype).unsqueeze(1))
+        grad = grad_streams.flatten(0, 1).addcmul_(pre.contiguous().unsqueeze(2), grad_x).flatten(1)
+        grad.addmm_(grad_raw, weight * norm).addcmul_(z, along)
         grad_folded = grad_raw.T @ z
+        grad_norm, grad_weight = (grad_folded * weight).sum(0), grad_folded * norm
         return (
             grad.view(streams.shape),
-            (grad_folded * weight).sum(0).to(norm.dtype),
-            (grad_folded * norm).to(weight.dtype),
-            grad_alpha.to(alpha.dtype),
-            grad_base.to(base.dtype),
+            grad_norm.to(norm.dtype),
+            grad_weight.to(weight.dtype),
             None,
             None,
+            *grad_affine,
         )
 
 
-def _activate(dynamic: Tensor, alpha: Tensor, base: Tensor, n: int, iterations: int) -> tuple[Tensor, Tensor, Tensor]:
-    """H_pre and H_post `[n, N]`, H_res `[n, n, N]`, of what the projection made of N tokens, `[n² + 2n, N]`."""
+def _activate(
+    dynamic: Tensor, affine: Sequence[Tensor], iterations: int
+) -> tuple[tuple[Tensor, ...], Tensor | None, list[Tensor]]:
+    """H_pre and H_post `[n, N]`, H_res `[n², N]`, of what the projection made of N tokens, `[n² + 2n, N]`, three scales
+    and three shifts; and what `balance` keeps."""
     if not iterations:
-        dynamic = dynamic.tanh()
-    logits = torch.addcmul(widen(base).unsqueeze(1), widen(alpha).unsqueeze(1), dynamic)
-    pre, post, res = logits.split((n, n, n * n))
+        dynamic.tanh_()
+    rows = zip(dynamic.split([len(b.view(-1)) for b in affine[3:]]), affine[:3], affine[3:], strict=True)
+    pre, post, res = (torch.addcmul(widen(b).view(-1, 1), widen(a), part) for part, a, b in rows)
     if not iterations:
-        return pre, post, res.unflatten(0, (n, n))
-    return pre.sigmoid(), 2 * post.sigmoid(), _Balance.apply(res.unflatten(0, (n, n)), iterations)
+        return (pre, post, res), None, []
+    n = len(pre)
+    return (pre.sigmoid_(), post.sigmoid_().mul_(2), res), *balance(res.view(n, n, -1), iterations)
+
+
+def _activate_back(
+    grad: Tensor, dynamic: Tensor, affine: Sequence[Tensor], iterations: int
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """H_pre again, and the gradients of what `_activate` was given from those of the maps, `[n² + 2n, N]`; it uses up
+    its arguments."""
+    (pre, post, res), floored, totals = _activate(dynamic, affine, iterations)
+    parts = grad.split((len(pre), len(post), len(res)))
+    if floored is not None:
+        parts[0].mul_(torch.addcmul(pre, pre, pre, value=-1))
+        parts[1].mul_(post.addcmul_(post, post, value=-0.5))
+        balance_gradient(parts[2].view(floored.shape), res.view(floored.shape), floored, totals)
+    products = (grad * dynamic).sum(1).split([len(part) for part in parts])
+    grads = [*(p.sum().view(1) for p in products), *(part.sum(1) for part in parts)]
+    for part, a in zip(parts, affine, strict=False):
+        part.mul_(widen(a))
+    if floored is None:
+        grad.addcmul_(grad * dynamic, dynamic, value=-1)
+    return pre, grad, [g.view(t.shape).to(t.dtype) for g, t in zip(grads, affine, strict=True)]
 
 
 class _Write(torch.autograd.Function):
-    """S_i ← Σ_j H_res[i, j] S_j + H_post[i] u, which keeps its inputs alone. The first streams are one tensor expanded,
-    of which a batched product on a CPU takes one token at a time: hence `contiguous`."""
+    """S_i ← Σ_j H_res[i, j] S_j + H_post[i] u, which keeps its inputs alone."""
 
     @staticmethod
     def forward(ctx: Any, streams: Tensor, post: Tensor, res: Tensor, update: Tensor) -> Tensor:
         ctx.save_for_backward(streams, post, res, update)
-        written = torch.matmul(res, streams.contiguous())
-        return written.addcmul_(post.unsqueeze(-1), update.unsqueeze(2))
+        return torch.matmul(res, streams).addcmul_(post.unsqueeze(-1), update.unsqueeze(2))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, ...]:
         streams, post, res, update = ctx.saved_tensors
         return (
-            torch.matmul(res.transpose(2, 3), grad),
-            _products(update, grad),
-            torch.matmul(grad, streams.contiguous().transpose(2, 3)),
+            torch.matmul(res.mT, grad),
+            torch.matmul(update.unsqueeze(2), grad.mT).squeeze(2),  # a row from the left: a column is slow on a CPU
+            torch.matmul(grad, streams.mT),
             torch.matmul(post.unsqueeze(2), grad).squeeze(2),
         )
-
-
-def _products(one: Tensor, several: Tensor) -> Tensor:
-    """A token's vector times each of its n others, `[B, T, D]` and `[B, T, n, D]` to `[B, T, n]`: as a row from the
-    left, since a CPU takes several times as long over a column from the right."""
-    return torch.matmul(one.unsqueeze(2), several.transpose(2, 3)).squeeze(2)
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
