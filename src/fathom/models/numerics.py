@@ -53,7 +53,7 @@ def weighted_sum(weights: Sequence[Tensor], terms: Sequence[Tensor]) -> Tensor:
     return total
 
 
-def accumulate(weights: Sequence[Tensor], terms: Sequence[Tensor]) -> Tensor:
+def accumulate(weights: Sequence[Tensor] | Tensor, terms: Sequence[Tensor]) -> Tensor:
     """`weighted_sum` in the memory and type of its first product, where no gradient is asked for."""
     total = weights[0] * terms[0]
     for weight, term in zip(weights[1:], terms[1:], strict=True):
