@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
-from .numerics import accumulate, few, softmax_list, weighted_sum, widen
+from .numerics import few, softmax_list, weighted_sum, widen
 from .replaceable import faster
 from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext, direct
 
@@ -165,7 +165,7 @@ class _Pool(torch.autograd.Function):
         weights = _weights(scores.mul_(inverse_rms), recency_bias)
         ctx.save_for_backward(query, recency_bias, inverse_rms, scores, weights, *sources)
         ctx.set_materialize_grads(False)  # a source that nothing reads any more has no gradient, not one of zeros
-        return accumulate(weights.to(sources[0].dtype).unsqueeze(-1), sources), *sources
+        return weighted_sum(weights.to(sources[0].dtype).unsqueeze(-1), sources), *sources
 
     @staticmethod
     @once_differentiable

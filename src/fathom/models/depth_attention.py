@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
-from .numerics import accumulate, few, head_pool, head_sum, softmax_list, weighted_sum, widen
+from .numerics import few, head_pool, head_sum, softmax_list, weighted_sum, widen
 from .replaceable import faster
 from .roles import Cost, Mechanism, ValueMixer
 from .schedule import ScheduleOptions, grid_sources, trip_rule
@@ -155,7 +155,7 @@ class _Mix(torch.autograd.Function):
             scores[-1] += self_bias
         weights = scores.softmax(0)  # [S, B, T, H_kv, 1], as keys and values lie in memory
         ctx.save_for_backward(query, key, value, weights, *sources)
-        return accumulate(weights.transpose(2, 3), (*sources[1::2], value)).to(value.dtype)
+        return weighted_sum(weights.transpose(2, 3), (*sources[1::2], value)).to(value.dtype)
 
     @staticmethod
     @once_differentiable
@@ -173,7 +173,7 @@ class _Mix(torch.autograd.Function):
             for w, ds, k, v in zip(weights, slopes, keys, values, strict=True)
             for g in ((ds * q).to(k.dtype), (w * grad).to(v.dtype))
         ]
-        grad_query = accumulate(slopes, keys).to(query.dtype)
+        grad_query = weighted_sum(slopes, keys).to(query.dtype)
         if group > 1:
             grad_query = grad_query.transpose(1, 2).repeat_interleave(group, 2).transpose(1, 2)
         return grad_query, None, grads[-2], grads[-1], *grads[:-2]

@@ -45,19 +45,12 @@ def softmax_list(scores: Sequence[Tensor]) -> list[Tensor]:
     return [weight / total for weight in weights]
 
 
-def weighted_sum(weights: Sequence[Tensor], terms: Sequence[Tensor]) -> Tensor:
-    """Σ_j weights_j · terms_j."""
-    total = weights[0] * terms[0]
+def weighted_sum(weights: Sequence[Tensor] | Tensor, terms: Sequence[Tensor]) -> Tensor:
+    """Σ_j weights_j · terms_j, weights listed or stacked; in the first product's memory where nothing records it."""
+    recorded = torch.is_grad_enabled() or torch.compiler.is_compiling()
+    total, add = weights[0] * terms[0], torch.addcmul if recorded else Tensor.addcmul_
     for weight, term in zip(weights[1:], terms[1:], strict=True):
-        total = torch.addcmul(total, weight, term)
-    return total
-
-
-def accumulate(weights: Sequence[Tensor] | Tensor, terms: Sequence[Tensor]) -> Tensor:
-    """`weighted_sum` in the memory and type of its first product, where no gradient is asked for."""
-    total = weights[0] * terms[0]
-    for weight, term in zip(weights[1:], terms[1:], strict=True):
-        total.addcmul_(weight, term)
+        total = add(total, weight, term)
     return total
 
 
