@@ -63,18 +63,12 @@ class OneBank:
 
 
 def attend(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float | None = None,
-    **kwargs: object,
+    _: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float | None, **rest: object
 ) -> tuple[Tensor, None]:
     """Attention of one new token for each row, `[n, H, 1, D]`. The queries that share a key are rows of one product:
     transformers' own, when it is compiled, copies each key for each of them."""
     packed = query.reshape(len(query), key.shape[1], -1, query.shape[3])  # [n, H_kv, H / H_kv, D]
-    out = nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=attention_mask, scale=scaling)
+    out = nn.functional.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     return out.reshape(len(query), 1, query.shape[1], -1), None
 
 
