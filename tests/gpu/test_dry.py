@@ -19,7 +19,6 @@ from torch._dynamo.exc import Unsupported
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.nn.attention import flex_attention as flex
 from transformers.initialization import no_init_weights
-from transformers.integrations import flex_attention as transformers_flex
 
 from fathom.models import FathomForCausalLM, flex_reading, loss, mixture, several_trips, slot_cache, slots
 from fathom.recipe import Optim
@@ -95,12 +94,7 @@ def decode(model: FathomForCausalLM, padded: bool) -> None:
 @pytest.fixture
 def by_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     """FlexAttention without its kernels, which need the device."""
-
-    def uncompiled(*tensors: Tensor, training: bool = False, **how: Any) -> Any:
-        return flex.flex_attention(*tensors, **how)
-
     monkeypatch.setattr(flex_reading, "compiled", lambda: flex.flex_attention)
-    monkeypatch.setattr(transformers_flex, "compile_friendly_flex_attention", uncompiled)  # where no mask is needed
     monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)  # it knows no `meta`
 
 

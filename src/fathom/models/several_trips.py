@@ -575,7 +575,7 @@ class Stored(Picking):
         else:
             full = placement.slot is None and everything[self.view]
         plain = table.bias is None and table.document is None and set(self.reach.values()) == {None}
-        if self.alone and full and plain:
+        if self.alone and full and plain and not self.by_rule:  # without a rule transformers' kernel would read
             return dict.fromkeys(self.reach)
         return self.masks(query, table.tags(placement))
 
