@@ -454,7 +454,9 @@ class FixedSlotBatch(SlotBatch):
         self.compiled = compiled
         model, most = compiled.model, trips_of(compiled.model, trips)
         layers = int(model.config.num_hidden_layers)
-        self.cache = fixed_slots(layers, compiled.rows, compiled.tokens, most, model.device)
+        view = model.model.recurrence.view
+        # A token to spare, as in a slab: a program that reads all places would read no fewer.
+        self.cache = fixed_slots(layers, compiled.rows, compiled.tokens + 1, most, view, model.device)
 
     def _merge(self, lengths: Sequence[int]) -> None:
         assert self.fresh is not None and self.cache is not None

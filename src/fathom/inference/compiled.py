@@ -44,8 +44,13 @@ class OneBank:
         """A visit's bank in a batch's slab, or in slots."""
         if isinstance(cache, Exchange):
             keys, values = cache.store.cache.layers[index].stored
-            place, end = cache.placement.slot, cache.placement.end
+            place, end, seen = cache.placement.slot, cache.placement.end, cache.placement.seen
             assert place is not None
+            if isinstance(seen, slice):  # one trip's places, which lie evenly apart, are the bank
+                capacity, end = cache.store.table.capacity, end // seen.step
+                keys, values = (x[:, seen.start : capacity : seen.step] for x in (keys, values))
+                # What is discarded goes where the row's next token will, or has been and is about to be repeated.
+                place = torch.where(place < capacity, place // seen.step, end - 1)
         else:
             bank = cache.layers[index]
             keys, values = bank.keys.transpose(1, 2), bank.values.transpose(1, 2)

@@ -460,17 +460,16 @@ class FixedTable(SlotTable):
         assert placement.slot is not None
         return x[: len(placement.slot)] if placement.batch is None else x[placement.batch]
 
-    def repeats(self, token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The places of trips after the first of the tokens in some columns, `[B, M]`, and what each repeats: its own
-        trip, or the token's last. Rows, `[B, 1]`, and places, `[B, (trips - 1) M]` twice."""
+    def repeats(self, rows: Tensor, token: Tensor) -> tuple[Tensor, Tensor]:
+        """The places of trips after the first of the tokens in some columns, `[B, M]`, of rows `[B, 1]`, and what each
+        repeats: its own trip, or the token's last. Both are `[B, (trips - 1) M]`."""
         assert self.halt is not None
-        rows = torch.arange(len(token), device=token.device).unsqueeze(1)
         trip = torch.arange(1, self.trips, device=token.device).unsqueeze(1)
         last = self.halt[rows, token].clamp(min=0).unsqueeze(1)  # [B', 1, M]
         token = token.unsqueeze(1)
         places = (token * self.trips + each for each in (trip, torch.minimum(trip, last)))
         to, of = (place.flatten(1) for place in places)
-        return rows, to, of
+        return to, of
 
     def crop(self, columns: int | Tensor) -> None:
         """As `SlotTable.crop`; nothing moves."""
@@ -508,9 +507,9 @@ class FixedTable(SlotTable):
         return rows, place
 
 
-def fixed_slots(layers: int, rows: int, tokens: int, trips: int, device: torch.device) -> Cache:
-    """An empty slot cache of fixed places, all of which are read."""
-    table = FixedTable(tokens, trips)
+def fixed_slots(layers: int, rows: int, tokens: int, trips: int, view: View, device: torch.device) -> Cache:
+    """An empty slot cache of fixed places."""
+    table = FixedTable(tokens, trips, view)
     table.open(rows, 0, device)
     table.end, table.whole = table.capacity, True
     return Cache(layers=[SlotLayer(table, owner=i == 0) for i in range(layers)])
@@ -525,12 +524,16 @@ def fix_slots(cache: Cache, first: int, other: Cache) -> None:
             layer.lazy_initialization(*(x.transpose(1, 2) for x in added.stored))
         for stored, new in zip(layer.stored, added.stored, strict=True):
             stored[rows, place] = new[:, : given.end]
+    table = cache.layers[0].table
+    if table.view is View.SAME:
+        repeat_last(cache, torch.arange(table.tokens, device=rows.device).expand(len(rows), -1), first)
 
 
-def repeat_last(cache: Cache, token: Tensor) -> None:
-    """Let the fixed places of trips that tokens, `[B, M]`, did not make repeat what their last one left, as SAME reads
-    them."""
-    rows, to, of = cache.layers[0].table.repeats(token)
+def repeat_last(cache: Cache, token: Tensor, first: int = 0) -> None:
+    """Let the fixed places of trips that tokens, `[B, M]` of the rows from `first` on, did not make repeat what their
+    last one left, as SAME reads them."""
+    rows = torch.arange(first, first + len(token), device=token.device).unsqueeze(1)
+    to, of = cache.layers[0].table.repeats(rows, token)
     for layer in cache.layers:
         for stored in layer.stored:
             stored[rows, to] = stored[rows, of]
