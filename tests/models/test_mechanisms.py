@@ -527,7 +527,7 @@ class Arithmetic(TorchDispatchMode):
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
-        name = function.overloadpacket.__name__
+        name = function.overloadpacket.__name__.rstrip("_")  # in place or not
         if name in ("mm", "addmm", "bmm"):
             a, b = args[-2], args[-1]
             self.products += 2 * a.numel() * b.shape[-1]

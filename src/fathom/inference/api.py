@@ -21,7 +21,7 @@ ELSEWHERE = {
     "response_format": "only text; vLLM serves JSON schemas",
 }
 """Error messages for fields that other servers have."""
-Rules = dict[str, tuple[bool, str]]
+FieldRules = dict[str, tuple[bool, str]]
 """By field: whether what it says is allowed, and what is."""
 
 
@@ -137,7 +137,7 @@ class Body(_Strict):
         """Whether a stream ends with a chunk of token counts."""
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def rules(self, vocabulary: int) -> Rules:
+    def rules(self, vocabulary: int) -> FieldRules:
         """What is more than types and ranges.
 
         Args:
@@ -168,7 +168,7 @@ class CompletionBody(Body):
         """Number of likeliest tokens to send with the log-probabilities; None for no log-probabilities."""
         return self.logprobs
 
-    def rules(self, vocabulary: int) -> Rules:
+    def rules(self, vocabulary: int) -> FieldRules:
         """As `Body.rules`."""
         ids = [prompt for prompt in self.prompts if not isinstance(prompt, str)]
         known = bool(self.prompts) and all(one and 0 <= min(one) <= max(one) < vocabulary for one in ids)
@@ -205,7 +205,7 @@ class ChatBody(Body):
         """As `CompletionBody.likeliest`."""
         return self.top_logprobs if self.logprobs else None
 
-    def rules(self, vocabulary: int) -> Rules:
+    def rules(self, vocabulary: int) -> FieldRules:
         """As `Body.rules`."""
         alone = not self.top_logprobs or self.logprobs
         return super().rules(vocabulary) | {"top_logprobs": (alone, "only with logprobs=true")}

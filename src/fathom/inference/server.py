@@ -43,7 +43,7 @@ from fathom.inference.gate import Gate, Timed
 from fathom.inference.generate import GenerateError, check_drafts, encode
 from fathom.inference.memory import default_memory
 from fathom.inference.sampling import Choice
-from fathom.inference.texts import Text, Words
+from fathom.inference.texts import AnswerWords, Text
 from fathom.recipe import CacheWishes
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ class Service:
         queue: asyncio.Queue = asyncio.Queue()
         jobs = self.jobs(body, prompts, queue)
         self.engine.submit(jobs)
-        texts = [Text(Words(self.tokenizer), body.stops, self._echo(body, i // body.n)) for i in range(len(jobs))]
+        texts = [Text(AnswerWords(self.tokenizer), body.stops, self._echo(body, i // body.n)) for i in range(len(jobs))]
         envelope = Envelope(self.name, isinstance(body, ChatBody), self.tokenizer, sum(map(len, prompts)))
         parts = self._parts(jobs, texts, queue)
         if body.stream:

@@ -24,7 +24,7 @@ def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     return text[: len(text) - held], text[len(text) - held :]
 
 
-class Words:
+class AnswerWords:
     """Tokens to text, whole characters at a time."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -47,7 +47,7 @@ class Words:
 class Text:
     """One text."""
 
-    words: Words
+    words: AnswerWords
     stops: Sequence[str]
     echo: str = ""
     """The prompt, if the text is to begin with it, until it does."""
@@ -81,7 +81,7 @@ class Text:
         return new
 
     def _score_prompt(self, scores: Sequence[Scored]) -> None:
-        inside = Words(self.words.tokenizer)
+        inside = AnswerWords(self.words.tokenizer)
         for one in scores:
             self.scores.append((one, self._length))
             self._length += len(inside.add([one.token]))

@@ -1,7 +1,7 @@
 """What a slot may read, as FlexAttention takes it: a function of two slots in place of a mask of all pairs.
 
-A pass has one `Rule` for all layers of a kind. It keeps the tags of the slots, `[B, N]`, and says of each pair of
-blocks whether none, some or all of its slots read one another; the kernel asks the function within the second alone.
+A pass has one `ReadingRule` for all layers of a kind. It keeps the tags of the slots, `[B, N]`, and says of each pair
+of blocks whether none, some or all of its slots read one another; the kernel asks the function within the second alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ FAR = 1 << 30
 
 
 @dataclass
-class Rule:
+class ReadingRule:
     """What the attention of one pass reads."""
 
     blocks: BlockMask
@@ -42,7 +42,7 @@ class Rule:
     """Added to the logit of every query that reads a slot, `[1 or B, N]`."""
 
 
-def read_rule(view: View, query: Tags, key: Tags, reach: int | None) -> Rule:
+def read_rule(view: View, query: Tags, key: Tags, reach: int | None) -> ReadingRule:
     """As `reading.read_mask`, whose arguments it takes. A row that may read nothing gets zeros."""
     given = (x for tags in (query, key) for x in (tags.token, tags.live, tags.document, tags.halt))
     rows = max(len(x) for x in given if x is not None)
@@ -74,7 +74,7 @@ def read_rule(view: View, query: Tags, key: Tags, reach: int | None) -> Rule:
         seq_lengths=(t.shape[1], of.shape[1]),
         compute_q_blocks=torch.is_grad_enabled(),
     )
-    return Rule(blocks, None if key.bias is None else widen(key.bias))
+    return ReadingRule(blocks, None if key.bias is None else widen(key.bias))
 
 
 def _blocks(
@@ -123,7 +123,7 @@ def attend_by_rule(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    rule: Rule,
+    rule: ReadingRule,
     scaling: float,
     dropout: float = 0.0,
     **kwargs: object,

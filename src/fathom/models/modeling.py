@@ -40,7 +40,7 @@ from transformers.utils.output_capturing import capture_outputs
 from .configuration import FathomConfig
 from .engines import check_engine, engine_config, seat, take_banks
 from .feed_forward import FeedForward
-from .flex_reading import Rule, attend_by_rule
+from .flex_reading import ReadingRule, attend_by_rule
 from .loss import causal_lm_loss, shifted, token_losses
 from .published import HUB_KEYS, released
 from .reading import attend_beside, with_key_bias
@@ -103,7 +103,7 @@ class Attention(nn.Module):
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
-        attention_mask: Tensor | Rule | None,
+        attention_mask: Tensor | ReadingRule | None,
         past_key_values: Cache | None = None,
         bank: int | None = None,
         sources: tuple[Tensor, ...] = (),
@@ -148,13 +148,7 @@ class Attention(nn.Module):
         if key_bias is not None:
             query, keys, values = with_key_bias(query, keys, values, key_bias, self.scaling)
 
-        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
-        )
-        if isinstance(attention_mask, Rule):
-            attend = attend_by_rule
-        if earlier:
-            attend = partial(attend_beside, attend, earlier)
+        attend = self._attends(attention_mask, earlier)
         output, weights = attend(
             seat(self, bank, kwargs),
             query,
@@ -169,6 +163,14 @@ class Attention(nn.Module):
         if key_bias is not None:
             output = output[..., : self.head_dim]
         return self.o_proj(output.reshape(*shape, -1).contiguous()), weights, key, value
+
+    def _attends(self, mask: Tensor | ReadingRule | None, earlier: tuple[Tensor, ...]) -> Callable:
+        """The attention function of a pass."""
+        attend: Callable = attend_by_rule
+        if not isinstance(mask, ReadingRule):
+            chosen = self.config._attn_implementation
+            attend = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager_attention_forward)
+        return partial(attend_beside, attend, earlier) if earlier else attend
 
 
 class DecoderLayer(GradientCheckpointingLayer):

@@ -17,7 +17,7 @@ from torch import Tensor, distributed, nn
 from torch.utils.checkpoint import checkpoint
 from transformers.cache_utils import Cache
 
-from .flex_reading import FLEX, NO_BACKWARD, Rule, read_rule
+from .flex_reading import FLEX, NO_BACKWARD, ReadingRule, read_rule
 from .host import to_host
 from .reading import MASKED, read_mask, side_by_side
 from .roles import TripState, View
@@ -267,7 +267,7 @@ class TripMaker:
             return {kind: read_rule(self.view, tags, tags, reach) for kind, reach in self.reach.items()}
         return self.model.causal_masks(x, padding, None if self.model.slotted else self.inputs.cache, packed)
 
-    def masks(self, query: Tags, key: Tags) -> Mapping[str, Tensor | Rule]:
+    def masks(self, query: Tags, key: Tags) -> Mapping[str, Tensor | ReadingRule]:
         """Masks that say which slot reads which, by layer type."""
         check_backend(self.model, self.inputs.trips)
         if self.by_rule:
