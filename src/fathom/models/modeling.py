@@ -148,7 +148,10 @@ class Attention(nn.Module):
         if key_bias is not None:
             query, keys, values = with_key_bias(query, keys, values, key_bias, self.scaling)
 
-        attend = self._attends(attention_mask, earlier)
+        attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
+            self.config._attn_implementation, eager_attention_forward
+        )
+        attend = _reading(attend, attention_mask, earlier)
         output, weights = attend(
             seat(self, bank, kwargs),
             query,
@@ -164,13 +167,12 @@ class Attention(nn.Module):
             output = output[..., : self.head_dim]
         return self.o_proj(output.reshape(*shape, -1).contiguous()), weights, key, value
 
-    def _attends(self, mask: Tensor | ReadingRule | None, earlier: tuple[Tensor, ...]) -> Callable:
-        """The attention function of a pass."""
-        attend: Callable = attend_by_rule
-        if not isinstance(mask, ReadingRule):
-            chosen = self.config._attn_implementation
-            attend = ALL_ATTENTION_FUNCTIONS.get_interface(chosen, eager_attention_forward)
-        return partial(attend_beside, attend, earlier) if earlier else attend
+
+def _reading(attend: Callable, mask: Tensor | ReadingRule | None, earlier: tuple[Tensor, ...]) -> Callable:
+    """What a pass calls in place of `attend`, which takes masks alone, and one set of keys and values."""
+    if isinstance(mask, ReadingRule):
+        attend = attend_by_rule
+    return partial(attend_beside, attend, earlier) if earlier else attend
 
 
 class DecoderLayer(GradientCheckpointingLayer):
