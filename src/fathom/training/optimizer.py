@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from fathom.recipe import Optim, RecipeError
+from fathom.training.muon import Muon
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
@@ -118,25 +119,25 @@ class Optimizer:
             )
         if matrices:
             self.parts.append(
-                torch.optim.Muon(groups(matrices), lr=optim.lr, momentum=optim.momentum, adjust_lr_fn="match_rms_adamw")
+                Muon(groups(matrices), lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay)
             )
-        self._skips_on_device = fused and not matrices
+        self._skips_on_device = fused or not rest
 
     def step(self, lr: float, skip: Tensor) -> None:
         """Move the weights, unless `skip` holds 1.
 
-        Fused adamw reads `skip` on the device, so the host does not wait. muon cannot: the host reads it.
+        muon and fused adamw read `skip` on the device, so the host does not wait; for another adamw the host reads it.
         """
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = lr * group["share"]
         if self._skips_on_device:
-            adamw = self.parts[0]
-            adamw.__dict__.update(found_inf=skip, grad_scale=None)  # where its fused step looks for them
-            adamw.step()
-        elif not bool(skip.item()):
             for part in self.parts:
-                part.step()
+                part.__dict__.update(found_inf=skip, grad_scale=None)  # where a fused step looks for them
+        elif bool(skip.item()):
+            return
+        for part in self.parts:
+            part.step()
 
     def zero_grad(self) -> None:
         """Forget the gradients."""

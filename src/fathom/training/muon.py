@@ -1,0 +1,113 @@
+"""Muon: momentum whose matrices are orthogonalised before they are added to the weights.
+
+    M ← M + (1 − μ)(G − M)
+    U = orthogonal(G + μ(M − G))
+    W ← (1 − ηλ) W − 0.2 η √max(r, c) U
+
+The factor 0.2 √max(r, c) gives U, r × c, the size of one of adamw's updates, so that one rate serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.optim.optimizer import ParamsT
+
+# x ← x (a + b xᵀx + c (xᵀx)²): steep at zero, so that five rounds lift every singular value to between 0.7 and 1.2.
+COEFFICIENTS = 3.4445, -4.7750, 2.0315
+ROUNDS = 5
+# Elements that are worked on at a time: small matrices are stacked up to here, large ones are alone.
+STACK = 2**25
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """The orthogonal factors of matrices [n, r, c], nearly: their singular values end about 1."""
+    if matrices.shape[-2] > matrices.shape[-1]:
+        return orthogonal(matrices.mT).mT
+    a, b, c = COEFFICIENTS
+    x = matrices / matrices.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    for _ in range(ROUNDS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon, for matrices that are stacked with others of their shape; sharded ones are gathered, one stack at a time.
+
+    Orthogonalised in bfloat16 on a GPU and in float32 elsewhere: few CPUs multiply in bfloat16, and on the others it
+    takes fifty times as long. Where `found_inf` holds 1 a step changes nothing, and the host need not know.
+    """
+
+    found_inf: Tensor | None = None
+
+    def __init__(self, params: ParamsT, lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
+        super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        """Move the weights that have gradients."""
+        for group in self.param_groups:
+            for matrices in _stacks(p for p in group["params"] if p.grad is not None):
+                self._move(matrices, group["lr"], group["momentum"], group["weight_decay"])
+
+    def _move(self, matrices: list[Tensor], lr: float, momentum: float, weight_decay: float) -> None:
+        for p in matrices:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        g = torch.stack([_gradient(p) for p in matrices])  # [n, r, c], or this rank's part of it
+        going = torch.ones((), dtype=g.dtype, device=g.device)
+        if self.found_inf is not None:
+            going = going - self.found_inf.to(g)
+            g = torch.where(going > 0, g, 0)  # they may be infinite, and infinity times zero is no zero
+        kept = [_part(self.state[p]["momentum_buffer"]) for p in matrices]
+        m = torch.stack(kept).lerp(g, going * (1 - momentum))
+        u = _orthogonal(g.lerp(m, momentum), like=matrices[0])
+        r, c = matrices[0].shape
+        weights = [_part(p) for p in matrices]
+        torch._foreach_copy_(kept, list(m.unbind()))
+        torch._foreach_mul_(weights, 1 - lr * weight_decay * going)
+        torch._foreach_sub_(weights, list((u * (0.2 * lr * max(r, c) ** 0.5 * going)).unbind()))
+
+
+def _stacks(matrices: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Matrices of one shape, kind and place, as many as are worked on together."""
+    alike: dict[tuple[object, ...], list[Tensor]] = {}
+    for p in matrices:
+        place = (p.device_mesh, p.placements) if isinstance(p, DTensor) else p.device
+        alike.setdefault((p.shape, p.dtype, place), []).append(p)
+    for found in alike.values():
+        several = max(1, STACK // found[0].numel())
+        yield from (found[i : i + several] for i in range(0, len(found), several))
+
+
+def _part(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _gradient(p: Tensor) -> Tensor:
+    """This rank's part of a gradient, cut as the matrix is."""
+    gradient = p.grad
+    assert gradient is not None
+    if isinstance(p, DTensor) and isinstance(gradient, DTensor):
+        gradient = gradient.redistribute(placements=p.placements)
+    return _part(gradient)
+
+
+def _orthogonal(parts: Tensor, like: Tensor) -> Tensor:
+    """`orthogonal` of a stack of matrices cut like `like`, cut the same way."""
+    arithmetic = torch.bfloat16 if parts.is_cuda else torch.promote_types(parts.dtype, torch.float32)
+    x = parts.to(arithmetic)
+    if not isinstance(like, DTensor):
+        return orthogonal(x).to(parts.dtype)
+    shape = torch.Size((len(parts), *like.shape))
+    cut = [Shard(place.dim + 1) if isinstance(place, Shard) else place for place in like.placements]
+    stride = (like.numel(), like.shape[1], 1)
+    whole = DTensor.from_local(x, like.device_mesh, cut, run_check=False, shape=shape, stride=stride).full_tensor()
+    everywhere = [Replicate()] * like.device_mesh.ndim
+    update = DTensor.from_local(orthogonal(whole), like.device_mesh, everywhere, run_check=False)
+    return update.redistribute(placements=cut).to_local().to(parts.dtype)
