@@ -304,7 +304,7 @@ def test_errors_come_before_work(small: Recipe, tmp_path: Path, capsys, arms: st
 
 
 def test_what_no_run_could_begin_with_is_said_before_work(small: Recipe, planted, tmp_path: Path, capsys, monkeypatch):
-    """A kernel that cannot run here, a source whose context is too short, and one that is not finished."""
+    """Kernels and attention that cannot train here, a source whose context is too short, and one not finished."""
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     source, recipe = tmp_path / "source", tmp_path / "recipe.yaml"
     shutil.copytree(planted[1] / "arms/vanilla/seed-0", source)
@@ -317,6 +317,7 @@ def test_what_no_run_could_begin_with_is_said_before_work(small: Recipe, planted
 
     own = small.to_dict()
     assert said(own, "train.kernels=[swiglu]", "train.device=cpu").startswith("fathom: kernel swiglu runs on an NVIDIA")
+    assert "no backward pass on cpu" in said(own, "train.attention=flex_attention", "train.device=cpu")
     begun = {**own, "model": {"from_pretrained": str(source)}}
     assert "allowed: at most the model's max_position_embeddings=32" in said(begun, "data.sequence_length=64")
     (source / "result.json").unlink()

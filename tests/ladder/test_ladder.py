@@ -145,11 +145,20 @@ def test_what_begins_no_run_asks_nothing_of_models(whole, tmp_path: Path, monkey
     assert main(words) == 2 and capsys.readouterr().err.endswith("not installed\n")
 
 
-def test_kernels_that_cannot_run_here_are_said_before_a_plan_is_written(tmp_path: Path, monkeypatch, capsys) -> None:
+@pytest.mark.parametrize(
+    "asked, said",
+    [
+        ("train.kernels=[swiglu]", "the model would be on cpu: leave it out"),
+        ("train.attention=flex_attention", "no backward pass on cpu; allowed: sdpa, eager"),
+    ],
+)
+def test_what_cannot_train_here_is_said_before_a_plan_is_written(
+    tmp_path: Path, monkeypatch, capsys, asked: str, said: str
+) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    words = ["ladder", str(write_ladder(tmp_path / "ladder.yaml")), "--arms", "vanilla,loop", "train.kernels=[swiglu]"]
+    words = ["ladder", str(write_ladder(tmp_path / "ladder.yaml")), "--arms", "vanilla,loop", asked]
     assert main([*words, "--out", str(tmp_path / "out")]) == 2 and not (tmp_path / "out").exists()
-    assert capsys.readouterr().err.endswith("the model would be on cpu: leave it out\n")
+    assert capsys.readouterr().err.endswith(f"{said}\n")
 
 
 @pytest.mark.slow

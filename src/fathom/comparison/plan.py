@@ -11,10 +11,9 @@ from fathom.checkpoints.layout import ARMS, FAILED, MEASURED, PLAN, RECIPE, RESU
 from fathom.comparison.arms import Arm, Equal, arm_recipes, parse_arms
 from fathom.comparison.results import Failure, MeasuredValues
 from fathom.data.puzzles import open_data
-from fathom.kernels import require
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe, parse_recipe
 from fathom.report.files import read_json
-from fathom.training.build import batch_plan, check_model
+from fathom.training.build import batch_plan, check_device, check_model
 from fathom.training.parallel import device_of
 
 NOT_TIMED = (
@@ -172,10 +171,10 @@ def check(plan: Plan, out: Path | None = None, begins: bool = True) -> None:
                 raise RecipeError(f"{task.run_dir} holds a run of another recipe; different: {', '.join(differing)}")
 
 
-def check_kernels(plan: Plan) -> None:
-    """Refuse kernels that cannot run on this machine, before it works on a plan."""
+def check_machine(plan: Plan) -> None:
+    """Refuse what cannot train on this machine's device, before it works on a plan."""
     for recipe in plan.recipes.values():
-        require(recipe.train.kernels, device_of(recipe.train.device).type)
+        check_device(recipe, device_of(recipe.train.device).type)
 
 
 def tasks(plan: Plan, out: Path) -> list[RunTask]:

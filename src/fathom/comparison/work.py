@@ -32,7 +32,7 @@ from fathom.comparison.findings import summarize
 from fathom.comparison.leases import Claim, Claims
 from fathom.comparison.looks import read_looks, record
 from fathom.comparison.page import write_report
-from fathom.comparison.plan import Plan, RunTask, check_kernels, make_plan, tasks
+from fathom.comparison.plan import Plan, RunTask, check_machine, make_plan, tasks
 from fathom.comparison.progress import Progress
 from fathom.comparison.results import ComparisonReport
 from fathom.comparison.timing import measure
@@ -159,7 +159,7 @@ def carry_out(
     if threads is not None and threads < 1:
         raise RecipeError(f"--threads {threads}: allowed: 1 or more")
     read_looks(out)  # damage is said before work
-    check_kernels(plan)
+    check_machine(plan)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / PLAN, plan.to_dict())
     for task in tasks(plan, out) if retry_failed else ():

@@ -27,7 +27,7 @@ import torch
 
 from fathom.checkpoints.layout import ARMS, CLAIMS, FAILED, LADDER, REPORT, RESULT
 from fathom.comparison.leases import Claim, Claims
-from fathom.comparison.plan import RunTask, check_kernels
+from fathom.comparison.plan import RunTask, check_machine
 from fathom.comparison.work import (
     POLL_SECONDS,
     CompareError,
@@ -88,7 +88,7 @@ def climb(
 
 def settle(ladder: Ladder, out: Path, workers: int = 1) -> Ladder:
     """Write the plan, or check that the directory has the same one; returns the plan as written."""
-    check_kernels(ladder.plan(ladder.sizes[0], dict.fromkeys((arm.name for arm in ladder.every_arm), 1.0)))
+    check_machine(ladder.plan(ladder.sizes[0], dict.fromkeys((arm.name for arm in ladder.every_arm), 1.0)))
     if (out / LADDER).exists():
         return _as_written(ladder, out)
     out.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from fathom.data.batches import Batch, BatchPlan
 from fathom.data.mixture import Mixture, Phase
 from fathom.data.puzzles import open_data
 from fathom.data.shards import TokenDataset
-from fathom.kernels import use
+from fathom.kernels import require, use
 from fathom.models.configuration import FathomConfig
 from fathom.models.flex_reading import FLEX, NO_BACKWARD
 from fathom.models.modeling import FathomCausalLMOutput, FathomForCausalLM
@@ -128,10 +128,9 @@ def build_training(
         begins: Whether the run begins with the weights of `model.from_pretrained`; a checkpoint of its own needs none.
     """
     ranks = ranks or Ranks(device=device_of(recipe.train.device))
+    check_device(recipe, ranks.device.type)
     use(recipe.train.kernels, ranks.device.type)
     config = recipe.config()
-    if recipe.train.attention == FLEX and ranks.device.type in NO_BACKWARD:
-        raise RecipeError(f"train.attention={FLEX}: no backward pass on {ranks.device.type}; allowed: sdpa, eager")
     _require_context(recipe, config)
     _require_rows_per_rank(recipe, ranks.world_size)
     if data is None:
@@ -153,6 +152,13 @@ def build_training(
     optimizer = Optimizer(model, recipe.optim)
     guard = Guard(recipe.train.skip_spikes, ranks.device)
     return Training(recipe, ranks, config, model, optimizer, guard, data, plan, adapters)
+
+
+def check_device(recipe: Recipe, device: str) -> None:
+    """Refuse kernels and an attention that cannot train on this type of device."""
+    require(recipe.train.kernels, device)
+    if recipe.train.attention == FLEX and device in NO_BACKWARD:
+        raise RecipeError(f"train.attention={FLEX}: no backward pass on {device}; allowed: sdpa, eager")
 
 
 def check_model(recipe: Recipe, data: TokenDataset) -> None:
