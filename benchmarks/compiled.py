@@ -113,13 +113,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 def main() -> None:
     """Measure and print, or write."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--mechanism", default="adaponder")
     parser.add_argument("--rows", type=int, default=8, help="of the larger batch (default: 8)")
     parser.add_argument("--room", type=int, default=128, help="tokens of a row (default: 128)")
     parser.add_argument("--tokens", type=int, default=24, help="new tokens of each text (default: 24)")
     parser.add_argument("--pairs", type=int, default=4, help="turns A B B A (default: 4)")
     parser.add_argument("--threads", type=int, default=1, help="of torch (default: 1)")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--note", default="", help="what else the machine did, for the log")
     parser.add_argument("--out", type=Path, help="write the log there")
     options = parser.parse_args()

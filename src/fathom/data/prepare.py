@@ -538,7 +538,7 @@ def _difference(out: Path, settings: PrepareSettings, sources: list[Source]) -> 
             if difference := _reading_difference(found, value, "crc32" in old):
                 return difference
         elif found != value:
-            return f"was prepared with {_option(key)} {found!r}, not {value!r}"
+            return f"was prepared with {_option(key)} {_briefly(found)}, not {_briefly(value)}"
     if old.get("inputs_stamp", _stamp(sources)) != _stamp(sources):
         return "the inputs changed since the interrupted run began"
     return None
@@ -549,8 +549,15 @@ def _reading_difference(old: Mapping[str, object], new: Mapping[str, object], fi
         found = old.get(key, getattr(FORMER_READING, key))
         # Whatever passed under `error` passes under every other choice too.
         if found != value and not (found == "error" and not finished):
-            return f"was prepared with {_option(key)} {found!r}, not {value!r}"
+            return f"was prepared with {_option(key)} {_briefly(found)}, not {_briefly(value)}"
     return None
+
+
+def _briefly(value: object) -> str:
+    """A setting in a message: of a long list its beginning and its length."""
+    if not isinstance(value, list) or len(value) <= 3:
+        return repr(value)
+    return f"[{', '.join(map(repr, value[:2]))}, … {len(value)} in all]"
 
 
 def _option(key: str) -> str:
