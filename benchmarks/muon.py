@@ -4,8 +4,8 @@
     python benchmarks/muon.py --shape 410m --device cuda
 
 Both take the same gradients, A B B A in one process: the median of the ratios ours by torch's and their quartiles, and
-the milliseconds of a step. `direction` is the largest angle between the first updates of a matrix, in degrees: torch's are
-made in bfloat16 on every device, ours on a GPU alone.
+the milliseconds of a step. `direction` is the largest angle between the first updates of a matrix, in degrees: torch's
+are made in bfloat16 on every device, ours on a GPU alone.
 """
 
 from __future__ import annotations

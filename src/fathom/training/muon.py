@@ -39,7 +39,7 @@ class Muon(torch.optim.Optimizer):
     """Muon, for matrices that are stacked with others of their shape; sharded ones are gathered, one stack at a time.
 
     Orthogonalised in bfloat16 on a GPU and in float32 elsewhere: few CPUs multiply in bfloat16, and on the others it
-    takes fifty times as long. Where `found_inf` holds 1 a step changes nothing, and the host need not know.
+    takes some fifteen times as long. Where `found_inf` holds 1 a step changes nothing, and the host need not know.
     """
 
     found_inf: Tensor | None = None
