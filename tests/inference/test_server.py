@@ -202,6 +202,16 @@ def test_before_stop(text, stops, before, held):
     assert texts.before_stop(text, stops) == (before, held)
 
 
+def test_long_stops_take_no_longer(served):
+    """Which are compared on the thread of all clients; these took minutes."""
+    began = time.monotonic()
+    stops, bias = ["x" * 400_000 + "y", *(f"{'x' * 100}{i}" for i in range(1023))], {"90": 100}
+    assert "".join(texts.before_stop("x" * n, stops)[1] for n in (99, 100)) == "x" * 199
+    answer = served.complete("The sailors", max_tokens=200, stop=stops, logit_bias=bias)
+    assert answer.usage.completion_tokens == 200 and set(answer.choices[0].text) == {"x"}
+    assert time.monotonic() - began < 20
+
+
 def test_a_stop_on_the_last_token_is_a_stop(served):
     whole = served.complete("The sailors", max_tokens=6)
     last = served.complete("The sailors", max_tokens=6, stop=whole.choices[0].text[-1])

@@ -20,8 +20,10 @@ def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
     found = [at for stop in stops if (at := text.find(stop)) >= 0]
     if found:
         return text[: min(found)], None
-    held = max((n for stop in stops for n in range(1, len(stop)) if text.endswith(stop[:n])), default=0)
-    return text[: len(text) - held], text[len(text) - held :]
+    # From the longest on, which is most often right where there are long ones: a client writes the stops.
+    ends = (text[-n:] for n in range(min(len(text), max(map(len, stops), default=0)), 0, -1))
+    held = next((end for end in ends if any(stop.startswith(end) for stop in stops)), "")
+    return text[: len(text) - len(held)], held
 
 
 class AnswerWords:
