@@ -239,6 +239,19 @@ def test_the_least_room_is_room_enough_to_compile_in(engine):
     running.call(lambda: running.compile(None)).result(60)
 
 
+def test_what_would_fail_in_a_batch_is_refused(engine):
+    """A job without a prompt, and one that is longer than what was compiled: others in the batch would fail with it."""
+    running, model = engine("adaponder", num_hidden_layers=2)
+    running.compiled = Compiled(model, 2, 16)
+    running.compiled.step = model.forward
+    kept, longest = Collected([5, 6, 7], 12, Choice()), Collected([5] * 15, 1, Choice())
+    for prompt, new, words in (([], 3, "no tokens"), ([5] * 15, 2, "16 tokens, not of 17"), ([5], 16, "not of 17")):
+        with pytest.raises(EngineError, match=words):
+            running.submit([kept.job, Collected(prompt, new, Choice()).job])
+    running.submit([kept.job, longest.job])
+    assert kept.wait() == longest.wait() == "length" and len(kept.tokens) == 12
+
+
 @pytest.mark.slow
 def test_an_engine_of_compiled_steps_makes_the_same_texts(engine, backend):
     """Two rows at a time, of requests that wait, in two batches one after the other; all is compiled before."""
@@ -589,7 +602,7 @@ def test_giving_up_and_failing(engine, monkeypatch):
     assert running.call(lambda: 7).result(10) == 7
     with pytest.raises(ZeroDivisionError):
         running.call(lambda: 1 / 0).result(10)
-    for name in ("step", "read", "reserve"):
+    for name in ("step", "read", "join", "reserve"):
         with monkeypatch.context() as planted:
             planted.setattr(SlabBatch, name, lambda self, *given, **more: 1 / 0)
             failed = Collected([5, 6], 4, Choice())

@@ -608,6 +608,22 @@ def test_pages_of_other_sites(directory, served):
     assert heard(served, "GET", Origin=mine)[:2] == (200, None)
 
 
+def test_a_conversation_of_no_tokens_takes_no_other_along(tmp_path):
+    """What a template leaves out altogether; and a tokenizer without a token that begins a text."""
+    model, tokenizer = open_checkpoint(export_tiny(tmp_path / "tiny"), "cpu")
+    tokenizer.chat_template = "{% for m in messages if m.role == 'user' %}{{ m.content }}{% endfor %}"
+    service = server.Service(model, tokenizer, "tiny")
+    with in_thread(server.build_app(service)) as served, ThreadPoolExecutor(1) as pool:
+        other = pool.submit(served.complete, "The lead", max_tokens=400, logit_bias={i: -100 for i in service.stops})
+        while not service.engine.running:
+            time.sleep(0.001)
+        silent = [{"role": "system", "content": "x"}]
+        check_error(served.post("/v1/chat/completions", messages=silent), 400)
+        tokenizer.bos_token = tokenizer.eos_token = None
+        check_error(served.post(prompt=""), 400)
+        assert other.result().usage.completion_tokens == 400
+
+
 def test_a_model_that_was_not_taught_to_converse(tmp_path):
     directory = export_tiny(tmp_path / "base", chat=False)
     with in_thread(server.build_app(server.Service(*open_checkpoint(directory, "cpu"), "base"))) as base:

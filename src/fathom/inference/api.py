@@ -14,7 +14,8 @@ from starlette.exceptions import HTTPException
 from fathom.inference.engine import EngineError
 
 KINDS = {429: "rate_limit_error", 408: "timeout_error", 503: "server_error", 500: "server_error"}
-STATUS = {"rate_limit_exceeded": 429, "shutting_down": 503, "cache_memory_exceeded": 400, "failed": 500}
+STATUS = {"rate_limit_exceeded": 429, "shutting_down": 503, "failed": 500}
+STATUS |= dict.fromkeys(("cache_memory_exceeded", "context_length_exceeded", "empty_prompt"), 400)
 """By the code of an engine's error."""
 ELSEWHERE = {
     **dict.fromkeys(("tools", "tool_choice", "functions"), "tool calls are not made here; vLLM serves them"),

@@ -174,6 +174,7 @@ class Engine:
     def _queue(self, jobs: Sequence[Job]) -> None:
         for job in jobs:
             job.began = time.perf_counter()
+            self._check_length(job)
             needed = self.token_bytes(job.trips) * self._tokens(job)
             if needed > self.budget:
                 raise EngineError(
@@ -190,6 +191,14 @@ class Engine:
                 )
             self.waiting.extend(jobs)
             self._wake.notify()
+
+    def _check_length(self, job: Job) -> None:
+        """Refuse a job that would fail in a batch, and take the batch' other jobs along."""
+        if not job.prompt:
+            raise EngineError("the prompt has no tokens", "empty_prompt")
+        if self.compiled is not None and job.longest > self.compiled.tokens:
+            most = f"steps are compiled for texts of {self.compiled.tokens} tokens"
+            raise EngineError(f"{most}, not of {job.longest}", "context_length_exceeded")
 
     def cancel(self, jobs: Sequence[Job]) -> None:
         """Cancel jobs, at the next token or the next chunk of a prompt."""
@@ -394,8 +403,8 @@ class Engine:
         self.counts["prompt_tokens"] += len(chunk)
         if job.read < len(job.prompt):
             return len(chunk)
-        self.joining = None
         lane.batch.join()
+        self.joining = None  # not before: where joining fails, the job is told
         lane.jobs.append(job)
         if job.score_prompt:
             self._out.append((job, job.prompt_scores))

@@ -259,15 +259,17 @@ def encode(
         variables: Further ones for the template.
     """
     if isinstance(prompt, str):
-        if prompt:
-            return list(tokenizer(prompt, verbose=False)["input_ids"])  # too long a prompt is reported later
         begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        return [begin]
-    if not tokenizer.chat_template:
+        # Too long a prompt is reported later.
+        ids = list(tokenizer(prompt, verbose=False)["input_ids"]) if prompt else [begin] if begin is not None else []
+    elif tokenizer.chat_template:
+        whole = written(tokenizer, prompt, **variables)
+        ids = list(tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"])
+    else:
         raise GenerateError("this model has no chat template: it continues texts, give it a prompt")
-    return list(
-        tokenizer(written(tokenizer, prompt, **variables), add_special_tokens=False, verbose=False)["input_ids"]
-    )
+    if not ids:
+        raise GenerateError("this prompt has no tokens, and there is nothing to continue")
+    return ids
 
 
 def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], /, **variables: object) -> str:
