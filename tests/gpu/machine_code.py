@@ -39,6 +39,8 @@ class Kernel:
     constants: dict[str, Any]
     warps: int
     shape: str
+    most: int | None = None
+    """Registers that a thread may take, where the launch says so."""
 
     def source(self) -> ASTSource:
         """What Triton compiles; pointers are known to be multiples of 16 bytes, as torch's are."""
@@ -85,7 +87,7 @@ def rotated_mixes() -> Iterator[Kernel]:
         inputs = {"own": (half, half), "sources": keys, "values": values, "norms": (half, half)}
         inputs |= {"angles": (half, half), "rows": "i32", "turns": "i32"}
         made = {"bias": full, "made": (half, half, half, full)}
-        yield Kernel(norm_rotate_mix.norm_rotate_mix_forward, inputs | made, fixed, 4, shape)
+        yield Kernel(norm_rotate_mix.norm_rotate_mix_forward, inputs | made, fixed, 4, shape, norm_rotate_mix.REGISTERS)
         grads = {"weights": full, "grads": (half,) * 3, "made": (half, half, full)}
         grads |= {"of_sources": keys, "of_values": values}
         yield Kernel(norm_rotate_mix.norm_rotate_mix_backward, inputs | grads, fixed, 4, shape)
@@ -131,7 +133,7 @@ class Used:
 def use_of(kernel: Kernel, capability: int) -> Used:
     """Compile for a GPU of this capability, and look into what was made."""
     target = GPUTarget("cuda", capability, 32)
-    made = triton.compile(kernel.source(), target=target, options={"num_warps": kernel.warps})
+    made = triton.compile(kernel.source(), target=target, options={"num_warps": kernel.warps, "maxnreg": kernel.most})
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "kernel.cubin"
         file.write_bytes(made.asm["cubin"])

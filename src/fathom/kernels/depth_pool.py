@@ -17,8 +17,9 @@ from torch import Tensor
 
 from fathom.kernels.online import Context, absorb, nothing, read, tile
 
-TILE = 2048
-"""Numbers that a program holds at a time, of one source: a row, or several short ones."""
+TILE = 1024
+"""Numbers that a program holds at a time, of one source: a row, or several short ones; with two of 1024, the loads of
+nine sources do not fit its registers."""
 THREAD = 8
 """Numbers to a thread: with 16, the loads of 25 sources do not fit its registers."""
 PROGRAMS = 528

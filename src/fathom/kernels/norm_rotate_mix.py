@@ -21,6 +21,8 @@ from fathom.kernels.online import Context, absorb, nothing, read, through_values
 
 TILE = 1024
 """Numbers of one tensor that a program holds at a time: half of what `depth_mix` takes, as it holds more of them."""
+REGISTERS = 128
+"""That a thread may take. Where nothing is said, ptxas spills eight bytes to get by with 64."""
 
 
 @triton.jit
@@ -310,6 +312,7 @@ def mix(
                 made,
                 rows,
                 rotation[0].shape[0] * length,
+                maxnreg=REGISTERS,
                 **fixed,
             )
     return made
