@@ -132,6 +132,20 @@ class Slab:
         self.first, self.filled = 0, torch.zeros(0, dtype=torch.long)
         """First row of this call, and the number of tokens that its rows hold, `[n]`."""
         self.most = 0
+        self.places: tuple[Tensor, Tensor] | None = None
+        """Where the call's tokens are written, which all banks share: rows `[n, 1]`, columns `[n, T]`."""
+
+    def about(self, first: int, filled: Sequence[int], device: torch.device) -> None:
+        """The rows of the next call."""
+        self.first, self.most, self.places = first, max(filled), None
+        self.filled = torch.tensor(filled, device=device)
+
+    def places_of(self, new: int) -> tuple[Tensor, Tensor]:
+        """`places` of `new` tokens a row."""
+        if self.places is None:
+            row = torch.arange(self.first, self.first + len(self.filled), device=self.filled.device)
+            self.places = row[:, None], self.filled[:, None] + torch.arange(new, device=row.device)
+        return self.places
 
 
 class SlabLayer(GrowingLayer):
@@ -174,12 +188,11 @@ class SlabLayer(GrowingLayer):
             self.lazy_initialization(key_states, value_states)
         slab, (n, _, new, _) = self.slab, key_states.shape
         rows = slice(slab.first, slab.first + n)
-        if n == 1 and new > 1:
+        if n == 1:
             place = slice(slab.most, slab.most + new)
             self.keys[rows, :, place], self.values[rows, :, place] = key_states, value_states
         else:
-            row = torch.arange(slab.first, slab.first + n, device=key_states.device).unsqueeze(1)
-            column = slab.filled.unsqueeze(1) + torch.arange(new, device=key_states.device)  # [n, T]
+            row, column = slab.places_of(new)
             self.keys[row, :, column] = key_states.transpose(1, 2)
             self.values[row, :, column] = value_states.transpose(1, 2)
         end = slab.most + new
@@ -272,8 +285,7 @@ class SlabBatch(LiveBatch):
         return last
 
     def _about(self, first: int, filled: Sequence[int]) -> None:
-        self.slab.first, self.slab.most = first, max(filled)
-        self.slab.filled = torch.tensor(filled, device=self.model.device)
+        self.slab.about(first, filled, self.model.device)
 
     def _mask(self, positions: Tensor) -> Mask:
         """The mask of the keys that each new token sees; None if it is all of them. `positions` is `[n, T]`."""

@@ -408,7 +408,7 @@ class Engine:
         lane.jobs.append(job)
         if job.score_prompt:
             self._out.append((job, job.prompt_scores))
-        self._begin(lane, job, logits[-1])
+        self._begin(lane, [job], logits[-1:])
         return len(chunk)
 
     def _read_several(self, left: int) -> int:
@@ -419,26 +419,26 @@ class Engine:
         logits = lane.batch.read_several([job.prompt for job in jobs])
         self.joining = None
         lane.jobs += jobs
-        for job, row in zip(jobs, logits, strict=True):
+        for job in jobs:
             job.read = len(job.prompt)
             self.counts["prompt_tokens"] += job.read
-            self._begin(lane, job, row)
+        self._begin(lane, jobs, logits)
         return sum(len(job.prompt) for job in jobs)
 
-    def _begin(self, lane: Lane, job: Job, logits: Tensor) -> None:
-        """Choose a job's first new token, if it wants any."""
-        if job.new_tokens:
-            self._take(lane, job, logits, None)
-        else:
-            self._end(lane, job, "length")
+    def _begin(self, lane: Lane, jobs: Sequence[Job], logits: Tensor) -> None:
+        """Choose the first new token of jobs that want any, `logits` `[n, V]`."""
+        wanting = [i for i, job in enumerate(jobs) if job.new_tokens]
+        for job in jobs:
+            if not job.new_tokens:
+                self._end(lane, job, "length")
+        self._take(lane, [jobs[i] for i in wanting], logits[wanting])
 
     def _scored(self, job: Job, logits: Tensor) -> list[Scored]:
         """The prompt's tokens that a chunk's logits `[T, V]` predict; the first token is not predicted."""
         first = [Scored(job.prompt[0])] if job.read == 0 else []
         after = job.prompt[job.read + 1 : job.read + 1 + len(logits)]
-        return first + [
-            Scored(token, *likeliest(row, token, job.logprobs or 0)) for token, row in zip(after, logits, strict=False)
-        ]
+        found = likeliest(logits[: len(after)], after, job.logprobs or 0)
+        return first + [Scored(token, *one) for token, one in zip(after, found, strict=True)]
 
     def _step(self, lane: Lane) -> None:
         if not lane.jobs:
@@ -446,11 +446,7 @@ class Engine:
         self.counts["steps"] += 1
         if isinstance(lane.batch, DraftBatch):
             return self._step_drafted(lane, lane.batch)
-        logits = lane.batch.step([job.made[-1] for job in lane.jobs])
-        likely = logits.argmax(-1).tolist()
-        rows = list(zip(list(lane.jobs), logits, likely, strict=True))  # before any of them leaves
-        for job, row, best in rows:
-            self._take(lane, job, row, best)
+        self._take(lane, list(lane.jobs), lane.batch.step([job.made[-1] for job in lane.jobs]))
 
     def _step_drafted(self, lane: Lane, batch: DraftBatch) -> None:
         """Several tokens for every row: drafts that the whole model confirms, and its own in place of the next."""
@@ -473,24 +469,38 @@ class Engine:
         self.counts["drafted"] += len(jobs) * count
         self.counts["accepted"] += sum(accepted for _, accepted in settled)
         for job, (tokens, _), rows in zip(jobs, settled, logits, strict=True):
-            for token, row in zip(tokens, rows, strict=False):
-                if not self._give(lane, job, token, row):
+            for scored in self._scores([job] * len(tokens), tokens, rows[: len(tokens)]):
+                if not self._give(lane, job, scored):
                     break
 
-    def _take(self, lane: Lane, job: Job, logits: Tensor, best: int | None) -> None:
-        """Choose a job's next token; `best` is the likeliest, where it is known."""
-        plain = job.choice.plain and best is not None
-        token = best if plain and best is not None else job.choice.token(logits, job.prompt, job.made)
-        self._give(lane, job, token, logits)
+    def _take(self, lane: Lane, jobs: Sequence[Job], logits: Tensor) -> None:
+        """Choose and deliver the next token of each job, `logits` `[n, V]`."""
+        tokens = logits.argmax(-1).tolist()
+        for i, job in enumerate(jobs):
+            if not job.choice.plain:
+                tokens[i] = job.choice.token(logits[i], job.prompt, job.made)
+        for job, scored in zip(jobs, self._scores(jobs, tokens, logits), strict=True):
+            self._give(lane, job, scored)
 
-    def _give(self, lane: Lane, job: Job, token: int, logits: Tensor) -> bool:
+    def _scores(self, jobs: Sequence[Job], tokens: Sequence[int], logits: Tensor) -> list[Scored]:
+        """A token of each job, with what it asked for of `logits` `[n, V]`."""
+        scored = [Scored(token) for token in tokens]
+        asked = [(i, job.logprobs) for i, job in enumerate(jobs) if job.logprobs is not None]
+        if asked:
+            rows = [i for i, _ in asked]
+            found = likeliest(logits[rows], [tokens[i] for i in rows], max(count for _, count in asked))
+            for (i, count), (logprob, top) in zip(asked, found, strict=True):
+                scored[i] = Scored(tokens[i], logprob, top[:count])
+        return scored
+
+    def _give(self, lane: Lane, job: Job, scored: Scored) -> bool:
         """Deliver a job's next token; returns whether the text goes on."""
+        token = scored.token
         job.made.append(token)
         self.counts["tokens"] += 1
         if len(job.made) == 1:
             self.counts["first_tokens"] += 1
             self.first_seconds += time.perf_counter() - job.began
-        scored = Scored(token) if job.logprobs is None else Scored(token, *likeliest(logits, token, job.logprobs))
         self._out.append((job, scored))
         why = "stop" if token in job.stops else "length" if len(job.made) == job.new_tokens else None
         if why is not None:

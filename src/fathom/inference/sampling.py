@@ -181,8 +181,18 @@ def uniform(seed: int, index: int, place: int, stream: str = "") -> float:
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
-def likeliest(logits: Tensor, token: int, count: int) -> tuple[float, list[tuple[int, float]]]:
-    """The log-probability of a token and the `count` likeliest ones with theirs, under the model alone, `[V]`."""
+def likeliest(logits: Tensor, tokens: Sequence[int], count: int) -> list[tuple[float, list[tuple[int, float]]]]:
+    """The log-probability of each row's token and its `count` likeliest ones with theirs, under the model alone.
+
+    Args:
+        logits: `[n, V]`
+        tokens: One for each row.
+        count: As many as there are, at most.
+    """
     logs = logits.float().log_softmax(-1)
-    best = logs.topk(min(count, len(logs)))
-    return float(logs[token]), list(zip(best.indices.tolist(), best.values.tolist(), strict=True))
+    own = logs[torch.arange(len(tokens)), list(tokens)].tolist()
+    if not count:
+        return [(logprob, []) for logprob in own]
+    best = logs.topk(min(count, logs.shape[-1]))
+    tops = zip(best.indices.tolist(), best.values.tolist(), strict=True)
+    return [(logprob, list(zip(*top, strict=True))) for logprob, top in zip(own, tops, strict=True)]
