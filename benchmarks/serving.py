@@ -4,11 +4,13 @@
     python benchmarks/serving.py --mechanism adaponder --device cuda  # any mechanism, any device
 
 Takes turns A B B A: one client, several clients, the same prompts offline one by one (`generate`) and at once
-(`generate_batch`, where transformers' engine can run the model). Greedy; prompts are token ids. Answers of all four are
-compared. Then many clients at once: errors, and how long each waits for its first token. Seconds are of the clock and
-of the processor; on a machine that others use, look at the latter and at ratios. Last, what can be had at all: the bare
-matrix products of the model's own weights, for one row, for several and for prompts, in turns. They are what eight
-clients cannot save; the log has the sum.
+(`generate_batch`, where transformers' engine can run the model). Greedy; prompts are token ids. Answers of all are
+compared. On a CPU also clients that ask for whole answers in place of streams, clients of a server with `--no-pack`,
+and `generate_batch` of a model that was packed. Then many clients at once: errors, and how long each waits for its
+first token. Seconds are of the clock and of the processor; on a machine that others use, look at the latter and at
+ratios, which are medians over turns. Last, what can be had at all: the bare matrix products of the model's own weights,
+as they are served, for one row, for several and for prompts, in turns. They are what eight clients cannot save; the log
+has the sum.
 """
 
 from __future__ import annotations
@@ -16,22 +18,28 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
 from transformers import ContinuousBatchingConfig, GenerationConfig, PreTrainedTokenizerFast
 
 from fathom.checkpoints.export import export
+from fathom.checkpoints.open import open_checkpoint
+from fathom.inference.packed import PackedLinear, pack
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.registry import parse_mechanism
 from fathom.report.provenance import provenance
@@ -49,6 +57,8 @@ SHAPE = {
 }
 TICK = os.sysconf("SC_CLK_TCK")
 Prompts = Sequence[Sequence[int]]
+Way = tuple[Callable[[], list[list[int]]], Callable[[], float]]
+"""Makes texts; tells seconds of the processor that does."""
 
 
 def build(mechanism: str, directory: Path) -> FathomForCausalLM:
@@ -61,32 +71,33 @@ def build(mechanism: str, directory: Path) -> FathomForCausalLM:
     return model
 
 
+def processor(pid: int) -> float:
+    """Seconds that a process has worked."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / TICK
+
+
 class Server:
     """`fathom serve` in a process of its own."""
 
-    def __init__(self, directory: Path, device: str) -> None:
-        command = [sys.executable, "-m", "fathom", "serve", str(directory), "--port", "0", "--device", device]
+    def __init__(self, directory: Path, device: str, *more: str) -> None:
+        command = [sys.executable, "-m", "fathom", "serve", str(directory), "--port", "0", "--device", device, *more]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert self.process.stdout is not None
         line = self.process.stdout.readline()
         self.port = int(line.rsplit(":", 1)[1].split("/")[0])
 
-    def processor(self) -> float:
-        """Seconds that it has worked."""
-        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(")", 1)[1].split()
-        return (int(fields[11]) + int(fields[12])) / TICK
-
-    def ask(self, prompt: Sequence[int], tokens: int) -> dict[str, Any]:
+    def ask(self, prompt: Sequence[int], tokens: int, stream: bool = True) -> dict[str, Any]:
         """A text, and when it and its first token came."""
-        body = {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "stream": True, "logprobs": 0}
+        body = {"prompt": list(prompt), "max_tokens": tokens, "temperature": 0, "stream": stream, "logprobs": 0}
         began, first, made = time.perf_counter(), None, []
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
         connection.request("POST", "/v1/completions", json.dumps(body), {"Content-Type": "application/json"})
         response = connection.getresponse()
         for raw in response:
-            line = raw.decode().strip()
-            if line.startswith("data: {"):
-                chunk = json.loads(line[6:])
+            line = raw.decode().strip().removeprefix("data: ")
+            if line.startswith("{"):
+                chunk = json.loads(line)
                 first = first or time.perf_counter() - began
                 for choice in chunk.get("choices", ()):
                     made += (choice["logprobs"] or {}).get("tokens", ())
@@ -94,46 +105,96 @@ class Server:
         ids = [int(word[1:]) for word in made]
         return {"status": response.status, "ids": ids, "first": first, "whole": time.perf_counter() - began}
 
-    def many(self, prompts: Prompts, tokens: int) -> list[dict[str, Any]]:
+    def many(self, prompts: Prompts, tokens: int, stream: bool = True) -> list[dict[str, Any]]:
         """All of them at once."""
         with ThreadPoolExecutor(len(prompts)) as pool:
-            return list(pool.map(lambda prompt: self.ask(prompt, tokens), prompts))
+            return list(pool.map(lambda prompt: self.ask(prompt, tokens, stream), prompts))
+
+    def ways(self, prompts: Prompts, tokens: int, name: str = "", stream: bool = True) -> dict[str, Way]:
+        """One client and several, by a name."""
+
+        def one() -> list[list[int]]:
+            return [self.ask(prompt, tokens, stream)["ids"] for prompt in prompts]
+
+        def several() -> list[list[int]]:
+            return [answer["ids"] for answer in self.many(prompts, tokens, stream)]
+
+        worked = partial(processor, self.process.pid)
+        return {f"one client{name}": (one, worked), f"clients{name}": (several, worked)}
+
+    def stop(self) -> None:
+        """End the process."""
+        self.process.terminate()
+        self.process.wait(60)
 
 
-def timed(work: Callable[[], list[list[int]]], processor: Callable[[], float]) -> dict[str, Any]:
+class Offline:
+    """A model in a process of its own, which only one way uses: there OpenMP has no workers but those of that way.
+
+    With more workers than cores, such as those of two threads, it would let them sleep between two products.
+    """
+
+    model: FathomForCausalLM
+
+    def __init__(self, directory: Path, device: str, packs: bool = False) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.pool = ProcessPoolExecutor(1, context, initializer=self.open, initargs=(directory, device, packs))
+        self.pid = self.pool.submit(os.getpid).result()
+
+    @classmethod
+    def open(cls, directory: Path, device: str, packs: bool) -> None:
+        """Open the model, in that process; pack it in a thread that ends, and its workers with it."""
+        cls.model = open_checkpoint(directory, device)[0]
+        cls.model.generation_config.eos_token_id = None
+        if packs:
+            thread = threading.Thread(target=pack, args=(cls.model,))
+            thread.start()
+            thread.join()
+
+    @classmethod
+    def one_by_one(cls, prompts: Prompts, tokens: int) -> list[list[int]]:
+        """With `generate`."""
+        rows = [torch.tensor([list(prompt)], device=cls.model.device) for prompt in prompts]
+        return [
+            cls.model.generate(row, max_new_tokens=tokens, do_sample=False, pad_token_id=0)[0, row.shape[1] :].tolist()
+            for row in rows
+        ]
+
+    @classmethod
+    def at_once(cls, prompts: Prompts, tokens: int) -> list[list[int]]:
+        """With transformers' continuous batching."""
+        config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
+        pages = ContinuousBatchingConfig(page_size=32, num_blocks=256, max_batch_tokens=512)
+        found = cls.model.generate_batch([list(p) for p in prompts], config, pages, progress_bar=False)
+        return [found[name].generated_tokens for name in sorted(found, key=lambda name: int(name.split("_")[-1]))]
+
+    def way(self, work: Callable[[Prompts, int], list[list[int]]], prompts: Prompts, tokens: int) -> Way:
+        """One of these two, done there."""
+        return lambda: self.pool.submit(work, prompts, tokens).result(), partial(processor, self.pid)
+
+    def stop(self) -> None:
+        """End the process."""
+        self.pool.shutdown()
+
+
+def timed(work: Callable[[], list[list[int]]], seconds: Callable[[], float]) -> dict[str, Any]:
     """Tokens made, and seconds of clock and processor."""
-    began, before = time.perf_counter(), processor()
+    began, before = time.perf_counter(), seconds()
     made = work()
-    return {"made": made, "seconds": time.perf_counter() - began, "processor": processor() - before}
+    return {"made": made, "seconds": time.perf_counter() - began, "processor": seconds() - before}
 
 
-def offline(model: FathomForCausalLM, prompts: Prompts, tokens: int) -> list[list[int]]:
-    """One by one with `generate`."""
-    rows = [torch.tensor([list(prompt)], device=model.device) for prompt in prompts]
-    return [
-        model.generate(row, max_new_tokens=tokens, do_sample=False, pad_token_id=0)[0, row.shape[1] :].tolist()
-        for row in rows
-    ]
-
-
-def at_once(model: FathomForCausalLM, prompts: Prompts, tokens: int) -> list[list[int]]:
-    """With transformers' continuous batching."""
-    config = GenerationConfig(max_new_tokens=tokens, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    pages = ContinuousBatchingConfig(page_size=32, num_blocks=256, max_batch_tokens=512)
-    found = model.generate_batch([list(p) for p in prompts], config, pages, progress_bar=False)
-    return [found[name].generated_tokens for name in sorted(found, key=lambda name: int(name.split("_")[-1]))]
-
-
-@torch.no_grad()
-def products(weights: Sequence[torch.Tensor], rows: Sequence[int]) -> dict[int, float]:
-    """Milliseconds of processor for the products with all of these, by number of rows: the least of ten, in turns."""
-    inputs = {(n, w.shape[1]): torch.randn(n, w.shape[1], device=w.device) for n in rows for w in weights}
+@torch.inference_mode()
+def products(layers: Sequence[nn.Module], rows: Sequence[int]) -> dict[int, float]:
+    """Milliseconds of processor for the products of all of these, by number of rows: the least of ten, in turns."""
+    device = layers[0].weight.device
+    inputs = {(n, x.in_features): torch.randn(n, x.in_features, device=device) for n in rows for x in layers}
     least = dict.fromkeys(rows, float("inf"))
     for n in [*rows, *reversed(rows)] * 5:
         began = time.process_time()
-        for weight in weights:
-            torch.nn.functional.linear(inputs[n, weight.shape[1]], weight)
-        if weights[0].is_cuda:
+        for layer in layers:
+            layer(inputs[n, layer.in_features])
+        if device.type == "cuda":
             torch.cuda.synchronize()
         least[n] = min(least[n], time.process_time() - began)
     return {n: 1000 * seconds for n, seconds in least.items()}
@@ -146,16 +207,16 @@ def ceiling(model: FathomForCausalLM, prompt: int, tokens: int, clients: int, wo
     it; the rest of what a text costs may at best be free.
 
     Args:
-        model: Its weights.
+        model: Its layers, as they are served.
         prompt: Tokens of each prompt.
         tokens: New tokens of each text.
         clients: How many.
         work: Measured milliseconds of processor for a token, by way.
     """
-    linear = {name: module.weight for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    layers = {name: one for name, one in model.named_modules() if isinstance(one, (nn.Linear, PackedLinear))}
     trips = model.model.served_trips
-    step = products([*linear.values()], [1, clients, 2 * clients])
-    read = products([weight for name, weight in linear.items() if name != "lm_head"], [prompt, clients * prompt])
+    step = products([*layers.values()], [1, clients, 2 * clients])
+    read = products([layer for name, layer in layers.items() if name != "lm_head"], [prompt, clients * prompt])
     floor = {n: trips * (read[n * prompt] + (tokens - 1) * step[n]) / (n * tokens) for n in (1, clients)}
     one, several, ratio = work["one client"], work["clients"], step[clients] / step[1]
     words = (
@@ -174,46 +235,68 @@ def ceiling(model: FathomForCausalLM, prompt: int, tokens: int, clients: int, wo
     }
 
 
+def ratios(found: dict[str, list[dict[str, Any]]]) -> dict[str, float]:
+    """Medians over turns of one way's seconds by another's, which the machine's pace of the moment does not change."""
+
+    def by(way: str, other: str) -> float:
+        pairs = zip(found[way], found[other], strict=True)
+        return statistics.median(one["seconds"] / two["seconds"] for one, two in pairs)
+
+    pairs = {"one client to generate": ("one client", "generate")}
+    pairs |= {
+        f"one client to clients{x}": (f"one client{x}", f"clients{x}") for x in ("", ", whole answers", ", --no-pack")
+    }
+    pairs |= {f"{way}, --no-pack, to packed": (f"{way}, --no-pack", way) for way in ("one client", "clients")}
+    pairs |= {f"{way} to clients": (way, "clients") for way in ("generate_batch", "generate_batch, packed")}
+    return {name: by(*pair) for name, pair in pairs.items() if set(pair) <= set(found)}
+
+
 def measure(arguments: argparse.Namespace, work: Path) -> dict[str, Any]:
     """Everything, for one mechanism."""
-    model = build(arguments.mechanism, work / "model").to(arguments.device)
-    model.generation_config.eos_token_id = None
+    directory, device = work / "model", arguments.device
+    model = build(arguments.mechanism, directory).to(device)
     generator = torch.Generator().manual_seed(0)
     prompts = [torch.randint(1, 8192, (32,), generator=generator).tolist() for _ in range(arguments.many)]
-    several, tokens = prompts[: arguments.clients], arguments.tokens
-    server = Server(work / "model", arguments.device)
-    ways = {
-        "one client": (lambda: [server.ask(p, tokens)["ids"] for p in several], server.processor),
-        "clients": (lambda: [one["ids"] for one in server.many(several, tokens)], server.processor),
-        "generate": (lambda: offline(model, several, tokens), time.process_time),
-    }
-    if not model.model.slotted:
-        ways["generate_batch"] = (lambda: at_once(model, several, tokens), time.process_time)
+    several, tokens, cpu = prompts[: arguments.clients], arguments.tokens, device == "cpu"
+    servers = [Server(directory, device, *words) for words in ([], ["--no-pack"])[: 1 + cpu]]
+    others = [Offline(directory, device)]
+    ways = servers[0].ways(several, tokens) | {"generate": others[0].way(Offline.one_by_one, several, tokens)}
+    batched = {"generate_batch": False} | ({"generate_batch, packed": True} if cpu else {})
+    for name, packs in batched.items() if not model.model.slotted else ():
+        others.append(Offline(directory, device, packs))
+        ways[name] = others[-1].way(Offline.at_once, several, tokens)
+    if cpu:
+        ways |= servers[0].ways(several, tokens, ", whole answers", stream=False)
+        ways |= servers[1].ways(several, tokens, ", --no-pack")
     try:
-        server.many(several, 2), offline(model, several[:1], 2)  # what is made once
+        for once, _ in ways.values():  # what is made once
+            once()
         turns = [*ways, *reversed(ways)] * arguments.repeats
         found: dict[str, list[dict[str, Any]]] = {name: [] for name in ways}
         for name in turns:
             found[name].append(timed(*ways[name]))
         answers = {name: [run.pop("made") for run in runs] for name, runs in found.items()}
         right = answers["generate"][0]
-        crowd = server.many(prompts, tokens)
+        crowd = servers[0].many(prompts, tokens)
     finally:
-        server.process.terminate()
-        server.process.wait(60)
+        for process in (*servers, *others):
+            process.stop()
+    parameters = sum(p.numel() for p in model.parameters())
+    pack(model)
     made = len(several) * tokens
     speed = {name: made / min(run["seconds"] for run in runs) for name, runs in found.items()}
     work_of = {name: min(run["processor"] for run in runs) / made for name, runs in found.items()}
     waits = sorted(one["first"] or one["whole"] for one in crowd)
     return {
         "mechanism": arguments.mechanism,
-        "parameters": sum(p.numel() for p in model.parameters()),
+        "parameters": parameters,
         "clients": len(several),
         "new_tokens": tokens,
         "threads": torch.get_num_threads(),
         "identical": {name: all(run == right for run in runs) for name, runs in answers.items()},
         "tokens_per_second": speed,
         "processor_ms_per_token": {name: 1000 * value for name, value in work_of.items()},
+        "ratios": ratios(found),
         "clients_to_one": {
             "clock": speed["clients"] / speed["one client"],
             "work": work_of["one client"] / work_of["clients"],

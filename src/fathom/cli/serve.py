@@ -33,6 +33,12 @@ def add(parser: Parser) -> None:
         help="compile decoding, for texts of TOKENS tokens at most, prompt included; the start then takes longer",
     )
     parser.add_argument(
+        "--no-pack",
+        dest="pack",
+        action="store_false",
+        help="on a CPU, leave the weights of a float32 model as they are; several requests at once are then slower",
+    )
+    parser.add_argument(
         "--cache-memory",
         type=size,
         metavar="SIZE",

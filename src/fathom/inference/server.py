@@ -42,6 +42,7 @@ from fathom.inference.engine import Engine, EngineError, Event, Job, compiled_st
 from fathom.inference.gate import Gate, Timed
 from fathom.inference.generate import GenerateError, check_drafts, encode
 from fathom.inference.memory import default_memory
+from fathom.inference.packed import pack
 from fathom.inference.sampling import Choice
 from fathom.inference.texts import AnswerWords, Text
 from fathom.recipe import CacheWishes
@@ -99,6 +100,14 @@ class Service:
             self.engine.call(partial(self.engine.compile, max_trips, _report)).result()
         known = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "fathom"}
         self.card = {**known, "max_model_len": self.context}
+
+    def pack(self) -> None:
+        """Pack the weights that can be.
+
+        The thread that multiplies does it. If another did, OpenMP would count the workers of both, more than there are
+        cores, and let them sleep between two products.
+        """
+        self.engine.call(partial(pack, self.model)).result()
 
     def _hand_over(self, out: list[tuple[Job, Event]]) -> None:
         """From the engine's thread to this one."""
@@ -386,6 +395,8 @@ class ServeOptions(Opening):
     """Draft with this many first trips and check with the rest: the same texts, faster if drafts are good."""
     compile: int | None = None
     """Compile decoding, of texts of so many tokens at most, prompt included."""
+    pack: bool = True
+    """On a CPU, pack the weights of a float32 model; compiled decoding reads them as they are."""
     api_key: str | None = None
     """What clients must send as `Authorization: Bearer KEY`."""
     allow_origin: Sequence[str] = ()
@@ -459,6 +470,8 @@ def _run(
     policy = choose(model, options.kvcache, options.wishes)
     limits = options.cache_memory, policy, options.max_trips
     service = Service(model, tokenizer, name, *limits, options.speculate, options.compile)
+    if options.pack and options.compile is None:
+        service.pack()
     app = build_app(service, options.api_key, lens, hosts, options.allow_origin)
     address, port = listener.getsockname()[:2]
     url = f"http://{f'[{address}]' if ':' in address else address}:{port}"

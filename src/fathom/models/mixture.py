@@ -8,6 +8,8 @@ part of the vocabulary is mixed, backward touches only the rows of the two table
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +55,8 @@ def mixture(hidden: Tensor, head: nn.Module, table: Tensor, top_k: int = 0, temp
     top_k = 0 if top_k >= len(table) else top_k
     if isinstance(head, nn.Linear) and is_bare(head):
         mixed = _bare(rows, head.weight, table, top_k, temperature)
+    elif is_sparse(len(table), top_k) and not torch.is_grad_enabled():
+        mixed = _sparse(rows, head, table, top_k, temperature)
     else:
 
         def part(x: Tensor) -> Tensor:
@@ -78,14 +82,25 @@ def _bare(rows: Tensor, weight: Tensor, table: Tensor, top_k: int, temperature: 
         rows, weight, table = rows.to(dtype), weight.to(dtype), table.to(dtype)
     with torch.autocast(rows.device.type, enabled=False):
         if is_sparse(len(table), top_k):
-            with torch.no_grad():
-                size = chunk_rows(len(rows), len(table), rows.device.type)
-                found = [(x @ weight.T).topk(top_k) for x in rows.split(size)]
-            logits, words = (torch.cat([one[i] for one in found]) for i in (0, 1))
             if torch.is_grad_enabled():
+                with torch.no_grad():
+                    _, words = _likeliest(rows, partial(F.linear, weight=weight), len(table), top_k)
                 return _Words.apply(rows, weight, table, words, temperature)
-            return _sum_of(words, (widen(logits) / temperature).softmax(-1), table)
+            return _sparse(rows, partial(F.linear, weight=weight), table, top_k, temperature)
         return _Dense.apply(rows, weight, table, top_k, temperature)
+
+
+def _sparse(rows: Tensor, head: Callable[[Tensor], Tensor], table: Tensor, top_k: int, temperature: float) -> Tensor:
+    """Without gradients: the sum over the words in use."""
+    logits, words = _likeliest(rows, head, len(table), top_k)
+    return _sum_of(words, (widen(logits) / temperature).softmax(-1), table)
+
+
+def _likeliest(rows: Tensor, head: Callable[[Tensor], Tensor], words: int, top_k: int) -> tuple[Tensor, Tensor]:
+    """The largest logits of each row, and of which words they are, `[N, k]`."""
+    found = [head(x).topk(top_k) for x in rows.split(chunk_rows(len(rows), words, rows.device.type))]
+    logits, chosen = (torch.cat([one[i] for one in found]) for i in (0, 1))
+    return logits, chosen
 
 
 class _Dense(torch.autograd.Function):

@@ -1,0 +1,126 @@
+"""Packed weights: linear layers of a model that is served on a CPU, in the order in which oneDNN multiplies them.
+
+A plain linear layer keeps its weight row by row, and MKL brings it into another order at each product of several rows,
+which costs as much as the product. Here that is done once, and the packed weight is the only one that is kept. oneDNN
+makes a program of half a megabyte for each number of rows, and keeps a thousand of them, so rows are multiplied in
+blocks of few sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+LEAST = 64
+"""Fewest outputs of a layer that is packed."""
+MOST, BLOCK, GRAIN = 512, 64, 8
+"""At most so many rows are one product. Of many, a multiple of BLOCK are one; the others are made up to a multiple of
+GRAIN, or to a power of two below it."""
+
+
+class PackedLinear(nn.Module):
+    """A linear layer for inference, whose weight is kept in oneDNN's order alone.
+
+    Args:
+        linear: The layer that it stands for, in float32 on a CPU.
+    """
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        self.bias = linear.bias
+        # For one row oneDNN would choose an order that is slow for several; that for several is as fast for one.
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), GRAIN)
+        self._product = torch.ops.mkldnn._linear_pointwise.default
+        self._with: tuple[object, ...] = self.packed, self.bias, "none", [], ""
+        self.train(linear.training)
+
+    @property
+    @torch.inference_mode()
+    def weight(self) -> Tensor:
+        """A copy, row by row. What is written to it is lost, so outside of inference mode torch refuses to write."""
+        return self.packed.to_dense()
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[..., in_features]` to `[..., out_features]`."""
+        if torch.is_grad_enabled() and hidden_states.requires_grad:
+            raise RuntimeError("a packed layer has no gradients: call the model under torch.inference_mode()")
+        if hidden_states.numel() // self.in_features in AT_ONCE:
+            return self._product(hidden_states, *self._with)
+        rows = hidden_states.reshape(-1, self.in_features)
+        made = [self._block(block) for block in rows.split(cut(len(rows)))] if len(rows) else [rows.new_empty(0)]
+        return torch.cat(made).view(*hidden_states.shape[:-1], self.out_features)
+
+    def _block(self, rows: Tensor) -> Tensor:
+        missing = padded(len(rows)) - len(rows)
+        made = self._product(nn.functional.pad(rows, (0, 0, 0, missing)), *self._with)
+        return made[: len(rows)]
+
+    def extra_repr(self) -> str:
+        """As that of `nn.Linear`."""
+        return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+    def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = self.weight
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+
+    def _load_from_state_dict(
+        self, state_dict: Mapping[str, Tensor], prefix: str, metadata: object, strict: bool, *lists: list[str]
+    ) -> None:
+        lists[-1].append(f"{prefix}weight is packed: load weights before they are")
+
+
+def cut(rows: int) -> list[int]:
+    """The sizes of the blocks in which rows are multiplied, before the last is made up."""
+    whole, rest = divmod(rows, MOST)
+    parts = rest // BLOCK * BLOCK, rest % BLOCK
+    return [MOST] * whole + [part for part in parts if part]
+
+
+def padded(rows: int) -> int:
+    """The number of rows that are multiplied in place of these."""
+    return 1 << (rows - 1).bit_length() if 0 < rows < GRAIN else -(-rows // GRAIN) * GRAIN
+
+
+AT_ONCE = frozenset(n for n in range(1, MOST + 1) if cut(n) == [n] and padded(n) == n)
+"""Numbers of rows that are one product, with none made up."""
+
+
+def pack(model: nn.Module) -> int:
+    """Pack the linear layers of a model in place, for inference; returns how many.
+
+    Left as they are: weights that are not float32 on a CPU, layers of few outputs, with hooks, a `forward` of their own
+    or wrapped by an adapter, and all where torch has no oneDNN. A weight that several layers share, or a layer and the
+    embeddings, is packed for each layer, beside what others read of it.
+
+    Args:
+        model: It can no longer be trained, and its packed weights can be read but not written.
+    """
+    if not available():
+        return 0
+    wrapped = {id(part) for module in model.modules() if hasattr(module, "base_layer") for part in module.modules()}
+    packed: dict[int, PackedLinear] = {}
+    for parent in [*model.modules()]:
+        for name, child in parent.named_children():
+            if isinstance(child, nn.Linear) and id(child) not in wrapped and packable(child):
+                if id(child) not in packed:
+                    packed[id(child)] = PackedLinear(child)
+                setattr(parent, name, packed[id(child)])
+    return len(packed)
+
+
+def available() -> bool:
+    """Whether torch has oneDNN, and its product with a packed weight, which Inductor is made of."""
+    operators = "_linear_pointwise", "_reorder_linear_weight"
+    return torch.backends.mkldnn.is_available() and all(hasattr(torch.ops.mkldnn, name) for name in operators)
+
+
+def packable(linear: nn.Linear) -> bool:
+    """Whether a layer is a plain one whose products gain."""
+    hooks = linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks
+    if type(linear) is not nn.Linear or "forward" in vars(linear) or any(hooks):
+        return False
+    weight = linear.weight
+    return weight.dtype == torch.float32 and weight.device.type == "cpu" and len(weight) >= LEAST

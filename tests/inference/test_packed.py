@@ -1,0 +1,248 @@
+"""Packed weights: the same numbers to rounding, one copy, and nothing that could be changed without being noticed."""
+
+import gc
+import threading
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from fathom.checkpoints.open import open_checkpoint
+from fathom.cli.main import main
+from fathom.inference import packed, server
+from fathom.inference.packed import MOST, PackedLinear, cut, pack, padded
+from tests.inference.test_server import in_thread
+from tests.models.cases import build, config_of, tokens
+from tests.models.test_engines import batched
+from tests.tiny import export_tiny
+
+CASES = [
+    "vanilla",
+    "depth_attention",
+    "hyper_connections",
+    "loop-middle",
+    "ponder",
+    "ponder3",
+    "adaponder",
+    "latent_cot",
+]
+WIDE = {"hidden_size": 96, "intermediate_size": 160, "vocab_size": 2000}
+
+pytestmark = pytest.mark.skipif(not packed.available(), reason="torch was built without oneDNN")
+
+
+def linear(rows_in=96, rows_out=160, bias=True, seed=0):
+    torch.manual_seed(seed)
+    return nn.Linear(rows_in, rows_out, bias)
+
+
+def apart(layer, reference, given):
+    """The largest difference, relative to the largest number."""
+    with torch.inference_mode():
+        out, right = layer(given), reference(given)
+    assert out.shape == right.shape and out.dtype == right.dtype
+    return float((out - right).abs().max() / right.abs().max()) if right.numel() else 0.0
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 8, 9, 63, 64, 65, 200, MOST, MOST + 1, 1300])
+def test_products_are_those_of_the_layer(rows, bias):
+    layer = linear(bias=bias)
+    assert apart(PackedLinear(layer), layer, torch.randn(rows, 96)) < 1e-6
+
+
+@pytest.mark.parametrize("shape", [(96,), (1, 1, 96), (2, 5, 96), (0, 96), (3, 0, 96)])
+def test_any_shape(shape):
+    layer = linear()
+    assert apart(PackedLinear(layer), layer, torch.randn(shape)) < 1e-6
+    assert apart(PackedLinear(layer), layer, torch.randn(*shape[:-1], 192)[..., ::2]) < 1e-6
+
+
+def test_a_wrong_weight_is_seen():
+    """A planted fault: one number of the packed weight is another layer's."""
+    layer, other = linear(), linear()
+    with torch.no_grad():
+        other.weight[3, 4] += 0.01
+    assert apart(PackedLinear(other), layer, torch.randn(8, 96)) > 1e-4
+
+
+def test_a_row_is_the_same_in_company():
+    layer, given = PackedLinear(linear()), torch.randn(200, 96)
+    with torch.inference_mode():
+        several = layer(given)
+        alone = torch.cat([layer(row) for row in given.split(1)])
+    assert (several - alone).abs().max() < 1e-5
+    with torch.inference_mode():
+        assert (layer(given.flip(0)) - several).abs().max() > 0.1, "and rows differ"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_models_compute_the_same(case, monkeypatch):
+    """Every linear layer of a mechanism too, however small."""
+    monkeypatch.setattr(packed, "LEAST", 1)
+    model, same = (build(config_of(case, **WIDE)) for _ in range(2))
+    assert pack(same) == sum(isinstance(module, nn.Linear) for module in model.modules()) > 14
+    ids = tokens(3, 20)
+    with torch.inference_mode():
+        right, made = model(ids).logits, same(ids).logits
+        assert (made - right).abs().max() / right.abs().max() < 1e-4
+        right = torch.cat([same(row).logits for row in ids.split(1)])
+        assert (made - right).abs().max() / right.abs().max() < 1e-4
+    prompt = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+    with torch.inference_mode():
+        assert torch.equal(same.generate(ids, **prompt), model.generate(ids, **prompt))
+
+
+def test_generate_batch_runs_on_packed_weights():
+    model, same = (build(config_of("loop", **WIDE)) for _ in range(2))
+    assert pack(same) and batched(same) == batched(model)
+
+
+# What is kept.
+
+
+def test_the_weight_exists_once():
+    layer = nn.Sequential(linear())
+    before = weakref.ref(layer[0].weight)
+    gc.collect()
+    assert before() is not None
+    pack(layer)
+    gc.collect()
+    assert before() is None
+
+
+def test_a_state_dict_is_that_of_the_model():
+    model, same = (build(config_of("depth_attention", tie_word_embeddings=True, **WIDE)) for _ in range(2))
+    pack(same)
+    right, found = model.state_dict(), same.state_dict()
+    assert set(right) == set(found) and all(torch.equal(right[name], found[name]) for name in right)
+    with torch.no_grad():
+        model.model.layers[0].self_attn.q_proj.weight[0, 0] += 1
+    assert not all(torch.equal(tensor, found[name]) for name, tensor in model.state_dict().items())
+
+
+def test_a_packed_weight_is_not_written():
+    """It is refused, wherever torch can tell; the embeddings that a tied head was made of are a tensor of their own."""
+    model = build(config_of("vanilla", tie_word_embeddings=True, **WIDE))
+    others = model.state_dict()
+    pack(model)
+    with pytest.raises(RuntimeError, match="inference tensor"):
+        model.lm_head.weight.zero_()
+    for strict in (True, False):
+        with pytest.raises(RuntimeError, match=r"lm_head\.weight is packed: load weights before"):
+            model.load_state_dict(others, strict=strict)
+    with pytest.raises(KeyError, match="weight"):
+        model.lm_head.weight = nn.Parameter(torch.zeros(2000, 96))
+    with torch.no_grad():
+        model.model.embed_tokens.weight.zero_()
+    assert model.lm_head.weight.abs().max() > 0
+
+
+def test_no_gradient_is_lost():
+    layer = PackedLinear(linear())
+    given = torch.randn(2, 96, requires_grad=True)
+    with pytest.raises(RuntimeError, match="no gradients"):
+        layer(given)
+    with torch.no_grad():
+        assert not layer(given).requires_grad
+
+
+def test_few_programs_are_made():
+    """oneDNN keeps one for each number of rows that it was given."""
+    sizes = {padded(part) for rows in range(1, 3000) for part in cut(rows)}
+    assert len(sizes) < 20 and all(sum(cut(rows)) == rows for rows in range(1, 3000))
+    assert all(sum(map(padded, cut(rows))) < rows + packed.GRAIN for rows in range(1, 3000))
+
+
+# What is left alone.
+
+
+class Adapted(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.base_layer, self.lora_a = linear(), linear(96, 64)
+
+
+class Scaled(nn.Linear):
+    pass
+
+
+def hooked(name):
+    layer = linear()
+    getattr(layer, name)(lambda *_: None)
+    return layer
+
+
+def overridden():
+    layer = linear()
+    layer.forward = lambda given: given
+    return layer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Adapted,
+        overridden,
+        lambda: Scaled(96, 160),
+        lambda: hooked("register_forward_hook"),
+        lambda: hooked("register_forward_pre_hook"),
+        lambda: linear().double(),
+        lambda: linear().bfloat16(),
+        lambda: linear(96, 8),
+        lambda: linear().to("meta"),
+        lambda: nn.utils.parametrizations.weight_norm(linear()),
+    ],
+)
+def test_what_is_no_plain_layer(make):
+    model = nn.ModuleList([make(), linear()])
+    kinds = [type(module) for module in model[0].modules()]
+    assert pack(model) == 1 and isinstance(model[1], PackedLinear)
+    assert [type(module) for module in model[0].modules()] == kinds
+
+
+def test_a_shared_layer_stays_shared():
+    one = linear()
+    model = nn.ModuleDict({"a": one, "b": nn.Sequential(one)})
+    assert pack(model) == 1 and model["a"] is model["b"][0]
+
+
+def test_without_onednn(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert pack(nn.Sequential(linear())) == 0
+
+
+# Serving.
+
+
+def test_served_texts_are_the_same(tmp_path):
+    """The engine's thread packs: workers of another thread's would count beside its own."""
+    directory = export_tiny(tmp_path / "tiny", hidden_size=64, intermediate_size=128)
+    threads, prompts, said = set(), ["To fathom", "The sailors let", "a", "the depth of a river " * 9], []
+    for wanted in (False, True):
+        opened = open_checkpoint(directory, "cpu")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(server, "pack", lambda model: (threads.add(threading.current_thread().name), pack(model)))
+            service = server.Service(*opened, "tiny", 1 << 26)
+            if wanted:
+                service.pack()
+        assert isinstance(opened[0].lm_head, PackedLinear) is wanted
+        with in_thread(server.build_app(service)) as asked:
+            together = asked.complete(prompts, max_tokens=20).choices
+            alone = [asked.complete(prompt, max_tokens=20).choices[0] for prompt in prompts]
+        assert [one.text for one in together] == [one.text for one in alone]
+        said.append([one.text for one in together])
+    assert said[0] == said[1] and len(set(said[0])) == len(prompts)
+    assert threads == {"engine"}
+
+
+def test_packed_unless_told(monkeypatch):
+    asked = []
+    monkeypatch.setattr(server, "serve", lambda *given: asked.append(given[-1]))
+    for words in ([], ["--no-pack"]):
+        assert main(["serve", "somewhere", *words]) == 0
+    assert [options.pack for options in asked] == [True, False]
