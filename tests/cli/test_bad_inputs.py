@@ -777,10 +777,10 @@ def here(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFix
     for handler in logging.getLogger("transformers").handlers:
         if type(handler) is logging.StreamHandler:
             monkeypatch.setattr(handler, "stream", sys.stderr)
-    from fathom.inference import server
+    from fathom.inference import launch
 
     # A server that starts would never end.
-    monkeypatch.setattr(server._Server, "run", lambda *_, **__: pytest.fail("it serves"))
+    monkeypatch.setattr(launch._Server, "run", lambda *_, **__: pytest.fail("it serves"))
     return place
 
 

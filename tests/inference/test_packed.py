@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from fathom.checkpoints.open import open_checkpoint
-from fathom.cli.main import main
 from fathom.inference import packed, server
 from fathom.inference.packed import MOST, PackedLinear, cut, pack, padded
 from tests.inference.test_server import in_thread
@@ -238,11 +237,3 @@ def test_served_texts_are_the_same(tmp_path):
         said.append([one.text for one in together])
     assert said[0] == said[1] and len(set(said[0])) == len(prompts)
     assert threads == {"engine"}
-
-
-def test_packed_unless_told(monkeypatch):
-    asked = []
-    monkeypatch.setattr(server, "serve", lambda *given: asked.append(given[-1]))
-    for words in ([], ["--no-pack"]):
-        assert main(["serve", "somewhere", *words]) == 0
-    assert [options.pack for options in asked] == [True, False]

@@ -12,7 +12,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -24,9 +23,8 @@ import torch
 import uvicorn
 
 from fathom.checkpoints.open import open_checkpoint
-from fathom.cli.main import main
-from fathom.inference import gate, server, texts
-from fathom.inference.batches import token_bytes
+from fathom.inference import gate, launch, server, texts
+from fathom.inference.batches import ServeError, token_bytes
 from fathom.inference.generate import Sampling, encode, generate_batch
 from fathom.lens.live import add_lens
 from tests.processes import Command
@@ -103,7 +101,7 @@ def served(process):
 @contextlib.contextmanager
 def in_thread(app, key=None):
     """The application in this process."""
-    listener = server._bind("127.0.0.1", 0)
+    listener = launch._bind("127.0.0.1", 0)
     running = uvicorn.Server(uvicorn.Config(app, log_level="warning", http=gate.Timed))
     thread = threading.Thread(target=running.run, kwargs={"sockets": [listener]})
     thread.start()
@@ -649,39 +647,10 @@ def test_the_lens_is_live(directory):
         check_error(live.post("/lens/data", txet="x"), 400)
 
 
-def test_asked_wrongly(directory, capsys, monkeypatch):
-    def refused(*words):
-        assert main(["serve", *words]) == 2
-        return capsys.readouterr().err
-
-    assert "no such directory" in refused("nowhere", "--port", "0")
-    assert "the API key is empty" in refused(str(directory), "--api-key", "")
-    never_sent = ("https://app.example:443", "http://app.example:80", "https://bücher.example", "https://app.example:")
-    for origin in ("app.example", "https://app.example/page", "HTTPS://app.example", "https://*", *never_sent):
-        assert "allowed: * or a scheme and a host" in refused(str(directory), "--allow-origin", origin)
-    assert "allowed: auto" in refused(str(directory), "--port", "0", "--dtype", "int3")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "cannot listen on 127.0.0.1" in refused(str(directory), "--port", str(taken.getsockname()[1]))
-    assert "this model makes one trip" in refused(str(directory), "--port", "0", "--speculate", "--device", "cpu")
-    assert "leave out --kvcache" in refused("nowhere", "--speculate", "--kvcache", "sinks", "--kvcache-window", "9")
-    assert "leave out --speculate and --kvcache" in refused("nowhere", "--speculate", "--compile", "99")
-    no_room = refused(str(directory), "--port", "0", "--compile", "512", "--cache-memory", "9", "--device", "cpu")
-    assert "--cache-memory has no room for one text" in no_room
-    too_long = refused(str(directory), "--port", "0", "--compile", "99999", "--device", "cpu")
-    assert "--compile 99999: allowed: 2 to 8192, the model's context" in too_long
-    assert "allowed: 0 to 65535" in refused(str(directory), "--port", "99999")
-    assert "cannot listen on 192.0.2.1" in refused(str(directory), "--port", "0", "--host", "192.0.2.1")
-    assert "warning" not in refused("nowhere", "--port", "0")
-    open_to_all = refused("nowhere", "--port", "0", "--host", "0.0.0.0")
-    assert "any client that reaches this machine can use the model" in open_to_all
-    monkeypatch.setenv("FATHOM_API_KEY", "secret")
-    assert "warning" not in refused("nowhere", "--port", "0", "--host", "0.0.0.0")
-
-
 def test_angles_that_depend_on_company_are_refused(directory):
     model, tokenizer = open_checkpoint(directory, "cpu")
     model.config.rope_parameters["rope_type"] = "longrope"
-    with pytest.raises(server.ServeError, match="rope_type longrope"):
+    with pytest.raises(ServeError, match="rope_type longrope"):
         server.Service(model, tokenizer, "tiny")
 
 
@@ -714,17 +683,6 @@ def test_compiled_decoding(tmp_path):
                 check_error(asked.post(prompt="x", max_tokens=80), 400, "context_length_exceeded")
                 check_error(asked.post(prompt="x", max_trips=1), 400)
     assert texts[0] == texts[1]
-
-
-@pytest.mark.slow
-def test_compiling_needs_a_compiler(tmp_path):
-    directory = export_tiny(tmp_path / "tiny", num_hidden_layers=1)
-    command = [sys.executable, "-m", "fathom", "serve", str(directory), "--port", "0", "--device", "cpu"]
-    nothing = {"CXX": "/no/such/compiler", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
-    done = subprocess.run(
-        [*command, "--compile", "64"], env={**os.environ, **nothing}, capture_output=True, text=True, timeout=120
-    )
-    assert done.returncode == 2 and "no C++ compiler is found" in done.stderr.splitlines()[-1]
 
 
 # The end.

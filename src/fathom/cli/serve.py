@@ -73,7 +73,7 @@ def size(text: str) -> int:
 def run(options: Namespace) -> int:
     """Serve until told to stop."""
     try:
-        from fathom.inference.server import ServeOptions, serve
+        from fathom.inference.launch import ServeOptions, serve
         from fathom.kernels import use
         from fathom.lens.live import add_lens
         from fathom.recipe import CacheWishes

@@ -8,54 +8,38 @@ another, so a slow client holds up no other.
 from __future__ import annotations
 
 import asyncio
-import gc
 import inspect
-import ipaddress
 import json
-import re
-import signal
-import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
-import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
-from transformers.utils import logging
 
-from fathom.checkpoints.open import Opening
 from fathom.checkpoints.special_tokens import as_list, settle_generation
-from fathom.evaluation.budgets import check_trips, most_trips
+from fathom.evaluation.budgets import most_trips
 from fathom.inference.answers import Envelope
 from fathom.inference.api import ApiError, ChatBody, CompletionBody, FieldError, Message, TextBody, TokensBody, told
-from fathom.inference.batches import ServeError
-from fathom.inference.cache import NO_WISHES, Policy, choose
+from fathom.inference.cache import Policy
 from fathom.inference.engine import Engine, EngineError, Event, Job, compiled_steps, deliver
-from fathom.inference.gate import Gate, Timed
-from fathom.inference.generate import GenerateError, check_drafts, encode
+from fathom.inference.gate import Gate
+from fathom.inference.generate import GenerateError, encode
 from fathom.inference.memory import default_memory
 from fathom.inference.packed import pack
 from fathom.inference.sampling import Choice
 from fathom.inference.texts import AnswerWords, Text
-from fathom.recipe import CacheWishes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 NEW_TOKENS = 1024  # where a request names no number
 ENDLESS = 1 << 20  # tokens of context that are offered where a cache of constant size sets no limit
-# As browsers write it: lower case, ASCII, no path, and no port that is the scheme's own.
-ORIGIN = re.compile(
-    r"(?!http:.*:80$|https:.*:443$)[a-z][a-z0-9+.-]*://([a-z0-9._-]+|\[[0-9a-f:.]+\])(:[1-9][0-9]{0,4})?"
-)
 AddPages = Callable[[FastAPI, "PreTrainedModel", "PreTrainedTokenizerBase", str, Engine], None]
 """Adds routes to the server: from the application, model, tokenizer, name and the engine."""
 Asked = CompletionBody | ChatBody
@@ -341,150 +325,3 @@ def build_app(
 
 async def _say_why(request: Request, error: Exception) -> JSONResponse:
     return told(error).response()
-
-
-class _Server(uvicorn.Server):
-    """uvicorn that says where it is, and ends generations that outlive the grace period."""
-
-    def __init__(self, config: uvicorn.Config, engine: Engine, grace: float, ready: str) -> None:
-        super().__init__(config)
-        self.engine, self.grace, self.ready = engine, grace, ready
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Start, then say so."""
-        await super().startup(sockets)
-        print(self.ready, flush=True)
-
-    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Let requests under way finish, up to the grace period."""
-        late = asyncio.get_running_loop().call_later(self.grace, self.engine.close)
-        await super().shutdown(sockets)
-        late.cancel()
-        self.engine.close()
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    """Before the model is opened, so that a port that is taken costs no wait. Connections are not accepted yet."""
-    if not 0 <= port < 1 << 16:
-        raise ServeError(f"--port {port}: allowed: 0 to 65535")
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-    except (OSError, UnicodeError) as error:
-        raise ServeError(f"cannot listen on {host} port {port}: {error}") from error
-    return listener
-
-
-@dataclass(frozen=True)
-class ServeOptions(Opening):
-    """How a model is opened and served."""
-
-    name: str | None = None
-    """What clients call the model; by default the directory's name."""
-    kvcache: str | None = None
-    """How a request's cache is compressed; by default it holds everything."""
-    wishes: CacheWishes = NO_WISHES
-    """The schedule of that; by default what the checkpoint was tuned for."""
-    cache_memory: int | None = None
-    """Bytes that the keys and values of all requests may take."""
-    max_trips: int | None = None
-    """Trips per token at most, where a request does not say."""
-    speculate: int | None = None
-    """Draft with this many first trips and check with the rest: the same texts, faster if drafts are good."""
-    compile: int | None = None
-    """Compile decoding, of texts of so many tokens at most, prompt included."""
-    pack: bool = True
-    """On a CPU, pack the weights of a float32 model; compiled decoding reads them as they are."""
-    api_key: str | None = None
-    """What clients must send as `Authorization: Bearer KEY`."""
-    allow_origin: Sequence[str] = ()
-    """Sites whose pages may call the server from a browser, as `https://app.example`; `*` for all."""
-    grace: float = 20.0
-    """Seconds that requests under way may take to finish once the server was told to stop."""
-
-
-def serve(
-    path: str | Path,
-    host: str = "127.0.0.1",
-    port: int = 8000,
-    lens: AddPages | None = None,
-    options: ServeOptions | None = None,
-) -> None:
-    """Serve a model until SIGTERM or Ctrl-C.
-
-    Args:
-        path: An exported directory, any Hugging Face directory, a run, or a comparison (its best arm).
-        host: Address to listen on.
-        port: Port to listen on; 0 takes a free one.
-        lens: Adds pages of its own; `fathom.lens.live.add_lens` offers the lens at /lens.
-        options: Everything else.
-    """
-    chosen = options or ServeOptions()
-    if chosen.api_key is not None and not chosen.api_key.strip():
-        raise ServeError("the API key is empty (--api-key or FATHOM_API_KEY)")
-    for origin in chosen.allow_origin:
-        if origin != "*" and not ORIGIN.fullmatch(origin):
-            raise ServeError(
-                f"--allow-origin {origin}: allowed: * or a scheme and a host, as https://app.example:8443, the way "
-                "browsers write them: lower case, xn-- for other letters, no :443 for https and no :80 for http"
-            )
-    if chosen.speculate is not None and chosen.kvcache not in (None, "full"):
-        raise ServeError("--speculate takes back what it wrote: leave out --kvcache")
-    if chosen.compile is not None and (chosen.speculate is not None or chosen.kvcache not in (None, "full")):
-        raise ServeError("--compile needs a cache of a fixed shape: leave out --speculate and --kvcache")
-    listener = _bind(host, port)
-    # uvicorn puts this back and repeats the signal once it has stopped, so that it ends this process with 0.
-    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-    try:
-        _run(path, listener, _names(host, listener, chosen.api_key), lens, chosen)
-    finally:
-        listener.close()
-        signal.signal(signal.SIGTERM, before)
-
-
-def _names(host: str, listener: socket.socket, api_key: str | None) -> set[str] | None:
-    """Names by which the server may be called, None for any; without a key a warning where others can reach it."""
-    address = ipaddress.ip_address(listener.getsockname()[0])
-    if api_key is not None:
-        return None
-    if address.is_loopback:
-        return {"localhost", "127.0.0.1", "[::1]", host.lower()}
-    print(
-        f"fathom: warning: {address} is not a loopback address and there is no API key: any client that reaches this "
-        "machine can use the model (--api-key or FATHOM_API_KEY asks for one)",
-        file=sys.stderr,
-    )
-    return None
-
-
-def _run(
-    path: str | Path, listener: socket.socket, hosts: set[str] | None, lens: AddPages | None, options: ServeOptions
-) -> None:
-    """Open the model and serve it on a socket that is bound."""
-    model, tokenizer = options.open(path, into_fathom=lens is not None)
-    name = options.name or Path(path).resolve().name
-    check_trips(model, options.max_trips)
-    check_drafts(model, options.speculate, options.max_trips)
-    policy = choose(model, options.kvcache, options.wishes)
-    limits = options.cache_memory, policy, options.max_trips
-    service = Service(model, tokenizer, name, *limits, options.speculate, options.compile)
-    if options.pack and options.compile is None:
-        service.pack()
-    app = build_app(service, options.api_key, lens, hosts, options.allow_origin)
-    address, port = listener.getsockname()[:2]
-    url = f"http://{f'[{address}]' if ':' in address else address}:{port}"
-    ready = f"{name} at {url}/v1" + (f", lens at {url}/lens" if lens else "")
-    # Generations end themselves after the grace period; this limit is for connections that then still hang.
-    limit = int(options.grace) + 5
-    config = uvicorn.Config(app, log_level="warning", http=Timed, timeout_graceful_shutdown=limit)
-    logging.get_logger("transformers").setLevel(logging.ERROR)  # it warns of every request
-    # What is loaded is not garbage. With it out of the count, full collections come in time for the cycles that a
-    # request leaves behind when its client hangs up.
-    gc.collect()
-    gc.freeze()
-    try:
-        _Server(config, service.engine, options.grace, ready).run(sockets=[listener])
-    finally:
-        service.engine.join(10.0)

@@ -10,8 +10,8 @@ from fastapi import FastAPI
 from fastapi.responses import HTMLResponse, JSONResponse
 
 from fathom.inference.api import ApiError
+from fathom.inference.batches import ServeError
 from fathom.inference.engine import Engine
-from fathom.inference.server import ServeError
 from fathom.lens.look import LensData, LensError, look
 from fathom.lens.page import lens_page, pack
 from fathom.models import FathomForCausalLM

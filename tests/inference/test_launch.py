@@ -1,0 +1,65 @@
+"""How `fathom serve` starts, or says why it does not; that it serves and ends is part of `test_server.py`."""
+
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+
+from fathom.cli.main import main
+from fathom.inference import launch
+from tests.tiny import export_tiny
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return export_tiny(tmp_path_factory.mktemp("launch") / "tiny", max_position_embeddings=8192)
+
+
+def test_asked_wrongly(directory, capsys, monkeypatch):
+    def refused(*words):
+        assert main(["serve", *words]) == 2
+        return capsys.readouterr().err
+
+    assert "no such directory" in refused("nowhere", "--port", "0")
+    assert "the API key is empty" in refused(str(directory), "--api-key", "")
+    never_sent = ("https://app.example:443", "http://app.example:80", "https://bücher.example", "https://app.example:")
+    for origin in ("app.example", "https://app.example/page", "HTTPS://app.example", "https://*", *never_sent):
+        assert "allowed: * or a scheme and a host" in refused(str(directory), "--allow-origin", origin)
+    assert "allowed: auto" in refused(str(directory), "--port", "0", "--dtype", "int3")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert "cannot listen on 127.0.0.1" in refused(str(directory), "--port", str(taken.getsockname()[1]))
+    assert "this model makes one trip" in refused(str(directory), "--port", "0", "--speculate", "--device", "cpu")
+    assert "leave out --kvcache" in refused("nowhere", "--speculate", "--kvcache", "sinks", "--kvcache-window", "9")
+    assert "leave out --speculate and --kvcache" in refused("nowhere", "--speculate", "--compile", "99")
+    no_room = refused(str(directory), "--port", "0", "--compile", "512", "--cache-memory", "9", "--device", "cpu")
+    assert "--cache-memory has no room for one text" in no_room
+    too_long = refused(str(directory), "--port", "0", "--compile", "99999", "--device", "cpu")
+    assert "--compile 99999: allowed: 2 to 8192, the model's context" in too_long
+    assert "allowed: 0 to 65535" in refused(str(directory), "--port", "99999")
+    assert "cannot listen on 192.0.2.1" in refused(str(directory), "--port", "0", "--host", "192.0.2.1")
+    assert "warning" not in refused("nowhere", "--port", "0")
+    open_to_all = refused("nowhere", "--port", "0", "--host", "0.0.0.0")
+    assert "any client that reaches this machine can use the model" in open_to_all
+    monkeypatch.setenv("FATHOM_API_KEY", "secret")
+    assert "warning" not in refused("nowhere", "--port", "0", "--host", "0.0.0.0")
+
+
+@pytest.mark.slow
+def test_compiling_needs_a_compiler(tmp_path):
+    directory = export_tiny(tmp_path / "tiny", num_hidden_layers=1)
+    command = [sys.executable, "-m", "fathom", "serve", str(directory), "--port", "0", "--device", "cpu"]
+    nothing = {"CXX": "/no/such/compiler", "TORCHINDUCTOR_FORCE_DISABLE_CACHES": "1"}
+    done = subprocess.run(
+        [*command, "--compile", "64"], env={**os.environ, **nothing}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 2 and "no C++ compiler is found" in done.stderr.splitlines()[-1]
+
+
+def test_packed_unless_told(monkeypatch):
+    asked = []
+    monkeypatch.setattr(launch, "serve", lambda *given: asked.append(given[-1]))
+    for words in ([], ["--no-pack"]):
+        assert main(["serve", "somewhere", *words]) == 0
+    assert [options.pack for options in asked] == [True, False]
