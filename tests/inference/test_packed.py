@@ -114,6 +114,19 @@ def test_the_weight_exists_once():
     assert before() is None
 
 
+def test_one_weight_at_a_time_exists_twice(monkeypatch):
+    model, alive = nn.ModuleList([linear(bias=False) for _ in range(6)]), []
+    weights = [weakref.ref(layer.weight) for layer in model]
+
+    class Counting(PackedLinear):
+        def __init__(self, layer):
+            super().__init__(layer)
+            alive.append(sum(weight() is not None for weight in weights))
+
+    monkeypatch.setattr(packed, "PackedLinear", Counting)
+    assert pack(model) == 6 and alive == [6, 5, 4, 3, 2, 1]
+
+
 def test_a_state_dict_is_that_of_the_model():
     model, same = (build(config_of("depth_attention", tie_word_embeddings=True, **WIDE)) for _ in range(2))
     pack(same)
@@ -206,8 +219,9 @@ def test_what_is_no_plain_layer(make):
 
 def test_a_shared_layer_stays_shared():
     one = linear()
-    model = nn.ModuleDict({"a": one, "b": nn.Sequential(one)})
-    assert pack(model) == 1 and model["a"] is model["b"][0]
+    model = nn.ModuleDict({"a": one, "b": nn.Sequential(one), "c": one})
+    assert pack(model) == 1 and isinstance(model["a"], PackedLinear)
+    assert model["a"] is model["b"][0] is model["c"]
 
 
 def test_without_onednn(monkeypatch):

@@ -100,15 +100,25 @@ def pack(model: nn.Module) -> int:
     """
     if not available():
         return 0
+    places = _places(model)
+    count = len(places)
+    while places:  # each is freed before the next is packed
+        linear, held = places.popitem()
+        packed = PackedLinear(linear)
+        for parent, name in held:
+            setattr(parent, name, packed)
+    return count
+
+
+def _places(model: nn.Module) -> dict[nn.Linear, list[tuple[nn.Module, str]]]:
+    """The layers to pack, and by which names of which modules each is known."""
     wrapped = {id(part) for module in model.modules() if hasattr(module, "base_layer") for part in module.modules()}
-    packed: dict[int, PackedLinear] = {}
-    for parent in [*model.modules()]:
-        for name, child in parent.named_children():
+    places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
+    for parent in model.modules():
+        for name, child in parent._modules.items():  # named_children leaves out a second name
             if isinstance(child, nn.Linear) and id(child) not in wrapped and packable(child):
-                if id(child) not in packed:
-                    packed[id(child)] = PackedLinear(child)
-                setattr(parent, name, packed[id(child)])
-    return len(packed)
+                places.setdefault(child, []).append((parent, name))
+    return places
 
 
 def available() -> bool:
