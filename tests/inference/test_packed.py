@@ -1,6 +1,8 @@
 """Packed weights: the same numbers to rounding, one copy, and nothing that could be changed without being noticed."""
 
+import copy
 import gc
+import pickle
 import threading
 import weakref
 
@@ -163,6 +165,34 @@ def test_no_gradient_is_lost():
         assert not layer(given).requires_grad
 
 
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
+def test_a_copy_has_a_weight_of_its_own(again):
+    model = nn.Sequential(linear(), linear(160, 96, bias=False)).eval()
+    pack(model)
+    same, given = again(model), torch.randn(9, 96)
+    with torch.inference_mode():
+        assert torch.equal(same(given), model(given)) and not same[0].training
+        assert same[0].packed is not model[0].packed and same[0].bias is not model[0].bias
+        same[0].bias.add_(1)
+        assert not torch.equal(same(given), model(given)), "and the bias that it shows is the one that it adds"
+
+
+@pytest.mark.parametrize("move", [nn.Module.half, nn.Module.double, lambda model: model.to("meta")])
+def test_what_is_packed_stays_what_it_is(move):
+    model = nn.Sequential(linear(bias=False))
+    pack(model)
+    with pytest.raises(RuntimeError, match="stays in float32 on a CPU"):
+        move(model)
+    assert model.float().to("cpu").eval()(torch.randn(9, 96)).shape == (9, 160)
+
+
+def test_half_precision_is_refused():
+    """As autocast makes it; a plain layer refuses it too, but for autocast."""
+    for rows in (1, 9):
+        with pytest.raises(RuntimeError, match=r"multiplies float32, not torch\.bfloat16"):
+            PackedLinear(linear())(torch.randn(rows, 96).bfloat16())
+
+
 def test_few_programs_are_made():
     """oneDNN keeps one for each number of rows that it was given."""
     sizes = {padded(part) for rows in range(1, 3000) for part in cut(rows)}
@@ -195,10 +225,36 @@ def overridden():
     return layer
 
 
+class Quantized(torch.Tensor):
+    """As that of a package for quantization: stored in another type, and called float32."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, stored):
+        return torch.Tensor._make_wrapper_subclass(cls, stored.shape, dtype=torch.float32, device="cpu")
+
+    def __init__(self, stored):
+        self.stored = stored
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, arguments=(), named=None):
+        if function is torch.ops.aten.detach.default:
+            return cls(arguments[0].stored)
+        raise NotImplementedError(f"{function} of a quantized weight")
+
+
+def quantized():
+    layer = linear()
+    layer.weight = nn.Parameter(Quantized(layer.weight.detach().to(torch.int8)), requires_grad=False)
+    return layer
+
+
 @pytest.mark.parametrize(
     "make",
     [
         Adapted,
+        quantized,
         overridden,
         lambda: Scaled(96, 160),
         lambda: hooked("register_forward_hook"),

@@ -8,7 +8,7 @@ blocks of few sizes.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,14 @@ class PackedLinear(nn.Module):
         super().__init__()
         self.in_features, self.out_features = linear.in_features, linear.out_features
         self.bias = linear.bias
+        self._keep(linear.weight.detach())
+        self.train(linear.training)
+
+    def _keep(self, weight: Tensor) -> None:
         # For one row oneDNN would choose an order that is slow for several; that for several is as fast for one.
-        self.packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), GRAIN)
+        self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, GRAIN)
         self._product = torch.ops.mkldnn._linear_pointwise.default
         self._with: tuple[object, ...] = self.packed, self.bias, "none", [], ""
-        self.train(linear.training)
 
     @property
     @torch.inference_mode()
@@ -47,6 +50,10 @@ class PackedLinear(nn.Module):
         """`[..., in_features]` to `[..., out_features]`."""
         if torch.is_grad_enabled() and hidden_states.requires_grad:
             raise RuntimeError("a packed layer has no gradients: call the model under torch.inference_mode()")
+        if hidden_states.dtype is not torch.float32:
+            raise RuntimeError(
+                f"a packed layer multiplies float32, not {hidden_states.dtype}: call it without autocast"
+            )
         if hidden_states.numel() // self.in_features in AT_ONCE:
             return self._product(hidden_states, *self._with)
         rows = hidden_states.reshape(-1, self.in_features)
@@ -61,6 +68,22 @@ class PackedLinear(nn.Module):
     def extra_repr(self) -> str:
         """As that of `nn.Linear`."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}"
+
+    def __getstate__(self) -> dict[str, object]:
+        """Copies and pickles are made of the weight row by row."""
+        made = dict.fromkeys(("packed", "_product", "_with"))
+        return {**vars(self), **made, "packed": self.weight}
+
+    def __setstate__(self, state: dict[str, object]) -> None:
+        super().__setstate__(state)
+        self._keep(self.packed)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> PackedLinear:
+        made = fn(torch.empty(0))
+        if made.dtype is not torch.float32 or made.device.type != "cpu":
+            raise RuntimeError("a packed layer stays in float32 on a CPU: move and convert a model before it is packed")
+        super()._apply(fn, recurse)
+        return self
 
     def _save_to_state_dict(self, destination: dict[str, Tensor], prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.weight
@@ -91,9 +114,9 @@ AT_ONCE = frozenset(n for n in range(1, MOST + 1) if cut(n) == [n] and padded(n)
 def pack(model: nn.Module) -> int:
     """Pack the linear layers of a model in place, for inference; returns how many.
 
-    Left as they are: weights that are not float32 on a CPU, layers of few outputs, with hooks, a `forward` of their own
-    or wrapped by an adapter, and all where torch has no oneDNN. A weight that several layers share, or a layer and the
-    embeddings, is packed for each layer, beside what others read of it.
+    Left as they are: weights that are not float32 on a CPU or are quantized, layers of few outputs, with hooks, a
+    `forward` of their own or wrapped by an adapter, and all where torch has no oneDNN. A weight that several layers
+    share, or a layer and the embeddings, is packed for each layer, beside what others read of it.
 
     Args:
         model: It can no longer be trained, and its packed weights can be read but not written.
@@ -133,4 +156,6 @@ def packable(linear: nn.Linear) -> bool:
     if type(linear) is not nn.Linear or "forward" in vars(linear) or any(hooks):
         return False
     weight = linear.weight
+    if type(weight) is not nn.Parameter:  # quantized, perhaps, in a tensor that says it were float32
+        return False
     return weight.dtype == torch.float32 and weight.device.type == "cpu" and len(weight) >= LEAST
