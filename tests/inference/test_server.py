@@ -647,6 +647,20 @@ def test_the_lens_is_live(directory):
         check_error(live.post("/lens/data", txet="x"), 400)
 
 
+def test_the_lens_counts_packed_weights(tmp_path):
+    directory = export_tiny(tmp_path / "tiny", hidden_size=64, intermediate_size=128, tie_word_embeddings=True)
+    said = []
+    for packs in (False, True):
+        model, tokenizer = open_checkpoint(directory, "cpu")
+        service = server.Service(model, tokenizer, "tiny")
+        if packs:
+            service.pack()
+        with in_thread(server.build_app(service, lens=add_lens)) as live:
+            said.append(live.post("/lens/data", text="The sailors")[1]["models"][0]["parameters"])
+    whole, left = model.from_pretrained(directory).num_parameters(), model.num_parameters()
+    assert said == [whole, whole] and left < whole
+
+
 def test_angles_that_depend_on_company_are_refused(directory):
     model, tokenizer = open_checkpoint(directory, "cpu")
     model.config.rope_parameters["rope_type"] = "longrope"

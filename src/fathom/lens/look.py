@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from fathom.checkpoints.tokenizers import byte_letters
 from fathom.errors import FathomError
 from fathom.models import FathomForCausalLM
+from fathom.models.cost import count_parameters
 from fathom.models.denseformer import DenseFormer
 from fathom.models.depth_attention import DepthAttention, depth_weights
 from fathom.models.numerics import widen
@@ -265,7 +266,7 @@ def look(
     return LensData(
         model=name,
         mechanism=mechanism_name(model.config),
-        parameters=model.num_parameters(),
+        parameters=count_parameters(model.config),  # the model's own may be packed
         tokens=pieces[:length],
         labels=labels,
         dropped=len(every_id) - length,
