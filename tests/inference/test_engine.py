@@ -465,6 +465,24 @@ def test_short_prompts_are_read_at_once(engine, monkeypatch, case, kind):
     assert len(several) == 3 and one == [20, 17, 21], "a prompt that is scored is read alone"
 
 
+def test_the_likeliest_tokens_do_not_depend_on_company(engine, monkeypatch):
+    """Of equally likely ones, as half precision makes them, others are taken where more are asked for."""
+    running, model = engine("vanilla")
+    head = model.lm_head.forward
+    monkeypatch.setattr(model.lm_head, "forward", lambda hidden: head(hidden).round())
+    prompts, counts = prompts_of(random.Random(7), 4), (3, 20, 5, None)
+
+    def tops(some):
+        jobs = [Collected(prompts[i], 8, Choice(), logprobs=counts[i]) for i in some]
+        submitted_at_once(running, jobs)
+        assert [one.wait() for one in jobs] == ["length"] * len(jobs)
+        return [[event.top for event in one.events if hasattr(event, "top")] for one in jobs]
+
+    together = tops(range(4))
+    assert together == [tops([i])[0] for i in range(4)]
+    assert [len(row[0]) for row in together] == [3, 20, 5, 0]
+
+
 def tame(model):
     """Later trips then change little, so that drafts are often right."""
     with torch.no_grad():

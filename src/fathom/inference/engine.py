@@ -485,12 +485,12 @@ class Engine:
     def _scores(self, jobs: Sequence[Job], tokens: Sequence[int], logits: Tensor) -> list[Scored]:
         """A token of each job, with what it asked for of `logits` `[n, V]`."""
         scored = [Scored(token) for token in tokens]
-        asked = [(i, job.logprobs) for i, job in enumerate(jobs) if job.logprobs is not None]
-        if asked:
-            rows = [i for i, _ in asked]
-            found = likeliest(logits[rows], [tokens[i] for i in rows], max(count for _, count in asked))
-            for (i, count), (logprob, top) in zip(asked, found, strict=True):
-                scored[i] = Scored(tokens[i], logprob, top[:count])
+        # One call for each number that is asked for: of tokens that are equally likely, another takes others.
+        for count in {job.logprobs for job in jobs if job.logprobs is not None}:
+            rows = [i for i, job in enumerate(jobs) if job.logprobs == count]
+            found = likeliest(logits[rows], [tokens[i] for i in rows], count)
+            for i, one in zip(rows, found, strict=True):
+                scored[i] = Scored(tokens[i], *one)
         return scored
 
     def _give(self, lane: Lane, job: Job, scored: Scored) -> bool:
