@@ -45,7 +45,7 @@ class Section:
 
     def __post_init__(self) -> None:
         name = next(name for name, section in SECTIONS.items() if section is type(self))
-        for key, hint in typing.get_type_hints(type(self)).items():
+        for key, hint in _hints(SECTIONS[name]).items():
             value = _convert(f"{name}.{key}", hint, getattr(self, key))
             object.__setattr__(self, key, value)
             _require(_finite(value), f"{name}.{key}", value, "allowed: a finite number")
@@ -428,8 +428,7 @@ class Recipe:
         _require(isinstance(self.model, dict), "model", self.model, "expected the keys of a config.json")
         for name, section in SECTIONS.items():
             value = getattr(self, name)
-            keys = ", ".join(typing.get_type_hints(section))
-            _require(isinstance(value, section), name, value, f"expected keys: {keys}")
+            _require(isinstance(value, section), name, value, f"expected keys: {', '.join(_hints(section))}")
         for holds, key, words in _rules(self):
             if not holds:
                 name, _, field_ = key.partition(".")
@@ -586,7 +585,7 @@ def describe() -> list[tuple[str, str, str, str]]:
     """Every key as (dotted key, allowed values, default, help), for `fathom train --help`."""
     rows = [("model.*", "see config.json", "", help_of(Recipe)["model"])]
     for name, section in SECTIONS.items():
-        defaults, hints, help_ = section(), typing.get_type_hints(section), help_of(section)
+        defaults, hints, help_ = section(), _hints(section), help_of(section)
         for key in hints:
             rows.append((f"{name}.{key}", allowed(hints[key]), _show(getattr(defaults, key)), help_[key]))
     return rows
@@ -656,8 +655,7 @@ def _config(model: dict[str, object]) -> FathomConfig:
 
     keys = dict(model)
     source = keys.pop("from_pretrained", None)
-    known = {f.name for f in dataclasses.fields(FathomConfig)} | set(FathomConfig().to_dict())
-    check_keys(keys, sorted(known), "model")
+    check_keys(keys, _keys_of(FathomConfig), "model")
     if not isinstance(source, (str, Path, types.NoneType)):
         raise RecipeError(f"model.from_pretrained={_show(source)}: allowed: a path, or null")
     if source is not None and not (Path(source) / CONFIG).is_file() and run_and_step(source) is None:
@@ -666,6 +664,18 @@ def _config(model: dict[str, object]) -> FathomConfig:
         return config_of(model)
     except (ValueError, OSError, StrictDataclassError) as error:
         raise RecipeError(f"model: {' '.join(str(error).split())}") from error
+
+
+@lru_cache
+def _keys_of(config: type[FathomConfig]) -> tuple[str, ...]:
+    """What a model block may hold; to make a configuration takes a millisecond, and a recipe is checked often."""
+    return tuple(sorted({f.name for f in dataclasses.fields(config)} | set(config().to_dict())))
+
+
+@lru_cache
+def _hints(section: type) -> dict[str, Any]:
+    """The types of a section's fields, which are written as text and evaluated once."""
+    return typing.get_type_hints(section)
 
 
 def _convert(key: str, hint: object, value: object) -> object:
@@ -779,7 +789,7 @@ def check_keys(keys: Iterable[object], known: Sequence[str], section: str = "") 
 
 def mapping(name: str, section: type, values: object) -> dict[str, object]:
     """The values of a section, none where nothing is given; what is no mapping or has an unknown key is refused."""
-    hints = typing.get_type_hints(section)
+    hints = _hints(section)
     if values is None:
         return {}
     if not isinstance(values, dict):

@@ -217,8 +217,18 @@ class Ladder:
         overrides += [f"optim.lr={rate!r}", f"optim.weight_decay={self.decay(size, rate)!r}"]
         return Arm(arm.name, arm.mechanism, tuple(overrides))
 
+    @cached_property
+    def _bases(self) -> dict[Size, Recipe]:
+        """What `base` has made."""
+        return {}
+
     def base(self, size: Size) -> Recipe:
         """The recipe that all arms of a rung share."""
+        if size not in self._bases:
+            self._bases[size] = self._base(size)
+        return self._bases[size]
+
+    def _base(self, size: Size) -> Recipe:
         micro = self.recipe.train.micro_batch
         length = self.recipe.data.sequence_length
         return self.recipe.override(

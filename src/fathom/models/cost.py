@@ -20,12 +20,18 @@ from .registry import AXES, mechanism, recurrence_class
 from .roles import Cost, Recurrence, View
 from .slots import plan
 
+_counted: dict[str, int] = {}
+"""Parameters, by the values of a configuration: a ladder asks for those of a few sizes hundreds of times."""
+
 
 def count_parameters(config: FathomConfig) -> int:
     """The exact number of parameters, from the shapes of a model on the meta device."""
-    with torch.device("meta"):
-        model = FathomForCausalLM(config)
-    return sum(p.numel() for p in model.parameters())
+    values = repr(vars(config))
+    if values not in _counted:
+        with torch.device("meta"):
+            model = FathomForCausalLM(config)
+        _counted[values] = sum(p.numel() for p in model.parameters())
+    return _counted[values]
 
 
 def mechanism_cost(config: FathomConfig, bytes_per_scalar: int = 2) -> Cost:
