@@ -80,7 +80,7 @@ class Training:
         recipe, ranks, model = self.recipe, self.ranks, self.model
         if batches is None:
             batches = self.plan.batch(step, ranks.rank, ranks.world_size, self.micro_batch)
-        torch.manual_seed(_seed(recipe.train.seed, "step", step, ranks.rank))
+        _draw_from(_seed(recipe.train.seed, "step", step, ranks.rank), ranks.device)
         model.train()
         model.set_step(step, recipe.train.steps)
         loss = torch.zeros((), device=ranks.device)
@@ -236,9 +236,18 @@ def initialize(model: FathomForCausalLM, seed: int) -> None:
     So two models with different mechanisms start from equal values in every parameter that they share.
     """
     for name, module in reversed(list(model.named_modules())):  # children first, as transformers does
-        torch.manual_seed(_seed(seed, "init", name))
+        _draw_from(_seed(seed, "init", name), model.device)
         model._init_weights(module)
     model.tie_weights()
+
+
+def _draw_from(seed: int, device: torch.device) -> None:
+    """`torch.manual_seed` for what is drawn on a device.
+
+    For a CPU that is its own generator: torch seeds all kinds of devices, and for each kind that is not there formats
+    the whole stack, a millisecond a call.
+    """
+    (torch.default_generator if device.type == "cpu" else torch).manual_seed(seed)
 
 
 def forward(model: nn.Module, batch: Batch) -> FathomCausalLMOutput:
