@@ -16,13 +16,14 @@ from tests.tiny import tiny_recipe
 from .conftest import StopAt
 
 STEPS = 8
+ONCE = f"train.checkpoint_every={STEPS}"  # at the end: what nobody continues needs none before
 
 
 def train_on_two_ranks(corpus: Path, folder: Path) -> None:
     for name in ("ddp", "fsdp", "hsdp"):
-        train(tiny_recipe(corpus, f"parallel.name={name}"), folder / name)
-    train(tiny_recipe(corpus, "optim.name=muon"), folder / "muon")
-    train(tiny_recipe(corpus, "train.activation_checkpointing=true"), folder / "checkpointed")
+        train(tiny_recipe(corpus, ONCE, f"parallel.name={name}"), folder / name)
+    train(tiny_recipe(corpus, ONCE, "optim.name=muon"), folder / "muon")
+    train(tiny_recipe(corpus, ONCE, "train.activation_checkpointing=true"), folder / "checkpointed")
     # Continue what one process began, and begin what one process will continue. The signal reaches one rank only.
     train(tiny_recipe(corpus, "parallel.name=ddp"), folder / "one-then-two")
     result = train(tiny_recipe(corpus), folder / "two-then-one", callbacks=[StopAt(4)])
@@ -42,8 +43,8 @@ def train_on_two_ranks(corpus: Path, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
-    train(tiny_recipe(corpus), folder / "single")
-    train(tiny_recipe(corpus, "optim.name=muon"), folder / "single-muon")
+    train(tiny_recipe(corpus, ONCE), folder / "single")
+    train(tiny_recipe(corpus, ONCE, "optim.name=muon"), folder / "single-muon")
     assert not train(tiny_recipe(corpus), folder / "one-then-two", callbacks=[StopAt(4)]).finished
     processes.run_ranks(2, train_on_two_ranks, corpus, folder)
     train(tiny_recipe(corpus), folder / "two-then-one")
