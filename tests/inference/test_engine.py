@@ -597,7 +597,7 @@ def test_what_an_engine_refuses(engine):
         running.submit([Collected([5], 599, Choice()).job])
     with pytest.raises(EngineError, match="waiting already"):
         running.submit([Collected([5], 2, Choice()).job for _ in range(4)])
-    many = [Collected([5 + i], 100, Choice()) for i in range(6)]  # two have room at a time
+    many = [Collected([5 + i], 100, Choice()) for i in range(4)]  # two have room at a time
     most = 0
     for half in (many[:3], many[3:]):
         running.submit([one.job for one in half])
@@ -605,7 +605,7 @@ def test_what_an_engine_refuses(engine):
             most = max(most, running.cache_bytes)
             time.sleep(0.001)
     assert 0 < most <= running.budget
-    assert [one.tokens for one in many] == [alone(model, [5 + i], 100) for i in range(6)]
+    assert [one.tokens for one in many] == [alone(model, [5 + i], 100) for i in range(4)]
 
 
 def test_giving_up_and_failing(engine, monkeypatch):

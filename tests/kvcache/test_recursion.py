@@ -10,6 +10,24 @@ from fathom.kvcache import METHODS, compress_in_training, prefill
 from .cases import LENGTH, MODELS, SCHEDULE, N, cache_of, cached, model_of, tokens
 from .oracle import Oracle
 
+FEW = (
+    "qwen3",
+    "qwen3-mha",
+    "qwen3-yarn",
+    "llama",
+    "mistral-sliding",
+    "gemma2",
+    "mixtral",
+    "cohere",
+    "gpt_neox",
+    "stablelm",
+)
+"""Families that differ in what a cache meets: windows, capped scores, parts of a head that are turned, experts."""
+OURS = ("fathom", "depth_attention", "uniform_depth", "value_residual", "loop", "loop+depth_attention")
+every_family = pytest.mark.parametrize(
+    "case", [case if case in (*FEW, *OURS) else pytest.param(case, marks=pytest.mark.slow) for case in MODELS]
+)
+TWICE = ("freqkv", "snapkv")  # methods that the fast tests hold to the oracle in each family
 SCHEDULED = [name for name in METHODS if name != "sinks"]  # sinks goes token by token beyond the window
 
 
@@ -47,8 +65,14 @@ def double_angles(monkeypatch):
     monkeypatch.setattr(LlamaRotaryEmbedding, "forward", forward)
 
 
-@pytest.mark.parametrize("case,limit", [("fathom", 1e-11), ("qwen3-mha", 1e-6), ("llama", 1e-6)])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    "case,limit,method",
+    [
+        pytest.param(case, limit, method, marks=[pytest.mark.slow] * (case != "fathom" and method not in TWICE))
+        for case, limit in (("fathom", 1e-11), ("qwen3-mha", 1e-6), ("llama", 1e-6))
+        for method in METHODS
+    ],
+)
 def test_oracle(double_angles, case, limit, method):
     """Fathom's norms keep float64; those of the library are float32, whatever the model."""
     model, row = model_of(case, torch.float64), tokens(1, LENGTH)
@@ -83,7 +107,7 @@ def test_prefill_from_anywhere(qwen, ids, seen):
     assert cache.compressions == 6
 
 
-@pytest.mark.parametrize("case", MODELS)
+@every_family
 def test_every_family(case):
     """In float32: cache in chunks, token by token, and training, and the first window is the stock model's."""
     model, row = model_of(case), tokens(1, 110)
@@ -103,7 +127,7 @@ def test_every_mechanism_to_the_last_digits(case):
     assert distance(cached(model, row, cache_of(model), 1), trained(model, row)) < 1e-11
 
 
-@pytest.mark.parametrize("case", MODELS)
+@every_family
 @pytest.mark.parametrize("method", ["freqkv", pytest.param("snapkv", marks=pytest.mark.slow)])
 def test_first_window_is_the_stock_model(case, method):
     model, row = model_of(case), tokens(1, N)
