@@ -160,9 +160,12 @@ def masked(self, x, turns, tags):
 
 
 def test_a_mask_with_a_gradient_is_seen(monkeypatch):
+    """In 14 passes as in 30: right forms keep at most 1.15 of vanilla's in both."""
+    few = {"jacobi_train": [1, 1]}
+    assert measure("ponder3", torch.bfloat16, 64, **few).per_pass <= 1.15
     monkeypatch.setattr(Interleaved, "_own_masks", masked)
     monkeypatch.setattr(Interleaved, "_own_bias", lambda self, tags: None)
-    assert measure("ponder3", torch.bfloat16, 64).per_pass > 1.3
+    assert measure("ponder3", torch.bfloat16, 64, **few).per_pass > 1.3
 
 
 @pytest.mark.parametrize("arm", ["ponder3", "latent_cot"])
