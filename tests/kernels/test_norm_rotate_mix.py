@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import random
 from collections.abc import Callable
 
@@ -136,3 +137,10 @@ def test_a_planted_fault_is_seen(right, wrong, tmp_path):
     planted = planted_in(ours, right, wrong, tmp_path)
     with pytest.raises(AssertionError, match=r"is off by|gradient"):
         hold(made_by(planted, False), reference(False), drawn(4, 2, torch.float32, 12), torch.float32)
+
+
+@pytest.mark.parametrize(("hip", "compiler", "name"), [(None, "nvidia", "CUDAOptions"), ("6.4", "amd", "HIPOptions")])
+def test_each_compiler_takes_its_limits(monkeypatch, hip, compiler, name):
+    options = getattr(importlib.import_module(f"triton.backends.{compiler}.compiler"), name)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert ours.limits().keys() == {"maxnreg"} & options.__dataclass_fields__.keys()

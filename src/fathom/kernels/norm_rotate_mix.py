@@ -247,6 +247,11 @@ def constants(heads: int, group: int, width: int, eps: float, last: bool) -> dic
     return {"HEADS": heads, "GROUP": group, "WIDTH": width, "TALL": tall, "EPS": eps, "LAST": last}
 
 
+def limits() -> dict[str, int]:
+    """What the machine code is held to. AMD's compiler takes no `maxnreg`, and Triton refuses what one takes not."""
+    return {} if torch.version.hip else {"maxnreg": REGISTERS}
+
+
 def norm_rotate_mix(
     own: tuple[Tensor, Tensor, Tensor],
     sources: tuple[Tensor, ...],
@@ -312,7 +317,7 @@ def mix(
                 made,
                 rows,
                 rotation[0].shape[0] * length,
-                maxnreg=REGISTERS,
+                **limits(),
                 **fixed,
             )
     return made
