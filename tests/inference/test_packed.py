@@ -163,6 +163,18 @@ def test_no_gradient_is_lost():
         layer(given)
     with torch.no_grad():
         assert not layer(given).requires_grad
+    with pytest.raises(RuntimeError, match="no gradients"):
+        layer(given.detach())  # it could be the bias that is trained
+    layer.bias.requires_grad_(False)
+    assert not layer(given.detach()).requires_grad
+
+
+def test_another_bias_is_added():
+    layer, given = PackedLinear(linear()), torch.randn(9, 96)
+    with torch.inference_mode():
+        before = layer(given)
+        layer.bias = nn.Parameter(layer.bias + 1)
+        torch.testing.assert_close(layer(given), before + 1)
 
 
 @pytest.mark.parametrize("again", [copy.deepcopy, lambda layer: pickle.loads(pickle.dumps(layer))])
@@ -190,7 +202,7 @@ def test_half_precision_is_refused():
     """As autocast makes it; a plain layer refuses it too, but for autocast."""
     for rows in (1, 9):
         with pytest.raises(RuntimeError, match=r"multiplies float32, not torch\.bfloat16"):
-            PackedLinear(linear())(torch.randn(rows, 96).bfloat16())
+            PackedLinear(linear(bias=False))(torch.randn(rows, 96).bfloat16())
 
 
 def test_few_programs_are_made():

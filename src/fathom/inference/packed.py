@@ -18,6 +18,8 @@ LEAST = 64
 MOST, BLOCK, GRAIN = 512, 64, 8
 """At most so many rows are one product. Of many, a multiple of BLOCK are one; the others are made up to a multiple of
 GRAIN, or to a power of two below it."""
+ALONE: tuple[object, ...] = "none", [], ""
+"""What oneDNN is to compute after the product: nothing."""
 
 
 class PackedLinear(nn.Module):
@@ -38,7 +40,6 @@ class PackedLinear(nn.Module):
         # For one row oneDNN would choose an order that is slow for several; that for several is as fast for one.
         self.packed = torch.ops.mkldnn._reorder_linear_weight(weight, GRAIN)
         self._product = torch.ops.mkldnn._linear_pointwise.default
-        self._with: tuple[object, ...] = self.packed, self.bias, "none", [], ""
 
     @property
     @torch.inference_mode()
@@ -48,21 +49,22 @@ class PackedLinear(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        if torch.is_grad_enabled() and hidden_states.requires_grad:
+        bias = self._parameters.get("bias")  # as self.bias, which asks longer
+        if torch.is_grad_enabled() and (hidden_states.requires_grad or (bias is not None and bias.requires_grad)):
             raise RuntimeError("a packed layer has no gradients: call the model under torch.inference_mode()")
         if hidden_states.dtype is not torch.float32:
             raise RuntimeError(
                 f"a packed layer multiplies float32, not {hidden_states.dtype}: call it without autocast"
             )
         if hidden_states.numel() // self.in_features in AT_ONCE:
-            return self._product(hidden_states, *self._with)
+            return self._product(hidden_states, self.packed, bias, *ALONE)
         rows = hidden_states.reshape(-1, self.in_features)
         made = [self._block(block) for block in rows.split(cut(len(rows)))] if len(rows) else [rows.new_empty(0)]
         return torch.cat(made).view(*hidden_states.shape[:-1], self.out_features)
 
     def _block(self, rows: Tensor) -> Tensor:
         missing = padded(len(rows)) - len(rows)
-        made = self._product(nn.functional.pad(rows, (0, 0, 0, missing)), *self._with)
+        made = self._product(nn.functional.pad(rows, (0, 0, 0, missing)), self.packed, self.bias, *ALONE)
         return made[: len(rows)]
 
     def extra_repr(self) -> str:
@@ -71,8 +73,7 @@ class PackedLinear(nn.Module):
 
     def __getstate__(self) -> dict[str, object]:
         """Copies and pickles are made of the weight row by row."""
-        made = dict.fromkeys(("packed", "_product", "_with"))
-        return {**vars(self), **made, "packed": self.weight}
+        return {**vars(self), "packed": self.weight, "_product": None}
 
     def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
