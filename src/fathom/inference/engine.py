@@ -488,7 +488,8 @@ class Engine:
         # One call for each number that is asked for: of tokens that are equally likely, another takes others.
         for count in {job.logprobs for job in jobs if job.logprobs is not None}:
             rows = [i for i, job in enumerate(jobs) if job.logprobs == count]
-            found = likeliest(logits[rows], [tokens[i] for i in rows], count)
+            given = logits if len(rows) == len(jobs) else logits[rows]  # all of them are not copied
+            found = likeliest(given, [tokens[i] for i in rows], count)
             for i, one in zip(rows, found, strict=True):
                 scored[i] = Scored(tokens[i], *one)
         return scored
