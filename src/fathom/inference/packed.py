@@ -49,7 +49,7 @@ class PackedLinear(nn.Module):
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """`[..., in_features]` to `[..., out_features]`."""
-        bias = self._parameters.get("bias")  # as self.bias, which asks longer
+        bias = self.bias
         if torch.is_grad_enabled() and (hidden_states.requires_grad or (bias is not None and bias.requires_grad)):
             raise RuntimeError("a packed layer has no gradients: call the model under torch.inference_mode()")
         if hidden_states.dtype is not torch.float32:
