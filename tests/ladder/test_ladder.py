@@ -529,11 +529,45 @@ def test_a_share_of_the_layers(tmp_path: Path) -> None:
         ({"tune_seeds": "many"}, "ladder.tune_seeds=many: allowed"),
         ({"tokens": 4000, "tokens_per_parameter": [10, 40]}, "ladder.tokens=4000: allowed: null where"),
         ({"tokens_per_parameter": "[.inf]"}, r"ladder.tokens_per_parameter=\(inf,\): allowed: positive numbers"),
+        ({"batch_exponent": ".nan"}, "ladder.batch_exponent=nan: allowed: a finite number"),
+        ({"rate_exponents": "[.nan, 0, 0]"}, r"ladder.rate_exponents=\(nan, 0.0, 0.0\): allowed: finite numbers"),
+        ({"tune_domains": ["z60-3"]}, "ladder.tune_domains=z60-3: allowed: held-out domains, z60-2, z60-4"),
+        ({"layers": [2, 2, 2, 2], "hidden": [16, 48, 32, 48]}, "rung 3 takes .* allowed: rungs from small to large"),
+        ({"layers": [2, 2, 2, 2], "hidden": [16, 24, 24, 48]}, "rung 3 takes .* allowed: rungs from small to large"),
     ],
 )
 def test_a_wrong_rule_is_said_in_a_line(tmp_path: Path, rules: dict, words: str) -> None:
     with pytest.raises(RecipeError, match=words):
         make(tmp_path, **rules)
+
+
+@pytest.mark.parametrize("own", ["optim.lr=1e-5", "optim.lr=0.01", "optim.weight_decay=0", "optim={lr: 1e-5}"])
+def test_an_arm_has_no_rate_of_its_own(tmp_path: Path, own: str) -> None:
+    """The ladder tunes and carries it: a rate written after an arm would not be the one that runs."""
+    for arms in (f"vanilla,mine=vanilla;{own}", f"mine=vanilla;{own},depth_attention"):
+        with pytest.raises(RecipeError, match=r"arm mine: optim.(lr|weight_decay) is the ladder's"):
+            make(tmp_path, arms)
+    assert make(tmp_path, "vanilla,mine=vanilla;optim.warmup=0.2").arms[1].name == "mine"
+
+
+def test_a_control_with_a_share_of_the_layers_counts_its_own(tmp_path: Path) -> None:
+    """Its tokens follow its own parameters, and an arm of all layers gets a control as large."""
+    rules = {"layers": [2, 4, 4, 4], "hidden": [16, 16, 24, 32]}
+    ladder = make(tmp_path, "two=vanilla;ladder.layers=1/2,all=vanilla", **rules)
+    for size in ladder.sizes:
+        two, whole, wide = (without_embeddings(ladder.arm_at(arm, size).recipe(ladder.base(size)).config())
+                            for arm in ladder.every_arm)  # fmt: skip
+        assert size.parameters == two < whole <= wide < 1.02 * whole
+        assert size.tokens == pytest.approx(10 * two, rel=0.05)
+
+
+def test_a_control_with_its_own_mlp_is_widened_from_there(tmp_path: Path) -> None:
+    ladder = make(tmp_path, "slim=vanilla;model.intermediate_size=24,whole=vanilla")
+    for size in ladder.sizes:
+        found = [without_embeddings(ladder.arm_at(arm, size).recipe(ladder.base(size)).config())
+                 for arm in ladder.every_arm]  # fmt: skip
+        assert found[0] == size.parameters < found[1] == found[2]
+
 
 
 @pytest.mark.slow

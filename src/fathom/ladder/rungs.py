@@ -209,13 +209,10 @@ class Ladder:
         """An arm of a rung's comparison, with its depth, learning rate and weight decay at that rung."""
         if arm.name.startswith(MATCHED):
             arm = self._matched(arm, size)
-        overrides = []
-        for override in arm.overrides:
-            key, _, value = override.partition("=")
-            overrides.append(override if key != LAYERS else f"model.num_hidden_layers={share_of(size.layers, value)}")
+        arm = _with_layers(arm, size)
         rate = self.recipe.optim.lr if rate is None else rate
-        overrides += [f"optim.lr={rate!r}", f"optim.weight_decay={self.decay(size, rate)!r}"]
-        return Arm(arm.name, arm.mechanism, tuple(overrides))
+        carried = (f"optim.lr={rate!r}", f"optim.weight_decay={self.decay(size, rate)!r}")
+        return dataclasses.replace(arm, overrides=(*arm.overrides, *carried))
 
     @cached_property
     def _bases(self) -> dict[Size, Recipe]:
@@ -343,11 +340,7 @@ class Ladder:
     def _size(self, index: int, budget: int, first: Size | None) -> Size:
         rules, shape, length = self.rules, self._shape(index), self.recipe.data.sequence_length
         shaped = self.recipe.override(*shape.overrides)
-        plain = self.control.overrides
-        overrides = tuple(o for o in plain if not o.startswith(f"{LAYERS}="))
-        parameters = without_embeddings(
-            Arm(self.control.name, self.control.mechanism, overrides).recipe(shaped).config()
-        )
+        parameters = without_embeddings(_with_layers(self.control, shape).recipe(shaped).config())
         tokens = rules.tokens or parameters * rules.tokens_per_parameter[budget]
         rows = self.recipe.rows_per_step
         if first is not None:
@@ -374,7 +367,8 @@ class Ladder:
     def _matched(self, matched: Arm, size: Size) -> Arm:
         """The control with the narrowest MLP that gives it at least an arm's parameters."""
         arm = next(arm for arm in self.arms if arm.name == matched.name.removeprefix(MATCHED))
-        wanted, width = self._parameters(arm, size), size.mlp
+        wanted = self._parameters(arm, size)
+        width = self.arm_at(self.control, size).recipe(self.base(size)).config().intermediate_size
         one = self._parameters(self._widened(matched, width + 1), size) - size.parameters
         width += max(0, math.ceil((wanted - size.parameters) / one))
         return dataclasses.replace(self._widened(matched, width), name=matched.name)
@@ -453,15 +447,20 @@ def parse_rules(values: Mapping[str, object], source: str) -> Rules:
 
 def checked(ladder: Ladder, begins: bool = True) -> Ladder:
     """Check a ladder: open the data, build every arm's recipe and, as it `begins`, its model, and refuse rungs that
-    read a row twice."""
+    read a row twice; as it begins, also rungs that do not climb and arms with a rate of their own."""
     rates = {arm.name: ladder.recipe.optim.lr for arm in ladder.every_arm}
     for arm in ladder.arms:
         if arm.name.startswith(MATCHED):
             raise RecipeError(f"--arms {arm.name}: a name that begins with {MATCHED} is a control's")
+        if begins:
+            _check_rate(ladder, arm)
     for name, variants in ladder.variants.items():
         _check_variants(ladder, name, variants)
     given = ladder.recipe.data
     data = open_data(given.directory, verify=False, collections=given.collections)
+    _check_domains(ladder)
+    if begins:
+        _check_sizes(ladder)
     for size in ladder.all_sizes:
         if size.tokens > data.num_tokens:
             raise RecipeError(
@@ -470,6 +469,37 @@ def checked(ladder: Ladder, begins: bool = True) -> Ladder:
             )
         check(ladder.plan(size, rates), begins=begins)
     return ladder
+
+
+def _check_rate(ladder: Ladder, arm: Arm) -> None:
+    """Refuse an arm's own learning rate or weight decay, which the ladder would replace by those that it carries."""
+    kept = tuple(override for override in arm.overrides if not override.startswith(f"{LAYERS}="))
+    own, base = Arm(arm.name, arm.mechanism, kept).recipe(ladder.recipe).optim, ladder.recipe.optim
+    written = {override.partition("=")[0].strip() for override in kept}
+    for key in ("lr", "weight_decay"):
+        if f"optim.{key}" in written or getattr(own, key) != getattr(base, key):
+            raise RecipeError(
+                f"arm {arm.name}: optim.{key} is the ladder's: it tunes each arm's rate and carries both by one rule; "
+                f"optim.{key}=... without an arm's name is where all arms begin"
+            )
+
+
+def _check_domains(ladder: Ladder) -> None:
+    """Refuse to tune on a held-out domain that is not there."""
+    data = ladder.recipe.data
+    there = open_data(data.directory, "val", False, data.collections).domains
+    for name in ladder.rules.tune_domains:
+        if name not in there:
+            raise RecipeError(f"{SECTION}.tune_domains={name}: allowed: held-out domains, {', '.join(there)}")
+
+
+def _check_sizes(ladder: Ladder) -> None:
+    """Refuse rungs that do not climb: the last one is taken for the largest."""
+    flops = [ladder.flops(ladder.control, size) for size in ladder.sizes]
+    for size, below, own in zip(ladder.sizes[1:], flops, flops[1:], strict=False):
+        if own <= below:
+            spent = f"rung {size.name} takes {own:.3g} FLOPs, the one before {below:.3g}"
+            raise RecipeError(f"{SECTION}.layers, {SECTION}.hidden: {spent}: allowed: rungs from small to large")
 
 
 def _check_variants(ladder: Ladder, name: str, variants: Sequence[Arm]) -> None:
@@ -483,6 +513,15 @@ def _check_variants(ladder: Ladder, name: str, variants: Sequence[Arm]) -> None:
     if flops[most] > (1 + ALIKE) * flops[least]:
         more = f"{most} takes {100 * (flops[most] / flops[least] - 1):.0f} % more FLOPs than {least}"
         raise RecipeError(f"{SECTION}.choose={name}: {more}; variants are chosen by loss, so compare them as arms")
+
+
+def _with_layers(arm: Arm, shape: Shape) -> Arm:
+    """The arm with its share of a rung's layers written as their number."""
+    overrides = []
+    for override in arm.overrides:
+        key, _, value = override.partition("=")
+        overrides.append(override if key != LAYERS else f"model.num_hidden_layers={share_of(shape.layers, value)}")
+    return dataclasses.replace(arm, overrides=tuple(overrides))
 
 
 def share_of(layers: int, text: str) -> int:
@@ -525,6 +564,8 @@ def _rules(rules: Rules) -> typing.Iterator[tuple[bool, str, str]]:
         ("tokens_per_parameter"),
         "positive numbers, at least one",
     )
+    yield math.isfinite(rules.batch_exponent), "batch_exponent", "a finite number"
+    yield all(map(math.isfinite, rules.rate_exponents or ())), "rate_exponents", "finite numbers, or null"
     yield rules.tokens is None or rules.tokens >= 1, "tokens", "1 or more, or null"
     several = len(rules.tokens_per_parameter) > 1
     yield rules.tokens is None or not several, "tokens", "null where ladder.tokens_per_parameter has several budgets"
