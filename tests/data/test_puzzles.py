@@ -225,6 +225,7 @@ def test_batches_and_evaluation() -> None:
         ("puzzle:hops?names=0", "names=0: allowed: 1 or more"),
         ("puzzle:hops?names=8", "hops < names"),
         ("puzzle:recall?queries=17", "queries <= pairs"),
+        ("puzzle:z60?elements=1", "elements=1: allowed: 2 or more"),
     ],
 )
 def test_what_cannot_be_is_refused(where: str, words: str) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from fathom.cli.main import main
 from fathom.ladder.budget import budget
+from fathom.ladder.findings import _read as read_bytes
 from fathom.ladder.findings import verdict
 from fathom.ladder.rungs import Ladder, load_ladder, sha256_of, without_embeddings
 from fathom.ladder.stages import STAGES, State, Tuned, without_losers
@@ -568,6 +569,83 @@ def test_a_control_with_its_own_mlp_is_widened_from_there(tmp_path: Path) -> Non
                  for arm in ladder.every_arm]  # fmt: skip
         assert found[0] == size.parameters < found[1] == found[2]
 
+
+def test_diverged_tuning_is_retried_only_until_its_optimum_is_used(tmp_path: Path, monkeypatch) -> None:
+    """Finished runs would else be told at a rate that they did not have."""
+    out = tmp_path / "out"
+    planted(monkeypatch, diverges=0.0199)
+    words = {**SMALL, "tune_points": [3], "shared_rate": False}
+    ladder = make(tmp_path, "vanilla,better=depth_attention", **words)
+    climb(ladder, out, until="tune", quiet=True)
+    shutil.copytree(out, tmp_path / "early")
+    before = climb(ladder, out, quiet=True)
+    trainer = planted(monkeypatch)
+    after = climb(ladder, out, quiet=True, retry_failed=True)
+    assert trainer.done == [] and after["arms"] == before["arms"] and len(after["diverged"]) == 4
+    early = climb(ladder, tmp_path / "early", quiet=True, retry_failed=True)
+    assert early["diverged"] == [] and arm_of(early, "better")["rungs"][0]["rate"] > 0.015
+
+
+def test_a_rate_that_was_not_found_is_not_said_to_be_anothers(tmp_path: Path, monkeypatch) -> None:
+    """The control has nobody else's, and an arm whose optimum is known at one rung takes its ratio from there."""
+    planted(monkeypatch, diverges=0.012)
+    report = climb(make(tmp_path, **{**SMALL, "tune_points": [3]}), tmp_path / "out", quiet=True, until="rungs")
+    assert report["arms"][0]["flags"] == ["rate not found (rung 1)"]
+    assert "in doubt: vanilla (rate not found (rung 1))" in report["verdict"].lower()
+
+
+def test_runs_of_all_stages_are_retried(tmp_path: Path, monkeypatch) -> None:
+    """What diverged while tuning stays; what diverged at a rung goes on, and the seal tells."""
+    out = tmp_path / "out"
+    planted(monkeypatch)
+    rules = {"layers": [2, 2, 2], "hidden": [16, 24, 32], "seeds": [2, 2, 1], "twin": [], "check": False}
+    ladder = make(tmp_path, "vanilla,better=depth_attention", **rules, tune_points=[3], shared_rate=False)
+    climb(ladder, out, until="rungs", quiet=True)
+    for run in (out / "tune/1/better/lr-1/seed-0", out / "rungs/2/arms/better/seed-1"):
+        (run / "result.json").unlink()
+        (run / "failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
+    climb(ladder, out, quiet=True)
+    assert not rewrite(ladder, out)["prediction"]["stale"]
+    trainer = planted(monkeypatch)
+    report = climb(ladder, out, quiet=True, retry_failed=True)
+    assert [Path(name).parts[-5:] for name in trainer.done] == [("rungs", "2", "arms", "better", "seed-1")]
+    assert [row["stage"] for row in report["diverged"]] == ["tune"] and report["prediction"]["stale"]
+
+
+def test_the_twin_reads_the_controls_batches(tmp_path: Path, monkeypatch) -> None:
+    """Those of data.seed too, where the recipe has one."""
+    planted(monkeypatch)
+    file = write_ladder(tmp_path / "ladder.yaml", tune_points=[])
+    for words, orders in (([], [0, 1]), (["data.seed=7"], [7, 7])):
+        ladder = load_ladder(file, ARMS, words)
+        state = State(ladder, tmp_path / "out")
+        control = [state.plan(ladder.sizes[0]).run_recipe("vanilla", seed) for seed in (0, 1)]
+        twins = [run.recipe for run in state.twins()[:2]]
+        assert [recipe.data_seed for recipe in twins] == [recipe.data_seed for recipe in control] == orders
+        assert not {recipe.train.seed for recipe in twins} & {recipe.train.seed for recipe in control}
+
+
+def test_a_decoded_token_reads_the_layers_that_decoding_visits(tmp_path: Path) -> None:
+    """Training that draws fewer trips changes nothing of it."""
+    trips = "model.recurrence_options.trips=3"
+    ladder = make(tmp_path, f"vanilla,fixed=loop;{trips},drawn=loop;{trips};model.recurrence_options.trips_range=[1,3]")
+    size = ladder.sizes[0]
+    once, fixed, drawn = (read_bytes(ladder.arm_at(arm, size).recipe(ladder.base(size)), True) for arm in ladder.arms)
+    assert once < fixed == drawn
+
+
+def test_rungs_have_their_reports_where_nothing_is_tuned(tmp_path: Path, monkeypatch) -> None:
+    planted(monkeypatch)
+    report = climb(make(tmp_path, **SMALL, tune_points=[]), tmp_path / "out", quiet=True)
+    assert report["stage"] == "done" and all((tmp_path / f"out/rungs/{i}/report.html").exists() for i in (1, 2))
+    assert not (tmp_path / "out/tune").exists()
+
+
+def test_a_ladder_whose_runs_all_diverged_says_so(tmp_path: Path, monkeypatch) -> None:
+    planted(monkeypatch, diverges=0.0)
+    report = climb(make(tmp_path, **SMALL, tune_points=[]), tmp_path / "out", quiet=True)
+    assert report["stage"] == "done" and "No run of a rung has a result" in report["verdict"]
+    assert "runs diverged and are left out: vanilla 4 of 4" in report["verdict"]
 
 
 @pytest.mark.slow

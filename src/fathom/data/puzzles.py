@@ -149,7 +149,12 @@ class Word(Puzzle):
     """A sequence of elements of Z60; the label at each position is the sum of all elements so far."""
 
     elements: int = 16
-    """Elements of a sequence."""
+    """Elements of a sequence, two or more: the first level held out is products of two."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.elements < 2:
+            raise DataError(f"elements={self.elements}: allowed: 2 or more")
 
     @property
     def table(self) -> Ids:

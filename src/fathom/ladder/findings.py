@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -61,8 +62,9 @@ from fathom.ladder.scaling import (
 from fathom.ladder.stages import SURE, LadderRun, NotReadyError, State, beyond
 from fathom.ladder.trips import Looped, refusal, worth
 from fathom.ladder.tuning import EDGE, FLAT
-from fathom.models.cost import cache_bytes_per_token, training_visits
+from fathom.models.cost import cache_bytes_per_token
 from fathom.models.registry import DEFAULTS, recurrence_class
+from fathom.models.slots import plan as visits
 from fathom.recipe import Recipe
 from fathom.report.files import read_json
 from fathom.report.provenance import Provenance
@@ -336,7 +338,7 @@ def _read(recipe: Recipe, each_trip: bool) -> float:
     """Bytes read to decode a token at the end of the context: bfloat16 weights and the cache."""
     config = recipe.config()
     layers = without_embeddings(config)
-    again = training_visits(config)[0] / config.num_hidden_layers if each_trip else 1.0
+    again = sum(map(len, visits(config))) / config.num_hidden_layers if each_trip else 1.0
     head = config.vocab_size * config.hidden_size
     return 2.0 * (layers * again + head) + cache_bytes_per_token(config) * recipe.data.sequence_length
 
@@ -365,7 +367,7 @@ def _tuning_flags(state: State, arm: Arm) -> list[str]:
     flags = []
     for number, rows in enumerate(state.tuned, 1):
         for flag in rows[arm.name].bowl.flags:
-            words = {EDGE: "rate at an edge", FLAT: "rate not found, the control's is taken"}
+            words = {EDGE: "rate at an edge", FLAT: "rate not found"}
             flags.append(f"{words.get(flag, flag)} (rung {number})")
     return flags
 
@@ -498,9 +500,24 @@ def _prediction(state: State) -> PredictionRow | None:
         if forecast is not None and observed is not None:
             inside = forecast["low"] <= observed <= forecast["high"]
         rows.append({**row, "observed": observed, "inside": inside})
+    return {"sha256": sealed["sha256"], "stale": _stale(state, sealed["results"]), "rows": rows}
+
+
+def _stale(state: State, told: Mapping[str, str]) -> bool:
+    """Whether results of earlier rungs are other than at the seal: one changed, or a run that had failed has one.
+
+    Seeds that were added to all arms make none stale; the report names them elsewhere.
+    """
     now = state.digests(state.ladder.sizes[:-1])
-    stale = any(now.get(path) != told for path, told in sealed["results"].items())  # seeds may have been added
-    return {"sha256": sealed["sha256"], "stale": stale, "rows": rows}
+    seeds = {_rung_and_seed(path) for path in told}
+    late = any(path not in told and _rung_and_seed(path) in seeds for path in now)
+    return late or any(now.get(path) != before for path, before in told.items())
+
+
+def _rung_and_seed(path: str) -> tuple[str, str]:
+    """Of `rungs/1/arms/ARM/seed-0/result.json`."""
+    parts = Path(path).parts
+    return parts[1], parts[4]
 
 
 def _twin(state: State) -> Twin | None:
@@ -613,7 +630,9 @@ def _reached(run: RunTask, domain: str, flops: float) -> float | None:
 def verdict(report: LadderResults) -> str:
     """The verdict, by fixed rules: what is missing, what is doubtful, the sealed rung, then the finding."""
     if not report["arms"] or not any(row["loss"] for arm in report["arms"] for row in arm["rungs"]):
-        return "No rung has been finished yet, so there is nothing to say."
+        if report["stage"] != "done":
+            return "No rung has been finished yet, so there is nothing to say."
+        return "; ".join(["No run of a rung has a result, so there is nothing to say", *_missing(report)]) + "."
     arms = [arm for arm in report["arms"][1:] if not arm["matched"]]
     parts = [*_missing(report), *_doubts(report), *_seal_words(report)]
     if report["puzzle"] is not None:

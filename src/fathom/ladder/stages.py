@@ -204,6 +204,12 @@ class State:
         where = self.out / TUNE / size.name / arm.name / f"lr{place:+d}" / f"seed-{seed}"
         return LadderRun(f"{TUNE}-{size.name}-{arm.name}-lr{place:+d}-seed-{seed}", where, recipe)
 
+    def used(self, run: LadderRun) -> bool:
+        """Whether it is a tuning run of a rung whose optimum later runs have been given."""
+        places = run.run_dir.relative_to(self.out).parts  # tune/1/ARM/lr+1/seed-0
+        later = (self.out / RUNGS, self.out / TUNE / str(int(places[1]) + 1)) if places[0] == TUNE else ()
+        return any(path.exists() for path in later)
+
     def _ordered(self, mine: dict[str, dict[int, list[LadderRun]]]) -> list[LadderRun]:
         """Whole seeds first, the control before the others."""
         cells = [cell for rows in mine.values() for cell in rows.values()]
@@ -299,8 +305,9 @@ class State:
 
     def _twin(self, size: Size, seed: int) -> Recipe:
         control = self.ladder.control
-        recipe = self.ladder.run(control, size, self.rate(control, size), seed + TWIN_SEED)
-        return recipe.override(f"data.seed={seed}")
+        rate = self.rate(control, size)
+        order = self.ladder.run(control, size, rate, seed).data_seed
+        return self.ladder.run(control, size, rate, seed + TWIN_SEED).override(f"data.seed={order}")
 
     def shared(self, sizes: Sequence[Size]) -> list[LadderRun]:
         """Runs of one seed at the control's rate, at each of these rungs, of arms whose own rate differs from it."""

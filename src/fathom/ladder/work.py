@@ -150,12 +150,12 @@ def report(ladder: Ladder, out: Path, source: Provenance | None = None) -> Ladde
     try:
         rates = [{name: tuned.to_dict() for name, tuned in rows.items()} for rows in state.tuned]
     except NotReadyError:
-        rates = []
+        rates = None
     if rates:
         write_json(out / TUNE / RATES, {"rungs": rates})
-        for size in ladder.all_sizes:
-            if any(task.done for task in state.rung_tasks(size)):
-                rewrite_report(state.plan(size), state.rung_dir(size))
+    for size in ladder.all_sizes if rates is not None else ():  # no rates where the plan tunes none
+        if any(task.done for task in state.rung_tasks(size)):
+            rewrite_report(state.plan(size), state.rung_dir(size))
     found = summarize(state, source)
     write_report(found, out)
     return found
@@ -230,7 +230,9 @@ def _said(task: Work) -> str:
 
 
 def _forget_failures(state: State) -> None:
-    for _, tasks in state.stages():
-        for task in tasks:
-            if task.failure is not None:
-                (task.run_dir / FAILED).unlink(missing_ok=True)
+    """Let diverged runs go on, but for tuning runs of a rung whose optimum has been used: they count as infinitely bad,
+    and another optimum would give finished runs a rate that they did not have."""
+    found = [task for _, tasks in list(state.stages()) for task in tasks if task.failure is not None]
+    for task in found:
+        if not (isinstance(task, LadderRun) and state.used(task)):
+            (task.run_dir / FAILED).unlink(missing_ok=True)
