@@ -121,9 +121,10 @@ def _names(text: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in text.split(","))
 
 
-def add_recipe(parser: Parser, runs: bool = False) -> None:
+def add_recipe(
+    parser: Parser, runs: bool = False, what: str = "a YAML file, or a name that `fathom recipes` lists"
+) -> None:
     """Add a recipe (or a run) and its overrides, and list every key of a recipe under `--help`."""
-    what = "a YAML file, or a name that `fathom recipes` lists"
     if runs:
         what += "; or the directory of a run that goes on, with what is to change"
     parser.add_argument("recipe", nargs="?" if runs else None, help=what)

@@ -19,10 +19,11 @@ from fathom.comparison.arms import Arm, parse_arms, training_flops
 from fathom.comparison.plan import Plan, check, plan_file
 from fathom.data.puzzles import open_data
 from fathom.ladder.results import ArmValues, PlanValues, RulesValues
+from fathom.ladder.rules import Rules, ladders_folder
 from fathom.ladder.scaling import ESTIMATOR
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import count_parameters
-from fathom.recipe import Recipe, RecipeError, allowed, check_keys, convert, packaged_recipes, parse_recipe, read_values
+from fathom.recipe import Recipe, RecipeError, allowed, check_keys, convert, parse_recipe, read_values
 from fathom.report.files import read_json, write_json
 
 SECTION = "ladder"
@@ -43,53 +44,6 @@ ALIKE = 0.02
 """Share by which the FLOPs of variants may differ: they are chosen by loss alone."""
 EXTRA = 0.005
 """Share of parameters that an arm may add before a control is widened to match it."""
-
-
-@dataclass(frozen=True)
-class Rules:
-    """The `ladder` section: sizes, budgets, seeds, and what is run beside the rungs."""
-
-    layers: tuple[int, ...]
-    """depth of each rung, small to large"""
-    hidden: tuple[int, ...]
-    """width of each rung; heads keep their width, the MLP is 8/3 of it"""
-    seeds: tuple[int, ...]
-    """seeds of each rung"""
-    tokens_per_parameter: tuple[float, ...] = (10.0,)
-    """tokens of a run over the control's parameters without embeddings; further budgets are for φ alone"""
-    tokens: int | None = None
-    """tokens of every run, whatever its size; null takes tokens_per_parameter"""
-    mlp_multiple: int = 16
-    """the MLP's width is rounded to a multiple of this"""
-    batch_exponent: float = 0.5
-    """the batch grows as (tokens of the rung / tokens of the first rung) to this power"""
-    rate_exponents: tuple[float, float, float] | None = None
-    """exponents of tokens, width and batch in the rule that scales the learning rate; null takes those of optim.name"""
-    tune_points: tuple[int, ...] = (4, 3)
-    """learning rates a factor 2 apart that each arm tries, at the first rung, the second, ...; empty tunes nothing"""
-    tune_seeds: tuple[int, ...] = (2, 1)
-    """seeds for each of these learning rates"""
-    tune_domains: tuple[str, ...] = ()
-    """held-out domains whose mean loss is tuned; empty tunes the loss of all"""
-    choose: tuple[str, ...] = ()
-    """of arms called NAME.A, NAME.B, ... only the one that tunes best at the first rung goes on; which NAMEs"""
-    twin: tuple[int, ...] = (5, 2)
-    """seeds of the control with other initial values, at the first rung, the second, ..."""
-    shared_rate: bool = True
-    """run one seed of each rung at the control's rate too, for arms whose own is beyond 0.8 to 1.25 times that"""
-    parameters: bool = True
-    """add a control with a wider MLP for each arm that adds more than 0.5 % of parameters"""
-    seal: bool = True
-    """of three rungs or more: predict the last one, keep the prediction's hash, and only then run it"""
-    check: bool = True
-    """after the last rung, try half and twice the rate there"""
-    pairs: int = 12
-    """how often an arm is timed A B B A; 0 for not at all"""
-
-    @property
-    def sealed(self) -> bool:
-        """Whether the last rung is predicted before it runs."""
-        return self.seal and len(self.layers) >= 3
 
 
 @dataclass(frozen=True)
@@ -398,8 +352,7 @@ def find_ladder(name: Path) -> Path:
     """The file of a ladder, given as a file or as the name of one that comes with Fathom; an existing file wins."""
     if name.is_file():
         return name
-    folder = next(iter(packaged_recipes().values())).parent / "ladders"
-    packaged = {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    packaged = {path.stem: path for path in sorted(ladders_folder().glob("*.yaml"))}
     if str(name) not in packaged:
         raise RecipeError(f"{name}: no such ladder; there are {', '.join(packaged)}")
     return packaged[str(name)]
