@@ -351,6 +351,9 @@ def test_seeds_may_be_added_to_all_arms(whole, tmp_path: Path, monkeypatch, caps
     assert not after["prediction"]["stale"], "no earlier result is another one"
     plans = {path: path.stat().st_mtime_ns for path in out.glob("rungs/*/plan.json")}
     assert main(["ladder", str(out)]) == 0 and plans == {path: path.stat().st_mtime_ns for path in plans}
+    assert main(["ladder", str(out), "--seeds", "6,3,3,2"]) == 0, "as after a kill: the same command goes on"
+    assert json.loads((out / "report.json").read_text())["seeds_added"] == after["seeds_added"]
+    assert sorted(set(trainer.done)) == new
     capsys.readouterr()
     for given, says in (("2", "more than the rungs have, 6,3,3,2"), ("7,3", "more than"), ("x", "whole numbers")):
         assert main(["ladder", str(out), "--seeds", given]) == 2

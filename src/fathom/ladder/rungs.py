@@ -262,7 +262,7 @@ class Ladder:
         return cls(parse_recipe(values["recipe"]), rules, arms, planned, _added(out))
 
     def add_seeds(self, out: Path, seeds: Sequence[int], finished: int) -> Ladder:
-        """The ladder with more seeds, which are also written to its directory.
+        """The ladder with more seeds, which are also written to its directory; the last such request may be repeated.
 
         Args:
             out: The ladder's directory.
@@ -270,6 +270,8 @@ class Ladder:
             finished: Runs of the rungs that are finished now.
         """
         wanted = tuple(seeds) * (len(self.seeds) if len(seeds) == 1 else 1)
+        if self.added and wanted == self.added[-1].seeds:
+            return self
         more = any(new > old for new, old in zip(wanted, self.seeds, strict=False))
         if len(wanted) != len(self.seeds) or not more or any(n < o for n, o in zip(wanted, self.seeds, strict=True)):
             have = ",".join(map(str, self.seeds))
