@@ -25,6 +25,7 @@ import uvicorn
 from fathom.checkpoints.open import open_checkpoint
 from fathom.inference import gate, launch, server, texts
 from fathom.inference.batches import ServeError, token_bytes
+from fathom.inference.engine import Scored
 from fathom.inference.generate import Sampling, encode, generate_batch
 from fathom.lens.live import add_lens
 from tests.processes import Command
@@ -172,6 +173,7 @@ def test_a_seed_repeats_whoever_else_asks(served):
     with ThreadPoolExecutor(8) as pool:
         assert list(pool.map(ask, [0, 1, 2, 3] * 2)) == alone * 2
     assert len(set(alone)) == 4, "and temperature is not ignored"
+    assert ask(-1) == ask(-1) not in alone, "seeds of OpenAI's may be negative"
 
 
 def test_stop_strings_end_and_are_left_out(served):
@@ -222,6 +224,13 @@ def test_a_temperature_however_small(served):
     assert served.complete("The sailors", temperature=1e-300).choices[0].text == likeliest
 
 
+def test_a_penalty_however_small(served):
+    """It overflows: no number was drawn from, and so the last token of all."""
+    for temperature in (0, 1):
+        said = served.complete("The lead", temperature=temperature, seed=1, extra_body={"repetition_penalty": 1e-320})
+        assert set(said.choices[0].text.split("The")) <= {"", " lead"}, "none but those that were there"
+
+
 def test_several_texts_and_prompts(served):
     """`n` texts of a prompt differ, and each is what it is alone; prompts may be ids."""
     both = served.complete(["The sailors", "The lead"], n=3, temperature=1, seed=5, max_tokens=8)
@@ -260,6 +269,19 @@ def test_log_probabilities_are_the_models(served, directory):
     ] == greedy.tokens
 
 
+def test_where_the_tokens_of_a_prompt_begin(served, directory):
+    """Special tokens have a place in a prompt that has their text, and none where the tokenizer adds them."""
+    _, tokenizer = open_checkpoint(directory, "cpu")
+    text = "ab<|endoftext|>cd"
+    for prompt in (text, tokenizer(text)["input_ids"]):
+        choice = served.complete(prompt, logprobs=0, echo=True, max_tokens=2).choices[0]
+        assert choice.text.startswith(text) and choice.logprobs.tokens[:5] == ["a", "b", "<|endoftext|>", "c", "d"]
+        assert choice.logprobs.text_offset[:6] == [0, 1, 2, 15, 16, 17]
+    added = texts.Text(texts.AnswerWords(tokenizer), (), "ab")
+    added.hear([Scored(token) for token in (tokenizer.eos_token_id, *tokenizer("ab")["input_ids"])])
+    assert [at for _, at in added.scores] == [0, 0, 1]
+
+
 def test_what_is_drawn_from(served):
     """Biases and limits reach the draw."""
     forced = served.complete("The sailors", temperature=2, logit_bias={"40": 100}, max_tokens=4, logprobs=0)
@@ -285,6 +307,16 @@ def test_what_prometheus_reads(served):
     assert values["fathom_texts_running"] == values["fathom_texts_waiting"] == values["fathom_cache_bytes"] == "0"
 
 
+def test_a_text_that_its_stop_string_ends_is_finished(served):
+    """Not cancelled, which is what clients do who leave."""
+    before = metrics(served)
+    first = served.complete("The sailors").choices[0].text[0]
+    assert served.complete("The sailors", max_tokens=2000, stop=first).choices[0].finish_reason == "stop"
+    served.complete("The sailors", max_tokens=1)  # by now the engine has dropped the one before
+    grown = {which: int(value) - int(before[which]) for which, value in metrics(served).items() if "texts_" in which}
+    assert grown["fathom_texts_finished_total"] == 3 and grown["fathom_texts_cancelled_total"] == 0
+
+
 # Errors.
 
 BAD = {
@@ -300,6 +332,8 @@ BAD = {
     "infinite": ({"prompt": "x", "temperature": float("nan")}, 400, None),
     "negative": ({"prompt": "x", "max_tokens": -1}, 400, None),
     "too many": ({"prompt": "x", "n": 300}, 400, None),
+    "too many texts": ({"prompt": ["x"] * 5, "n": 64}, 400, None),
+    "too many prompts": ({"prompt": ["x"] * 257}, 400, None),
     "nothing": ({"prompt": "x", "max_tokens": 0}, 400, None),
     "stream options": ({"prompt": "x", "stream": True, "stream_options": {"zzz": 1}}, 400, None),
     "unsupported": ({"prompt": "x", "suffix": "y"}, 400, None),
@@ -359,6 +393,13 @@ def test_malformed_bodies(served, body):
     check_error(served.raw("POST", "/v1/completions", body), 400, None if b"1e9" in body else "malformed_body")
 
 
+def test_too_many_texts_hold_up_nobody(served):
+    """A million and more of them were made, one by one, before they were refused; other clients waited for minutes."""
+    began = time.monotonic()
+    check_error(served.post(prompt=["x"] * 20_000, n=64), 400)
+    assert served.raw("GET", "/health")[0] == 200 and time.monotonic() - began < 5
+
+
 def test_a_body_that_is_too_large(served):
     check_error(served.raw("POST", "/v1/completions", b'"' + b"x" * (2 << 20)), 413, "body_too_large")
 
@@ -368,6 +409,10 @@ def test_what_other_routes_there_are(served):
     check_error(served.post("/v1/embeddings", input="x"), 404, "not_supported")
     check_error(served.raw("GET", "/nothing"), 404)
     check_error(served.raw("GET", "/v1/completions"), 405)
+    connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=60)
+    connection.request("OPTIONS", "/v1/completions")
+    assert connection.getresponse().headers["Allow"] == "POST", "as HTTP wants it of a 405"
+    connection.close()
     check_error(served.raw("GET", "/v1/models/other"), 404, "model_not_found")
     for path in ("/load_model", "/reset", "/v1/responses", "/v1/audio/transcriptions", "/v1/systemone"):
         check_error(served.post(path, model="Qwen/Qwen3-0.6B"), 404)

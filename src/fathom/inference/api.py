@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Mapping
 from functools import partial
 from typing import Annotated, ClassVar, Literal
 
@@ -11,7 +12,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from starlette.exceptions import HTTPException
 
-from fathom.inference.engine import EngineError
+from fathom.inference.engine import WAITING, EngineError
 
 KINDS = {429: "rate_limit_error", 408: "timeout_error", 503: "server_error", 500: "server_error"}
 STATUS = {"rate_limit_exceeded": 429, "shutting_down": 503, "failed": 500}
@@ -29,8 +30,15 @@ FieldRules = dict[str, tuple[bool, str]]
 class ApiError(HTTPException):
     """An error that is sent to the client, in OpenAI's format."""
 
-    def __init__(self, status: int, message: str, code: str | None = None, param: str | None = None) -> None:
-        super().__init__(status, message)
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        code: str | None = None,
+        param: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(status, message, headers)
         self.code, self.param = code, param
 
     def body(self) -> dict[str, object]:
@@ -60,7 +68,8 @@ def told(error: Exception) -> ApiError:
     if isinstance(error, RequestValidationError):
         return _invalid(error.errors()[0])
     if isinstance(error, HTTPException):
-        return ApiError(error.status_code, str(error.detail), "malformed_body" if error.status_code == 400 else None)
+        code = "malformed_body" if error.status_code == 400 else None
+        return ApiError(error.status_code, str(error.detail), code, headers=error.headers)  # Allow, of a 405
     return ApiError(500, f"the server failed: {type(error).__name__}")
 
 
@@ -122,7 +131,7 @@ class Body(_Strict):
     logit_bias: dict[Annotated[int, Field(strict=False, ge=0)], Annotated[float, Field(ge=-100, le=100)]] = Field(
         {}, max_length=1024
     )
-    seed: int = Field(default_factory=partial(secrets.randbits, 63), ge=0, lt=1 << 63)
+    seed: int = Field(default_factory=partial(secrets.randbits, 63), ge=-(1 << 63), lt=1 << 63)
     stop: str | list[str] = Field([], max_length=1024)
     n: int = Field(1, ge=1, le=64)
     user: str | None = None
@@ -173,7 +182,9 @@ class CompletionBody(Body):
         """As `Body.rules`."""
         ids = [prompt for prompt in self.prompts if not isinstance(prompt, str)]
         known = bool(self.prompts) and all(one and 0 <= min(one) <= max(one) < vocabulary for one in ids)
+        texts = len(self.prompts) * self.n
         return super().rules(vocabulary) | {
+            "n": (texts <= WAITING, f"{texts} texts; a request may ask for {WAITING}, all prompts together"),
             "prompt": (known, f"a text, or one or more token ids of 0 to {vocabulary - 1}; or a list of these"),
             "best_of": (self.best_of in (None, self.n), "must be n; texts are not ranked here"),
             "max_tokens": (self.max_tokens != 0 or self.echo, "0 makes nothing, unless echo=true"),

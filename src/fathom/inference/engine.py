@@ -49,6 +49,8 @@ SCORED = 64
 """As `READ`, for a prompt whose own tokens are scored, since each of them needs logits over the vocabulary."""
 ROWS = 64
 """Most rows that generate at a time."""
+WAITING = 256
+"""Most jobs that wait, so the most that a request may be."""
 FILLED = 2 / 3
 """Least share of tokens, not padding, in prompts that are read at once."""
 
@@ -91,7 +93,8 @@ class Job:
     """Number of likeliest tokens to deliver with log-probabilities; None for no log-probabilities."""
     score_prompt: bool = False
     trips: int | None = None
-    cancelled: bool = False
+    cancelled: str = ""
+    """As what it is counted once it was cancelled: `cancelled`, or `finished` if all of it that is wanted was made."""
     made: list[int] = field(default_factory=list)
     read: int = 0
     prompt_scores: list[Scored] = field(default_factory=list)
@@ -138,7 +141,7 @@ class Engine:
         budget: int,
         policy: Policy | None = None,
         hand_out: Callable[[list[tuple[Job, Event]]], None] | None = None,
-        waiting: int = 256,
+        waiting: int = WAITING,
         draft_trips: int | None = None,
         compiled: Compiled | None = None,
     ) -> None:
@@ -200,10 +203,10 @@ class Engine:
             most = f"steps are compiled for texts of {self.compiled.tokens} tokens"
             raise EngineError(f"{most}, not of {job.longest}", "context_length_exceeded")
 
-    def cancel(self, jobs: Sequence[Job]) -> None:
-        """Cancel jobs, at the next token or the next chunk of a prompt."""
+    def cancel(self, jobs: Sequence[Job], counted: str = "cancelled") -> None:
+        """Cancel jobs, at the next token or the next chunk of a prompt; the first time says what they count as."""
         for job in jobs:
-            job.cancelled = True
+            job.cancelled = job.cancelled or counted
         with self._wake:
             self._wake.notify()
 
@@ -334,7 +337,8 @@ class Engine:
             gone += jobs
             lane.batch.forget()
             self.joining = None
-        self.counts["cancelled"] += len(gone)
+        for job in gone:
+            self.counts[job.cancelled] += 1
 
     def _read_prompts(self) -> None:
         """Read waiting prompts, until `READ` tokens were read or there is no room for the next."""

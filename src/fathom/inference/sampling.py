@@ -27,6 +27,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+LARGEST = torch.finfo(torch.float64).max
+
 
 @dataclass(frozen=True)
 class Draft:
@@ -94,6 +96,7 @@ class Choice:
         if self.repetition_penalty != 1:
             ids = torch.tensor([[*prompt, *made]], device=logits.device)
             scores = RepetitionPenaltyLogitsProcessor(self.repetition_penalty)(ids, scores.unsqueeze(0))[0]
+            scores = scores.clamp(-LARGEST, LARGEST)  # a very small penalty overflows, and inf - inf is no number
         taken = {token: self.presence_penalty + self.frequency_penalty * n for token, n in Counter(made).items()}
         for changes, sign in ((taken, -1), (self.logit_bias, 1)):
             if changes and any(changes.values()):

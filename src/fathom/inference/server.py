@@ -191,7 +191,7 @@ class Service:
                 if text.finish is None:
                     new = text.hear(event)
                     if text.finish is not None:  # perhaps by a stop string, of which the engine knows nothing
-                        self.engine.cancel([jobs[index]])
+                        self.engine.cancel([jobs[index]], "finished")
                     if new or text.finish is not None or text.scores:
                         yield index, new
         finally:

@@ -29,8 +29,8 @@ def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 class AnswerWords:
     """Tokens to text, whole characters at a time."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: bool = False) -> None:
+        self.tokenizer, self.hidden = tokenizer, not special
         self.ids: list[int] = []
         self._from, self._told = 0, 0  # start of the tokens to decode, and of those whose text was not returned yet
 
@@ -38,7 +38,7 @@ class AnswerWords:
         """The text that tokens add; empty while a character may be incomplete, unless they are the last."""
         self.ids += tokens
         parts = self.ids[self._from : self._told], self.ids[self._from :]
-        before, now = (str(self.tokenizer.decode(ids, skip_special_tokens=True)) for ids in parts)
+        before, now = (str(self.tokenizer.decode(ids, skip_special_tokens=self.hidden)) for ids in parts)
         if len(now) <= len(before) or (now.endswith(UNKNOWN) and not last):
             return ""
         self._from, self._told = self._told, len(self.ids)
@@ -65,10 +65,11 @@ class Text:
     def hear(self, event: Scored | list[Scored] | str) -> str:
         """The text that can be sent after an event of the engine; `finish` says whether that was the end."""
         new, self.echo = self.echo, ""
+        self.said += new
         if isinstance(event, list):
             self._score_prompt(event)
         if new:
-            self._length, self.said = len(new), new
+            self._length = len(new)
         if isinstance(event, Scored):
             self.tokens += 1
             if event.logprob is not None:
@@ -83,10 +84,13 @@ class Text:
         return new
 
     def _score_prompt(self, scores: Sequence[Scored]) -> None:
-        inside = AnswerWords(self.words.tokenizer)
+        """A special token has a place where the prompt has its text, and none where the tokenizer added it."""
+        tokenizer = self.words.tokenizer
+        inside, special = AnswerWords(tokenizer, special=True), set(tokenizer.all_special_ids)
         for one in scores:
             self.scores.append((one, self._length))
-            self._length += len(inside.add([one.token]))
+            if one.token not in special or self.said.startswith(str(tokenizer.decode([one.token])), self._length):
+                self._length += len(inside.add([one.token]))
 
     def _tell(self, new: str) -> str:
         self._length += len(new)
