@@ -398,6 +398,12 @@ def test_a_run_and_a_comparison_lead_to_their_model(exported: Path, tmp_path: Pa
         (["MODEL", "a", "--system", "Be brief."], "--system says how to answer: give --chat with it"),
         (["MODEL", "a", "--batch-size", "4"], "--batch-size 4: allowed: 1 or more, with --prompts"),
         (["MODEL", "--prompts", "x", "--out", "y", "--batch-size", "0"], "--batch-size 0: allowed: 1 or more"),
+        (["MODEL", "--chat", "--json"], "--json is for a prompt"),
+        (["MODEL", "\udcff"], "the prompt is not UTF-8"),
+        (["MODEL", "--chat", "--system", "\udcff"], "--system is not UTF-8"),
+        (["MODEL", "a", "--set", "max_time=a"], "--set max_time: transformers: "),
+        (["MODEL", "a", "--set", "num_beams=2", "length_penalty=a"], "--set num_beams length_penalty: transformers: "),
+        (["MODEL", "a", "--set", "forced_eos_token_id=99999"], "--set forced_eos_token_id: transformers: "),
         (["MODEL", "a", "--device", "cuda:99"], "--device cuda:99: "),
         (["MODEL", "a", "--device", "gpu"], "--device gpu: "),
     ],
@@ -436,6 +442,22 @@ def test_standard_input_is_a_prompt(exported: Path, tmp_path: Path, capsys, monk
         monkeypatch.setattr(sys, "stdin", file)
         assert main(command) == 2
     assert capsys.readouterr().err == "fathom: standard input is not UTF-8 (byte 0)\n"
+
+
+def test_a_conversation_on_an_input_that_is_no_text(exported: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    (tmp_path / "lines").write_bytes(b"the depth\n\xff\n")
+    command = ["generate", str(exported), "--chat", "--max-new-tokens", "2", "--device", "cpu"]
+    with (tmp_path / "lines").open(encoding="utf-8") as file:
+        for stdin, message in ((file, "standard input is not UTF-8"), (None, "--chat reads standard input")):
+            monkeypatch.setattr(sys, "stdin", stdin)
+            assert main(command) == 2
+            assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_temperature_however_small(opened) -> None:
+    likeliest = generate(*opened, "the", Sampling(6, temperature=0)).text
+    for temperature in (5e-324, 1e-300, 1e-40, 1e-21, 1e-20):
+        assert generate(*opened, "the", Sampling(6, temperature=temperature, top_k=0, seed=1)).text == likeliest
 
 
 def test_a_closed_or_null_input_is_a_new_document(exported: Path, capsys, monkeypatch) -> None:

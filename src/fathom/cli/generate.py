@@ -112,8 +112,13 @@ def _check(options: Namespace) -> None:
         raise UsageError("give a prompt, --chat or --prompts FILE, one of them")
     if (options.prompts is None) != (options.out is None):
         raise UsageError("--prompts and --out belong together: one file in, one file out")
+    for name, text in (("the prompt", options.prompt), ("--system", options.system)):
+        if any("\ud800" <= letter <= "\udfff" for letter in text or ""):  # so Python shows bytes that are no text
+            raise UsageError(f"{name} is not UTF-8")
     if options.system is not None and not options.chat:
         raise UsageError("--system says how to answer: give --chat with it")
+    if options.json and options.chat:
+        raise UsageError("--json is for a prompt or --prompts FILE: leave it out of a --chat")
     if options.batch_size is not None and (options.prompts is None or options.batch_size < 1):
         raise UsageError(f"--batch-size {options.batch_size}: allowed: 1 or more, with --prompts")
     if options.kvcache is not None and (options.static_cache or options.compile):
@@ -159,8 +164,13 @@ def options_of(words: Sequence[str]) -> dict[str, object]:
 
 def typed_lines() -> Iterator[str]:
     """Lines from the terminal, with a prompt, or from a pipe, without."""
+    if sys.stdin is None:
+        raise UsageError("--chat reads standard input, which is closed")
     if not sys.stdin.isatty():
-        yield from sys.stdin
+        try:
+            yield from sys.stdin
+        except UnicodeDecodeError:
+            raise UsageError("standard input is not UTF-8") from None
         return
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (arrow keys and history)

@@ -59,6 +59,8 @@ SHARES = {
 """Options that are numbers, and the range of each."""
 DRAFTING = "draft_trips: "
 """How errors of drafting begin."""
+COLDEST = 1e-20
+"""The lowest temperature that logits are divided by; below, they overflow, and the likeliest token is all there is."""
 LARGEST = 1 << 31
 SEEDS = 1 << 63
 
@@ -125,7 +127,7 @@ class Sampling:
         """
         given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         made: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-        if self.temperature == 0:
+        if self.temperature is not None and self.temperature < COLDEST:
             made = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # defaults
         elif not getattr(own, "do_sample", None):
             made = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95, **made}
@@ -468,6 +470,10 @@ def _run(
         words = " ".join(str(error).split())
         option = f"--speculate {sampling.speculate}" if words.startswith(DRAFTING) else "transformers"
         raise GenerateError(f"{option}: {words.removeprefix(DRAFTING)}") from error
+    except (TypeError, IndexError, ImportError) as error:  # values of options of which transformers checks nothing
+        if not sampling.options:
+            raise
+        raise GenerateError(f"--set {' '.join(sampling.options)}: transformers: {error}") from error
     seconds = time.perf_counter() - began
     made, strings = [], _stop_strings(model, sampling)
     for prompt, row, room in zip(prompts, out.sequences[:, width:].tolist(), rooms, strict=True):
