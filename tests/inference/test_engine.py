@@ -465,6 +465,23 @@ def test_short_prompts_are_read_at_once(engine, monkeypatch, case, kind):
     assert len(several) == 3 and one == [20, 17, 21], "a prompt that is scored is read alone"
 
 
+@pytest.mark.parametrize("case", ["loop", "adaponder"])
+def test_a_long_text_leaves_its_room_to_others(engine, monkeypatch, case):
+    """Though some are always there: the batch' rows were as long as its longest had been until all had ended."""
+    monkeypatch.setattr("fathom.inference.engine.GRAIN", 16)
+    budget = batches.token_bytes(build(config_of(case)), None) * 128  # two rows of the long one, or eight of the others
+    running, model = engine(case, budget=budget)
+    chance, rows, step = random.Random(5), [], running._step
+    monkeypatch.setattr(running, "_step", lambda lane: rows.append((len(lane.jobs), lane.rectangle)) or step(lane))
+    prompts = [[chance.randrange(3, 61) for _ in range(4)] for _ in range(30)]
+    jobs = [Collected(p, 60 if i == 0 else 8 + i % 5, Choice()) for i, p in enumerate(prompts)]
+    submitted_at_once(running, jobs)
+    assert [one.wait() for one in jobs] == ["length"] * 30
+    assert [one.tokens for one in jobs] == [alone(model, p, len(j.tokens)) for p, j in zip(prompts, jobs, strict=True)]
+    assert max(most for most, _ in rows[:50]) == 2 and max(most for most, _ in rows) == 8
+    assert all(most <= held and held * tokens <= 128 for most, (held, tokens) in rows)
+
+
 def test_the_likeliest_tokens_do_not_depend_on_company(engine, monkeypatch):
     """Of equally likely ones, as half precision makes them, others are taken where more are asked for."""
     running, model = engine("vanilla")

@@ -97,7 +97,7 @@ class LiveBatch(ABC):
         """Remove a row; returns the index of the row that took its place, or its own if later rows moved up."""
 
     def reserve(self, rows: int, tokens: int) -> None:  # noqa: B027
-        """Make room for `rows` rows of `tokens` tokens, if the cache does not grow by itself."""
+        """Make room for `rows` rows of `tokens` tokens, no more, if the cache does not grow by itself."""
 
     def _call(
         self, ids: Tensor, positions: Tensor | None, cache: Cache, every: bool = False, mask: Mask = None
@@ -166,13 +166,14 @@ class SlabLayer(GrowingLayer):
         self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
 
     def fit(self) -> None:
-        """Grow to the slab's size, one tensor at a time, so that at most one exists twice."""
+        """Grow or shrink to the slab's size, one tensor at a time, so that at most one exists twice."""
         if not self.is_initialized:
             return
         for name in ("keys", "values"):
             old = getattr(self, name)
             new = old.new_zeros(self.slab.rows, old.shape[1], self.slab.tokens, old.shape[3])
-            new[: old.shape[0], :, : old.shape[2]] = old
+            rows, tokens = min(old.shape[0], new.shape[0]), min(old.shape[2], new.shape[2])
+            new[:rows, :, :tokens] = old[:rows, :, :tokens]
             setattr(self, name, new)
 
     def move(self, source: int, target: int, tokens: int) -> None:
@@ -219,11 +220,11 @@ class SlabBatch(LiveBatch):
             self.windows = {"full_attention": window if config.model_type == "mistral" else None}
 
     def reserve(self, rows: int, tokens: int) -> None:
-        """Grow all banks if they are too small."""
+        """Grow all banks, or shrink them; what rows hold is kept."""
         slab = self.slab
-        if rows <= slab.rows and tokens <= slab.tokens:
+        if (rows, tokens) == (slab.rows, slab.tokens):
             return
-        slab.rows, slab.tokens = max(rows, slab.rows), max(tokens, slab.tokens)
+        slab.rows, slab.tokens = rows, tokens
         for layer in self.cache.layers:
             layer.fit()
 

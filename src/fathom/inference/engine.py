@@ -355,7 +355,7 @@ class Engine:
         with self._wake:
             while self.waiting and self.running + len(jobs) < ROWS:
                 job = self.waiting[0]
-                if not (self._beside(jobs, job, left) and self._make_room(job, len(jobs))):
+                if not (self._beside(jobs, job, left) and self._make_room(job, jobs)):
                     break
                 jobs.append(self.waiting.popleft())
         if jobs:
@@ -373,18 +373,21 @@ class Engine:
         alike = alike and not any(one.score_prompt for one in all_jobs)
         return alike and padded <= left and sum(lengths) >= FILLED * padded
 
-    def _make_room(self, job: Job, beside: int) -> bool:
-        """Make room for a job and the `beside` others that are admitted with it; False if the budget has none."""
+    def _make_room(self, job: Job, beside: Sequence[Job]) -> bool:
+        """Make room for a job and those `beside` it that are admitted with it; False if the budget has none."""
         lane = self.lanes.get(job.trips)
         if lane is None or not (lane.jobs or beside):
             lane = Lane(self._empty(job.trips), self.token_bytes(job.trips))
         others = sum(one.bytes(one.rectangle) for trips, one in self.lanes.items() if trips != job.trips)
-        (rows, tokens), needed = lane.rectangle, len(lane.jobs) + beside + 1
-        wanted = max(rows, needed), max(tokens, self._tokens(job))
+        jobs = [*lane.jobs, *beside, job]
+        (rows, tokens), tight = lane.rectangle, (len(jobs), max(map(self._tokens, jobs)))
+        wanted = max(rows, tight[0]), max(tokens, tight[1])
         if self.compiled is not None:
             wanted = self.compiled.rows, self.compiled.tokens
-        fits = needed <= wanted[0] and lane.bytes(wanted) + others <= self.budget
-        if not fits and (lane.jobs or beside or others):
+        elif lane.bytes(wanted) + others > self.budget:
+            wanted = tight  # without the room that longer texts, or more of them, have left
+        fits = len(jobs) <= wanted[0] and lane.bytes(wanted) + others <= self.budget
+        if not fits and (len(jobs) > 1 or others):
             return False
         generous = 1 << (wanted[0] - 1).bit_length(), wanted[1]  # so that a slab is not copied for every row
         if self.compiled is None and lane.bytes(generous) + others <= self.budget:
