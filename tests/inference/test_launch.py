@@ -1,6 +1,8 @@
 """How `fathom serve` starts, or says why it does not; that it serves and ends is part of `test_server.py`."""
 
+import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -63,3 +65,20 @@ def test_packed_unless_told(monkeypatch):
     for words in ([], ["--no-pack"]):
         assert main(["serve", "somewhere", *words]) == 0
     assert [options.pack for options in asked] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("own", "warned"),
+    [
+        ({"typical_p": 0.5, "num_beams": 1}, "generation_config.json: typical_p=0.5 is not done here"),
+        ({"no_repeat_ngram_size": 0, "top_k": 5, "stop_strings": ["a"]}, None),
+    ],
+)
+def test_a_checkpoints_settings_that_are_not_done_are_named(directory, tmp_path, capsys, monkeypatch, own, warned):
+    monkeypatch.setattr(launch._Server, "run", lambda self, sockets: self.engine.close())
+    there = shutil.copytree(directory, tmp_path / "tiny")
+    file = there / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | own))
+    assert main(["serve", str(there), "--port", "0", "--device", "cpu"]) == 0
+    said = capsys.readouterr().err
+    assert warned in said if warned else "warning" not in said

@@ -8,7 +8,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import IO, Any, TypedDict
@@ -575,8 +575,13 @@ def _beams(model: PreTrainedModel, sampling: Sampling) -> int:
 
 
 def _stop_strings(model: PreTrainedModel, sampling: Sampling) -> list[str]:
-    given = sampling.options.get("stop_strings", model.generation_config.stop_strings)
-    return [given] if isinstance(given, str) else list(given or ())
+    own = as_strings(model.generation_config.stop_strings)
+    return as_strings(sampling.options["stop_strings"]) if "stop_strings" in sampling.options else own
+
+
+def as_strings(given: object) -> list[str]:
+    """One, several or no strings as a list."""
+    return [given] if isinstance(given, str) else [str(one) for one in given] if isinstance(given, Iterable) else []
 
 
 def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> list[int]:

@@ -23,6 +23,7 @@ from fathom.inference.cache import NO_WISHES, choose
 from fathom.inference.engine import Engine
 from fathom.inference.gate import Timed
 from fathom.inference.generate import check_drafts
+from fathom.inference.sampling import Choice
 from fathom.inference.server import AddPages, Service, build_app
 from fathom.recipe import CacheWishes
 
@@ -159,6 +160,9 @@ def _run(
     policy = choose(model, options.kvcache, options.wishes)
     limits = options.cache_memory, policy, options.max_trips
     service = Service(model, tokenizer, name, *limits, options.speculate, options.compile)
+    if others := Choice.left_out(model.generation_config):
+        words = "is not done here: texts are not those of `fathom generate`"
+        print(f"fathom: warning: generation_config.json: {', '.join(others)} {words}", file=sys.stderr)
     if options.pack and options.compile is None:
         service.pack()
     app = build_app(service, options.api_key, lens, hosts, options.allow_origin)

@@ -29,7 +29,7 @@ from fathom.inference.api import ApiError, ChatBody, CompletionBody, FieldError,
 from fathom.inference.cache import Policy
 from fathom.inference.engine import Engine, EngineError, Event, Job, compiled_steps, deliver
 from fathom.inference.gate import Gate
-from fathom.inference.generate import GenerateError, encode
+from fathom.inference.generate import GenerateError, as_strings, encode
 from fathom.inference.memory import default_memory
 from fathom.inference.packed import pack
 from fathom.inference.sampling import Choice
@@ -76,6 +76,7 @@ class Service:
         self.model, self.tokenizer, self.name, self.max_trips = model, tokenizer, name, max_trips
         self.context = compiled or (model.config.max_position_embeddings if policy is None else ENDLESS)
         self.stops = frozenset(as_list(model.generation_config.eos_token_id))
+        self.stop_strings = as_strings(model.generation_config.stop_strings)
         self.loop: asyncio.AbstractEventLoop | None = None
         memory = memory or default_memory(model)
         steps = None if compiled is None else compiled_steps(model, memory, compiled, max_trips)
@@ -166,7 +167,8 @@ class Service:
         queue: asyncio.Queue = asyncio.Queue()
         jobs = self.jobs(body, prompts, queue)
         self.engine.submit(jobs)
-        texts = [Text(AnswerWords(self.tokenizer), body.stops, self._echo(body, i // body.n)) for i in range(len(jobs))]
+        echoes, stops = [self._echo(body, i // body.n) for i in range(len(jobs))], [*body.stops, *self.stop_strings]
+        texts = [Text(AnswerWords(self.tokenizer), stops, echo) for echo in echoes]
         envelope = Envelope(self.name, isinstance(body, ChatBody), self.tokenizer, sum(map(len, prompts)))
         parts = self._parts(jobs, texts, queue)
         if body.stream:
