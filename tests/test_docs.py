@@ -307,7 +307,7 @@ def small_ladder(path: Path) -> str:
     length = values["data"]["sequence_length"] if "puzzle" in values["data"]["directory"] else 64
     small = {**MICRO, "data.sequence_length": length, "train.tokens_per_step": 2 * length, "train.compile": "false"}
     recipe = parse_recipe(values, [f"{key}={value}" for key, value in small.items()])
-    sizes = {"layers": [6, 6, 6][: len(rules["layers"])], "hidden": [16, 16, 24][: len(rules["layers"])]}
+    sizes = {"layers": [6, 6, 6][: len(rules["layers"])], "hidden": [16, 24, 32][: len(rules["layers"])]}
     rules |= {**sizes, "seeds": [2, 1, 1][: len(rules["layers"])], "tokens": 4 * length, "tune_points": [3]}
     rules |= {"tune_seeds": [1], "twin": [1]}
     return recipe.to_yaml() + json.dumps({"ladder": rules})[1:-1].replace('"ladder"', "ladder", 1) + "\n"
