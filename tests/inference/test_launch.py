@@ -71,7 +71,8 @@ def test_packed_unless_told(monkeypatch):
     ("own", "warned"),
     [
         ({"typical_p": 0.5, "num_beams": 1}, "generation_config.json: typical_p=0.5 is not done here"),
-        ({"no_repeat_ngram_size": 0, "top_k": 5, "stop_strings": ["a"]}, None),
+        ({"forced_eos_token_id": 0}, "forced_eos_token_id=0 is not done here"),
+        ({"no_repeat_ngram_size": 0, "suppress_tokens": [], "top_k": 5, "stop_strings": ["a"]}, None),
     ],
 )
 def test_a_checkpoints_settings_that_are_not_done_are_named(directory, tmp_path, capsys, monkeypatch, own, warned):

@@ -29,9 +29,9 @@ from transformers import (
 
 LARGEST = torch.finfo(torch.float64).max
 NOT_HERE = {
-    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), 0),
+    **dict.fromkeys(("min_length", "min_new_tokens"), 0),
     **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale", "num_beams"), 1),
-    **dict.fromkeys(("epsilon_cutoff", "eta_cutoff"), 0),
     **dict.fromkeys(("top_h", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"), None),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), None),
     **dict.fromkeys(("penalty_alpha", "dola_layers", "watermarking_config"), None),
@@ -93,7 +93,7 @@ class Choice:
     def left_out(own: GenerationConfig) -> list[str]:
         """What a model's own settings say that no choice does, as `NAME=VALUE`."""
         given = {name: getattr(own, name, None) for name in NOT_HERE}
-        return [f"{name}={value}" for name, value in given.items() if value and value != NOT_HERE[name]]
+        return [f"{name}={value}" for name, value in given.items() if value not in (None, [], {}, NOT_HERE[name])]
 
     @property
     def plain(self) -> bool:
