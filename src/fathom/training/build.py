@@ -150,7 +150,7 @@ def build_training(
     adapters = adapt(model, recipe, ranks.world_size)
     parallelize(model, ranks, recipe)
     optimizer = Optimizer(model, recipe.optim)
-    guard = Guard(recipe.train.skip_spikes, ranks.device)
+    guard = Guard(recipe.train.skip_spikes, ranks.device, recipe.optim.clip or 0.0)
     return Training(recipe, ranks, config, model, optimizer, guard, data, plan, adapters)
 
 

@@ -11,21 +11,32 @@ MEMORY = 0.98  # decay of the running mean of gradient norms
 
 
 class Guard:
-    """Refuses steps whose loss or gradient is not finite, or whose gradient norm is far above its running mean."""
+    """Refuses steps whose loss or gradient is not finite, or whose gradient norm is far above its running mean.
 
-    def __init__(self, spike: float | None, device: torch.device) -> None:
-        self.spike = spike
+    Args:
+        spike: A norm above this many times the running mean is refused; None refuses what is not finite only.
+        device: Where norms are.
+        clip: What norms are clipped to. Against a mean below it spikes are measured from here: where nearly every
+            target is learnt, as in a puzzle, gradients vanish, and one mistake is hundreds of times their mean.
+    """
+
+    def __init__(self, spike: float | None, device: torch.device, clip: float = 0.0) -> None:
+        self.spike, self.clip = spike, clip
         self.accepted = torch.zeros((), device=device)
         self.mean_norm = torch.zeros((), device=device)
         self.refused_in_a_row = torch.zeros((), device=device)
 
     def refuse(self, loss: Tensor, norm: Tensor) -> Tensor:
         """1.0 if the step must be skipped, else 0.0, as a tensor; updates the running mean."""
-        bad = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        broken = ~(torch.isfinite(loss) & torch.isfinite(norm))
+        bad, counted = broken, norm
         if self.spike is not None:
-            bad = bad | ((self.accepted >= SETTLED) & (norm > self.spike * self.mean_norm))
+            limit = self.spike * self.mean_norm.clamp(min=self.clip)
+            limit = torch.where(self.accepted >= SETTLED, limit, torch.inf)
+            # A spike counts as one at the limit, for a rise that lasts is none: five times the mean within ten steps.
+            bad, counted = broken | (norm > limit), torch.minimum(norm, limit)
         weight = torch.where(self.accepted == 0, 1.0, 1 - MEMORY)
-        self.mean_norm = torch.where(bad, self.mean_norm, torch.lerp(self.mean_norm, norm, weight))
+        self.mean_norm = torch.where(broken, self.mean_norm, torch.lerp(self.mean_norm, counted, weight))
         self.accepted = self.accepted + (~bad)
         self.refused_in_a_row = torch.where(bad, self.refused_in_a_row + 1, torch.zeros_like(self.refused_in_a_row))
         return bad.float()
