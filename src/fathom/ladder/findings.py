@@ -11,12 +11,11 @@ from pathlib import Path
 
 import numpy as np
 
-from fathom.checkpoints.layout import RESULT
 from fathom.comparison.arms import Arm
 from fathom.comparison.findings import paired_gap
 from fathom.comparison.plan import Plan, RunTask, read_measured
 from fathom.comparison.results import Time
-from fathom.data.puzzles import is_puzzle, open_puzzle
+from fathom.ladder.acquisition import puzzle_result, puzzle_words
 from fathom.ladder.results import (
     ArmRow,
     Cell,
@@ -33,9 +32,6 @@ from fathom.ladder.results import (
     Outcome,
     Phi,
     PredictionRow,
-    PuzzleResult,
-    PuzzleRow,
-    PuzzleShares,
     RungRow,
     SharedRate,
     Span,
@@ -66,13 +62,9 @@ from fathom.models.cost import cache_bytes_per_token
 from fathom.models.registry import DEFAULTS, recurrence_class
 from fathom.models.slots import plan as visits
 from fathom.recipe import Recipe
-from fathom.report.files import read_json
 from fathom.report.provenance import Provenance
-from fathom.report.statistics import holm, paired_difference, wilson
-from fathom.training import read_metrics
+from fathom.report.statistics import holm, paired_difference
 
-SOLVED = 0.9
-"""Accuracy at which a run has solved a puzzle."""
 UNSETTLED, OUTSIDE, DISAGREE = "rate not settled", "outside the control's range", "the two estimators disagree"
 MATCHES = (0.9, 1.1)
 """A multiplier whose interval lies in this range counts as no effect."""
@@ -142,7 +134,7 @@ def summarize(state: State, source: Provenance) -> LadderReport:
         "prediction": _prediction(state) if tuned else None,
         "twin": _twin(state) if tuned else None,
         "phi": _phi(state) if tuned else None,
-        "puzzle": _puzzle(state) if tuned else None,
+        "puzzle": puzzle_result(state) if tuned else None,
         "diverged": _diverged(state),
         "seeds_added": [{"seeds": one.seeds, "date": one.date, "finished": one.finished} for one in ladder.added],
         "plan": ladder.to_dict(),
@@ -582,51 +574,6 @@ def _phi(state: State) -> Phi | None:
     }
 
 
-def _puzzle(state: State) -> PuzzleResult | None:
-    """Accuracy by difficulty, the number of runs that solved it, and the FLOPs to solve it."""
-    directory = state.ladder.recipe.data.directory
-    if not is_puzzle(directory):
-        return None
-    data = open_puzzle(directory, "val")
-    rows: list[PuzzleRow] = []
-    for size in state.ladder.sizes:
-        plan = state.plan(size)
-        for arm in state.chosen.every_arm:
-            runs = [RunTask(plan, state.rung_dir(size), arm.name, seed) for seed in plan.seeds]
-            done = [run for run in runs if run.done]
-            results = [read_json(run.run_dir / RESULT)["evaluation"]["domains"] for run in done]
-            flops, domains = state.flops(arm, size), dict[str, PuzzleShares]()
-            for name in data.domains:
-                reached = [_reached(run, name, flops) for run in done]
-                domains[name] = _solved([result[name]["accuracy"] for result in results], reached)
-            seeds = [run.seed for run in done]
-            rows.append({"index": size.index, "arm": arm.name, "flops": flops, "seeds": seeds, "domains": domains})
-    return {"domains": list(data.domains), "chance": data.puzzle.traits.chance, "solved_at": SOLVED, "rows": rows}
-
-
-def _solved(shares: Sequence[float], reached: Sequence[float | None]) -> PuzzleShares:
-    solved = sum(share >= SOLVED for share in shares)
-    low, high = wilson(solved, len(shares)) if shares else (0.0, 1.0)
-    median = statistics.median(shares) if shares else None
-    return {
-        "accuracy": list(shares),
-        "median": median,
-        "solved": solved,
-        "low": low,
-        "high": high,
-        "flops_to_solve": list(reached),
-    }
-
-
-def _reached(run: RunTask, domain: str, flops: float) -> float | None:
-    """Training FLOPs until an evaluation first found a domain solved."""
-    steps = run.plan.recipes[run.arm].train.steps
-    for line in read_metrics(run.run_dir):
-        if line.get(f"val/{domain}/accuracy", 0.0) >= SOLVED:
-            return flops * line["step"] / steps
-    return None
-
-
 def verdict(report: LadderResults) -> str:
     """The verdict, by fixed rules: what is missing, what is doubtful, the sealed rung, then the finding."""
     if not report["arms"] or not any(row["loss"] for arm in report["arms"] for row in arm["rungs"]):
@@ -636,7 +583,7 @@ def verdict(report: LadderResults) -> str:
     arms = [arm for arm in report["arms"][1:] if not arm["matched"]]
     parts = [*_missing(report), *_doubts(report), *_seal_words(report)]
     if report["puzzle"] is not None:
-        parts += _puzzle_words(report, report["puzzle"])
+        parts += puzzle_words(report["control"], report["puzzle"])
     told = [arm for arm in arms if arm["multiplier"]]
     parts += [_finding(report, arm) for arm in told]
     if not told and report["puzzle"] is None:
@@ -676,24 +623,6 @@ def _seal_words(report: LadderResults) -> list[str]:
         return []
     words = f"of the sealed predictions {sum(inside)} of {len(inside)} came true"
     return [words + (", but earlier results changed after the seal" if sealed["stale"] else "")]
-
-
-def _puzzle_words(report: LadderResults, puzzle: PuzzleResult) -> list[str]:
-    """The hardest difficulty at the last rung: runs solved, and whether that can be told from the control."""
-    hardest = puzzle["domains"][-1]
-    last = max(row["index"] for row in puzzle["rows"])
-    rows = {row["arm"]: row["domains"][hardest] for row in puzzle["rows"] if row["index"] == last and row["seeds"]}
-    control = rows.pop(report["control"], None)
-    if control is None:
-        return []
-
-    def words(name: str, row: PuzzleShares) -> str:
-        return f"{name} solved {row['solved']} of {len(row['accuracy'])} (median accuracy {row['median']:.2f})"
-
-    parts = [words(name, row) for name, row in ((report["control"], control), *rows.items())]
-    apart = [name for name, row in rows.items() if row["low"] > control["high"] or row["high"] < control["low"]]
-    told = f"only {', '.join(apart)} can be told" if apart else "no arm can be told"
-    return [f"on {hardest}, {', '.join(parts)}; by solved runs {told} apart from {report['control']}"]
 
 
 def _finding(report: LadderResults, arm: ArmRow) -> str:

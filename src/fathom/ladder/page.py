@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import yaml
 from markupsafe import Markup
 
-from fathom.ladder.findings import SOLVED
+from fathom.ladder.acquisition import SOLVED, Sooner
 from fathom.ladder.results import ArmRow, Currency, LadderReport, PuzzleShares, Span
 from fathom.ladder.rungs import LAYERS
 from fathom.ladder.scaling import DECADE
@@ -50,7 +50,7 @@ def tables(report: LadderReport) -> list[Table]:
     """Tables for a terminal; the multipliers' flags are in the verdict, and would be folded to nothing beside them."""
     caption, columns, rows = multiplier_rows(report)
     multipliers = caption, columns[:-1], [row[:-1] for row in rows]
-    found = [choice_rows(report), multipliers, puzzle_rows(report), loss_rows(report)]
+    found = [choice_rows(report), multipliers, puzzle_rows(report), sooner_rows(report), loss_rows(report)]
     return [terminal_table(*rows) for rows in found if rows[2]]
 
 
@@ -62,6 +62,7 @@ def page(report: LadderReport) -> str:
         report["verdict"],
         _table(multiplier_rows(report), "flags"),
         _table(puzzle_rows(report)),
+        _table(sooner_rows(report)),
         html.section("Loss and multiplier", html.legend(names), html.figures(_losses(report), _multipliers(report))),
         html.section("Accuracy", html.legend(names), html.figures(*_accuracies(report))),
         html.section(
@@ -141,6 +142,26 @@ def puzzle_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     chance = f"chance is {puzzle['chance']:.3f}"
     caption = f"Median accuracy on held-out rows, and runs that solved it (accuracy {SOLVED} or more); {chance}"
     return caption, ["arm", *puzzle["domains"], "FLOPs"], rows
+
+
+def sooner_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
+    """Caption, columns, rows: the control's FLOPs to solve each difficulty over an arm's."""
+    puzzle = report["puzzle"]
+    if puzzle is None:
+        return "", [], []
+    rows, pairs, level = [], 0, 1.0
+    for row in puzzle["rows"]:
+        found = [row["domains"][name]["sooner"] for name in puzzle["domains"]]
+        ratios = [Sooner.read(each) for each in found if each is not None]
+        if ratios:
+            pairs, level = max(pairs, ratios[0].pairs), min(level, ratios[0].level)
+            name = row["arm"] if len(report["rungs"]) == 1 else f"{row['arm']}, rung {row['index']}"
+            rows.append([name, *(ratio.words() for ratio in ratios)])
+    caption = (
+        f"FLOPs until {report['control']} solves it over those of the arm: median of up to {pairs} pairs of seeds, and "
+        f"an interval of ranks ({level:.0%}); runs that never solved it bound it from one side"
+    )
+    return caption, ["arm", *puzzle["domains"]], rows
 
 
 def loss_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:

@@ -275,6 +275,16 @@ class Phi(TypedDict, total=False):
     without: Sequence[float]
 
 
+class PuzzleSooner(TypedDict):
+    """The control's FLOPs to solve a difficulty over an arm's, by pairs of seeds; null where there is no upper end."""
+
+    median: tuple[float, float | None]
+    low: float
+    high: float | None
+    level: float
+    pairs: int
+
+
 class PuzzleShares(TypedDict):
     """Accuracy of runs on a difficulty, and how many solved it, with the Wilson interval of their share."""
 
@@ -284,6 +294,7 @@ class PuzzleShares(TypedDict):
     low: float
     high: float
     flops_to_solve: list[float | None]
+    sooner: PuzzleSooner | None
 
 
 class PuzzleRow(TypedDict):

@@ -1,0 +1,185 @@
+"""What a ladder on a puzzle found: accuracy, runs that solved it, and how much sooner than the control, in FLOPs.
+
+A run that never solved it did not need less than all its FLOPs, so a ratio may be known from one side only. Runs jump
+or do not, so that means and normal intervals lie: the intervals are made of counts and ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from fathom.checkpoints.layout import RESULT
+from fathom.comparison.plan import RunTask
+from fathom.data.puzzles import is_puzzle, open_puzzle
+from fathom.ladder.results import PuzzleResult, PuzzleRow, PuzzleShares, PuzzleSooner
+from fathom.ladder.stages import State
+from fathom.report.files import read_json
+from fathom.report.statistics import wilson
+from fathom.training import read_metrics
+
+SOLVED = 0.9
+"""Accuracy at which a run has solved a puzzle."""
+SURE = 0.95
+LEAST = 5
+"""Pairs for a claim; the whole range of five holds the median in 94 %."""
+UNKNOWN = "unknown"
+
+
+class Spent(NamedTuple):
+    """FLOPs until a run solved a puzzle, and of the whole run; `solved` is None if it never did."""
+
+    solved: float | None
+    whole: float
+
+    @property
+    def ends(self) -> tuple[float, float]:
+        """Least and most that solving it may have needed."""
+        return (self.whole, math.inf) if self.solved is None else (self.solved, self.solved)
+
+
+class Sooner(NamedTuple):
+    """The control's FLOPs to solve a puzzle over an arm's."""
+
+    median: tuple[float, float]
+    """Between these lies the median of the pairs; they differ where runs did not solve it."""
+    low: float
+    high: float
+    level: float
+    """Confidence of `low` to `high`: 95 % or a little more of six pairs or more, that of their whole range of fewer."""
+    pairs: int
+
+    @property
+    def told(self) -> bool:
+        """Whether the interval, of no less than five pairs, leaves 1 out."""
+        return self.pairs >= LEAST and not self.low <= 1 <= self.high
+
+    @classmethod
+    def read(cls, row: PuzzleSooner) -> Sooner:
+        """From a report, where null stands for no upper end."""
+        least, most = row["median"]
+        high = row["high"]
+        ends = (least, math.inf if most is None else most), row["low"], math.inf if high is None else high
+        return cls(*ends, row["level"], row["pairs"])
+
+    def row(self) -> PuzzleSooner:
+        """For a report."""
+        least, most = self.median
+        return {
+            "median": (least, most if math.isfinite(most) else None),
+            "low": self.low,
+            "high": self.high if math.isfinite(self.high) else None,
+            "level": self.level,
+            "pairs": self.pairs,
+        }
+
+    def words(self) -> str:
+        """The ratio and its interval, for a table."""
+        middle, whole = between(*self.median), between(self.low, self.high)
+        return middle if middle in (UNKNOWN, whole) else f"{middle} ({whole})"
+
+
+def between(low: float, high: float) -> str:
+    """An interval in words, a single number if its ends are one."""
+    if low == high:
+        return f"{low:.2f}"
+    if math.isinf(high):
+        return f"> {low:.2f}" if low else UNKNOWN
+    return f"{low:.2f} to {high:.2f}" if low else f"< {high:.2f}"
+
+
+def sooner(control: Sequence[Spent], arm: Sequence[Spent]) -> Sooner | None:
+    """Ratio of the control's FLOPs to an arm's, run by run of the same seeds; None without any."""
+    if not control:
+        return None
+    pairs = [(mine.ends, theirs.ends) for mine, theirs in zip(control, arm, strict=True)]
+    lows = sorted(mine[0] / theirs[1] for mine, theirs in pairs)
+    highs = sorted(mine[1] / theirs[0] for mine, theirs in pairs)
+    left = dropped(len(pairs))
+    level = 1 - 2 * below(left, len(pairs))
+    return Sooner((statistics.median(lows), statistics.median(highs)), lows[left], highs[-1 - left], level, len(pairs))
+
+
+def dropped(pairs: int) -> int:
+    """How many of the lowest and of the highest ratios an interval of 95 % may leave out."""
+    return max((left for left in range((pairs + 1) // 2) if 1 - 2 * below(left, pairs) >= SURE), default=0)
+
+
+def below(left: int, pairs: int) -> float:
+    """Chance that no more than `left` of the pairs lie below their true median: a tail of the sign test."""
+    return sum(math.comb(pairs, k) for k in range(left + 1)) / 2**pairs
+
+
+def puzzle_result(state: State) -> PuzzleResult | None:
+    """Accuracy by difficulty, the number of runs that solved it, and the FLOPs to solve it beside the control's."""
+    directory = state.ladder.recipe.data.directory
+    if not is_puzzle(directory):
+        return None
+    data = open_puzzle(directory, "val")
+    rows: list[PuzzleRow] = []
+    for size in state.ladder.sizes:
+        plan = state.plan(size)
+        control: dict[str, dict[int | None, Spent]] = {}
+        for arm in state.chosen.every_arm:
+            runs = [RunTask(plan, state.rung_dir(size), arm.name, seed) for seed in plan.seeds]
+            done = [run for run in runs if run.done]
+            results = [read_json(run.run_dir / RESULT)["evaluation"]["domains"] for run in done]
+            flops, domains = state.flops(arm, size), dict[str, PuzzleShares]()
+            for name in data.domains:
+                spent = {run.seed: Spent(_reached(run, name, flops), flops) for run in done}
+                beside = control.setdefault(name, spent)
+                shares = [result[name]["accuracy"] for result in results]
+                domains[name] = _shares(shares, spent, None if beside is spent else beside)
+            seeds = [run.seed for run in done]
+            rows.append({"index": size.index, "arm": arm.name, "flops": flops, "seeds": seeds, "domains": domains})
+    return {"domains": list(data.domains), "chance": data.puzzle.traits.chance, "solved_at": SOLVED, "rows": rows}
+
+
+def _shares(
+    shares: Sequence[float], spent: Mapping[int | None, Spent], control: Mapping[int | None, Spent] | None
+) -> PuzzleShares:
+    solved = sum(share >= SOLVED for share in shares)
+    low, high = wilson(solved, len(shares)) if shares else (0.0, 1.0)
+    both = [seed for seed in spent if control is not None and seed in control]
+    found = sooner([control[seed] for seed in both], [spent[seed] for seed in both]) if control is not None else None
+    return {
+        "accuracy": list(shares),
+        "median": statistics.median(shares) if shares else None,
+        "solved": solved,
+        "low": low,
+        "high": high,
+        "flops_to_solve": [run.solved for run in spent.values()],
+        "sooner": None if found is None else found.row(),
+    }
+
+
+def _reached(run: RunTask, domain: str, flops: float) -> float | None:
+    """Training FLOPs until an evaluation first found a domain solved."""
+    steps = run.plan.recipes[run.arm].train.steps
+    for line in read_metrics(run.run_dir):
+        if line.get(f"val/{domain}/accuracy", 0.0) >= SOLVED:
+            return flops * line["step"] / steps
+    return None
+
+
+def puzzle_words(control: str, puzzle: PuzzleResult) -> list[str]:
+    """The hardest difficulty at the last rung: runs solved, FLOPs to solve it, and what differs from the control."""
+    hardest = puzzle["domains"][-1]
+    last = max(row["index"] for row in puzzle["rows"])
+    rows = {row["arm"]: row["domains"][hardest] for row in puzzle["rows"] if row["index"] == last and row["seeds"]}
+    own = rows.pop(control, None)
+    if own is None:
+        return []
+
+    def words(name: str, row: PuzzleShares) -> str:
+        return f"{name} solved {row['solved']} of {len(row['accuracy'])} (median accuracy {row['median']:.2f})"
+
+    parts = [words(name, row) for name, row in ((control, own), *rows.items())]
+    apart = [name for name, row in rows.items() if row["low"] > own["high"] or row["high"] < own["low"]]
+    told = f"only {', '.join(apart)} can be told" if apart else "no arm can be told"
+    found = [f"on {hardest}, {', '.join(parts)}; by solved runs {told} apart from {control}"]
+    ratios = {name: Sooner.read(row["sooner"]) for name, row in rows.items() if row["sooner"] is not None}
+    sure = [f"{ratio.words()} times the FLOPs of {name}" for name, ratio in ratios.items() if ratio.told]
+    return found + ([f"until it solves it {control} needs {', '.join(sure)}"] if sure else [])
