@@ -109,6 +109,18 @@ def test_an_arm_that_diverges_at_the_controls_rate_is_said_to(whole) -> None:
         assert "1 of its 4 runs diverge at vanilla's rate" in said and "rate it is between" not in said
 
 
+def test_every_run_of_the_last_rung_keeps_the_seals_hash(whole) -> None:
+    """Those at the control's rate too, which lie elsewhere; runs of other stages do not."""
+    _, out = whole
+    sealed = json.loads((out / "prediction.json").read_text())["sha256"]
+    sealed_runs = {*out.glob("rungs/4/arms/*/*/machine.json"), *out.glob("shared/4/*/*/machine.json")}
+    every = set(out.rglob("machine.json"))
+    assert sealed_runs and every - sealed_runs and (out / "shared/4/better/seed-0/machine.json") in sealed_runs
+    assert {path: json.loads(path.read_text()).get("prediction") for path in every} == {
+        path: sealed if path in sealed_runs else None for path in every
+    }
+
+
 def test_a_rung_is_a_comparison(whole, capsys) -> None:
     _, out = whole
     assert main(["compare", str(out / "rungs/2"), "--report", "--json"]) == 0

@@ -199,15 +199,17 @@ def _take(claims: dict[Path, Claims], out: Path, task: Work) -> Claim | None:
 
 def _do(state: State, stage: str, task: Work, claim: Claim) -> bool:
     """Do or continue a run; False if a signal ended it early."""
+    facts = dict[str, str]()
+    if stage == "last":
+        sealed = state.sealed()
+        if sealed is None:
+            raise RecipeError(f"{state.out}: the last rung does not start unsealed")
+        facts["prediction"] = sealed["sha256"]
     if isinstance(task, LadderRun):
-        return run_training(task.recipe, task.run_dir, claim)
-    if stage != "last" or task.seed is None:
+        return run_training(task.recipe, task.run_dir, claim, **facts)
+    if task.seed is None:
         return run_task(task, claim)
-    sealed = state.sealed()
-    if sealed is None:
-        raise RecipeError(f"{state.out}: the last rung does not start unsealed")
-    recipe = task.plan.run_recipe(task.arm, task.seed)
-    return run_training(recipe, task.run_dir, claim, prediction=sealed["sha256"])
+    return run_training(task.plan.run_recipe(task.arm, task.seed), task.run_dir, claim, **facts)
 
 
 def _ready(pending: list[Work]) -> list[Work]:
