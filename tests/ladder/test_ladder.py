@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from fathom.cli.main import main
+from fathom.comparison.arms import training_flops
 from fathom.ladder.budget import budget
 from fathom.ladder.findings import _read as read_bytes
 from fathom.ladder.findings import verdict
@@ -21,7 +22,7 @@ from fathom.ladder.stages import STAGES, State, Tuned, without_losers
 from fathom.ladder.tuning import bowl
 from fathom.ladder.work import climb, rewrite
 from fathom.models.cost import count_parameters
-from fathom.recipe import RecipeError
+from fathom.recipe import RecipeError, load_recipe
 from tests.ladder.fake import Planted, write_ladder
 
 ARMS = "vanilla,again=vanilla;model.mixer=uniform_depth,better=depth_attention"
@@ -471,6 +472,17 @@ def test_a_choice_counts_once_in_a_dry_run(tmp_path: Path) -> None:
     both, one = ([row["runs"] for row in rows[k]["rungs"]] for k in (0, 1))
     assert both == [3 * (2 + 6), 3 * (2 + 3)]
     assert one == [2 * 2 + 2 * 6 + 12, 2 * (2 + 3)]
+
+
+def test_a_dry_run_counts_the_runs_that_there_are(tmp_path: Path, monkeypatch) -> None:
+    """Arms that are all told apart are all checked at the top, controls as large as an arm are not."""
+    planted(monkeypatch, multipliers={"depth_attention": 2.0}, rates={}, noise=0.0005)
+    rules = {"layers": [2, 2, 2], "hidden": [16, 24, 32], "seeds": [3, 2, 2], "twin": [2], "tune_points": [3]}
+    ladder = make(tmp_path, "vanilla,better=depth_attention+hyper_connections", **rules)
+    climb(ladder, tmp_path / "out", quiet=True)
+    assert [arm.name for arm in ladder.every_arm] == ["vanilla", "better", "as-large-as-better"]
+    told, recipes = budget(ladder), [load_recipe(path) for path in (tmp_path / "out").rglob("recipe.yaml")]
+    assert (told["runs"], told["flops"]) == (len(recipes), pytest.approx(math.fsum(map(training_flops, recipes))))
 
 
 @pytest.mark.parametrize(

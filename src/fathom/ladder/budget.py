@@ -42,7 +42,7 @@ def _row(ladder: Ladder, size: Size) -> BudgetRow:
     points = rules.tune_points[at] if main and at < len(rules.tune_points) else 0
     twins = min(rules.twin[at], rules.seeds[at]) if main and at < len(rules.twin) else 0
     last = main and rules.check and len(ladder.sizes) >= 3 and size == ladder.sizes[-1]
-    runs = {arm: ladder.seeds[at] + (2 if last else 0) for arm in climbing.every_arm}
+    runs = {arm: ladder.seeds[at] + (2 if last and arm in climbing.arms else 0) for arm in climbing.every_arm}
     for arm in (climbing if at else ladder).arms if points else ():
         runs[arm] = runs.get(arm, 0) + points * ladder.tuning_seeds(arm, at)
     runs[ladder.control] += twins
@@ -116,5 +116,5 @@ def budget_rows(found: LadderBudget) -> tuple[str, list[str], list[list[str]]]:
         ]
         for row in found["rungs"]
     ]
-    left_out = "points that tuning may add, and runs at the control's rate"
-    return f"Arms at the control's speed for each FLOP; without {left_out}", columns, rows
+    words = "checks as if every arm were told apart; without points that tuning may add, and runs at the control's rate"
+    return f"Arms at the control's speed for each FLOP, {words}", columns, rows
