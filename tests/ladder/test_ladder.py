@@ -20,7 +20,7 @@ from fathom.ladder.findings import verdict
 from fathom.ladder.rungs import Ladder, load_ladder, sha256_of, without_embeddings
 from fathom.ladder.stages import STAGES, State, Tuned, without_losers
 from fathom.ladder.tuning import bowl
-from fathom.ladder.work import climb, rewrite
+from fathom.ladder.work import add_seeds, climb, rewrite
 from fathom.models.cost import count_parameters
 from fathom.recipe import RecipeError, load_recipe
 from tests.ladder.fake import Planted, write_ladder
@@ -637,6 +637,32 @@ def test_runs_of_all_stages_are_retried(tmp_path: Path, monkeypatch) -> None:
     report = climb(ladder, out, quiet=True, retry_failed=True)
     assert [Path(name).parts[-5:] for name in trainer.done] == [("rungs", "2", "arms", "better", "seed-1")]
     assert [row["stage"] for row in report["diverged"]] == ["tune"] and report["prediction"]["stale"]
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_a_seed_that_had_failed_everywhere_makes_the_seal_stale(tmp_path: Path, monkeypatch, old: bool) -> None:
+    """Once it comes back; also where the seal does not say which seeds there were."""
+    out = tmp_path / "out"
+    planted(monkeypatch)
+    rules = {"layers": [2, 2, 2], "hidden": [16, 24, 32], "seeds": [2, 2, 1], "twin": [], "check": False}
+    ladder = make(tmp_path, "vanilla,better=depth_attention", **rules, tune_points=[])
+    climb(ladder, out, until="rungs", quiet=True)
+    for arm in ("vanilla", "better"):
+        run = out / "rungs/2/arms" / arm / "seed-1"
+        (run / "result.json").unlink()
+        (run / "failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
+    climb(ladder, out, quiet=True)
+    path = out / "prediction.json"
+    sealed = json.loads(path.read_text())
+    assert sealed["seeds"] == [2, 2] and not any("rungs/2/arms/vanilla/seed-1" in name for name in sealed["results"])
+    if old:
+        kept = {key: value for key, value in sealed.items() if key not in ("seeds", "sha256")}
+        path.write_text(json.dumps({**kept, "sha256": sha256_of(kept)}))
+    assert not rewrite(ladder, out)["prediction"]["stale"]
+    more = climb(add_seeds(out, [3, 2, 1]), out, quiet=True)
+    assert not more["prediction"]["stale"], "seeds that were added are no earlier results"
+    report = climb(Ladder.read(out), out, quiet=True, retry_failed=True)
+    assert report["diverged"] == [] and report["prediction"]["stale"]
 
 
 def test_the_twin_reads_the_controls_batches(tmp_path: Path, monkeypatch) -> None:

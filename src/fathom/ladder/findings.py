@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, astuple, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -33,6 +33,7 @@ from fathom.ladder.results import (
     Phi,
     PredictionRow,
     RungRow,
+    SealedPrediction,
     SharedRate,
     Span,
     TimedSpan,
@@ -492,24 +493,27 @@ def _prediction(state: State) -> PredictionRow | None:
         if forecast is not None and observed is not None:
             inside = forecast["low"] <= observed <= forecast["high"]
         rows.append({**row, "observed": observed, "inside": inside})
-    return {"sha256": sealed["sha256"], "stale": _stale(state, sealed["results"]), "rows": rows}
+    return {"sha256": sealed["sha256"], "stale": _stale(state, sealed), "rows": rows}
 
 
-def _stale(state: State, told: Mapping[str, str]) -> bool:
+def _stale(state: State, sealed: SealedPrediction) -> bool:
     """Whether results of earlier rungs are other than at the seal: one changed, or a run that had failed has one.
 
-    Seeds that were added to all arms make none stale; the report names them elsewhere.
+    Seeds that were added after it to all arms make none stale; the report names them elsewhere.
     """
-    now = state.digests(state.ladder.sizes[:-1])
-    seeds = {_rung_and_seed(path) for path in told}
-    late = any(path not in told and _rung_and_seed(path) in seeds for path in now)
+    told, now = sealed["results"], state.digests(state.ladder.sizes[:-1])
+    counts = sealed.get("seeds", state.ladder.rules.seeds)  # a seal from before the key: those of the plan
+    first = state.ladder.first_seed()
+    planned = {(rung, seed) for rung, count in enumerate(counts, 1) for seed in range(first, first + count)}
+    planned |= set(map(_rung_and_seed, told))
+    late = any(path not in told and _rung_and_seed(path) in planned for path in now)
     return late or any(now.get(path) != before for path, before in told.items())
 
 
-def _rung_and_seed(path: str) -> tuple[str, str]:
+def _rung_and_seed(path: str) -> tuple[int, int]:
     """Of `rungs/1/arms/ARM/seed-0/result.json`."""
     parts = Path(path).parts
-    return parts[1], parts[4]
+    return int(parts[1]), int(parts[4].removeprefix("seed-"))
 
 
 def _twin(state: State) -> Twin | None:

@@ -217,14 +217,21 @@ class Forecast(TypedDict):
     ln_m: Span | None
 
 
-class PredictionBody(TypedDict):
-    """The contents of a sealed prediction."""
+class PredictionBasics(TypedDict):
+    """The part of a sealed prediction that all versions wrote."""
 
     ladder: str
     estimator: str
     rung: int
     rows: list[Forecast]
     results: dict[str, str]
+
+
+class PredictionBody(PredictionBasics, total=False):
+    """The contents of a sealed prediction."""
+
+    seeds: list[int]
+    """Seeds of the rungs before, at that time."""
 
 
 class SealedPrediction(PredictionBody):

@@ -372,8 +372,14 @@ class State:
                 difference, ln_m = found.predict(x_control, x_arm, seeds)
                 row["difference"], row["ln_m"] = difference.to_dict(), ln_m.to_dict()
             rows.append(row)
-        sha256, results = self.ladder.sha256, self.digests(before)
-        return {"ladder": sha256, "estimator": ESTIMATOR, "rung": last.index, "rows": rows, "results": results}
+        return {
+            "ladder": self.ladder.sha256,
+            "estimator": ESTIMATOR,
+            "rung": last.index,
+            "rows": rows,
+            "results": self.digests(before),
+            "seeds": list(self.ladder.seeds[:-1]),
+        }
 
     def digests(self, sizes: Sequence[Size]) -> dict[str, str]:
         """SHA-256 of the results on which a prediction is based."""
