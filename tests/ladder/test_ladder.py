@@ -730,6 +730,25 @@ def test_a_puzzle_is_told_by_solved_runs(whole) -> None:
         assert f">{heading}<" in page
 
 
+def test_every_run_of_every_budget_has_a_line(tmp_path: Path, monkeypatch) -> None:
+    """With φ's further budgets, and tokens that tell them apart; the multipliers' rungs are those of the first."""
+    planted(monkeypatch)
+    rules = {**SMALL, "tune_points": [], "tokens_per_parameter": [10, 40]}
+    out = tmp_path / "out"
+    report = climb(make(tmp_path, "vanilla,better=depth_attention", **rules), out, quiet=True)
+    rows = [json.loads(line) for line in (out / "runs.jsonl").read_text().splitlines()]
+    keys = [(row["arm"], f"{row['rung']}" + ("-budget-2" if row["budget"] else ""), row["seed"]) for row in rows]
+    runs = [path.parent.relative_to(out).parts for path in out.glob("rungs/*/arms/*/*/result.json")]
+    assert sorted(keys) == sorted((arm, rung, int(seed[5:])) for _, rung, _, arm, seed in runs) and len(keys) == 16
+    for row, (arm, rung, seed) in zip(rows, keys, strict=True):
+        place = out / "rungs" / rung / "arms" / arm / f"seed-{seed}"
+        recipe = load_recipe(place / "recipe.yaml")
+        assert row["tokens"] == recipe.train.steps * recipe.train.tokens_per_step and row["rate"] == recipe.optim.lr
+        assert row["loss"] == json.loads((place / "result.json").read_text())["evaluation"]["loss"]
+    assert [cell["budget"] for arm in report["arms"] for cell in arm["rungs"]] == [0] * 4
+    assert "better, rung 2, budget 2" in (out / "report.html").read_text()
+
+
 @pytest.mark.slow
 def test_phi_needs_two_budgets(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch)

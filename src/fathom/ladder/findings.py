@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from fathom.comparison.arms import Arm
+from fathom.comparison.arms import Arm, tokens
 from fathom.comparison.findings import paired_gap
 from fathom.comparison.plan import Plan, RunTask, read_measured
 from fathom.comparison.results import Time
@@ -186,6 +186,7 @@ def _arm(state: State, arm: Arm, studies: Sequence[Study]) -> ArmRow:
         "matched": arm.name.startswith(MATCHED),
         "rate_ratio": state.ratio(arm),
         "rungs": [_cell(state, arm, size) for size in ladder.sizes],
+        "further": [_cell(state, arm, size) for size in ladder.all_sizes if size.budget],
         "flags": _tuning_flags(state, arm) + ([UNSETTLED] if check and check["better"] else []),
         "diverged": _lost(state, arm),
         "check": check,
@@ -218,11 +219,12 @@ def _arm(state: State, arm: Arm, studies: Sequence[Study]) -> ArmRow:
 
 def _cell(state: State, arm: Arm, size: Size) -> Cell:
     """An arm at a rung."""
-    config = state.plan(size).recipes[arm.name].config()
     recipe = state.plan(size).recipes[arm.name]
-    losses = state.losses(size, arm)
+    config, losses = recipe.config(), state.losses(size, arm)
     return {
         "index": size.index,
+        "budget": size.budget,
+        "tokens": tokens(recipe),
         "rate": state.rate(arm, size),
         "weight_decay": recipe.optim.weight_decay,
         "layers": config.num_hidden_layers,

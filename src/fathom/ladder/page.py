@@ -33,12 +33,13 @@ def write_report(report: LadderReport, out: Path) -> tuple[Path, Path]:
         {
             "arm": arm["name"],
             "rung": cell["index"],
+            "budget": cell["budget"],
             "seed": seed,
             "loss": loss,
-            **{key: cell[key] for key in ("rate", "weight_decay", "layers", "parameters", "flops")},
+            **{key: cell[key] for key in ("rate", "weight_decay", "layers", "parameters", "tokens", "flops")},
         }
         for arm in report["arms"]
-        for cell in arm["rungs"]
+        for cell in (*arm["rungs"], *arm["further"])
         for seed, loss in zip(cell["seeds"], cell["loss"], strict=True)
     ]
     lines = "".join(json.dumps(finite(row), ensure_ascii=False, allow_nan=False) + "\n" for row in rows)
@@ -458,7 +459,7 @@ def _cells(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     columns = ["run", "layers", "parameters", "FLOPs", "rate", "decay", "losses by seed"]
     rows = [
         [
-            f"{arm['name']}, rung {cell['index']}",
+            f"{arm['name']}, rung {cell['index']}" + (f", budget {cell['budget'] + 1}" if cell["budget"] else ""),
             str(cell["layers"]),
             f"{cell['parameters']:,}",
             f"{cell['flops']:.3g}",
@@ -467,7 +468,7 @@ def _cells(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
             ", ".join(f"{loss:.4f}" for loss in cell["loss"]) or DASH,
         ]
         for arm in report["arms"]
-        for cell in arm["rungs"]
+        for cell in (*arm["rungs"], *arm["further"])
     ]
     return "Every arm at every rung", columns, rows
 

@@ -58,9 +58,11 @@ class RungRow(TypedDict):
 
 
 class Cell(TypedDict):
-    """An arm at a rung."""
+    """An arm at a rung, under one token budget; the first is 0."""
 
     index: int
+    budget: int
+    tokens: int
     rate: float
     weight_decay: float
     layers: int
@@ -127,6 +129,8 @@ class LadderArmBasics(TypedDict):
     matched: bool
     rate_ratio: float
     rungs: list[Cell]
+    further: list[Cell]
+    """The rungs under further token budgets, which are for φ alone."""
     flags: list[str]
     diverged: list[int]
     check: Check | None
