@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import json
+import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -452,6 +455,32 @@ def test_a_conversation_on_an_input_that_is_no_text(exported: Path, tmp_path: Pa
             monkeypatch.setattr(sys, "stdin", stdin)
             assert main(command) == 2
             assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+LINES = "from fathom.cli.generate import typed_lines; print([ascii(line) for line in typed_lines()])"
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(("typed", "said"), [("é".encode(), "\\xe9"), (b"\xe9", "standard input is not UTF-8")])
+def test_typed_lines_are_text_in_every_locale(typed: bytes, said: str, terminal: bool) -> None:
+    """In the locale C, Python lets bytes in that are no text."""
+    keyboard, ours = pytest.importorskip("pty").openpty() if terminal else os.pipe()[::-1]
+    ends = {"stdin": ours, "stdout": ours if terminal else subprocess.PIPE, "stderr": subprocess.STDOUT}
+    running = subprocess.Popen([sys.executable, "-c", LINES], env={**os.environ, "LC_ALL": "C"}, **ends)
+    os.close(ours)
+    shown = b""
+    while terminal and b"> " not in shown:
+        shown += os.read(keyboard, 1000)
+    os.write(keyboard, b"caf" + typed + b"\n" + b"\x04" * terminal)
+    if terminal:
+        with contextlib.suppress(OSError):  # the end of a terminal
+            while some := os.read(keyboard, 1000):
+                shown += some
+    os.close(keyboard)
+    if not terminal:
+        shown = running.communicate(timeout=60)[0]
+    running.wait(60)
+    assert said in shown.decode(errors="replace"), shown
 
 
 def test_a_temperature_however_small(opened) -> None:

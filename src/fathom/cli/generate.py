@@ -166,12 +166,18 @@ def typed_lines() -> Iterator[str]:
     """Lines from the terminal, with a prompt, or from a pipe, without."""
     if sys.stdin is None:
         raise UsageError("--chat reads standard input, which is closed")
-    if not sys.stdin.isatty():
-        try:
-            yield from sys.stdin
-        except UnicodeDecodeError:
-            raise UsageError("standard input is not UTF-8") from None
-        return
+    typed = sys.stdin.isatty()
+    encoding = sys.stdin.encoding if typed else "utf-8-sig"
+    if isinstance(sys.stdin, io.TextIOWrapper):  # in the locale C, bytes that are no text would be let in
+        sys.stdin.reconfigure(encoding=encoding, errors="strict")
+    try:
+        yield from _typed() if typed else sys.stdin
+    except UnicodeDecodeError:
+        raise UsageError(f"standard input is not {encoding.removesuffix('-sig').upper()}") from None
+
+
+def _typed() -> Iterator[str]:
+    """Lines from the terminal."""
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  (arrow keys and history)
     print("Type; /new starts over, Ctrl-D ends.", file=sys.stderr)
