@@ -391,6 +391,15 @@ def test_a_run_and_a_comparison_lead_to_their_model(exported: Path, tmp_path: Pa
         (["MODEL", "a", "--chat"], "one of them"),
         (["MODEL", "--prompts", "x.jsonl"], "--prompts and --out belong together"),
         (["MODEL", "a", "--set", "min_p=7"], "min_p=7: allowed: a number"),
+        (
+            ["MODEL", "a", "--set", "repetition_penalty=1e-320"],
+            "repetition_penalty=1e-320: allowed: a number from 1e-6 to",
+        ),
+        (
+            ["MODEL", "a", "--set", "encoder_repetition_penalty=1e308"],
+            "encoder_repetition_penalty=1e+308: allowed: a number",
+        ),
+        (["MODEL", "a", "--set", "repetition_penalty=Infinity"], "repetition_penalty=inf: allowed: a number from"),
         (["MODEL", "a", "--seed", "9" * 23], f"--seed {'9' * 23}: allowed: "),
         (["MODEL", "a", "--set", "num_beams=0"], "--set num_beams=0: allowed: a whole number, 1 or more"),
         (["MODEL", "a", "--set", "num_beams=two"], "--set num_beams=two: allowed: a whole number, 1 or more"),
@@ -487,6 +496,16 @@ def test_a_temperature_however_small(opened) -> None:
     likeliest = generate(*opened, "the", Sampling(6, temperature=0)).text
     for temperature in (5e-324, 1e-300, 1e-40, 1e-21, 1e-20):
         assert generate(*opened, "the", Sampling(6, temperature=temperature, top_k=0, seed=1)).text == likeliest
+
+
+def test_penalties_to_their_limits_leave_something_to_draw(opened) -> None:
+    """At any temperature; a penalty of 1e-320 left nothing, which torch found out."""
+    limits = [{"repetition_penalty": 1e-6, "encoder_repetition_penalty": 1e9}, {"repetition_penalty": 1e9}]
+    for options in (*limits, {"encoder_repetition_penalty": 1e-6}):
+        for temperature in (1e-20, 1.0, 1e20):
+            assert (
+                generate(*opened, "the the", Sampling(6, temperature=temperature, seed=1, options=options)).tokens == 6
+            )
 
 
 def test_a_closed_or_null_input_is_a_new_document(exported: Path, capsys, monkeypatch) -> None:

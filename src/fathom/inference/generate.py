@@ -54,9 +54,10 @@ LISTS = {"suppress_tokens", "begin_suppress_tokens"}
 SHARES = {
     **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), (0.0, 1.0)),
     **dict.fromkeys(("typical_p", "top_h"), (math.ulp(0.0), 1.0)),
-    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (math.ulp(0.0), math.inf)),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (1e-6, 1e9)),
 }
-"""Options that are numbers, and the range of each."""
+"""Options that are numbers, and the range of each. Penalties are kept to what float32 holds once logits are divided by
+both of them and by the coldest temperature; past it there is nothing to draw from."""
 DRAFTING = "draft_trips: "
 """How errors of drafting begin."""
 COLDEST = 1e-20
@@ -152,7 +153,7 @@ def refusal(name: str, value: object) -> str | None:
     if name in SHARES:
         least, most = SHARES[name]
         if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-            return "a positive number" if most == math.inf else f"a number {'above' if least else 'from'} 0, up to 1"
+            return "a number from 1e-6 to 1e9" if most > 1 else f"a number {'above' if least else 'from'} 0, up to 1"
     if name == "stop_strings":
         texts = value if isinstance(value, list) and value else [value]
         return None if all(isinstance(text, str) and text for text in texts) else "a text or a list of them"
