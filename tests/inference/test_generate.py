@@ -331,6 +331,19 @@ def test_beams_and_stop_strings_may_be_the_checkpoints_own(opened, monkeypatch) 
     assert generate(model, tokenizer, "the", Sampling(6, temperature=0), len).tokens == 6, "the tokenizer is given"
 
 
+@pytest.mark.parametrize("empty", ["", [], [""]])
+def test_a_checkpoints_empty_stop_strings_end_nothing(opened, monkeypatch, empty: str | list[str]) -> None:
+    """They stand at the beginning of every text; one beside them still ends it."""
+    free = Sampling(20, temperature=0)
+    alone = generate(*opened, "the depth", free)
+    word = next(c for c in alone.text[1:] if c.isascii() and c.isalpha())
+    monkeypatch.setattr(opened[0].generation_config, "stop_strings", empty)
+    assert generate(*opened, "the depth", free).text == alone.text
+    monkeypatch.setattr(opened[0].generation_config, "stop_strings", ["", word])
+    stopped = generate(*opened, "the depth", Sampling(20, temperature=0, options={"stop_strings": word}))
+    assert generate(*opened, "the depth", free).text == stopped.text != alone.text
+
+
 def test_another_files_output_is_left_alone(opened, tmp_path: Path) -> None:
     prompts = write(tmp_path / "in.jsonl", [{"prompt": "a"}])
     other = write(tmp_path / "out.jsonl", [{"prompt": "b", "completion": "c"}])

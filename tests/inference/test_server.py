@@ -187,11 +187,12 @@ def test_stop_strings_end_and_are_left_out(served):
     assert "".join(chunk.choices[0].text for chunk in streamed) == expected
 
 
-def test_a_checkpoints_own_stop_strings_end_too(directory):
-    """As in `fathom generate`; beside those of the request."""
+@pytest.mark.parametrize("empty", [False, True])
+def test_a_checkpoints_own_stop_strings_end_too(directory, empty):
+    """As in `fathom generate`; beside those of the request, and without empty ones, which would end every text."""
     model, tokenizer = open_checkpoint(directory, "cpu")
     whole = generate_batch(model, tokenizer, [encode(tokenizer, "The sailors")], Sampling(30, temperature=0))[0].text
-    model.generation_config.stop_strings = whole[8:11]
+    model.generation_config.stop_strings = ["", whole[8:11]] if empty else whole[8:11]
     with in_thread(server.build_app(server.Service(model, tokenizer, "tiny"))) as served:
         for stop in ("not there", whole[6:8]):
             choice = served.complete("The sailors", max_tokens=30, stop=stop).choices[0]

@@ -432,7 +432,7 @@ def _run(
     streamer: TextStreamer | None,
 ) -> list[Generated]:
     """Generate for several prompts at once, padded on the left so that all continue at the last column."""
-    stops = _stop_tokens(model, tokenizer, sampling)
+    stops, strings = _stop_tokens(model, tokenizer, sampling), _stop_strings(model, sampling)
     pad = pad_token(None, tokenizer, stops) or 0
     width = max(map(len, prompts))
     ids = torch.full((len(prompts), width), pad, dtype=torch.long)
@@ -446,9 +446,10 @@ def _run(
     arguments = {
         "max_new_tokens": max(rooms),
         "pad_token_id": pad,
-        "tokenizer": tokenizer,  # for stop_strings, which may be the checkpoint's own
+        "tokenizer": tokenizer,  # for stop_strings
         **sampling.arguments(model.generation_config),
         "eos_token_id": stops or None,
+        "stop_strings": strings or None,
     }
     check_drafts(model, sampling.speculate, sampling.max_trips)
     drafts = None if sampling.speculate is None else Speculation(sampling.speculate)
@@ -476,7 +477,7 @@ def _run(
             raise
         raise GenerateError(f"--set {' '.join(sampling.options)}: transformers: {error}") from error
     seconds = time.perf_counter() - began
-    made, strings = [], _stop_strings(model, sampling)
+    made = []
     for prompt, row, room in zip(prompts, out.sequences[:, width:].tolist(), rooms, strict=True):
         kept, finish = _ended(row[:room], room, stops, strings, pad, tokenizer)
         text = tokenizer.decode(kept, skip_special_tokens=True)
@@ -581,8 +582,9 @@ def _stop_strings(model: PreTrainedModel, sampling: Sampling) -> list[str]:
 
 
 def as_strings(given: object) -> list[str]:
-    """One, several or no strings as a list."""
-    return [given] if isinstance(given, str) else [str(one) for one in given] if isinstance(given, Iterable) else []
+    """One, several or no strings as a list, without empty ones, which stand everywhere and so would end every text."""
+    several = [given] if isinstance(given, str) else given if isinstance(given, Iterable) else []
+    return [str(one) for one in several if one != ""]
 
 
 def _stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, sampling: Sampling) -> list[int]:
