@@ -72,6 +72,11 @@ def test_packed_unless_told(monkeypatch):
     [
         ({"typical_p": 0.5, "num_beams": 1}, "generation_config.json: typical_p=0.5 is not done here"),
         ({"forced_eos_token_id": 0}, "forced_eos_token_id=0 is not done here"),
+        ({"bad_words_ids": [[5, 6]]}, "bad_words_ids=[[5, 6]] is not done here"),
+        (
+            {"bad_words_ids": [[i, 7] for i in range(3, 90)], "num_beams": 2},
+            "num_beams=2, bad_words_ids (87 of them) is not done here",
+        ),
         ({"no_repeat_ngram_size": 0, "suppress_tokens": [], "top_k": 5, "stop_strings": ["a"]}, None),
     ],
 )

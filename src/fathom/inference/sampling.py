@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -28,6 +28,8 @@ from transformers import (
 )
 
 LARGEST = torch.finfo(torch.float64).max
+SHOWN = 60
+"""Most characters of a list that is named in a warning."""
 NOT_HERE = {
     **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"), 0),
     **dict.fromkeys(("min_length", "min_new_tokens"), 0),
@@ -91,9 +93,9 @@ class Choice:
 
     @staticmethod
     def left_out(own: GenerationConfig) -> list[str]:
-        """What a model's own settings say that no choice does, as `NAME=VALUE`."""
+        """What a model's own settings say that no choice does, as `NAME=VALUE`; of a long list, how many."""
         given = {name: getattr(own, name, None) for name in NOT_HERE}
-        return [f"{name}={value}" for name, value in given.items() if value not in (None, [], {}, NOT_HERE[name])]
+        return [_shown(name, value) for name, value in given.items() if value not in (None, [], {}, NOT_HERE[name])]
 
     @property
     def plain(self) -> bool:
@@ -190,6 +192,12 @@ class Choice:
 
     def _uniform(self, made: Sequence[int], stream: str) -> float:
         return uniform(self.seed, self.index, len(made), stream)
+
+
+def _shown(name: str, value: object) -> str:
+    if isinstance(value, Sized) and len(str(value)) > SHOWN:
+        return f"{name} ({len(value)} of them)"
+    return f"{name}={value}"
 
 
 def uniform(seed: int, index: int, place: int, stream: str = "") -> float:
