@@ -8,21 +8,23 @@ import math
 import os
 import random
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fathom.cli.main import main
 from fathom.comparison.arms import training_flops
+from fathom.comparison.plan import Plan
 from fathom.ladder.budget import budget
 from fathom.ladder.findings import _read as read_bytes
 from fathom.ladder.findings import verdict
 from fathom.ladder.rungs import Ladder, load_ladder, sha256_of, without_embeddings
-from fathom.ladder.stages import STAGES, State, Tuned, without_losers
+from fathom.ladder.stages import STAGES, LadderRun, State, Tuned, without_losers
 from fathom.ladder.tuning import bowl
 from fathom.ladder.work import add_seeds, climb, rewrite
 from fathom.models.cost import count_parameters
-from fathom.recipe import RecipeError, load_recipe
+from fathom.recipe import RecipeError, differences, load_recipe
 from tests.ladder.fake import Planted, write_ladder
 
 ARMS = "vanilla,again=vanilla;model.mixer=uniform_depth,better=depth_attention"
@@ -676,6 +678,83 @@ def test_the_twin_reads_the_controls_batches(tmp_path: Path, monkeypatch) -> Non
         twins = [run.recipe for run in state.twins()[:2]]
         assert [recipe.data_seed for recipe in twins] == [recipe.data_seed for recipe in control] == orders
         assert not {recipe.train.seed for recipe in twins} & {recipe.train.seed for recipe in control}
+
+
+def forget_edition(out: Path) -> None:
+    """The plan as it was written before it named its edition."""
+    values = json.loads((out / "ladder.json").read_text())
+    del values["edition"], values["sha256"]["edition"]
+    (out / "ladder.json").write_text(json.dumps(values))
+
+
+@pytest.mark.parametrize("edition", [1, 2])
+@pytest.mark.parametrize("stage", ["tune", "rungs"])
+def test_a_directory_goes_on_by_the_edition_that_began_it(
+    tmp_path: Path, monkeypatch, edition: int, stage: str
+) -> None:
+    """Sizes, the control as large and the twins' batches are those of its runs, by directory and by file."""
+    trainer, out = planted(monkeypatch), tmp_path / "out"
+    rules = {"layers": [2, 4], "hidden": [16, 16], "seeds": [2, 1], "twin": [2], "tune_points": [3], "tune_seeds": [1]}
+    file, arms = write_ladder(tmp_path / "ladder.yaml", **rules), "two=vanilla;ladder.layers=1/2,all=vanilla"
+    ladder = load_ladder(file, arms, ["data.seed=7"])
+    begun = replace(ladder, edition=edition)
+    assert [size.steps for size in begun.sizes] != [size.steps for size in replace(ladder, edition=3 - edition).sizes]
+    climb(begun, out, until=stage, quiet=True)
+    forget_edition(out)
+    kept = {path: path.read_bytes() for path in out.glob("rungs/*/plan.json")}
+    trainer.done.clear()
+    for again in (ladder, Ladder.read(out)):
+        climb(again, out, quiet=True)
+    assert Ladder.read(out).edition == edition and kept == {path: path.read_bytes() for path in kept}
+    assert len(trainer.done) == len(set(trainer.done)) and bool(trainer.done) == (stage == "tune")
+    state = State(Ladder.read(out), out)
+    every = [*state.work("tune"), *state.twins(), *(task for size in begun.sizes for task in state.rung_tasks(size))]
+    assert all(task.done for task in every) and len(every) == len(list(out.rglob("result.json")))
+    for task in every:
+        made = task.recipe if isinstance(task, LadderRun) else task.plan.run_recipe(task.arm, task.seed)
+        assert not differences(load_recipe(task.run_dir / "recipe.yaml"), made), task.run_dir
+    assert [twin.recipe.data_seed for twin in state.twins()] == ([0, 1] if edition == 1 else [7, 7])
+    steps = [made.recipe.train.steps for made in (Plan.read(out / "rungs/1"), Plan.read(out / "rungs/2"))]
+    assert steps == [size.steps for size in begun.sizes]
+
+
+def test_twins_alone_tell_the_edition(tmp_path: Path, monkeypatch) -> None:
+    """Under data.seed; where no run tells, what a new directory does is right too."""
+    planted(monkeypatch)
+    ladder = load_ladder(
+        write_ladder(tmp_path / "l.yaml", **{**SMALL, "twin": [2]}, tune_points=[]), ARMS, ["data.seed=7"]
+    )
+    for edition in (1, 2):
+        out = tmp_path / str(edition)
+        climb(replace(ladder, edition=edition), out, quiet=True)
+        forget_edition(out)
+        assert Ladder.read(out).edition == edition
+        shutil.rmtree(out / "twin")
+        assert Ladder.read(out).edition == 2
+
+
+def test_what_a_later_version_began_is_refused(whole, tmp_path: Path, capsys) -> None:
+    shutil.copytree(whole[1], tmp_path / "out")
+    values = json.loads((tmp_path / "out/ladder.json").read_text())
+    values["edition"], values["sha256"]["edition"] = 99, sha256_of(99)
+    (tmp_path / "out/ladder.json").write_text(json.dumps(values))
+    assert main(["ladder", str(tmp_path / "out"), "--report"]) == 2
+    assert "ladder.json: edition 99; this version has 1 to" in capsys.readouterr().err
+
+
+def test_a_rungs_plan_is_not_written_over(whole, tmp_path: Path, monkeypatch, capsys) -> None:
+    """By a recipe of other steps, whatever the reason."""
+    planted(monkeypatch)
+    out = tmp_path / "out"
+    shutil.copytree(whole[1], out)
+    shutil.rmtree(out / "rungs/2/arms/again/seed-2")
+    path = out / "rungs/2/plan.json"
+    values = json.loads(path.read_text())
+    values["recipe"]["train"]["steps"] += 1
+    path.write_text(json.dumps(values))
+    assert main(["ladder", str(out), "--json"]) == 2
+    assert "plan.json: the rung began with another recipe; different: train.steps" in capsys.readouterr().err
+    assert json.loads(path.read_text()) == values
 
 
 def test_a_decoded_token_reads_the_layers_that_decoding_visits(tmp_path: Path) -> None:

@@ -390,6 +390,7 @@ class PlanValues(TypedDict):
     rules: RulesValues
     arms: list[ArmValues]
     estimator: str
+    edition: int
 
 
 class LadderReport(LadderResults):

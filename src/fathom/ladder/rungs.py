@@ -14,7 +14,7 @@ from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from fathom.checkpoints.layout import LADDER
+from fathom.checkpoints.layout import ARMS, LADDER, RECIPE
 from fathom.comparison.arms import Arm, parse_arms, training_flops
 from fathom.comparison.plan import Plan, check, plan_file
 from fathom.data.puzzles import open_data
@@ -23,7 +23,18 @@ from fathom.ladder.rules import Rules, ladders_folder
 from fathom.ladder.scaling import ESTIMATOR
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import count_parameters
-from fathom.recipe import Recipe, RecipeError, allowed, check_keys, convert, parse_recipe, read_values
+from fathom.recipe import (
+    FREE_ON_RESUME,
+    Recipe,
+    RecipeError,
+    allowed,
+    check_keys,
+    convert,
+    differences,
+    load_recipe,
+    parse_recipe,
+    read_values,
+)
 from fathom.report.files import read_json, write_json
 
 SECTION = "ladder"
@@ -38,8 +49,13 @@ TUNING_SEED = 10_000
 TWIN_SEED = 1_000_000
 RATE_RULES = {"adamw": (-0.28, -0.37, 0.5), "muon": (-0.32, 0.0, 0.56)}
 """Exponents of tokens, width and batch in the rule that scales the learning rate, by optimizer."""
+EDITION = 2
+"""How runs follow from a plan, which names its edition; a directory goes on by the one that began it. In the first, a
+control with `ladder.layers` counted all layers of the rung, and twins had batches of their own under `data.seed`."""
 EARLIER: dict[str, object] = {"shared_rate": False}
 """What rules meant before they had a key: a plan that lacks it goes on as it began."""
+OF_A_RUN = (*FREE_ON_RESUME, "optim", "train.seed", "data.seed")
+"""Keys that runs of one arm at one rung may differ in."""
 ALIKE = 0.02
 """Share by which the FLOPs of variants may differ: they are chosen by loss alone."""
 EXTRA = 0.005
@@ -107,6 +123,7 @@ class Ladder:
     recipe: Recipe
     rules: Rules
     arms: tuple[Arm, ...]
+    edition: int = EDITION
     planned: str | None = dataclasses.field(default=None, compare=False)
     """SHA-256 of the plan as it was written, since later versions may write it differently; None before."""
     added: tuple[Added, ...] = dataclasses.field(default=(), compare=False)
@@ -228,8 +245,13 @@ class Ladder:
         arms: list[ArmValues] = [
             {"name": arm.name, "mechanism": arm.mechanism, "overrides": list(arm.overrides)} for arm in self.arms
         ]
-        whole = typing.cast(RulesValues, rules)
-        return {"recipe": self.recipe.to_dict(), "rules": whole, "arms": arms, "estimator": ESTIMATOR}
+        return {
+            "recipe": self.recipe.to_dict(),
+            "rules": typing.cast(RulesValues, rules),
+            "arms": arms,
+            "estimator": ESTIMATOR,
+            "edition": self.edition,
+        }
 
     @cached_property
     def sha256(self) -> str:
@@ -257,9 +279,13 @@ class Ladder:
             raise RecipeError(f"{path}: {', '.join(changed)} is not what was planned; another plan needs another --out")
         if values["estimator"] != ESTIMATOR:
             raise RecipeError(f"{path}: estimator {values['estimator']}; this version has {ESTIMATOR}")
+        edition = values.get("edition")
+        if edition not in (None, *range(1, EDITION + 1)):
+            raise RecipeError(f"{path}: edition {edition}; this version has 1 to {EDITION}")
         arms = tuple(Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"])
         rules = parse_rules({**EARLIER, **values["rules"]}, str(path))
-        return cls(parse_recipe(values["recipe"]), rules, arms, planned, _added(out))
+        ladder = cls(parse_recipe(values["recipe"]), rules, arms, edition or EDITION, planned, _added(out))
+        return ladder if edition else dataclasses.replace(ladder, edition=_edition(ladder, out))
 
     def add_seeds(self, out: Path, seeds: Sequence[int], finished: int) -> Ladder:
         """The ladder with more seeds, which are also written to its directory; the last such request may be repeated.
@@ -296,7 +322,8 @@ class Ladder:
     def _size(self, index: int, budget: int, first: Size | None) -> Size:
         rules, shape, length = self.rules, self._shape(index), self.recipe.data.sequence_length
         shaped = self.recipe.override(*shape.overrides)
-        parameters = without_embeddings(_with_layers(self.control, shape).recipe(shaped).config())
+        control = _all_layers(self.control) if self.edition == 1 else _with_layers(self.control, shape)
+        parameters = without_embeddings(control.recipe(shaped).config())
         tokens = rules.tokens or parameters * rules.tokens_per_parameter[budget]
         rows = self.recipe.rows_per_step
         if first is not None:
@@ -324,7 +351,8 @@ class Ladder:
         """The control with the narrowest MLP that gives it at least an arm's parameters."""
         arm = next(arm for arm in self.arms if arm.name == matched.name.removeprefix(MATCHED))
         wanted = self._parameters(arm, size)
-        width = self.arm_at(self.control, size).recipe(self.base(size)).config().intermediate_size
+        control = self.arm_at(self.control, size).recipe(self.base(size)).config()
+        width = size.mlp if self.edition == 1 else control.intermediate_size
         one = self._parameters(self._widened(matched, width + 1), size) - size.parameters
         width += max(0, math.ceil((wanted - size.parameters) / one))
         return dataclasses.replace(self._widened(matched, width), name=matched.name)
@@ -344,6 +372,25 @@ def _added(out: Path) -> tuple[Added, ...]:
         return tuple(Added(tuple(row["seeds"]), row["date"], row["finished"]) for row in read_json(path)["added"])
     except (ValueError, KeyError, TypeError):
         raise RecipeError(f"{path} is damaged: it is not what was added") from None
+
+
+def _edition(ladder: Ladder, out: Path) -> int:
+    """Of a plan that names none: the first where a run is as that made it and the second would not, else the second."""
+    editions = [dataclasses.replace(ladder, edition=edition) for edition in (1, 2)]
+    made = [one.plan(one.sizes[0], _base_rates(one)).recipes for one in editions]
+    for name in made[0]:
+        if begun := [*out.glob(f"{RUNGS}/1/{ARMS}/{name}/*/{RECIPE}"), *out.glob(f"{TUNE}/1/{name}/*/*/{RECIPE}")]:
+            recipe = load_recipe(begun[0])
+            fits = [name in one and not differences(recipe, one[name], OF_A_RUN) for one in made]
+            if fits == [True, False]:
+                return 1
+    seed = ladder.recipe.data.seed
+    twins = [load_recipe(path).data.seed for path in out.glob(f"{TWIN}/*/*/{RECIPE}")] if seed is not None else []
+    return 1 if any(own != seed for own in twins) else 2
+
+
+def _base_rates(ladder: Ladder) -> dict[str, float]:
+    return dict.fromkeys((arm.name for arm in ladder.every_arm), ladder.recipe.optim.lr)
 
 
 MATCHED = "as-large-as-"
@@ -403,7 +450,7 @@ def parse_rules(values: Mapping[str, object], source: str) -> Rules:
 def checked(ladder: Ladder, begins: bool = True) -> Ladder:
     """Check a ladder: open the data, build every arm's recipe and, as it `begins`, its model, and refuse rungs that
     read a row twice; as it begins, also rungs that do not climb and arms with a rate of their own."""
-    rates = {arm.name: ladder.recipe.optim.lr for arm in ladder.every_arm}
+    rates = _base_rates(ladder)
     for arm in ladder.arms:
         if arm.name.startswith(MATCHED):
             raise RecipeError(f"--arms {arm.name}: a name that begins with {MATCHED} is a control's")
@@ -428,9 +475,9 @@ def checked(ladder: Ladder, begins: bool = True) -> Ladder:
 
 def _check_rate(ladder: Ladder, arm: Arm) -> None:
     """Refuse an arm's own learning rate or weight decay, which the ladder would replace by those that it carries."""
-    kept = tuple(override for override in arm.overrides if not override.startswith(f"{LAYERS}="))
-    own, base = Arm(arm.name, arm.mechanism, kept).recipe(ladder.recipe).optim, ladder.recipe.optim
-    written = {override.partition("=")[0].strip() for override in kept}
+    kept = _all_layers(arm)
+    own, base = kept.recipe(ladder.recipe).optim, ladder.recipe.optim
+    written = {override.partition("=")[0].strip() for override in kept.overrides}
     for key in ("lr", "weight_decay"):
         if f"optim.{key}" in written or getattr(own, key) != getattr(base, key):
             raise RecipeError(
@@ -477,6 +524,13 @@ def _with_layers(arm: Arm, shape: Shape) -> Arm:
         key, _, value = override.partition("=")
         overrides.append(override if key != LAYERS else f"model.num_hidden_layers={share_of(shape.layers, value)}")
     return dataclasses.replace(arm, overrides=tuple(overrides))
+
+
+def _all_layers(arm: Arm) -> Arm:
+    """The arm without its share of a rung's layers."""
+    return dataclasses.replace(
+        arm, overrides=tuple(word for word in arm.overrides if not word.startswith(f"{LAYERS}="))
+    )
 
 
 def share_of(layers: int, text: str) -> int:

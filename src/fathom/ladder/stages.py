@@ -38,7 +38,7 @@ from fathom.ladder.rungs import (
 )
 from fathom.ladder.scaling import DECADE, ESTIMATOR, Noise, Posterior, Rung, noise_of, posterior
 from fathom.ladder.tuning import Bowl, Points, bowl, first_places, next_place, pooled_sigma
-from fathom.recipe import Recipe, RecipeError
+from fathom.recipe import Recipe, RecipeError, differences
 from fathom.report.files import digest, read_json, write_json
 from fathom.report.statistics import holm
 
@@ -306,7 +306,7 @@ class State:
     def _twin(self, size: Size, seed: int) -> Recipe:
         control = self.ladder.control
         rate = self.rate(control, size)
-        order = self.ladder.run(control, size, rate, seed).data_seed
+        order = seed if self.ladder.edition == 1 else self.ladder.run(control, size, rate, seed).data_seed
         return self.ladder.run(control, size, rate, seed + TWIN_SEED).override(f"data.seed={order}")
 
     def shared(self, sizes: Sequence[Size]) -> list[LadderRun]:
@@ -473,6 +473,9 @@ class State:
         for size in sizes:
             path, planned = self.rung_dir(size) / PLAN, json.loads(json.dumps(self.plan(size).to_dict()))
             if not path.exists() or read_json(path) != planned:  # seeds were added
+                changed = differences(Plan.read(path.parent).recipe, self.plan(size).recipe) if path.exists() else []
+                if changed:
+                    raise RecipeError(f"{path}: the rung began with another recipe; different: {', '.join(changed)}")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, planned)
 
