@@ -465,21 +465,54 @@ def test_short_prompts_are_read_at_once(engine, monkeypatch, case, kind):
     assert len(several) == 3 and one == [20, 17, 21], "a prompt that is scored is read alone"
 
 
+def watched(running, model):
+    """Bytes that keys and values of all batches really take in every forward pass; the list grows as it runs."""
+    held = []
+
+    def look(*given):
+        batches_ = [lane.batch for lane in running.lanes.values()]
+        caches = [getattr(batch, name, None) for batch in batches_ for name in ("cache", "fresh")]
+        layers = [layer for cache in caches if cache is not None for layer in cache.layers]
+        stored = [x.untyped_storage() for layer in layers for x in (layer.keys, layer.values) if x is not None]
+        held.append(sum({one.data_ptr(): one.nbytes() for one in stored}.values()))
+
+    model.model.register_forward_hook(look)
+    return held
+
+
+def never_halting(model):
+    """Rows are then as long as they may become."""
+    for gate in getattr(model.model.recurrence, "gates", ()):
+        torch.nn.init.constant_(gate.down.bias, 20.0)
+    return model
+
+
 @pytest.mark.parametrize("case", ["loop", "adaponder"])
 def test_a_long_text_leaves_its_room_to_others(engine, monkeypatch, case):
-    """Though some are always there: the batch' rows were as long as its longest had been until all had ended."""
+    """Though some are always there: the batch' rows were as long as its longest had been until all had ended. And the
+    memory is free before others take it, which it is not if what they leave is kept."""
     monkeypatch.setattr("fathom.inference.engine.GRAIN", 16)
     budget = batches.token_bytes(build(config_of(case)), None) * 128  # two rows of the long one, or eight of the others
-    running, model = engine(case, budget=budget)
-    chance, rows, step = random.Random(5), [], running._step
-    monkeypatch.setattr(running, "_step", lambda lane: rows.append((len(lane.jobs), lane.rectangle)) or step(lane))
+    chance = random.Random(5)
     prompts = [[chance.randrange(3, 61) for _ in range(4)] for _ in range(30)]
-    jobs = [Collected(p, 60 if i == 0 else 8 + i % 5, Choice()) for i, p in enumerate(prompts)]
-    submitted_at_once(running, jobs)
-    assert [one.wait() for one in jobs] == ["length"] * 30
-    assert [one.tokens for one in jobs] == [alone(model, p, len(j.tokens)) for p, j in zip(prompts, jobs, strict=True)]
+
+    def served():
+        running, model = engine(case, budget=budget)
+        held, rows, step = watched(running, never_halting(model)), [], running._step
+        monkeypatch.setattr(running, "_step", lambda lane: rows.append((len(lane.jobs), lane.rectangle)) or step(lane))
+        jobs = [Collected(p, 60 if i == 0 else 8 + i % 5, Choice()) for i, p in enumerate(prompts)]
+        submitted_at_once(running, jobs)
+        assert [one.wait() for one in jobs] == ["length"] * 30
+        assert [j.tokens for j in jobs] == [alone(model, p, len(j.tokens)) for p, j in zip(prompts, jobs, strict=True)]
+        return rows, max(held)
+
+    rows, most_held = served()
     assert max(most for most, _ in rows[:50]) == 2 and max(most for most, _ in rows) == 8
     assert all(most <= held and held * tokens <= 128 for most, (held, tokens) in rows)
+    assert 0.8 * budget < most_held <= budget
+    if case == "adaponder":
+        monkeypatch.setattr(SlotBatch, "reserve", lambda self, rows, tokens: None)
+        assert served()[1] > budget
 
 
 def test_the_likeliest_tokens_do_not_depend_on_company(engine, monkeypatch):

@@ -13,7 +13,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache, cache_utils
 from fathom.models import several_trips, slot_cache
 from fathom.models.cost import cache_bytes_per_token
 from fathom.models.roles import View
-from fathom.models.slot_cache import FixedTable, SlotLayer, SlotTable, grown, with_slots
+from fathom.models.slot_cache import FixedTable, SlotLayer, SlotTable, drop_row, grown, trim_slots, with_slots
 
 from .cases import build, config_of, tokens
 from .slot_oracle import METHODS, OPEN, thinker
@@ -278,6 +278,28 @@ def test_rows_move_with_everything_they_own(method):
     cache.reorder_cache(torch.tensor([2, 2, 0]))
     last = tokens(3, 1, seed=6)
     assert error(goes_on(model, cache, last), logits(model, torch.cat([whole[[2, 2, 0]], last], 1))[:, -1:]) < EXACT
+
+
+@every_method
+def test_what_rows_leave_is_freed(method):
+    """Of a dropped row its buffers, of the others what they have no use for; and they go on as they would have."""
+    ids, other = tokens(3, 9), tokens(3, 4, seed=8)
+    model, cache, table = filled(method, ids, [4, 1, 4])
+    table.resize(4 * table.end)
+    drop_row(cache, 0)
+    kept, free = [2, 1], table.end + 2
+    trim_slots(cache, free)
+    assert table.capacity == free and len(table.token) == 2
+    for layer in cache.layers:
+        for stored in layer.stored:
+            assert stored.untyped_storage().nbytes() == stored[0, 0].nbytes * 2 * (free + 1)
+    before = [x for layer in cache.layers for x in layer.stored]
+    trim_slots(cache, free)
+    assert all(x is y for x, y in zip(before, (x for layer in cache.layers for x in layer.stored), strict=True))
+    fresh = logits(model, torch.cat([ids, other], 1)[kept])[:, 9:]
+    assert error(goes_on(model, cache, other[kept]), fresh) < EXACT
+    trim_slots(cache, 0)
+    assert table.capacity == table.end, "what is in use stays"
 
 
 @every_method

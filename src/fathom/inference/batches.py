@@ -30,7 +30,16 @@ from fathom.inference.cache import Policy
 from fathom.inference.compiled import Compiled
 from fathom.kvcache.prefill import chunks
 from fathom.models import FathomForCausalLM
-from fathom.models.slot_cache import SPARE, GrowingLayer, drop_row, fix_slots, fixed_slots, merge_slots, move_row
+from fathom.models.slot_cache import (
+    GrowingLayer,
+    drop_row,
+    fix_slots,
+    fixed_slots,
+    merge_slots,
+    move_row,
+    trim_slots,
+    with_spare,
+)
 from fathom.models.slots import joined
 from fathom.models.speculation import Speculation, Stages, check_speculation, side_by_side
 
@@ -97,7 +106,7 @@ class LiveBatch(ABC):
         """Remove a row; returns the index of the row that took its place, or its own if later rows moved up."""
 
     def reserve(self, rows: int, tokens: int) -> None:  # noqa: B027
-        """Make room for `rows` rows of `tokens` tokens, no more, if the cache does not grow by itself."""
+        """Make room for `rows` rows of `tokens` tokens, the one that joins among them; and free what is beyond."""
 
     def _call(
         self, ids: Tensor, positions: Tensor | None, cache: Cache, every: bool = False, mask: Mask = None
@@ -403,6 +412,11 @@ class SlotBatch(LiveBatch):
         self.cache: Cache | None = None
         self.fresh: Cache | None = None
 
+    def reserve(self, rows: int, tokens: int) -> None:
+        """Free what rows that have left held, and those that were longer; others grow by themselves."""
+        if self.cache is not None:  # a place beside the capacity is for what is thrown away
+            trim_slots(self.cache, with_spare(tokens * trips_of(self.model, self.trips)) - 1)
+
     def read(self, chunk: Sequence[int], every: bool = False) -> Tensor:
         """As `LiveBatch.read`."""
         self.fresh = self.fresh or DynamicCache(config=self.model.config)
@@ -470,6 +484,9 @@ class FixedSlotBatch(SlotBatch):
         view = model.model.recurrence.view
         # A token to spare, as in a slab: a program that reads all places would read no fewer.
         self.cache = fixed_slots(layers, compiled.rows, compiled.tokens + 1, most, view, model.device)
+
+    def reserve(self, rows: int, tokens: int) -> None:
+        """There is room from the start."""
 
     def _merge(self, lengths: Sequence[int]) -> None:
         assert self.fresh is not None and self.cache is not None
@@ -607,7 +624,7 @@ def token_bytes(model: PreTrainedModel, trips: int | None) -> int:
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     whole = 2 * heads * width * model.dtype.itemsize * banks(model, trips)
-    return whole + whole // SPARE if _slotted(model) else whole
+    return with_spare(whole) if _slotted(model) else whole
 
 
 def may_chunk(model: PreTrainedModel) -> bool:

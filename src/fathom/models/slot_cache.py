@@ -34,6 +34,11 @@ COPYING = 1.5
 time is bytes, a copy that does not stay in its cache is a reading and a writing: 2."""
 
 
+def with_spare(places: int) -> int:
+    """So many and, as full buffers grow, 1/SPARE more."""
+    return places + places // SPARE
+
+
 def gathering_pays(queries: int, found: int, stored: int, copied: bool) -> bool:
     """Whether to copy out the slots that a pass reads, in place of reading all that are stored under a mask.
 
@@ -217,10 +222,14 @@ class SlotTable:
     def _grow(self, end: int) -> None:
         if self.token is not None and end <= self.token.shape[1] - 1:
             return
-        self.capacity = max(self.capacity, end + end // SPARE)
+        self.resize(max(self.capacity, with_spare(end)))
+
+    def resize(self, capacity: int) -> None:
+        """Give every row room for so many slots, and a place for what is thrown away."""
+        self.capacity = capacity
         for name in ("token", "trip", "bias", "document"):
             if (tensor := getattr(self, name)) is not None:
-                setattr(self, name, grown(tensor, self.capacity, self.end, EMPTY if name == "token" else 0))
+                setattr(self, name, grown(tensor, capacity, self.end, EMPTY if name == "token" else 0))
 
     def note(self, query: Tags, placement: Placement, deepest: int) -> None:
         """Record the trips that the tokens of a pass have made; `deepest` is the latest trip in it."""
@@ -556,13 +565,14 @@ def merge_slots(cache: Cache, other: Cache) -> None:
         layer.stored = tuple(
             torch.cat((grown(a, capacity, mine.end), grown(b, capacity, theirs.end))) for a, b in pairs
         )
+        added.stored = None  # so that no more than a layer exists twice
     mine.absorb(theirs)
 
 
 def drop_row(cache: Cache, row: int) -> None:
     """Take a row out of a slot cache that has others; the last one takes its place.
 
-    Only that one is copied: the memory of a row is free once others are merged.
+    Only that one is copied: the memory of a row is free once others are merged, or `trim_slots` is called.
     """
     for layer in cache.layers:
         layer.stored = tuple(_without(x, row) for x in layer.stored)
@@ -570,6 +580,20 @@ def drop_row(cache: Cache, row: int) -> None:
     for name, tensor in table.tensors().items():
         setattr(table, name, _without(tensor, row))
     table.settle()
+
+
+def trim_slots(cache: Cache, capacity: int) -> None:
+    """Free the memory of rows that were dropped, and of places beyond `capacity` that no other row has taken."""
+    table, first = cache.layers[0].table, cache.layers[0]
+    capacity = max(table.end, min(capacity, table.capacity))
+    if capacity == table.capacity and first.stored[0].untyped_storage().nbytes() == first.stored[0].nbytes:
+        return
+    for layer in cache.layers:
+        for i in range(2):  # so that no more than a tensor exists twice
+            stored = list(layer.stored)
+            stored[i] = grown(stored[i], capacity, table.end)
+            layer.stored = tuple(stored)
+    table.resize(capacity)
 
 
 def _without(rows: Tensor, row: int) -> Tensor:
