@@ -539,6 +539,38 @@ def test_a_control_is_widened(tmp_path: Path) -> None:
     assert "as-large-as" not in str([arm.name for arm in make(tmp_path, arms, parameters=False).every_arm])
 
 
+@pytest.mark.parametrize("arms, rules", [("vanilla,mine=vanilla;optim.lr=0.01", {}), (ARMS, {"hidden": [24, 16]})])
+def test_what_begins_no_more_is_opened_by_its_command(
+    tmp_path: Path, monkeypatch, capsys, arms: str, rules: dict
+) -> None:
+    """A directory of the same plan, from before an arm's own rate and rungs that do not climb were refused."""
+    planted(monkeypatch)
+    file, out = write_ladder(tmp_path / "l.yaml", **{**SMALL, **rules}, tune_points=[]), tmp_path / "out"
+    words = ["ladder", str(file), "--arms", arms, "--out", str(out), "--json"]
+    assert main(words) == 2 and not out.exists()
+    with monkeypatch.context() as before:
+        for check in ("_check_rate", "_check_sizes"):
+            before.setattr(f"fathom.ladder.rungs.{check}", lambda *_: None)
+        assert main([*words, "--until", "tune"]) == 0
+    for more in (["--report"], ["--until", "rungs"], ["--retry-failed"], ["--dry-run"]):
+        assert main([*words, *more]) == 0, more
+    capsys.readouterr()
+    assert main([*words, "--report", "ladder.twin=[1]"]) == 2, "another plan begins, as far as can be seen"
+    assert "allowed: rungs from small to large" in (said := capsys.readouterr().err) or "is the ladder's" in said
+
+
+def test_losses_of_a_puzzle_that_is_learnt_are_alike(tmp_path: Path, monkeypatch) -> None:
+    """Below 0.01 nats a lower loss is noise, so that no rate is tried beyond; an older directory goes on as it did."""
+    ladder = make(tmp_path, "vanilla,loop=loop;model.recurrence_options.trips=2", tune_points=[3], tune_seeds=[1])
+    monkeypatch.setattr(LadderRun, "settled", True)
+    monkeypatch.setattr(LadderRun, "loss", lambda run, _: 1e-6 * run.recipe.optim.lr / ladder.recipe.optim.lr)
+    places = {}
+    for edition in (2, 3):
+        state = State(replace(ladder, edition=edition), tmp_path / "out")
+        places[edition] = sorted(state.tuned[0]["vanilla"].points)
+    assert places == {2: [-4, -3, -2, -1, 0, 1], 3: [-1, 0, 1]}
+
+
 def test_a_share_of_the_layers(tmp_path: Path) -> None:
     arms = "vanilla,loop=loop;ladder.layers=1/2;model.recurrence_options.trips=2"
     ladder = make(tmp_path, arms, layers=[2, 2, 4, 4])

@@ -57,6 +57,14 @@ def test_divergence_brackets() -> None:
     assert bowl(lost, 4).flags == (UNKNOWN,)
 
 
+def test_a_bowl_ends_where_a_rate_diverged() -> None:
+    """The best is above the hole, and so is the optimum; fitted across, as it once was, it lay below."""
+    points = {-1: [3.1], 0: [math.inf], 1: [3.0], 2: [3.1], 3: [3.3]}
+    assert 1 <= bowl(points, 4).place < 1.2 and bowl(points, 4).known
+    assert bowl(points, 4, across=True).place < 0.5
+    assert FLAT in bowl({-1: [3.1], 0: [math.inf], 1: [3.0], 2: [3.1]}, 4).flags, "two points are no bowl"
+
+
 def test_a_flat_bowl_is_doubted() -> None:
     """No curvature, or noise that hides it: the arm has no rate of its own."""
     assert FLAT in bowl({-1: [3.0], 0: [3.001], 1: [2.999], 2: [2.99], 3: [3.0]}, 4, sigma=0.02).flags

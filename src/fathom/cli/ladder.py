@@ -73,7 +73,7 @@ def run(options: Namespace) -> int:
         if not options.arms:
             raise RecipeError("--arms is missing; for example --arms vanilla,uniform_depth,depth_attention")
         out = options.out or Path("runs") / f"{source.stem}-ladder"
-        ladder = load_ladder(source, options.arms, options.overrides)
+        ladder = load_ladder(source, options.arms, options.overrides, out)
     if options.dry_run:
         found = budget(ladder)
         if options.json:

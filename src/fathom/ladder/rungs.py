@@ -49,9 +49,12 @@ TUNING_SEED = 10_000
 TWIN_SEED = 1_000_000
 RATE_RULES = {"adamw": (-0.28, -0.37, 0.5), "muon": (-0.32, 0.0, 0.56)}
 """Exponents of tokens, width and batch in the rule that scales the learning rate, by optimizer."""
-EDITION = 2
+EDITION = 3
 """How runs follow from a plan, which names its edition; a directory goes on by the one that began it. In the first, a
-control with `ladder.layers` counted all layers of the rung, and twins had batches of their own under `data.seed`."""
+control with `ladder.layers` counted all layers of the rung, and twins had batches of their own under `data.seed`. Until
+the second, tuning told losses near zero apart, and fitted a bowl across rates that diverged."""
+UNNAMED = 2
+"""The last edition whose plans did not name theirs."""
 EARLIER: dict[str, object] = {"shared_rate": False}
 """What rules meant before they had a key: a plan that lacks it goes on as it began."""
 OF_A_RUN = (*FREE_ON_RESUME, "optim", "train.seed", "data.seed")
@@ -124,6 +127,8 @@ class Ladder:
     rules: Rules
     arms: tuple[Arm, ...]
     edition: int = EDITION
+    earlier: Mapping[str, typing.Any] = dataclasses.field(default_factory=dict, compare=False)
+    """Rules that the plan was written without, as they were meant."""
     planned: str | None = dataclasses.field(default=None, compare=False)
     """SHA-256 of the plan as it was written, since later versions may write it differently; None before."""
     added: tuple[Added, ...] = dataclasses.field(default=(), compare=False)
@@ -283,9 +288,16 @@ class Ladder:
         if edition not in (None, *range(1, EDITION + 1)):
             raise RecipeError(f"{path}: edition {edition}; this version has 1 to {EDITION}")
         arms = tuple(Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"])
-        rules = parse_rules({**EARLIER, **values["rules"]}, str(path))
-        ladder = cls(parse_recipe(values["recipe"]), rules, arms, edition or EDITION, planned, _added(out))
+        earlier = {key: value for key, value in EARLIER.items() if key not in values["rules"]}
+        rules = parse_rules({**earlier, **values["rules"]}, str(path))
+        ladder = cls(parse_recipe(values["recipe"]), rules, arms, edition or UNNAMED, earlier, planned, _added(out))
         return ladder if edition else dataclasses.replace(ladder, edition=_edition(ladder, out))
+
+    def changed(self, asked: Ladder) -> list[str]:
+        """Parts of this plan, as it was written, that are others in one that is asked for now."""
+        rules = dataclasses.replace(asked.rules, **self.earlier)
+        new = dict(dataclasses.replace(asked, edition=self.edition, rules=rules).to_dict())
+        return [key for key, value in self.to_dict().items() if new[key] != value]
 
     def add_seeds(self, out: Path, seeds: Sequence[int], finished: int) -> Ladder:
         """The ladder with more seeds, which are also written to its directory; the last such request may be repeated.
@@ -376,7 +388,7 @@ def _added(out: Path) -> tuple[Added, ...]:
 
 def _edition(ladder: Ladder, out: Path) -> int:
     """Of a plan that names none: the first where a run is as that made it and the second would not, else the second."""
-    editions = [dataclasses.replace(ladder, edition=edition) for edition in (1, 2)]
+    editions = [dataclasses.replace(ladder, edition=edition) for edition in (1, UNNAMED)]
     made = [one.plan(one.sizes[0], _base_rates(one)).recipes for one in editions]
     for name in made[0]:
         if begun := [*out.glob(f"{RUNGS}/1/{ARMS}/{name}/*/{RECIPE}"), *out.glob(f"{TUNE}/1/{name}/*/*/{RECIPE}")]:
@@ -386,7 +398,7 @@ def _edition(ladder: Ladder, out: Path) -> int:
                 return 1
     seed = ladder.recipe.data.seed
     twins = [load_recipe(path).data.seed for path in out.glob(f"{TWIN}/*/*/{RECIPE}")] if seed is not None else []
-    return 1 if any(own != seed for own in twins) else 2
+    return 1 if any(own != seed for own in twins) else UNNAMED
 
 
 def _base_rates(ladder: Ladder) -> dict[str, float]:
@@ -407,13 +419,14 @@ def find_ladder(name: Path) -> Path:
     return packaged[str(name)]
 
 
-def load_ladder(path: Path, arms: str, overrides: Sequence[str] = ()) -> Ladder:
+def load_ladder(path: Path, arms: str, overrides: Sequence[str] = (), out: Path | None = None) -> Ladder:
     """A checked ladder from a file: a recipe with a `ladder` section.
 
     Args:
         path: A YAML file.
         arms: As for `fathom compare`; the first is the control.
         overrides: `key=value` words; `ladder.key=value` too.
+        out: Where it may have begun: a directory of the same plan is opened as it is.
     """
     values = read_values(path)
     rules = values.pop(SECTION, None)
@@ -424,7 +437,10 @@ def load_ladder(path: Path, arms: str, overrides: Sequence[str] = ()) -> Ladder:
         key, _, value = word.removeprefix(f"{SECTION}.").partition("=")
         rules[key] = value
     recipe = parse_recipe(values, [word for word in overrides if word not in own])
-    return checked(Ladder(recipe, parse_rules(rules, str(path)), tuple(parse_arms(arms))))
+    ladder = Ladder(recipe, parse_rules(rules, str(path)), tuple(parse_arms(arms)))
+    if out is not None and (out / LADDER).exists() and not (before := Ladder.read(out)).changed(ladder):
+        return checked(before, begins=False)
+    return checked(ladder)
 
 
 def parse_rules(values: Mapping[str, object], source: str) -> Rules:

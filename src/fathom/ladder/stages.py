@@ -37,7 +37,7 @@ from fathom.ladder.rungs import (
     sha256_of,
 )
 from fathom.ladder.scaling import DECADE, ESTIMATOR, Noise, Posterior, Rung, noise_of, posterior
-from fathom.ladder.tuning import Bowl, Points, bowl, first_places, next_place, pooled_sigma
+from fathom.ladder.tuning import LEARNT, Bowl, Points, bowl, first_places, next_place, pooled_sigma
 from fathom.recipe import Recipe, RecipeError, differences
 from fathom.report.files import digest, read_json, write_json
 from fathom.report.statistics import holm
@@ -216,8 +216,8 @@ class State:
         return [cell[seed] for seed in range(max(map(len, cells))) for cell in cells if seed < len(cell)]
 
     def _points(self, cells: dict[int, list[LadderRun]]) -> dict[int, list[float]]:
-        domains = self.ladder.rules.tune_domains
-        return {place: [run.loss(domains) for run in cell] for place, cell in cells.items()}
+        domains, least = self.ladder.rules.tune_domains, LEARNT if self.ladder.edition > 2 else 0.0
+        return {place: [max(run.loss(domains), least) for run in cell] for place, cell in cells.items()}
 
     def _bowls(
         self,
@@ -229,7 +229,8 @@ class State:
         """Each arm's parabola and optimum; its uncertainty is from the noise of all arms together."""
         before = [tuned.points for tuned in found[0].values()] if found else []
         sigma = pooled_sigma([*points.values(), *before])
-        return {name: Tuned(centres[name], rows, bowl(rows, first, sigma)) for name, rows in points.items()}
+        across = self.ladder.edition <= 2
+        return {name: Tuned(centres[name], rows, bowl(rows, first, sigma, across)) for name, rows in points.items()}
 
     @cached_property
     def tuned(self) -> list[dict[str, Tuned]]:

@@ -1,7 +1,7 @@
 """A learning rate for each arm: points a factor 2 apart, and a parabola in log2 of the rate, with its uncertainty.
 
 A rate is given by its place: its doublings above the centre. A diverged run has an infinite loss, which brackets an
-optimum like any other but is left out of the parabola.
+optimum like any other; the parabola is of the places on the best one's side of it.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ WIDEST = 5
 """Most points in the fit of the parabola, around the best."""
 UNCERTAIN = 1.0
 """An optimum whose 68 % interval is wider than this many doublings counts as unknown."""
+LEARNT = 0.01
+"""Nats below which losses are no longer told apart: of a puzzle that several rates solve, differences are noise."""
 EDGE, FLAT, UNKNOWN = "edge", "flat", "diverged everywhere"
 
 Points = Mapping[int, Sequence[float]]
@@ -70,13 +72,14 @@ def next_place(points: Points, first: int) -> int | None:
     return best + 1 if best == max(means) else None
 
 
-def bowl(points: Points, first: int, sigma: float | None = None) -> Bowl:
+def bowl(points: Points, first: int, sigma: float | None = None, across: bool = False) -> Bowl:
     """Fit the parabola; returns the optimum with its interval and flags.
 
     Args:
         points: Losses at each place.
         first: How many places were planned.
         sigma: Standard deviation of one run; by default estimated from these points.
+        across: Fit places on both sides of a diverged one, as it was once done.
     """
     means = _means(points)
     extended = max(0, len(means) - first)
@@ -85,7 +88,8 @@ def bowl(points: Points, first: int, sigma: float | None = None) -> Bowl:
         return Bowl(0.0, -math.inf, math.inf, None, None, (UNKNOWN,), extended)
     best = min(finite, key=lambda place: (means[place], abs(place)))
     flags = [EDGE] if best in (min(means), max(means)) else []
-    near = sorted(sorted(finite, key=lambda place: (abs(place - best), place))[:WIDEST])
+    beside = finite if across else _beside(best, means)
+    near = sorted(sorted(beside, key=lambda place: (abs(place - best), place))[:WIDEST])
     if len(near) < 3:
         return Bowl(float(best), -math.inf, math.inf, None, None, (*flags, FLAT), extended)
     x, y = np.array(near, float), np.array([means[place] for place in near])
@@ -101,7 +105,7 @@ def bowl(points: Points, first: int, sigma: float | None = None) -> Bowl:
     error = noise * math.sqrt(float(slope @ spread @ slope))
     if error > UNCERTAIN:
         flags.append(FLAT)
-    clipped = min(max(place, finite[0]), finite[-1])
+    clipped = min(max(place, min(beside)), max(beside))
     least = a + b * (clipped - best) + c * (clipped - best) ** 2
     return Bowl(clipped, place - error, place + error, c, least, tuple(flags), extended)
 
@@ -126,6 +130,14 @@ def _noise(points: Points, near: Sequence[int], fitted: np.ndarray, weight: np.n
     freedom = len(near) - 3
     # Three points always lie on a parabola, so the noise is unknown.
     return math.sqrt(float((((means - fitted) * weight) ** 2).sum()) / freedom) if freedom else math.nan
+
+
+def _beside(best: int, means: Mapping[int, float]) -> list[int]:
+    """Places from which the best is reached without crossing one that diverged."""
+    diverged = [place for place, loss in means.items() if not math.isfinite(loss)]
+    low = max((place for place in diverged if place < best), default=-math.inf)
+    high = min((place for place in diverged if place > best), default=math.inf)
+    return sorted(place for place in means if low < place < high)
 
 
 def _means(points: Points) -> dict[int, float]:

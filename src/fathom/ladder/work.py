@@ -19,7 +19,6 @@ import shlex
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -100,11 +99,7 @@ def settle(ladder: Ladder, out: Path, workers: int = 1) -> Ladder:
 def _as_written(ladder: Ladder, out: Path) -> Ladder:
     """The plan of a directory, which must equal this one."""
     before = Ladder.read(out)
-    ladder = replace(ladder, edition=before.edition)
-    if "shared_rate" not in read_json(out / LADDER)["rules"]:  # a plan from before the key has no such runs
-        ladder = replace(ladder, rules=replace(ladder.rules, shared_rate=before.rules.shared_rate))
-    old, new = dict(before.to_dict()), dict(ladder.to_dict())
-    changed = [key for key, value in new.items() if old[key] != value]
+    changed = before.changed(ladder)
     if changed:
         raise RecipeError(f"{out} holds a ladder of another plan; different: {', '.join(changed)}")
     return before
