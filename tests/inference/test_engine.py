@@ -515,6 +515,28 @@ def test_a_long_text_leaves_its_room_to_others(engine, monkeypatch, case):
         assert served()[1] > budget
 
 
+@pytest.mark.parametrize("case", ["loop", "adaponder"])
+def test_a_long_text_leaves_its_room_to_other_trips(engine, monkeypatch, case):
+    """Though some of its own trips are always there: those of others had no room beside them until all had ended."""
+    monkeypatch.setattr("fathom.inference.engine.GRAIN", 16)
+    budget = batches.token_bytes(build(config_of(case)), None) * 128
+    chance, turns = random.Random(5), []
+    running, model = engine(case, budget=budget)
+    held, step = watched(running, never_halting(model)), running._step
+    monkeypatch.setattr(running, "_step", lambda lane: turns.append(len(running.lanes)) or step(lane))
+    prompts = [[chance.randrange(3, 61) for _ in range(4)] for _ in range(16)]
+    sizes = [60, *[5 + i % 5 for i in range(1, 13)], 60, 12, 12]  # the second long one waits for the first, not for all
+    jobs = [
+        Collected(p, size, Choice(), trips=2 if i < 13 else None)
+        for i, (p, size) in enumerate(zip(prompts, sizes, strict=True))
+    ]
+    submitted_at_once(running, jobs)
+    assert [one.wait() for one in jobs] == ["length"] * 16
+    for one, prompt in zip(jobs, prompts, strict=True):
+        assert one.tokens == alone(model, prompt, len(one.tokens), max_trips=one.job.trips)
+    assert 2 in turns and max(held) <= budget
+
+
 def test_the_likeliest_tokens_do_not_depend_on_company(engine, monkeypatch):
     """Of equally likely ones, as half precision makes them, others are taken where more are asked for."""
     running, model = engine("vanilla")

@@ -346,6 +346,10 @@ class Engine:
         while left > 0 and (self.joining is not None or self._admit(left)):
             assert self.joining is not None
             lane, jobs = self.joining
+            for other in [one for one in self.lanes.values() if one is not lane]:
+                self._guarded(
+                    other, other.batch.reserve, *other.rectangle
+                )  # what it gives up is free before it is taken
             left -= self._guarded(lane, self._read_several if len(jobs) > 1 else self._read, left) or 1
             self._flush()  # so that a first token does not wait for the next prompt
 
@@ -378,23 +382,33 @@ class Engine:
         lane = self.lanes.get(job.trips)
         if lane is None or not (lane.jobs or beside):
             lane = Lane(self._empty(job.trips), self.token_bytes(job.trips))
-        others = sum(one.bytes(one.rectangle) for trips, one in self.lanes.items() if trips != job.trips)
+        others = [one for trips, one in self.lanes.items() if trips != job.trips]
+        left = self.budget - sum(one.bytes(one.rectangle) for one in others)
         jobs = [*lane.jobs, *beside, job]
-        (rows, tokens), tight = lane.rectangle, (len(jobs), max(map(self._tokens, jobs)))
+        (rows, tokens), tight = lane.rectangle, self._tight(jobs)
         wanted = max(rows, tight[0]), max(tokens, tight[1])
         if self.compiled is not None:
             wanted = self.compiled.rows, self.compiled.tokens
-        elif lane.bytes(wanted) + others > self.budget:
+        elif lane.bytes(wanted) > left:
             wanted = tight  # without the room that longer texts, or more of them, have left
-        fits = len(jobs) <= wanted[0] and lane.bytes(wanted) + others <= self.budget
+            least = self.budget - sum(one.bytes(self._tight(one.jobs)) for one in others)
+            if left < lane.bytes(wanted) <= least:
+                left = least
+                for one in others:
+                    one.rectangle = self._tight(one.jobs)
+        fits = len(jobs) <= wanted[0] and lane.bytes(wanted) <= left
         if not fits and (len(jobs) > 1 or others):
             return False
         generous = 1 << (wanted[0] - 1).bit_length(), wanted[1]  # so that a slab is not copied for every row
-        if self.compiled is None and lane.bytes(generous) + others <= self.budget:
+        if self.compiled is None and lane.bytes(generous) <= left:
             wanted = generous
         self.lanes[job.trips] = lane
         lane.rectangle = wanted
         return True
+
+    def _tight(self, jobs: Sequence[Job]) -> tuple[int, int]:
+        """Rows and tokens that jobs need, all rows as long as the longest may become."""
+        return len(jobs), max(map(self._tokens, jobs), default=0)
 
     def _read(self, left: int) -> int:
         """Read a chunk of the joining prompt, and at its end choose the first new token."""
