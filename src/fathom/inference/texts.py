@@ -84,13 +84,11 @@ class Text:
         return new
 
     def _score_prompt(self, scores: Sequence[Scored]) -> None:
-        """A special token has a place where the prompt has its text, and none where the tokenizer added it."""
-        tokenizer = self.words.tokenizer
-        inside, special = AnswerWords(tokenizer, special=True), set(tokenizer.all_special_ids)
-        for one in scores:
-            self.scores.append((one, self._length))
-            if one.token not in special or self.said.startswith(str(tokenizer.decode([one.token])), self._length):
-                self._length += len(inside.add([one.token]))
+        tokens = [one.token for one in scores]
+        places = read_places(self.words.tokenizer, self.said, tokens)
+        if places is None:
+            places = written_places(self.words.tokenizer, self.said, tokens)
+        self.scores += zip(scores, places, strict=True)
 
     def _tell(self, new: str) -> str:
         self._length += len(new)
@@ -100,3 +98,34 @@ class Text:
             self.finish = "stop"
         self.said += new
         return new
+
+
+def read_places(tokenizer: PreTrainedTokenizerBase, text: str, tokens: Sequence[int]) -> list[int] | None:
+    """Where each token begins in the text that a tokenizer read them from; None if it reads others, or cannot tell.
+
+    A token begins where the one before ends, at blanks that it may have stripped, or within the character that both
+    share. One that the tokenizer added has no text of its own.
+    """
+    if not tokenizer.is_fast:
+        return None
+    found = tokenizer(text, return_offsets_mapping=True)
+    if found["input_ids"] != list(tokens):
+        return None
+    places, end = [], 0
+    for first, last in found["offset_mapping"]:
+        places.append(min(first, end) if last > first else end)
+        end = max(end, last)
+    return places
+
+
+def written_places(tokenizer: PreTrainedTokenizerBase, text: str, tokens: Sequence[int]) -> list[int]:
+    """Where each token begins in a text that was decoded from them, or that a tokenizer read without saying where.
+
+    A special token has a place where the text has its own, and none where the tokenizer added it.
+    """
+    inside, special, places, end = AnswerWords(tokenizer, special=True), set(tokenizer.all_special_ids), [], 0
+    for token in tokens:
+        places.append(end)
+        if token not in special or text.startswith(str(tokenizer.decode([token])), end):
+            end += len(inside.add([token]))
+    return places

@@ -1,0 +1,70 @@
+"""Where the tokens of a prompt begin in its text, for tokenizers that change the text they read."""
+
+from __future__ import annotations
+
+import pytest
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from fathom.inference.texts import read_places, written_places
+
+END = "<end>"
+
+
+def in_bytes(special: AddedToken | None = None, add_prefix_space: bool = False) -> PreTrainedTokenizerFast:
+    """A token for each byte, so that characters are cut."""
+    vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    whole = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    whole.decoder = decoders.ByteLevel()
+    whole.add_special_tokens([special or AddedToken(END, special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=whole, eos_token=special or END)
+
+
+def in_words() -> PreTrainedTokenizerFast:
+    """Words in small letters, without their blanks, behind a token that begins every text."""
+    words = {word: i for i, word in enumerate(["<unk>", END, "the", "lead", "fell"])}
+    whole = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    whole.normalizer = normalizers.Sequence([normalizers.Lowercase(), normalizers.StripAccents()])
+    whole.pre_tokenizer = pre_tokenizers.Whitespace()
+    whole.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 1)])
+    whole.add_special_tokens([AddedToken(END, special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=whole, unk_token="<unk>", eos_token=END)
+
+
+def places(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int] | None:
+    return read_places(tokenizer, text, tokenizer(text)["input_ids"])
+
+
+def test_a_special_token_that_takes_the_blanks_beside_it() -> None:
+    """The token behind it begins behind the blanks; decoding, which has no blanks, put it too far to the left."""
+    tokenizer = in_bytes(AddedToken(END, special=True, lstrip=True, rstrip=True))
+    text = f"ab  {END}  cd{END}e"
+    assert places(tokenizer, text) == [0, 1, 2, 11, 12, 13, 18]
+    assert written_places(tokenizer, text, tokenizer(text)["input_ids"]) != places(tokenizer, text)
+
+
+def test_a_tokenizer_of_small_letters_without_blanks() -> None:
+    tokenizer = in_words()
+    text = f"The  LEAD {END} fell"
+    assert tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"]) == [END, "the", "lead", END, "fell"]
+    assert places(tokenizer, text) == [0, 0, 3, 9, 15]
+
+
+@pytest.mark.parametrize("read", [read_places, written_places])
+def test_characters_that_tokens_share(read) -> None:
+    """The bytes of a character begin where it does, or behind it if it is told when it is whole."""
+    tokenizer = in_bytes()
+    text = f"é{END}🜚z"
+    tokens = tokenizer(text)["input_ids"]
+    assert len(tokens) == 2 + 1 + 4 + 1
+    assert read(tokenizer, text, tokens) == [0, 0, 1, 6, 6, 6, 6, 7]
+
+
+def test_other_tokens_than_the_text_is_read_as() -> None:
+    """A prompt of half a character is decoded with a mark in its place, which is read as another."""
+    tokenizer = in_bytes()
+    tokens = [*tokenizer("é")["input_ids"][:1], *tokenizer("ab")["input_ids"]]
+    text = tokenizer.decode(tokens)
+    assert read_places(tokenizer, text, tokens) is None
+    assert written_places(tokenizer, text, tokens)[0] == 0
