@@ -89,6 +89,7 @@ def shares(accuracy: list[float], ratio: Sooner | None) -> PuzzleShares:
     low, high = wilson(solved, len(accuracy))
     return {
         "accuracy": accuracy,
+        "curves": [],
         "median": statistics.median(accuracy),
         "solved": solved,
         "low": low,

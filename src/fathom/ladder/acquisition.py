@@ -128,17 +128,22 @@ def puzzle_result(state: State) -> PuzzleResult | None:
             results = [read_json(run.run_dir / RESULT)["evaluation"]["domains"] for run in done]
             flops, domains = state.flops(arm, size), dict[str, PuzzleShares]()
             for name in data.domains:
-                spent = {run.seed: Spent(_reached(run, name, flops), flops) for run in done}
+                curves = [_curve(run, name, flops) for run in done]
+                reached = (next((at for at, share in curve if share >= SOLVED), None) for curve in curves)
+                spent = {run.seed: Spent(at, flops) for run, at in zip(done, reached, strict=True)}
                 beside = control.setdefault(name, spent)
                 shares = [result[name]["accuracy"] for result in results]
-                domains[name] = _shares(shares, spent, None if beside is spent else beside)
+                domains[name] = _shares(shares, curves, spent, None if beside is spent else beside)
             seeds = [run.seed for run in done]
             rows.append({"index": size.index, "arm": arm.name, "flops": flops, "seeds": seeds, "domains": domains})
     return {"domains": list(data.domains), "chance": data.puzzle.traits.chance, "solved_at": SOLVED, "rows": rows}
 
 
 def _shares(
-    shares: Sequence[float], spent: Mapping[int | None, Spent], control: Mapping[int | None, Spent] | None
+    shares: Sequence[float],
+    curves: Sequence[Sequence[tuple[float, float]]],
+    spent: Mapping[int | None, Spent],
+    control: Mapping[int | None, Spent] | None,
 ) -> PuzzleShares:
     solved = sum(share >= SOLVED for share in shares)
     low, high = wilson(solved, len(shares)) if shares else (0.0, 1.0)
@@ -146,6 +151,7 @@ def _shares(
     found = sooner([control[seed] for seed in both], [spent[seed] for seed in both]) if control is not None else None
     return {
         "accuracy": list(shares),
+        "curves": curves,
         "median": statistics.median(shares) if shares else None,
         "solved": solved,
         "low": low,
@@ -155,13 +161,10 @@ def _shares(
     }
 
 
-def _reached(run: RunTask, domain: str, flops: float) -> float | None:
-    """Training FLOPs until an evaluation first found a domain solved."""
-    steps = run.plan.recipes[run.arm].train.steps
-    for line in read_metrics(run.run_dir):
-        if line.get(f"val/{domain}/accuracy", 0.0) >= SOLVED:
-            return flops * line["step"] / steps
-    return None
+def _curve(run: RunTask, domain: str, flops: float) -> list[tuple[float, float]]:
+    """Training FLOPs and accuracy at every evaluation of a domain."""
+    steps, key = run.plan.recipes[run.arm].train.steps, f"val/{domain}/accuracy"
+    return [(flops * line["step"] / steps, line[key]) for line in read_metrics(run.run_dir) if key in line]
 
 
 def puzzle_words(control: str, puzzle: PuzzleResult) -> list[str]:

@@ -271,7 +271,7 @@ def _forecast(report: LadderReport, arm: ArmRow, series: int) -> list[Line]:
 
 
 def _accuracies(report: LadderReport) -> list[Markup]:
-    """One panel for each difficulty: accuracy of every seed over the rungs' FLOPs."""
+    """Panels for each difficulty: accuracy of every seed over the rungs' FLOPs, and over those of its training."""
     puzzle = report["puzzle"]
     if puzzle is None:
         return []
@@ -296,6 +296,18 @@ def _accuracies(report: LadderReport) -> list[Markup]:
             lines, "training FLOPs, log10", "accuracy", f"{domain}: {words}", zero=True, x_from_zero=False, top=1.0
         )
         panels.append(html.figure(domain, svg, "Each dot is a seed."))
+    last = max((row["index"] for row in puzzle["rows"]), default=0)
+    for domain in puzzle["domains"]:
+        learning = [
+            Line(row["arm"], [x for x, _ in curve], [y for _, y in curve], names.index(row["arm"]), marks=False)
+            for row in puzzle["rows"]
+            for curve in row["domains"][domain]["curves"]
+            if row["index"] == last and curve
+        ]
+        words = f"{domain} as it is learnt, every seed of every arm"
+        svg = line_plot(learning, "training FLOPs", "accuracy", words, zero=True, top=1.0)
+        if learning:
+            panels.append(html.figure(f"{domain} while learning", svg, "Each line is a seed."))
     return panels
 
 

@@ -300,6 +300,8 @@ class PuzzleShares(TypedDict):
     """Accuracy of runs on a difficulty, and how many solved it, with the Wilson interval of their share."""
 
     accuracy: list[float]
+    curves: Sequence[Sequence[tuple[float, float]]]
+    """Of every run: training FLOPs and accuracy, as it was evaluated."""
     median: float | None
     solved: int
     low: float
