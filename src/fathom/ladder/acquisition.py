@@ -17,14 +17,12 @@ from fathom.data.puzzles import is_puzzle, open_puzzle
 from fathom.ladder.results import PuzzleResult, PuzzleRow, PuzzleShares, PuzzleSooner
 from fathom.ladder.stages import State
 from fathom.report.files import read_json
-from fathom.report.statistics import wilson
+from fathom.report.statistics import holm, wilson
 from fathom.training import read_metrics
 
 SOLVED = 0.9
 """Accuracy at which a run has solved a puzzle."""
 SURE = 0.95
-LEAST = 5
-"""Pairs for a claim; the whole range of five holds the median in 94 %."""
 UNKNOWN = "unknown"
 
 
@@ -50,11 +48,8 @@ class Sooner(NamedTuple):
     level: float
     """Confidence of `low` to `high`: 95 % or a little more of six pairs or more, that of their whole range of fewer."""
     pairs: int
-
-    @property
-    def told(self) -> bool:
-        """Whether the interval, of no less than five pairs, leaves 1 out."""
-        return self.pairs >= LEAST and not self.low <= 1 <= self.high
+    p: float
+    """Of the sign test, two-sided, that neither solves it sooner; a pair that tells nothing counts against it."""
 
     @classmethod
     def read(cls, row: PuzzleSooner) -> Sooner:
@@ -62,7 +57,7 @@ class Sooner(NamedTuple):
         least, most = row["median"]
         high = row["high"]
         ends = (least, math.inf if most is None else most), row["low"], math.inf if high is None else high
-        return cls(*ends, row["level"], row["pairs"])
+        return cls(*ends, row["level"], row["pairs"], row["p"])
 
     def row(self) -> PuzzleSooner:
         """For a report."""
@@ -73,6 +68,7 @@ class Sooner(NamedTuple):
             "high": self.high if math.isfinite(self.high) else None,
             "level": self.level,
             "pairs": self.pairs,
+            "p": self.p,
         }
 
     def words(self) -> str:
@@ -99,7 +95,10 @@ def sooner(control: Sequence[Spent], arm: Sequence[Spent]) -> Sooner | None:
     highs = sorted(mine[1] / theirs[0] for mine, theirs in pairs)
     left = dropped(len(pairs))
     level = 1 - 2 * below(left, len(pairs))
-    return Sooner((statistics.median(lows), statistics.median(highs)), lows[left], highs[-1 - left], level, len(pairs))
+    alike = max(sum(low > 1 for low in lows), sum(high < 1 for high in highs))
+    p = min(1.0, 2 * below(len(pairs) - alike, len(pairs)))
+    median = statistics.median(lows), statistics.median(highs)
+    return Sooner(median, lows[left], highs[-1 - left], level, len(pairs), p)
 
 
 def dropped(pairs: int) -> int:
@@ -184,5 +183,6 @@ def puzzle_words(control: str, puzzle: PuzzleResult) -> list[str]:
     told = f"only {', '.join(apart)} can be told" if apart else "no arm can be told"
     found = [f"on {hardest}, {', '.join(parts)}; by solved runs {told} apart from {control}"]
     ratios = {name: Sooner.read(row["sooner"]) for name, row in rows.items() if row["sooner"] is not None}
-    sure = [f"{ratio.words()} times the FLOPs of {name}" for name, ratio in ratios.items() if ratio.told]
+    corrected = zip(ratios.items(), holm([ratio.p for ratio in ratios.values()]), strict=True)
+    sure = [f"{ratio.words()} times the FLOPs of {name}" for (name, ratio), p in corrected if p < 1 - SURE]
     return found + ([f"until it solves it {control} needs {', '.join(sure)}"] if sure else [])

@@ -294,6 +294,7 @@ class PuzzleSooner(TypedDict):
     high: float | None
     level: float
     pairs: int
+    p: float
 
 
 class PuzzleShares(TypedDict):
