@@ -707,6 +707,39 @@ def test_giving_up_and_failing(engine, monkeypatch):
     assert "shutting down" in str(endless.wait())
 
 
+@pytest.mark.parametrize("case", ["loop+depth_attention", "ponder3"])
+def test_a_text_of_no_numbers_ends_alone(engine, monkeypatch, case):
+    running, model = engine(case, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[60] = torch.nan
+    long, bad, short = [*range(12, 40)], [*range(10, 30), 60, 8, 9], [7, 8]  # the third takes the second's row
+
+    def made():
+        jobs = [Collected(long, 9, Choice()), Collected(bad, 4, Choice(1.0)), Collected(short, 6, Choice())]
+        submitted_at_once(running, jobs)
+        assert "not finite" in str(jobs[1].wait()) and jobs[1].tokens == []
+        return [(one.wait(), one.tokens) for one in (jobs[0], jobs[2])]
+
+    whole = [("length", alone(model, long, 9)), ("length", alone(model, short, 6))]
+    assert made() == whole and running.counts["failed"] == 1
+    scored = Collected(bad, 0, Choice(), score_prompt=True, logprobs=1)
+    running.submit([scored.job])
+    assert "not finite" in str(scored.wait()) and len(scored.events) == 1
+    if case == "loop+depth_attention":  # slots leave with their row
+        monkeypatch.setattr(SlabBatch, "clear", lambda self: None)
+        assert made() != whole
+
+
+def test_a_draft_of_no_numbers_ends_alone(engine):
+    running, model = engine("loop+depth_attention", draft_trips=1, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.lm_head.weight[3] = torch.nan
+    for temperature in (0.0, 1.0):
+        failed = Collected([5, 6], 4, Choice(temperature))
+        running.submit([failed.job])
+        assert "not finite" in str(failed.wait())
+
+
 def test_a_fault_of_the_engine_keeps_nobody_waiting(engine, monkeypatch):
     running, _ = engine()
     monkeypatch.setattr(running, "_admit", lambda left: 1 / 0)
@@ -748,5 +781,7 @@ def test_limits_and_penalties():
     assert both.tolist() == [1.0, 3.0 - 0.5 - 0.5, 2.0 - 0.75, 2.0]
     repeated = Choice(repetition_penalty=2.0).scores(torch.tensor([1.0, -1.0, 2.0]), [0], [1])
     assert repeated.tolist() == [0.5, -2.0, 2.0]
+    ((_, likely),) = sampling.likeliest(torch.tensor([[0.0, -torch.inf]]), [1], 2)
+    assert likely == [(0, 0.0), (1, -9999.0)]  # JSON has no infinite numbers
     assert Choice(1e-300, seed=3).token(logits, [], []) == 1
     assert Choice().plain and not Choice(frequency_penalty=0.1).plain

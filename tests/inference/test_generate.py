@@ -521,6 +521,25 @@ def test_penalties_to_their_limits_leave_something_to_draw(opened) -> None:
             )
 
 
+def test_logits_that_are_no_numbers_are_refused(exported: Path, tmp_path: Path, capsys, monkeypatch) -> None:
+    """The likeliest of them was the first token of the vocabulary, and a draw ended with torch's traceback."""
+    model, tokenizer = open_checkpoint(exported, "cpu")
+    with torch.no_grad():
+        model.model.norm.weight[0] = torch.nan
+    directory = str(export(model, tmp_path / "broken", tokenizer))
+    for temperature in ("0", "1"):
+        assert main(["generate", directory, "the", "--temperature", temperature, "--device", "cpu"]) == 2
+        shown = capsys.readouterr()
+        assert shown.out == "the\n" and shown.err.startswith("fathom: the model's scores are not finite"), shown
+    with pytest.raises(GenerateError, match="not finite"):
+        generate_batch(model, tokenizer, [encode(tokenizer, text) for text in PROMPTS[:3]], Sampling(4, temperature=0))
+    ruled_out = Sampling(4, options={"suppress_tokens": list(range(300))})
+    with pytest.raises(GenerateError, match="leave no token"):
+        generate(*open_checkpoint(exported, "cpu"), "the", ruled_out)
+    monkeypatch.setattr("fathom.inference.generate.Finite.__call__", lambda self, ids, scores: scores)
+    assert generate(model, tokenizer, "the", Sampling(4, temperature=0)).finish == "stop"  # token 0 ends a text
+
+
 def test_a_closed_or_null_input_is_a_new_document(exported: Path, capsys, monkeypatch) -> None:
     command = ["generate", str(exported), "--max-new-tokens", "2", "--json", "--device", "cpu"]
     with open("/dev/null") as null:

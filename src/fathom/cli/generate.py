@@ -97,11 +97,13 @@ def run(options: Namespace) -> int:
         assert prompt is not None
         if not options.json:
             to_terminal(prompt)
-        made = generate(model, tokenizer, prompt, sampling, None if options.json else to_terminal)
+        try:
+            made = generate(model, tokenizer, prompt, sampling, None if options.json else to_terminal)
+        finally:  # so that a message has a line of its own
+            if not options.json:
+                print(flush=True)
         if options.json:
             print(json.dumps({"prompt": prompt, **vars(made), "tokens_per_second": made.tokens_per_second}))
-        else:
-            print(flush=True)
         report_speed(made.tokens, made.seconds, made.trips, made.acceptance)
     return 0
 

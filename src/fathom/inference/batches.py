@@ -105,6 +105,9 @@ class LiveBatch(ABC):
     def leave(self, row: int) -> int:
         """Remove a row; returns the index of the row that took its place, or its own if later rows moved up."""
 
+    def clear(self) -> None:  # noqa: B027
+        """Set what rows that left have stored to 0: masked places weigh 0, but 0 times NaN is NaN."""
+
     def reserve(self, rows: int, tokens: int) -> None:  # noqa: B027
         """Make room for `rows` rows of `tokens` tokens, the one that joins among them; and free what is beyond."""
 
@@ -293,6 +296,13 @@ class SlabBatch(LiveBatch):
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
         return last
+
+    def clear(self) -> None:
+        """As `LiveBatch.clear`."""
+        for layer in self.cache.layers:
+            for row, filled in enumerate([*self.lengths, self.read_already]):
+                layer.keys[row : row + 1, :, filled:], layer.values[row : row + 1, :, filled:] = 0, 0
+            layer.keys[len(self) + 1 :], layer.values[len(self) + 1 :] = 0, 0
 
     def _about(self, first: int, filled: Sequence[int]) -> None:
         self.slab.about(first, filled, self.model.device)
@@ -503,6 +513,13 @@ class FixedSlotBatch(SlotBatch):
         logits = self._compiled_step(tokens, positions, self.cache, None)
         self.lengths = [length + 1 for length in self.lengths]
         return logits
+
+    def clear(self) -> None:
+        """As `LiveBatch.clear`."""
+        assert self.cache is not None
+        for layer in self.cache.layers:
+            for stored in layer.stored:
+                stored[len(self) :] = 0
 
     def leave(self, row: int) -> int:
         """The last row takes its place."""

@@ -8,6 +8,7 @@ HTTP.
 
 from __future__ import annotations
 
+import math
 import sys
 import threading
 import time
@@ -36,7 +37,7 @@ from fathom.inference.batches import (
 )
 from fathom.inference.cache import Policy
 from fathom.inference.compiled import Compiled
-from fathom.inference.sampling import Choice, Draft, likeliest
+from fathom.inference.sampling import NO_NUMBERS, Choice, Draft, finite, likeliest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -98,6 +99,8 @@ class Job:
     made: list[int] = field(default_factory=list)
     read: int = 0
     prompt_scores: list[Scored] = field(default_factory=list)
+    sound: bool = True
+    """Whether the scores of its prompt's tokens are numbers."""
     began: float = 0.0
     """When it was submitted, on the clock of `time.perf_counter`."""
 
@@ -427,7 +430,7 @@ class Engine:
         lane.batch.join()
         self.joining = None  # not before: where joining fails, the job is told
         lane.jobs.append(job)
-        if job.score_prompt:
+        if job.score_prompt and job.sound:
             self._out.append((job, job.prompt_scores))
         self._begin(lane, [job], logits[-1:])
         return len(chunk)
@@ -448,9 +451,11 @@ class Engine:
 
     def _begin(self, lane: Lane, jobs: Sequence[Job], logits: Tensor) -> None:
         """Choose the first new token of jobs that want any, `logits` `[n, V]`."""
-        wanting = [i for i, job in enumerate(jobs) if job.new_tokens]
+        wanting = [i for i, job in enumerate(jobs) if job.sound and job.new_tokens]
         for job in jobs:
-            if not job.new_tokens:
+            if not job.sound:
+                self._refuse(lane, job)
+            elif not job.new_tokens:
                 self._end(lane, job, "length")
         self._take(lane, [jobs[i] for i in wanting], logits[wanting])
 
@@ -459,6 +464,7 @@ class Engine:
         first = [Scored(job.prompt[0])] if job.read == 0 else []
         after = job.prompt[job.read + 1 : job.read + 1 + len(logits)]
         found = likeliest(logits[: len(after)], after, job.logprobs or 0)
+        job.sound = job.sound and not any(math.isnan(logprob) for logprob, _ in found)
         return first + [Scored(token, *one) for token, one in zip(after, found, strict=True)]
 
     def _step(self, lane: Lane) -> None:
@@ -489,19 +495,26 @@ class Engine:
         batch.keep([len(tokens) for tokens, _ in settled], count)
         self.counts["drafted"] += len(jobs) * count
         self.counts["accepted"] += sum(accepted for _, accepted in settled)
-        for job, (tokens, _), rows in zip(jobs, settled, logits, strict=True):
+        sound = finite(logits).all(1).tolist()
+        for job, (tokens, _), rows, fine in zip(jobs, settled, logits, sound, strict=True):
+            if not fine:
+                self._refuse(lane, job)
+                continue
             for scored in self._scores([job] * len(tokens), tokens, rows[: len(tokens)]):
                 if not self._give(lane, job, scored):
                     break
 
     def _take(self, lane: Lane, jobs: Sequence[Job], logits: Tensor) -> None:
         """Choose and deliver the next token of each job, `logits` `[n, V]`."""
-        tokens = logits.argmax(-1).tolist()
+        tokens, sound = torch.stack((logits.argmax(-1), finite(logits))).tolist()
         for i, job in enumerate(jobs):
             if not job.choice.plain:
                 tokens[i] = job.choice.token(logits[i], job.prompt, job.made)
-        for job, scored in zip(jobs, self._scores(jobs, tokens, logits), strict=True):
-            self._give(lane, job, scored)
+        for job, scored, fine in zip(jobs, self._scores(jobs, tokens, logits), sound, strict=True):
+            if fine:
+                self._give(lane, job, scored)
+            else:
+                self._refuse(lane, job)
 
     def _scores(self, jobs: Sequence[Job], tokens: Sequence[int], logits: Tensor) -> list[Scored]:
         """A token of each job, with what it asked for of `logits` `[n, V]`."""
@@ -533,6 +546,13 @@ class Engine:
         self._out.append((job, why))
         self.counts["finished"] += 1
         self._leave(lane, job)
+
+    def _refuse(self, lane: Lane, job: Job) -> None:
+        """End a job whose logits are no numbers, and leave nothing of its row."""
+        self._out.append((job, EngineError(NO_NUMBERS, "failed")))
+        self.counts["failed"] += 1
+        self._leave(lane, job)
+        lane.batch.clear()
 
     def _leave(self, lane: Lane, job: Job) -> None:
         row = lane.jobs.index(job)

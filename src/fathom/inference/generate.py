@@ -33,6 +33,7 @@ from fathom.checkpoints.special_tokens import as_list, pad_token, stop_tokens
 from fathom.errors import FathomError
 from fathom.evaluation.budgets import most_trips, stored_trips
 from fathom.inference.cache import Policy
+from fathom.inference.sampling import NO_NUMBERS, finite
 from fathom.models.speculation import Speculation, check_speculation
 from fathom.report.files import HeldError, lock
 from fathom.report.progress import ProgressBar
@@ -455,8 +456,12 @@ def _run(
     drafts = None if sampling.speculate is None else Speculation(sampling.speculate)
     if drafts is not None:
         arguments["speculation"] = drafts
+    processors = LogitsProcessorList([Finite()])
     if not mask.all():
-        arguments |= _penalties(model, sampling, stops, ids, mask)
+        off, more = _penalties(model, sampling, stops, ids, mask)
+        arguments |= off
+        processors.extend(more)
+    arguments["logits_processor"] = processors
     began = time.perf_counter()
     try:
         if sampling.memory is not None:
@@ -468,6 +473,8 @@ def _run(
             return_dict_in_generate=True,
             **arguments,
         )
+    except GenerateError:
+        raise
     except (ValueError, NotImplementedError) as error:  # contradictory options
         words = " ".join(str(error).split())
         option = f"--speculate {sampling.speculate}" if words.startswith(DRAFTING) else "transformers"
@@ -508,6 +515,17 @@ def _ended(
     return row[: end + 1], "stop" if end < room else "length"
 
 
+class Finite(LogitsProcessor):
+    """Refuses logits from which no token can be chosen; of these, transformers takes the first, or raises."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores `[B, V]` as they are."""
+        if not finite(scores).all():
+            none_left = bool((scores.amax(-1) == -math.inf).any())
+            raise GenerateError("the settings leave no token to choose from" if none_left else NO_NUMBERS)
+        return scores
+
+
 class Unpadded(LogitsProcessor):
     """A processor of logits that reads each row from where its text begins, without the padding before it.
 
@@ -527,8 +545,8 @@ class Unpadded(LogitsProcessor):
 
 def _penalties(
     model: PreTrainedModel, sampling: Sampling, stops: list[int], ids: Tensor, mask: Tensor
-) -> dict[str, Any]:
-    """Arguments of `generate` that keep padding out of what depends on the tokens or the length of a row so far."""
+) -> tuple[dict[str, Any], LogitsProcessorList]:
+    """Arguments and processors of `generate` that keep padding out of what depends on a row's tokens or its length."""
 
     def chosen(name: str) -> Any:
         return sampling.options.get(name, getattr(model.generation_config, name))
@@ -550,7 +568,7 @@ def _penalties(
     if prompt != 1:
         processors.append(EncoderRepetitionPenaltyLogitsProcessor(prompt, ids.where(mask == 1, ids[:, -1:])))
         off["encoder_repetition_penalty"] = 1.0
-    return {**off, "logits_processor": processors} if processors else {}
+    return off, processors
 
 
 def _room(model: PreTrainedModel, ids: Sequence[int], sampling: Sampling) -> int:

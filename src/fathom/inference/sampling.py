@@ -207,6 +207,16 @@ def uniform(seed: int, index: int, place: int, stream: str = "") -> float:
     return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
+NO_NUMBERS = "the model's scores are not finite: its weights are damaged, or its numbers overflow"
+LEAST = -9999.0
+"""The lowest log-probability that is said: JSON has no infinite numbers."""
+
+
+def finite(logits: Tensor) -> Tensor:
+    """Which rows of logits `[..., V]` a token can be chosen from: their largest is a number."""
+    return logits.amax(-1).isfinite()  # NaN counts as the largest
+
+
 def likeliest(logits: Tensor, tokens: Sequence[int], count: int) -> list[tuple[float, list[tuple[int, float]]]]:
     """The log-probability of each row's token and its `count` likeliest ones with theirs, under the model alone.
 
@@ -215,7 +225,7 @@ def likeliest(logits: Tensor, tokens: Sequence[int], count: int) -> list[tuple[f
         tokens: One for each row.
         count: As many as there are, at most.
     """
-    logs = logits.float().log_softmax(-1)
+    logs = logits.float().log_softmax(-1).clamp(min=LEAST)
     own = logs[torch.arange(len(tokens)), list(tokens)].tolist()
     if not count:
         return [(logprob, []) for logprob in own]
