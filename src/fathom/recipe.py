@@ -209,8 +209,8 @@ class Train(Section):
     seed: int = 0
     """seed of the initial weights and of anything random in a step"""
     skip_spikes: float | None = 10.0
-    """skip a step whose gradient norm exceeds this many times its running mean, or optim.clip where that is more; null
-    skips non-finite steps only"""
+    """skip a step whose gradient norm is more than this many times its running mean, and more than this many times
+    optim.clip; null skips non-finite steps only"""
     max_skipped: int = 10
     """stop after this many skipped steps in a row"""
     log_every: int = 10

@@ -21,7 +21,7 @@ from fathom.ladder.findings import _read as read_bytes
 from fathom.ladder.findings import verdict
 from fathom.ladder.rungs import Ladder, load_ladder, sha256_of, without_embeddings
 from fathom.ladder.stages import STAGES, LadderRun, State, Tuned, without_losers
-from fathom.ladder.tuning import bowl
+from fathom.ladder.tuning import FLAT, bowl
 from fathom.ladder.work import add_seeds, climb, rewrite
 from fathom.models.cost import count_parameters
 from fathom.recipe import RecipeError, differences, load_recipe
@@ -268,12 +268,12 @@ def test_a_plan_from_before_the_shared_rate_goes_on_without(whole, tmp_path: Pat
         report = climb(ladder, tmp_path / "out", quiet=True)
         assert report["stage"] == "done" and arm_of(report, "better")["shared_rate"] is None
     assert trainer.done == []
-    with pytest.raises(RecipeError, match="a ladder of another plan; different: rules"):
+    with pytest.raises(RecipeError, match=r"a ladder of another plan; different: ladder\.shared_rate$"):
         climb(make(tmp_path, shared_rate=False), out, quiet=True)
 
 
 def test_another_plan_needs_another_directory(whole, tmp_path: Path) -> None:
-    with pytest.raises(RecipeError, match="a ladder of another plan; different: rules"):
+    with pytest.raises(RecipeError, match=r"a ladder of another plan; different: ladder\.seeds$"):
         climb(make(tmp_path, seeds=[4, 3, 3, 2]), whole[1], quiet=True)
 
 
@@ -285,7 +285,7 @@ def test_a_report_is_of_the_plan_that_ran(whole, tmp_path: Path, capsys) -> None
     before = (tmp_path / "out/report.json").read_bytes()
     words = ["ladder", str(write_ladder(tmp_path / "l.yaml", tokens_per_parameter=[11])), "--arms", ARMS, "--report"]
     assert main([*words, "--out", str(tmp_path / "out")]) == 2
-    assert "a ladder of another plan; different: rules" in capsys.readouterr().err
+    assert "a ladder of another plan; different: ladder.tokens_per_parameter\n" in capsys.readouterr().err
     assert (tmp_path / "out/report.json").read_bytes() == before
     assert main([*words, "--out", str(tmp_path / "none")]) == 2
     assert "holds no ladder" in capsys.readouterr().err and not (tmp_path / "none").exists()
@@ -569,6 +569,23 @@ def test_losses_of_a_puzzle_that_is_learnt_are_alike(tmp_path: Path, monkeypatch
         state = State(replace(ladder, edition=edition), tmp_path / "out")
         places[edition] = sorted(state.tuned[0]["vanilla"].points)
     assert places == {2: [-4, -3, -2, -1, 0, 1], 3: [-1, 0, 1]}
+
+
+@pytest.mark.parametrize("edition", [3, 4])
+def test_a_control_that_learns_at_any_rate_leaves_an_arm_its_own(tmp_path: Path, monkeypatch, edition: int) -> None:
+    """The loop learns at a quarter of the rate where the search begins, and there alone."""
+    ladder = make(tmp_path, "vanilla,loop=loop;model.recurrence_options.trips=2", tune_points=[3], tune_seeds=[2])
+
+    def loss(run: LadderRun, domains: object) -> float:
+        away = math.log2(run.recipe.optim.lr / ladder.recipe.optim.lr)
+        return 1e-4 if run.recipe.model["recurrence"] == "once" or away == -2 else 1.2 + 0.1 * away
+
+    monkeypatch.setattr(LadderRun, "settled", True)
+    monkeypatch.setattr(LadderRun, "loss", loss)
+    state = State(replace(ladder, edition=edition), tmp_path / "out")
+    vanilla, loop = (state.rate(arm, ladder.sizes[0]) / ladder.recipe.optim.lr for arm in ladder.arms)
+    assert FLAT in state.tuned[0]["vanilla"].bowl.flags and vanilla == 1
+    assert (loop == 1) if edition == 3 else 0.2 < loop < 0.4
 
 
 def test_a_share_of_the_layers(tmp_path: Path) -> None:

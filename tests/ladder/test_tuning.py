@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from fathom.ladder.tuning import EDGE, EXTENSIONS, FLAT, UNKNOWN, bowl, first_places, next_place, pooled_sigma
+from fathom.ladder.tuning import EDGE, EXTENSIONS, FLAT, UNKNOWN, Bowl, bowl, first_places, next_place, pooled_sigma
 
 
 def planted(optimum: float, curvature: float = 0.015, noise: float = 0.0, seed: int = 0, steeper: float = 2.0):
@@ -72,6 +72,29 @@ def test_a_flat_bowl_is_doubted() -> None:
     assert FLAT in bowl({0: [3.0], 1: [3.1]}, 3).flags
     clear = bowl(search(planted(0.3, noise=0.003)), 4)
     assert clear.known and clear.low < clear.place < clear.high
+
+
+def test_losses_that_are_equal_are_flat() -> None:
+    """Of several seeds too, whose noise is none: what is left of a parabola is rounding."""
+    for places in (range(-1, 2), range(-1, 3), range(-2, 3)):
+        for loss in (0.01, 3.0):
+            found = bowl({place: [loss, loss] for place in places}, 3)
+            assert FLAT in found.flags and found.place == 0
+    assert not bowl({-1: [3.0, 3.0], 0: [2.9, 2.9], 1: [3.0, 3.0]}, 3).flags
+
+
+def test_of_rates_that_learn_a_puzzle_it_is_the_middle_one() -> None:
+    """Where all do, none is known; a parabola goes below any loss, or sees no bowl in a single one."""
+    learnt, two, one = [0.01, 0.01], {-1: [0.01], 0: [0.01], 1: [0.5]}, {-3: [1.2], -2: [0.01], -1: [1.1], 0: [1.2]}
+    assert bowl(two, 3, learnt=0.01).place == -0.5 and bowl(two, 3, learnt=0.01).least == 0.01
+    least = bowl(two, 3).least
+    assert least is not None and least < 0
+    assert bowl(one, 3, learnt=0.01) == Bowl(-2.0, -2.0, -2.0, None, 0.01, (), 1)
+    assert bowl({-1: learnt, 0: learnt, 1: [0.01, 0.02]}, 3, learnt=0.01).place == -0.5
+    for count in (3, 4):
+        found = bowl(dict.fromkeys(first_places(count), learnt), count, learnt=0.01)
+        assert found.place == 0 and not found.known
+    assert EDGE in bowl({-1: [1.0], 0: [0.5], 1: learnt}, 3, learnt=0.01).flags
 
 
 def test_the_interval_holds_the_optimum() -> None:

@@ -1,7 +1,7 @@
 """What a ladder on a puzzle found: accuracy, runs that solved it, and how much sooner than the control, in FLOPs.
 
-A run that never solved it did not need less than all its FLOPs, so a ratio may be known from one side only. Runs jump
-or do not, so that means and normal intervals lie: the intervals are made of counts and ranks.
+A run solved it somewhere between two evaluations, or did not with all its FLOPs: of a ratio only bounds are known. Runs
+jump or do not, so that means and normal intervals lie: the intervals are made of counts and ranks.
 """
 
 from __future__ import annotations
@@ -27,22 +27,27 @@ UNKNOWN = "unknown"
 
 
 class Spent(NamedTuple):
-    """FLOPs until a run solved a puzzle, and of the whole run; `solved` is None if it never did."""
+    """FLOPs until a run solved a puzzle: more than `least`, and no more than `most`."""
 
-    solved: float | None
-    whole: float
+    least: float
+    most: float
 
-    @property
-    def ends(self) -> tuple[float, float]:
-        """Least and most that solving it may have needed."""
-        return (self.whole, math.inf) if self.solved is None else (self.solved, self.solved)
+    @classmethod
+    def read(cls, curve: Sequence[tuple[float, float]], whole: float) -> Spent:
+        """From FLOPs and accuracy of every evaluation; a run that never solved it needs more than its `whole`."""
+        before = 0.0
+        for at, share in curve:
+            if share >= SOLVED:
+                return cls(before, at)
+            before = at
+        return cls(whole, math.inf)
 
 
 class Sooner(NamedTuple):
     """The control's FLOPs to solve a puzzle over an arm's."""
 
     median: tuple[float, float]
-    """Between these lies the median of the pairs; they differ where runs did not solve it."""
+    """Between these lies the median of the pairs."""
     low: float
     high: float
     level: float
@@ -74,28 +79,31 @@ class Sooner(NamedTuple):
     def words(self) -> str:
         """The ratio and its interval, for a table."""
         middle, whole = between(*self.median), between(self.low, self.high)
-        return middle if middle in (UNKNOWN, whole) else f"{middle} ({whole})"
+        return middle if self.pairs == 1 or middle in (UNKNOWN, whole) else f"{middle} ({whole})"
 
 
 def between(low: float, high: float) -> str:
-    """An interval in words, a single number if its ends are one."""
-    if low == high:
-        return f"{low:.2f}"
+    """An interval in words, a single number if its ends look alike."""
     if math.isinf(high):
         return f"> {low:.2f}" if low else UNKNOWN
-    return f"{low:.2f} to {high:.2f}" if low else f"< {high:.2f}"
+    if not low:
+        return f"< {high:.2f}"
+    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
 
 
 def sooner(control: Sequence[Spent], arm: Sequence[Spent]) -> Sooner | None:
     """Ratio of the control's FLOPs to an arm's, run by run of the same seeds; None without any."""
     if not control:
         return None
-    pairs = [(mine.ends, theirs.ends) for mine, theirs in zip(control, arm, strict=True)]
-    lows = sorted(mine[0] / theirs[1] for mine, theirs in pairs)
-    highs = sorted(mine[1] / theirs[0] for mine, theirs in pairs)
+    pairs = [
+        (mine.least / theirs.most, mine.most / theirs.least if theirs.least else math.inf)
+        for mine, theirs in zip(control, arm, strict=True)
+    ]
+    lows, highs = (sorted(ends) for ends in zip(*pairs, strict=True))
     left = dropped(len(pairs))
     level = 1 - 2 * below(left, len(pairs))
-    alike = max(sum(low > 1 for low in lows), sum(high < 1 for high in highs))
+    # A run needs more than its least, so that a ratio is more than its own lower end, and less than its upper one.
+    alike = max(sum(low >= 1 < high for low, high in pairs), sum(low < 1 >= high for low, high in pairs))
     p = min(1.0, 2 * below(len(pairs) - alike, len(pairs)))
     median = statistics.median(lows), statistics.median(highs)
     return Sooner(median, lows[left], highs[-1 - left], level, len(pairs), p)
@@ -123,17 +131,15 @@ def puzzle_result(state: State) -> PuzzleResult | None:
         control: dict[str, dict[int | None, Spent]] = {}
         for arm in state.chosen.every_arm:
             runs = [RunTask(plan, state.rung_dir(size), arm.name, seed) for seed in plan.seeds]
-            done = [run for run in runs if run.done]
-            results = [read_json(run.run_dir / RESULT)["evaluation"]["domains"] for run in done]
+            over = [run for run in runs if run.done or run.failure is not None]
             flops, domains = state.flops(arm, size), dict[str, PuzzleShares]()
             for name in data.domains:
-                curves = [_curve(run, name, flops) for run in done]
-                reached = (next((at for at, share in curve if share >= SOLVED), None) for curve in curves)
-                spent = {run.seed: Spent(at, flops) for run, at in zip(done, reached, strict=True)}
+                shares = [_accuracy(run, name) for run in over]
+                curves = [_curve(run, name, flops, share) for run, share in zip(over, shares, strict=True)]
+                spent = {run.seed: Spent.read(curve, flops) for run, curve in zip(over, curves, strict=True)}
                 beside = control.setdefault(name, spent)
-                shares = [result[name]["accuracy"] for result in results]
                 domains[name] = _shares(shares, curves, spent, None if beside is spent else beside)
-            seeds = [run.seed for run in done]
+            seeds = [run.seed for run in over]
             rows.append({"index": size.index, "arm": arm.name, "flops": flops, "seeds": seeds, "domains": domains})
     return {"domains": list(data.domains), "chance": data.puzzle.traits.chance, "solved_at": SOLVED, "rows": rows}
 
@@ -155,15 +161,21 @@ def _shares(
         "solved": solved,
         "low": low,
         "high": high,
-        "flops_to_solve": [run.solved for run in spent.values()],
+        "flops_to_solve": [run.most if math.isfinite(run.most) else None for run in spent.values()],
         "sooner": None if found is None else found.row(),
     }
 
 
-def _curve(run: RunTask, domain: str, flops: float) -> list[tuple[float, float]]:
-    """Training FLOPs and accuracy at every evaluation of a domain."""
+def _accuracy(run: RunTask, domain: str) -> float:
+    """A run's accuracy at its end; none of one that diverged, which leaves no model."""
+    return float(read_json(run.run_dir / RESULT)["evaluation"]["domains"][domain]["accuracy"]) if run.done else 0.0
+
+
+def _curve(run: RunTask, domain: str, flops: float, last: float) -> list[tuple[float, float]]:
+    """Training FLOPs and accuracy at every evaluation of a domain, the `last` at the end."""
     steps, key = run.plan.recipes[run.arm].train.steps, f"val/{domain}/accuracy"
-    return [(flops * line["step"] / steps, line[key]) for line in read_metrics(run.run_dir) if key in line]
+    lines = [line for line in read_metrics(run.run_dir) if key in line and line["step"] < steps]
+    return [(flops * line["step"] / steps, line[key]) for line in lines] + [(flops, last)] * run.done
 
 
 def puzzle_words(control: str, puzzle: PuzzleResult) -> list[str]:

@@ -56,7 +56,7 @@ from fathom.ladder.scaling import (
     noise_of,
     posterior,
 )
-from fathom.ladder.stages import SURE, LadderRun, NotReadyError, State, beyond
+from fathom.ladder.stages import SURE, LadderRun, NotReadyError, State, beyond, promised
 from fathom.ladder.trips import Looped, refusal, worth
 from fathom.ladder.tuning import EDGE, FLAT
 from fathom.models.cost import cache_bytes_per_token
@@ -382,7 +382,7 @@ def _choices(state: State) -> list[Contest]:
     def row(arm: Arm) -> VariantRow:
         tuned = rows[arm.name]
         rate = tuned.rate if tuned.bowl.known else control.rate
-        return {"arm": arm.name, "loss": tuned.promised(control), "rate": rate, "flags": tuned.bowl.flags}
+        return {"arm": arm.name, "loss": promised(state.ladder, rows, arm), "rate": rate, "flags": tuned.bowl.flags}
 
     every = state.ladder.variants.items()
     return [{"name": name, "variants": sorted(map(row, arms), key=lambda row: row["loss"])} for name, arms in every]
@@ -607,7 +607,8 @@ def _missing(report: LadderResults) -> list[str]:
         found.append(f"not finished: {report['pending']} runs are left of the stage `{report['stage']}`")
     counts = {arm["name"]: arm["diverged"] for arm in report["arms"]}
     lost = [f"{name} {count} of {runs}" for name, (count, runs) in counts.items() if count]
-    return found + ([f"runs diverged and are left out: {', '.join(lost)}"] if lost else [])
+    counted = "are left out" if report["puzzle"] is None else "have not solved the puzzle"
+    return found + ([f"runs diverged and {counted}: {', '.join(lost)}"] if lost else [])
 
 
 def _doubts(report: LadderResults) -> list[str]:

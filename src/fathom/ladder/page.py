@@ -160,7 +160,7 @@ def sooner_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
             rows.append([name, *(ratio.words() for ratio in ratios)])
     caption = (
         f"FLOPs until {report['control']} solves it over those of the arm: median of up to {pairs} pairs of seeds, and "
-        f"an interval of ranks ({level:.0%}); runs that never solved it bound it from one side"
+        f"an interval of ranks ({level:.0%}); a run's lie between two evaluations, or beyond all that it had"
     )
     return caption, ["arm", *puzzle["domains"]], rows
 

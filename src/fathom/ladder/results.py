@@ -298,7 +298,8 @@ class PuzzleSooner(TypedDict):
 
 
 class PuzzleShares(TypedDict):
-    """Accuracy of runs on a difficulty, and how many solved it, with the Wilson interval of their share."""
+    """Accuracy of runs on a difficulty, and how many solved it, with the Wilson interval of their share. A run that
+    diverged has an accuracy of 0."""
 
     accuracy: list[float]
     curves: Sequence[Sequence[tuple[float, float]]]

@@ -105,11 +105,6 @@ class Tuned:
         """The learning rate at the optimum."""
         return self.centre * 2**self.bowl.place
 
-    def promised(self, control: Tuned) -> float:
-        """The loss at the rate that the arm would take: its own optimum, or the control's where none is known."""
-        known = self.bowl.known and self.bowl.least is not None
-        return cast(float, self.bowl.least) if known else _loss_at(self, control.rate)
-
     def to_dict(self) -> TunedRow:
         """As plain values, for JSON."""
         rates = {str(place): rounded(self.centre * 2**place) for place in sorted(self.points)}
@@ -229,8 +224,10 @@ class State:
         """Each arm's parabola and optimum; its uncertainty is from the noise of all arms together."""
         before = [tuned.points for tuned in found[0].values()] if found else []
         sigma = pooled_sigma([*points.values(), *before])
-        across = self.ladder.edition <= 2
-        return {name: Tuned(centres[name], rows, bowl(rows, first, sigma, across)) for name, rows in points.items()}
+        across, learnt = self.ladder.edition <= 2, LEARNT if self.ladder.edition > 3 else -math.inf
+        return {
+            name: Tuned(centres[name], rows, bowl(rows, first, sigma, across, learnt)) for name, rows in points.items()
+        }
 
     @cached_property
     def tuned(self) -> list[dict[str, Tuned]]:
@@ -250,11 +247,11 @@ class State:
         control = self.ladder.control.name
         if arm.name == control or arm.name.startswith(MATCHED):
             return 1.0
-        logs = [
-            math.log(rows[arm.name].rate / rows[control].rate)
-            for rows in self.tuned
-            if rows[arm.name].bowl.known and rows[control].bowl.known
-        ]
+        own = [rows for rows in self.tuned if rows[arm.name].bowl.known]
+        both = [rows for rows in own if rows[control].bowl.known]
+        if self.ladder.edition > 3:
+            both = both or own  # a control that learns at every rate has none of its own, but it has a rate
+        logs = [math.log(rows[arm.name].rate / rows[control].rate) for rows in both]
         if logs:
             return math.exp(math.fsum(logs) / len(logs))
         last = self.tuned[-1] if self.tuned else None
@@ -483,13 +480,17 @@ class State:
 
 def without_losers(ladder: Ladder, tuned: Mapping[str, Tuned]) -> Ladder:
     """The ladder with one variant of each choice: the one that promises the least loss, the first of equals."""
-    control = tuned[ladder.control.name]
-
-    def promised(arm: Arm) -> float:
-        return tuned[arm.name].promised(control)
-
-    best = {name: min(variants, key=promised) for name, variants in ladder.variants.items()}
+    best = {
+        name: min(variants, key=lambda arm: promised(ladder, tuned, arm)) for name, variants in ladder.variants.items()
+    }
     return ladder.without({arm.name for name, arms in ladder.variants.items() for arm in arms if arm != best[name]})
+
+
+def promised(ladder: Ladder, tuned: Mapping[str, Tuned], arm: Arm) -> float:
+    """The loss at the rate that an arm would take: its own optimum, or the control's where none is known."""
+    own = tuned[arm.name]
+    known = own.bowl.known and own.bowl.least is not None
+    return cast(float, own.bowl.least) if known else _loss_at(own, tuned[ladder.control.name].rate)
 
 
 def _loss_at(tuned: Tuned, rate: float) -> float:

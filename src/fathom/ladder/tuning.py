@@ -20,6 +20,8 @@ UNCERTAIN = 1.0
 """An optimum whose 68 % interval is wider than this many doublings counts as unknown."""
 LEARNT = 0.01
 """Nats below which losses are no longer told apart: of a puzzle that several rates solve, differences are noise."""
+LEVEL = 1e-9
+"""Losses that differ by less, as a share, are equal but for rounding."""
 EDGE, FLAT, UNKNOWN = "edge", "flat", "diverged everywhere"
 
 Points = Mapping[int, Sequence[float]]
@@ -34,7 +36,7 @@ class Bowl:
     """The optimum in doublings above the centre, clipped to what was tried; without a parabola, the best run's."""
     low: float
     high: float
-    """Ends of its 68 % interval."""
+    """Ends of its 68 % interval; of a puzzle's, the lowest and the highest rate that learn it."""
     curvature: float | None
     """Nats per doubling squared; a step of d doublings from the optimum costs curvature · d²."""
     least: float | None
@@ -72,14 +74,20 @@ def next_place(points: Points, first: int) -> int | None:
     return best + 1 if best == max(means) else None
 
 
-def bowl(points: Points, first: int, sigma: float | None = None, across: bool = False) -> Bowl:
+def bowl(
+    points: Points, first: int, sigma: float | None = None, across: bool = False, learnt: float = -math.inf
+) -> Bowl:
     """Fit the parabola; returns the optimum with its interval and flags.
+
+    Of a puzzle that some rates learn and others do not, the optimum is the middle of those that do: no parabola has a
+    floor and walls.
 
     Args:
         points: Losses at each place.
         first: How many places were planned.
         sigma: Standard deviation of one run; by default estimated from these points.
         across: Fit places on both sides of a diverged one, as it was once done.
+        learnt: The loss at which a puzzle counts as learnt.
     """
     means = _means(points)
     extended = max(0, len(means) - first)
@@ -88,6 +96,8 @@ def bowl(points: Points, first: int, sigma: float | None = None, across: bool = 
         return Bowl(0.0, -math.inf, math.inf, None, None, (UNKNOWN,), extended)
     best = min(finite, key=lambda place: (means[place], abs(place)))
     flags = [EDGE] if best in (min(means), max(means)) else []
+    if means[best] <= learnt:
+        return _floor(best, means, learnt, tuple(flags), extended)
     beside = finite if across else _beside(best, means)
     near = sorted(sorted(beside, key=lambda place: (abs(place - best), place))[:WIDEST])
     if len(near) < 3:
@@ -96,7 +106,7 @@ def bowl(points: Points, first: int, sigma: float | None = None, across: bool = 
     weight = np.sqrt([len(points[place]) for place in near])
     design = np.stack([np.ones_like(x), x - best, (x - best) ** 2], 1)
     a, b, c = np.linalg.lstsq(design * weight[:, None], y * weight, rcond=None)[0].tolist()
-    if c <= 0:
+    if c <= 0 or np.ptp(y) <= LEVEL * np.abs(y).max():
         return Bowl(float(best), -math.inf, math.inf, c, None, (*flags, FLAT), extended)
     place = best - b / (2 * c)
     noise = _noise(points, near, design @ [a, b, c], weight) if sigma is None else sigma
@@ -108,6 +118,18 @@ def bowl(points: Points, first: int, sigma: float | None = None, across: bool = 
     clipped = min(max(place, min(beside)), max(beside))
     least = a + b * (clipped - best) + c * (clipped - best) ** 2
     return Bowl(clipped, place - error, place + error, c, least, tuple(flags), extended)
+
+
+def _floor(best: int, means: Mapping[int, float], learnt: float, flags: tuple[str, ...], extended: int) -> Bowl:
+    """The middle of the places around the best that are learnt; where all are, the best itself, and not known."""
+    low = high = best
+    while means.get(low - 1, math.inf) <= learnt:
+        low -= 1
+    while means.get(high + 1, math.inf) <= learnt:
+        high += 1
+    if max(means.values()) <= learnt:
+        return Bowl(float(best), -math.inf, math.inf, None, learnt, (*flags, FLAT), extended)
+    return Bowl((low + high) / 2, float(low), float(high), None, learnt, flags, extended)
 
 
 def pooled_sigma(bowls: Sequence[Points]) -> float | None:
