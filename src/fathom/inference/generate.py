@@ -435,13 +435,8 @@ def _run(
     """Generate for several prompts at once, padded on the left so that all continue at the last column."""
     stops, strings = _stop_tokens(model, tokenizer, sampling), _stop_strings(model, sampling)
     pad = pad_token(None, tokenizer, stops) or 0
-    width = max(map(len, prompts))
-    ids = torch.full((len(prompts), width), pad, dtype=torch.long)
-    mask = torch.zeros_like(ids)
-    for i, prompt in enumerate(prompts):
-        ids[i, width - len(prompt) :] = torch.tensor(prompt)
-        mask[i, width - len(prompt) :] = 1
-    ids, mask = ids.to(model.device), mask.to(model.device)
+    ids, mask = (rows.to(model.device) for rows in _padded(prompts, pad))
+    width = ids.shape[1]
     # All rows get the largest limit; rows with a shorter one are cut off below.
     rooms = [_most_new(model, prompt, sampling) for prompt in prompts]
     arguments = {
@@ -456,12 +451,7 @@ def _run(
     drafts = None if sampling.speculate is None else Speculation(sampling.speculate)
     if drafts is not None:
         arguments["speculation"] = drafts
-    processors = LogitsProcessorList([Finite()])
-    if not mask.all():
-        off, more = _penalties(model, sampling, stops, ids, mask)
-        arguments |= off
-        processors.extend(more)
-    arguments["logits_processor"] = processors
+    arguments |= _processing(model, sampling, stops, ids, mask)
     began = time.perf_counter()
     try:
         if sampling.memory is not None:
@@ -493,6 +483,17 @@ def _run(
     trips = stored_trips(model, out.past_key_values, len(made), columns, sampling.max_trips)
     share = None if drafts is None else drafts.acceptance
     return [replace(one, trips=mean, acceptance=share) for one, mean in zip(made, trips, strict=True)]
+
+
+def _padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
+    """Prompts beside each other, padded on the left, `[B, T]`, and a mask that is 0 on padding."""
+    width = max(map(len, prompts))
+    ids = torch.full((len(prompts), width), pad, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for i, prompt in enumerate(prompts):
+        ids[i, width - len(prompt) :] = torch.tensor(prompt)
+        mask[i, width - len(prompt) :] = 1
+    return ids, mask
 
 
 def _ended(
@@ -543,10 +544,12 @@ class Unpadded(LogitsProcessor):
         return torch.cat([self.process(ids[None, first:], row[None]) for ids, row, first in rows])
 
 
-def _penalties(
+def _processing(
     model: PreTrainedModel, sampling: Sampling, stops: list[int], ids: Tensor, mask: Tensor
-) -> tuple[dict[str, Any], LogitsProcessorList]:
-    """Arguments and processors of `generate` that keep padding out of what depends on a row's tokens or its length."""
+) -> dict[str, Any]:
+    """Arguments of `generate` that check logits, and keep padding out of what depends on a row's tokens or length."""
+    if mask.all():
+        return {"logits_processor": LogitsProcessorList([Finite()])}
 
     def chosen(name: str) -> Any:
         return sampling.options.get(name, getattr(model.generation_config, name))
@@ -564,11 +567,11 @@ def _penalties(
         inner.append(MinLengthLogitsProcessor(least, stops, device=str(model.device)))
         off["min_length"] = 0
     first = mask.argmax(1).repeat_interleave(_beams(model, sampling)).tolist()
-    processors = LogitsProcessorList([Unpadded(one, first) for one in inner])
+    processors = LogitsProcessorList([Finite(), *(Unpadded(one, first) for one in inner)])
     if prompt != 1:
         processors.append(EncoderRepetitionPenaltyLogitsProcessor(prompt, ids.where(mask == 1, ids[:, -1:])))
         off["encoder_repetition_penalty"] = 1.0
-    return off, processors
+    return {**off, "logits_processor": processors}
 
 
 def _room(model: PreTrainedModel, ids: Sequence[int], sampling: Sampling) -> int:
