@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from fathom.inference import batches, sampling
-from fathom.inference.batches import LoneBatch, SlabBatch, SlotBatch, batch_for
+from fathom.inference.batches import LoneBatch, SlabBatch, SlabLayer, SlotBatch, batch_for
 from fathom.inference.cache import Policy
 from fathom.inference.compiled import Compiled, OneBank
 from fathom.inference.engine import Engine, EngineError, Job
@@ -725,8 +725,19 @@ def test_a_text_of_no_numbers_ends_alone(engine, monkeypatch, case):
     scored = Collected(bad, 0, Choice(), score_prompt=True, logprobs=1)
     running.submit([scored.job])
     assert "not finite" in str(scored.wait()) and len(scored.events) == 1
+    for gone in (Collected(bad, 0, Choice()), Collected(bad * 40, 4, Choice())):  # ends without a token; is given up
+        long_one = Collected(long, 400, Choice())
+        running.submit([long_one.job])
+        running.submit([gone.job])
+        while not (gone.events or gone.job.read):
+            time.sleep(0.001)
+        running.cancel([gone.job])
+        after = Collected(short, 6, Choice())
+        running.submit([after.job])
+        assert after.wait() == "length" and after.tokens == whole[1][1]
+        running.cancel([long_one.job])
     if case == "loop+depth_attention":  # slots leave with their row
-        monkeypatch.setattr(SlabBatch, "clear", lambda self: None)
+        monkeypatch.setattr(SlabLayer, "wipe", lambda *given: None)
         assert made() != whole
 
 

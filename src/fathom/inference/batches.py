@@ -103,10 +103,10 @@ class LiveBatch(ABC):
 
     @abstractmethod
     def leave(self, row: int) -> int:
-        """Remove a row; returns the index of the row that took its place, or its own if later rows moved up."""
+        """Remove a row; returns the index of the row that took its place, or its own if later rows moved up.
 
-    def clear(self) -> None:  # noqa: B027
-        """Set what rows that left have stored to 0: masked places weigh 0, but 0 times NaN is NaN."""
+        Nothing of it stays where another row will be: a masked place weighs 0, but 0 times NaN is NaN.
+        """
 
     def reserve(self, rows: int, tokens: int) -> None:  # noqa: B027
         """Make room for `rows` rows of `tokens` tokens, the one that joins among them; and free what is beyond."""
@@ -193,6 +193,11 @@ class SlabLayer(GrowingLayer):
         for stored in (self.keys, self.values):
             stored[target, :, :tokens] = stored[source, :, :tokens]
 
+    def wipe(self, row: int, first: int, end: int) -> None:
+        """Set places of a row to 0, and those behind them that were drafted."""
+        for stored in (self.keys, self.values) if self.is_initialized else ():
+            stored[row : row + 1, :, first : end + DRAFTS] = 0
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
@@ -251,7 +256,7 @@ class SlabBatch(LiveBatch):
         lengths = [len(prompt) for prompt in prompts]
         ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
         for row, prompt in zip(ids, prompts, strict=True):
-            row[: len(prompt)] = torch.tensor(prompt)
+            row[: len(prompt)], row[len(prompt) :] = torch.tensor(prompt), prompt[-1]
         self._about(len(self), [0] * len(prompts))
         positions = torch.arange(ids.shape[1]).unsqueeze(0)
         device, head = self.model.device, self.model.get_output_embeddings()
@@ -275,6 +280,8 @@ class SlabBatch(LiveBatch):
 
     def forget(self) -> None:
         """As `LiveBatch.forget`."""
+        for layer in self.cache.layers:
+            layer.wipe(len(self), 0, self.read_already)
         self.read_already = 0
 
     def step(self, tokens: Sequence[int]) -> Tensor:
@@ -291,18 +298,14 @@ class SlabBatch(LiveBatch):
         for layer in self.cache.layers:
             if row != last:
                 layer.move(last, row, self.lengths[last])
+                layer.wipe(row, self.lengths[last], self.lengths[row])
             if self.read_already:
                 layer.move(last + 1, last, self.read_already)
+                layer.wipe(last + 1, 0, self.read_already)
+            layer.wipe(last, self.read_already, self.lengths[last])
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
         return last
-
-    def clear(self) -> None:
-        """As `LiveBatch.clear`."""
-        for layer in self.cache.layers:
-            for row, filled in enumerate([*self.lengths, self.read_already]):
-                layer.keys[row : row + 1, :, filled:], layer.values[row : row + 1, :, filled:] = 0, 0
-            layer.keys[len(self) + 1 :], layer.values[len(self) + 1 :] = 0, 0
 
     def _about(self, first: int, filled: Sequence[int]) -> None:
         self.slab.about(first, filled, self.model.device)
@@ -514,19 +517,14 @@ class FixedSlotBatch(SlotBatch):
         self.lengths = [length + 1 for length in self.lengths]
         return logits
 
-    def clear(self) -> None:
-        """As `LiveBatch.clear`."""
-        assert self.cache is not None
-        for layer in self.cache.layers:
-            for stored in layer.stored:
-                stored[len(self) :] = 0
-
     def leave(self, row: int) -> int:
         """The last row takes its place."""
         assert self.cache is not None
         last = len(self) - 1
         if row != last:
             move_row(self.cache, last, row)
+        for stored in (each for layer in self.cache.layers for each in layer.stored):
+            stored[last] = 0
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
         return last

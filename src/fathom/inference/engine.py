@@ -548,11 +548,10 @@ class Engine:
         self._leave(lane, job)
 
     def _refuse(self, lane: Lane, job: Job) -> None:
-        """End a job whose logits are no numbers, and leave nothing of its row."""
+        """End a job whose logits are no numbers."""
         self._out.append((job, EngineError(NO_NUMBERS, "failed")))
         self.counts["failed"] += 1
         self._leave(lane, job)
-        lane.batch.clear()
 
     def _leave(self, lane: Lane, job: Job) -> None:
         row = lane.jobs.index(job)
