@@ -11,7 +11,7 @@ import pytest
 import scipy.stats
 import torch
 from torch._dynamo.utils import counters
-from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import GenerationConfig, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from fathom.inference import batches, sampling
 from fathom.inference.batches import LoneBatch, SlabBatch, SlabLayer, SlotBatch, batch_for
@@ -775,6 +775,17 @@ def test_draws_follow_the_probabilities():
     assert scipy.stats.chisquare(counts, 20_000 * expected.numpy()).pvalue > 1e-3
     made = [choice.token(logits, [1], [0] * i) for i in range(40)]
     assert made == torch.searchsorted(running, places[:40], right=True).tolist()
+
+
+def test_a_checkpoints_own_settings():
+    """Whole numbers where others are meant, or the other way round, and limits that are 0."""
+    own = GenerationConfig(do_sample=True, top_k=50.0, repetition_penalty=2, top_p=0.0, temperature=0.0)
+    choice = Choice.of({}, own)
+    assert (choice.top_k, choice.repetition_penalty, choice.top_p, choice.temperature) == (50, 2.0, 0.0, 0.0)
+    logits = torch.tensor([1.0, 3.0, 2.0])
+    assert Choice.of({"temperature": 1.0}, own).token(logits, [0], [1]) == 2
+    assert Choice.of({}, GenerationConfig(do_sample=True)) == Choice(1.0)
+    assert Choice.of({}, GenerationConfig(temperature=0.3)) == Choice(0.0)
 
 
 def test_limits_and_penalties():

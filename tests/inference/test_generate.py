@@ -217,7 +217,7 @@ def test_the_checkpoints_own_sampling_is_the_default() -> None:
     silent, own = SimpleNamespace(do_sample=None), SimpleNamespace(do_sample=True)
     assert Sampling().arguments(silent) == {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95}
     assert Sampling(top_k=5).arguments(own) == {"top_k": 5}
-    assert Sampling(options={"min_p": 0.1}).arguments(own) == {"min_p": 0.1}
+    assert Sampling(options={"min_p": 0.1}).arguments(own) == {"min_p": 0.1, "top_k": 0}
     assert Sampling(temperature=0).arguments(own)["do_sample"] is False
 
 
@@ -519,6 +519,33 @@ def test_penalties_to_their_limits_leave_something_to_draw(opened) -> None:
             assert (
                 generate(*opened, "the the", Sampling(6, temperature=temperature, seed=1, options=options)).tokens == 6
             )
+
+
+def test_a_stop_string_is_looked_for_in_the_text_alone(opened) -> None:
+    """transformers also finds one that the prompt begins, so that a text ended without it."""
+    model, tokenizer = opened
+    for prompt in PROMPTS:
+        whole = generate(model, tokenizer, prompt, Sampling(6, temperature=0))
+        stop = prompt[-1] + whole.text[:1]
+        if stop not in whole.text:
+            break
+    stopping = Sampling(6, temperature=0, options={"stop_strings": stop})
+    alone = generate(model, tokenizer, prompt, stopping)
+    assert (alone.text, alone.tokens, alone.finish) == (whole.text, whole.tokens, whole.finish)
+    ids = [encode(tokenizer, text) for text in (prompt, "the depth of a river")]
+    assert generate_batch(model, tokenizer, ids, stopping)[0].tokens == whole.tokens
+
+
+def test_a_checkpoint_that_samples_is_sampled_as_it_says(opened, monkeypatch) -> None:
+    """From all tokens where it names no top_k; one text, whatever it says of several."""
+    own = opened[0].generation_config
+    for name, value in {"do_sample": True, "top_k": None, "num_return_sequences": 2, "token_healing": True}.items():
+        monkeypatch.setattr(own, name, value, raising=False)
+    assert Sampling().arguments(own)["top_k"] == 0 and Sampling(top_k=3).arguments(own)["top_k"] == 3
+    drawn = generate(*opened, "the", Sampling(12, seed=1))
+    assert drawn == replace(generate(*opened, "the", Sampling(12, seed=1, top_k=0)), seconds=drawn.seconds)
+    whole = Sampling(4, seed=1, options={"repetition_penalty": 2})
+    assert generate(*opened, "the", whole).tokens == 4
 
 
 def test_logits_that_are_no_numbers_are_refused(exported: Path, tmp_path: Path, capsys, monkeypatch) -> None:

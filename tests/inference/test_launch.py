@@ -77,7 +77,9 @@ def test_packed_unless_told(monkeypatch):
             {"bad_words_ids": [[i, 7] for i in range(3, 90)], "num_beams": 2},
             "num_beams=2, bad_words_ids (87 of them) is not done here",
         ),
+        ({"max_time": 2.0}, "max_time=2.0 is not done here"),
         ({"no_repeat_ngram_size": 0, "suppress_tokens": [], "top_k": 5, "stop_strings": ["a"]}, None),
+        ({"penalty_alpha": 0.0, "token_healing": False}, None),
     ],
 )
 def test_a_checkpoints_settings_that_are_not_done_are_named(directory, tmp_path, capsys, monkeypatch, own, warned):
@@ -88,3 +90,25 @@ def test_a_checkpoints_settings_that_are_not_done_are_named(directory, tmp_path,
     assert main(["serve", str(there), "--port", "0", "--device", "cpu"]) == 0
     said = capsys.readouterr().err
     assert warned in said if warned else "warning" not in said
+
+
+@pytest.mark.parametrize(
+    ("own", "said"),
+    [
+        ({"temperature": -1.0}, "temperature=-1.0: allowed: a number, 0 or more"),
+        ({"top_k": -1}, "top_k=-1: allowed: a whole number, 0 or more"),
+        ({"top_k": 2.5}, "top_k=2.5: allowed: a whole number"),
+        ({"min_p": 2}, "min_p=2: allowed: a number, 0 to 1"),
+        ({"top_p": float("nan")}, "top_p=nan: allowed: a number, 0 to 1"),
+        ({"repetition_penalty": 1e-320}, "allowed: a number, 1e-06 to 1e+09"),
+    ],
+)
+def test_a_checkpoints_settings_out_of_range_are_refused(directory, tmp_path, capsys, own, said):
+    """Before a request meets them: it failed, and those that were answered beside it."""
+    there = shutil.copytree(directory, tmp_path / "tiny")
+    file = there / "generation_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"do_sample": True, **own}))
+    for words in (["serve", str(there), "--port", "0"], ["generate", str(there), "a"]):
+        assert main([*words, "--device", "cpu"]) == 2
+        shown = capsys.readouterr().err
+        assert shown.splitlines()[-1].startswith("fathom: generation_config.json: ") and said in shown

@@ -258,6 +258,12 @@ def test_several_texts_and_prompts(served):
     assert served.post("/detokenize", tokens=ids)[1] == {"prompt": "The lead"}
 
 
+def test_equal_prompts_differ_unless_a_seed_is_named(served):
+    prompts, drawn = ["The lead"] * 4, {"temperature": 1, "max_tokens": 8}
+    assert len({choice.text for choice in served.complete(prompts, **drawn).choices}) > 1
+    assert len({choice.text for choice in served.complete(prompts, seed=5, **drawn).choices}) == 1
+
+
 def test_log_probabilities_are_the_models(served, directory):
     """Of new tokens and, with `echo`, of the prompt: as a plain forward pass has them."""
     model, tokenizer = open_checkpoint(directory, "cpu")

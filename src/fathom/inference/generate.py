@@ -26,6 +26,9 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
     RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
     TextStreamer,
 )
 
@@ -33,7 +36,7 @@ from fathom.checkpoints.special_tokens import as_list, pad_token, stop_tokens
 from fathom.errors import FathomError
 from fathom.evaluation.budgets import most_trips, stored_trips
 from fathom.inference.cache import Policy
-from fathom.inference.sampling import NO_NUMBERS, finite
+from fathom.inference.sampling import NO_NUMBERS, finite, refused
 from fathom.models.speculation import Speculation, check_speculation
 from fathom.report.files import HeldError, lock
 from fathom.report.progress import ProgressBar
@@ -127,12 +130,16 @@ class Sampling:
         Args:
             own: The model's `generation_config`.
         """
+        if own is not None and (fault := refused(own)) is not None:
+            raise GenerateError(fault)
         given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         made: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
         if self.temperature is not None and self.temperature < COLDEST:
             made = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # defaults
         elif not getattr(own, "do_sample", None):
             made = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95, **made}
+        else:
+            made = {"top_k": int(getattr(own, "top_k", None) or 0), **made}  # transformers takes 50 where none is said
         if self.static_cache or self.compile:
             made |= {"cache_implementation": "static", "disable_compile": not self.compile}
         if self.compile:
@@ -142,7 +149,10 @@ class Sampling:
             made["compile_config"]._compile_all_devices = True
         if self.max_trips is not None:
             made["max_trips"] = self.max_trips
-        return {**made, **self.options}
+        return {
+            **made,
+            **{key: float(value) if key in SHARES and value else value for key, value in self.options.items()},
+        }
 
 
 def refusal(name: str, value: object) -> str | None:
@@ -442,11 +452,15 @@ def _run(
     arguments = {
         "max_new_tokens": max(rooms),
         "pad_token_id": pad,
-        "tokenizer": tokenizer,  # for stop_strings
         **sampling.arguments(model.generation_config),
         "eos_token_id": stops or None,
-        "stop_strings": strings or None,
+        **dict.fromkeys(("stop_strings", "token_healing"), None),  # the checkpoint's too
+        "num_return_sequences": 1,
     }
+    if strings:
+        arguments["stopping_criteria"] = StoppingCriteriaList(
+            [OfTheText(StopStringCriteria(tokenizer, strings), width)]
+        )
     check_drafts(model, sampling.speculate, sampling.max_trips)
     drafts = None if sampling.speculate is None else Speculation(sampling.speculate)
     if drafts is not None:
@@ -514,6 +528,23 @@ def _ended(
         if any(string in text and string not in before for string in strings):
             return row[:last], "stop"
     return row[: end + 1], "stop" if end < room else "length"
+
+
+class OfTheText(StoppingCriteria):
+    """A criterion that sees what was generated, and nothing of the prompt.
+
+    Args:
+        inner: The criterion.
+        width: Tokens of the prompt, with its padding.
+    """
+
+    def __init__(self, inner: StoppingCriteria, width: int) -> None:
+        self.inner, self.width = inner, width
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **more: Any) -> torch.BoolTensor:
+        """Which rows `[B, T]` end."""
+        made: torch.BoolTensor = self.inner(input_ids[:, self.width :], scores, **more)
+        return made
 
 
 class Finite(LogitsProcessor):

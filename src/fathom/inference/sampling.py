@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import struct
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field, fields
@@ -36,9 +37,30 @@ NOT_HERE = {
     **dict.fromkeys(("typical_p", "encoder_repetition_penalty", "guidance_scale", "num_beams"), 1),
     **dict.fromkeys(("top_h", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"), None),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), None),
-    **dict.fromkeys(("penalty_alpha", "dola_layers", "watermarking_config"), None),
+    **dict.fromkeys(("dola_layers", "watermarking_config", "max_time"), None),
+    **dict.fromkeys(("penalty_alpha", "token_healing"), 0),
 }
 """Settings of transformers that change texts and that a `Choice` does not have; and the value that changes nothing."""
+OWN: dict[str, tuple[float, float]] = {
+    "temperature": (0.0, sys.float_info.max),
+    "top_k": (0, 1 << 31),
+    "top_p": (0.0, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1e-6, 1e9),
+}
+"""Settings of a checkpoint that a `Choice` takes, and the range of each."""
+
+
+def refused(own: GenerationConfig) -> str | None:
+    """The first of a checkpoint's settings that is out of range, and what is allowed; transformers looks too late."""
+    for name, (least, most) in OWN.items():
+        value: object = getattr(own, name, None)
+        number = isinstance(value, int | float) and not isinstance(value, bool) and least <= value <= most
+        if value is not None and not (number and (name != "top_k" or value == int(value))):  # type: ignore[call-overload]
+            kind = "a whole number" if name == "top_k" else "a number"
+            ends = f"{least:g} or more" if most > 1e9 else f"{least:g} to {most:g}"
+            return f"generation_config.json: {name}={value}: allowed: {kind}, {ends}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -76,7 +98,7 @@ class Choice:
 
     @classmethod
     def of(cls, asked: Mapping[str, Any], own: GenerationConfig, index: int = 0) -> Choice:
-        """The settings that a request names; for the others the model's own.
+        """The settings that a request names; for the others the model's own, of which none is `refused`.
 
         Args:
             asked: By name, those of others among them; None is no setting.
@@ -86,9 +108,11 @@ class Choice:
         given = {one.name: asked[one.name] for one in fields(cls) if asked.get(one.name) is not None}
         draws = {"temperature", "top_k", "top_p", "min_p"} & set(given)
         drawn = given.get("temperature") != 0 if draws else own.do_sample
-        for name in ("top_k", "top_p", "min_p", "repetition_penalty"):
-            given.setdefault(name, getattr(own, name) or getattr(cls, name))
-        given["temperature"] = given.get("temperature", own.temperature or 1.0) if drawn else 0.0
+        for name in OWN.keys() - given.keys():
+            default, value = 1.0 if name == "temperature" else getattr(cls, name), getattr(own, name, None)
+            given[name] = default if value is None else type(default)(value)
+        if not drawn:
+            given["temperature"] = 0.0
         return cls(**{**given, "index": index})
 
     @staticmethod

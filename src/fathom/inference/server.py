@@ -26,13 +26,14 @@ from fathom.checkpoints.special_tokens import as_list, settle_generation
 from fathom.evaluation.budgets import most_trips
 from fathom.inference.answers import Envelope
 from fathom.inference.api import ApiError, ChatBody, CompletionBody, FieldError, Message, TextBody, TokensBody, told
+from fathom.inference.batches import ServeError
 from fathom.inference.cache import Policy
 from fathom.inference.engine import Engine, EngineError, Event, Job, compiled_steps, deliver
 from fathom.inference.gate import Gate
 from fathom.inference.generate import GenerateError, as_strings, encode
 from fathom.inference.memory import default_memory
 from fathom.inference.packed import pack
-from fathom.inference.sampling import Choice
+from fathom.inference.sampling import Choice, refused
 from fathom.inference.texts import AnswerWords, Text
 
 if TYPE_CHECKING:
@@ -73,6 +74,8 @@ class Service:
         compiled: int | None = None,
     ) -> None:
         settle_generation(model.generation_config, tokenizer)
+        if (fault := refused(model.generation_config)) is not None:
+            raise ServeError(fault)
         self.model, self.tokenizer, self.name, self.max_trips = model, tokenizer, name, max_trips
         self.context = compiled or (model.config.max_position_embeddings if policy is None else ENDLESS)
         self.stops = frozenset(as_list(model.generation_config.eos_token_id))
@@ -143,8 +146,13 @@ class Service:
         wants_prompt = body.echo and scored is not None
         job = partial(Job, stops=self.stops, logprobs=scored, score_prompt=wants_prompt, trips=trips)
         rooms = [self._new_tokens(len(ids), body.max_tokens, trips) for ids in prompts]
-        choices = [Choice.of(vars(body), own, i) for i in range(body.n)]
-        texts = [(ids, room, choice) for ids, room in zip(prompts, rooms, strict=True) for choice in choices]
+        # Under a seed that was named, a prompt's texts do not depend on the prompts beside it.
+        apart = 0 if "seed" in body.model_fields_set else body.n
+        texts = [
+            (ids, room, Choice.of(vars(body), own, which * apart + i))
+            for which, (ids, room) in enumerate(zip(prompts, rooms, strict=True))
+            for i in range(body.n)
+        ]
         return [job(*text, partial(_put, queue, i)) for i, text in enumerate(texts)]
 
     def _new_tokens(self, prompt: int, wanted: int | None, trips: int | None) -> int:

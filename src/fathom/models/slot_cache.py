@@ -561,11 +561,12 @@ def merge_slots(cache: Cache, other: Cache) -> None:
     mine, theirs = cache.layers[0].table, other.layers[0].table
     capacity = max(mine.capacity, theirs.capacity)
     for layer, added in zip(cache.layers, other.layers, strict=True):
-        pairs = zip(layer.stored, added.stored, strict=True)
-        layer.stored = tuple(
-            torch.cat((grown(a, capacity, mine.end), grown(b, capacity, theirs.end))) for a, b in pairs
-        )
-        added.stored = None  # so that no more than a layer exists twice
+        for i, new in enumerate(added.stored):  # one after the other, so that no more than a tensor exists twice
+            stored = list(layer.stored)
+            stored[i] = grown(stored[i], capacity, mine.end, more=len(new))
+            stored[i][-len(new) :, : theirs.end] = new[:, : theirs.end]
+            layer.stored = tuple(stored)
+        added.stored = None
     mine.absorb(theirs)
 
 
@@ -602,10 +603,10 @@ def _without(rows: Tensor, row: int) -> Tensor:
     return rows[:-1]
 
 
-def grown(buffer: Tensor, capacity: int, used: int, fill: int = 0) -> Tensor:
-    """A new buffer `[B, capacity + 1, ...]` with the first `used` places of the old one."""
-    new = buffer.new_full((buffer.shape[0], capacity + 1, *buffer.shape[2:]), fill)
-    new[:, :used] = buffer[:, :used]
+def grown(buffer: Tensor, capacity: int, used: int, fill: int = 0, more: int = 0) -> Tensor:
+    """A new buffer `[B + more, capacity + 1, ...]` with the first `used` places of the old one."""
+    new = buffer.new_full((len(buffer) + more, capacity + 1, *buffer.shape[2:]), fill)
+    new[: len(buffer), :used] = buffer[:, :used]
     return new
 
 
