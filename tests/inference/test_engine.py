@@ -183,7 +183,7 @@ def test_batches_of_fixed_room_are_exact(backend, monkeypatch):
     """Not compiled, which is quick; and rows are wrong where layers share a bank, or a place is written over."""
     backend("none")
     for case in ("depth_attention", "adaponder+depth_attention"):
-        together, one_by_one, *_ = compiled_runs(case, seeds=(1,))
+        together, one_by_one, *_ = compiled_runs(case, seeds=(1,), initializer_range=0.3)
         assert together == [one_by_one], case
     of = OneBank.of
     for fault in (lambda cache, index: of(cache, 0), lambda cache, index: overwritten(of(cache, index))):
@@ -194,7 +194,7 @@ def test_batches_of_fixed_room_are_exact(backend, monkeypatch):
     for forgetful in (slot_cache, several_trips):  # of prompts that come in, of tokens that are made
         with monkeypatch.context() as planted:
             planted.setattr(forgetful, "repeat_last", lambda *where: None)
-            together, one_by_one, *_ = compiled_runs("adaponder+depth_attention", seeds=(1,))
+            together, one_by_one, *_ = compiled_runs("adaponder+depth_attention", seeds=(1,), initializer_range=0.3)
             assert together != [one_by_one]
 
 
