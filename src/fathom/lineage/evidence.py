@@ -342,7 +342,7 @@ def decide(found: Findings) -> Verdict:
 
 def _label(found: Findings, p: float, above: bool, threshold: float | None) -> tuple[str, list[str]]:
     missing = found.families_tested - found.families
-    reasons = [f"smallest corrected p of the matching tests: {p:.2g} (decides at {ALPHA:g})"]
+    reasons = [f"smallest corrected p of the matching tests: {probability(p)} (decides at {ALPHA:g})"]
     if threshold is None:
         reasons.append(
             "no control or null file of this class: a score cannot be called high (give --control or --null)"
