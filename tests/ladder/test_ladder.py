@@ -336,7 +336,9 @@ def test_lost_runs_begin_the_verdict(tmp_path: Path, monkeypatch) -> None:
     (run / "failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
     report = rewrite(Ladder.read(out), out)
     assert arm_of(report, "better")["diverged"] == [1, 13]
-    assert "uns diverged and are left out: better 1 of 13" in report["verdict"].split("; ")[1]
+    assert "uns diverged and are left out of the losses" in report["verdict"].split("; ")[1]
+    assert "count as unsolved: better 1 of 13" in report["verdict"].split("; ")[1]
+    assert "are left out: better 1 of 13" in verdict({**report, "puzzle": None})
     assert [len(cell["loss"]) for cell in arm_of(report, "better")["rungs"]] == [5, 2, 3, 0]
 
 
@@ -826,7 +828,7 @@ def test_a_ladder_whose_runs_all_diverged_says_so(tmp_path: Path, monkeypatch) -
     planted(monkeypatch, diverges=0.0)
     report = climb(make(tmp_path, **SMALL, tune_points=[]), tmp_path / "out", quiet=True)
     assert report["stage"] == "done" and "No run of a rung has a result" in report["verdict"]
-    assert "runs diverged and are left out: vanilla 4 of 4" in report["verdict"]
+    assert "runs diverged and are left out of the losses and count as unsolved: vanilla 4 of 4" in report["verdict"]
 
 
 @pytest.mark.slow

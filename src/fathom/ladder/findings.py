@@ -607,8 +607,8 @@ def _missing(report: LadderResults) -> list[str]:
         found.append(f"not finished: {report['pending']} runs are left of the stage `{report['stage']}`")
     counts = {arm["name"]: arm["diverged"] for arm in report["arms"]}
     lost = [f"{name} {count} of {runs}" for name, (count, runs) in counts.items() if count]
-    counted = "are left out" if report["puzzle"] is None else "have not solved the puzzle"
-    return found + ([f"runs diverged and {counted}: {', '.join(lost)}"] if lost else [])
+    counted = "" if report["puzzle"] is None else " of the losses and count as unsolved"
+    return found + ([f"runs diverged and are left out{counted}: {', '.join(lost)}"] if lost else [])
 
 
 def _doubts(report: LadderResults) -> list[str]:
