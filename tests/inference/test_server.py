@@ -26,7 +26,7 @@ from fathom.checkpoints.open import open_checkpoint
 from fathom.inference import gate, launch, server, texts
 from fathom.inference.batches import ServeError, token_bytes
 from fathom.inference.engine import Scored
-from fathom.inference.generate import Sampling, encode, generate_batch
+from fathom.inference.generate import Sampling, encode, generate, generate_batch
 from fathom.lens.live import add_lens
 from tests.processes import Command
 from tests.tiny import TEXT, export_tiny
@@ -198,6 +198,16 @@ def test_a_checkpoints_own_stop_strings_end_too(directory, empty):
             choice = served.complete("The sailors", max_tokens=30, stop=stop).choices[0]
             end = min(whole.index(one) for one in (whole[8:11], stop) if one in whole)
             assert (choice.text, choice.finish_reason) == (whole[:end], "stop")
+
+
+def test_a_stop_string_that_is_a_special_token(served, directory):
+    """It ends a text where `fathom generate` ends it."""
+    drawn = {"temperature": 0, "options": {"stop_strings": "<|im_start|>", "sequence_bias": [[[1], 1e3]]}}
+    made = generate(*open_checkpoint(directory, "cpu"), "The lead", Sampling(5, **drawn))
+    for stop in ("<|im_start|>", "_start|"):
+        answer = served.complete("The lead", max_tokens=5, stop=stop, logit_bias={"1": 100})
+        said = answer.choices[0].text, answer.usage.completion_tokens, answer.choices[0].finish_reason
+        assert said == (made.text, made.tokens, made.finish) == ("", 1, "stop")
 
 
 @pytest.mark.parametrize(

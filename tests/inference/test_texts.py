@@ -1,4 +1,4 @@
-"""Where the tokens of a prompt begin in its text, for tokenizers that change the text they read."""
+"""Texts up to a stop string; where the tokens of a prompt begin in it, for tokenizers that change what they read."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from fathom.inference.texts import read_places, written_places
+from fathom.inference.engine import Scored
+from fathom.inference.texts import AnswerWords, Text, read_places, written_places
 
 END = "<end>"
 
@@ -68,3 +69,28 @@ def test_other_tokens_than_the_text_is_read_as() -> None:
     text = tokenizer.decode(tokens)
     assert read_places(tokenizer, text, tokens) is None
     assert written_places(tokenizer, text, tokens)[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("stop", "heard", "said"),
+    [
+        (END, "ab<end>", "ab"),
+        ("<en", "ab<end>", "ab"),
+        ("b<end>c", "ab<end>c", "a"),
+        ("d>c", "ab<end>c", "ab"),
+        ("b<end>x", "ab<end>cd<end>", "abcd"),
+        ("bc", "ab<end>cd<end>", "abcd"),
+    ],
+)
+def test_stop_strings_with_special_tokens(stop: str, heard: str, said: str) -> None:
+    """They are found in the text with these, which are no part of what is said; what was held for nothing is told."""
+    tokenizer, told = in_bytes(), []
+    text = Text(AnswerWords(tokenizer), [stop])
+    tokens = iter(tokenizer(f"ab{END}cd{END}")["input_ids"])
+    while text.finish is None:
+        token = next(tokens, None)
+        told.append(text.hear("length" if token is None else Scored(token, 0.0)))
+    assert ("".join(told), text.said) == (said, said)
+    assert tokenizer.decode(text.words.ids) == heard
+    assert text.finish == ("length" if heard.endswith(f"d{END}") else "stop")
+    assert [at for _, at in text.scores] == [0, 1, 2, 2, 3, 4][: text.tokens]

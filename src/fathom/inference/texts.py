@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 from typing import TYPE_CHECKING
 
 from fathom.inference.engine import Scored
@@ -44,6 +45,11 @@ class AnswerWords:
         self._from, self._told = self._told, len(self.ids)
         return now[len(before) :]
 
+    def unsaid(self, token: int) -> str:
+        """The text of a special token that is not part of the answer's; empty for any other token."""
+        shown = self.tokenizer.decode([token], skip_special_tokens=self.hidden)
+        return "" if shown else str(self.tokenizer.decode([token]))
+
 
 @dataclass
 class Text:
@@ -60,6 +66,9 @@ class Text:
     scores: list[tuple[Scored, int]] = field(default_factory=list)
     """Scores that were not sent yet, each with the position in the text where its token begins."""
     _held: str = ""
+    """What may be the beginning of a stop string, with the special tokens in it."""
+    _shown: Sequence[bool] = ()
+    """Which characters of that are the answer's."""
     _length: int = 0
 
     def hear(self, event: Scored | list[Scored] | str) -> str:
@@ -74,13 +83,15 @@ class Text:
             self.tokens += 1
             if event.logprob is not None:
                 self.scores.append((event, self._length))
-            new += self._tell(self.words.add([event.token]))
+            word = self.words.add([event.token])
+            new += self._tell(word, "" if word or not self.stops else self.words.unsaid(event.token))
         elif isinstance(event, str):
             new += self._tell(self.words.add([], last=True))
             if self.finish is None:
                 self.finish = event
-                self.said += self._held
-                new += self._held
+                rest = "".join(compress(self._held, self._shown))
+                self.said += rest
+                new += rest
         return new
 
     def _score_prompt(self, scores: Sequence[Scored]) -> None:
@@ -90,10 +101,13 @@ class Text:
             places = written_places(self.words.tokenizer, self.said, tokens)
         self.scores += zip(scores, places, strict=True)
 
-    def _tell(self, new: str) -> str:
+    def _tell(self, new: str, unsaid: str = "") -> str:
+        """Stop strings are looked for in the text with its special tokens, as transformers does."""
         self._length += len(new)
-        new, held = before_stop(self._held + new, self.stops)
-        self._held = held or ""
+        shown = [*self._shown, *[False] * len(unsaid), *[True] * len(new)]
+        text, held = before_stop(self._held + unsaid + new, self.stops)
+        new = "".join(compress(text, shown))
+        self._held, self._shown = held or "", shown[len(text) :]
         if held is None:
             self.finish = "stop"
         self.said += new
