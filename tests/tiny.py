@@ -6,11 +6,12 @@ from __future__ import annotations
 import json
 import random
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from fathom.checkpoints.export import export
@@ -124,6 +125,29 @@ def tiny_tokenizer(chat: bool = True) -> PreTrainedTokenizerFast:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
     fast.chat_template = CHATML if chat else None
     return fast
+
+
+def piece_tokenizer() -> PreTrainedTokenizerFast:
+    """As Llama's of old: a letter is a token, with or without a blank before it; decoding strips a leading blank."""
+    letters = "abcdefghijklmnopqrstuvwxyzTE.,\n"
+    pieces = ["<unk>", "</s>", "▁", *letters, *(f"▁{letter}" for letter in letters)]
+    merges = [("▁", letter) for letter in letters]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, merges, unk_token="<unk>"))
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
+
+
+def say(model: FathomForCausalLM, tokens: Sequence[int]) -> None:
+    """Make a model draw these tokens, one a call, whatever it is given."""
+    left = iter(tokens)
+
+    def head(module: torch.nn.Module, given: object, logits: torch.Tensor) -> torch.Tensor:
+        row = torch.full_like(logits, -1.0)
+        row[..., next(left)] = 1.0
+        return row
+
+    model.lm_head.register_forward_hook(head)
 
 
 def tiny_config(**fields: object) -> FathomConfig:

@@ -34,7 +34,7 @@ from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.report.files import lock
 from tests.models.cases import build, config_of
 from tests.processes import Command
-from tests.tiny import export_tiny
+from tests.tiny import export_tiny, piece_tokenizer, say, tiny_config
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}a:"
 PROMPTS = ["the depth", "a", "of a river — measured in fathoms é", "river", "the the the", "in", "depth of", "é"]
@@ -61,6 +61,16 @@ def test_what_is_streamed_is_the_text(opened) -> None:
     made = generate(*opened, "the depth", Sampling(12, seed=3), pieces.append)
     assert "".join(pieces) == made.text and len(pieces) > 3
     assert made.tokens == 12 and made.tokens_per_second > 0
+
+
+def test_blanks_that_begin_a_line_are_streamed() -> None:
+    """Where decoding strips a leading blank; each line was decoded alone."""
+    model, tokenizer, pieces = FathomForCausalLM(tiny_config()).eval(), piece_tokenizer(), list[str]()
+    answer = tokenizer("def f\n  a\n\n   b,\n c")["input_ids"]
+    say(model, answer)
+    made = generate(model, tokenizer, "The", Sampling(len(answer), temperature=0), pieces.append)
+    assert "".join(pieces) == made.text and "\n  a\n\n   b,\n c" in made.text
+    assert len(pieces) > 10, "token by token"
 
 
 def test_a_seed_decides(opened) -> None:

@@ -29,14 +29,15 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
-    TextStreamer,
 )
+from transformers.generation.streamers import BaseStreamer
 
 from fathom.checkpoints.special_tokens import as_list, pad_token, stop_tokens
 from fathom.errors import FathomError
 from fathom.evaluation.budgets import most_trips, stored_trips
 from fathom.inference.cache import Policy
 from fathom.inference.sampling import NO_NUMBERS, finite, refused
+from fathom.inference.texts import AnswerWords
 from fathom.models.speculation import Speculation, check_speculation
 from fathom.report.files import HeldError, lock
 from fathom.report.progress import ProgressBar
@@ -431,7 +432,7 @@ def _stream(
         made = _run(model, tokenizer, [ids], sampling, None)[0]
         (write or len)(made.text)
         return made
-    return _run(model, tokenizer, [ids], sampling, _streamer(tokenizer, write))[0]
+    return _run(model, tokenizer, [ids], sampling, Streamer(tokenizer, write))[0]
 
 
 @torch.no_grad()
@@ -440,7 +441,7 @@ def _run(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
-    streamer: TextStreamer | None,
+    streamer: Streamer | None,
 ) -> list[Generated]:
     """Generate for several prompts at once, padded on the left so that all continue at the last column."""
     stops, strings = _stop_tokens(model, tokenizer, sampling), _stop_strings(model, sampling)
@@ -545,6 +546,28 @@ class OfTheText(StoppingCriteria):
         """Which rows `[B, T]` end."""
         made: torch.BoolTensor = self.inner(input_ids[:, self.width :], scores, **more)
         return made
+
+
+class Streamer(BaseStreamer):
+    """Writes an answer's words as its tokens come. Transformers' own loses blanks that begin a line.
+
+    Args:
+        tokenizer: The model's.
+        write: Receives the words.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Write) -> None:
+        self.words, self.write, self.prompt = AnswerWords(tokenizer), write, True
+
+    def put(self, value: Tensor) -> None:
+        """New tokens; the first ones are the prompt."""
+        if not self.prompt:
+            self.write(self.words.add(value.flatten().tolist()))
+        self.prompt = False
+
+    def end(self) -> None:
+        """No more tokens."""
+        self.write(self.words.add([], last=True))
 
 
 class Finite(LogitsProcessor):
@@ -758,13 +781,3 @@ def report_speed(tokens: int, seconds: float, trips: float | None = None, accept
     depth = "" if trips is None else f", {trips:.2f} trips per token"
     depth += "" if acceptance is None else f", {acceptance:.0%} of drafts right"
     print(f"{tokens} tokens, {seconds:.1f} s, {speed:.1f} tokens/s{depth}", file=sys.stderr, flush=True)
-
-
-def _streamer(tokenizer: PreTrainedTokenizerBase, write: Write) -> TextStreamer:
-    from transformers import TextStreamer
-
-    class Streamer(TextStreamer):
-        def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
-            write(text)
-
-    return Streamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
