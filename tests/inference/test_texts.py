@@ -12,13 +12,16 @@ from fathom.inference.texts import AnswerWords, Text, read_places, written_place
 END = "<end>"
 
 
-def in_bytes(special: AddedToken | None = None, add_prefix_space: bool = False) -> PreTrainedTokenizerFast:
-    """A token for each byte, so that characters are cut."""
+def in_bytes(special: AddedToken | None = None, begun: bool = False) -> PreTrainedTokenizerFast:
+    """A token for each byte, so that characters are cut; `begun` as Llama 3's: a token of its own begins every text."""
     vocabulary = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     whole = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
-    whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    whole.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     whole.decoder = decoders.ByteLevel()
     whole.add_special_tokens([special or AddedToken(END, special=True)])
+    if begun:
+        begin = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, whole.token_to_id(END))])
+        whole.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), begin])
     return PreTrainedTokenizerFast(tokenizer_object=whole, eos_token=special or END)
 
 
@@ -60,6 +63,25 @@ def test_characters_that_tokens_share(read) -> None:
     tokens = tokenizer(text)["input_ids"]
     assert len(tokens) == 2 + 1 + 4 + 1
     assert read(tokenizer, text, tokens) == [0, 0, 1, 6, 6, 6, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("  ab", [0, 0, 1, 2, 3]), (" a  b", [0, 0, 1, 2, 3, 4]), ("a b", [0, 0, 1, 2]), ("é ", [0, 0, 0, 1])],
+)
+def test_offsets_that_leave_out_blanks(text: str, expected: list[int]) -> None:
+    """A blank that begins the text is said to be nowhere, as is the token before it."""
+    tokenizer = in_bytes(begun=True)
+    assert places(tokenizer, text) == expected
+
+
+def test_a_long_prompt_is_read_in_silence(caplog) -> None:
+    """The server says what is too long; transformers would warn, of what is not."""
+    tokenizer = in_bytes()
+    tokens = tokenizer("a" * 9)["input_ids"]
+    tokenizer.model_max_length = 3
+    assert read_places(tokenizer, "a" * 9, tokens) == list(range(9))
+    assert not caplog.records
 
 
 def test_other_tokens_than_the_text_is_read_as() -> None:

@@ -118,16 +118,19 @@ def read_places(tokenizer: PreTrainedTokenizerBase, text: str, tokens: Sequence[
     """Where each token begins in the text that a tokenizer read them from; None if it reads others, or cannot tell.
 
     A token begins where the one before ends, at blanks that it may have stripped, or within the character that both
-    share. One that the tokenizer added has no text of its own.
+    share. One that the tokenizer added has no text of its own; a blank that begins the text has, though offsets that
+    leave out blanks (`trim_offsets`) say that it ends where it begins.
     """
     if not tokenizer.is_fast:
         return None
-    found = tokenizer(text, return_offsets_mapping=True)
+    found = tokenizer(text, return_offsets_mapping=True, verbose=False)  # too long a prompt is reported elsewhere
     if found["input_ids"] != list(tokens):
         return None
     places, end = [], 0
-    for first, last in found["offset_mapping"]:
+    for token, (first, last) in zip(tokens, found["offset_mapping"], strict=True):
         places.append(min(first, end) if last > first else end)
+        if first == last == end and text.startswith(" ", end) and tokenizer.decode([token]) == " ":
+            end += 1
         end = max(end, last)
     return places
 
