@@ -580,7 +580,8 @@ def test_a_load_of_clients(served):
     for _ in range(5):
         assert asyncio.run(load(served, [bodies[i] for i in order], 32)) == [expected[i] for i in order]
         sizes.append(rss(served.pid))
-    assert min(sizes[-2:]) - sizes[0] < 2 * BOUND, "the bodies of 900 requests are 43 MB"
+    # A server takes 10 MB more over the first 600 requests and nothing after 1,500, up to 3,000.
+    assert min(sizes[-2:]) - sizes[1] < 2 * BOUND, "the bodies of 600 requests are 29 MB"
     assert metrics(served)["fathom_texts_running"] == metrics(served)["fathom_cache_bytes"] == "0"
 
 
