@@ -581,11 +581,11 @@ def _phi(state: State) -> Phi | None:
 
 
 def verdict(report: LadderResults) -> str:
-    """The verdict, by fixed rules: what is missing, what is doubtful, the sealed rung, then the finding."""
+    """The verdict, by fixed rules, a line each: what is missing or doubtful, the sealed rung, then the findings."""
     if not report["arms"] or not any(row["loss"] for arm in report["arms"] for row in arm["rungs"]):
         if report["stage"] != "done":
             return "No rung has been finished yet, so there is nothing to say."
-        return "; ".join(["No run of a rung has a result, so there is nothing to say", *_missing(report)]) + "."
+        return _lines(["No run of a rung has a result, so there is nothing to say", *_missing(report)], [])
     arms = [arm for arm in report["arms"][1:] if not arm["matched"]]
     parts = [*_missing(report), *_doubts(report), *_seal_words(report)]
     if report["puzzle"] is not None:
@@ -596,9 +596,13 @@ def verdict(report: LadderResults) -> str:
         parts.append(
             "cannot tell: a multiplier needs two rungs, one of them with two seeds, and losses that fall with compute"
         )
-    text = "; ".join(parts)
-    named = any(text.startswith(arm["name"]) for arm in report["arms"])
-    return f"{text}." if named else f"{text[0].upper()}{text[1:]}."
+    return _lines(parts, [arm["name"] for arm in report["arms"]])
+
+
+def _lines(parts: list[str], names: list[str]) -> str:
+    """Sentences; one that begins with an arm's name keeps it as it is."""
+    own = tuple(f"{name} " for name in names)
+    return "\n".join(f"{part if part.startswith(own) else part[0].upper() + part[1:]}." for part in parts)
 
 
 def _missing(report: LadderResults) -> list[str]:

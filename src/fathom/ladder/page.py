@@ -19,6 +19,7 @@ from fathom.report import html
 from fathom.report.files import finite, write_atomically
 from fathom.report.numbers import DASH, short, signed
 from fathom.report.plots import Line, line_plot
+from fathom.report.provenance import machine
 from fathom.report.tables import terminal_table
 
 if TYPE_CHECKING:
@@ -58,14 +59,15 @@ def tables(report: LadderReport) -> list[Table]:
 def page(report: LadderReport) -> str:
     """The whole report."""
     names = [arm["name"] for arm in report["arms"]] or [arm["name"] for arm in report["plan"]["arms"]]
+    own = [name for name in names[1:] if name not in {arm["name"] for arm in report["arms"] if arm["matched"]}]
     return html.page(
-        f"{', '.join(names[1:])} against {names[0]}, rung by rung",
+        f"{', '.join(own)} against {names[0]}, rung by rung",
         report["verdict"],
         _table(multiplier_rows(report), "flags"),
         _table(puzzle_rows(report)),
         _table(sooner_rows(report)),
         html.section("Loss and multiplier", html.legend(names), html.figures(_losses(report), _multipliers(report))),
-        html.section("Accuracy", html.legend(names), html.figures(*_accuracies(report))),
+        html.section("Accuracy", *_accuracies(report)),
         html.section(
             "Rates", _table(choice_rows(report)), html.figures(*_bowls(report)), _checks(report), _shared_rates(report)
         ),
@@ -106,6 +108,9 @@ def multiplier_rows(report: LadderReport) -> tuple[str, list[str], list[list[str
             ]
         )
     columns = ["arm", "middle", "last rung", "per decade", "Holm p", "diverged", "flags"]
+    if not any(arm["diverged"][0] for arm in report["arms"][1:]):
+        lost = columns.index("diverged")
+        columns, rows = [*columns[:lost], *columns[lost + 1 :]], [[*row[:lost], *row[lost + 1 :]] for row in rows]
     return f"Compute that {report['control']} would need over what the arm spends, 95 % interval", columns, rows
 
 
@@ -271,7 +276,7 @@ def _forecast(report: LadderReport, arm: ArmRow, series: int) -> list[Line]:
 
 
 def _accuracies(report: LadderReport) -> list[Markup]:
-    """Panels for each difficulty: accuracy of every seed over the rungs' FLOPs, and over those of its training."""
+    """For each difficulty of a puzzle: accuracy of every seed over the rungs' FLOPs, and over those of its training."""
     puzzle = report["puzzle"]
     if puzzle is None:
         return []
@@ -308,7 +313,7 @@ def _accuracies(report: LadderReport) -> list[Markup]:
         svg = line_plot(learning, "training FLOPs", "accuracy", words, zero=True, top=1.0)
         if learning:
             panels.append(html.figure(f"{domain} while learning", svg, "Each line is a seed."))
-    return panels
+    return [html.legend(names), html.figures(*panels)]
 
 
 def _bowls(report: LadderReport) -> list[Markup]:
@@ -435,7 +440,7 @@ def _views(report: LadderReport) -> Markup:
     timed = next(
         (arm["views"]["time"] for arm in report["arms"][1:] if arm["multiplier"] and arm["views"]["time"]), None
     )
-    where = "" if timed is None else f"Seconds: {timed['clock']}, {timed['hardware']}. "
+    where = "" if timed is None else f"Seconds: {timed['clock']} on {machine(timed['hardware'])}. "
     note = f"{where}Bytes: read for a decoded token at the end of the context, bfloat16 weights and the cache."
     return Markup().join([table, html.paragraph(note, quiet=True)]) if rows else Markup()
 
@@ -532,7 +537,7 @@ def _method(report: LadderReport) -> list[str]:
 
 
 def _unfinished(report: LadderReport) -> str:
-    if report["stage"] == "done":
+    if report["stage"] == "done" or report["verdict"].startswith("Not finished"):
         return ""
     return f"Not finished: in its stage {report['stage']}, {report['pending']} runs of it are left."
 

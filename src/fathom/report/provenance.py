@@ -7,6 +7,7 @@ import platform
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -52,15 +53,19 @@ def recorded(report: Provenance) -> Provenance:
 
 def facts_of(report: Provenance) -> dict[str, str]:
     """The provenance of a report as text, by heading."""
-    hardware = report["hardware"]
-    machine = ", ".join(str(hardware[key]) for key in ("gpu", "cpu") if key in hardware)
     return {
         "command": report["command"],
         "date": report["date"],
         "commit": report["commit"] or "not in a checkout",
-        "hardware": f"{machine}, {hardware['cores']} cores, {hardware['system']}",
+        "hardware": machine(report["hardware"]),
         "versions": ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
     }
+
+
+def machine(hardware: Mapping[str, object]) -> str:
+    """A machine in words."""
+    named = ", ".join(str(hardware[key]) for key in ("gpu", "cpu") if key in hardware)
+    return f"{named}, {hardware['cores']} cores, {hardware['system']}"
 
 
 def commit() -> str | None:
