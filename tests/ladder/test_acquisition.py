@@ -125,6 +125,8 @@ def test_words() -> None:
     found = [each for each in (half, bound, nobody, worse, one, alike) if each is not None]
     words = ["4.00 (2.00 to 4.00)", "> 2.50", "unknown", "< 0.80", "1.75 to 2.00", "1.00"]
     assert [each.words() for each in found] == words
+    assert found[4].basis() == "one pair of seeds"
+    assert found[0].basis() == "median of 5 pairs of seeds and an interval of ranks (94%)"
     assert [each.p for each in found[:4]] == [1 / 16, 1 / 16, 1.0, 1 / 8]
     for each in found:
         assert Sooner.read(json.loads(json.dumps(each.row(), allow_nan=False))) == each

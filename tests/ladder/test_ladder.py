@@ -25,6 +25,7 @@ from fathom.ladder.tuning import FLAT, bowl
 from fathom.ladder.work import add_seeds, climb, rewrite
 from fathom.models.cost import count_parameters
 from fathom.recipe import RecipeError, differences, load_recipe
+from fathom.training import TrainingError
 from tests.ladder.fake import Planted, write_ladder
 
 ARMS = "vanilla,again=vanilla;model.mixer=uniform_depth,better=depth_attention"
@@ -576,7 +577,7 @@ def test_losses_of_a_puzzle_that_is_learnt_are_alike(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("edition", [3, 4])
 def test_a_control_that_learns_at_any_rate_leaves_an_arm_its_own(tmp_path: Path, monkeypatch, edition: int) -> None:
     """The loop learns at a quarter of the rate where the search begins, and there alone."""
-    ladder = make(tmp_path, "vanilla,loop=loop;model.recurrence_options.trips=2", tune_points=[3], tune_seeds=[2])
+    ladder = make(tmp_path, "vanilla,loop=loop;model.recurrence_options.trips=2", tune_points=[3], tune_seeds=[1])
 
     def loss(run: LadderRun, domains: object) -> float:
         away = math.log2(run.recipe.optim.lr / ladder.recipe.optim.lr)
@@ -588,6 +589,29 @@ def test_a_control_that_learns_at_any_rate_leaves_an_arm_its_own(tmp_path: Path,
     vanilla, loop = (state.rate(arm, ladder.sizes[0]) / ladder.recipe.optim.lr for arm in ladder.arms)
     assert FLAT in state.tuned[0]["vanilla"].bowl.flags and vanilla == 1
     assert (loop == 1) if edition == 3 else 0.2 < loop < 0.4
+
+
+def test_an_arm_carries_its_own_optima_where_the_control_has_none(tmp_path: Path, monkeypatch) -> None:
+    """By the rule from rung to rung: not by what noise made of the control's rates, which are flat here."""
+    ladder = make(tmp_path, "vanilla,better=depth_attention", tune_points=[3, 3], rate_exponents=[-0.3, 0, 0])
+    best = ladder.recipe.optim.lr
+
+    def loss(run: LadderRun, domains: object) -> float:
+        rung = 1 + (run.recipe.model["hidden_size"] == 24)
+        away = math.log2(run.recipe.optim.lr / (best * ladder.rule(ladder.sizes[rung - 1])))
+        if run.recipe.config().mixer == "none":
+            noise = 0.05 if run.run_dir.name == "seed-1" else -0.05
+            return 3.3 + noise - (0.001 if run.run_dir.parent.name == ("lr+1", "lr-1")[rung - 1] else 0)
+        return 3.2 + 0.06 * away**2
+
+    monkeypatch.setattr(LadderRun, "settled", True)
+    monkeypatch.setattr(LadderRun, "loss", loss)
+    state = State(ladder, tmp_path / "out")
+    assert all(FLAT in rows["vanilla"].bowl.flags and rows["better"].bowl.known for rows in state.tuned)
+    arm, size = ladder.arms[1], ladder.sizes[-1]
+    assert state.rate(arm, size) == pytest.approx(best * ladder.rule(size), rel=0.02)
+    ratios = [rows["better"].rate / rows["vanilla"].rate for rows in state.tuned]
+    assert math.sqrt(math.prod(ratios)) < 0.9 * state.ratio(arm), "the control: ratios to what noise made"
 
 
 def test_a_share_of_the_layers(tmp_path: Path) -> None:
@@ -858,6 +882,80 @@ def test_a_puzzle_is_told_by_solved_runs(whole) -> None:
     page = (out / "report.html").read_text()
     for heading in ("Loss and multiplier", "Rates", "The sealed rung", "The law and the noise", "How to read this"):
         assert f">{heading}<" in page
+
+
+ONE_RUNG = {
+    "layers": [2],
+    "hidden": [16],
+    "seeds": [4],
+    "tune_points": [],
+    "tune_seeds": [],
+    "twin": [],
+    "tokens": 4000,
+}
+
+
+class Dying(Planted):
+    """Some runs diverge, having solved the puzzle or not."""
+
+    def __init__(self, dies: dict[tuple[str, str], float]) -> None:
+        super().__init__()
+        self.dies = dies
+
+    def train(self, recipe, run_dir, callbacks=(), **more):
+        share = self.dies.get(run_dir.parts[-2:])
+        if share is None:
+            return super().train(recipe, run_dir, callbacks, **more)
+        rows = [{"step": 1, "val/z60-2/accuracy": share, "val/z60-4/accuracy": share}, {"step": 2, "skipped": 1}]
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        raise TrainingError("stopped at step 2: diverged")
+
+
+def test_what_diverged_has_not_solved_a_puzzle(tmp_path: Path, monkeypatch) -> None:
+    """Not if it had solved it before; and a control that diverged takes no runs of others with it."""
+    trainer = Dying({("vanilla", "seed-1"): 0.0, ("better", "seed-2"): 0.95})
+    monkeypatch.setattr("fathom.comparison.work.train", trainer.train)
+    monkeypatch.setattr("fathom.ladder.work.tidy", lambda: None)
+    report = climb(make(tmp_path, "vanilla,better=depth_attention", **ONE_RUNG), tmp_path / "out", quiet=True)
+    found = {row["arm"]: row["domains"]["z60-4"] for row in report["puzzle"]["rows"]}
+    assert [len(row["accuracy"]) for row in found.values()] == [4, 4] and "better/seed-1" in " ".join(trainer.done)
+    assert found["better"]["accuracy"] == [0.5, 0.5, 0.0, 0.5] and found["better"]["flops_to_solve"] == [None] * 4
+    assert found["better"]["sooner"]["pairs"] == 4
+    assert len(arm_of(report, "better")["rungs"][0]["loss"]) == 3
+    assert arm_of(report, "better")["rungs"][0]["difference"]["pairs"] == 2
+
+
+def test_a_loss_that_is_no_number_is_a_failure(tmp_path: Path, monkeypatch) -> None:
+    """Few steps at an absurd rate end without being stopped; `--retry-failed` finds such a run."""
+    trainer = planted(monkeypatch, multipliers={})
+    law = trainer.loss
+    monkeypatch.setattr(trainer, "loss", lambda r: math.nan if r.config().mixer == "depth_attention" else law(r))
+    out = tmp_path / "out"
+    report = climb(make(tmp_path, "vanilla,better=depth_attention", **ONE_RUNG), out, quiet=True)
+    assert arm_of(report, "better")["diverged"] == [4, 4] and arm_of(report, "vanilla")["diverged"] == [0, 4]
+    assert not list(out.glob("rungs/1/arms/better/*/result.json"))
+    trainer.done.clear()
+    monkeypatch.setattr(trainer, "loss", law)
+    again = climb(Ladder.read(out), out, quiet=True, retry_failed=True)
+    assert len(trainer.done) == 4 and arm_of(again, "better")["diverged"] == [0, 4]
+
+
+def test_a_rung_goes_on_at_the_rates_that_it_began_with(tmp_path: Path, monkeypatch) -> None:
+    """Runs at two rates are not one arm: a plan that would change them is refused, unless nothing has run."""
+    planted(monkeypatch)
+    ladder, out = make(tmp_path, "vanilla,better=depth_attention", **ONE_RUNG), tmp_path / "out"
+    climb(ladder, out, quiet=True)
+    file = out / "rungs/1/plan.json"
+    plan = json.loads(file.read_text())
+    own = next(arm for arm in plan["arms"] if arm["name"] == "better")
+    own["overrides"] = [f"optim.lr={2e-2}" if item.startswith("optim.lr") else item for item in own["overrides"]]
+    file.write_text(json.dumps(plan))
+    (out / "rungs/1/arms/better/seed-3/result.json").unlink()
+    with pytest.raises(RecipeError, match=r"began with another recipe; different: better's optim.lr$"):
+        climb(ladder, out, quiet=True)
+    shutil.rmtree(out / "rungs/1/arms/better")
+    climb(ladder, out, quiet=True)
+    assert json.loads(file.read_text()) != plan
 
 
 def test_every_run_of_every_budget_has_a_line(tmp_path: Path, monkeypatch) -> None:

@@ -7,7 +7,18 @@ import math
 import numpy as np
 import pytest
 
-from fathom.ladder.tuning import EDGE, EXTENSIONS, FLAT, UNKNOWN, Bowl, bowl, first_places, next_place, pooled_sigma
+from fathom.ladder.tuning import (
+    EDGE,
+    EXTENSIONS,
+    FLAT,
+    LEARNT,
+    UNKNOWN,
+    Bowl,
+    bowl,
+    first_places,
+    next_place,
+    pooled_sigma,
+)
 
 
 def planted(optimum: float, curvature: float = 0.015, noise: float = 0.0, seed: int = 0, steeper: float = 2.0):
@@ -61,7 +72,7 @@ def test_a_bowl_ends_where_a_rate_diverged() -> None:
     """The best is above the hole, and so is the optimum; fitted across, as it once was, it lay below."""
     points = {-1: [3.1], 0: [math.inf], 1: [3.0], 2: [3.1], 3: [3.3]}
     assert 1 <= bowl(points, 4).place < 1.2 and bowl(points, 4).known
-    assert bowl(points, 4, across=True).place < 0.5
+    assert bowl(points, 4, edition=2).place < 0.5
     assert FLAT in bowl({-1: [3.1], 0: [math.inf], 1: [3.0], 2: [3.1]}, 4).flags, "two points are no bowl"
 
 
@@ -80,21 +91,34 @@ def test_losses_that_are_equal_are_flat() -> None:
         for loss in (0.01, 3.0):
             found = bowl({place: [loss, loss] for place in places}, 3)
             assert FLAT in found.flags and found.place == 0
+    assert bowl({place: [LEARNT, LEARNT] for place in range(-1, 3)}, 4, edition=3).place == 2, "as its ladders began"
     assert not bowl({-1: [3.0, 3.0], 0: [2.9, 2.9], 1: [3.0, 3.0]}, 3).flags
 
 
 def test_of_rates_that_learn_a_puzzle_it_is_the_middle_one() -> None:
     """Where all do, none is known; a parabola goes below any loss, or sees no bowl in a single one."""
-    learnt, two, one = [0.01, 0.01], {-1: [0.01], 0: [0.01], 1: [0.5]}, {-3: [1.2], -2: [0.01], -1: [1.1], 0: [1.2]}
-    assert bowl(two, 3, learnt=0.01).place == -0.5 and bowl(two, 3, learnt=0.01).least == 0.01
-    least = bowl(two, 3).least
+    one = {-3: [1.2], -2: [LEARNT], -1: [1.1], 0: [1.2]}
+    two = {-2: [0.5], -1: [LEARNT], 0: [LEARNT], 1: [0.5]}
+    assert bowl(two, 3) == Bowl(-0.5, -1.0, 0.0, None, LEARNT, (), 1)
+    least = bowl(two, 3, edition=3).least
     assert least is not None and least < 0
-    assert bowl(one, 3, learnt=0.01) == Bowl(-2.0, -2.0, -2.0, None, 0.01, (), 1)
-    assert bowl({-1: learnt, 0: learnt, 1: [0.01, 0.02]}, 3, learnt=0.01).place == -0.5
-    for count in (3, 4):
-        found = bowl(dict.fromkeys(first_places(count), learnt), count, learnt=0.01)
-        assert found.place == 0 and not found.known
-    assert EDGE in bowl({-1: [1.0], 0: [0.5], 1: learnt}, 3, learnt=0.01).flags
+    assert bowl(one, 3) == Bowl(-2.0, -2.0, -2.0, None, LEARNT, (), 1)
+    for count, seeds in ((3, 2), (4, 2), (3, 18)):
+        found = bowl(dict.fromkeys(first_places(count), [LEARNT] * seeds), count)
+        assert found.place == 0 and found.flags == (FLAT,)
+    assert np.mean([LEARNT] * 18) > LEARNT, "by rounding"
+
+
+def test_rates_that_learn_a_puzzle_are_bracketed() -> None:
+    """By one that does not, on both sides, or it is an edge; the third edition stopped at the best."""
+    points = {-1: [LEARNT], 0: [LEARNT], 1: [0.5]}
+    assert next_place(points, 3) == -2 and next_place(points, 3, edition=3) is None
+    assert bowl(points, 3).flags == (EDGE,) and bowl(points, 3).place == -0.5
+    assert next_place({**points, -2: [0.3]}, 3) is None and next_place({**points, -2: [LEARNT]}, 3) == -3
+    lower = {-4: [LEARNT], -3: [LEARNT], -2: [LEARNT], **points}
+    assert next_place(lower, 3) is None and bowl(lower, 3).flags == (EDGE,)
+    assert next_place({-1: [0.5], 0: [LEARNT], 1: [LEARNT]}, 3) == 2
+    assert next_place({place: [LEARNT] for place in first_places(3)}, 3) is None, "the rate does not matter"
 
 
 def test_the_interval_holds_the_optimum() -> None:

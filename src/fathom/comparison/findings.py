@@ -200,6 +200,8 @@ def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> RunRow | None:
     values: RunResult = read_json(run_dir / RESULT)
     scores = values["evaluation"]
     assert scores is not None, f"{run_dir}: a run of a comparison has held-out text"
+    if not math.isfinite(scores["loss"]):  # of a version that did not call it failed
+        return None
     lines = read_metrics(run_dir)
     looks, losses = _by_step(lines, "val/loss"), _by_step(lines, "loss")
     machine = run_dir / MACHINE

@@ -95,6 +95,8 @@ class RunTask:
     out: Path
     arm: str
     seed: int | None
+    alone: bool = False
+    """Whether it counts without the control's run of its seed."""
 
     @property
     def name(self) -> str:
@@ -119,7 +121,7 @@ class RunTask:
     def settled(self) -> bool:
         """Whether nothing is left to do: it is done, it failed, or the control's run of that seed did."""
         control = RunTask(self.plan, self.out, self.plan.control.name, self.seed)
-        return self.done or self.failure is not None or control.failure is not None
+        return self.done or self.failure is not None or (not self.alone and control.failure is not None)
 
     @property
     def done(self) -> bool:
@@ -177,9 +179,15 @@ def check_machine(plan: Plan) -> None:
         check_device(recipe, device_of(recipe.train.device).type)
 
 
-def tasks(plan: Plan, out: Path) -> list[RunTask]:
-    """All tasks in the order of a single worker: seed by seed, so that a partial report is paired."""
-    runs = [RunTask(plan, out, arm.name, seed) for seed in plan.seeds for arm in plan.arms]
+def tasks(plan: Plan, out: Path, alone: bool = False) -> list[RunTask]:
+    """All tasks in the order of a single worker: seed by seed, so that a partial report is paired.
+
+    Args:
+        plan: The comparison.
+        out: Its directory.
+        alone: Whether runs count without the control's of their seed.
+    """
+    runs = [RunTask(plan, out, arm.name, seed, alone) for seed in plan.seeds for arm in plan.arms]
     timed = [RunTask(plan, out, arm.name, None) for arm in plan.arms[1:]] if plan.pairs else []
     return [*runs, *timed]
 

@@ -14,6 +14,7 @@ Initial values are shared because each module draws from a generator seeded with
 from __future__ import annotations
 
 import gc
+import math
 import multiprocessing
 import os
 import signal
@@ -26,7 +27,7 @@ from pathlib import Path
 
 import torch
 
-from fathom.checkpoints.layout import CLAIMS, FAILED, MACHINE, MEASURED, PLAN, REPORT
+from fathom.checkpoints.layout import CLAIMS, FAILED, MACHINE, MEASURED, PLAN, REPORT, RESULT
 from fathom.comparison.arms import Equal
 from fathom.comparison.findings import summarize
 from fathom.comparison.leases import Claim, Claims
@@ -79,7 +80,12 @@ def run_training(recipe: Recipe, run_dir: Path, claim: Claim, **facts: str) -> b
     run_dir.mkdir(parents=True, exist_ok=True)
     write_json(run_dir / MACHINE, {**hardware(), **facts})
     try:
-        return train(recipe, run_dir, callbacks=[Watch(claim)]).finished
+        finished = train(recipe, run_dir, callbacks=[Watch(claim)]).finished
+        if finished and not math.isfinite(read_json(run_dir / RESULT)["evaluation"]["loss"]):
+            claim.require()
+            (run_dir / RESULT).unlink()  # first: killed here, the run is evaluated again
+            write_json(run_dir / FAILED, {"error": "its held-out loss is no number", "step": recipe.train.steps})
+        return finished
     except ForgottenError as error:
         claim.require()
         write_json(run_dir / FAILED, {"error": " ".join(str(error).split()), "step": error.step})

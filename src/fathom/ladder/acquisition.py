@@ -76,6 +76,12 @@ class Sooner(NamedTuple):
             "p": self.p,
         }
 
+    def basis(self) -> str:
+        """What the ratio and its interval are, for a caption."""
+        if self.pairs == 1:
+            return "one pair of seeds"
+        return f"median of {self.pairs} pairs of seeds and an interval of ranks ({self.level:.0%})"
+
     def words(self) -> str:
         """The ratio and its interval, for a table."""
         middle, whole = between(*self.median), between(self.low, self.high)
@@ -136,7 +142,10 @@ def puzzle_result(state: State) -> PuzzleResult | None:
             for name in data.domains:
                 shares = [_accuracy(run, name) for run in over]
                 curves = [_curve(run, name, flops, share) for run, share in zip(over, shares, strict=True)]
-                spent = {run.seed: Spent.read(curve, flops) for run, curve in zip(over, curves, strict=True)}
+                spent = {
+                    run.seed: Spent.read(curve if run.done else [], flops)  # what diverged has not solved it
+                    for run, curve in zip(over, curves, strict=True)
+                }
                 beside = control.setdefault(name, spent)
                 domains[name] = _shares(shares, curves, spent, None if beside is spent else beside)
             seeds = [run.seed for run in over]

@@ -155,17 +155,17 @@ def sooner_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     puzzle = report["puzzle"]
     if puzzle is None:
         return "", [], []
-    rows, pairs, level = [], 0, 1.0
+    rows, said = list[list[str]](), dict[str, None]()
     for row in puzzle["rows"]:
         found = [row["domains"][name]["sooner"] for name in puzzle["domains"]]
         ratios = [Sooner.read(each) for each in found if each is not None]
         if ratios:
-            pairs, level = max(pairs, ratios[0].pairs), min(level, ratios[0].level)
+            said[ratios[0].basis()] = None
             name = row["arm"] if len(report["rungs"]) == 1 else f"{row['arm']}, rung {row['index']}"
             rows.append([name, *(ratio.words() for ratio in ratios)])
     caption = (
-        f"FLOPs until {report['control']} solves it over those of the arm: median of up to {pairs} pairs of seeds, and "
-        f"an interval of ranks ({level:.0%}); a run's lie between two evaluations, or beyond all that it had"
+        f"FLOPs until {report['control']} solves it over those of the arm: {' or '.join(said)}; a run's lie between "
+        "two evaluations, or beyond all that it had"
     )
     return caption, ["arm", *puzzle["domains"]], rows
 

@@ -53,8 +53,8 @@ EDITION = 4
 """How runs follow from a plan, which names its edition; a directory goes on by the one that began it. In the first, a
 control with `ladder.layers` counted all layers of the rung, and twins had batches of their own under `data.seed`. Until
 the second, tuning told losses near zero apart, and fitted a bowl across rates that diverged. Until the third, it fitted
-parabolas to losses of a puzzle that some rates learn, and an arm took the control's rate where the control had no
-optimum of its own. Which spikes are skipped is the trainer's business and of no edition."""
+parabolas to losses of a puzzle that some rates learn, and to such as differ by rounding, and an arm took the control's
+rate where the control had no optimum of its own. Which spikes are skipped is the trainer's business, of no edition."""
 UNNAMED = 2
 """The last edition whose plans did not name theirs."""
 EARLIER: dict[str, object] = {"shared_rate": False}

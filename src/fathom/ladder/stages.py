@@ -17,10 +17,11 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar, cast
 
-from fathom.checkpoints.layout import FAILED, PLAN, RESULT
+from fathom.checkpoints.layout import ARMS, FAILED, PLAN, RESULT
 from fathom.comparison.arms import Arm
 from fathom.comparison.plan import Plan, RunTask, tasks
 from fathom.comparison.results import Failure
+from fathom.data.puzzles import is_puzzle
 from fathom.ladder.results import Forecast, PredictionBody, SealedPrediction, TunedRow
 from fathom.ladder.rungs import (
     CHECK,
@@ -151,7 +152,7 @@ class State:
             mine = self._tuning_runs(index, arms, centres, places)
             while all(run.settled for rows in mine.values() for cell in rows.values() for run in cell):
                 points = {arm: self._points(cells) for arm, cells in mine.items()}
-                wanted = {arm: next_place(rows, first) for arm, rows in points.items()}
+                wanted = {arm: next_place(rows, first, self.ladder.edition) for arm, rows in points.items()}
                 for arm, place in wanted.items():
                     if place is not None:
                         places[arm].append(place)
@@ -224,10 +225,8 @@ class State:
         """Each arm's parabola and optimum; its uncertainty is from the noise of all arms together."""
         before = [tuned.points for tuned in found[0].values()] if found else []
         sigma = pooled_sigma([*points.values(), *before])
-        across, learnt = self.ladder.edition <= 2, LEARNT if self.ladder.edition > 3 else -math.inf
-        return {
-            name: Tuned(centres[name], rows, bowl(rows, first, sigma, across, learnt)) for name, rows in points.items()
-        }
+        edition = self.ladder.edition
+        return {name: Tuned(centres[name], rows, bowl(rows, first, sigma, edition)) for name, rows in points.items()}
 
     @cached_property
     def tuned(self) -> list[dict[str, Tuned]]:
@@ -247,17 +246,22 @@ class State:
         control = self.ladder.control.name
         if arm.name == control or arm.name.startswith(MATCHED):
             return 1.0
-        own = [rows for rows in self.tuned if rows[arm.name].bowl.known]
-        both = [rows for rows in own if rows[control].bowl.known]
-        if self.ladder.edition > 3:
-            both = both or own  # a control that learns at every rate has none of its own, but it has a rate
+        own = [i for i, rows in enumerate(self.tuned) if rows[arm.name].bowl.known]
+        both = [self.tuned[i] for i in own if self.tuned[i][control].bowl.known]
         logs = [math.log(rows[arm.name].rate / rows[control].rate) for rows in both]
+        if not logs and self.ladder.edition > 3:
+            logs = [math.log(self._carried(arm, i) / self.tuned[-1][control].rate) for i in own]
         if logs:
             return math.exp(math.fsum(logs) / len(logs))
         last = self.tuned[-1] if self.tuned else None
         if last is None or math.isfinite(_loss_at(last[arm.name], last[control].rate)):
             return 1.0
         return last[arm.name].rate / last[control].rate  # it diverges at the control's rate
+
+    def _carried(self, arm: Arm, index: int) -> float:
+        """An arm's optimum at a tuned rung, scaled by the rule to the last of them."""
+        here, last = self.ladder.sizes[index], self.ladder.sizes[len(self.tuned) - 1]
+        return self.tuned[index][arm.name].rate * self.ladder.rule(last) / self.ladder.rule(here)
 
     def rate(self, arm: Arm, size: Size) -> float:
         """An arm's learning rate at a rung: the control's optimum, scaled by the rule, times the arm's ratio."""
@@ -288,7 +292,7 @@ class State:
 
     def rung_tasks(self, size: Size) -> list[RunTask]:
         """Its runs and measurements."""
-        return tasks(self.plan(size), self.rung_dir(size))
+        return tasks(self.plan(size), self.rung_dir(size), alone=is_puzzle(self.ladder.recipe.data.directory))
 
     def twins(self) -> list[LadderRun]:
         """The control with the same batches and other initial values."""
@@ -471,11 +475,22 @@ class State:
         for size in sizes:
             path, planned = self.rung_dir(size) / PLAN, json.loads(json.dumps(self.plan(size).to_dict()))
             if not path.exists() or read_json(path) != planned:  # seeds were added
-                changed = differences(Plan.read(path.parent).recipe, self.plan(size).recipe) if path.exists() else []
+                changed = _changed(Plan.read(path.parent), self.plan(size), path.parent) if path.exists() else []
                 if changed:
                     raise RecipeError(f"{path}: the rung began with another recipe; different: {', '.join(changed)}")
                 path.parent.mkdir(parents=True, exist_ok=True)
                 write_json(path, planned)
+
+
+def _changed(begun: Plan, planned: Plan, rung: Path) -> list[str]:
+    """What two plans of a rung differ in; arms, such as their rates, may do so until one has a run."""
+    found = differences(begun.recipe, planned.recipe)
+    before = {arm.name: arm.overrides for arm in begun.arms}
+    for arm in planned.arms:
+        changed = set(before.get(arm.name, arm.overrides)) ^ set(arm.overrides)
+        if changed and (rung / ARMS / arm.name).exists():
+            found += sorted({f"{arm.name}'s {override.partition('=')[0]}" for override in changed})
+    return found
 
 
 def without_losers(ladder: Ladder, tuned: Mapping[str, Tuned]) -> Ladder:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fathom.ladder.rungs import EDITION
+
 EXTENSIONS = 3
 """Most points that may be added to the first ones."""
 WIDEST = 5
@@ -56,27 +58,32 @@ def first_places(count: int) -> list[int]:
     return list(range(-((count - 1) // 2), count // 2 + 1))
 
 
-def next_place(points: Points, first: int) -> int | None:
+def next_place(points: Points, first: int, edition: int = EDITION) -> int | None:
     """The place of another run, if the best point is at an edge; None if the optimum is bracketed.
+
+    Of a puzzle, if an edge is among the places around the best that learn it; not if all do.
 
     Args:
         points: All places tried so far.
         first: How many of them were planned.
+        edition: Of the rules.
     """
     if len(points) - first >= EXTENSIONS:
         return None
     means = _means(points)
     if not math.isfinite(min(means.values())):
         return min(means) - 1  # lower rates diverge less
-    best = min(means, key=lambda place: (means[place], abs(place)))
-    if best == min(means):
-        return best - 1
-    return best + 1 if best == max(means) else None
+    best = low = high = min(means, key=lambda place: (means[place], abs(place)))
+    if edition > 3 and _learns(means[best]):
+        if all(map(_learns, means.values())):
+            return None
+        low, high = _learning(best, means)
+    if low == min(means):
+        return low - 1
+    return high + 1 if high == max(means) else None
 
 
-def bowl(
-    points: Points, first: int, sigma: float | None = None, across: bool = False, learnt: float = -math.inf
-) -> Bowl:
+def bowl(points: Points, first: int, sigma: float | None = None, edition: int = EDITION) -> Bowl:
     """Fit the parabola; returns the optimum with its interval and flags.
 
     Of a puzzle that some rates learn and others do not, the optimum is the middle of those that do: no parabola has a
@@ -86,8 +93,8 @@ def bowl(
         points: Losses at each place.
         first: How many places were planned.
         sigma: Standard deviation of one run; by default estimated from these points.
-        across: Fit places on both sides of a diverged one, as it was once done.
-        learnt: The loss at which a puzzle counts as learnt.
+        edition: Of the rules. The first two fit places on both sides of a diverged one; the first three, losses of a
+            puzzle and such as differ by rounding.
     """
     means = _means(points)
     extended = max(0, len(means) - first)
@@ -95,10 +102,10 @@ def bowl(
     if not finite:
         return Bowl(0.0, -math.inf, math.inf, None, None, (UNKNOWN,), extended)
     best = min(finite, key=lambda place: (means[place], abs(place)))
+    if edition > 3 and _learns(means[best]):
+        return _floor(best, means, extended)
     flags = [EDGE] if best in (min(means), max(means)) else []
-    if means[best] <= learnt:
-        return _floor(best, means, learnt, tuple(flags), extended)
-    beside = finite if across else _beside(best, means)
+    beside = finite if edition <= 2 else _beside(best, means)
     near = sorted(sorted(beside, key=lambda place: (abs(place - best), place))[:WIDEST])
     if len(near) < 3:
         return Bowl(float(best), -math.inf, math.inf, None, None, (*flags, FLAT), extended)
@@ -106,7 +113,7 @@ def bowl(
     weight = np.sqrt([len(points[place]) for place in near])
     design = np.stack([np.ones_like(x), x - best, (x - best) ** 2], 1)
     a, b, c = np.linalg.lstsq(design * weight[:, None], y * weight, rcond=None)[0].tolist()
-    if c <= 0 or np.ptp(y) <= LEVEL * np.abs(y).max():
+    if c <= 0 or (edition > 3 and np.ptp(y) <= LEVEL * np.abs(y).max()):
         return Bowl(float(best), -math.inf, math.inf, c, None, (*flags, FLAT), extended)
     place = best - b / (2 * c)
     noise = _noise(points, near, design @ [a, b, c], weight) if sigma is None else sigma
@@ -120,16 +127,28 @@ def bowl(
     return Bowl(clipped, place - error, place + error, c, least, tuple(flags), extended)
 
 
-def _floor(best: int, means: Mapping[int, float], learnt: float, flags: tuple[str, ...], extended: int) -> Bowl:
+def _floor(best: int, means: Mapping[int, float], extended: int) -> Bowl:
     """The middle of the places around the best that are learnt; where all are, the best itself, and not known."""
+    if all(map(_learns, means.values())):
+        return Bowl(float(best), -math.inf, math.inf, None, LEARNT, (FLAT,), extended)
+    low, high = _learning(best, means)
+    flags = (EDGE,) if low == min(means) or high == max(means) else ()
+    return Bowl((low + high) / 2, float(low), float(high), None, LEARNT, flags, extended)
+
+
+def _learning(best: int, means: Mapping[int, float]) -> tuple[int, int]:
+    """The lowest and the highest of the places around the best that are learnt."""
     low = high = best
-    while means.get(low - 1, math.inf) <= learnt:
+    while _learns(means.get(low - 1, math.inf)):
         low -= 1
-    while means.get(high + 1, math.inf) <= learnt:
+    while _learns(means.get(high + 1, math.inf)):
         high += 1
-    if max(means.values()) <= learnt:
-        return Bowl(float(best), -math.inf, math.inf, None, learnt, (*flags, FLAT), extended)
-    return Bowl((low + high) / 2, float(low), float(high), None, learnt, flags, extended)
+    return low, high
+
+
+def _learns(loss: float) -> bool:
+    """Whether a puzzle is learnt; a mean of losses that are, too, whatever its rounding."""
+    return loss <= LEARNT * (1 + LEVEL)
 
 
 def pooled_sigma(bowls: Sequence[Points]) -> float | None:

@@ -124,7 +124,7 @@ def work(ladder: Ladder, out: Path, threads: int | None = None, until: str = STA
         with claim:
             if not task.settled and not _do(state, stage, task, claim):
                 return False
-        if not quiet:
+        if not quiet and (task.done or task.failure is not None):  # else its control failed meanwhile
             print(
                 f"{_said(task)}  ({len(tasks) - len(pending) + 1} of {len(tasks)} in {stage})",
                 file=sys.stderr,
