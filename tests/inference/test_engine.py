@@ -741,6 +741,41 @@ def test_a_text_of_no_numbers_ends_alone(engine, monkeypatch, case):
         assert made() != whole
 
 
+@pytest.mark.parametrize("case", ["vanilla", "loop+depth_attention-grid", "ponder-hidden-duo"])
+def test_padding_of_no_numbers_leaves_with_its_row(engine, monkeypatch, case):
+    """A short prompt of several that are read at once is padded behind with its last token, here the damaged one."""
+    running, model = engine(case, tie_word_embeddings=False)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[60], model.lm_head.weight[60] = torch.nan, 0
+    long, bad, short = [[*range(3, 50)], [*range(4, 51)]], [*range(10, 34), 60], [7, 8]
+
+    def made(new):
+        jobs = [*(Collected(one, 30, Choice()) for one in long), Collected(bad, new, Choice())]
+        submitted_at_once(running, jobs)
+        while not jobs[2].events:
+            time.sleep(0.001)
+        jobs[2:] = [Collected(short, 6, Choice())]  # takes the row of the one that has left
+        running.submit([jobs[2].job])
+        return [(one.wait(), one.tokens) for one in jobs]
+
+    whole = [("length", alone(model, one, new)) for one, new in zip([*long, short], (30, 30, 6), strict=True)]
+    assert made(4) == whole and made(0) == whole
+    if case != "ponder-hidden-duo":  # there padding is never stored
+        monkeypatch.setattr(SlabLayer, "blank", lambda *given: None)
+        assert made(4) != whole
+
+
+@pytest.mark.parametrize("case", ["vanilla", "ponder-hidden-duo", "latent_cot"])
+def test_padding_is_a_prompts_own(case):
+    """Token 0, whose embedding is damaged, is in none of the prompts."""
+    model, prompts = build(config_of(case, tie_word_embeddings=False)), [[7, 8], [9, 8, 5]]
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0], model.lm_head.weight[0] = torch.nan, 0
+        batch = batch_for(model)
+        batch.reserve(2, 8)
+        assert batch.read_several(prompts).isfinite().all()
+
+
 def test_a_draft_of_no_numbers_ends_alone(engine):
     running, model = engine("loop+depth_attention", draft_trips=1, tie_word_embeddings=False)
     with torch.no_grad():

@@ -198,6 +198,12 @@ class SlabLayer(GrowingLayer):
         for stored in (self.keys, self.values) if self.is_initialized else ():
             stored[row : row + 1, :, first : end + DRAFTS] = 0
 
+    def blank(self, places: Tensor) -> None:
+        """Set places of the call's rows to 0, where `[n, T]`."""
+        rows = slice(self.slab.first, self.slab.first + len(places))
+        for stored in (self.keys, self.values):
+            stored[rows, :, : places.shape[1]].masked_fill_(places[:, None, :, None], 0)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
@@ -271,6 +277,10 @@ class SlabBatch(LiveBatch):
         )
         self.lengths += lengths
         last = torch.tensor(lengths, device=device) - 1
+        if min(lengths) < max(lengths):  # a row that leaves is wiped as far as it is filled, not to its padding's end
+            behind = torch.arange(ids.shape[1], device=device) > last[:, None]
+            for layer in self.cache.layers:
+                layer.blank(behind)
         return head(out.last_hidden_state[torch.arange(len(prompts), device=device), last]).float()
 
     def join(self) -> None:
@@ -438,10 +448,11 @@ class SlotBatch(LiveBatch):
     def read_several(self, prompts: Sequence[Sequence[int]]) -> Tensor:
         """As `LiveBatch.read_several`. Shorter ones are padded in front; padding is never stored."""
         lengths = [len(prompt) for prompt in prompts]
-        ids = torch.zeros(len(prompts), max(lengths), dtype=torch.long)
+        ids = torch.empty(len(prompts), max(lengths), dtype=torch.long)
         real = torch.zeros_like(ids)
         for i, prompt in enumerate(prompts):
-            ids[i, -len(prompt) :], real[i, -len(prompt) :] = torch.tensor(prompt), 1
+            ids[i], real[i, -len(prompt) :] = prompt[0], 1  # its own: another token's numbers may be no numbers
+            ids[i, -len(prompt) :] = torch.tensor(prompt)
         positions = (real.cumsum(1) - 1).clamp(min=0)
         self.fresh = DynamicCache(config=self.model.config)
         mask = None if min(lengths) == max(lengths) else real.to(self.model.device)
