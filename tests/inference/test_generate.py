@@ -34,7 +34,7 @@ from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.report.files import lock
 from tests.models.cases import build, config_of
 from tests.processes import Command
-from tests.tiny import export_tiny, piece_tokenizer, say, tiny_config
+from tests.tiny import export_tiny, piece_tokenizer, say, tiny_config, tiny_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}a:"
 PROMPTS = ["the depth", "a", "of a river — measured in fathoms é", "river", "the the the", "in", "depth of", "é"]
@@ -278,6 +278,29 @@ def test_a_prompt_that_cannot_be_continued_does_not_stop_the_others(opened, tmp_
     generate_file(*opened, prompts, tmp_path / "out.jsonl", Sampling(3, temperature=0))
     made = read(tmp_path / "out.jsonl")
     assert "context is 64" in made[1]["error"] and made[0]["tokens"] == made[2]["tokens"] == 3
+
+
+@pytest.mark.parametrize("damaged", ["z", "<|endoftext|>"])
+def test_a_prompt_of_no_numbers_does_not_stop_the_others(tmp_path: Path, damaged: str) -> None:
+    """The second token pads shorter prompts, so that rows beside each other are damaged that are not alone."""
+    tokenizer, prompts = tiny_tokenizer(), ["The lead", f"{damaged}z", "depth of a dark", "To", "the sailors let"]
+    torch.manual_seed(0)
+    model = FathomForCausalLM(tiny_config(initializer_range=0.6, tie_word_embeddings=False)).eval()
+    bad = tokenizer.convert_tokens_to_ids(damaged)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[bad], model.lm_head.weight[bad] = torch.nan, 0
+    lines = write(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in prompts])
+    for size in (1, 2, 5):
+        generate_file(model, tokenizer, lines, tmp_path / f"{size}.jsonl", Sampling(6, temperature=0), batch_size=size)
+        made = read(tmp_path / f"{size}.jsonl")
+        assert [one.get("error", "")[:36] for one in made] == ["", "the model's scores are not finite: i", "", "", ""]
+        assert made == read(tmp_path / "1.jsonl")
+    drawn = Sampling(6, temperature=1.0, seed=3)
+    generate_file(model, tokenizer, lines, tmp_path / "drawn.jsonl", drawn, batch_size=5)
+    whole = (tmp_path / "drawn.jsonl").read_bytes()
+    (tmp_path / "drawn.jsonl").write_bytes(whole[: len(whole) // 2])
+    generate_file(model, tokenizer, lines, tmp_path / "drawn.jsonl", drawn, batch_size=5)
+    assert (tmp_path / "drawn.jsonl").read_bytes() == whole
 
 
 @pytest.mark.parametrize(

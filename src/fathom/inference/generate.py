@@ -75,6 +75,13 @@ class GenerateError(FathomError, ValueError):
     """A request to generate that cannot be carried out; the message is one line."""
 
 
+class NoNumbersError(GenerateError):
+    """Scores from which no token can be chosen."""
+
+    def __init__(self) -> None:
+        super().__init__(NO_NUMBERS)
+
+
 @dataclass(frozen=True)
 class Sampling:
     """How tokens are drawn; None stands for the value in the checkpoint's generation_config.json."""
@@ -244,23 +251,38 @@ def generate_batch(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], sampling: Sampling
 ) -> list[Generated]:
     """Continue several prompts, given as ids, at once; where memory runs out, half of them at a time."""
+    made: list[Generated] = []
+    for one in _each(model, tokenizer, prompts, sampling):
+        if isinstance(one, NoNumbersError):
+            raise one
+        made.append(one)
+    return made
+
+
+def _each(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], sampling: Sampling
+) -> list[Generated | NoNumbersError]:
+    """As `generate_batch`, with the error of each prompt whose scores are no numbers, which halves find."""
     rooms = [_most_new(model, prompt, sampling) for prompt in prompts]
     if len(set(rooms)) > 1 and _end_decides(model, sampling):
-        made: dict[int, Generated] = {}
+        made: dict[int, Generated | NoNumbersError] = {}
         for room in set(rooms):
             rows = [i for i, one in enumerate(rooms) if one == room]
-            some = generate_batch(model, tokenizer, [prompts[i] for i in rows], sampling)
+            some = _each(model, tokenizer, [prompts[i] for i in rows], sampling)
             made.update(zip(rows, some, strict=True))
         return [made[i] for i in range(len(prompts))]
     try:
-        return _run(model, tokenizer, prompts, sampling, None)
+        return list(_run(model, tokenizer, prompts, sampling, None))
     except torch.OutOfMemoryError:
         if len(prompts) == 1:
             raise
-    torch.cuda.empty_cache()
+        torch.cuda.empty_cache()
+    except NoNumbersError as error:  # of one row; or of padding's own embedding, which a row alone has not
+        if len(prompts) == 1:
+            return [error]
     half = len(prompts) // 2
     parts = (prompts[:half], prompts[half:])
-    return [one for part in parts for one in generate_batch(model, tokenizer, part, sampling)]
+    return [one for part in parts for one in _each(model, tokenizer, part, sampling)]
 
 
 def encode(
@@ -577,7 +599,7 @@ class Finite(LogitsProcessor):
         """Scores `[B, V]` as they are."""
         if not finite(scores).all():
             none_left = bool((scores.amax(-1) == -math.inf).any())
-            raise GenerateError("the settings leave no token to choose from" if none_left else NO_NUMBERS)
+            raise GenerateError("the settings leave no token to choose from") if none_left else NoNumbersError()
         return scores
 
 
@@ -682,10 +704,13 @@ def _answer(
             answers.append({})
         except GenerateError as error:
             answers.append({"error": str(error)})
-    made = iter(generate_batch(model, tokenizer, prompts, sampling) if prompts else ())
+    made = iter(_each(model, tokenizer, prompts, sampling) if prompts else ())
     for answer in answers:
         if not answer:
             one = next(made)
+            if isinstance(one, NoNumbersError):
+                answer["error"] = str(one)
+                continue
             answer.update({"completion": one.text, "tokens": one.tokens, "finish": one.finish})
             if one.trips is not None:
                 answer["trips"] = round(one.trips, 3)
