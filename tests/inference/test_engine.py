@@ -821,6 +821,8 @@ def test_a_checkpoints_own_settings():
     assert Choice.of({"temperature": 1.0}, own).token(logits, [0], [1]) == 2
     assert Choice.of({}, GenerationConfig(do_sample=True)) == Choice(1.0)
     assert Choice.of({}, GenerationConfig(temperature=0.3)) == Choice(0.0)
+    greedy = GenerationConfig(do_sample=False, temperature=0.0)
+    assert Choice.of({}, greedy) == Choice(0.0) and Choice.of({"top_p": 0.9}, greedy) == Choice(1.0, top_p=0.9)
 
 
 def test_limits_and_penalties():

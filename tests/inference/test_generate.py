@@ -12,6 +12,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -579,6 +580,30 @@ def test_a_checkpoint_that_samples_is_sampled_as_it_says(opened, monkeypatch) ->
     assert drawn == replace(generate(*opened, "the", Sampling(12, seed=1, top_k=0)), seconds=drawn.seconds)
     whole = Sampling(4, seed=1, options={"repetition_penalty": 2})
     assert generate(*opened, "the", whole).tokens == 4
+
+
+OWN = [{name: 2} for name in ("temperature", "repetition_penalty", "encoder_repetition_penalty")]
+OWN += [{"min_p": 1}, {"temperature": 0.0}, {"temperature": 0}, {"temperature": 1e-320}]
+
+
+@pytest.mark.parametrize("own", OWN)
+def test_a_checkpoints_own_numbers_are_those_of_the_command(opened, monkeypatch, own: dict) -> None:
+    """Whole numbers, of which transformers takes none, and temperatures below the coldest; alone and in a batch."""
+    config, ids = opened[0].generation_config, [encode(opened[1], prompt) for prompt in PROMPTS[:2]]
+    monkeypatch.setattr(config, "do_sample", True)
+    name, value = next(iter(own.items()))
+    asked = {name: value} if name == "temperature" else {"options": {name: float(value)}}
+
+    def texts(**settings: Any) -> list[str]:
+        one = generate(*opened, "the", Sampling(8, seed=2, **settings)).text
+        torch.manual_seed(2)
+        return [one, *(made.text for made in generate_batch(*opened, ids, Sampling(8, **settings)))]
+
+    expected = texts(**asked)
+    monkeypatch.setattr(config, name, value)
+    assert texts() == expected
+    if name != "temperature":  # where the likeliest token is taken too
+        assert generate(*opened, "the", Sampling(8, temperature=0)).tokens == 8
 
 
 def test_logits_that_are_no_numbers_are_refused(exported: Path, tmp_path: Path, capsys, monkeypatch) -> None:

@@ -63,6 +63,8 @@ SHARES = {
 }
 """Options that are numbers, and the range of each. Penalties are kept to what float32 holds once logits are divided by
 both of them and by the coldest temperature; past it there is nothing to draw from."""
+FLOATS = ("temperature", "top_p", *SHARES)
+"""Settings that may be written as whole numbers, which transformers does not take."""
 DRAFTING = "draft_trips: "
 """How errors of drafting begin."""
 COLDEST = 1e-20
@@ -142,9 +144,11 @@ class Sampling:
             raise GenerateError(fault)
         given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
         made: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
-        if self.temperature is not None and self.temperature < COLDEST:
+        draws = getattr(own, "do_sample", None)
+        temperature = getattr(own, "temperature", None) if self.temperature is None and draws else self.temperature
+        if temperature is not None and temperature < COLDEST:
             made = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # defaults
-        elif not getattr(own, "do_sample", None):
+        elif not draws:
             made = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95, **made}
         else:
             made = {"top_k": int(getattr(own, "top_k", None) or 0), **made}  # transformers takes 50 where none is said
@@ -157,10 +161,9 @@ class Sampling:
             made["compile_config"]._compile_all_devices = True
         if self.max_trips is not None:
             made["max_trips"] = self.max_trips
-        return {
-            **made,
-            **{key: float(value) if key in SHARES and value else value for key, value in self.options.items()},
-        }
+        own_whole = {key: value for key in FLOATS if type(value := getattr(own, key, None)) is int}
+        made = {**own_whole, **made, **self.options}
+        return {key: float(value) if key in FLOATS and type(value) is int else value for key, value in made.items()}
 
 
 def refusal(name: str, value: object) -> str | None:

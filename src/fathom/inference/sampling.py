@@ -110,6 +110,8 @@ class Choice:
         drawn = given.get("temperature") != 0 if draws else own.do_sample
         for name in OWN.keys() - given.keys():
             default, value = 1.0 if name == "temperature" else getattr(cls, name), getattr(own, name, None)
+            if name == "temperature" and not own.do_sample:
+                value = value or None  # 0 says no more than that the model does not draw; a request may ask it to
             given[name] = default if value is None else type(default)(value)
         if not drawn:
             given["temperature"] = 0.0
