@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedTokenizerFast
 
 from fathom.checkpoints.export import export
@@ -138,8 +139,18 @@ def piece_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", eos_token="</s>")
 
 
-def say(model: FathomForCausalLM, tokens: Sequence[int]) -> None:
-    """Make a model draw these tokens, one a call, whatever it is given."""
+def in_pieces() -> PreTrainedTokenizerFast:
+    """As Llama's of old where a text has no piece: a token for each byte, of which a run is text as a whole or not."""
+    pieces = ["<unk>", "</s>", "\ufffd", "▁", "a", "b", *(f"<0x{byte:02X}>" for byte in range(256))]
+    whole = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>"))
+    steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    whole.decoder = decoders.Sequence(steps)
+    whole.add_special_tokens(["<unk>", "</s>"])
+    return PreTrainedTokenizerFast(tokenizer_object=whole, unk_token="<unk>", eos_token="</s>")
+
+
+def say(model: FathomForCausalLM, tokens: Sequence[int]) -> RemovableHandle:
+    """Make a model draw these tokens, one a call, whatever it is given, until what is returned is removed."""
     left = iter(tokens)
 
     def head(module: torch.nn.Module, given: object, logits: torch.Tensor) -> torch.Tensor:
@@ -147,7 +158,7 @@ def say(model: FathomForCausalLM, tokens: Sequence[int]) -> None:
         row[..., next(left)] = 1.0
         return row
 
-    model.lm_head.register_forward_hook(head)
+    return model.lm_head.register_forward_hook(head)
 
 
 def tiny_config(**fields: object) -> FathomConfig:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from fathom.inference.engine import Scored
-from fathom.inference.texts import AnswerWords, Text, read_places, written_places
+from fathom.inference.texts import BYTES, UNKNOWN, AnswerWords, Text, read_places, written_places
+from tests.tiny import in_pieces, piece_tokenizer
 
 END = "<end>"
 
@@ -34,6 +39,104 @@ def in_words() -> PreTrainedTokenizerFast:
     whole.post_processor = processors.TemplateProcessing(single=f"{END} $A", special_tokens=[(END, 1)])
     whole.add_special_tokens([AddedToken(END, special=True)])
     return PreTrainedTokenizerFast(tokenizer_object=whole, unk_token="<unk>", eos_token=END)
+
+
+def in_cuts() -> PreTrainedTokenizerFast:
+    """Bytes, and tokens that end one character and begin another."""
+    letters = pre_tokenizers.ByteLevel.alphabet()
+    pieces = [*sorted(letters), "©Ã", "ĠÃ", "¿½ï", END]  # as bytes A9 C3, 20 C3, and BF BD EF of a U+FFFD
+    whole = Tokenizer(models.BPE(vocab={piece: i for i, piece in enumerate(dict.fromkeys(pieces))}, merges=[]))
+    whole.decoder = decoders.ByteLevel()
+    whole.add_special_tokens([AddedToken(END, special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=whole, eos_token=END)
+
+
+def numbers(tokenizer: PreTrainedTokenizerBase, *pieces: str) -> list[int]:
+    return [tokenizer.convert_tokens_to_ids(piece) for piece in pieces]
+
+
+def words_of_runs(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], hidden: bool) -> str:
+    """What tokens say one by one, with all since the last whole character decoded anew each time."""
+    said, begin, told = "", 0, 0
+    for i in range(1, len(tokens) + 1):
+        before, now = (tokenizer.decode(tokens[begin:end], skip_special_tokens=hidden) for end in (told, i))
+        if len(now) > len(before) and (i == len(tokens) or not now.endswith(UNKNOWN)):
+            said, begin, told = said + now[len(before) :], told, i
+    return said
+
+
+LETTERS = ["Ã", "©", "ð", "Ł", "ĺ", "Ģ", "A", "ï", "¿", "½", "à"]
+IN_BYTES = ["<0xC3>", "<0xA9>", "<0xF0>", "<0x9F>", "<0x98>", "<0x80>", "<0x41>", "<0xFF>"]
+POOLS = [
+    (in_bytes, [LETTERS, ["Ã"], [*"ðŁĺĢ"], [*"ï¿½"], ["Ã", "©", END], ["Ģ", "Ã"]]),
+    (in_cuts, [[*LETTERS, "©Ã", "ĠÃ", "¿½ï"], ["©Ã"], ["©Ã", "Ã"], ["¿½ï"], ["ĠÃ", END, "©"]]),
+    (in_pieces, [[*IN_BYTES, "a", "▁", "</s>"], IN_BYTES, ["<0xFF>", *["<0x41>"] * 30], [UNKNOWN, "<0xFF>", "<0x41>"]]),
+    (piece_tokenizer, [["a", "▁a", "▁", "\n", "</s>"]]),
+]
+
+
+@pytest.mark.parametrize(("make", "pools"), POOLS)
+def test_words_are_those_of_whole_runs(make, pools: list[list[str]]) -> None:
+    """Of bytes that make no character, and of those that do behind them; where bytes are characters, of all tokens."""
+    chance, tokenizer = random.Random(0), make()
+    for trial in range(400):
+        tokens = numbers(tokenizer, *chance.choices(chance.choice(pools), k=chance.randint(1, 40)))
+        tokens += numbers(tokenizer, *chance.choices(pools[0], k=chance.randint(0, 10)))
+        words = AnswerWords(tokenizer, special=trial % 3 == 0)
+        said = "".join(words.add([token]) for token in tokens) + words.add([], last=True)
+        assert said == words_of_runs(tokenizer, tokens, words.hidden), tokenizer.convert_ids_to_tokens(tokens)
+        assert make is in_pieces or said == tokenizer.decode(tokens, skip_special_tokens=words.hidden)
+
+
+class Counting:
+    """A tokenizer that counts the tokens that it decodes."""
+
+    def __init__(self, inner: PreTrainedTokenizerBase) -> None:
+        self.inner, self.count = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def decode(self, tokens: Sequence[int], **how: Any) -> str:
+        self.count += len(tokens)
+        return str(self.inner.decode(tokens, **how))
+
+
+@pytest.mark.parametrize(
+    ("make", "pieces", "waiting"),
+    [
+        (in_bytes, ["Ã"], BYTES),
+        (in_bytes, [*"ï¿½"], BYTES),
+        (in_cuts, ["©Ã"], 2 * BYTES),
+        (in_pieces, ["<0xFF>", *["<0x41>"] * 200], BYTES),
+        (in_pieces, [UNKNOWN], 0),
+        (in_bytes, [END], None),
+        (in_bytes, [None], None),
+    ],
+)
+def test_a_token_is_decoded_a_few_times(make, pieces: list[str | None], waiting: int | None) -> None:
+    """Whatever run it is in: a text of 4000 halves of characters held up all clients for minutes."""
+    tokenizer = Counting(make())
+    cycle = [100_000 if piece is None else tokenizer.convert_tokens_to_ids(piece) for piece in pieces]
+    words, tokens = AnswerWords(tokenizer), (cycle * 600)[:600]
+    said = "".join(words.add([token]) for token in tokens)
+    assert tokenizer.count < 50 * len(tokens)
+    assert waiting is None or 0 <= len(tokenizer.inner.decode(tokens)) - len(said) <= waiting
+    special = Counting(make())
+    written_places(special, "", tokens)
+    assert special.count < 60 * len(tokens)
+
+
+@pytest.mark.parametrize(("stop", "said"), [("b<end>", "ab\ufffdc"), ("\ufffd<end>", "ab"), ("<end>", "ab\ufffd")])
+def test_a_special_token_behind_half_a_character(stop: str, said: str) -> None:
+    """It was found before the half, where `ab<end>` is."""
+    tokenizer = in_bytes()
+    text, told = Text(AnswerWords(tokenizer), [stop]), ""
+    for token in numbers(tokenizer, "a", "b", "Ã", END, "c"):
+        if text.finish is None:
+            told += text.hear(Scored(token, 0.0))
+    told += text.hear("length") if text.finish is None else ""
+    assert (told, text.said, text.finish) == (said, said, "length" if said.endswith("c") else "stop")
 
 
 def places(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int] | None:

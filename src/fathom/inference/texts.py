@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 UNKNOWN = "\ufffd"
 """Where bytes are no whole character."""
+BYTES = 4
+"""Most bytes of a character."""
 
 
 def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
@@ -28,27 +30,65 @@ def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
 
 
 class AnswerWords:
-    """Tokens to text, whole characters at a time."""
+    """Tokens to text, whole characters at a time.
+
+    Each token is decoded behind those of the last words alone. Where bytes make no character, these are many: then the
+    first, which say that their run is none, and the last stand for all of them.
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, special: bool = False) -> None:
         self.tokenizer, self.hidden = tokenizer, not special
         self.ids: list[int] = []
-        self._from, self._told = 0, 0  # start of the tokens to decode, and of those whose text was not returned yet
+        self._window: list[int] = []
+        self._text, self._said = "", 0  # of the window; as many characters of it were returned
+        self._told = 0  # tokens of the window whose text was returned before
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
         """The text that tokens add; empty while a character may be incomplete, unless they are the last."""
         self.ids += tokens
-        parts = self.ids[self._from : self._told], self.ids[self._from :]
-        before, now = (str(self.tokenizer.decode(ids, skip_special_tokens=self.hidden)) for ids in parts)
-        if len(now) <= len(before) or (now.endswith(UNKNOWN) and not last):
+        new = "".join(map(self._heard, tokens))
+        if last:
+            new, self._said = new + self._text[self._said :], max(self._said, len(self._text))
+        return new
+
+    def _heard(self, token: int) -> str:
+        now = self._decoded([*self._window, token])
+        if now == self._text and self._silent(token):
             return ""
-        self._from, self._told = self._told, len(self.ids)
-        return now[len(before) :]
+        self._window.append(token)
+        self._text = now
+        if now.endswith(UNKNOWN) and not self._piece(token).endswith(UNKNOWN):
+            return self._settled() if len(self._window) - self._told > 2 * BYTES else ""
+        if len(now) <= self._said:
+            return ""
+        new, self._window = now[self._said :], self._window[self._told :]
+        self._told, self._text = len(self._window), self._decoded(self._window)
+        self._said = len(self._text)
+        return new
+
+    def _settled(self) -> str:
+        """The text of a run of broken bytes that no further byte can change; the window is cut to what goes on."""
+        first = self._decoded(self._window[:-BYTES])
+        settled = next(first[:n] for n in range(len(first), -1, -1) if self._text.startswith(first[:n]))
+        new, rest = settled[self._said :], len(self._text) - max(self._said, len(settled))
+        self._window = self._window[self._told :][:BYTES] + self._window[-2 * BYTES :]
+        self._told, self._text = 0, self._decoded(self._window)
+        self._said = len(self._text) - rest
+        return new
+
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        return str(self.tokenizer.decode(tokens, skip_special_tokens=self.hidden))
+
+    def _piece(self, token: int) -> str:
+        return str(self.tokenizer.convert_ids_to_tokens(token) or "")
+
+    def _silent(self, token: int) -> bool:
+        """Whether a token never has text: a hidden one, or one that the tokenizer lacks."""
+        return not self._piece(token) or bool(self.unsaid(token))
 
     def unsaid(self, token: int) -> str:
         """The text of a special token that is not part of the answer's; empty for any other token."""
-        shown = self.tokenizer.decode([token], skip_special_tokens=self.hidden)
-        return "" if shown else str(self.tokenizer.decode([token]))
+        return "" if self._decoded([token]) else str(self.tokenizer.decode([token]))
 
 
 @dataclass
@@ -84,7 +124,10 @@ class Text:
             if event.logprob is not None:
                 self.scores.append((event, self._length))
             word = self.words.add([event.token])
-            new += self._tell(word, "" if word or not self.stops else self.words.unsaid(event.token))
+            unsaid = "" if word or not self.stops else self.words.unsaid(event.token)
+            if unsaid:
+                word = self.words.add([], last=True)  # bytes before it are no part of a character behind it
+            new += self._tell(word, unsaid)
         elif isinstance(event, str):
             new += self._tell(self.words.add([], last=True))
             if self.finish is None:
@@ -104,8 +147,8 @@ class Text:
     def _tell(self, new: str, unsaid: str = "") -> str:
         """Stop strings are looked for in the text with its special tokens, as transformers does."""
         self._length += len(new)
-        shown = [*self._shown, *[False] * len(unsaid), *[True] * len(new)]
-        text, held = before_stop(self._held + unsaid + new, self.stops)
+        shown = [*self._shown, *[True] * len(new), *[False] * len(unsaid)]
+        text, held = before_stop(self._held + new + unsaid, self.stops)
         new = "".join(compress(text, shown))
         self._held, self._shown = held or "", shown[len(text) :]
         if held is None:
