@@ -35,7 +35,7 @@ from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.report.files import lock
 from tests.models.cases import build, config_of
 from tests.processes import Command
-from tests.tiny import export_tiny, piece_tokenizer, say, tiny_config, tiny_tokenizer
+from tests.tiny import export_tiny, in_pieces, piece_tokenizer, say, tiny_config, tiny_tokenizer
 
 TEMPLATE = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}a:"
 PROMPTS = ["the depth", "a", "of a river — measured in fathoms é", "river", "the the the", "in", "depth of", "é"]
@@ -178,6 +178,29 @@ def test_a_stop_string(opened) -> None:
     word = next(c for c in text[1:] if c.isascii() and c.isalpha())
     made = generate(*opened, "the depth", Sampling(20, temperature=0, options={"stop_strings": word}))
     assert made.finish == "stop" and text.startswith(made.text) and made.text.count(word) == 1
+
+
+def test_a_stop_string_that_a_padding_token_completes() -> None:
+    """It ends the text there, as it does a server's; and as many are kept as were drawn."""
+    model, tokenizer = FathomForCausalLM(tiny_config(num_hidden_layers=1)).eval(), tiny_tokenizer()
+    pad, a = tokenizer.convert_tokens_to_ids(["<|im_end|>", "a"])
+    tokenizer.pad_token = "<|im_end|>"
+    for stop, row in (("a<|im_end|>", [a, pad]), ("a<|im_end|><|im_end|>", [a, pad, pad])):
+        for count in (len(row), len(row) + 2):
+            handle = say(model, [*row, pad, pad])
+            options = {"stop_strings": stop, "eos_token_id": None}
+            made = generate(model, tokenizer, "The", Sampling(count, temperature=0, options=options))
+            handle.remove()
+            assert (made.text, made.tokens, made.finish) == ("a", len(row), "stop")
+
+
+def test_half_a_character_at_the_limit_is_streamed_as_it_is_returned() -> None:
+    """Decoding takes back what a run of bytes said before."""
+    model, tokenizer, pieces = FathomForCausalLM(tiny_config(num_hidden_layers=1)).eval(), in_pieces(), list[str]()
+    row = tokenizer.convert_tokens_to_ids(["a", "<0x0A>", "<0xF0>", "<0x9F>"])
+    say(model, row)
+    made = generate(model, tokenizer, "a", Sampling(len(row), temperature=0), pieces.append)
+    assert "".join(pieces) == made.text == "a\n\ufffd\ufffd" != tokenizer.decode(row)
 
 
 def test_a_stop_string_ends_one_row_only(opened) -> None:

@@ -517,7 +517,7 @@ def _run(
     made = []
     for prompt, row, room in zip(prompts, out.sequences[:, width:].tolist(), rooms, strict=True):
         kept, finish = _ended(row[:room], room, stops, strings, pad, tokenizer)
-        text = tokenizer.decode(kept, skip_special_tokens=True)
+        text = AnswerWords(tokenizer).add(kept, last=True)  # as it is streamed
         made.append(Generated(text, len(prompt), len(kept), seconds, finish))
     columns = [width + one.tokens - 1 for one in made]  # a last token is read only while other rows go on
     trips = stored_trips(model, out.past_key_values, len(made), columns, sampling.max_trips)
@@ -550,9 +550,12 @@ def _ended(
         last = end
         while last and row[last - 1] == pad:
             last -= 1
-        text, before = tokenizer.decode(row[:last]), tokenizer.decode(row[: max(0, last - 1)])
-        if any(string in text and string not in before for string in strings):
-            return row[:last], "stop"
+        before = tokenizer.decode(row[: max(0, last - 1)])
+        for n in range(last, end + 1):  # a token that is also the padding may complete a string
+            text = tokenizer.decode(row[:n])
+            if any(string in text and string not in before for string in strings):
+                return row[:n], "stop"
+            before = text
     return row[: end + 1], "stop" if end < room else "length"
 
 
