@@ -457,6 +457,10 @@ def test_a_run_and_a_comparison_lead_to_their_model(exported: Path, tmp_path: Pa
         (["MODEL", "--temperature", "-1"], "--temperature -1.0: allowed"),
         (["MODEL", "--max-new-tokens", "0"], "--max-new-tokens 0: allowed"),
         (["MODEL", "a", "--set", "tempratur=1"], "--set tempratur: transformers' GenerationConfig has no such option"),
+        (
+            ["MODEL", "a", "--set", "token_healing=true"],
+            "--set token_healing: transformers' GenerationConfig has no such",
+        ),
         (["MODEL", "a", "--set", "min_p"], "--set min_p: expected key=value"),
         (["MODEL", "a", "--chat"], "one of them"),
         (["MODEL", "--prompts", "x.jsonl"], "--prompts and --out belong together"),

@@ -79,7 +79,7 @@ def test_packed_unless_told(monkeypatch):
         ),
         ({"max_time": 2.0}, "max_time=2.0 is not done here"),
         ({"no_repeat_ngram_size": 0, "suppress_tokens": [], "top_k": 5, "stop_strings": ["a"]}, None),
-        ({"penalty_alpha": 0.0, "token_healing": False}, None),
+        ({"penalty_alpha": 0.0, "token_healing": True}, None),  # fathom generate heals none either
     ],
 )
 def test_a_checkpoints_settings_that_are_not_done_are_named(directory, tmp_path, capsys, monkeypatch, own, warned):

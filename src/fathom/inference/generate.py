@@ -48,6 +48,7 @@ BATCH = {"cpu": 8, "other": 32}
 RESERVED = {
     *("max_length", "pad_token_id", "return_dict_in_generate", "num_return_sequences", "compile_config"),
     *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "watermarking_config"),
+    "token_healing",  # rewrites the prompt
 }
 WHOLE = {
     **dict.fromkeys(("num_beams", "num_beam_groups", "prefill_chunk_size", "prompt_lookup_num_tokens"), 1),

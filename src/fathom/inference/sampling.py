@@ -38,9 +38,10 @@ NOT_HERE = {
     **dict.fromkeys(("top_h", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "sequence_bias"), None),
     **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"), None),
     **dict.fromkeys(("dola_layers", "watermarking_config", "max_time"), None),
-    **dict.fromkeys(("penalty_alpha", "token_healing"), 0),
+    "penalty_alpha": 0,
 }
-"""Settings of transformers that change texts and that a `Choice` does not have; and the value that changes nothing."""
+"""Settings of transformers that change texts and that a `Choice` does not have; and the value that changes nothing.
+`token_healing`, which changes the prompt, is done nowhere here."""
 OWN: dict[str, tuple[float, float]] = {
     "temperature": (0.0, sys.float_info.max),
     "top_k": (0, 1 << 31),
