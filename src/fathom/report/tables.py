@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -21,11 +22,13 @@ def terminal_table(caption: str, columns: Sequence[str], rows: Sequence[Sequence
 
     title = Text(caption) if caption else None
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
-    named = min(max((len(str(row[0])) for row in rows), default=0), NAME)
+    widths = [max(map(len, map(str, cells))) for cells in zip(columns, *rows, strict=True)]
+    folded = sum(widths) + 2 * len(widths) > shutil.get_terminal_size().columns
     for i, column in enumerate(columns):
         justify: JustifyMethod = "left" if i < left else "right"
-        width = None if i else named
-        table.add_column(Text(column), justify=justify, header_style="dim", overflow="fold", min_width=width)
+        # Fixed: rich folds what is not, and cuts the last columns off where it has a least width.
+        width = min(widths[0], NAME) if folded and not i else None
+        table.add_column(Text(column), justify=justify, header_style="dim", overflow="fold", width=width)
     for row in rows:
         table.add_row(*(Text(cell) if isinstance(cell, str) else cell for cell in row))
     return table
