@@ -194,6 +194,25 @@ def test_a_stop_string_that_a_padding_token_completes() -> None:
             assert (made.text, made.tokens, made.finish) == ("a", len(row), "stop")
 
 
+def test_a_continuation_keeps_its_first_blank(tmp_path: Path) -> None:
+    """Where decoding strips a leading one; an answer of a conversation, which is a text of its own, has none."""
+    model, tokenizer, pieces = (
+        FathomForCausalLM(tiny_config(num_hidden_layers=1)).eval(),
+        piece_tokenizer(),
+        list[str](),
+    )
+    tokenizer.chat_template = TEMPLATE
+    row = tokenizer("lead")["input_ids"]
+    say(model, row * 4)
+    made = generate(model, tokenizer, "The", Sampling(len(row), temperature=0), pieces.append)
+    assert "".join(pieces) == made.text == " lead"
+    lines = write(tmp_path / "in.jsonl", [{"prompt": "The"}, {"messages": [{"role": "user", "content": "a"}]}])
+    generate_file(model, tokenizer, lines, tmp_path / "out.jsonl", Sampling(len(row), temperature=0), batch_size=1)
+    assert [one["completion"] for one in read(tmp_path / "out.jsonl")] == [" lead", "lead"]
+    chat(model, tokenizer, Sampling(len(row), temperature=0), iter(["a"]), pieces.append)
+    assert "".join(pieces) == " leadlead\n"
+
+
 def test_half_a_character_at_the_limit_is_streamed_as_it_is_returned() -> None:
     """Decoding takes back what a run of bytes said before."""
     model, tokenizer, pieces = FathomForCausalLM(tiny_config(num_hidden_layers=1)).eval(), in_pieces(), list[str]()

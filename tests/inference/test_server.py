@@ -28,8 +28,9 @@ from fathom.inference.batches import ServeError, token_bytes
 from fathom.inference.engine import Scored
 from fathom.inference.generate import Sampling, encode, generate, generate_batch
 from fathom.lens.live import add_lens
+from fathom.models import FathomForCausalLM
 from tests.processes import Command
-from tests.tiny import TEXT, export_tiny
+from tests.tiny import CHATML, TEXT, export_tiny, piece_tokenizer, say, tiny_config
 
 CONTEXT = 8192
 GRACE = 2
@@ -174,6 +175,21 @@ def test_a_seed_repeats_whoever_else_asks(served):
         assert list(pool.map(ask, [0, 1, 2, 3] * 2)) == alone * 2
     assert len(set(alone)) == 4, "and temperature is not ignored"
     assert ask(-1) == ask(-1) not in alone, "seeds of OpenAI's may be negative"
+
+
+def test_a_completion_keeps_its_first_blank():
+    """Where decoding strips one from what begins a text, as the answer of a chat does."""
+    model, tokenizer = FathomForCausalLM(tiny_config(num_hidden_layers=1)).eval(), piece_tokenizer()
+    tokenizer.chat_template = CHATML
+    row = tokenizer("lead")["input_ids"]
+    say(model, row * 4)
+    with in_thread(server.build_app(server.Service(model, tokenizer, "tiny", memory=1 << 24))) as served:
+        asked = {"max_tokens": len(row)}
+        assert served.complete("The", echo=True, **asked).choices[0].text == "The lead"
+        stopped = served.complete("The", stop=" lead", **asked).choices[0]
+        assert (stopped.text, stopped.finish_reason) == ("", "stop")
+        assert served.complete(tokenizer("The")["input_ids"], **asked).choices[0].text == " lead"
+        assert served.chat("a", **asked).choices[0].message.content == "lead"
 
 
 def test_stop_strings_end_and_are_left_out(served):

@@ -88,6 +88,30 @@ def test_words_are_those_of_whole_runs(make, pools: list[list[str]]) -> None:
         assert make is in_pieces or said == tokenizer.decode(tokens, skip_special_tokens=words.hidden)
 
 
+@pytest.mark.parametrize(("stop", "said"), [(" lead", ""), (" fell", " lead"), ("Thelead", " lead fell")])
+def test_a_text_that_goes_on_keeps_its_first_blank(stop: str, said: str) -> None:
+    """Of which decoding takes one where a text begins, as an answer of a conversation does."""
+    tokenizer = piece_tokenizer()
+    ids, prompt = tokenizer("lead fell")["input_ids"], tokenizer("The")["input_ids"]
+    text, alone = Text(AnswerWords(tokenizer, after=prompt), [stop], "The"), AnswerWords(tokenizer)
+    for token in ids:
+        if text.finish is None:
+            text.hear(Scored(token, 0.0))
+    if text.finish is None:
+        text.hear("length")
+    assert text.said == f"The{said}"
+    assert "".join(alone.add([token]) for token in ids) == "lead fell"
+
+
+def test_what_a_text_goes_on_from_changes_nothing_else() -> None:
+    """Of bytes; nor half a character, or tokens without a text."""
+    chance, tokenizer = random.Random(1), in_bytes()
+    for _ in range(200):
+        before, tokens = (numbers(tokenizer, *chance.choices([*LETTERS, END], k=chance.randint(0, 9))) for _ in "ab")
+        words = AnswerWords(tokenizer, after=before)
+        assert words.add(tokens, last=True) == tokenizer.decode(tokens, skip_special_tokens=True)
+
+
 class Counting:
     """A tokenizer that counts the tokens that it decodes."""
 

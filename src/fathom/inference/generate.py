@@ -256,7 +256,7 @@ def generate_batch(
 ) -> list[Generated]:
     """Continue several prompts, given as ids, at once; where memory runs out, half of them at a time."""
     made: list[Generated] = []
-    for one in _each(model, tokenizer, prompts, sampling):
+    for one in _each(model, tokenizer, prompts, sampling, [False] * len(prompts)):
         if isinstance(one, NoNumbersError):
             raise one
         made.append(one)
@@ -264,7 +264,11 @@ def generate_batch(
 
 
 def _each(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Sequence[int]], sampling: Sampling
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Sequence[int]],
+    sampling: Sampling,
+    talks: Sequence[bool],
 ) -> list[Generated | NoNumbersError]:
     """As `generate_batch`, with the error of each prompt whose scores are no numbers, which halves find."""
     rooms = [_most_new(model, prompt, sampling) for prompt in prompts]
@@ -272,11 +276,11 @@ def _each(
         made: dict[int, Generated | NoNumbersError] = {}
         for room in set(rooms):
             rows = [i for i, one in enumerate(rooms) if one == room]
-            some = _each(model, tokenizer, [prompts[i] for i in rows], sampling)
+            some = _each(model, tokenizer, [prompts[i] for i in rows], sampling, [talks[i] for i in rows])
             made.update(zip(rows, some, strict=True))
         return [made[i] for i in range(len(prompts))]
     try:
-        return list(_run(model, tokenizer, prompts, sampling, None))
+        return list(_run(model, tokenizer, prompts, sampling, None, talks))
     except torch.OutOfMemoryError:
         if len(prompts) == 1:
             raise
@@ -285,8 +289,8 @@ def _each(
         if len(prompts) == 1:
             return [error]
     half = len(prompts) // 2
-    parts = (prompts[:half], prompts[half:])
-    return [one for part in parts for one in _each(model, tokenizer, part, sampling)]
+    parts = ((prompts[:half], talks[:half]), (prompts[half:], talks[half:]))
+    return [one for some, kinds in parts for one in _each(model, tokenizer, some, sampling, kinds)]
 
 
 def encode(
@@ -364,7 +368,7 @@ def chat(
             messages.pop()
             write(f"[{error}; /new starts over]\n")
             continue
-        made = _stream(model, tokenizer, ids, sampling, write)
+        made = _stream(model, tokenizer, ids, sampling, write, talk=True)
         messages.append({"role": "assistant", "content": made.text})
         write("\n")
         report_speed(made.tokens, made.seconds, made.trips, made.acceptance)
@@ -453,12 +457,18 @@ def _stream(
     ids: Sequence[int],
     sampling: Sampling,
     write: Write | None,
+    talk: bool = False,
 ) -> Generated:
     if write is None or _beams(model, sampling) > 1:  # with beams the text is known only at the end
-        made = _run(model, tokenizer, [ids], sampling, None)[0]
+        made = _run(model, tokenizer, [ids], sampling, None, [talk])[0]
         (write or len)(made.text)
         return made
-    return _run(model, tokenizer, [ids], sampling, Streamer(tokenizer, write))[0]
+    return _run(model, tokenizer, [ids], sampling, Streamer(_words(tokenizer, ids, talk), write), [talk])[0]
+
+
+def _words(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], talk: bool) -> AnswerWords:
+    """For what continues a prompt, or answers a conversation, which is a text of its own."""
+    return AnswerWords(tokenizer, after=() if talk else ids)
 
 
 @torch.no_grad()
@@ -468,6 +478,7 @@ def _run(
     prompts: Sequence[Sequence[int]],
     sampling: Sampling,
     streamer: Streamer | None,
+    talks: Sequence[bool],
 ) -> list[Generated]:
     """Generate for several prompts at once, padded on the left so that all continue at the last column."""
     stops, strings = _stop_tokens(model, tokenizer, sampling), _stop_strings(model, sampling)
@@ -494,7 +505,7 @@ def _run(
         arguments["speculation"] = drafts
     arguments |= _processing(model, sampling, stops, ids, mask)
     began = time.perf_counter()
-    try:
+    with _in_one_line(sampling):
         if sampling.memory is not None:
             arguments |= sampling.memory.read(model, ids, _beams(model, sampling), max_trips=sampling.max_trips)
         out = model.generate(
@@ -504,6 +515,23 @@ def _run(
             return_dict_in_generate=True,
             **arguments,
         )
+    seconds = time.perf_counter() - began
+    made = []
+    for prompt, row, room, talk in zip(prompts, out.sequences[:, width:].tolist(), rooms, talks, strict=True):
+        kept, finish = _ended(row[:room], room, stops, strings, pad, tokenizer)
+        text = _words(tokenizer, prompt, talk).add(kept, last=True)  # as it is streamed
+        made.append(Generated(text, len(prompt), len(kept), seconds, finish))
+    columns = [width + one.tokens - 1 for one in made]  # a last token is read only while other rows go on
+    trips = stored_trips(model, out.past_key_values, len(made), columns, sampling.max_trips)
+    share = None if drafts is None else drafts.acceptance
+    return [replace(one, trips=mean, acceptance=share) for one, mean in zip(made, trips, strict=True)]
+
+
+@contextlib.contextmanager
+def _in_one_line(sampling: Sampling) -> Iterator[None]:
+    """What transformers says of settings, as a `GenerateError`."""
+    try:
+        yield
     except GenerateError:
         raise
     except (ValueError, NotImplementedError) as error:  # contradictory options
@@ -514,16 +542,6 @@ def _run(
         if not sampling.options:
             raise
         raise GenerateError(f"--set {' '.join(sampling.options)}: transformers: {error}") from error
-    seconds = time.perf_counter() - began
-    made = []
-    for prompt, row, room in zip(prompts, out.sequences[:, width:].tolist(), rooms, strict=True):
-        kept, finish = _ended(row[:room], room, stops, strings, pad, tokenizer)
-        text = AnswerWords(tokenizer).add(kept, last=True)  # as it is streamed
-        made.append(Generated(text, len(prompt), len(kept), seconds, finish))
-    columns = [width + one.tokens - 1 for one in made]  # a last token is read only while other rows go on
-    trips = stored_trips(model, out.past_key_values, len(made), columns, sampling.max_trips)
-    share = None if drafts is None else drafts.acceptance
-    return [replace(one, trips=mean, acceptance=share) for one, mean in zip(made, trips, strict=True)]
 
 
 def _padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
@@ -581,12 +599,12 @@ class Streamer(BaseStreamer):
     """Writes an answer's words as its tokens come. Transformers' own loses blanks that begin a line.
 
     Args:
-        tokenizer: The model's.
-        write: Receives the words.
+        words: What makes them of tokens.
+        write: Receives them.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, write: Write) -> None:
-        self.words, self.write, self.prompt = AnswerWords(tokenizer), write, True
+    def __init__(self, words: AnswerWords, write: Write) -> None:
+        self.words, self.write, self.prompt = words, write, True
 
     def put(self, value: Tensor) -> None:
         """New tokens; the first ones are the prompt."""
@@ -711,7 +729,8 @@ def _answer(
             answers.append({})
         except GenerateError as error:
             answers.append({"error": str(error)})
-    made = iter(_each(model, tokenizer, prompts, sampling) if prompts else ())
+    talks = ["prompt" not in record for record, answer in zip(batch, answers, strict=True) if not answer]
+    made = iter(_each(model, tokenizer, prompts, sampling, talks) if prompts else ())
     for answer in answers:
         if not answer:
             one = next(made)

@@ -176,8 +176,10 @@ class Service:
         jobs = self.jobs(body, prompts, queue)
         self.engine.submit(jobs)
         echoes, stops = [self._echo(body, i // body.n) for i in range(len(jobs))], [*body.stops, *self.stop_strings]
-        texts = [Text(AnswerWords(self.tokenizer), stops, echo) for echo in echoes]
-        envelope = Envelope(self.name, isinstance(body, ChatBody), self.tokenizer, sum(map(len, prompts)))
+        talk = isinstance(body, ChatBody)
+        words = [AnswerWords(self.tokenizer, after=() if talk else job.prompt) for job in jobs]
+        texts = [Text(each, stops, echo) for each, echo in zip(words, echoes, strict=True)]
+        envelope = Envelope(self.name, talk, self.tokenizer, sum(map(len, prompts)))
         parts = self._parts(jobs, texts, queue)
         if body.stream:
             return StreamingResponse(_stream(parts, texts, envelope, body.usage), media_type="text/event-stream")

@@ -16,6 +16,8 @@ UNKNOWN = "\ufffd"
 """Where bytes are no whole character."""
 BYTES = 4
 """Most bytes of a character."""
+BEHIND = 16
+"""Most tokens of a prompt that are looked at for one that has a text."""
 
 
 def before_stop(text: str, stops: Sequence[str]) -> tuple[str, str | None]:
@@ -34,14 +36,22 @@ class AnswerWords:
 
     Each token is decoded behind those of the last words alone. Where bytes make no character, these are many: then the
     first, which say that their run is none, and the last stand for all of them.
+
+    Args:
+        tokenizer: The model's.
+        special: Whether special tokens are part of the text.
+        after: Tokens of a text that these go on from: a decoder may take a blank from what begins a text.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: bool = False) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, special: bool = False, after: Sequence[int] = ()) -> None:
         self.tokenizer, self.hidden = tokenizer, not special
         self.ids: list[int] = []
-        self._window: list[int] = []
-        self._text, self._said = "", 0  # of the window; as many characters of it were returned
-        self._told = 0  # tokens of the window whose text was returned before
+        tails = (list(after[-n:]) for n in range(1, min(len(after), BEHIND) + 1))
+        end = next((tail for tail in tails if self._decoded(tail)), [])
+        self._window = [] if self._decoded(end).endswith(UNKNOWN) else end
+        self._text = self._decoded(self._window)
+        self._said = len(self._text)  # as many of its characters were returned
+        self._told = len(self._window)  # tokens whose text was returned before
 
     def add(self, tokens: Sequence[int], last: bool = False) -> str:
         """The text that tokens add; empty while a character may be incomplete, unless they are the last."""
