@@ -120,7 +120,7 @@ def choice_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     for choice in report["choices"]:
         best = choice["variants"][0]["loss"]
         for row in choice["variants"]:
-            told = [f"{row['loss']:.4f}", f"{row['loss'] - best:+.4f}"] if math.isfinite(row["loss"]) else [DASH] * 2
+            told = [f"{row['loss']:.4f}", signed(row["loss"] - best)] if math.isfinite(row["loss"]) else [DASH] * 2
             which = "chosen" if row is choice["variants"][0] else "left out"
             rows.append([row["arm"], *told, f"{row['rate']:.3g}", "; ".join(row["flags"]) or DASH, which])
     columns = ["variant", "loss", "above the best", "rate", "flags", ""]
@@ -270,7 +270,7 @@ def _forecast(report: LadderReport, arm: ArmRow, series: int) -> list[Line]:
     found = next((row["ln_m"] for row in rows if row["arm"] == arm["name"]), None)
     if found is None:
         return []
-    at = math.log10(arm["rungs"][-1]["flops"]) + 0.03
+    at = math.log10(arm["rungs"][-1]["flops"]) + 0.02 * (series + 1)  # side by side
     bar = [found[key] / math.log(2) for key in ("low", "high")]
     return [Line(f"{arm['name']}, predicted", [at, at], bar, series, marks=False, dashed=True)]
 
@@ -371,7 +371,7 @@ def _shared_rates(report: LadderReport) -> Markup:
         if shared is None:
             continue
         own = next((row for row in reversed(arm["multiplier"]) if row["kind"] == "rung"), None)
-        gaps = [DASH if gap is None else f"{gap:+.4f}" for gap in shared["differences"]]
+        gaps = [DASH if gap is None else signed(gap) for gap in shared["differences"]]
         both = [DASH if found is None else _span(found) for found in (own, shared["multiplier"])]
         rows.append([arm["name"], f"{arm['rate_ratio']:.2f}", *both, ", ".join(gaps)])
     columns = ["arm", "its rate / the control's", "M at its own", "M at the control's", "differences by rung, nats"]
@@ -386,8 +386,8 @@ def _sealed(report: LadderReport) -> Markup:
     rows = []
     for row in found["rows"]:
         forecast = row["difference"]
-        span = DASH if forecast is None else f"{forecast['low']:+.4f} … {forecast['high']:+.4f}"
-        observed = DASH if row["observed"] is None else f"{row['observed']:+.4f}"
+        span = DASH if forecast is None else f"{signed(forecast['low'])} … {signed(forecast['high'])}"
+        observed = DASH if row["observed"] is None else signed(row["observed"])
         rows.append([row["arm"], span, observed, {True: "inside", False: "outside", None: DASH}[row["inside"]]])
     stale = " Results of earlier rungs changed after it was sealed." if found["stale"] else ""
     return Markup().join(
