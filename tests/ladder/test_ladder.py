@@ -704,10 +704,10 @@ def test_runs_of_all_stages_are_retried(tmp_path: Path, monkeypatch) -> None:
     planted(monkeypatch)
     rules = {"layers": [2, 2, 2], "hidden": [16, 24, 32], "seeds": [2, 2, 1], "twin": [], "check": False}
     ladder = make(tmp_path, "vanilla,better=depth_attention", **rules, tune_points=[3], shared_rate=False)
-    climb(ladder, out, until="rungs", quiet=True)
-    for run in (out / "tune/1/better/lr-1/seed-0", out / "rungs/2/arms/better/seed-1"):
-        (run / "result.json").unlink()
-        (run / "failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
+    for stage, lost in (("tune", "tune/1/better/lr-1/seed-0"), ("rungs", "rungs/2/arms/better/seed-1")):
+        climb(ladder, out, until=stage, quiet=True)
+        (out / lost / "result.json").unlink()
+        (out / lost / "failed.json").write_text(json.dumps({"error": "stopped", "step": 7}))
     climb(ladder, out, quiet=True)
     assert not rewrite(ladder, out)["prediction"]["stale"]
     trainer = planted(monkeypatch)
