@@ -200,6 +200,15 @@ def test_what_does_not_fit_is_refused(tmp_path, models, change, config, reason):
             open_weights(path)
 
 
+def test_a_refusal_says_whose_weights(tmp_path, models):
+    damaged = edited(tmp_path, models, lambda tensors: None)
+    whole = (damaged / "model.safetensors").read_bytes()
+    (damaged / "model.safetensors").write_bytes(whole[:100])
+    with pytest.raises(Refused) as error:
+        open_weights(damaged)
+    assert str(error.value).count(str(damaged)) == 1
+
+
 def test_unknown_interleaving_is_not_guessed(tmp_path):
     model = build(LAYOUTS["gpt_neox"](), 0)
     path = save(model, tmp_path)

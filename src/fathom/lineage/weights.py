@@ -206,6 +206,15 @@ def open_weights(where: str | Path, base: str | Path | None = None, max_bytes: i
         base: For a PEFT adapter, its base model; by default the one its adapter_config.json names.
         max_bytes: Refuse to read more than this in all.
     """
+    try:
+        return _opened(where, base, max_bytes)
+    except Refused as error:
+        if str(where) in str(error):
+            raise
+        raise type(error)(f"{where}: {error}") from None  # of two checkpoints, which
+
+
+def _opened(where: str | Path, base: str | Path | None, max_bytes: int | None) -> Weights:
     found = find_model(where) if holds_model(Path(where)) else where
     origin, file = open_origin(str(found), max_bytes)
     if file is not None and file.endswith(".gguf"):
