@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from fathom.data.prepare import PrepareOptions, prepare
     from fathom.errors import FathomError
     from fathom.evaluation.scoring import Settings, evaluate
-    from fathom.inference.generate import Sampling, generate
+    from fathom.inference.generate import generate
+    from fathom.inference.settings import Sampling
     from fathom.lens.look import look
     from fathom.lineage.weights import open_weights
     from fathom.models import FathomConfig, FathomForCausalLM, add_mechanism
@@ -65,7 +66,7 @@ _HOMES = {
     "Hook": "fathom.training.hooks",
     "PrepareOptions": "fathom.data.prepare",
     "Recipe": "fathom.recipe",
-    "Sampling": "fathom.inference.generate",
+    "Sampling": "fathom.inference.settings",
     "Settings": "fathom.evaluation.scoring",
     "add_mechanism": "fathom.models",
     "compare": "fathom.comparison.work",

@@ -15,8 +15,9 @@ from fathom.cli.main import main
 from fathom.inference import engine, gate
 from fathom.inference.cache import Policy, choose
 from fathom.inference.engine import Engine, Job
-from fathom.inference.generate import GenerateError, Sampling, generate
+from fathom.inference.generate import generate
 from fathom.inference.sampling import Choice
+from fathom.inference.settings import GenerateError, Sampling
 from fathom.kvcache import Schedule, build_cache, compress_in_training
 from fathom.recipe import CacheWishes, RecipeError
 from tests.tiny import TEXT, export_tiny

@@ -26,7 +26,9 @@ from fathom.checkpoints.open import open_checkpoint
 from fathom.inference import gate, launch, server, texts
 from fathom.inference.batches import ServeError, token_bytes
 from fathom.inference.engine import Scored
-from fathom.inference.generate import Sampling, encode, generate, generate_batch
+from fathom.inference.generate import generate, generate_batch
+from fathom.inference.prompt import encode
+from fathom.inference.settings import Sampling
 from fathom.lens.live import add_lens
 from fathom.models import FathomForCausalLM
 from tests.processes import Command

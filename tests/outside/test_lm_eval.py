@@ -15,7 +15,8 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from fathom.inference.generate import Sampling, generate_batch
+from fathom.inference.generate import generate_batch
+from fathom.inference.settings import Sampling
 from tests.outside.models import CLIENTS, exported
 from tests.processes import Command
 

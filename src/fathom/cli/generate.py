@@ -54,15 +54,10 @@ def run(options: Namespace) -> int:
     from fathom.checkpoints.open import Opening
     from fathom.evaluation.budgets import check_chunks, check_trips
     from fathom.inference.cache import choose
-    from fathom.inference.generate import (
-        Sampling,
-        chat,
-        check_drafts,
-        generate,
-        generate_file,
-        report_speed,
-        to_terminal,
-    )
+    from fathom.inference.conversation import chat
+    from fathom.inference.generate import check_drafts, generate, report_speed
+    from fathom.inference.prompt_file import generate_file
+    from fathom.inference.settings import Sampling
     from fathom.kernels import use
     from fathom.recipe import CacheWishes
 
@@ -92,7 +87,10 @@ def run(options: Namespace) -> int:
     elif options.prompts is not None:
         summary = generate_file(model, tokenizer, options.prompts, options.out, sampling, options.batch_size)
         report_speed(summary["tokens"], summary["seconds"])
-        print(json.dumps(summary) if options.json else f"{options.out}: {summary['prompts']} completions")
+        prompts, errors = summary["prompts"], summary["errors"]
+        told = f"{options.out}: {prompts - errors} completions" + (f", {errors} errors" if errors else "")
+        print(json.dumps(summary) if options.json else told)
+        return 1 if prompts and errors == prompts else 0
     else:
         assert prompt is not None
         if not options.json:
@@ -125,6 +123,12 @@ def _check(options: Namespace) -> None:
         raise UsageError(f"--batch-size {options.batch_size}: allowed: 1 or more, with --prompts")
     if options.kvcache is not None and (options.static_cache or options.compile):
         raise UsageError("--kvcache makes a cache that grows and shrinks: leave out --static-cache and --compile")
+
+
+def to_terminal(text: str) -> None:
+    """Show text at once."""
+    sys.stdout.write(text)
+    sys.stdout.flush()
 
 
 def prompt_of(word: str | None) -> str:

@@ -30,10 +30,11 @@ from fathom.inference.batches import ServeError
 from fathom.inference.cache import Policy
 from fathom.inference.engine import Engine, EngineError, Event, Job, compiled_steps, deliver
 from fathom.inference.gate import Gate
-from fathom.inference.generate import GenerateError, as_strings, encode
 from fathom.inference.memory import default_memory
 from fathom.inference.packed import pack
+from fathom.inference.prompt import encode
 from fathom.inference.sampling import Choice, refused
+from fathom.inference.settings import GenerateError, as_strings
 from fathom.inference.texts import AnswerWords, Text
 
 if TYPE_CHECKING:

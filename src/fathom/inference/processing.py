@@ -1,0 +1,124 @@
+"""What watches transformers' `generate` as it draws: logits, stop strings, and the words that are streamed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    EncoderRepetitionPenaltyLogitsProcessor,
+    LogitsProcessor,
+    LogitsProcessorList,
+    MinLengthLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+    StoppingCriteria,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from fathom.inference.sampling import finite
+from fathom.inference.settings import GenerateError, NoNumbersError, Sampling
+from fathom.inference.texts import AnswerWords
+
+Write = Callable[[str], object]
+
+
+class Streamer(BaseStreamer):
+    """Writes an answer's words as its tokens come. Transformers' own loses blanks that begin a line.
+
+    Args:
+        words: What makes them of tokens.
+        write: Receives them.
+    """
+
+    def __init__(self, words: AnswerWords, write: Write) -> None:
+        self.words, self.write, self.prompt = words, write, True
+
+    def put(self, value: Tensor) -> None:
+        """New tokens; the first ones are the prompt."""
+        if not self.prompt:
+            self.write(self.words.add(value.flatten().tolist()))
+        self.prompt = False
+
+    def end(self) -> None:
+        """No more tokens."""
+        self.write(self.words.add([], last=True))
+
+
+class OfTheText(StoppingCriteria):
+    """A criterion that sees what was generated, and nothing of the prompt.
+
+    Args:
+        inner: The criterion.
+        width: Tokens of the prompt, with its padding.
+    """
+
+    def __init__(self, inner: StoppingCriteria, width: int) -> None:
+        self.inner, self.width = inner, width
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **more: Any) -> torch.BoolTensor:
+        """Which rows `[B, T]` end."""
+        made: torch.BoolTensor = self.inner(input_ids[:, self.width :], scores, **more)
+        return made
+
+
+class Finite(LogitsProcessor):
+    """Refuses logits from which no token can be chosen; of these, transformers takes the first, or raises."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores `[B, V]` as they are."""
+        if not finite(scores).all():
+            none_left = bool((scores.amax(-1) == -math.inf).any())
+            raise GenerateError("the settings leave no token to choose from") if none_left else NoNumbersError()
+        return scores
+
+
+class Unpadded(LogitsProcessor):
+    """A processor of logits that reads each row from where its text begins, without the padding before it.
+
+    Args:
+        process: What it does to one row.
+        first: The column where each row's text begins.
+    """
+
+    def __init__(self, process: LogitsProcessor, first: Sequence[int]) -> None:
+        self.process, self.first = process, first
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Scores `[B, V]` after `[B, T]`."""
+        rows = zip(input_ids, scores, self.first, strict=True)
+        return torch.cat([self.process(ids[None, first:], row[None]) for ids, row, first in rows])
+
+
+def processing(
+    model: PreTrainedModel, sampling: Sampling, stops: list[int], ids: Tensor, mask: Tensor
+) -> dict[str, Any]:
+    """Arguments of `generate` that check logits, and keep padding out of what depends on a row's tokens or length."""
+    if mask.all():
+        return {"logits_processor": LogitsProcessorList([Finite()])}
+
+    def chosen(name: str) -> Any:
+        return sampling.options.get(name, getattr(model.generation_config, name))
+
+    again, prompt = (float(chosen(name) or 1) for name in ("repetition_penalty", "encoder_repetition_penalty"))
+    size, least = chosen("no_repeat_ngram_size") or 0, 0 if chosen("min_new_tokens") else chosen("min_length") or 0
+    inner, off = list[LogitsProcessor](), {}
+    if again != 1:
+        inner.append(RepetitionPenaltyLogitsProcessor(again))
+        off["repetition_penalty"] = 1.0
+    if size:
+        inner.append(NoRepeatNGramLogitsProcessor(size))
+        off["no_repeat_ngram_size"] = 0
+    if least and stops:
+        inner.append(MinLengthLogitsProcessor(least, stops, device=str(model.device)))
+        off["min_length"] = 0
+    first = mask.argmax(1).repeat_interleave(sampling.beams(model)).tolist()
+    processors = LogitsProcessorList([Finite(), *(Unpadded(one, first) for one in inner)])
+    if prompt != 1:
+        processors.append(EncoderRepetitionPenaltyLogitsProcessor(prompt, ids.where(mask == 1, ids[:, -1:])))
+        off["encoder_repetition_penalty"] = 1.0
+    return {**off, "logits_processor": processors}

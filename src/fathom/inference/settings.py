@@ -1,0 +1,206 @@
+"""How `fathom generate` draws: what was asked for beside the checkpoint's own settings, for transformers."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from fathom.checkpoints.special_tokens import as_list, stop_tokens
+from fathom.errors import FathomError
+from fathom.inference.cache import Policy
+from fathom.inference.sampling import NO_NUMBERS, refused
+
+# Options that are set here, and those that would make `generate` return something other than tokens.
+RESERVED = {
+    *("max_length", "pad_token_id", "return_dict_in_generate", "num_return_sequences", "compile_config"),
+    *("output_attentions", "output_hidden_states", "output_scores", "output_logits", "watermarking_config"),
+    "token_healing",  # rewrites the prompt
+}
+WHOLE = {
+    **dict.fromkeys(("num_beams", "num_beam_groups", "prefill_chunk_size", "prompt_lookup_num_tokens"), 1),
+    **dict.fromkeys(("min_length", "min_new_tokens", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+}
+"""Options that are whole numbers, and the least value of each."""
+TOKENS = {"eos_token_id", "bos_token_id", "decoder_start_token_id", "suppress_tokens", "begin_suppress_tokens"}
+LISTS = {"suppress_tokens", "begin_suppress_tokens"}
+SHARES = {
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), (0.0, 1.0)),
+    **dict.fromkeys(("typical_p", "top_h"), (math.ulp(0.0), 1.0)),
+    **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (1e-6, 1e9)),
+}
+"""Options that are numbers, and the range of each. Penalties are kept to what float32 holds once logits are divided by
+both of them and by the coldest temperature; past it there is nothing to draw from."""
+FLOATS = ("temperature", "top_p", *SHARES)
+"""Settings that may be written as whole numbers, which transformers does not take."""
+COLDEST = 1e-20
+"""The lowest temperature that logits are divided by; below, they overflow, and the likeliest token is all there is."""
+LARGEST = 1 << 31
+SEEDS = 1 << 63
+
+
+class GenerateError(FathomError, ValueError):
+    """A request to generate that cannot be carried out; the message is one line."""
+
+
+class NoNumbersError(GenerateError):
+    """Scores from which no token can be chosen."""
+
+    def __init__(self) -> None:
+        super().__init__(NO_NUMBERS)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn; None stands for the value in the checkpoint's generation_config.json."""
+
+    max_new_tokens: int = 128
+    """Most new tokens; fewer if the context or the text ends."""
+    temperature: float | None = None
+    """Divides the logits; 0 takes the likeliest token. 0.8 if the checkpoint has no sampling settings."""
+    top_k: int | None = None
+    """Draw from the k likeliest tokens; 0 from all."""
+    top_p: float | None = None
+    """Draw from the likeliest tokens that make up this probability. 0.95 if the checkpoint has no sampling settings."""
+    seed: int | None = None
+    """Seed of the draws; None for another text every time."""
+    options: dict[str, Any] = field(default_factory=dict)
+    """Any other argument of transformers' `GenerationConfig`."""
+    static_cache: bool = False
+    """Allocate the cache for the whole text at once."""
+    compile: bool = False
+    """Compile decoding, with a static cache: slow to begin, then fast on a GPU."""
+    memory: Policy | None = None
+    """A cache of constant size: prompts are processed one by one, and the context is not limited."""
+    max_trips: int | None = None
+    """Most trips per token, up to the number that the model was trained for."""
+    speculate: int | None = None
+    """Draft with this many first trips and check with the rest: the same texts, faster if drafts are good."""
+
+    def __post_init__(self) -> None:
+        allowed = {
+            "max_new_tokens": (self.max_new_tokens >= 1, "1 or more"),
+            "temperature": (self.temperature is None or 0 <= self.temperature < math.inf, "0 or more"),
+            "top_k": (self.top_k is None or self.top_k >= 0, "0 or more"),
+            "top_p": (self.top_p is None or 0 < self.top_p <= 1, "above 0, up to 1"),
+            "seed": (self.seed is None or -SEEDS <= self.seed < SEEDS, f"{-SEEDS} to {SEEDS - 1}"),
+        }
+        for name, (holds, words) in allowed.items():
+            if not holds:
+                raise GenerateError(f"--{name.replace('_', '-')} {getattr(self, name)}: allowed: {words}")
+        if self.memory is not None and (self.static_cache or self.compile):
+            raise GenerateError(
+                "--kvcache makes a cache that grows and shrinks: leave out --static-cache and --compile"
+            )
+        if self.speculate is not None and (self.memory is not None or self.static_cache or self.compile):
+            raise GenerateError("--speculate crops its cache: leave out --kvcache, --static-cache and --compile")
+        if unknown := sorted(set(self.options) - _generation_options()):
+            raise GenerateError(f"--set {unknown[0]}: transformers' GenerationConfig has no such option to set here")
+        for name, value in self.options.items():
+            if (allowed_values := refusal(name, value)) is not None:
+                raise GenerateError(f"--set {name}={value}: allowed: {allowed_values}")
+
+    def arguments(self, own: GenerationConfig | None = None) -> dict[str, Any]:
+        """These settings as arguments of transformers' `generate`.
+
+        Args:
+            own: The model's `generation_config`.
+        """
+        if own is not None and (fault := refused(own)) is not None:
+            raise GenerateError(fault)
+        given = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p}
+        made: dict[str, Any] = {key: value for key, value in given.items() if value is not None}
+        draws = getattr(own, "do_sample", None)
+        temperature = getattr(own, "temperature", None) if self.temperature is None and draws else self.temperature
+        if temperature is not None and temperature < COLDEST:
+            made = {"do_sample": False, "temperature": 1.0, "top_k": 50, "top_p": 1.0}  # defaults
+        elif not draws:
+            made = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.95, **made}
+        else:
+            made = {"top_k": int(getattr(own, "top_k", None) or 0), **made}  # transformers takes 50 where none is said
+        if self.static_cache or self.compile:
+            made |= {"cache_implementation": "static", "disable_compile": not self.compile}
+        if self.compile:
+            from transformers import CompileConfig
+
+            made["compile_config"] = CompileConfig()
+            made["compile_config"]._compile_all_devices = True
+        if self.max_trips is not None:
+            made["max_trips"] = self.max_trips
+        own_whole = {key: value for key in FLOATS if type(value := getattr(own, key, None)) is int}
+        made = {**own_whole, **made, **self.options}
+        return {key: float(value) if key in FLOATS and type(value) is int else value for key, value in made.items()}
+
+    def beams(self, model: PreTrainedModel) -> int:
+        """Texts that are followed at once."""
+        return int(self.options.get("num_beams") or model.generation_config.num_beams or 1)
+
+    def stop_strings(self, model: PreTrainedModel) -> list[str]:
+        """Strings that end a text."""
+        own = as_strings(model.generation_config.stop_strings)
+        return as_strings(self.options["stop_strings"]) if "stop_strings" in self.options else own
+
+    def stop_tokens(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+        """Tokens that end a text."""
+        if "eos_token_id" in self.options:
+            return as_list(self.options["eos_token_id"])
+        return stop_tokens(model.generation_config.eos_token_id, tokenizer)
+
+    def end_decides(self, model: PreTrainedModel) -> bool:
+        """Whether a text depends on where it must end, as the best of several beams does, and a forced last token."""
+        own = getattr(model.generation_config, "forced_eos_token_id", None)
+        return self.beams(model) > 1 or self.options.get("forced_eos_token_id", own) is not None
+
+    def room(self, model: PreTrainedModel, ids: Sequence[int]) -> int:
+        """Tokens that the context holds after these; a prompt that fills it is refused."""
+        if self.memory is not None:
+            return sys.maxsize
+        limit = getattr(model.config, "max_position_embeddings", None) or sys.maxsize
+        if len(ids) >= limit:
+            raise GenerateError(f"the prompt has {len(ids)} tokens; this model's context is {limit}")
+        return limit - len(ids)
+
+    def most_new(self, model: PreTrainedModel, ids: Sequence[int]) -> int:
+        """Most new tokens after these."""
+        return min(self.max_new_tokens, self.room(model, ids))
+
+
+def refusal(name: str, value: object) -> str | None:
+    """The allowed values of an option of `GenerationConfig`, if this one is not; transformers checks too late."""
+    if value is None and name != "num_beams":
+        return None
+    if name in WHOLE and not (type(value) is int and WHOLE[name] <= value < LARGEST):
+        return f"a whole number, {WHOLE[name]} or more"
+    if name in SHARES:
+        least, most = SHARES[name]
+        if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
+            return "a number from 1e-6 to 1e9" if most > 1 else f"a number {'above' if least else 'from'} 0, up to 1"
+    if name == "stop_strings":
+        texts = value if isinstance(value, list) and value else [value]
+        return None if all(isinstance(text, str) and text for text in texts) else "a text or a list of them"
+    if name in TOKENS:
+        several = isinstance(value, list) and all(type(token) is int for token in value)
+        if not several and (type(value) is not int or name in LISTS):
+            return "a list of token ids" if name in LISTS else "a token id or a list of them"
+    if name == "early_stopping" and not (isinstance(value, bool) or value == "never"):
+        return "true, false or never"
+    if name == "assistant_ensemble_weight" and not isinstance(value, int | float):
+        return "a number"
+    return None
+
+
+def _generation_options() -> set[str]:
+    from transformers import GenerationConfig
+
+    known = {name for name in vars(GenerationConfig()) if not name.startswith("_")}
+    return known - RESERVED - {"max_new_tokens", "transformers_version"}
+
+
+def as_strings(given: object) -> list[str]:
+    """One, several or no strings as a list, without empty ones, which stand everywhere and so would end every text."""
+    several = [given] if isinstance(given, str) else given if isinstance(given, Iterable) else []
+    return [str(one) for one in several if one != ""]

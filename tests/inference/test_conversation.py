@@ -1,0 +1,63 @@
+"""Conversations: what is remembered, what a template refuses."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+
+import pytest
+
+from fathom.inference.conversation import chat
+from fathom.inference.generate import generate
+from fathom.inference.prompt_file import generate_file
+from fathom.inference.settings import GenerateError, Sampling
+from tests.inference.talker import TEMPLATE, read, write
+
+
+def test_a_conversation_that_the_template_refuses(opened, monkeypatch, tmp_path: Path) -> None:
+    """Many templates refuse a system message, or two of one role in a row."""
+    refusing = "{% for m in messages if m.role == 'system' %}{{ raise_exception('no system role') }}{% endfor %}"
+    monkeypatch.setattr(opened[1], "chat_template", refusing + TEMPLATE)
+    user, system = {"role": "user", "content": "a"}, {"role": "system", "content": "b"}
+    conversations = [[user], [system, user], [{"content": "a"}], ["a"], [user]]
+    prompts = write(tmp_path / "in.jsonl", [{"messages": messages} for messages in conversations])
+    generate_file(*opened, prompts, tmp_path / "out.jsonl", Sampling(3, temperature=0))
+    made = read(tmp_path / "out.jsonl")
+    assert [line.get("tokens") for line in made] == [3, None, None, None, 3]
+    assert made[1]["error"] == "this conversation cannot be read: no system role"
+    with pytest.raises(GenerateError, match="cannot be read: no system role"):
+        chat(*opened, Sampling(3), iter(["a\n"]), len, "be kind")
+
+
+def test_a_message_that_a_template_refuses_ends_no_conversation(opened) -> None:
+    model, tokenizer = opened[0], copy.deepcopy(opened[1])
+    refusal = "{% if messages[-1]['content'] == 'no' %}{{ raise_exception('no means no') }}{% endif %}"
+    tokenizer.chat_template = refusal + TEMPLATE
+    said: list[str] = []
+    chat(model, tokenizer, Sampling(3, temperature=0), iter(["a\n", "no\n", "b\n"]), said.append)
+    expected: list[str] = []
+    chat(model, tokenizer, Sampling(3, temperature=0), iter(["a\n", "b\n"]), expected.append)
+    refused = "[this conversation cannot be read: no means no; /new starts over]\n"
+    assert refused in said and [text for text in said if text != refused] == expected
+
+
+def test_a_conversation_remembers(opened, monkeypatch) -> None:
+    model, tokenizer = opened
+    asked: list[str] = []
+    whole = model.generate
+    monkeypatch.setattr(model, "generate", lambda ids, **a: asked.append(tokenizer.decode(ids[0])) or whole(ids, **a))
+    said: list[str] = []
+    lines = iter(["deep\n", "\n", "in\n", "/new\n", "the\n", "x " * 99, "end\n"])
+    chat(model, tokenizer, Sampling(4, temperature=0), lines, said.append, "of")
+    assert len(asked) == 4
+    answer = generate(model, tokenizer, "s:of\nu:deep\na:", Sampling(4, temperature=0)).text
+    assert asked[0] == "s:of\nu:deep\na:"
+    assert asked[1] == f"s:of\nu:deep\na:{answer}\nu:in\na:"
+    assert asked[2] == "s:of\nu:the\na:"
+    assert asked[3].endswith("\nu:end\na:") and "x x" not in asked[3]
+    answers = "".join(said).split("\n")
+    assert any("/new starts over" in answer for answer in answers)
+    tokenizer.chat_template, kept = None, tokenizer.chat_template
+    with pytest.raises(GenerateError, match="no chat template"):
+        chat(model, tokenizer, Sampling(4), iter(["a"]), said.append)
+    tokenizer.chat_template = kept
