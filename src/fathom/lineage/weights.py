@@ -211,7 +211,7 @@ def open_weights(where: str | Path, base: str | Path | None = None, max_bytes: i
     except Refused as error:
         if str(where) in str(error):
             raise
-        raise type(error)(f"{where}: {error}") from None  # of two checkpoints, which
+        raise type(error)(f"{error} (in {where})") from None  # of two checkpoints, which
 
 
 def _opened(where: str | Path, base: str | Path | None, max_bytes: int | None) -> Weights:
