@@ -126,6 +126,15 @@ def test_conversations(tmp_path: Path) -> None:
     assert {row["text"] for row in found.values()} == {"Hi\n\nYo"} and len(failures(workspace)) == 4
 
 
+def test_what_utf8_lacks_is_named_as_json_escapes_it(tmp_path: Path) -> None:
+    """One bad line is one failure: half a character, in its keys."""
+    write(tmp_path / "a.jsonl", '{"text": "good"}\n{"\\ud800": 1}\n')
+    workspace = ingested(tmp_path, [tmp_path / "a.jsonl"])
+    assert [row["text"] for row in rows(workspace).values()] == ["good"]
+    (failed,) = lines(workspace.stage("ingest") / "failed.jsonl")
+    assert failed["status"] == "parse_error" and failed["detail"].endswith("it has \ud800")
+
+
 @pytest.mark.parametrize("kind", ["conversations", "table"])
 def test_conversations_are_read_from_json_alone(tmp_path: Path, kind: str) -> None:
     write(tmp_path / "in" / "notes.txt", "Hi")

@@ -184,6 +184,22 @@ def test_pondering_is_seen_trip_by_trip(case, tokenizer):
         assert means.weights[i] == pytest.approx(np.mean([mine.mean(0) for _, mine in seen[i]], 0))
 
 
+@pytest.mark.parametrize("case", ["loop", *PONDERING])
+def test_no_more_trips_are_seen_than_are_served(case, tokenizer):
+    """A configuration's `max_trips` is what every call makes: as many visits, and their predictions."""
+    model = model_of(case)
+    most = len(model.model.plan)
+    whole = look(model, tokenizer, TEXT)
+    for trips in {1, most - 1}:
+        model.config.max_trips = trips
+        data = look(model, tokenizer, TEXT)
+        assert len(data.visits) == len(data.probabilities) == trips * len(whole.visits) // most
+        assert max(data.trips) <= trips and (not whole.weights or len(data.weights) == len(data.visits))
+        with torch.no_grad():
+            best = model(torch.tensor([tokenizer(TEXT).input_ids]), use_cache=False).logits[0].softmax(-1).topk(5)
+        assert np.abs(data.said_probabilities - best.values.numpy()).max() < 1e-12
+
+
 def spell(tokenizer, index):
     """One token as text, or its bytes."""
     text = tokenizer.decode([index])

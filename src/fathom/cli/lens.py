@@ -49,7 +49,7 @@ def run(options: Namespace) -> int:
         if first is not None and not same_tokenizer(first, tokenizer, text):
             raise UsageError(f"{options.compare}: another tokenizer than {options.model}'s; --compare needs the same")
         first = first or tokenizer
-        visits = sum(map(len, model.model.plan))
+        visits = sum(map(len, model.model.plan_of(model.model.served_trips)))
         with ProgressBar(f"looking through {_name(path)}", visits) as bar:
             looked.append(look(model, tokenizer, text, options.top, options.max_tokens, _name(path), bar.update))
     if len({len(data.tokens) for data in looked}) > 1:  # the contexts differ

@@ -98,7 +98,8 @@ def read_at(file: IO[bytes], offset: int) -> Document:
 def write_lines(path: Path, rows: Iterable[Mapping[str, object]]) -> int:
     """Write plain values as JSON lines; returns how many."""
     count = 0
-    with path.open("w", encoding="utf-8") as file:
+    # A lone surrogate, which UTF-8 lacks, is written as JSON escapes it.
+    with path.open("w", encoding="utf-8", errors="backslashreplace") as file:
         for row in rows:
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
             count += 1

@@ -230,7 +230,7 @@ def look(
     every_id, pieces = _checked(tokenizer, text, top, max_tokens)
     length = min(len(every_id), max_tokens, model.config.max_position_embeddings)
     ids = torch.tensor(every_id[:length], device=model.device)
-    trips = model.model.plan
+    trips = model.model.plan_of(model.model.served_trips)
     visits = [visit for trip in trips for visit in trip]
     # Under the view ALL the slots go through the stack side by side, round after round; the last round counts.
     stages = 1 if model.model.recurrence.view.depth_parallel else len(trips)
