@@ -14,7 +14,7 @@ from fathom.lineage import attacks, canonical
 from fathom.lineage.attacks import ATTACKS, attack
 from fathom.lineage.comparison import SCORE_LABELS, Options, measure
 from fathom.lineage.weights import open_weights
-from tests.lineage.zoo import build, logits, save, tiny_config
+from tests.lineage.zoo import SIZES, build, logits, save, tiny_config
 
 EXACT = Options(mode="exact")
 COMPOSED = ("rotate", "gain", "head", "neuron", "plane")
@@ -183,6 +183,30 @@ def test_qk_norm_gauge_needs_more_than_folding(opened):
         assert cka(fixed[0][role].T, fixed[1][role].T) == pytest.approx(1, abs=1e-9)
         assert cka(folded[0][role].T, folded[1][role].T) < 0.8
     assert min(cka(folded[0][role].T, folded[1][role].T) for role in "qk") < 0.5
+
+
+@pytest.mark.parametrize("share", [0.5, 0.25])
+def test_half_rotated_heads_with_qk_norm(share, tmp_path, monkeypatch):
+    """GLM-4.5, Qwen3-Next: the planes are those of the rotated part, and each coordinate behind has its own scale."""
+    config = tf.Glm4MoeConfig(
+        **SIZES,
+        use_qk_norm=True,
+        first_k_dense_replace=3,
+        rope_parameters={"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": share},
+    )
+    base = save(build(config, 5), tmp_path / "base", 512)
+    assert open_weights(base).geometry.rotary_dim == 16 * share
+    attack(open_weights(base), ("plane",), tmp_path / "copy", seed=3, dtype="float64")
+    before = logits(base)
+    assert (before - logits(tmp_path / "copy")).abs().max() < 1e-10 * before.abs().max()
+
+    def score():
+        return measure(open_weights(base), open_weights(tmp_path / "copy"), EXACT).value("awm_canonical")
+
+    assert score() == pytest.approx(1, abs=1e-6)
+    planes = canonical.planes
+    monkeypatch.setattr(canonical, "planes", lambda m, rotary: planes(16, rotary))  # as if all were rotated
+    assert score() < 0.95
 
 
 def test_general_balance_leaves_only_rotations():

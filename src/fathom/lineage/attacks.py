@@ -141,7 +141,10 @@ class Gain(Attack):
 
 @dataclass
 class Plane(Attack):
-    """Scale every rotary plane of the queries against the keys (q/k-norm: of the gains), and flip plane signs."""
+    """Scale every rotary plane of the queries against the keys, and flip plane signs.
+
+    With q/k-norm the gains are scaled, and those of coordinates that are not rotated one by one.
+    """
 
     spread: float = 2.0
 
@@ -156,6 +159,7 @@ class Plane(Attack):
         plane = canonical.planes(g.rotary_dim, g.rotary)
         if g.qk_norm:
             scale = _per_plane(_lognormal(draw, len(plane), 1.5), plane, g.head_dim)
+            scale[g.rotary_dim :] = _lognormal(draw, g.head_dim - g.rotary_dim, 1.5)
             out["q_norm"] = _tiled(out["q_norm"], scale, 1)
             out["k_norm"] = _tiled(out["k_norm"], scale, -1)
         for block in (b for b in canonical.blocks(g) if b.rotary):

@@ -159,18 +159,23 @@ def _root(matrix: Array) -> tuple[Array, Array]:
 
 
 def _balance_normed(layer: Layer, geometry: Geometry) -> Layer:
-    """With q/k-norm: heads lose their scale, gains are balanced between q and k per plane and join the rows."""
+    """With q/k-norm: heads lose their scale, gains are balanced between q and k and join the rows.
+
+    Balanced per rotary plane; a coordinate that is not rotated by itself.
+    """
     g, out = geometry, dict(layer)
     gain_q, gain_k = out.pop("q_norm"), out.pop("k_norm")
     shared = len(gain_q) == g.head_dim
     heads_q = gain_q.reshape(1 if shared else g.heads, g.head_dim)
     heads_k = gain_k.reshape(1 if shared else g.kv_heads, g.head_dim)
-    # ‖γ‖ per plane, [KV heads or 1, planes]; groups of query heads share one value
-    plane = planes(g.head_dim, g.rotary)
-    norm_q = np.square(heads_q).reshape(len(heads_k), -1, g.head_dim).mean(1)[:, plane].sum(-1)
-    norm_k = np.square(heads_k)[:, plane].sum(-1)
-    b = np.empty((len(heads_k), g.head_dim), gain_q.dtype)
-    b[:, plane] = (np.maximum(norm_q, TINY) / np.maximum(norm_k, TINY))[..., None] ** 0.25
+    partner = np.arange(g.head_dim)  # the other coordinate of the plane; of one that is not rotated, itself
+    plane = planes(g.rotary_dim, g.rotary)
+    partner[plane] = plane[:, ::-1]
+    # γ² for each coordinate, [KV heads or 1, D]; groups of query heads share one value
+    square_q = np.square(heads_q).reshape(len(heads_k), -1, g.head_dim).mean(1)
+    square_k = np.square(heads_k)
+    norm_q, norm_k = square_q + square_q[:, partner], square_k + square_k[:, partner]
+    b = (np.maximum(norm_q, TINY) / np.maximum(norm_k, TINY)) ** 0.25
     b_q = b if shared else np.repeat(b, g.group, 0)
     for role, gain, heads in (("q", heads_q / b_q, g.heads), ("k", heads_k * b, g.kv_heads)):
         rows = out[role].reshape(heads, g.head_dim, -1)
