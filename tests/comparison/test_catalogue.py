@@ -38,6 +38,15 @@ def test_own_options_are_kept():
     assert chosen.mixer_options["stride"] == 12 and chosen.residual == "plain"
 
 
+def test_a_limit_of_trips_is_of_its_own_recurrence():
+    config = config_of("loop", recurrence_options={"trips": 3})
+    rows = [row["name"] for row in mechanism_rows(config)]
+    config.max_trips = 2
+    assert [row["name"] for row in mechanism_rows(config)] == rows
+    assert with_mechanism(config, "recurrence", "loop").max_trips == 2
+    assert with_mechanism(config, "recurrence", "ponder2").max_trips is None
+
+
 def test_table_fits_a_terminal():
     console = Console(width=80, record=True, file=io.StringIO())
     console.print(mechanism_table(paper_config("3b")))

@@ -10,7 +10,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from fathom.checkpoints.origin import Refused
-from fathom.lineage import attacks, canonical
+from fathom.lineage import attacks, canonical, layouts
 from fathom.lineage.attacks import ATTACKS, attack
 from fathom.lineage.comparison import SCORE_LABELS, Options, measure
 from fathom.lineage.weights import open_weights
@@ -206,6 +206,24 @@ def test_half_rotated_heads_with_qk_norm(share, tmp_path, monkeypatch):
     assert score() == pytest.approx(1, abs=1e-6)
     planes = canonical.planes
     monkeypatch.setattr(canonical, "planes", lambda m, rotary: planes(16, rotary))  # as if all were rotated
+    assert score() < 0.95
+
+
+@pytest.mark.parametrize("kind", ["glm", "glm4", "cohere", "ernie4_5", "helium"])
+def test_interleaved_planes(kind, tmp_path, monkeypatch):
+    """Families that rotate coordinates 2i and 2i + 1 together; in double precision but for their rotation."""
+    config = tf.AutoConfig.for_model(kind, **SIZES, pad_token_id=0)
+    base = save(build(config, 6), tmp_path / "base", 512)
+    assert open_weights(base).geometry.rotary == "interleaved"
+    attack(open_weights(base), ("plane",), tmp_path / "copy", seed=3, dtype="float64")
+    before = logits(base)
+    assert (before - logits(tmp_path / "copy")).abs().max() < 1e-4 * before.abs().max()
+
+    def score():
+        return measure(open_weights(base), open_weights(tmp_path / "copy"), EXACT).value("awm_canonical")
+
+    assert score() == pytest.approx(1, abs=1e-6)
+    monkeypatch.setattr(layouts, "INTERLEAVED_ROTARY", frozenset())
     assert score() < 0.95
 
 

@@ -262,6 +262,24 @@ def test_lora_adapter_on_its_base(tmp_path, models, rslora):
         open_weights(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("a", "b", "rows"),
+    [((4, 128), (128, 4), None), ((4, 64), (64, 3), None), ((4, 64, 1), (64, 4), None), ((4, 64), (64, 4), (64, 32))],
+    ids=["another width", "ranks", "axes", "saved whole"],
+)
+def test_an_adapter_of_another_shape_is_refused(tmp_path, models, a, b, rows):
+    """In one line that names the tensor; it failed when rows were first added."""
+    name = "base_model.model.model.layers.1.self_attn"
+    tensors = {f"{name}.q_proj.lora_A.weight": torch.ones(a), f"{name}.q_proj.lora_B.weight": torch.ones(b)}
+    if rows:
+        tensors[f"{name}.o_proj.modules_to_save.weight"] = torch.ones(rows)
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "base_model_name_or_path": str(models())}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(Refused, match=r"self_attn\.o_proj.* is 64 x 32" if rows else r"self_attn\.q_proj.* 64 x 64"):
+        open_weights(tmp_path)
+
+
 def gguf(path, metadata, tensors):
     """A GGUF file, written from the format's description."""
 

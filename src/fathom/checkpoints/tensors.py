@@ -264,13 +264,30 @@ class AdapterStore:
                 partner = name.replace(".lora_A", ".lora_B")
                 if target not in self.tensors or partner not in self.adapter.tensors:
                     raise Refused(f"adapter tensor {name!r:.120} has no partner or no {target!r:.120} in the base")
+                self._check(target, name, partner)
                 self.pairs[target] = (name, partner)
             elif ".lora_B" not in plain:
                 target = plain.replace(".modules_to_save", "").replace(".base_layer", "")
                 if target not in self.tensors:
                     raise Refused(f"adapter tensor {name!r:.120}: neither LoRA nor a tensor of the base")
+                wanted, found = self.base.tensors[target].shape, self.adapter.tensors[name].shape
+                if wanted[1:] != found[1:]:  # rows may have been added: a vocabulary's
+                    raise Refused(
+                        f"adapter tensor {name!r:.120} is {_by(found)}, {target!r:.120} of the base {_by(wanted)}"
+                    )
                 self.replaced[target] = name
                 self.tensors[target] = self.adapter.tensors[name]
+
+    def _check(self, target: str, a: str, b: str) -> None:
+        """Refuse factors whose product is not of the weight's shape."""
+        wanted = self.base.tensors[target].shape
+        first, second = self.adapter.tensors[a].shape, self.adapter.tensors[b].shape  # [r, in], [out, r]
+        made = (second[0], first[1]) if len(first) == len(second) == 2 and first[0] == second[1] else ()
+        if wanted != (made[::-1] if self.transposed else made):
+            raise Refused(
+                f"adapter tensors {a!r:.120}, {_by(first)}, and B, {_by(second)}, do not fit {target!r:.120}, "
+                f"{_by(wanted)}, of the base"
+            )
 
     def read(self, name: str, rows: Ranges | None = None) -> Array:
         """Rows of the merged weight."""
@@ -284,6 +301,10 @@ class AdapterStore:
                 left = np.concatenate([left[a:b] for a, b in rows])
             values = values + self.scale * (left @ right)
         return values
+
+
+def _by(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "a number"
 
 
 _SKIPPED = re.compile(r"^(consolidated|adapter_|optimizer|training_|rng_state|scheduler)")

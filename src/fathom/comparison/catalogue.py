@@ -46,6 +46,8 @@ class VanillaRow(TypedDict):
 def with_mechanism(config: FathomConfig, axis: str, name: str) -> FathomConfig:
     """The same model with one axis set and the others at their first value; options of a set mechanism are kept."""
     keys = config.to_dict()
+    if axis != "recurrence" or keys[axis] != name:
+        keys["max_trips"] = None  # it is of the model's own recurrence
     options = dict(keys[f"{axis}_options"]) if keys[axis] == name else {}
     if axis != "recurrence" and keys["recurrence"] != DEFAULTS["recurrence"]:
         options.pop("across_trips", None)  # it is about several trips, and here there is one

@@ -167,7 +167,11 @@ NORMS = (
 # families whose gains are stored as γ and used as 1 + γ
 UNIT_OFFSET_GAINS = frozenset({"gemma", "gemma2", "gemma3", "gemma3_text", "recurrent_gemma", "nemotron"})
 CONV1D = frozenset({"gpt2"})
-INTERLEAVED_ROTARY = frozenset({"gptj", "deepseek_v2", "deepseek_v3", "chatglm", "glm", "cohere", "cohere2"})
+INTERLEAVED_ROTARY = frozenset({"gptj", "chatglm", "glm", "glm4", "cohere", "cohere2", "cohere2_moe", "helium"})
+INTERLEAVED_ROTARY |= {"ernie4_5", "ernie4_5_moe", "llama4", "llama4_text"}
+# with latent attention; of some, `rope_interleave: false` says otherwise
+INTERLEAVED_ROTARY |= {"deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa", "mistral4"}
+INTERLEAVED_ROTARY |= {"longcat_flash", "bailing_hybrid", "youtu", "axk1"}
 UNROTATED = frozenset({"gpt2", "opt", "bloom", "mpt"})
 LAYER_NORM = frozenset(
     {"gpt2", "opt", "bloom", "mpt", "gpt_neox", "gpt_neox_japanese", "falcon", "gptj", "phi", "stablelm"}

@@ -454,7 +454,7 @@ def _geometry(
     model_type = str(config.get("model_type", ""))
     partial = _rotary_share(config)
     rotary = "none" if model_type in layouts.UNROTATED or config.get("alibi") is True else "half"
-    if model_type in layouts.INTERLEAVED_ROTARY:
+    if model_type in layouts.INTERLEAVED_ROTARY and config.get("rope_interleave") is not False:
         rotary = "interleaved"
     layer_norm = model_type in layouts.LAYER_NORM or ("final_norm_bias", None) in views
     down = views.get(("down", count - 1))
