@@ -36,10 +36,11 @@ from transformers import DynamicCache, PreTrainedModel, Qwen3Config, Qwen3ForCau
 from transformers.cache_utils import Cache
 
 from fathom.evaluation.clock import Clock
-from fathom.models import FathomConfig, FathomForCausalLM, slot_cache
+from fathom.models import FathomConfig, FathomForCausalLM, slot_table
 from fathom.models.registry import parse_mechanism
 from fathom.models.roles import View
-from fathom.models.slot_cache import FixedTable, Tags, repeat_last, with_slots
+from fathom.models.slot_cache import repeat_last, with_slots
+from fathom.models.slot_table import FixedTable, Tags
 from fathom.models.speculation import Speculation
 from fathom.report.provenance import provenance
 from fathom.report.statistics import quartiles
@@ -286,7 +287,7 @@ class Reader:
 
     def seconds(self, ids: Tensor) -> tuple[float, Tensor]:
         """For each of the tokens `[B, T]`; and the last logits."""
-        rule, said = slot_cache.gathering_pays, []
+        rule, said = slot_table.gathering_pays, []
         context = int(self.cache.get_seq_length())
 
         def feed() -> None:
@@ -296,9 +297,9 @@ class Reader:
                 said.append(out.logits[:, -1])
 
         if self.always:
-            slot_cache.gathering_pays = lambda *sizes: True
+            slot_table.gathering_pays = lambda *sizes: True
         seconds = self.clock.seconds(feed) / ids.shape[1]
-        slot_cache.gathering_pays = rule
+        slot_table.gathering_pays = rule
         self.cache.crop(-ids.shape[1])
         return seconds, said[-1]
 
@@ -383,7 +384,7 @@ def slots_beside(
     return {
         **{"model": model.config.recurrence, "cache": "fixed" if fixed else "growing", "compiled": arguments.compile},
         **{"batch": batch, "context": context, "stored_per_token": round(stored / context, 3)},
-        "chosen": None if fixed else [slot_cache.gathering_pays(1, n, stored, False) for n in found],
+        "chosen": None if fixed else [slot_table.gathering_pays(1, n, stored, False) for n in found],
         **{"ratio": round(middle, 3), "quartiles": [round(low, 3), round(high, 3)]},
         "ms_per_token": [round(1000 * quartiles(side)[1], 2) for side in times],
         "logits_differ_by": off,

@@ -19,7 +19,7 @@ from fathom.inference.cache import Policy
 from fathom.inference.compiled import Compiled, OneBank
 from fathom.inference.engine import Engine, EngineError, Job
 from fathom.inference.sampling import Choice
-from fathom.models import FathomConfig, FathomForCausalLM, several_trips, slot_cache
+from fathom.models import FathomConfig, FathomForCausalLM, several_trips, slot_cache, slot_table
 from fathom.models.engines import check_engine
 from fathom.models.registry import ALL, parse_mechanism
 from tests.models.cases import SHAPE, build, config_of
@@ -327,7 +327,7 @@ def test_controls(monkeypatch):
         planted.setattr(SlotBatch, "_call", lambda self, *given, mask=None: call(self, *given))
         together, one_by_one = compared("adaponder")
         assert together != one_by_one
-    monkeypatch.setattr(slot_cache.SlotTable, "_end_at", lambda self, columns: None)
+    monkeypatch.setattr(slot_table.SlotTable, "_end_at", lambda self, columns: None)
     with contextlib.suppress(IndexError, RuntimeError):
         together, one_by_one = compared("latent_cot")
         assert together != one_by_one

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from fathom.models import FathomForCausalLM, modeling, several_trips, slot_cache
-from fathom.models.slot_cache import SlotTable
+from fathom.models import FathomForCausalLM, modeling, several_trips, slot_table
+from fathom.models.slot_table import SlotTable
 from fathom.models.slots import TokenSubset
 
 from .cases import config_of, tokens
@@ -172,7 +172,7 @@ def test_keys_and_values_computed_again(monkeypatch, forgotten):
 def test_decoding_reads_the_last_trip_of_who_halted(monkeypatch):
     """min(k, halt), not k."""
     model, ids, _, _ = oracle("adaponder")
-    monkeypatch.setattr(slot_cache, "gathering_pays", lambda *sizes: False)  # gathered, tags are not what is asked
+    monkeypatch.setattr(slot_table, "gathering_pays", lambda *sizes: False)  # gathered, tags are not what is asked
     truth, tags = stepwise(model, ids), SlotTable.tags
 
     def faulty(self, placement):

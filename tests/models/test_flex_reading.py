@@ -21,7 +21,7 @@ from fathom.models import FathomForCausalLM, flex_reading, several_trips
 from fathom.models.flex_reading import attend_by_rule, read_rule
 from fathom.models.reading import read_mask
 from fathom.models.roles import View
-from fathom.models.slot_cache import Tags
+from fathom.models.slot_table import Tags
 
 from .cases import build, config_of, tokens
 

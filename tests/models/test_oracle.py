@@ -22,11 +22,11 @@ import pytest
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
 
-from fathom.models import FathomConfig, FathomForCausalLM, reading, several_trips, slot_cache
+from fathom.models import FathomConfig, FathomForCausalLM, reading, several_trips, slot_table
 from fathom.models.depth_attention import DepthAttention
 from fathom.models.pondering import Pondering
 from fathom.models.registry import ALL as MECHANISMS
-from fathom.models.slot_cache import SlotTable
+from fathom.models.slot_table import SlotTable
 
 from .oracle_numpy import Oracle, Row, Token, rotations
 
@@ -540,7 +540,7 @@ def halts_of_the_next_column(patch: pytest.MonkeyPatch) -> None:
         return found
 
     patch.setattr(SlotTable, "tags", faulty)
-    patch.setattr(slot_cache, "gathering_pays", lambda *sizes: False)
+    patch.setattr(slot_table, "gathering_pays", lambda *sizes: False)
 
 
 def slots_of_the_trip_before(patch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from torch.nn import functional as F
 from transformers import DynamicCache
 
 from fathom.models import ponder3, several_trips
-from fathom.models.slot_cache import SlotTable
+from fathom.models.slot_table import SlotTable
 
 from .cases import tokens
 from .slot_oracle import Decoder, thinker

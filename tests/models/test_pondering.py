@@ -16,7 +16,7 @@ from fathom.models.cost import count_parameters, mechanism_cost
 from fathom.models.numerics import lowest_mean
 from fathom.models.pondering import lowest_sum
 from fathom.models.roles import View
-from fathom.models.slot_cache import gathering_pays
+from fathom.models.slot_table import gathering_pays
 from fathom.training.callback import FollowSteps
 
 from .cases import SHAPE, config_of, set_options, tokens

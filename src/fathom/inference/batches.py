@@ -38,8 +38,8 @@ from fathom.models.slot_cache import (
     merge_slots,
     move_row,
     trim_slots,
-    with_spare,
 )
+from fathom.models.slot_table import with_spare
 from fathom.models.slots import joined
 from fathom.models.speculation import Speculation, Stages, check_speculation, side_by_side
 

@@ -19,7 +19,7 @@ from transformers.integrations.flex_attention import repeat_kv
 from .numerics import widen
 from .reading import reads
 from .roles import View
-from .slot_cache import Tags
+from .slot_table import Tags
 
 Kernel: TypeAlias = Callable[..., Tensor]
 FLEX = "flex_attention"

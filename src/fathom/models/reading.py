@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 from .numerics import widen
 from .roles import View
-from .slot_cache import Tags
+from .slot_table import Tags
 
 MASKED = ("sdpa", "eager")
 """Attention backends that take a mask of any shape."""

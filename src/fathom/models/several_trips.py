@@ -21,7 +21,8 @@ from .flex_reading import FLEX, NO_BACKWARD, ReadingRule, read_rule
 from .host import to_host
 from .reading import MASKED, read_mask, side_by_side
 from .roles import TripState, View
-from .slot_cache import FixedTable, Placement, SlotTable, Tags, repeat_last
+from .slot_cache import repeat_last
+from .slot_table import FixedTable, Placement, SlotTable, Tags
 from .slots import Out, TokenSubset, Turn, Visit, jacobi, joined, sweep
 
 if TYPE_CHECKING:
