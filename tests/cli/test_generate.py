@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from fathom.checkpoints.find import find_model
 from fathom.cli.main import main
@@ -59,6 +60,12 @@ def test_a_run_and_a_comparison_lead_to_their_model(exported: Path, tmp_path: Pa
         ),
         (["MODEL", "a", "--set", "repetition_penalty=Infinity"], "repetition_penalty=inf: allowed: a number from"),
         (["MODEL", "a", "--seed", "9" * 23], f"--seed {'9' * 23}: allowed: "),
+        (["MODEL", "a", "--set", "top_p=2"], "top_p=2: allowed: a number from 0, up to 1"),
+        pytest.param(
+            ["MODEL", "a", "--set", "cache_implementation=offloaded"],
+            "--set cache_implementation: transformers: ",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU can do it"),
+        ),
         (["MODEL", "a", "--set", "num_beams=0"], "--set num_beams=0: allowed: a whole number, 1 or more"),
         (["MODEL", "a", "--set", "num_beams=two"], "--set num_beams=two: allowed: a whole number, 1 or more"),
         (["MODEL", "a", "--set", "num_beams=2.5"], "--set num_beams=2.5: allowed"),

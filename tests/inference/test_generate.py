@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from fathom.checkpoints.export import export
 from fathom.checkpoints.open import open_checkpoint
@@ -88,6 +90,34 @@ def test_a_batch_equals_one_at_a_time(opened, options: dict) -> None:
     for a, b in zip(together, alone, strict=True):
         assert (a.text, a.tokens, a.prompt_tokens, a.finish) == (b.text, b.tokens, b.prompt_tokens, b.finish)
     assert any(a.prompt_tokens + a.tokens == 64 for a in together)
+
+
+def other_positions(kind: str):
+    """A model whose context is 32: of learned positions, or whose angles depend on the longest row of a call."""
+    shape = {"vocab_size": 300, "bos_token_id": 0, "eos_token_id": 299, "initializer_range": 0.5}
+    torch.manual_seed(0)
+    if kind == "learned":
+        return GPT2LMHeadModel(GPT2Config(n_positions=32, n_embd=32, n_layer=2, n_head=2, **shape)).eval()
+    rope = {"rope_type": kind, "factor": 2.0, "rope_theta": 100.0, "original_max_position_embeddings": 32}
+    if kind == "longrope":
+        rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 16}
+    shape |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    shape |= {"num_key_value_heads": 1, "max_position_embeddings": 32}
+    return LlamaForCausalLM(LlamaConfig(**shape, rope_parameters=rope)).eval()
+
+
+@pytest.mark.parametrize("kind", ["learned", "dynamic", "longrope"])
+def test_prompts_that_meet_the_contexts_end_apart(kind: str, monkeypatch) -> None:
+    """A long row was carried past the context while short ones went on: an error, or other tokens in all of them."""
+    model = other_positions(kind)
+    prompts = [torch.randint(1, 299, (length,)).tolist() for length in (4, 27, 9, 29)]
+    sampling = Sampling(40, temperature=0)
+    alone = [generate_batch(model, tiny_tokenizer(), [one], sampling)[0].text for one in prompts]
+    together = [one.text for one in generate_batch(model, tiny_tokenizer(), prompts, sampling)]
+    assert together == alone
+    monkeypatch.setattr("fathom.inference.generate._runs_with", lambda *given: ())
+    with contextlib.suppress(GenerateError, IndexError):
+        assert [one.text for one in generate_batch(model, tiny_tokenizer(), prompts, sampling)] != alone
 
 
 def test_drafts_of_a_batch_leave_padding_out_of_penalties(opened) -> None:

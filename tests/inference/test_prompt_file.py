@@ -87,6 +87,7 @@ def test_a_prompt_of_no_numbers_does_not_stop_the_others(tmp_path: Path, damaged
     ("lines", "message"),
     [
         (['{"prompt": "a"}', "nonsense"], "in.jsonl:2: bad JSON"),
+        (['{"prompt": "a", "deep": ' + "[" * 100_000 + "]" * 100_000 + "}"], "in.jsonl:1: bad JSON"),
         (['{"prompt": 3}'], "in.jsonl:1: expected"),
         (['{"prompt": "a", "tokens": 3}'], "the field 'tokens'"),
         (['{"prompt": "a"}', '{"prompt": "\\ud83d"}'], r"in.jsonl:2: \\ud83d is half of a surrogate pair"),
@@ -98,6 +99,37 @@ def test_prompts_are_checked_before_work(opened, tmp_path: Path, lines: list[str
     with pytest.raises(GenerateError, match=message):
         generate_file(*opened, tmp_path / "in.jsonl", tmp_path / "out.jsonl", Sampling(3))
     assert not (tmp_path / "out.jsonl").exists()
+
+
+def test_messages_are_read_as_a_server_reads_them(opened, tmp_path: Path) -> None:
+    """Contents of several parts are one text, and a null one is none; a list of conversations is no conversation."""
+    talk = {"role": "user", "content": "the depth"}
+    parts = [{"type": "text", "text": "the "}, {"type": "text", "text": "depth"}]
+    called = {"role": "assistant"}
+    records = [
+        {"messages": messages}
+        for messages in (
+            [talk],
+            [talk | {"content": parts}],
+            [talk, called],
+            [talk, called | {"content": None}],
+            [[talk]],
+            [talk | {"content": 5}],
+            [talk | {"content": [{"type": "image_url"}]}],
+        )
+    ]
+    generate_file(
+        *opened, write(tmp_path / "in.jsonl", records), tmp_path / "out.jsonl", Sampling(5, temperature=0), batch_size=1
+    )
+    made = read(tmp_path / "out.jsonl")
+    assert made[0]["completion"] == made[1]["completion"] and made[2]["completion"] == made[3]["completion"]
+    assert ["error" in one for one in made] == [False] * 4 + [True] * 3
+
+
+def test_a_finished_file_makes_nothing_again(opened, tmp_path: Path) -> None:
+    prompts = write(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS])
+    made = [generate_file(*opened, prompts, tmp_path / "out.jsonl", Sampling(3, temperature=0), 3) for _ in range(2)]
+    assert [(one["done_before"], one["tokens"] > 0) for one in made] == [(0, True), (8, False)]
 
 
 def test_prompts_may_begin_with_a_byte_order_mark(opened, tmp_path: Path) -> None:

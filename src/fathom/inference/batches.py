@@ -28,6 +28,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from fathom.errors import FathomError
 from fathom.inference.cache import Policy
 from fathom.inference.compiled import Compiled
+from fathom.inference.positions import depends_on_company
 from fathom.kvcache.prefill import chunks
 from fathom.models import FathomForCausalLM
 from fathom.models.slot_cache import (
@@ -615,9 +616,7 @@ def batch_for(
 
 def refuse_longrope(model: PreTrainedModel) -> None:
     """Refuse angles that depend on the longest row of a call: a text would change with its company."""
-    rope = getattr(model.config, "rope_parameters", None) or {}
-    parts = [rope, *(part for part in rope.values() if isinstance(part, dict))]  # a part for each kind of layer, or one
-    if any(part.get("rope_type") == "longrope" for part in parts):
+    if depends_on_company(model):
         raise ServeError("rope_type longrope: its angles depend on the longest text of a batch; serve this with vLLM")
 
 

@@ -19,6 +19,7 @@ from transformers import (
 
 from fathom.checkpoints.special_tokens import pad_token
 from fathom.evaluation.budgets import most_trips, stored_trips
+from fathom.inference.positions import depends_on_company, passes_the_context
 from fathom.inference.processing import OfTheText, Streamer, Write, processing
 from fathom.inference.prompt import encode
 from fathom.inference.settings import GenerateError, NoNumbersError, Sampling
@@ -109,11 +110,11 @@ def generate_each(
     talks: Sequence[bool],
 ) -> list[Generated | NoNumbersError]:
     """As `generate_batch`, with the error of each prompt whose scores are no numbers, which halves find."""
-    rooms = [sampling.most_new(model, prompt) for prompt in prompts]
-    if len(set(rooms)) > 1 and sampling.end_decides(model):
+    kinds = [_runs_with(model, prompt, sampling) for prompt in prompts]
+    if len(set(kinds)) > 1:
         made: dict[int, Generated | NoNumbersError] = {}
-        for room in set(rooms):
-            rows = [i for i, one in enumerate(rooms) if one == room]
+        for kind in set(kinds):
+            rows = [i for i, one in enumerate(kinds) if one == kind]
             some = generate_each(model, tokenizer, [prompts[i] for i in rows], sampling, [talks[i] for i in rows])
             made.update(zip(rows, some, strict=True))
         return [made[i] for i in range(len(prompts))]
@@ -128,7 +129,16 @@ def generate_each(
             return [error]
     half = len(prompts) // 2
     parts = ((prompts[:half], talks[:half]), (prompts[half:], talks[half:]))
-    return [one for some, kinds in parts for one in generate_each(model, tokenizer, some, sampling, kinds)]
+    return [one for some, talk in parts for one in generate_each(model, tokenizer, some, sampling, talk)]
+
+
+def _runs_with(model: PreTrainedModel, prompt: Sequence[int], sampling: Sampling) -> tuple[int, ...]:
+    """Prompts of which this is the same may share a batch: where they must end alike, their room; or their length."""
+    if depends_on_company(model):
+        return len(prompt), sampling.most_new(model, prompt)
+    if sampling.end_decides(model) or not passes_the_context(model):
+        return (sampling.most_new(model, prompt),)
+    return ()
 
 
 def generate_stream(
@@ -219,7 +229,12 @@ def _in_one_line(sampling: Sampling) -> Iterator[None]:
         words = " ".join(str(error).split())
         option = f"--speculate {sampling.speculate}" if words.startswith(DRAFTING) else "transformers"
         raise GenerateError(f"{option}: {words.removeprefix(DRAFTING)}") from error
-    except (TypeError, IndexError, ImportError) as error:  # values of options of which transformers checks nothing
+    except (
+        TypeError,
+        IndexError,
+        ImportError,
+        AssertionError,
+    ) as error:  # values of options of which transformers checks nothing
         if not sampling.options:
             raise
         raise GenerateError(f"--set {' '.join(sampling.options)}: transformers: {error}") from error

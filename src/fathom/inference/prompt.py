@@ -43,8 +43,24 @@ def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any
         messages: As `role` and `content`.
         variables: Further ones for the template.
     """
+    turns = [_turn(message) for message in messages]
     try:
-        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, **variables))
+        return str(tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True, **variables))
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, TemplateError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise GenerateError(f"this conversation cannot be read: {reason}") from error
+
+
+def _turn(message: object) -> dict[str, Any]:
+    """A message as templates take it: a content of several parts is one text, and one that is null is none."""
+    if not isinstance(message, dict):
+        raise GenerateError(f"a conversation is a list of messages, each with role and content: {message!r:.80}")
+    content = message.get("content")
+    if isinstance(content, list):
+        content = [part.get("text") if isinstance(part, dict) else None for part in content]
+        if not all(isinstance(text, str) for text in content):
+            raise GenerateError("a content of several parts may hold text alone")
+        content = "".join(content)
+    if not isinstance(content, str | None):
+        raise GenerateError(f"the content of a message is text: {content!r:.80}")
+    return {key: value for key, value in {**message, "content": content}.items() if value is not None}

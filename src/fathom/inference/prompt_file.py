@@ -78,12 +78,12 @@ def generate_file(
         done, errors = _resume(file, records, prompts, out)
         began_with = done
         tokens, began = 0, time.perf_counter()
-        for start in range(done - done % size, len(records), size):
+        # The batch that a stop left half written is made again; nothing is where all lines are there.
+        for start in range(done - done % size, len(records) if done < len(records) else 0, size):
             batch = records[start : start + size]
             seed_draws(None if sampling.seed is None else sampling.seed + start)
             made = _answer(model, tokenizer, batch, sampling)
             lines = [json.dumps({**r, **a}, ensure_ascii=False) + "\n" for r, a in zip(batch, made, strict=True)]
-            # After a stop the first batch may be half written.
             file.write("".join(lines[done - start :]).encode())
             file.flush()
             os.fsync(file.fileno())
@@ -146,7 +146,7 @@ def _read_records(path: Path) -> list[Prompt]:
             except UnicodeEncodeError as error:  # it could not be written again
                 half = ascii(error.object[error.start])[1:-1]
                 raise GenerateError(f"{path}:{number}: {half} is half of a surrogate pair, and no text") from None
-            except ValueError as error:
+            except (ValueError, RecursionError) as error:
                 raise GenerateError(f"{path}:{number}: bad JSON: {error}") from None
             good = isinstance(record, dict) and (
                 isinstance(record.get("prompt"), str)

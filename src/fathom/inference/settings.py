@@ -29,13 +29,13 @@ WHOLE = {
 TOKENS = {"eos_token_id", "bos_token_id", "decoder_start_token_id", "suppress_tokens", "begin_suppress_tokens"}
 LISTS = {"suppress_tokens", "begin_suppress_tokens"}
 SHARES = {
-    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff"), (0.0, 1.0)),
+    **dict.fromkeys(("top_p", "min_p", "epsilon_cutoff", "eta_cutoff"), (0.0, 1.0)),
     **dict.fromkeys(("typical_p", "top_h"), (math.ulp(0.0), 1.0)),
     **dict.fromkeys(("repetition_penalty", "encoder_repetition_penalty"), (1e-6, 1e9)),
 }
 """Options that are numbers, and the range of each. Penalties are kept to what float32 holds once logits are divided by
 both of them and by the coldest temperature; past it there is nothing to draw from."""
-FLOATS = ("temperature", "top_p", *SHARES)
+FLOATS = ("temperature", *SHARES)
 """Settings that may be written as whole numbers, which transformers does not take."""
 COLDEST = 1e-20
 """The lowest temperature that logits are divided by; below, they overflow, and the likeliest token is all there is."""
