@@ -229,12 +229,8 @@ def _in_one_line(sampling: Sampling) -> Iterator[None]:
         words = " ".join(str(error).split())
         option = f"--speculate {sampling.speculate}" if words.startswith(DRAFTING) else "transformers"
         raise GenerateError(f"{option}: {words.removeprefix(DRAFTING)}") from error
-    except (
-        TypeError,
-        IndexError,
-        ImportError,
-        AssertionError,
-    ) as error:  # values of options of which transformers checks nothing
+    # Of values that transformers does not check.
+    except (TypeError, IndexError, ImportError, AssertionError) as error:
         if not sampling.options:
             raise
         raise GenerateError(f"--set {' '.join(sampling.options)}: transformers: {error}") from error
