@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import math
 from dataclasses import replace
@@ -21,6 +22,7 @@ from fathom.data.sources import Reading
 from fathom.data.tokenizer import train_bpe
 from fathom.evaluation.paired import Items, difference, group_difference, rows
 from fathom.evaluation.perplexity import Cut, Domain, DomainScore, Passage, PerplexityError, read_domains, score
+from fathom.evaluation.scoring import Checkpoint
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.report.statistics import paired_difference
 
@@ -279,6 +281,21 @@ def test_other_conditions_are_computed_anew(exported: Path, tmp_path: Path, caps
     assert main([*words, "--context", "16", "--out", str(tmp_path)]) == 0
     assert main([*words, "--context", "8", "--out", str(tmp_path)]) == 0
     assert "other conditions" in capsys.readouterr().err
+
+
+def test_a_fingerprint_knows_the_chat_template_and_special_tokens(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = Checkpoint("sea", tmp_path, lambda _: (None, None))
+    stamp = ("config.json", 2, (tmp_path / "config.json").stat().st_mtime_ns)
+    before = checkpoint.fingerprint()
+    assert before == hashlib.sha256(json.dumps([stamp]).encode()).hexdigest()  # as results kept earlier have it
+    (tmp_path / "additional_chat_templates").mkdir()
+    seen = {before}
+    for name in ("chat_template.jinja", "additional_chat_templates/tool.jinja", "special_tokens_map.json"):
+        for text in ("a", "another"):
+            (tmp_path / name).write_text(text)
+            assert checkpoint.fingerprint() not in seen
+            seen.add(checkpoint.fingerprint())
 
 
 @pytest.mark.parametrize(

@@ -142,9 +142,11 @@ class Checkpoint:
         self.opened = self.lm = None
 
     def fingerprint(self) -> str:
-        """Changes whenever the directory's weights, configuration or tokenizer do."""
+        """Changes whenever the directory's weights, configuration, tokenizer or chat template do."""
         names = ("*.safetensors", CONFIG, "tokenizer*", "vocab*", "merges.txt")
-        return _digest([_stamp(path) for pattern in names for path in sorted(self.directory.glob(pattern))])
+        # Last, so that a directory without them has the fingerprint of earlier editions.
+        more = ("chat_template*", "additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json")
+        return _digest([_stamp(path) for pattern in names + more for path in sorted(self.directory.glob(pattern))])
 
 
 def evaluate(
