@@ -7,6 +7,7 @@ import math
 import random
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -156,6 +157,20 @@ def test_the_sentence_says_no_more_than_intervals_do() -> None:
     dirty = [row for row in leaked["questions"] if (row["way"], row["part"]) == ("text", "dirty")]
     assert dirty[0]["right"][1] == 10
     assert "rocks takes more bits" in report_of(base, base, gap=+10)["verdict"]
+
+
+def test_questions_that_are_all_dirty_are_not_judged() -> None:
+    """Right on what training text gave away is no gain, and its p none of Holm's family."""
+    rows = [one.row() for one in count_answers("leaked", "text", items(20, dirty=20), [False] * 20, [True] * 20)]
+    report = {"base": {"name": "base"}, "new": {"name": "new"}, "texts": {}}
+    alone = verdict({**report, "guessing": {"leaked": {}}, "questions": rows})
+    assert alone == "No clean question of leaked is left (training text gives away 20 of 20), and none is judged."
+    rows += [one.row() for one in count_answers("quiz", "text", items(20, dirty=0), [False] * 20, [True] * 20)]
+    both = verdict({**report, "guessing": {"leaked": {}, "quiz": {}}, "questions": rows})
+    assert both.startswith(alone[:-1]) and both.count("better than") == 1 and "Holm" not in both
+    unknown = [replace(one, dirty=None) if i else one for i, one in enumerate(items(20, dirty=20))]
+    rows = [one.row() for one in count_answers("leaked", "text", unknown, [False] * 20, [True] * 20)]
+    assert "gives away 1 of 20" in verdict({**report, "guessing": {"leaked": {}}, "questions": rows})
 
 
 def test_several_benchmarks_are_judged_together() -> None:

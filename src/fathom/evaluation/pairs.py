@@ -287,10 +287,18 @@ def compare_texts(base: DomainScore, new: DomainScore) -> TextPair:
 
 def verdict(report: PairResults) -> str:
     """One sentence on the questions by option text (clean ones if known), then on texts, as far as intervals allow."""
-    parts = []
+    sentence = "; ".join([*_of_questions(report), *_of_texts(report)]) + "."
+    return sentence[0].upper() + sentence[1:]
+
+
+def _of_questions(report: PairResults) -> Iterator[str]:
     judged: dict[str, QuestionRow] = {}
     for name in report["guessing"]:
         rows = {row["part"]: row for row in report["questions"] if (row["benchmark"], row["way"]) == (name, "text")}
+        if "dirty" in rows and "clean" not in rows:
+            given = f"training text gives away {rows['dirty']['asked']:,} of {rows['all']['asked']:,}"
+            yield f"no clean question of {name} is left ({given}), and none is judged"
+            continue
         judged[name] = rows["clean"] if "clean" in rows else rows["all"]
     adjusted = holm([row["p"] for row in judged.values()])
     for (name, row), p in zip(judged.items(), adjusted, strict=True):
@@ -300,11 +308,12 @@ def verdict(report: PairResults) -> str:
         how = ahead if p < 0.05 else "not told apart from"
         among = f", {p:.2g} by Holm over {len(judged)} benchmarks" if len(judged) > 1 else ""
         words = f"on {row['asked']:,}{known} questions of {name} ({new} right) {report['new']['name']} is {how} "
-        parts.append(f"{words}{report['base']['name']} ({base}; McNemar p = {row['p']:.2g}{among})")
+        yield f"{words}{report['base']['name']} ({base}; McNemar p = {row['p']:.2g}{among})"
+
+
+def _of_texts(report: PairResults) -> Iterator[str]:
     for name, text in report["texts"].items():
         gap = Ratio(**text["difference"])
         sure = "takes fewer" if gap.value < 0 else "takes more"
         how = "shows no clear difference in" if gap.low <= 0 <= gap.high else sure
-        parts.append(f"{name} {how} bits per byte ({gap.value:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}])")
-    sentence = "; ".join(parts) + "."
-    return sentence[0].upper() + sentence[1:]
+        yield f"{name} {how} bits per byte ({gap.value:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}])"
