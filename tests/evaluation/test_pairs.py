@@ -32,7 +32,7 @@ from fathom.evaluation.pairs import (
 )
 from fathom.evaluation.perplexity import DomainScore
 from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings
-from fathom.report.statistics import mcnemar
+from fathom.report.statistics import LEAST_BOOTSTRAPPED, mcnemar
 from fathom.training import train
 from tests.tiny import tiny_recipe
 
@@ -139,6 +139,23 @@ def test_text_is_paired_by_document() -> None:
     assert found["new"] - found["base"] == pytest.approx(gap["value"])
     assert gap["low"] < -0.05 < gap["high"] < -0.04
     assert compare_texts(pair[0], pair[0])["difference"] == {"value": 0, "low": 0, "high": 0}
+
+
+def test_too_few_documents_have_no_interval_and_make_no_claim() -> None:
+    for count in (1, 2, LEAST_BOOTSTRAPPED - 1, LEAST_BOOTSTRAPPED):
+        before = [100.0 + i for i in range(count)]
+        after = [bits - 5 - i % 3 for i, bits in enumerate(before)]
+        pair = [scored("base", {}, {"sea": before}), scored("new", {}, {"sea": after})]
+        report = summarize(pair, {}, {})
+        gap = report["texts"]["sea"]["difference"]
+        assert gap["value"] < -0.04
+        if count == LEAST_BOOTSTRAPPED:
+            assert gap["high"] < 0 and report["verdict"].startswith("Sea takes fewer bits per byte (")
+            continue
+        assert gap["low"] is None and gap["high"] is None
+        assert report["verdict"].startswith("Sea has too few documents to judge bits per byte (-0.0")
+        words = f"no interval: documents {count}, needed {LEAST_BOOTSTRAPPED}"
+        assert all(words in made for made in (report["verdict"], page(report), card(report)))
 
 
 def test_the_sentence_says_no_more_than_intervals_do() -> None:
