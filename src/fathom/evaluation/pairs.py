@@ -314,7 +314,8 @@ def _of_questions(report: PairResults) -> Iterator[str]:
 
 def _of_texts(report: PairResults) -> Iterator[str]:
     for name, text in report["texts"].items():
-        value, low, high = (text["difference"][key] for key in ("value", "low", "high"))
+        gap = text["difference"]
+        value, low, high = gap["value"], gap["low"], gap["high"]
         if low is None or high is None:
             yield f"{name} has too few documents to judge bits per byte ({value:+.4f}, {interval_words(text)})"
             continue
