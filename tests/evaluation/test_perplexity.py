@@ -13,16 +13,18 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from transformers import Gemma3Config, GPT2Config, GPT2LMHeadModel
 
 import fathom.evaluation
 from fathom.checkpoints.export import export
+from fathom.checkpoints.open import longest_context
 from fathom.cli.main import main
 from fathom.data.shards import DataError, TokenDataset
 from fathom.data.sources import Reading
 from fathom.data.tokenizer import train_bpe
 from fathom.evaluation.paired import Items, difference, group_difference, rows
 from fathom.evaluation.perplexity import Cut, Domain, DomainScore, Passage, PerplexityError, read_domains, score
-from fathom.evaluation.scoring import Checkpoint
+from fathom.evaluation.scoring import Checkpoint, evaluate
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.report.statistics import paired_difference
 
@@ -274,6 +276,16 @@ def test_the_command(exported: Path, tmp_path: Path, capsys, monkeypatch) -> Non
     assert main(words) == 0
     printed = capsys.readouterr()
     assert printed.err.count("done before") == 4 and "b against vanilla" in printed.out
+
+
+def test_the_default_context_is_the_models_own_under_any_name(exported: Path, tokenizer, tmp_path: Path) -> None:
+    """GPT-2 says n_positions, and a model of text and images has the text's settings in a configuration within."""
+    small = GPT2Config(vocab_size=len(tokenizer), n_positions=24, n_embd=16, n_layer=1, n_head=2)
+    GPT2LMHeadModel(small).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    report = evaluate([tmp_path / "gpt2", exported / "vanilla"], perplexity=[str(exported / "text.jsonl")])
+    assert report["context"] == 24
+    assert longest_context(Gemma3Config(text_config={"max_position_embeddings": 40})) == 40
 
 
 def test_other_conditions_are_computed_anew(exported: Path, tmp_path: Path, capsys) -> None:
