@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, normalizers
 from transformers import Gemma3Config, GPT2Config, GPT2LMHeadModel
 
 import fathom.evaluation
@@ -157,6 +158,34 @@ def test_shards_and_their_text_score_alike(corpus: Path, tokenizer) -> None:
         torn = replace(domain_, documents=[domain_.documents[0]._replace(bytes=7)])
         with pytest.raises(PerplexityError, match="give the text"):
             score(tiny(tokenizer), tokenizer, torn, Cut(32))
+
+
+@pytest.mark.parametrize(
+    ("normalizer", "kept"),
+    [
+        (None, True),
+        (normalizers.NFC(), True),
+        (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), True),
+        (normalizers.Lowercase(), False),
+        (normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()]), False),
+        (normalizers.Replace("D", "d"), False),
+        (normalizers.NFKC(), False),
+    ],
+)
+def test_shards_of_changed_text_are_refused(normalizer, kept: bool, tokenizer, tmp_path: Path) -> None:
+    """In lower case they decode to as many bytes, of another text."""
+    theirs = Tokenizer.from_str(train_bpe(TEXTS, 280).backend_tokenizer.to_str())
+    if normalizer is not None:
+        theirs.normalizer = normalizer
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    ids = np.array(theirs.encode("DEEP").ids)
+    size = len(theirs.decode(ids.tolist()).encode())
+    shards = Domain("shards", [Passage(None, ids, size)], tmp_path / "tokenizer.json")
+    if kept:
+        assert score(tiny(tokenizer), tokenizer, shards, Cut(32)).bytes == [size]
+        return
+    with pytest.raises(PerplexityError, match=r"do not decode to the text .* give the text"):
+        score(tiny(tokenizer), tokenizer, shards, Cut(32))
 
 
 def test_domains_have_names(tmp_path: Path) -> None:
