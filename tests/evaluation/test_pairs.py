@@ -7,6 +7,7 @@ import math
 import random
 import shutil
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +32,7 @@ from fathom.evaluation.pairs import (
 )
 from fathom.evaluation.perplexity import DomainScore
 from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings
-from fathom.report.statistics import mcnemar
+from fathom.report.statistics import LEAST_BOOTSTRAPPED, mcnemar
 from fathom.training import train
 from tests.tiny import tiny_recipe
 
@@ -140,6 +141,23 @@ def test_text_is_paired_by_document() -> None:
     assert compare_texts(pair[0], pair[0])["difference"] == {"value": 0, "low": 0, "high": 0}
 
 
+def test_too_few_documents_have_no_interval_and_make_no_claim() -> None:
+    for count in (1, 2, LEAST_BOOTSTRAPPED - 1, LEAST_BOOTSTRAPPED):
+        before = [100.0 + i for i in range(count)]
+        after = [bits - 5 - i % 3 for i, bits in enumerate(before)]
+        pair = [scored("base", {}, {"sea": before}), scored("new", {}, {"sea": after})]
+        report = summarize(pair, {}, {})
+        gap = report["texts"]["sea"]["difference"]
+        assert gap["value"] < -0.04
+        if count == LEAST_BOOTSTRAPPED:
+            assert gap["high"] < 0 and report["verdict"].startswith("Sea takes fewer bits per byte (")
+            continue
+        assert gap["low"] is None and gap["high"] is None
+        assert report["verdict"].startswith("Sea has too few documents to judge bits per byte (-0.0")
+        words = f"no interval: documents {count}, needed {LEAST_BOOTSTRAPPED}"
+        assert all(words in made for made in (report["verdict"], page(report), card(report)))
+
+
 def test_the_sentence_says_no_more_than_intervals_do() -> None:
     chance = random.Random(7)
     base = [chance.random() < 0.25 for _ in range(40)]
@@ -156,6 +174,20 @@ def test_the_sentence_says_no_more_than_intervals_do() -> None:
     dirty = [row for row in leaked["questions"] if (row["way"], row["part"]) == ("text", "dirty")]
     assert dirty[0]["right"][1] == 10
     assert "rocks takes more bits" in report_of(base, base, gap=+10)["verdict"]
+
+
+def test_questions_that_are_all_dirty_are_not_judged() -> None:
+    """Right on what training text gave away is no gain, and its p none of Holm's family."""
+    rows = [one.row() for one in count_answers("leaked", "text", items(20, dirty=20), [False] * 20, [True] * 20)]
+    report = {"base": {"name": "base"}, "new": {"name": "new"}, "texts": {}}
+    alone = verdict({**report, "guessing": {"leaked": {}}, "questions": rows})
+    assert alone == "No clean question of leaked is left (training text gives away 20 of 20), and none is judged."
+    rows += [one.row() for one in count_answers("quiz", "text", items(20, dirty=0), [False] * 20, [True] * 20)]
+    both = verdict({**report, "guessing": {"leaked": {}, "quiz": {}}, "questions": rows})
+    assert both.startswith(alone[:-1]) and both.count("better than") == 1 and "Holm" not in both
+    unknown = [replace(one, dirty=None) if i else one for i, one in enumerate(items(20, dirty=20))]
+    rows = [one.row() for one in count_answers("leaked", "text", unknown, [False] * 20, [True] * 20)]
+    assert "gives away 1 of 20" in verdict({**report, "guessing": {"leaked": {}}, "questions": rows})
 
 
 def test_several_benchmarks_are_judged_together() -> None:
@@ -283,7 +315,8 @@ def test_two_runs_are_compared_and_nothing_is_scored_twice(
     assert "quiz, letter, shuffled, dirty" in capsys.readouterr().out
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert set(report["texts"]) == {"rivers", "seas"}
-    assert all(text["difference"]["high"] < 0 for text in report["texts"].values()), "six more steps help"
+    assert all(text["difference"]["value"] < 0 for text in report["texts"].values()), "six more steps help"
+    assert all(text["difference"]["high"] is None for text in report["texts"].values()), "14 and 9 documents"
     sizes = {(row["way"], row["part"]): row["asked"] for row in report["questions"]}
     assert sizes == {(w, p): n for w in WAYS for p, n in (("all", 16), ("clean", 12), ("dirty", 4))}
     assert (tmp_path / "out" / "report.html").stat().st_size > 5000

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import hashlib
 import json
 import math
 from dataclasses import replace
@@ -12,15 +13,19 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from tokenizers import Tokenizer, normalizers
+from transformers import Gemma3Config, GPT2Config, GPT2LMHeadModel
 
 import fathom.evaluation
 from fathom.checkpoints.export import export
+from fathom.checkpoints.open import longest_context
 from fathom.cli.main import main
 from fathom.data.shards import DataError, TokenDataset
 from fathom.data.sources import Reading
 from fathom.data.tokenizer import train_bpe
 from fathom.evaluation.paired import Items, difference, group_difference, rows
 from fathom.evaluation.perplexity import Cut, Domain, DomainScore, Passage, PerplexityError, read_domains, score
+from fathom.evaluation.scoring import Checkpoint, evaluate
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.report.statistics import paired_difference
 
@@ -155,6 +160,34 @@ def test_shards_and_their_text_score_alike(corpus: Path, tokenizer) -> None:
             score(tiny(tokenizer), tokenizer, torn, Cut(32))
 
 
+@pytest.mark.parametrize(
+    ("normalizer", "kept"),
+    [
+        (None, True),
+        (normalizers.NFC(), True),
+        (normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]), True),
+        (normalizers.Lowercase(), False),
+        (normalizers.Sequence([normalizers.NFC(), normalizers.Lowercase()]), False),
+        (normalizers.Replace("D", "d"), False),
+        (normalizers.NFKC(), False),
+    ],
+)
+def test_shards_of_changed_text_are_refused(normalizer, kept: bool, tokenizer, tmp_path: Path) -> None:
+    """In lower case they decode to as many bytes, of another text."""
+    theirs = Tokenizer.from_str(train_bpe(TEXTS, 280).backend_tokenizer.to_str())
+    if normalizer is not None:
+        theirs.normalizer = normalizer
+    theirs.save(str(tmp_path / "tokenizer.json"))
+    ids = np.array(theirs.encode("DEEP").ids)
+    size = len(theirs.decode(ids.tolist()).encode())
+    shards = Domain("shards", [Passage(None, ids, size)], tmp_path / "tokenizer.json")
+    if kept:
+        assert score(tiny(tokenizer), tokenizer, shards, Cut(32)).bytes == [size]
+        return
+    with pytest.raises(PerplexityError, match=r"do not decode to the text .* give the text"):
+        score(tiny(tokenizer), tokenizer, shards, Cut(32))
+
+
 def test_domains_have_names(tmp_path: Path) -> None:
     (tmp_path / "sea.txt").write_text("deep")
     lines = [{"text": "one", "kind": "k1"}, {"text": "", "kind": "k1"}, {"text": "two", "kind": "k2"}]
@@ -274,11 +307,36 @@ def test_the_command(exported: Path, tmp_path: Path, capsys, monkeypatch) -> Non
     assert printed.err.count("done before") == 4 and "b against vanilla" in printed.out
 
 
+def test_the_default_context_is_the_models_own_under_any_name(exported: Path, tokenizer, tmp_path: Path) -> None:
+    """GPT-2 says n_positions, and a model of text and images has the text's settings in a configuration within."""
+    small = GPT2Config(vocab_size=len(tokenizer), n_positions=24, n_embd=16, n_layer=1, n_head=2)
+    GPT2LMHeadModel(small).save_pretrained(tmp_path / "gpt2")
+    tokenizer.save_pretrained(tmp_path / "gpt2")
+    report = evaluate([tmp_path / "gpt2", exported / "vanilla"], perplexity=[str(exported / "text.jsonl")])
+    assert report["context"] == 24
+    assert longest_context(Gemma3Config(text_config={"max_position_embeddings": 40})) == 40
+
+
 def test_other_conditions_are_computed_anew(exported: Path, tmp_path: Path, capsys) -> None:
     words = ["evaluate", str(exported / "vanilla"), "--perplexity", str(exported / "text.jsonl"), "--device", "cpu"]
     assert main([*words, "--context", "16", "--out", str(tmp_path)]) == 0
     assert main([*words, "--context", "8", "--out", str(tmp_path)]) == 0
     assert "other conditions" in capsys.readouterr().err
+
+
+def test_a_fingerprint_knows_the_chat_template_and_special_tokens(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    checkpoint = Checkpoint("sea", tmp_path, lambda _: (None, None))
+    stamp = ("config.json", 2, (tmp_path / "config.json").stat().st_mtime_ns)
+    before = checkpoint.fingerprint()
+    assert before == hashlib.sha256(json.dumps([stamp]).encode()).hexdigest()  # as results kept earlier have it
+    (tmp_path / "additional_chat_templates").mkdir()
+    seen = {before}
+    for name in ("chat_template.jinja", "additional_chat_templates/tool.jinja", "special_tokens_map.json"):
+        for text in ("a", "another"):
+            (tmp_path / name).write_text(text)
+            assert checkpoint.fingerprint() not in seen
+            seen.add(checkpoint.fingerprint())
 
 
 @pytest.mark.parametrize(

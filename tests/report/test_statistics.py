@@ -9,6 +9,7 @@ import pytest
 from scipy import stats
 
 from fathom.report.statistics import (
+    LEAST_BOOTSTRAPPED,
     NOISE,
     bootstrap_ratio,
     coverage,
@@ -174,6 +175,17 @@ def test_a_bootstrap_covers_about_as_often_as_it_says():
         held += found.low < 0.3 < found.high
     assert 0.89 < held / 300 < 0.98
     assert bootstrap_ratio([1.0, 2.0], [1.0, 2.0]) == bootstrap_ratio([2.0, 4.0], [2.0, 4.0])
+
+
+def test_the_least_number_of_pairs_is_where_a_bootstrap_nearly_covers() -> None:
+    """Skewed differences too; of two pairs every second interval misses."""
+    chance = np.random.default_rng(5)
+    held = {}
+    for count in (2, LEAST_BOOTSTRAPPED):
+        draws = [chance.exponential(size=count).tolist() for _ in range(600)]
+        found = [bootstrap_ratio(gaps, [1.0] * count, 200) for gaps in draws]
+        held[count] = sum(one.low < 1 < one.high for one in found) / len(found)
+    assert held[2] < 0.6 and held[LEAST_BOOTSTRAPPED] > 0.86
 
 
 def test_a_bootstrap_of_many_documents_stays_small() -> None:

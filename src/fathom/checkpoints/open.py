@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, StrictDataclassError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 from transformers.utils import logging
 
@@ -127,6 +127,24 @@ def _open_stranger(
         hint = "; --trust-remote-code allows it" if "trust_remote_code" in str(error) else ""
         raise Refused(f"{directory}: {' '.join(str(error).split())}{hint}") from error
     return model, tokenizer
+
+
+def own_context(directory: Path, trust_remote_code: bool = False) -> int | None:
+    """The longest context of a checkpoint that was checked, under any name that transformers knows for it."""
+    config = check_checkpoint(directory)
+    try:
+        if is_published(config):
+            return longest_context(read_config(directory))
+        where = {"local_files_only": True, "trust_remote_code": trust_remote_code}
+        return longest_context(AutoConfig.from_pretrained(directory, **where))
+    except (OSError, ValueError, RuntimeError, StrictDataclassError):
+        return None  # opening the model says what is wrong
+
+
+def longest_context(config: PreTrainedConfig) -> int | None:
+    """The tokens for which a model, or the text model within it, has positions; None where it does not say."""
+    size = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def check_device(device: str) -> None:

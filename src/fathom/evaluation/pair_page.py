@@ -7,12 +7,12 @@ from pathlib import Path
 
 from markupsafe import Markup
 
-from fathom.evaluation.results import PairReport, PairResults, RunBetween
+from fathom.evaluation.results import PairReport, PairResults, RunBetween, TextPair
 from fathom.report import PAGE, html
 from fathom.report.numbers import DASH
 from fathom.report.plots import IntervalMark, interval_plot
 from fathom.report.provenance import facts_of
-from fathom.report.statistics import Ratio
+from fathom.report.statistics import LEAST_BOOTSTRAPPED
 from fathom.report.tables import terminal_table
 
 WAYS = {"text": "option text", "length": "option text, by length", "letter": "letter", "shuffled": "letter, shuffled"}
@@ -25,8 +25,8 @@ def lines(report: PairResults) -> list[list[str]]:
     """The table."""
     made = []
     for name, text in report["texts"].items():
-        gap = Ratio(**text["difference"])
-        cells = [f"{text['base']:.4f}", f"{text['new']:.4f}", f"{gap.value:+.4f}", f"[{gap.low:+.4f}, {gap.high:+.4f}]"]
+        gap = f"{text['difference']['value']:+.4f}"
+        cells = [f"{text['base']:.4f}", f"{text['new']:.4f}", gap, interval_words(text)]
         made.append([f"{name}, bits per byte", f"{text['bytes']:,} bytes", *cells])
     for row in report["questions"]:
         shares = [right / row["asked"] for right in row["right"]]
@@ -41,6 +41,14 @@ def lines(report: PairResults) -> list[list[str]]:
         for word, share in guess.items():
             made.append([f"{name}, {word}", "", f"{100 * share:.1f} %", f"{100 * share:.1f} %", DASH, DASH])
     return made
+
+
+def interval_words(text: TextPair) -> str:
+    """The interval of a text's difference; of too few documents, how many there are and must be."""
+    low, high = text["difference"]["low"], text["difference"]["high"]
+    if low is None or high is None:
+        return f"no interval: documents {text['documents']}, needed {LEAST_BOOTSTRAPPED}"
+    return f"[{low:+.4f}, {high:+.4f}]"
 
 
 def show(report: PairReport, out: Path | None) -> None:
@@ -81,7 +89,7 @@ def reading(report: PairResults) -> list[str]:
     flagged = any(row["part"] != "all" for row in report["questions"])
     return [
         "Text: bits per byte of held-out documents, each read alone; intervals are of 1,000 bootstrap samples of "
-        "documents, both models on the same ones.",
+        f"documents, both models on the same ones; below {LEAST_BOOTSTRAPPED} documents there is none, and no claim.",
         "Questions: lm-eval's scores. By option text the choices are not listed, and the likeliest is the answer; by "
         "length, the likeliest per character. By letter they are listed in the prompt. Brackets: Wilson's intervals; "
         "won and lost are questions that one model alone answers rightly, p is McNemar's exact test of that row alone.",
@@ -118,9 +126,9 @@ def _right_answers(report: PairResults) -> list[Markup]:
 def _bits(report: PairResults) -> Markup:
     marks: list[IntervalMark] = []
     for name, text in report["texts"].items():
-        gap = Ratio(**text["difference"])
+        gap = text["difference"]
         label = f"{name}: {text['base']:.3f} to {text['new']:.3f} bits per byte"
-        marks.append(IntervalMark(label, gap.value, gap.low, gap.high, len(marks)))
+        marks.append(IntervalMark(label, gap["value"], gap["low"], gap["high"], len(marks)))
     if not marks:
         return Markup()
     words = "Differences in bits per byte of held-out text, with 95 % intervals."

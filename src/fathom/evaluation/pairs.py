@@ -20,14 +20,14 @@ from pathlib import Path
 
 from fathom.data.shards import INDEX, read_index
 from fathom.evaluation.origin import corpus_beside, runs_between
-from fathom.evaluation.pair_page import WAYS, card, page
+from fathom.evaluation.pair_page import WAYS, card, interval_words, page
 from fathom.evaluation.perplexity import DomainScore
 from fathom.evaluation.results import ExampleRow, PairReport, PairResults, QuestionRow, TextPair
 from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings, run
 from fathom.report import html
 from fathom.report.files import write_atomically
 from fathom.report.provenance import provenance
-from fathom.report.statistics import Ratio, bootstrap_ratio, holm, mcnemar, wilson
+from fathom.report.statistics import LEAST_BOOTSTRAPPED, bootstrap_ratio, holm, mcnemar, wilson
 
 LETTERS = string.ascii_uppercase
 CARD = "card.md"
@@ -273,24 +273,33 @@ def guessing(items: Sequence[Quizzed]) -> dict[str, float]:
 
 
 def compare_texts(base: DomainScore, new: DomainScore) -> TextPair:
-    """Bits per byte of both on the same documents, and the difference by paired bootstrap."""
+    """Bits per byte of both on the same documents, and the difference by paired bootstrap, if there are enough."""
     bits = [(a - b) / math.log(2) for a, b in zip(new.nats, base.nats, strict=True)]
     gap = bootstrap_ratio(bits, base.bytes)
+    low, high = (gap.low, gap.high) if len(bits) >= LEAST_BOOTSTRAPPED else (None, None)
     return {
         "documents": len(bits),
         "bytes": sum(base.bytes),
         "base": base.bits_per_byte,
         "new": new.bits_per_byte,
-        "difference": {"value": gap.value, "low": gap.low, "high": gap.high},
+        "difference": {"value": gap.value, "low": low, "high": high},
     }
 
 
 def verdict(report: PairResults) -> str:
     """One sentence on the questions by option text (clean ones if known), then on texts, as far as intervals allow."""
-    parts = []
+    sentence = "; ".join([*_of_questions(report), *_of_texts(report)]) + "."
+    return sentence[0].upper() + sentence[1:]
+
+
+def _of_questions(report: PairResults) -> Iterator[str]:
     judged: dict[str, QuestionRow] = {}
     for name in report["guessing"]:
         rows = {row["part"]: row for row in report["questions"] if (row["benchmark"], row["way"]) == (name, "text")}
+        if "dirty" in rows and "clean" not in rows:
+            given = f"training text gives away {rows['dirty']['asked']:,} of {rows['all']['asked']:,}"
+            yield f"no clean question of {name} is left ({given}), and none is judged"
+            continue
         judged[name] = rows["clean"] if "clean" in rows else rows["all"]
     adjusted = holm([row["p"] for row in judged.values()])
     for (name, row), p in zip(judged.items(), adjusted, strict=True):
@@ -300,11 +309,16 @@ def verdict(report: PairResults) -> str:
         how = ahead if p < 0.05 else "not told apart from"
         among = f", {p:.2g} by Holm over {len(judged)} benchmarks" if len(judged) > 1 else ""
         words = f"on {row['asked']:,}{known} questions of {name} ({new} right) {report['new']['name']} is {how} "
-        parts.append(f"{words}{report['base']['name']} ({base}; McNemar p = {row['p']:.2g}{among})")
+        yield f"{words}{report['base']['name']} ({base}; McNemar p = {row['p']:.2g}{among})"
+
+
+def _of_texts(report: PairResults) -> Iterator[str]:
     for name, text in report["texts"].items():
-        gap = Ratio(**text["difference"])
-        sure = "takes fewer" if gap.value < 0 else "takes more"
-        how = "shows no clear difference in" if gap.low <= 0 <= gap.high else sure
-        parts.append(f"{name} {how} bits per byte ({gap.value:+.4f} [{gap.low:+.4f}, {gap.high:+.4f}])")
-    sentence = "; ".join(parts) + "."
-    return sentence[0].upper() + sentence[1:]
+        gap = text["difference"]
+        value, low, high = gap["value"], gap["low"], gap["high"]
+        if low is None or high is None:
+            yield f"{name} has too few documents to judge bits per byte ({value:+.4f}, {interval_words(text)})"
+            continue
+        sure = "takes fewer" if value < 0 else "takes more"
+        how = "shows no clear difference in" if low <= 0 <= high else sure
+        yield f"{name} {how} bits per byte ({value:+.4f} {interval_words(text)})"

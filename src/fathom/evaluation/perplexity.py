@@ -9,14 +9,15 @@ end of a document is not predicted, since it has no bytes.
 
 from __future__ import annotations
 
+import json
 import math
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -405,6 +406,12 @@ def encoder(tokenizer: PreTrainedTokenizerBase, domain: Domain) -> Callable[[Pas
     theirs = Tokenizer.from_file(str(domain.tokenizer_file))
     if theirs.get_vocab() == tokenizer.get_vocab():
         return lambda document: document.ids  # type: ignore[return-value]
+    normalizer = json.loads(theirs.to_str())["normalizer"]
+    if not _keeps_text(normalizer):
+        raise PerplexityError(
+            f"{domain.name}: the shards' tokens do not decode to the text they were made of, since their tokenizer "
+            f"changes it first ({normalizer['type']}); give the text"
+        )
 
     def translate(document: Passage) -> list[int]:
         text = theirs.decode(document.ids.tolist(), skip_special_tokens=False)  # type: ignore[union-attr]
@@ -415,6 +422,21 @@ def encoder(tokenizer: PreTrainedTokenizerBase, domain: Domain) -> Callable[[Pas
         return encode(text)
 
     return translate
+
+
+KEPT = (
+    {"type": "NFC"},  # another spelling of the same characters
+    {"type": "Prepend", "prepend": "▁"},
+    {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+)
+"""Normalizers, as `tokenizer.json` has them, after which decoding gives the text again; Llama's are the last two."""
+
+
+def _keeps_text(normalizer: Mapping[str, Any] | None) -> bool:
+    """Whether decoding gives the text: byte lengths do not tell, for lower case is as long as upper case."""
+    if normalizer is None or normalizer in KEPT:
+        return True
+    return normalizer["type"] == "Sequence" and all(map(_keeps_text, normalizer["normalizers"]))
 
 
 def _shard_documents(corpus: TokenDataset, limit: int | None) -> list[Passage]:

@@ -79,11 +79,11 @@ class ScoresReport(TypedDict):
 
 
 class RatioValues(TypedDict):
-    """A ratio of means with its 95 % interval."""
+    """A ratio of means with its 95 % interval, or None for both ends where it is of too few."""
 
     value: float
-    low: float
-    high: float
+    low: float | None
+    high: float | None
 
 
 class TextPair(TypedDict):

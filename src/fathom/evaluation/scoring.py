@@ -19,7 +19,7 @@ from fathom._version import __version__
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.find import find_model
 from fathom.checkpoints.layout import CONFIG, REPORT
-from fathom.checkpoints.open import DTYPES, Opening, check_device
+from fathom.checkpoints.open import DTYPES, Opening, check_device, own_context
 from fathom.checkpoints.origin import Refused
 from fathom.data.sources import Reading
 from fathom.errors import FathomError
@@ -142,9 +142,11 @@ class Checkpoint:
         self.opened = self.lm = None
 
     def fingerprint(self) -> str:
-        """Changes whenever the directory's weights, configuration or tokenizer do."""
+        """Changes whenever the directory's weights, configuration, tokenizer or chat template do."""
         names = ("*.safetensors", CONFIG, "tokenizer*", "vocab*", "merges.txt")
-        return _digest([_stamp(path) for pattern in names for path in sorted(self.directory.glob(pattern))])
+        # Last, so that a directory without them has the fingerprint of earlier editions.
+        more = ("chat_template*", "additional_chat_templates/*", "special_tokens_map.json", "added_tokens.json")
+        return _digest([_stamp(path) for pattern in names + more for path in sorted(self.directory.glob(pattern))])
 
 
 def evaluate(
@@ -176,7 +178,7 @@ def run(checkpoints: Sequence[str | Path], settings: Settings) -> tuple[list[Che
     found = under_budgets(name_checkpoints(checkpoints, settings), settings.max_trips)
     names = _task_names(settings.tasks, settings.include) if settings.tasks else []
     domains = settings.texts()
-    context = settings.context or _common_context(found)
+    context = settings.context or _common_context(found, settings.trust_remote_code)
     for checkpoint in found:
         for name in names:
             _try_task(checkpoint, name, settings)
@@ -393,10 +395,10 @@ def _task_names(words: str, include: Path | None) -> list[str]:
     return task_names((word.strip() for word in words.split(",") if word.strip()), include)
 
 
-def _common_context(checkpoints: Sequence[Checkpoint]) -> int:
+def _common_context(checkpoints: Sequence[Checkpoint], trust_remote_code: bool) -> int:
     """The largest context that all have, so that all predict the same tokens from the same ones."""
-    own = [read_json(c.directory / CONFIG).get("max_position_embeddings") for c in checkpoints]
-    return min([LONGEST_DEFAULT_CONTEXT, *(size for size in own if isinstance(size, int))])
+    own = [own_context(checkpoint.directory, trust_remote_code) for checkpoint in checkpoints]
+    return min([LONGEST_DEFAULT_CONTEXT, *(size for size in own if size is not None)])
 
 
 def _with_whole(domains: Mapping[str, DomainScore]) -> dict[str, DomainScore]:

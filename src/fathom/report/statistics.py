@@ -188,6 +188,11 @@ def mcnemar(lost: int, won: int) -> float:
     return min(1.0, 2 * tail / 2**changed)
 
 
+LEAST_BOOTSTRAPPED = 20
+"""Pairs below which no bootstrap interval is to be shown. Simulated with normal (exponential) differences, 95 % ones
+hold the mean in 93 % (90 %) of cases for 20 pairs, 91 % (86 %) for ten and 49 % (49 %) for two; of one, none."""
+
+
 def bootstrap_ratio(gaps: Sequence[float], weights: Sequence[float], draws: int = 1000) -> Ratio:
     """Σd/Σw of paired differences d that weigh w, with the bootstrap interval over pairs; the same each time.
 
