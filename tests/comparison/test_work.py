@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fathom.checkpoints.find import best_arm
 from fathom.cli.main import main
@@ -20,9 +21,11 @@ from fathom.comparison.findings import summarize, verdict
 from fathom.comparison.page import page, quality_rows, tables
 from fathom.comparison.plan import Plan, make_plan, read_measured, tasks
 from fathom.comparison.work import carry_out, rewrite_report
+from fathom.data.puzzles import open_data
 from fathom.recipe import Recipe, RecipeError, parse_recipe
 from fathom.report.provenance import provenance
 from fathom.training import read_metrics
+from fathom.training.build import batch_plan
 from tests import processes
 from tests.tiny import shape
 
@@ -251,6 +254,22 @@ def test_equal_flops(small: Recipe):
     assert spent["larger"] == pytest.approx(spent["vanilla"], rel=1e-3)
     assert recipes["loop"].train.steps < recipes["vanilla"].train.steps
     assert recipes["shorter"].train.steps == 5  # what an arm says itself is left alone
+
+
+def test_arms_of_fewer_steps_read_what_the_control_reads(small: Recipe):
+    """Phases begin at the control's steps; one that an arm does not reach changes nothing before."""
+    phases = "[{at: 0.3, mixture: {seas: 1}}, {at: 0.9, mixture: {rivers: 1}}]"
+    base = small.override("train.steps=40", "data.mixture={rivers: 1}", f"data.phases={phases}")
+    arms = parse_arms("vanilla,loop,shorter=vanilla;train.steps=5,same=depth_attention;train.steps=40")
+    recipes = arm_recipes(base, arms, "flops")
+    data = open_data(base.data.directory, collections=base.data.collections)
+    plans = {name: batch_plan(recipe, data) for name, recipe in recipes.items()}
+    assert 12 < recipes["loop"].train.steps < 36 and recipes["shorter"].train.steps == 5
+    for name in ("loop", "shorter", "same"):
+        for step in range(recipes[name].train.steps):
+            read, expected = (plans[one].batch(step)[0].input_ids for one in (name, "vanilla"))
+            assert torch.equal(read, expected), f"{name}, step {step}"
+    assert recipes["same"].data == base.data
 
 
 def test_equal_trips(small: Recipe):
