@@ -13,6 +13,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from fathom import __version__
 from fathom.cli.main import COMMANDS, main
@@ -124,6 +125,29 @@ def test_what_the_system_says(number: int, code: int, monkeypatch: pytest.Monkey
 
     monkeypatch.setattr("fathom.cli.mechanisms.run", failing)
     assert main(["mechanisms"]) == code
+
+
+def test_a_full_disk_is_named_where_it_is_full(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a copy the target; safetensors have words of their own. Another error of theirs keeps its traceback."""
+    errors = [
+        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "package/source.py", None, "export/source.py"),
+        SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
+        SafetensorError("Error while deserializing header: header too large"),
+    ]
+    left = iter(errors)
+
+    def failing(options: Namespace) -> int:
+        raise next(left)
+
+    monkeypatch.setattr("fathom.cli.mechanisms.run", failing)
+    assert main(["mechanisms"]) == main(["mechanisms"]) == 1
+    said = capsys.readouterr().err.splitlines()
+    assert said[0] == "fathom: export/source.py: No space left on device"
+    assert said[1].startswith("fathom: ") and "No space left on device" in said[1]
+    with pytest.raises(SafetensorError):
+        main(["mechanisms"])
 
 
 def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:

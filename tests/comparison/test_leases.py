@@ -56,6 +56,17 @@ def test_silence_is_succeeded_and_noticed(tmp_path: Path):
         silent.require()
 
 
+@pytest.mark.parametrize("left", ["", '{"pid": 1', "[]"])
+def test_a_claim_that_a_power_cut_left_empty_is_succeeded(tmp_path: Path, left: str):
+    """It names nobody: free once it was silent for as long as a dead worker on another machine."""
+    (tmp_path / "run.0").write_text(left)
+    patient = Claims(tmp_path, stale_seconds=0.1)
+    assert patient.take("run") is None and patient.holder("run") == {}
+    time.sleep(0.2)
+    with patient.take("run") as claim:
+        claim.require()
+
+
 def _race(directory: Path, number: int, barrier: Any) -> None:
     claims = Claims(directory)
     barrier.wait()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import time
@@ -11,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fathom.checkpoints.find import best_arm
 from fathom.cli.main import main
@@ -19,10 +21,13 @@ from fathom.comparison.findings import summarize, verdict
 from fathom.comparison.page import page, quality_rows, tables
 from fathom.comparison.plan import Plan, make_plan, read_measured, tasks
 from fathom.comparison.work import carry_out, rewrite_report
-from fathom.recipe import Recipe, RecipeError
+from fathom.data.puzzles import open_data
+from fathom.recipe import Recipe, RecipeError, parse_recipe
 from fathom.report.provenance import provenance
 from fathom.training import read_metrics
+from fathom.training.build import batch_plan
 from tests import processes
+from tests.tiny import shape
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +103,34 @@ def test_a_partial_comparison_says_so(planted, tmp_path: Path):
     assert report["seeds"] == [0, 2] and len(report["arms"][0]["runs"]) == 2
     shutil.rmtree(tmp_path / "part/arms/better")
     assert "nothing to say" in verdict(summarize(Plan.read(out), tmp_path / "part", provenance()))
+
+
+def test_stretches_of_the_context_without_targets_are_empty(tmp_path: Path):
+    """The first stretches of a puzzle hold no answer: no loss there, as in result.json of a version that wrote NaN."""
+    values = {
+        "model": shape(vocab_size=130, max_position_embeddings=57),
+        "data": {"directory": "puzzle:recall", "sequence_length": 57},
+        "train": {"steps": 2, "tokens_per_step": 228, "micro_batch": 4},
+        "evaluate": {"tokens": 570},
+    }
+    recipe = parse_recipe(values, ("train.export=false", "train.device=cpu"))
+    plan = make_plan(recipe, "vanilla,depth_attention", seeds=2, pairs=0, out=tmp_path)
+    report = carry_out(plan, tmp_path, quiet=True)
+    control, arm = report["arms"]
+    known = [loss is not None for loss in control["position_loss"]]
+    assert len(known) == 8 and 2 <= sum(known) < 8
+    assert known == [row is not None for row in arm["difference_by_position"]]
+    text = page(report)
+    assert "A stretch in which nothing is predicted has no point." in text
+    assert not re.search(r"\bnan\b", text, re.IGNORECASE)
+
+    results = sorted(tmp_path.glob("arms/*/*/result.json"))
+    assert len(results) == 4 and not any("NaN" in path.read_text() for path in results)
+    for path in results:
+        path.write_text(path.read_text().replace("null,\n   null", "NaN,\n   NaN"))
+    assert all("NaN" in path.read_text() for path in results)
+    again = summarize(plan, tmp_path, provenance())
+    assert [row["position_loss"] for row in again["arms"]] == [row["position_loss"] for row in report["arms"]]
 
 
 def test_one_seed_has_no_interval(planted, tmp_path: Path):
@@ -221,6 +254,22 @@ def test_equal_flops(small: Recipe):
     assert spent["larger"] == pytest.approx(spent["vanilla"], rel=1e-3)
     assert recipes["loop"].train.steps < recipes["vanilla"].train.steps
     assert recipes["shorter"].train.steps == 5  # what an arm says itself is left alone
+
+
+def test_arms_of_fewer_steps_read_what_the_control_reads(small: Recipe):
+    """Phases begin at the control's steps; one that an arm does not reach changes nothing before."""
+    phases = "[{at: 0.3, mixture: {seas: 1}}, {at: 0.9, mixture: {rivers: 1}}]"
+    base = small.override("train.steps=40", "data.mixture={rivers: 1}", f"data.phases={phases}")
+    arms = parse_arms("vanilla,loop,shorter=vanilla;train.steps=5,same=depth_attention;train.steps=40")
+    recipes = arm_recipes(base, arms, "flops")
+    data = open_data(base.data.directory, collections=base.data.collections)
+    plans = {name: batch_plan(recipe, data) for name, recipe in recipes.items()}
+    assert 12 < recipes["loop"].train.steps < 36 and recipes["shorter"].train.steps == 5
+    for name in ("loop", "shorter", "same"):
+        for step in range(recipes[name].train.steps):
+            read, expected = (plans[one].batch(step)[0].input_ids for one in (name, "vanilla"))
+            assert torch.equal(read, expected), f"{name}, step {step}"
+    assert recipes["same"].data == base.data
 
 
 def test_equal_trips(small: Recipe):

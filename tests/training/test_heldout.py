@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import weakref
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,7 @@ from fathom.models.loss import CHUNK_ROWS, IGNORE
 from fathom.recipe import Recipe
 from fathom.training.estimate import estimate
 from fathom.training.gap import in_words
-from fathom.training.heldout import Evaluation, decoding_gap, evaluate, token_losses_and_trips
+from fathom.training.heldout import Evaluation, Score, decoding_gap, evaluate, token_losses_and_trips
 from fathom.training.parallel import Ranks
 from tests.models.cases import with_rounds
 from tests.tiny import shape, tiny_recipe
@@ -165,3 +167,14 @@ def test_the_last_evaluation_decodes_a_sample(corpus: Path, packing: str, monkey
     solved = [{"seed": 7, "jacobi_rounds": 1.0, "gap": last.to_dict()["gap"]}]
     shown = str(_solved({"arms": [{"name": "thinks", "trips": {"solved": solved}}, {"name": "plain"}]}))
     assert f"{last.gap['value']:+.4f}" in shown and "thinks" in shown and "plain" not in shown
+
+
+def test_what_is_no_number_is_null_in_json_and_comes_back() -> None:
+    lost = Score(math.nan, math.nan, 0)
+    found = Evaluation(math.nan, math.nan, 0, domains={"talk": lost}, position_loss=[None, 3.5])
+    text = json.dumps(found.to_dict(), allow_nan=False)
+    again = Evaluation.from_dict(json.loads(text))
+    assert math.isnan(again.loss) and math.isnan(again.domains["talk"].loss) and again.position_loss == [None, 3.5]
+    older = {**found.to_dict(), "loss": math.nan, "position_loss": [math.nan, 3.5]}
+    assert Evaluation.from_dict(older).position_loss == [None, 3.5]
+    assert [name for name in found.flat() if name.startswith("val/position")] == ["val/position/1"]

@@ -57,12 +57,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise  # not a file that the user named: a bug
         return _complain(Exception(f"{error.filename}: {error.strerror}"), 2)
     except OSError as error:  # a directory that is a file, a place that may not be written; a full disk
-        where = f"{error.filename}: " if error.filename else ""
+        place = error.filename2 or error.filename  # of a copy, the place that is written
+        where = f"{place}: " if place else ""
         return _complain(Exception(f"{where}{error.strerror or error}"), 2 if error.errno in PLACES else 1)
     except (MemoryError, RuntimeError) as error:
         if isinstance(error, RuntimeError) and "can't allocate memory" not in str(error):
             raise
         return _complain(Exception("not enough memory"), 1)
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError" or "I/O error" not in str(error):
+            raise
+        return _complain(error, 1)  # a full disk, in the words of safetensors, which is not loaded for a help text
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -75,14 +76,27 @@ def parse_arms(text: str) -> list[Arm]:
 def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal) -> dict[str, Recipe]:
     """Every arm's recipe, with the number of steps that spends the control's tokens, training FLOPs or layer visits."""
     recipes = {arm.name: arm.recipe(base) for arm in arms}
-    budget = _spent(recipes[arms[0].name], equal)
+    control = recipes[arms[0].name]
+    budget = _spent(control, equal)
     for arm in arms[1:]:
         recipe = recipes[arm.name]
-        if arm.own_steps:
-            continue
-        steps = max(1, round(budget / (_spent(recipe, equal) / recipe.train.steps)))
-        recipes[arm.name] = recipe.override(f"train.steps={steps}")
+        scaled = max(1, round(budget / (_spent(recipe, equal) / recipe.train.steps)))
+        recipes[arm.name] = _beside(control, recipe, recipe.train.steps if arm.own_steps else scaled)
     return recipes
+
+
+def _beside(control: Recipe, recipe: Recipe, steps: int) -> Recipe:
+    """A recipe of `steps` steps that reads what the control reads, step by step: its phases begin at the same steps.
+
+    A phase that it does not reach is left out; its collections stay, since the order of rows counts them all.
+    """
+    planned = control.data.later(control.train.steps)
+    if steps == control.train.steps or not planned:
+        return recipe.override(f"train.steps={steps}")
+    mixture = {name: control.data.mixture.get(name, 0.0) for name in control.data.collections}
+    phases = [{"at": at, "mixture": shares} for at, shares in planned if at < steps]
+    words = (f"data.{key}={json.dumps(value)}" for key, value in (("mixture", mixture), ("phases", phases)))
+    return recipe.override(f"train.steps={steps}", *words)
 
 
 def training_flops(recipe: Recipe) -> float:

@@ -39,7 +39,7 @@ from fathom.report.numbers import DASH, in_words, signed
 from fathom.report.provenance import Provenance
 from fathom.report.statistics import Difference, holm, paired_difference, paired_ratio
 from fathom.training import read_metrics
-from fathom.training.results import RunResult
+from fathom.training.results import held_out, read_result
 
 SIGNIFICANT = 0.05
 SMOOTHED = 20
@@ -163,9 +163,7 @@ def _arm(plan: Plan, out: Path, arm: Arm, runs: Sequence[RunRow]) -> ArmResult:
         values["loss"], values["perplexity"] = loss, math.exp(min(loss, 700.0))
         values["bits_per_byte"] = statistics.fmean(run["bits_per_byte"] for run in runs)
         values["domains"] = {name: _domain(runs, name) for name in runs[0]["domains"]}
-        values["position_loss"] = [
-            statistics.fmean(row) for row in zip(*(r["position_loss"] for r in runs), strict=True)
-        ]
+        values["position_loss"] = [_mean_of(row) for row in zip(*(run["position_loss"] for run in runs), strict=True)]
         values["curve"] = _curve(values)
         values["trips"] = _trips(recipe, runs)
     return values
@@ -197,9 +195,7 @@ def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> RunRow | None:
     run_dir = RunTask(plan, out, arm.name, seed).run_dir
     if not (run_dir / RESULT).exists():
         return None
-    values: RunResult = read_json(run_dir / RESULT)
-    scores = values["evaluation"]
-    assert scores is not None, f"{run_dir}: a run of a comparison has held-out text"
+    values, scores = read_result(run_dir), held_out(run_dir)
     if not math.isfinite(scores["loss"]):  # of a version that did not call it failed
         return None
     lines = read_metrics(run_dir)
@@ -292,7 +288,7 @@ def _add_differences(arms: Sequence[ArmResult], control: ArmResult) -> None:
         arm["difference_bits_per_byte"] = _difference(pairs, lambda run: run["bits_per_byte"])
         places = range(len(control["position_loss"]))
         if len(arm["position_loss"]) == len(places):
-            arm["difference_by_position"] = [_difference(pairs, _at(place)) for place in places]
+            arm["difference_by_position"] = [_difference_at(place, pairs) for place in places]
         for name, domain in arm["domains"].items():
             if name in control["domains"]:
                 domain["difference"] = _difference(pairs, _of(name))
@@ -314,8 +310,17 @@ def _add_holm(rows: Sequence[TestedGap], arms: int) -> None:
         row["p_holm"] = p
 
 
-def _at(place: int) -> Callable[[RunRow], float]:
-    return lambda run: run["position_loss"][place]
+def _mean_of(losses: Sequence[float | None]) -> float | None:
+    """The mean; None where a stretch has no target, whose loss is None in every run."""
+    known = [loss for loss in losses if loss is not None]
+    return statistics.fmean(known) if len(known) == len(losses) else None
+
+
+def _difference_at(place: int, pairs: Sequence[tuple[RunRow, RunRow]]) -> GapValues | None:
+    """The paired difference of the loss in a stretch of the context; None where it has no target."""
+    losses = [(a["position_loss"][place], b["position_loss"][place]) for a, b in pairs]
+    known = [(a, b) for a, b in losses if a is not None and b is not None]
+    return gap_of(paired_difference(*zip(*known, strict=True))) if len(known) == len(losses) else None
 
 
 def _of(domain: str) -> Callable[[RunRow], float]:

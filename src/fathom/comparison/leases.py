@@ -16,8 +16,10 @@ import time
 import uuid
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from fathom.errors import FathomError
+from fathom.report.files import read_json, write_durably
 
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 60.0
@@ -44,7 +46,7 @@ class Claims:
             return None
         path = self._path(task, 0 if number is None else number + 1)
         draft = self.directory / f".{uuid.uuid4().hex}"
-        draft.write_text(json.dumps({"pid": os.getpid(), "machine": machine(), "host": platform.node()}))
+        write_durably(draft, json.dumps({"pid": os.getpid(), "machine": machine(), "host": platform.node()}))
         try:
             os.link(draft, path)
         except FileExistsError:
@@ -58,8 +60,7 @@ class Claims:
         number = self._newest(task)
         if number is None or self._free(self._path(task, number)):
             return None
-        found: dict[str, object] = json.loads(self._path(task, number).read_text())
-        return found
+        return _holder(self._path(task, number))
 
     def _path(self, task: str, number: int) -> Path:
         return self.directory / f"{task}.{number}"
@@ -69,10 +70,10 @@ class Claims:
         return max((int(number) for number in numbers if number.isdigit()), default=None)
 
     def _free(self, path: Path) -> bool:
-        holder = json.loads(path.read_text())
+        holder = _holder(path)
         if holder.get("released"):
             return True
-        if holder["machine"] == machine() and not _alive(holder["pid"]):
+        if holder.get("machine") == machine() and not _alive(holder["pid"]):
             return True
         beat, now = path.stat().st_mtime_ns, time.monotonic()
         if path not in self._seen or self._seen[path][0] != beat:
@@ -106,7 +107,7 @@ class Claim:
         self._done.set()
         self._thread.join()
         released = self.path.with_name(f".{uuid.uuid4().hex}")
-        released.write_text(json.dumps({"released": True}))
+        write_durably(released, json.dumps({"released": True}))
         os.replace(released, self.path)
 
     def _beat(self) -> None:
@@ -115,6 +116,15 @@ class Claim:
                 os.utime(self.path)
             except OSError:  # the disk may be unavailable for a moment; a longer silence lets another worker take over
                 continue
+
+
+def _holder(path: Path) -> dict[str, Any]:
+    """Who holds a claim; empty for a file that cannot be read, as a power cut may leave it: its silence frees it."""
+    try:
+        found: dict[str, Any] = read_json(path)
+    except ValueError:
+        return {}
+    return found
 
 
 def machine() -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -207,24 +208,32 @@ def _positions(report: ComparisonReport) -> Markup:
     control = report["arms"][0]
     length = _sequence_length(report["recipe"])
     count = len(control["position_loss"])
-    if count < 2:
+    read = [place for place, loss in enumerate(control["position_loss"]) if loss is not None]
+    if len(read) < 2:
         return Markup()
-    places = [(i + 0.5) * length / count for i in range(count)]
+    places = [(i + 0.5) * length / count for i in read]
     arms = [(i, arm) for i, arm in enumerate(report["arms"]) if len(arm.get("position_loss", ())) == count]
-    lines = [Line(arm["name"], places, arm["position_loss"], i) for i, arm in arms]
+    losses = [[loss for loss in arm["position_loss"] if loss is not None] for _, arm in arms]
+    lines = [Line(arm["name"], places, row, i) for (i, arm), row in zip(arms, losses, strict=True)]
     ends = "; ".join(f"{line.name} from {line.y[0]:.3f} to {line.y[-1]:.3f}" for line in lines)
-    gaps = []
-    for i, arm in arms[1:]:
-        rows = arm["difference_by_position"]
-        low, high = ([row[end] for row in rows] for end in ("low", "high"))
-        bands = (None, None) if None in low else (low, high)
-        gaps.append(Line(arm["name"], places, [row["mean"] for row in rows], i, *bands))
+    gaps = [_gap_along(i, arm, places) for i, arm in arms[1:]]
     words = "; ".join(f"{line.name} from {line.y[0]:+.4f} to {line.y[-1]:+.4f}" for line in gaps)
     difference = line_plot(gaps, "position in the context", "nats", f"Loss minus the control's: {words}", zero=True)
+    empty = "A stretch in which nothing is predicted has no point." if len(read) < count else ""
     return html.figures(
-        html.figure("Validation loss", line_plot(lines, "position in the context", "nats per token", f"Loss: {ends}")),
+        html.figure(
+            "Validation loss", line_plot(lines, "position in the context", "nats per token", f"Loss: {ends}"), empty
+        ),
         html.figure(f"Minus {control['name']}'s", difference, "Bands are 95 % intervals, each stretch by itself."),
     )
+
+
+def _gap_along(series: int, arm: ArmResult, places: Sequence[float]) -> Line:
+    """The difference to the control over the stretches of the context that have targets."""
+    rows = [row for row in arm["difference_by_position"] if row is not None]
+    low, high = ([row[end] for row in rows] for end in ("low", "high"))
+    bands = (None, None) if None in low else (low, high)
+    return Line(arm["name"], places, [row["mean"] for row in rows], series, *bands)
 
 
 def _sequence_length(recipe: Mapping[str, object]) -> int:
@@ -323,6 +332,8 @@ def _domains(report: ComparisonReport) -> Markup:
 
 
 def _domain_cell(score: DomainValues) -> str:
+    if not math.isfinite(score["loss"]):  # nothing of the domain was predicted
+        return DASH
     gap = f" ({_gap(score['difference'])})" if "difference" in score else ""
     return f"{score['bits_per_byte']:.4f}{gap}"
 

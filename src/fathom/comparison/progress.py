@@ -9,11 +9,10 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fathom.checkpoints.layout import RESULT
 from fathom.comparison.arms import training_flops
 from fathom.comparison.plan import Plan, tasks
-from fathom.report.files import read_json
 from fathom.report.tables import terminal_table
+from fathom.training.results import held_out
 from fathom.training.tracking import METRICS, duration
 
 if TYPE_CHECKING:
@@ -82,7 +81,7 @@ class Progress:
             if task.done:
                 self.shares[i] = 1.0
                 if task.seed is not None:
-                    self.losses[i] = read_json(task.run_dir / RESULT)["evaluation"]["loss"]
+                    self.losses[i] = held_out(task.run_dir)["loss"]
             elif task.settled:
                 failure = task.failure
                 self.shares[i] = 1.0

@@ -90,13 +90,13 @@ class Columns(TypedDict, total=False):
 
 
 class Evaluated(TypedDict):
-    """What every evaluation of a finished run has."""
+    """What every evaluation of a finished run has; a stretch of the context without targets has no loss."""
 
     loss: float
     perplexity: float
     bits_per_byte: float
     domains: dict[str, DomainValues]
-    position_loss: list[float]
+    position_loss: list[float | None]
 
 
 class RunRow(Evaluated, total=False):
@@ -190,12 +190,12 @@ class ArmResult(ArmBasics, total=False):
     perplexity: float
     bits_per_byte: float
     domains: dict[str, DomainValues]
-    position_loss: list[float]
+    position_loss: list[float | None]
     curve: Curve
     trips: ArmTrips
     difference: TestedGap
     difference_bits_per_byte: GapValues
-    difference_by_position: list[GapValues]
+    difference_by_position: list[GapValues | None]
     difference_while_training: Band
 
 

@@ -43,6 +43,7 @@ from fathom.report.files import read_json, write_json
 from fathom.report.provenance import hardware, provenance, recorded
 from fathom.training import Hook, TrainingError, read_metrics, train
 from fathom.training.first import ForgottenError
+from fathom.training.results import held_out
 
 POLL_SECONDS = 1.0
 STOPPED = 3
@@ -81,7 +82,7 @@ def run_training(recipe: Recipe, run_dir: Path, claim: Claim, **facts: str) -> b
     write_json(run_dir / MACHINE, {**hardware(), **facts})
     try:
         finished = train(recipe, run_dir, callbacks=[Watch(claim)]).finished
-        if finished and not math.isfinite(read_json(run_dir / RESULT)["evaluation"]["loss"]):
+        if finished and not math.isfinite(held_out(run_dir)["loss"]):
             claim.require()
             (run_dir / RESULT).unlink()  # first: killed here, the run is evaluated again
             write_json(run_dir / FAILED, {"error": "its held-out loss is no number", "step": recipe.train.steps})

@@ -42,6 +42,7 @@ from fathom.ladder.tuning import LEARNT, Bowl, Points, bowl, first_places, next_
 from fathom.recipe import Recipe, RecipeError, differences
 from fathom.report.files import digest, read_json, write_json
 from fathom.report.statistics import holm
+from fathom.training.results import held_out
 
 STAGES = ("tune", "rungs", "seal", "last", "check")
 PREDICTION = "prediction.json"
@@ -82,7 +83,7 @@ class LadderRun:
         """Held-out loss, or its mean over some domains; infinite for a run that diverged."""
         if not self.done:
             return math.inf
-        found = read_json(self.run_dir / RESULT)["evaluation"]
+        found = held_out(self.run_dir)
         losses = [found["domains"][name]["loss"] for name in domains] or [found["loss"]]
         mean = math.fsum(losses) / len(losses)
         return mean if math.isfinite(mean) else math.inf
@@ -335,9 +336,9 @@ class State:
         """Final losses of finished runs, by seed."""
         found = {}
         for seed in self.plan(size).seeds:
-            path = RunTask(self.plan(size), self.rung_dir(size), arm.name, seed).run_dir / RESULT
-            if path.exists():
-                found[seed] = float(read_json(path)["evaluation"]["loss"])
+            task = RunTask(self.plan(size), self.rung_dir(size), arm.name, seed)
+            if task.done:
+                found[seed] = held_out(task.run_dir)["loss"]
         return {seed: loss for seed, loss in found.items() if math.isfinite(loss)}
 
     def rung(self, size: Size, arm: Arm) -> Rung | None:

@@ -45,6 +45,7 @@ from fathom.ladder.stages import STAGES, LadderRun, NotReadyError, State, Work
 from fathom.recipe import RecipeError
 from fathom.report.files import read_json, write_atomically, write_json
 from fathom.report.provenance import Provenance, provenance, recorded
+from fathom.training.results import held_out
 
 RATES = "rates.json"
 SLURM = "ladder.sbatch"
@@ -223,8 +224,7 @@ def _said(task: Work) -> str:
         return f"{name}: diverged at step {task.failure['step']}"
     if isinstance(task, RunTask) and task.seed is None:
         return f"{name}: timed"
-    loss: float = read_json(task.run_dir / RESULT)["evaluation"]["loss"]
-    return f"{name}: held-out loss {loss:.4f}"
+    return f"{name}: held-out loss {held_out(task.run_dir)['loss']:.4f}"
 
 
 def _forget_failures(state: State) -> None:

@@ -41,10 +41,10 @@ class Difference:
 
 
 def paired_difference(values: Sequence[float], control: Sequence[float]) -> Difference:
-    """The mean of each value minus its partner, with its Student t interval."""
+    """The mean of each value minus its partner, with its Student t interval; none of values that are no numbers."""
     gaps = [value - partner for value, partner in zip(values, control, strict=True)]
     mean, count = statistics.fmean(gaps), len(gaps)
-    if count < 2:
+    if count < 2 or not math.isfinite(mean):
         return Difference(mean, count, None, None)
     return student(mean, statistics.stdev(gaps) / math.sqrt(count), count - 1, count)
 

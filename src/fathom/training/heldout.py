@@ -18,11 +18,12 @@ from fathom.data.puzzles import PuzzleDataset
 from fathom.data.shards import TokenDataset
 from fathom.data.targets import TargetDataset
 from fathom.recipe import Recipe
+from fathom.report.files import finite
 from fathom.report.statistics import rank_correlation
 from fathom.training.gap import SAMPLE, WINDOWS, Row, gap_of, in_words, read_both_ways, watching
 from fathom.training.hooks import Hook
 from fathom.training.parallel import Ranks
-from fathom.training.results import CorrelationValues, DecodingGap, EvaluationValues
+from fathom.training.results import CorrelationValues, DecodingGap, EvaluationValues, numbers
 
 if TYPE_CHECKING:
     from fathom.training.build import StepMetrics
@@ -66,8 +67,8 @@ class Evaluation(Score):
     """The loss on a held-out split."""
 
     domains: dict[str, Score]
-    position_loss: list[float]
-    """Nats per token over equal stretches of the context, the first stretch first."""
+    position_loss: list[float | None]
+    """Nats per token over equal stretches of the context, the first stretch first; None where one has no target."""
     trips: Trips | None = None
     """Where tokens may halt."""
     coverage: float | None = None
@@ -103,15 +104,17 @@ class Evaluation(Score):
             values["val/jacobi_rounds"] = self.jacobi_rounds
         if self.gap is not None:
             values["val/decoding_gap"] = self.gap["value"]
-        return {**values, **{f"val/position/{i}": loss for i, loss in enumerate(self.position_loss)}}
+        places = {f"val/position/{i}": loss for i, loss in enumerate(self.position_loss) if loss is not None}
+        return {**values, **places}
 
     def to_dict(self) -> EvaluationValues:
-        """Plain values, perplexity included."""
-        return cast(EvaluationValues, {**asdict(self), "perplexity": self.perplexity})
+        """Plain values for JSON, perplexity included; None stands for what is no number."""
+        return cast(EvaluationValues, finite({**asdict(self), "perplexity": self.perplexity}))
 
     @classmethod
     def from_dict(cls, values: EvaluationValues) -> Evaluation:
         """The inverse of `to_dict`."""
+        values = numbers(values)
         trips = values.get("trips")
         return cls(
             values["loss"],
@@ -220,7 +223,7 @@ def evaluate(model: nn.Module, data: TokenDataset, recipe: Recipe, ranks: Ranks,
     return Evaluation(
         **asdict(whole),
         domains=dict(zip(data.domains, scores, strict=True)),
-        position_loss=[s / n if n else math.nan for s, n in zip(by_position, targets, strict=True)],
+        position_loss=[s / n if n else None for s, n in zip(by_position, targets, strict=True)],
         trips=tally.trips(ranks, _most_trips(model)),
         coverage=read / available,
         jacobi_rounds=math.fsum(rounds) / len(rounds) if rounds else None,

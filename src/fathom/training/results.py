@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+import math
+from pathlib import Path
+from typing import TypedDict, cast
+
+from fathom.checkpoints.layout import RESULT
+from fathom.report.files import read_json
 
 
 class CorrelationValues(TypedDict):
@@ -50,7 +55,7 @@ class EvaluationValues(ScoreValues, total=False):
 
     perplexity: float
     domains: dict[str, ScoreValues]
-    position_loss: list[float]
+    position_loss: list[float | None]
     trips: TripsValues | None
     coverage: float | None
     jacobi_rounds: float | None
@@ -74,3 +79,32 @@ class TrainerState(TypedDict, total=False):
     seconds: float
     corpus: str
     hooks: dict[str, dict[str, object]]
+
+
+def read_result(run_dir: Path) -> RunResult:
+    """The result of a finished run: `numbers` are in its evaluation, where there is one."""
+    values: RunResult = read_json(run_dir / RESULT)
+    scores = values["evaluation"]
+    return values if scores is None else {**values, "evaluation": numbers(scores)}
+
+
+def held_out(run_dir: Path) -> EvaluationValues:
+    """The evaluation of a finished run that has held-out text, as every run of a comparison has."""
+    scores = read_result(run_dir)["evaluation"]
+    assert scores is not None, f"{run_dir}: a run of a comparison has held-out text"
+    return scores
+
+
+def numbers(scores: EvaluationValues) -> EvaluationValues:
+    """Scores out of JSON: a loss that is null is NaN again, and that of a stretch without targets None.
+
+    Results of earlier versions hold bare NaN for both.
+    """
+    domains = {name: cast(ScoreValues, {**score, **_losses(score)}) for name, score in scores["domains"].items()}
+    stretches = [None if loss is None or math.isnan(loss) else loss for loss in scores["position_loss"]]
+    return cast(EvaluationValues, {**scores, **_losses(scores), "domains": domains, "position_loss": stretches})
+
+
+def _losses(score: ScoreValues) -> dict[str, float]:
+    found = {"loss": score["loss"], "bits_per_byte": score["bits_per_byte"]}
+    return {name: math.nan if value is None else value for name, value in found.items()}
