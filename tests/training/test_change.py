@@ -397,3 +397,15 @@ def test_adapters_that_train_on_are_not_their_earlier_model(corpus: Path, tmp_pa
     assert model_directory(run) is None
     with pytest.raises(RunError, match="merged when it is finished"):
         open_source(run)
+def test_a_change_of_a_run_whose_last_checkpoint_is_damaged_holds(run: Path) -> None:
+    """It has steps to take again, under the change."""
+    weights = next((run / "step-000008").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    assert train(extension(run)).step == 8 and not (run / "history.jsonl").exists()
+    words = ["train", str(run), "optim.lr=5e-4"]
+    assert processes.run(die_at, "before the first step", words) == -signal.SIGKILL
+    assert main(words) == 0
+    assert [line["changes"] for line in read_history(run)] == [{"optim.lr": [0.01, 0.0005]}]
+    rates = [line["lr"] for line in read_metrics(run) if "lr" in line]
+    assert rates[-3:] == [1e-2, 5e-4, 5e-4] and load_recipe(run / "recipe.yaml").optim.lr == 5e-4
+    assert_opens(run, 8)

@@ -437,7 +437,7 @@ def _as_planned(recipe: Recipe, run_dir: str | Path | None) -> Change:
 
 
 def _result(change: Change) -> TrainResult | None:
-    """The result of a run that finished earlier; None if it has fewer steps than are wanted now."""
+    """The result of a run that finished earlier; None if it has fewer steps than are wanted now, or others."""
     run_dir = change.run_dir
     path = run_dir / RESULT
     if not path.exists():
@@ -445,7 +445,7 @@ def _result(change: Change) -> TrainResult | None:
     try:
         values = read_json(path)
         evaluation = values["evaluation"] and Evaluation.from_dict(values["evaluation"])
-        if values["step"] != change.recipe.train.steps:
+        if values["step"] != change.recipe.train.steps or change.keys:
             return None
         return TrainResult(
             run_dir, values["step"], True, values["tokens"], values["seconds"], evaluation, finished_model(run_dir)
