@@ -397,6 +397,8 @@ def test_adapters_that_train_on_are_not_their_earlier_model(corpus: Path, tmp_pa
     assert model_directory(run) is None
     with pytest.raises(RunError, match="merged when it is finished"):
         open_source(run)
+
+
 def test_a_change_of_a_run_whose_last_checkpoint_is_damaged_holds(run: Path) -> None:
     """It has steps to take again, under the change."""
     weights = next((run / "step-000008").glob("*.safetensors"))
