@@ -42,6 +42,16 @@ def test_loop_as_a_deeper_qwen3(case, tmp_path):
         assert torch.equal(stock.generate(ids, max_new_tokens=5, do_sample=False), wanted)
 
 
+@pytest.mark.parametrize("case", ["loop", "loop-middle"])
+@pytest.mark.parametrize("trips", [1, 2])
+def test_a_loop_is_unrolled_as_often_as_it_is_served(case, trips, tmp_path):
+    """A configuration's `max_trips` is what every call makes."""
+    model, ids = build(config_of(case, max_trips=trips)), tokens(2, 9)
+    stock = AutoModelForCausalLM.from_pretrained(export(model, tmp_path / "q", form="unrolled"))
+    assert len(stock.model.layers) == sum(map(len, model.model.plan_of(trips)))
+    assert torch.equal(logits(stock, ids), logits(model, ids))
+
+
 def test_an_embedding_scale_is_folded_in(tmp_path):
     model, ids = build(config_of("vanilla", embedding_scale=3.0)), tokens(1, 9)
     stock = AutoModelForCausalLM.from_pretrained(export(model, tmp_path / "q", form="qwen3"))

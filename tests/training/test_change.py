@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import torch
 
+from fathom.checkpoints.find import RunError, find_model
+from fathom.checkpoints.runs import model_directory, open_source
 from fathom.cli.main import main
 from fathom.recipe import Recipe, RecipeError, load_recipe
 from fathom.training import TrainingError, branch, change, extension, loop, read_history, read_metrics, train
@@ -219,6 +221,7 @@ PLACES: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "before the checkpoint is there": lambda _: (change.os, "replace"),
     "before the metrics are there": lambda _: (change.shutil, "copyfile"),
     "before the first step": lambda _: (loop.Training, "batches"),
+    "before the result": lambda _: (loop, "write_json"),
 }
 
 
@@ -264,7 +267,7 @@ def test_a_change_that_never_came_about_leaves_the_history(run: Path) -> None:
 
 @pytest.mark.parametrize(
     "place",
-    [pytest.param(p, marks=() if p == "between history and recipe" else pytest.mark.slow) for p in PLACES],
+    [pytest.param(p, marks=() if p == "between history and recipe" else pytest.mark.slow) for p in list(PLACES)[:5]],
 )
 def test_killed_while_a_run_is_branched(corpus: Path, constant: Path, tmp_path: Path, place: str) -> None:
     words = ["train", "--from", f"{constant}@step-4", "--run", str(tmp_path / "new"), "--cooldown", "4"]
@@ -331,3 +334,80 @@ def test_an_earlier_name_of_an_option_is_no_difference(corpus: Path, tmp_path: P
     with pytest.raises(RecipeError, match=r"different: model\.recurrence_options\.trips$"):
         train(now.override("model.recurrence_options.trips=3"), tmp_path)
     assert train(now, tmp_path).finished
+
+
+def assert_opens(run: Path, step: int) -> None:
+    """A run's name stands for the weights of a step, and says so."""
+    opened, weights = open_source(run), processes.weights(run, step)
+    assert opened.facts["step"] == step
+    assert all(torch.equal(p, weights[f"model.{name}"]) for name, p in opened.model.named_parameters())
+
+
+def test_a_run_that_goes_on_is_not_its_earlier_model(corpus: Path, tmp_path: Path) -> None:
+    """Finished and exported after 8 steps, made longer, stopped on the way, and finished without an export."""
+    run = tmp_path / "run"
+    train(tiny_recipe(corpus, *CONSTANT, "train.export=true"), run)
+    assert_opens(run, 8)
+    longer = ["train.steps=16", "train.export=false"]
+    assert train(extension(run, longer), callbacks=[StopAt(10)]).step == 11
+    assert not (run / "result.json").exists(), "scripts take it for the end"
+    assert_opens(run, 11)
+    with pytest.raises(RunError, match="wrote no model at its last step"):
+        find_model(run)
+    result = train(extension(run))
+    assert result.finished and result.model is None and not (run / "model").exists()
+    assert_opens(run, 16)
+    assert open_source(run).facts["evaluation"] == json.loads((run / "result.json").read_text())["evaluation"]
+    result = train(extension(run, ["train.steps=18", "train.export=true"]))
+    assert find_model(run) == result.model == run / "model"
+    assert_opens(run, 18)
+
+
+def test_a_run_left_by_an_earlier_release_opens_at_its_last_step(corpus: Path, tmp_path: Path) -> None:
+    """There a run that went on kept its result."""
+    run = tmp_path / "run"
+    train(tiny_recipe(corpus, *CONSTANT, "train.export=true"), run)
+    before = (run / "result.json").read_text()
+    train(extension(run, ["train.steps=16"]), callbacks=[StopAt(10)])
+    (run / "result.json").write_text(before)
+    assert_opens(run, 11)
+    assert "evaluation" not in open_source(run).facts, "that of step 8"
+
+
+@pytest.mark.parametrize("place", ["before the history", "before the first step", "before the result"])
+def test_a_run_that_is_killed_while_it_is_made_longer_opens(corpus: Path, tmp_path: Path, place: str) -> None:
+    run = tmp_path / "run"
+    train(tiny_recipe(corpus, *CONSTANT, "train.export=true"), run)
+    words = ["train", str(run), "train.steps=12"]
+    assert processes.run(die_at, place, words) == -signal.SIGKILL
+    assert_opens(run, 12 if place == "before the result" else 8)
+    assert main(words) == 0
+    assert_opens(run, 12)
+    assert find_model(run) == run / "model"
+
+
+def test_adapters_that_train_on_are_not_their_earlier_model(corpus: Path, tmp_path: Path) -> None:
+    """The finished model is their only form as a source; a checkpoint of a later step makes it an earlier one."""
+    run = tmp_path / "run"
+    train(tiny_recipe(corpus, *CONSTANT, "train.export=true", "train.steps=2"), run)
+    recipe = (run / "recipe.yaml").read_text()
+    (run / "recipe.yaml").write_text(recipe.replace("\n  rank: null", "\n  rank: 2"))
+    assert model_directory(run) == run / "model"
+    (run / "step-000003").mkdir()
+    assert model_directory(run) is None
+    with pytest.raises(RunError, match="merged when it is finished"):
+        open_source(run)
+
+
+def test_a_change_of_a_run_whose_last_checkpoint_is_damaged_holds(run: Path) -> None:
+    """It has steps to take again, under the change."""
+    weights = next((run / "step-000008").glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    assert train(extension(run)).step == 8 and not (run / "history.jsonl").exists()
+    words = ["train", str(run), "optim.lr=5e-4"]
+    assert processes.run(die_at, "before the first step", words) == -signal.SIGKILL
+    assert main(words) == 0
+    assert [line["changes"] for line in read_history(run)] == [{"optim.lr": [0.01, 0.0005]}]
+    rates = [line["lr"] for line in read_metrics(run) if "lr" in line]
+    assert rates[-3:] == [1e-2, 5e-4, 5e-4] and load_recipe(run / "recipe.yaml").optim.lr == 5e-4
+    assert_opens(run, 8)

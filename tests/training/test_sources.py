@@ -48,6 +48,17 @@ def test_a_mechanism_that_the_run_lacks_is_drawn(corpus: Path, run: Path) -> Non
     assert new and all(torch.equal(found[key], expected[f"model.{key}"]) for key in found.keys() - new)
 
 
+@pytest.mark.parametrize("name", ["{}", "{}/model"])
+def test_arms_begin_equal_in_what_the_run_lacks(corpus: Path, run: Path, name: str) -> None:
+    """Each module draws from its name, whatever else its arm has; as without a source."""
+    source, arm = name.format(run), "model.recurrence=adaponder"
+    one, other = began(corpus, source, arm), began(corpus, source, arm, "model.residual=hyper_connections")
+    scratch = build_training(tiny_recipe(corpus, arm)).weights()
+    new = {key for key in one if ".recurrence." in key}
+    assert new and all(torch.equal(one[key], scratch[key]) for key in new)
+    assert one.keys() < other.keys() and all(torch.equal(tensor, other[key]) for key, tensor in one.items())
+
+
 def test_a_run_without_checkpoints_has_its_model(corpus: Path, run: Path, tmp_path: Path) -> None:
     for name in ("recipe.yaml", "result.json"):
         (tmp_path / "run").mkdir(exist_ok=True)

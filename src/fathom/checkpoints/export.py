@@ -31,7 +31,6 @@ from fathom.models.looping import LoopOptions
 from fathom.models.modeling import FathomForCausalLM, FathomPreTrainedModel
 from fathom.models.packages import declared_as, home, is_ours, travelling
 from fathom.models.registry import AXES, DEFAULTS, mechanism, mechanism_name
-from fathom.models.slots import plan
 from fathom.report.files import read_json
 
 AUTO_MAP = {
@@ -137,7 +136,8 @@ def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
     for axis in ("mixer", "residual"):
         if (value := getattr(model.config, axis)) != DEFAULTS[axis]:
             raise ExportError(f"a loop with {axis}={value} is no plain deeper Qwen3; export it with --as fathom")
-    return _stock(model.config, [visit.layer for trip in plan(model.config) for visit in trip], model)
+    visits = [visit for trip in model.model.plan_of(model.model.served_trips) for visit in trip]
+    return _stock(model.config, [visit.layer for visit in visits], model)
 
 
 def _stock(config: FathomConfig, layers: Sequence[int], model: FathomForCausalLM) -> PreTrainedModel:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypedDict
 
-from fathom.checkpoints.layout import CONFIG, MODEL, RECIPE, REPORT
+from fathom.checkpoints.layout import CONFIG, MODEL, RECIPE, REPORT, RESULT, step_number
 from fathom.errors import FathomError
 from fathom.report.files import read_json
 
@@ -46,13 +46,38 @@ def find_model(path: str | Path) -> Path:
         raise RunError(f"{path}: no such directory")
     if (path / CONFIG).exists():
         return path
-    if (path / MODEL / CONFIG).exists():
-        return path / MODEL
+    if (model := finished_model(path)) is not None:
+        return model
     if holds_comparison(path):
         return find_model(best_run(path))
     if (path / RECIPE).exists():
-        raise RunError(f"{path}: this run wrote no model; it is unfinished, or train.export was false")
+        raise RunError(f"{path}: this run wrote no model at its last step; it is unfinished, or train.export was false")
     raise RunError(f"{path}: neither a model directory ({CONFIG}) nor a run nor a comparison")
+
+
+def finished_model(run: Path) -> Path | None:
+    """The export of a run, if it is of the run's last step; a run that goes on leaves the earlier one behind."""
+    model, steps = run / MODEL, checkpoint_steps(run)
+    if not (model / CONFIG).exists():
+        return None
+    # The export is written before the result, and the result is gone before a further step is taken.
+    return model if not steps or finished_step(run) >= steps[-1] else None
+
+
+def finished_step(run: Path) -> int:
+    """The step at which a run has finished, by its result; -1 without one."""
+    try:
+        return int(read_json(run / RESULT)["step"])
+    except FileNotFoundError:
+        return -1
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(f"{run / RESULT} cannot be read: {error}") from None
+
+
+def checkpoint_steps(run: Path) -> list[int]:
+    """Steps with a checkpoint, ascending, intact or not."""
+    found = (step_number(path.name) for path in run.glob("step-*") if path.is_dir())
+    return sorted(step for step in found if step is not None)
 
 
 def holds_model(path: Path) -> bool:

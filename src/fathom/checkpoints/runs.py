@@ -19,18 +19,23 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from fathom.checkpoints.check import check_checkpoint
-from fathom.checkpoints.find import RunError, best_run, holds_comparison
+from fathom.checkpoints.find import (
+    RunError,
+    best_run,
+    checkpoint_steps,
+    finished_model,
+    finished_step,
+    holds_comparison,
+)
 from fathom.checkpoints.layout import (
     CONFIG,
     MANIFEST,
-    MODEL,
     RECIPE,
     RESULT,
     TOKENIZER,
     TOKENIZER_CONFIG,
     run_and_step,
     step_name,
-    step_number,
 )
 from fathom.checkpoints.tokenizers import open_tokenizer
 from fathom.errors import FathomError
@@ -95,9 +100,10 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
                 facts = {**facts, **cast(Facts, read_json(source / RESULT))}
             except ValueError as error:
                 raise RunError(f"{source / RESULT} cannot be read: {reason(error)}") from None
-        if not (source / MODEL).exists():
-            return _open_unfinished(source, tokenizer, facts)
-        directory = source / MODEL
+        model = finished_model(source)
+        if model is None:
+            return _open_checkpoint(source, tokenizer, facts)
+        directory = model
     if not (directory / CONFIG).exists():
         raise RunError(f"{source} is neither a run ({RECIPE}) nor a comparison nor a model directory ({CONFIG})")
     check_checkpoint(directory)
@@ -151,7 +157,8 @@ def _check_size(directory: Path, config: FathomConfig) -> None:
         raise RunError(f"{words}: {needed:,} parameters")
 
 
-def _open_unfinished(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts: Facts) -> Opened:
+def _open_checkpoint(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts: Facts) -> Opened:
+    """The newest checkpoint of a run; what is known of another step is left out."""
     recipe = _recipe_of(run)
     _refuse_adapters(run)
     saved = newest_checkpoint(run)
@@ -167,7 +174,8 @@ def _open_unfinished(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts
     home = Path(recipe["data"]["directory"]) / TOKENIZER
     if tokenizer is None and home.exists():
         tokenizer = open_tokenizer(home)
-    return Opened(model, tokenizer, {**facts, "step": saved.step})
+    known: Facts = facts if facts.get("step") == saved.step else {"recipe": facts["recipe"]}
+    return Opened(model, tokenizer, {**known, "step": saved.step})
 
 
 def config_of(block: Mapping[str, object]) -> FathomConfig:
@@ -200,9 +208,7 @@ def model_directory(source: str | Path) -> Path | None:
     if found is None:
         return Path(source)
     run, step = found
-    if step is None and (run / MODEL / CONFIG).exists() and (_adapters(run) or not checkpoint_steps(run)):
-        return run / MODEL
-    return None
+    return finished_model(run) if step is None and (_adapters(run) or not checkpoint_steps(run)) else None
 
 
 def find_checkpoint(where: str | Path) -> Saved:
@@ -230,10 +236,7 @@ def is_settled(where: str | Path, saved: Saved) -> bool:
     found = run_and_step(where)
     if found is None or found[1] is not None:
         return True
-    try:
-        return bool(saved.step <= read_json(found[0] / RESULT)["step"])
-    except (OSError, ValueError, KeyError):
-        return False
+    return saved.step <= finished_step(found[0])
 
 
 def read_weights(saved: Saved) -> dict[str, Tensor]:
@@ -272,12 +275,6 @@ def _adapters(run: Path) -> bool:
     recipe = _recipe_of(run)
     ranks = ((recipe.get("kvcache") or {}).get("lora_rank"), (recipe.get("lora") or {}).get("rank"))
     return any(rank is not None for rank in ranks)
-
-
-def checkpoint_steps(run: Path) -> list[int]:
-    """Steps with a checkpoint, ascending, intact or not."""
-    found = (step_number(path.name) for path in run.glob("step-*") if path.is_dir())
-    return sorted(step for step in found if step is not None)
 
 
 def newest_checkpoint(run: Path, say: Callable[[str], None] | None = None) -> Saved | None:

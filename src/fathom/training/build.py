@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -200,17 +200,17 @@ def build_model(recipe: Recipe, config: FathomConfig, device: torch.device, begi
     """The recipe's model with its initial weights in fp32, or if it `begins` those of `model.from_pretrained`."""
     source = recipe.model.get("from_pretrained")
     if source is not None and begins:
-        torch.manual_seed(_seed(recipe.train.seed, "init"))  # for a mechanism that the checkpoint does not have
         found = _source(source)
-        settings: dict[str, object] = {"config": config, "dtype": torch.float32}
+        settings: dict[str, object] = {"config": config, "dtype": torch.float32, "output_loading_info": True}
         if isinstance(found, Saved):
             settings |= {"state_dict": read_weights(found)}
             settings |= {"state_config": config_of({"from_pretrained": source}).to_dict()}
         try:
-            model = FathomForCausalLM.from_pretrained(None if isinstance(found, Saved) else found, **settings)
+            model, info = FathomForCausalLM.from_pretrained(None if isinstance(found, Saved) else found, **settings)
         except ValueError as error:
             raise RecipeError(f"model.from_pretrained={source}: {error}") from error
-        return cast("FathomForCausalLM", model.to(device))
+        initialize(model.to(device), recipe.train.seed, info["missing_keys"])
+        return cast("FathomForCausalLM", model)
     with device:
         model = FathomForCausalLM(config)
     model.float()
@@ -230,12 +230,22 @@ def _source(source: str) -> Path | Saved:
     return saved
 
 
-def initialize(model: FathomForCausalLM, seed: int) -> None:
+def initialize(model: FathomForCausalLM, seed: int, missing: Set[str] | None = None) -> None:
     """Initialise the weights, each module's from a generator seeded with its name.
 
     So two models with different mechanisms start from equal values in every parameter that they share.
+
+    Args:
+        model: Which.
+        seed: The seed of all.
+        missing: Parameters that a checkpoint lacks; only modules that hold these alone are initialised then.
     """
+    named = list(model.named_parameters(remove_duplicate=False))  # a tied head is held with the embedding
+    held = {id(p) for name, p in named if missing is not None and name not in missing}
     for name, module in reversed(list(model.named_modules())):  # children first, as transformers does
+        own = {id(p) for p in module.parameters()}
+        if missing is not None and (not own or own & held):
+            continue
         _draw_from(_seed(seed, "init", name), model.device)
         model._init_weights(module)
     model.tie_weights()

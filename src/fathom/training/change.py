@@ -11,8 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypedDict
 
+from fathom.checkpoints.find import checkpoint_steps
 from fathom.checkpoints.layout import ARMS, HISTORY, METRICS, RECIPE, RESULT, step_name
-from fathom.checkpoints.runs import Saved, checkpoint_steps, find_checkpoint, newest_checkpoint
+from fathom.checkpoints.runs import Saved, find_checkpoint, newest_checkpoint
 from fathom.recipe import FREE_ON_RESUME, Recipe, RecipeError, differences, load_recipe, values_of
 from fathom.report.files import sync_directory, write_atomically
 from fathom.training.optimizer import learning_rate, leaves_peak

@@ -20,8 +20,9 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from fathom.checkpoints.find import checkpoint_steps
 from fathom.checkpoints.layout import LATEST, MANIFEST, RECIPE, TRAINER, step_name
-from fathom.checkpoints.runs import CheckpointError, Saved, checkpoint_steps, load_tensors, newest_checkpoint, reason
+from fathom.checkpoints.runs import CheckpointError, Saved, load_tensors, newest_checkpoint, reason
 from fathom.report.files import Digest, digest, read_json, sync_directory, write_atomically, write_durably
 from fathom.training.parallel import Ranks, host_group
 from fathom.training.results import TrainerState
@@ -161,20 +162,22 @@ class Checkpointer:
     def _prune(self, step: int) -> None:
         """Delete all but the last k checkpoints up to this step. Newer ones are damaged, and are kept."""
         for old in [s for s in self.steps() if s <= step][: -self.keep_last]:
-            # Renamed first: a half-deleted directory must not look like a checkpoint.
-            doomed = self.run_dir / f"{REPLACED}{step_name(old)}"
-            os.replace(self.run_dir / step_name(old), doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            discard(self.run_dir / step_name(old))
+
+
+def discard(directory: Path) -> None:
+    """Delete a directory. It is renamed first: half-deleted, it must not look like a whole one."""
+    doomed = directory.with_name(REPLACED + directory.name)
+    shutil.rmtree(doomed, ignore_errors=True)
+    os.replace(directory, doomed)
+    shutil.rmtree(doomed, ignore_errors=True)
 
 
 def _publish(temporary: Path, final: Path) -> None:
     """Rename a finished directory to its final name; a damaged checkpoint of that name is deleted."""
     sync_directory(temporary)
     if final.exists():
-        doomed = final.with_name(REPLACED + final.name)
-        shutil.rmtree(doomed, ignore_errors=True)
-        os.replace(final, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        discard(final)
     os.replace(temporary, final)
     sync_directory(final.parent)
 

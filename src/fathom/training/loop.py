@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from fathom.checkpoints.export import export
+from fathom.checkpoints.find import finished_model
 from fathom.checkpoints.layout import ARMS, LOCK, MODEL, RECIPE, RESULT, TRAINER, step_name
 from fathom.checkpoints.runs import Saved
 from fathom.data.puzzles import has_split, open_data
@@ -26,7 +27,7 @@ from fathom.report.files import HeldError, lock, read_json, write_atomically, wr
 from fathom.training.adapters import AdapterFiles, merged
 from fathom.training.build import Training, build_training
 from fathom.training.change import CHANGEABLE, Change, begin, record
-from fathom.training.checkpoint import Checkpointer
+from fathom.training.checkpoint import Checkpointer, discard
 from fathom.training.first import FirstSteps
 from fathom.training.heldout import Evaluation, HeldOut
 from fathom.training.hooks import Hook, Hooks, Tracker
@@ -296,7 +297,7 @@ class Run:
         evaluation = self.held_out.last if self.held_out.last_step == self.step else self.held_out.score(self)
         scores = None if evaluation is None else evaluation.to_dict()
         facts: Facts = {"step": self.step, "tokens": self.tokens, "evaluation": scores}
-        model = export_model(self.training, self.run_dir / MODEL, facts) if self.recipe.train.export else None
+        model = self._export(facts)
         result = TrainResult(self.run_dir, self.step, True, self.tokens, self.meter.seconds, evaluation, model)
         if self.ranks.first:
             values = {
@@ -310,6 +311,15 @@ class Run:
             write_json(self.run_dir / RESULT, values)
         return result
 
+    def _export(self, facts: Facts) -> Path | None:
+        """Write the model, if it is wanted; if not, one of an earlier step must not be taken for it."""
+        directory = self.run_dir / MODEL
+        if self.recipe.train.export:
+            return export_model(self.training, directory, facts)
+        if self.ranks.first and directory.exists():
+            discard(directory)
+        return None
+
     def _require_corpus(self, saved: Saved | None) -> None:
         """Refuse tokens other than those that a checkpoint was trained on."""
         if saved is None:
@@ -318,8 +328,13 @@ class Run:
             raise RecipeError(f"data.directory={self.recipe.data.directory}: not the tokens that this run began with")
 
     def _settle(self, change: Change, saved: Saved | None, command: str) -> None:
-        """Write recipe and history to the directory. The recipe is last: without it the run has not begun."""
+        """Write recipe and history to the directory. The recipe is last: without it the run has not begun.
+
+        The result of a run that takes further steps is gone first, and with it its model no longer counts.
+        """
         self.run_dir.mkdir(parents=True, exist_ok=True)
+        if (saved.step if saved else 0) < self.recipe.train.steps:
+            (self.run_dir / RESULT).unlink(missing_ok=True)
         before = load_recipe(self.run_dir / RECIPE) if (self.run_dir / RECIPE).exists() else change.before
         record(self.run_dir, before, self.recipe, saved.step if saved else 0, command, change.origin)
         if change.origin is not None:
@@ -422,7 +437,7 @@ def _as_planned(recipe: Recipe, run_dir: str | Path | None) -> Change:
 
 
 def _result(change: Change) -> TrainResult | None:
-    """The result of a run that finished earlier; None if it has fewer steps than are wanted now."""
+    """The result of a run that finished earlier; None if it has fewer steps than are wanted now, or others."""
     run_dir = change.run_dir
     path = run_dir / RESULT
     if not path.exists():
@@ -430,9 +445,10 @@ def _result(change: Change) -> TrainResult | None:
     try:
         values = read_json(path)
         evaluation = values["evaluation"] and Evaluation.from_dict(values["evaluation"])
-        model = run_dir / MODEL if (run_dir / MODEL).exists() else None
-        if values["step"] != change.recipe.train.steps:
+        if values["step"] != change.recipe.train.steps or change.keys:
             return None
-        return TrainResult(run_dir, values["step"], True, values["tokens"], values["seconds"], evaluation, model)
+        return TrainResult(
+            run_dir, values["step"], True, values["tokens"], values["seconds"], evaluation, finished_model(run_dir)
+        )
     except (ValueError, KeyError, TypeError):
         raise RecipeError(f"{path} is damaged: delete it, and the same command writes it again") from None
