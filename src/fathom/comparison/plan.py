@@ -17,7 +17,7 @@ from fathom.training.build import batch_plan, check_device, check_model
 from fathom.training.parallel import device_of
 
 NOT_TIMED = (
-    *("track", "data.directory"),
+    *("track", "data.directory", "data.mixture", "data.phases"),
     *(f"train.{key}" for key in ("checkpoint_every", "keep_last", "async_save", "export", "log_every")),
 )
 """Keys on which a measurement does not depend."""
