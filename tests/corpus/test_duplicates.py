@@ -149,3 +149,35 @@ def test_a_crowd_is_compared_with_its_neighbours() -> None:
     assert {tuple(pair) for pair in crowd.tolist()} >= {(0, other) for other in range(1, 400)}
     again = _meeting(numbers[::-1].copy(), places[::-1].copy(), sizes[::-1].copy(), digests[::-1].copy())
     assert (again == pairs).all()
+
+
+def talk(*said: str, roles: str = "ua", **last: bool) -> dict[str, Any]:
+    """A conversation; what is named belongs to its last message."""
+    names = {"u": "user", "a": "assistant", "s": "system"}
+    messages: list[dict[str, Any]] = [
+        {"role": names[role], "content": text} for role, text in zip(roles, said, strict=True)
+    ]
+    messages[-1] |= last
+    return {"messages": messages}
+
+
+def stays(tmp_path: Path, rows: list[dict[str, Any]], kind: str = "conversations", **near: Any) -> list[int]:
+    """The lines that are no duplicate of another."""
+    collection = {"inputs": [str(write_jsonl(tmp_path / "a.jsonl", rows))], "kind": kind}
+    workspace = until("duplicates", tmp_path / "out", recipe_values({"a": collection}, deduplicate=near))
+    gone = {row["path"] for row in lines(workspace.stage("duplicates") / "duplicates.jsonl")}
+    return [number for number in range(len(rows)) if f"a.jsonl:{number + 1}" not in gone]
+
+
+def test_who_says_it_and_whether_it_is_learnt_are_part_of_a_conversation(tmp_path: Path) -> None:
+    """What is learnt of it must not depend on a copy that is not, or on the names of files."""
+    question, answer = Prose(9).sentence(12), Prose(10).sentence(30)
+    rows = [
+        talk(question, answer, train=False),
+        talk(question, answer),
+        talk(question, answer, roles="sa"),
+        talk(question, answer, train=True),  # the second again
+        talk(question, answer),
+    ]
+    rows[4]["messages"][0]["train"] = False  # of a question nothing is learnt anyway
+    assert stays(tmp_path, rows, near=False) == [0, 1, 2]

@@ -1,6 +1,6 @@
 """Deduplication, exact and near, in five stages, none of which holds all texts in memory.
 
-`signatures` makes a few numbers of each document, `exact` finds equal texts, `candidates` finds documents that agree
+`signatures` makes a few numbers of each document, `exact` finds equal ones, `candidates` finds documents that agree
 in a band, `verify` compares the word runs of such pairs themselves, and `duplicates` joins the pairs to clusters, keeps
 one document of each and records for every other which one it matched. A document's address is its file's number and its
 row.
@@ -17,7 +17,7 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.corpus.clean import text_digest
+from fathom.corpus.clean import document_digest
 from fathom.corpus.documents import Document, read_at, write_lines
 from fathom.corpus.minhash import NOTHING, band_numbers, jaccard, run_set
 from fathom.corpus.stage import Input, Stage, Task, Workspace
@@ -43,6 +43,7 @@ class Signatures(Stage):
     """Digest, length, place and bands of every document."""
 
     name = "signatures"
+    version = 2
 
     def settings(self) -> dict[str, object]:
         """The values of the recipe that this stage's results depend on."""
@@ -77,7 +78,7 @@ def _texts(file: IO[bytes], digests: list[bytes], offsets: list[int], sizes: lis
     offset = 0
     for line in file:
         document = Document.from_json(line)
-        digests.append(text_digest(document.text)[:16])
+        digests.append(document_digest(document)[:16])
         offsets.append(offset)
         sizes.append(document.n_chars)
         offset += len(line)
@@ -107,7 +108,7 @@ class _Global(Stage):
 
 
 class Exact(_Global):
-    """Pairs of a document and the kept one of the same text."""
+    """Pairs of a document and the kept one that equals it."""
 
     name = "exact"
 
