@@ -140,7 +140,7 @@ class Deduplicate:
     exact: bool = True
     """keep one of several documents of the same text"""
     near: bool = True
-    """keep one of several documents that share most runs of words"""
+    """keep one of several documents that share most runs of words, conversations in what is learnt and in the rest"""
     jaccard: float = 0.8
     """Jaccard similarity of the word runs of two documents from which on they count as near-duplicates"""
     shingle: int = 5
