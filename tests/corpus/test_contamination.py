@@ -179,3 +179,21 @@ def test_contradictions_can_stop_the_work(tmp_path: Path) -> None:
         until("flags", tmp_path / "out", recipe_values({"a": [file]}, decontaminate=leaks))
     assert raised.value.exit_code == 1
     until("flags", tmp_path / "out", recipe_values({"a": [file]}, decontaminate={**leaks, "strict": False}))
+
+
+def test_a_piece_that_is_too_short_is_listed(tmp_path: Path) -> None:
+    """A document with no other piece is dropped, not cut; ends without a word are none."""
+    prose = Prose(17)
+    leak = prose.sentence(18)
+    texts = [f"{prose.document(48)}\n\n{leak}", f"{prose.document(48)}\n\n{leak}\n\n{prose.document(144)}"]
+    quiz = write_jsonl(tmp_path / "q.jsonl", [{"question": leak}])
+    leaks = {"benchmarks": {"quiz": str(quiz)}, "action": "cut", "margin": 30}
+    values = recipe_values({"a": [write_jsonl(tmp_path / "a.jsonl", texts)]}, decontaminate=leaks)
+    short = {"a.jsonl:1#0": 60, "a.jsonl:2#0": 60}
+    for least, listed, kept, done in ((30, {}, ["1#0", "2#0", "2#1"], (0, 2)), (60, short, ["2#1"], (1, 1))):
+        workspace = until("flags", tmp_path / "out", {**values, "filter": {"min_words": least}})
+        found = lines(workspace.stage("contamination") / "dropped.jsonl")
+        assert {row["path"]: row["limit"] for row in found} == listed and all(row["value"] < 60 for row in found)
+        assert [one.path.removeprefix("a.jsonl:") for one in remaining(workspace)] == kept
+        counts = workspace.manifest("contamination")["counts"]
+        assert (counts["dropped"], counts["cut"], counts["short_pieces"]) == (*done, len(listed))

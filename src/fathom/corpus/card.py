@@ -92,7 +92,8 @@ def _dropped(workspace: Workspace) -> Iterator[str]:
     rows += [[f"filter: {rule}", *(cleaned[name][rule] for name in names)] for rule in ("empty", *RULES)]
     rows.append(["duplicate", *(gone.get(f"removed from {name}", 0) for name in names)])
     actions = _actions(workspace)
-    rows += [[f"contaminated: {word}", *(actions[name][word] for name in names)] for word in ("drop", "cut", "report")]
+    done = ("drop", "cut", "report", "piece of too few words")
+    rows += [[f"contaminated: {word}", *(actions[name][word] for name in names)] for word in done]
     kept = _token_counts(workspace)
     rejected: dict[str, Counter[str]] = {name: Counter() for name in names}
     for task in workspace.manifest("converse")["tasks"]:
@@ -102,7 +103,8 @@ def _dropped(workspace: Workspace) -> Iterator[str]:
     yield from _table(("documents", *names), [row for row in rows if row[0] == "read" or any(row[1:])] + [last])
     yield ""
     yield "Each document that a rule left out is in `stages/clean/*/dropped.jsonl`, each duplicate with what it matched"
-    yield "in `stages/duplicates/*/duplicates.jsonl`, each unreadable file in `stages/ingest/*/failed.jsonl`."
+    yield "in `stages/duplicates/*/duplicates.jsonl`, each unreadable file in `stages/ingest/*/failed.jsonl`, what"
+    yield "gives an item away in `stages/contamination/*/hits.jsonl`, pieces that are too short beside it."
 
 
 def _actions(workspace: Workspace) -> dict[str, Counter[str]]:
@@ -115,7 +117,10 @@ def _actions(workspace: Workspace) -> dict[str, Counter[str]]:
         for name in task["outputs"]
     }
     for path, task in parts.items():
-        for word, count in (("drop", "dropped"), ("cut", "cut"), ("report", "reported")):
+        for word, count in (
+            *(("drop", "dropped"), ("cut", "cut"), ("report", "reported")),
+            ("piece of too few words", "short_pieces"),
+        ):
             found[collections[path]][word] += task["counts"][count]
     return found
 

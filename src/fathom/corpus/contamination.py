@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from fathom.corpus.benchmarks import Item, SelfCheck, plain, read_items, self_check
 from fathom.corpus.documents import Document, read_lines, read_part, write_lines
+from fathom.corpus.kept import clean_parts, pieces_of
 from fathom.corpus.recipe import Decontaminate
 from fathom.corpus.stage import CorpusError, Input, Stage, Task, Workspace
 from fathom.corpus.words import BLOCK, Numbers, words_of
@@ -165,6 +166,7 @@ class Contamination(Stage):
     """One task for each file of documents: the action for each document that gives an item away, and why."""
 
     name = "contamination"
+    version = 2
 
     def settings(self) -> dict[str, object]:
         """The values of the recipe that this stage's results depend on."""
@@ -180,9 +182,10 @@ class Contamination(Stage):
         names = [task["arguments"]["name"] for task in self.workspace.manifest("benchmarks")["tasks"]]
         removed = self.workspace.outputs("duplicates", ".npy")
         parts = self.workspace.parts("clean") if names else []
+        cuts = "cut" in self._actions().values()
         return [
-            Task((part, gone, *indices, *items), {"benchmarks": names})
-            for part, gone in zip(parts, removed, strict=False)
+            Task((part, gone, *indices, *items), {"benchmarks": names, **({"min_words": least} if cuts else {})})
+            for part, gone, (_, least) in zip(parts, removed, clean_parts(self.workspace), strict=False)
         ]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
@@ -194,18 +197,25 @@ class Contamination(Stage):
             for name, index, lines in zip(names, paths[2 : 2 + len(names)], paths[2 + len(names) :], strict=True)
         }
         removed = set(np.load(paths[1]).tolist())
-        counts = dict.fromkeys(("documents", "hits", "dropped", "cut", "reported"), 0)
+        counts = dict.fromkeys(("documents", "hits", "dropped", "cut", "reported", "short_pieces"), 0)
         verdicts: dict[str, list[list[int]]] = {}
+        short: list[dict[str, object]] = []
         with (folder / "hits.jsonl").open("w", encoding="utf-8") as out:
             for row, document, found in self._search(paths[0], removed, matchers, counts):
                 action, spans = self._action(document, found)
+                if action == "cut":
+                    lost, some_left = _too_short(document, spans, task.arguments["min_words"])
+                    short += lost
+                    action = "cut" if some_left else "drop"
                 counts[{"drop": "dropped", "cut": "cut", "report": "reported"}[action]] += 1
                 counts["hits"] += len(found)
                 if action != "report":
                     verdicts[str(row)] = spans if action == "cut" else []
                 for line in _lines(row, document, found, matchers, action):
                     out.write(line)
+        counts["short_pieces"] = len(short)
         write_json(folder / "verdicts.json", verdicts)
+        write_lines(folder / "dropped.jsonl", short)
         return counts
 
     def _search(
@@ -240,6 +250,17 @@ class Contamination(Stage):
             else:
                 spans.append([low, high])
         return "cut", spans
+
+
+def _too_short(document: Document, spans: Sequence[Sequence[int]], least: int) -> tuple[list[dict[str, object]], bool]:
+    """A report's line on each piece of a document that has too few words, and whether any other piece is left."""
+    pieces = [piece for piece in pieces_of(document, spans) if piece.n_words]
+    lost: list[dict[str, object]] = [
+        {"id": one.id, "path": one.path, "of": document.id, "reason": "min_words", "value": one.n_words, "limit": least}
+        for one in pieces
+        if one.n_words < least
+    ]
+    return lost, len(lost) < len(pieces)
 
 
 def _row_batches(path: Path, removed: set[int]) -> Iterator[list[tuple[int, Document]]]:
