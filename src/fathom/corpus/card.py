@@ -99,6 +99,9 @@ def _dropped(workspace: Workspace) -> Iterator[str]:
     for task in workspace.manifest("converse")["tasks"]:
         rejected[task["arguments"]["collection"]].update({key: task["counts"][key] for key in REASONS})
     rows += [[f"conversation: {reason}", *(rejected[name][reason] for name in names)] for reason in REASONS]
+    for task in workspace.manifest("export")["tasks"]:
+        if (form := task["arguments"]["form"]) != "lm_eval":
+            rows.append([f"not in exports/{form}", *(task["counts"].get(f"left out of {name}", 0) for name in names)])
     last = ["kept", *(sum(kept.get(f"{name} {split} documents", 0) for split in ("train", "val")) for name in names)]
     yield from _table(("documents", *names), [row for row in rows if row[0] == "read" or any(row[1:])] + [last])
     yield ""
