@@ -13,7 +13,7 @@ import pytest
 
 from fathom.corpus import sandbox
 from fathom.corpus.extraction import Extracted
-from fathom.corpus.html import ENCODINGS, decode
+from fathom.corpus.html import ENCODINGS, all_text, decode
 from fathom.corpus.ingest import Ingest, collection_files
 from fathom.corpus.recipe import Collection, parse_corpus_recipe
 from fathom.corpus.stage import CorpusError, Task, Workspace
@@ -313,3 +313,21 @@ def test_a_label_means_what_it_means_on_the_web(label: str, encoding: str, text:
 def test_every_encoding_is_known_and_open_bytes_are_controls() -> None:
     assert all(codecs.lookup(one) for one in ENCODINGS.values())
     assert decode(b"<meta charset=iso-8859-1><p>\x81\x92") == "<meta charset=iso-8859-1><p>\x81’"
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("<html><head><title>a <b>t</title><meta charset=utf-8><body><p>text</p>", "text"),
+        ("<html><head><title>t</title><style>p {}</style><p>text</p>", "text"),
+        ("<head><link rel=x><base/><script>no()</script>\n<template><p>no</template>text", "text"),
+        ("<head><title>t</title><br/>text", "text"),
+        ("<head><noscript><style>p {}</style></noscript><title>t</title></head><p>text", "text"),
+        ("<p>one</p><object data=x><p>two</p>", "one\n\ntwo"),
+        ("<p>one <object data=x>no <object>no</object> <b>no</b></object>two</p></object> three", "one two\n\nthree"),
+        ("<p>one</p><svg><title>no</title></svg><p>two</p>", "one\n\ntwo"),
+    ],
+)
+def test_a_head_and_an_object_without_an_end(page: str, text: str) -> None:
+    """The end tag of a head may be left out; an object that has none is not the rest of the page."""
+    assert all_text(page) == text

@@ -9,7 +9,9 @@ from pathlib import Path
 
 from fathom.corpus.extraction import Extracted, IngestValues
 
-SILENT = ("script", "style", "template", "noscript", "head", "svg", "math", "iframe", "object")
+SILENT = ("script", "style", "template", "noscript", "head", "title", "svg", "math", "iframe")
+IN_HEAD = {"base", "link", "meta", "noscript", "script", "style", "template", "title"}
+"""What may stand in a head; anything else ends it, as its own end tag may be missing."""
 BLOCKS = {
     *("p", "div", "br", "li", "tr", "table", "section", "article", "blockquote", "pre", "hr", "ul", "ol", "dl", "dt"),
     *("dd", "header", "footer", "main", "figure", "figcaption", *(f"h{level}" for level in range(1, 7))),
@@ -99,27 +101,41 @@ class _Reader(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.found: list[str] = []
         self._silent: list[str] = []
+        self._objects: list[int] = []
+        """How much was found before each object that is open: its text is for readers that lack what it shows."""
         self._verbatim = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._end_head(tag in IN_HEAD)
         if tag in SILENT:
             self._silent.append(tag)
+        if tag == "object":
+            self._objects.append(len(self.found))
         self._verbatim += tag == "pre"
         self._break(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._end_head(tag in IN_HEAD)
         self._break(tag)
 
     def handle_endtag(self, tag: str) -> None:
         if tag in self._silent:
             while self._silent.pop() != tag:
                 pass
+        if tag == "object" and self._objects:
+            del self.found[self._objects.pop() :]
         self._verbatim -= tag == "pre" and self._verbatim > 0
         self._break(tag)
 
     def handle_data(self, data: str) -> None:
+        self._end_head(not data.strip())
         if not self._silent:
             self.found.append(data if self._verbatim else re.sub(r"\s+", " ", data))
+
+    def _end_head(self, belongs: bool) -> None:
+        """A head ends at the first tag or text that does not belong there."""
+        if not belongs and self._silent == ["head"]:
+            self._silent.clear()
 
     def _break(self, tag: str) -> None:
         if tag in ("td", "th"):
