@@ -11,6 +11,7 @@ import pytest
 
 from fathom.corpus.benchmarks import Item, plain
 from fathom.corpus.contamination import Matcher, build_index
+from fathom.corpus.folding import folded, rejoined
 from fathom.corpus.kept import kept_documents, kept_parts
 from fathom.corpus.recipe import Decontaminate
 from fathom.corpus.stage import CorpusError, Workspace
@@ -197,3 +198,40 @@ def test_a_piece_that_is_too_short_is_listed(tmp_path: Path) -> None:
         assert [one.path.removeprefix("a.jsonl:") for one in remaining(workspace)] == kept
         counts = workspace.manifest("contamination")["counts"]
         assert (counts["dropped"], counts["cut"], counts["short_pieces"]) == (*done, len(listed))
+
+
+GREEK = "πόσοι μαθητές της πρώτης τάξης είδαν τους ωραίους κήπους πριν από τις μεγάλες γιορτές του"
+LATIN = "which official office first defined the efficient affine flow of five different fields and offers straße"
+
+
+@pytest.mark.parametrize(
+    ("stem", "form"),
+    [
+        (GREEK, GREEK.upper()),
+        (LATIN, "for $5 " + LATIN.replace("ffi", "ﬃ").replace("fi", "ﬁ").replace("ff", "ﬀ") + " US$"),
+        (LATIN.replace("fi", "ﬁ"), LATIN),
+        (LATIN, LATIN.replace("f", "f\u200b")),
+        (LATIN, LATIN.replace("effi", "e\u00adf\ufe0ffi")),
+        (LATIN, LATIN.replace("ici", "i-\nci").replace("differ", "diff-\n   er")),
+        (LATIN.replace("affine flow", "well-known flow"), LATIN.replace("affine flow", "well-\nknown flow")),
+        (LATIN.replace("affine flow", "well-known flow"), LATIN.replace("affine flow", "well-\nknown fl‐\now")),
+        (LATIN, LATIN.upper()),
+    ],
+)
+def test_forms_of_type_and_layout(stem: str, form: str) -> None:
+    """What is found is exactly the passage; an item of other words is not found in any of them."""
+    item, other = Item("x", stem), Item("y", " ".join(WORDS[:16]))
+    text = f"é {around('')} {form} {around('')}"
+    index, _ = build_index([item, other], Decontaminate())
+    hits = next(Matcher(index, [item, other]).hits([text]))
+    assert {hit.item for hit in hits} == {0}
+    start, end = min(hit.start for hit in hits), max(hit.end for hit in hits)
+    assert text[start:end] == form.removeprefix("for $5 ").removesuffix(" US$")
+
+
+def test_words_are_joined_where_an_item_has_the_whole_alone() -> None:
+    one = folded("a fi-\nle and a non-\nsense, and ﬁ-\n  les")
+    assert rejoined(one, {"sense"}) is None
+    again = rejoined(one, {"file", "files"})
+    assert again is not None and again.text == "a file and a non-\nsense, and files"
+    assert again.span(again.text.index("files"), len(again.text)) == (31, 39)

@@ -13,7 +13,7 @@ from typing import Any, TypedDict
 
 from fathom.corpus.normalization import normalize
 from fathom.corpus.stage import CorpusError
-from fathom.corpus.words import words_of
+from fathom.corpus.words import lower, words_of
 from fathom.data.shards import DataError
 from fathom.data.sources import JSON, Reading, Source, suffix_of
 
@@ -60,7 +60,7 @@ def plain_all(texts: Sequence[str]) -> list[str]:
     words = words_of(texts)
     starts, ends, bounds = words.starts.tolist(), words.ends.tolist(), words.bounds.tolist()
     return [
-        " ".join(text[a:b].lower() for a, b in zip(starts[low:high], ends[low:high], strict=True))
+        " ".join(lower(text[a:b]) for a, b in zip(starts[low:high], ends[low:high], strict=True))
         for text, low, high in zip(texts, bounds, bounds[1:], strict=False)
     ]
 

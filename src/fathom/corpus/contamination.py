@@ -7,6 +7,7 @@ words leaks where it occurs whole, and a shorter one where its answer follows.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,8 +16,9 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.corpus.benchmarks import Item, SelfCheck, plain, read_items, self_check
+from fathom.corpus.benchmarks import Item, SelfCheck, plain, plain_all, read_items, self_check
 from fathom.corpus.documents import Document, read_lines, read_part, write_lines
+from fathom.corpus.folding import Folded, folded, rejoined
 from fathom.corpus.kept import clean_parts, pieces_of
 from fathom.corpus.recipe import Decontaminate
 from fathom.corpus.stage import CorpusError, Input, Stage, Task, Workspace
@@ -32,7 +34,7 @@ class Benchmarks(Stage):
     """One task for each benchmark."""
 
     name = "benchmarks"
-    version = 2
+    version = 3
 
     def settings(self) -> dict[str, object]:
         """The values of the recipe that this stage's results depend on."""
@@ -79,7 +81,7 @@ def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[dict[str, 
     texts, owners, limits = [], [], []
     for number, item in enumerate(items):
         for what, text in item.texts():
-            texts.append(text)
+            texts.append(folded(text).text)
             owners.append(number)
             limits.append(rules.shortest if what == "stem and answer" else rules.whole)
     words = words_of(texts)
@@ -128,7 +130,16 @@ class Matcher:
 
     def hits(self, texts: Sequence[str]) -> Iterator[list[Hit]]:
         """The hits in each text, in order."""
-        words = words_of(texts)
+        whole = [folded(text) for text in texts]
+        found = self._hits(whole)
+        joined = {number: again for number, one in enumerate(whole) if (again := rejoined(one, self._vocabulary))}
+        for number, hits in zip(joined, self._hits(list(joined.values())), strict=True):
+            found[number] += [hit for hit in hits if hit not in found[number]]
+        for hits in found:
+            yield sorted(hits, key=lambda hit: (hit.start, hit.end, hit.item))
+
+    def _hits(self, texts: Sequence[Folded]) -> list[list[Hit]]:
+        words = words_of([one.text for one in texts])
         found: list[list[Hit]] = [[] for _ in texts]
         for length, runs, places in words.runs_of(self._index):
             known, items, sieve = self._index[length]
@@ -143,14 +154,19 @@ class Matcher:
                 start, end = int(words.starts[begin]), int(words.ends[begin + length - 1])
                 for item in items[low:high].tolist():
                     # Numbers may be equal by chance, so the words are compared.
-                    if self._holds(item, plain(texts[text][start:end])):
-                        found[text].append(Hit(item, start, end, length))
-        for hits in found:
-            yield sorted(hits, key=lambda hit: (hit.start, hit.end, hit.item))
+                    if self._holds(item, plain(texts[text].text[start:end])):
+                        found[text].append(Hit(item, *texts[text].span(start, end), length))
+        return found
+
+    @functools.cached_property
+    def _vocabulary(self) -> set[str]:
+        """The words of all items."""
+        texts = [folded(text).text for item in self._items for what, text in item.texts() if what != "choice"]
+        return {word for text in plain_all(texts) for word in text.split()}
 
     def _holds(self, item: int, passage: str) -> bool:
         if item not in self._plain:
-            self._plain[item] = [f" {plain(text)} " for _, text in self._items[item].texts()]
+            self._plain[item] = [f" {plain(folded(text).text)} " for _, text in self._items[item].texts()]
         return any(f" {passage} " in text for text in self._plain[item])
 
 
