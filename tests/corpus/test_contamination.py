@@ -15,6 +15,7 @@ from fathom.corpus.folding import folded, rejoined
 from fathom.corpus.kept import kept_documents, kept_parts
 from fathom.corpus.recipe import Decontaminate
 from fathom.corpus.stage import CorpusError, Workspace
+from fathom.evaluation.pairs import read_benchmarks
 from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
 from tests.corpus.test_duplicates import until
 
@@ -235,3 +236,26 @@ def test_words_are_joined_where_an_item_has_the_whole_alone() -> None:
     again = rejoined(one, {"file", "files"})
     assert again is not None and again.text == "a file and a non-\nsense, and files"
     assert again.span(again.text.index("files"), len(again.text)) == (31, 39)
+
+
+def test_what_cannot_be_asked_is_searched_for_and_left_out(tmp_path: Path) -> None:
+    """`fathom evaluate` reads all that is written; an item without choices, or a right one, is none that it asks."""
+    stems = [Prose(18 + number).sentence(18) for number in range(5)]
+    given: list[tuple[list[str], int | None]] = [
+        (["a", "b"], 1),
+        (["a", " "], 0),
+        (["a"], 0),
+        ([], None),
+        (["", "b"], None),
+    ]
+    quiz = [
+        {"question": stem, "choices": choices, "answer": answer}
+        for stem, (choices, answer) in zip(stems, given, strict=True)
+    ]
+    place = write_jsonl(tmp_path / "a.jsonl", [f"{around('')} {stems[1]}", Prose(30).document()])
+    leaks = {"benchmarks": {"quiz": str(write_jsonl(tmp_path / "q.jsonl", quiz))}}
+    workspace = until("flags", tmp_path / "out", recipe_values({"a": [place]}, decontaminate=leaks))
+    (flags,) = (workspace.path(one) for one in workspace.outputs("flags", ".jsonl"))
+    assert [row["number"] for row in lines(flags)] == [0, 3, 4]
+    assert workspace.manifest("flags")["counts"] == {"dirty": 1, "items": 5, "left_out": 2}
+    assert [item.question for item in read_benchmarks(flags.parent)["quiz"]] == [stems[0]]

@@ -40,6 +40,11 @@ class Item:
     """The right answer's text."""
     context: str = ""
 
+    def can_be_asked(self) -> bool:
+        """Whether `fathom evaluate` can ask it: 2 to 26 choices that are texts; without a right one it asks nothing."""
+        asked = bool(self.choices) and self.answer is not None
+        return not asked or (all(self.choices) and 2 <= len(self.choices) <= len(LETTERS))
+
     def texts(self) -> list[tuple[str, str]]:
         """(kind, text) of every text by which a document may give the item away."""
         listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, self.choices, strict=False))

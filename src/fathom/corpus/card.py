@@ -164,17 +164,18 @@ def _benchmarks(workspace: Workspace) -> Iterator[str]:
                 for key in ("duplicate_stems", "contradictory", "repeated_options", "empty_options")
             ),
             check["counts"]["answer_out_of_range"],
+            dirty[check["benchmark"]]["left_out"],
         ]
         for check in checks
     ]
     head = ("benchmark", "items", "dirty", "too short to find", "duplicate stems", "contradictory", "repeated options")
-    yield from _table((*head, "empty options", "answer out of range"), rows)
+    yield from _table((*head, "empty options", "answer out of range", "left out"), rows)
     yield ""
     rules = workspace.recipe.decontaminate
     yield (
         f"Dirty is an item of which {rules.words} words in a row occur in a document, or all of it where it has "
         f"{rules.whole} to {rules.words - 1}; what was done with the document is counted above. `benchmark/NAME.jsonl` "
-        "flags every item."
+        "flags every item but those that cannot be asked: with an empty option, or fewer than 2 or more than 26."
     )
 
 

@@ -332,9 +332,10 @@ def read_index_items(path: Path) -> list[Item]:
 
 
 class Flags(Stage):
-    """One file for each benchmark: for every item whether it is dirty, and where."""
+    """One file for each benchmark: for every item that can be asked whether it is dirty, and where."""
 
     name = "flags"
+    version = 2
 
     def tasks(self) -> list[Task]:
         """The tasks, once the stages before are finished."""
@@ -364,9 +365,10 @@ class Flags(Stage):
                 "documents": where.get(number, [])[:10],
             }
             for number, item in enumerate(items)
+            if item.can_be_asked()
         )
-        write_lines(folder / f"{name}.jsonl", rows)
-        return {"items": len(items), "dirty": len(where)}
+        written = write_lines(folder / f"{name}.jsonl", rows)
+        return {"items": len(items), "dirty": len(where), "left_out": len(items) - written}
 
 
 class BenchmarkCheck(SelfCheck):
