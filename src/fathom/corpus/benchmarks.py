@@ -7,7 +7,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -78,6 +78,10 @@ def read_items(path: Path, name: str, question: str | None = None) -> list[Item]
             raise CorpusError(f"decontaminate.benchmarks.{name}: item {number + 1} is {type(row).__name__}, no object")
         try:
             items.append(item_of(row, number, question))
+            json.dumps(asdict(items[-1]), ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
+            half = f"{error.object[error.start]!a} is half a character, which UTF-8 lacks"
+            raise CorpusError(f"decontaminate.benchmarks.{name}: {path}: item {number + 1}: {half}") from None
         except (KeyError, ValueError) as error:
             said = error.args[0] if error.args else error
             raise CorpusError(f"decontaminate.benchmarks.{name}: item {number + 1}: {said}") from None
