@@ -141,7 +141,7 @@ class Deduplicate:
     """Which documents count as the same."""
 
     exact: bool = True
-    """keep one of several documents of the same text"""
+    """keep one of several documents of the same text, or conversations of the same messages"""
     near: bool = True
     """keep one of several documents that share most runs of words, conversations in what is learnt and in the rest"""
     jaccard: float = 0.8
