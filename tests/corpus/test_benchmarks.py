@@ -115,3 +115,14 @@ def test_all_planted_faults_and_no_others() -> None:
     assert check["letters"] == {"A": 14, "B": 10, "C": 11} and check["majority_score"] == round(14 / 36, 6)
     clean = self_check([item_of(row, number) for number, row in enumerate(good)])
     assert not any(clean["counts"].values())
+
+
+@pytest.mark.parametrize("key", ["question", "id", "choices", "context"])
+def test_half_a_character_is_named_with_its_item(key: str, tmp_path: Path) -> None:
+    good = {"id": "1", "question": "What?", "choices": ["a", "b"], "answer": 0, "context": "so \U0001d11e"}
+    bad = {**good, key: ["\ud800", "b"] if key == "choices" else "half \ud800"}
+    (tmp_path / "q.jsonl").write_text(f"{json.dumps(good)}\n{json.dumps(bad)}\n")
+    said = r"benchmarks\.quiz: .*q\.jsonl: item 2: '\\ud800' is half a character"
+    with pytest.raises(CorpusError, match=said) as raised:
+        read_items(tmp_path / "q.jsonl", "quiz")
+    assert raised.value.exit_code == 2

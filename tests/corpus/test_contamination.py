@@ -11,9 +11,11 @@ import pytest
 
 from fathom.corpus.benchmarks import Item, plain
 from fathom.corpus.contamination import Matcher, build_index
+from fathom.corpus.folding import folded, rejoined
 from fathom.corpus.kept import kept_documents, kept_parts
 from fathom.corpus.recipe import Decontaminate
 from fathom.corpus.stage import CorpusError, Workspace
+from fathom.evaluation.pairs import read_benchmarks
 from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
 from tests.corpus.test_duplicates import until
 
@@ -179,3 +181,81 @@ def test_contradictions_can_stop_the_work(tmp_path: Path) -> None:
         until("flags", tmp_path / "out", recipe_values({"a": [file]}, decontaminate=leaks))
     assert raised.value.exit_code == 1
     until("flags", tmp_path / "out", recipe_values({"a": [file]}, decontaminate={**leaks, "strict": False}))
+
+
+def test_a_piece_that_is_too_short_is_listed(tmp_path: Path) -> None:
+    """A document with no other piece is dropped, not cut; ends without a word are none."""
+    prose = Prose(17)
+    leak = prose.sentence(18)
+    texts = [f"{prose.document(48)}\n\n{leak}", f"{prose.document(48)}\n\n{leak}\n\n{prose.document(144)}"]
+    quiz = write_jsonl(tmp_path / "q.jsonl", [{"question": leak}])
+    leaks = {"benchmarks": {"quiz": str(quiz)}, "action": "cut", "margin": 30}
+    values = recipe_values({"a": [write_jsonl(tmp_path / "a.jsonl", texts)]}, decontaminate=leaks)
+    short = {"a.jsonl:1#0": 60, "a.jsonl:2#0": 60}
+    for least, listed, kept, done in ((30, {}, ["1#0", "2#0", "2#1"], (0, 2)), (60, short, ["2#1"], (1, 1))):
+        workspace = until("flags", tmp_path / "out", {**values, "filter": {"min_words": least}})
+        found = lines(workspace.stage("contamination") / "dropped.jsonl")
+        assert {row["path"]: row["limit"] for row in found} == listed and all(row["value"] < 60 for row in found)
+        assert [one.path.removeprefix("a.jsonl:") for one in remaining(workspace)] == kept
+        counts = workspace.manifest("contamination")["counts"]
+        assert (counts["dropped"], counts["cut"], counts["short_pieces"]) == (*done, len(listed))
+
+
+GREEK = "πόσοι μαθητές της πρώτης τάξης είδαν τους ωραίους κήπους πριν από τις μεγάλες γιορτές του"
+LATIN = "which official office first defined the efficient affine flow of five different fields and offers straße"
+
+
+@pytest.mark.parametrize(
+    ("stem", "form"),
+    [
+        (GREEK, GREEK.upper()),
+        (LATIN, "for $5 " + LATIN.replace("ffi", "ﬃ").replace("fi", "ﬁ").replace("ff", "ﬀ") + " US$"),
+        (LATIN.replace("fi", "ﬁ"), LATIN),
+        (LATIN, LATIN.replace("f", "f\u200b")),
+        (LATIN, LATIN.replace("effi", "e\u00adf\ufe0ffi")),
+        (LATIN, LATIN.replace("ici", "i-\nci").replace("differ", "diff-\n   er")),
+        (LATIN.replace("affine flow", "well-known flow"), LATIN.replace("affine flow", "well-\nknown flow")),
+        (LATIN.replace("affine flow", "well-known flow"), LATIN.replace("affine flow", "well-\nknown fl‐\now")),
+        (LATIN, LATIN.upper()),
+    ],
+)
+def test_forms_of_type_and_layout(stem: str, form: str) -> None:
+    """What is found is exactly the passage; an item of other words is not found in any of them."""
+    item, other = Item("x", stem), Item("y", " ".join(WORDS[:16]))
+    text = f"é {around('')} {form} {around('')}"
+    index, _ = build_index([item, other], Decontaminate())
+    hits = next(Matcher(index, [item, other]).hits([text]))
+    assert {hit.item for hit in hits} == {0}
+    start, end = min(hit.start for hit in hits), max(hit.end for hit in hits)
+    assert text[start:end] == form.removeprefix("for $5 ").removesuffix(" US$")
+
+
+def test_words_are_joined_where_an_item_has_the_whole_alone() -> None:
+    one = folded("a fi-\nle and a non-\nsense, and ﬁ-\n  les")
+    assert rejoined(one, {"sense"}) is None
+    again = rejoined(one, {"file", "files"})
+    assert again is not None and again.text == "a file and a non-\nsense, and files"
+    assert again.span(again.text.index("files"), len(again.text)) == (31, 39)
+
+
+def test_what_cannot_be_asked_is_searched_for_and_left_out(tmp_path: Path) -> None:
+    """`fathom evaluate` reads all that is written; an item without choices, or a right one, is none that it asks."""
+    stems = [Prose(18 + number).sentence(18) for number in range(5)]
+    given: list[tuple[list[str], int | None]] = [
+        (["a", "b"], 1),
+        (["a", " "], 0),
+        (["a"], 0),
+        ([], None),
+        (["", "b"], None),
+    ]
+    quiz = [
+        {"question": stem, "choices": choices, "answer": answer}
+        for stem, (choices, answer) in zip(stems, given, strict=True)
+    ]
+    place = write_jsonl(tmp_path / "a.jsonl", [f"{around('')} {stems[1]}", Prose(30).document()])
+    leaks = {"benchmarks": {"quiz": str(write_jsonl(tmp_path / "q.jsonl", quiz))}}
+    workspace = until("flags", tmp_path / "out", recipe_values({"a": [place]}, decontaminate=leaks))
+    (flags,) = (workspace.path(one) for one in workspace.outputs("flags", ".jsonl"))
+    assert [row["number"] for row in lines(flags)] == [0, 3, 4]
+    assert workspace.manifest("flags")["counts"] == {"dirty": 1, "items": 5, "left_out": 2}
+    assert [item.question for item in read_benchmarks(flags.parent)["quiz"]] == [stems[0]]

@@ -149,3 +149,72 @@ def test_a_crowd_is_compared_with_its_neighbours() -> None:
     assert {tuple(pair) for pair in crowd.tolist()} >= {(0, other) for other in range(1, 400)}
     again = _meeting(numbers[::-1].copy(), places[::-1].copy(), sizes[::-1].copy(), digests[::-1].copy())
     assert (again == pairs).all()
+
+
+def talk(*said: str, roles: str = "ua", **last: bool) -> dict[str, Any]:
+    """A conversation; what is named belongs to its last message."""
+    names = {"u": "user", "a": "assistant", "s": "system"}
+    messages: list[dict[str, Any]] = [
+        {"role": names[role], "content": text} for role, text in zip(roles, said, strict=True)
+    ]
+    messages[-1] |= last
+    return {"messages": messages}
+
+
+def stays(tmp_path: Path, rows: list[dict[str, Any]], kind: str = "conversations", **near: Any) -> list[int]:
+    """The lines that are no duplicate of another."""
+    collection = {"inputs": [str(write_jsonl(tmp_path / "a.jsonl", rows))], "kind": kind}
+    workspace = until("duplicates", tmp_path / "out", recipe_values({"a": collection}, deduplicate=near))
+    gone = {row["path"] for row in lines(workspace.stage("duplicates") / "duplicates.jsonl")}
+    return [number for number in range(len(rows)) if f"a.jsonl:{number + 1}" not in gone]
+
+
+def test_who_says_it_and_whether_it_is_learnt_are_part_of_a_conversation(tmp_path: Path) -> None:
+    """What is learnt of it must not depend on a copy that is not, or on the names of files."""
+    question, answer = Prose(9).sentence(12), Prose(10).sentence(30)
+    rows = [
+        talk(question, answer, train=False),
+        talk(question, answer),
+        talk(question, answer, roles="sa"),
+        talk(question, answer, train=True),  # the second again
+        talk(question, answer),
+    ]
+    rows[4]["messages"][0]["train"] = False  # of a question nothing is learnt anyway
+    assert stays(tmp_path, rows, near=False) == [0, 1, 2]
+
+
+def test_conversations_are_near_in_what_is_learnt_and_in_the_rest(tmp_path: Path) -> None:
+    """Questions on one passage stay, and answers to one question; near copies go, however short one side is."""
+    prose = Prose(14)
+    passage, question, answer = prose.document(200), prose.sentence(20), prose.sentence(60)
+    rows = [talk(f"{passage}\n\n{prose.sentence(9)}", prose.sentence(30)) for _ in range(4)]
+    rows += [talk(question, answer), talk(question, prose.sentence(60)), talk(prose.sentence(20), answer)]
+    rows += [talk("3 + 4?", answer), talk("3 - 4?", answer), talk(question, answer, train=False)]
+    distinct = list(range(len(rows)))
+    rows += [talk(question, prose.edited(answer, 1)), talk("3 + 4?", prose.edited(answer, 1))]
+    rows += [talk(prose.edited(f"{passage}\n\n{question}", 2), answer), talk(f"{passage}\n\n{question}", answer)]
+    kept = stays(tmp_path, rows)
+    assert kept[: len(distinct) - 2] == [*distinct[:4], 5, 6, 8, 9]
+    assert sum(number in kept for number in (4, 10)) == sum(number in kept for number in (7, 11)) == 1
+    assert sum(number in kept for number in (12, 13)) == 1 and len(kept) == 11
+
+
+def test_a_document_is_no_duplicate_of_a_conversation(tmp_path: Path) -> None:
+    prose = Prose(15)
+    question, answer = prose.sentence(30), prose.sentence(60)
+    text = write_jsonl(tmp_path / "d.jsonl", [f"{question}\n\n{answer}"])
+    asked = write_jsonl(tmp_path / "t.jsonl", [talk(question, answer)])
+    collections: dict[str, Any] = {"d": [text], "t": {"inputs": [str(asked)], "kind": "conversations"}}
+    workspace = until("duplicates", tmp_path / "out", recipe_values(collections))
+    assert workspace.manifest("duplicates")["counts"]["removed"] == 0
+
+
+def test_a_table_asks_for_long_values_in_every_way(tmp_path: Path) -> None:
+    """Of two equal rows one stays."""
+    rows = [{"name": name, "history": Prose(16).sentence(80)} for name in ("Zorbite", "Zorbite", "Ulite")]
+    removed = until(
+        "duplicates",
+        tmp_path / "out",
+        recipe_values({"a": {"inputs": [str(write_jsonl(tmp_path / "a.jsonl", rows))], "kind": "table"}}),
+    ).manifest("duplicates")["counts"]
+    assert (removed["removed"], removed["exact"]) == (5, 5)

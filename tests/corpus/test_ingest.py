@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import gzip
 import json
 import lzma
@@ -12,6 +13,7 @@ import pytest
 
 from fathom.corpus import sandbox
 from fathom.corpus.extraction import Extracted
+from fathom.corpus.html import ENCODINGS, all_text, decode
 from fathom.corpus.ingest import Ingest, collection_files
 from fathom.corpus.recipe import Collection, parse_corpus_recipe
 from fathom.corpus.stage import CorpusError, Task, Workspace
@@ -282,3 +284,50 @@ def test_identify_by_stamp(tmp_path: Path) -> None:
     before = Ingest(stage_of).tasks()
     write(tmp_path / "a.txt", "texts")
     assert Ingest(stage_of).tasks() != before
+
+
+@pytest.mark.parametrize(
+    ("label", "encoding", "text"),
+    [
+        *(
+            (label, "cp1252", "It’s the geologist’s “view” – doesn’t…")
+            for label in ("iso-8859-1", "Latin1", "us-ascii")
+        ),
+        ("windows-1252", "cp1252", "naïve"),
+        ("iso-8859-9", "cp1254", "“ışık”"),
+        ("gb2312", "gb18030", "鎔"),
+        ("shift_jis", "cp932", "①～髙"),
+        ("euc-kr", "cp949", "똠방각하"),
+        ("big5", "big5hkscs", "水深"),
+        ("iso-8859-2", "iso-8859-2", "łódź"),
+        *((label, "utf-8", "café ’") for label in ("utf-16", "utf-8", "UTF-16LE")),
+        *(("iso-8859-1", encoding, "café ’") for encoding in ("utf-8-sig", "utf-16", "utf-32")),
+    ],
+)
+def test_a_label_means_what_it_means_on_the_web(label: str, encoding: str, text: str) -> None:
+    """A byte order mark is before it, and a tag that can be read as bytes is not in UTF-16."""
+    page = f'<html><head><meta charset="{label}"><body><p>{text}</p>'
+    assert decode(page.encode(encoding)) == page
+
+
+def test_every_encoding_is_known_and_open_bytes_are_controls() -> None:
+    assert all(codecs.lookup(one) for one in ENCODINGS.values())
+    assert decode(b"<meta charset=iso-8859-1><p>\x81\x92") == "<meta charset=iso-8859-1><p>\x81’"
+
+
+@pytest.mark.parametrize(
+    ("page", "text"),
+    [
+        ("<html><head><title>a <b>t</title><meta charset=utf-8><body><p>text</p>", "text"),
+        ("<html><head><title>t</title><style>p {}</style><p>text</p>", "text"),
+        ("<head><link rel=x><base/><script>no()</script>\n<template><p>no</template>text", "text"),
+        ("<head><title>t</title><br/>text", "text"),
+        ("<head><noscript><style>p {}</style></noscript><title>t</title></head><p>text", "text"),
+        ("<p>one</p><object data=x><p>two</p>", "one\n\ntwo"),
+        ("<p>one <object data=x>no <object>no</object> <b>no</b></object>two</p></object> three", "one two\n\nthree"),
+        ("<p>one</p><svg><title>no</title></svg><p>two</p>", "one\n\ntwo"),
+    ],
+)
+def test_a_head_and_an_object_without_an_end(page: str, text: str) -> None:
+    """The end tag of a head may be left out; an object that has none is not the rest of the page."""
+    assert all_text(page) == text

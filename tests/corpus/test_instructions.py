@@ -98,7 +98,8 @@ def test_forms_of_others() -> None:
     }
     assert dataset_info("wiki", "documents") == {"file_name": "wiki.jsonl", "columns": {"prompt": "text"}}
     assert axolotl_dataset("wiki", "documents")["type"] == "completion"
-    assert axolotl_dataset("talk", "conversations")["roles_to_train"] == ["assistant"]
+    talk = axolotl_dataset("talk", "conversations")
+    assert (talk["roles_to_train"], talk["message_field_training"]) == (["assistant"], "train")
     row = task_row(Item("7", "Which?", ("red", "blue"), 1, "blue"))
     assert row == {
         "id": "7",
@@ -115,6 +116,30 @@ def test_forms_of_others() -> None:
     assert text["doc_to_text"] == "{{text_prompt}}" and text["doc_to_choice"] == "{{choices}}"
     assert [one["metric"] for one in letter["metric_list"]] == ["acc"]
     assert [one["metric"] for one in text["metric_list"]] == ["acc", "acc_norm"]
+
+
+def test_a_draft_that_is_not_learnt_is_learnt_nowhere(tokenizer: str, tmp_path: Path) -> None:
+    """A form that says so keeps it, the others leave the conversation out, and the card counts it."""
+    said = Prose(52)
+    good = [{"role": role, "content": said.sentence(12), "train": role != "user"} for role in ("user", "assistant")]
+    draft = [*good, {**good[1], "content": "WRONG draft answer", "train": False}]
+    values = recipe_values(
+        {"talk": {"inputs": [str(write_jsonl(tmp_path / "t.jsonl", [{"messages": draft}, {"messages": good}]))],
+                  "kind": "conversations"}},
+        tokenize={"tokenizer": tokenizer, "held_out": 0},
+        converse={"template": "alpaca"},
+        exports=["trl", "llamafactory", "axolotl"],
+    )  # fmt: skip
+    report = build(parse_corpus_recipe(values), tmp_path / "out")
+    exported = {form: lines(tmp_path / "out" / "exports" / form / "talk.jsonl") for form in values["exports"]}
+    plain = [{key: one[key] for key in ("role", "content")} for one in good]
+    assert exported["trl"] == exported["llamafactory"] == [{"messages": plain}]
+    assert [[one["train"] for one in row["messages"]] for row in exported["axolotl"]] == [
+        [False, True, False],
+        [False, True],
+    ]
+    card = report.card.read_text()
+    assert "| not in exports/trl | 1 |" in card and "exports/axolotl" not in card
 
 
 def test_from_a_recipe(tokenizer: str, tmp_path: Path) -> None:

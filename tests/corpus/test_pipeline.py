@@ -162,6 +162,28 @@ def test_damage_is_done_again(corpora: Path, tokenizer: str, tmp_path: Path) -> 
     assert report.stages["clean"].done == 1 and tree(tmp_path / "out") == whole
 
 
+def test_what_a_recipe_no_longer_makes_is_removed(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
+    """A directory is what its recipe makes, whatever was made there before; a user's own files stay."""
+    both = recipe_of(corpora, tokenizer, converse={"template": "alpaca"})
+    talk = [{"instruction": Prose(22).sentence(9), "output": "Two fathoms."}]
+    rows = write_jsonl(tmp_path / "talk.jsonl", [*talk, {"instruction": "How deep?", "output": "Three."}])
+    both["collections"]["talk"] = {"inputs": [str(rows)], "kind": "conversations"}
+    both["tokenize"]["held_out"] = 0
+    alone = {name: {**both, "collections": {name: both["collections"][name]}} for name in ("replay", "talk")}
+    made(tmp_path / "out", both)
+    for name, published in (("replay", {"shards", "mixture.json", "mixture.u8"}), ("talk", {"conversations"})):
+        made(tmp_path / "out", alone[name])
+        made(tmp_path / f"only {name}", alone[name])
+        assert tree(tmp_path / "out") == tree(tmp_path / f"only {name}")
+        ours = {"shards", "conversations", "mixture.json", "mixture.u8"}
+        assert {path.name for path in (tmp_path / "out").iterdir()} & ours == published
+    for mine in ("notes.txt", "train/mine.txt"):
+        write(tmp_path / "out" / "conversations" / mine, "mine")
+    made(tmp_path / "out", alone["replay"])
+    left = (path for path in (tmp_path / "out" / "conversations").rglob("*") if path.is_file())
+    assert {path.name for path in left} == {"notes.txt", "mine.txt"}
+
+
 def test_an_infeasible_budget_is_refused_before_shards(corpora: Path, tokenizer: str, tmp_path: Path) -> None:
     mix = {"shares": {"domain": 0.9, "replay": 0.1}, "tokens": 10**7}
     values = recipe_of(corpora, tokenizer) | {"mix": mix}

@@ -46,6 +46,12 @@ def test_a_collection_has_its_own_thresholds() -> None:
             "collections.a.encoding: utf-99 is no encoding",
         ),
         ({"collections": {"a": {"inputs": ["x"], "encoding": "hex"}}}, "collections.a.encoding: hex is no encoding"),
+        (
+            {"collections": {"a": {"inputs": ["x"], "encoding": "undefined"}}},
+            "collections.a.encoding: undefined is no encoding",
+        ),
+        ({"deduplicate": {"seed": 99999999999999999999999}}, "deduplicate.seed: allowed: 0 to 2^64 - 1"),
+        ({"tokenize": {"train": 99999999999}}, "tokenize.train: allowed: 4,194,304 at most"),
         ({"mix": {"shares": {"b": 1.0}}}, "mix.shares.b: no such collection of documents; there are a"),
         ({"mix": {"shares": {"a": 0.5}}}, "mix.shares: they add up to 0.5, not to 1"),
         ({"tokenize": {}}, "tokenize: give either tokenize.tokenizer or tokenize.train"),

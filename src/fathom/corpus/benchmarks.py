@@ -7,13 +7,13 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
 from fathom.corpus.normalization import normalize
 from fathom.corpus.stage import CorpusError
-from fathom.corpus.words import words_of
+from fathom.corpus.words import lower, words_of
 from fathom.data.shards import DataError
 from fathom.data.sources import JSON, Reading, Source, suffix_of
 
@@ -40,6 +40,11 @@ class Item:
     """The right answer's text."""
     context: str = ""
 
+    def can_be_asked(self) -> bool:
+        """Whether `fathom evaluate` can ask it: 2 to 26 choices that are texts; without a right one it asks nothing."""
+        asked = bool(self.choices) and self.answer is not None
+        return not asked or (all(self.choices) and 2 <= len(self.choices) <= len(LETTERS))
+
     def texts(self) -> list[tuple[str, str]]:
         """(kind, text) of every text by which a document may give the item away."""
         listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, self.choices, strict=False))
@@ -60,7 +65,7 @@ def plain_all(texts: Sequence[str]) -> list[str]:
     words = words_of(texts)
     starts, ends, bounds = words.starts.tolist(), words.ends.tolist(), words.bounds.tolist()
     return [
-        " ".join(text[a:b].lower() for a, b in zip(starts[low:high], ends[low:high], strict=True))
+        " ".join(lower(text[a:b]) for a, b in zip(starts[low:high], ends[low:high], strict=True))
         for text, low, high in zip(texts, bounds, bounds[1:], strict=False)
     ]
 
@@ -73,6 +78,10 @@ def read_items(path: Path, name: str, question: str | None = None) -> list[Item]
             raise CorpusError(f"decontaminate.benchmarks.{name}: item {number + 1} is {type(row).__name__}, no object")
         try:
             items.append(item_of(row, number, question))
+            json.dumps(asdict(items[-1]), ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
+            half = f"{error.object[error.start]!a} is half a character, which UTF-8 lacks"
+            raise CorpusError(f"decontaminate.benchmarks.{name}: {path}: item {number + 1}: {half}") from None
         except (KeyError, ValueError) as error:
             said = error.args[0] if error.args else error
             raise CorpusError(f"decontaminate.benchmarks.{name}: item {number + 1}: {said}") from None

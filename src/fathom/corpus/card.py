@@ -92,17 +92,22 @@ def _dropped(workspace: Workspace) -> Iterator[str]:
     rows += [[f"filter: {rule}", *(cleaned[name][rule] for name in names)] for rule in ("empty", *RULES)]
     rows.append(["duplicate", *(gone.get(f"removed from {name}", 0) for name in names)])
     actions = _actions(workspace)
-    rows += [[f"contaminated: {word}", *(actions[name][word] for name in names)] for word in ("drop", "cut", "report")]
+    done = ("drop", "cut", "report", "piece of too few words")
+    rows += [[f"contaminated: {word}", *(actions[name][word] for name in names)] for word in done]
     kept = _token_counts(workspace)
     rejected: dict[str, Counter[str]] = {name: Counter() for name in names}
     for task in workspace.manifest("converse")["tasks"]:
         rejected[task["arguments"]["collection"]].update({key: task["counts"][key] for key in REASONS})
     rows += [[f"conversation: {reason}", *(rejected[name][reason] for name in names)] for reason in REASONS]
+    for task in workspace.manifest("export")["tasks"]:
+        if (form := task["arguments"]["form"]) != "lm_eval":
+            rows.append([f"not in exports/{form}", *(task["counts"].get(f"left out of {name}", 0) for name in names)])
     last = ["kept", *(sum(kept.get(f"{name} {split} documents", 0) for split in ("train", "val")) for name in names)]
     yield from _table(("documents", *names), [row for row in rows if row[0] == "read" or any(row[1:])] + [last])
     yield ""
     yield "Each document that a rule left out is in `stages/clean/*/dropped.jsonl`, each duplicate with what it matched"
-    yield "in `stages/duplicates/*/duplicates.jsonl`, each unreadable file in `stages/ingest/*/failed.jsonl`."
+    yield "in `stages/duplicates/*/duplicates.jsonl`, each unreadable file in `stages/ingest/*/failed.jsonl`, what"
+    yield "gives an item away in `stages/contamination/*/hits.jsonl`, pieces that are too short beside it."
 
 
 def _actions(workspace: Workspace) -> dict[str, Counter[str]]:
@@ -115,7 +120,10 @@ def _actions(workspace: Workspace) -> dict[str, Counter[str]]:
         for name in task["outputs"]
     }
     for path, task in parts.items():
-        for word, count in (("drop", "dropped"), ("cut", "cut"), ("report", "reported")):
+        for word, count in (
+            *(("drop", "dropped"), ("cut", "cut"), ("report", "reported")),
+            ("piece of too few words", "short_pieces"),
+        ):
             found[collections[path]][word] += task["counts"][count]
     return found
 
@@ -156,17 +164,18 @@ def _benchmarks(workspace: Workspace) -> Iterator[str]:
                 for key in ("duplicate_stems", "contradictory", "repeated_options", "empty_options")
             ),
             check["counts"]["answer_out_of_range"],
+            dirty[check["benchmark"]]["left_out"],
         ]
         for check in checks
     ]
     head = ("benchmark", "items", "dirty", "too short to find", "duplicate stems", "contradictory", "repeated options")
-    yield from _table((*head, "empty options", "answer out of range"), rows)
+    yield from _table((*head, "empty options", "answer out of range", "left out"), rows)
     yield ""
     rules = workspace.recipe.decontaminate
     yield (
         f"Dirty is an item of which {rules.words} words in a row occur in a document, or all of it where it has "
         f"{rules.whole} to {rules.words - 1}; what was done with the document is counted above. `benchmark/NAME.jsonl` "
-        "flags every item."
+        "flags every item but those that cannot be asked: with an empty option, or fewer than 2 or more than 26."
     )
 
 

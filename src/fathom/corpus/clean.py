@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import importlib.util
+import json
 from collections.abc import Iterator
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -15,6 +16,7 @@ from fathom.corpus.normalization import normalize
 from fathom.corpus.quality import broken_rules, language_of
 from fathom.corpus.recipe import Filter
 from fathom.corpus.stage import CorpusError, Stage, Task
+from fathom.corpus.templates import is_learnt
 
 RULES = (*(one.name for one in fields(Filter) if one.name != "languages"), "language")
 ONE_PART = 1 << 62
@@ -25,11 +27,19 @@ def text_digest(text: str) -> bytes:
     return hashlib.sha256(text.encode("utf-8")).digest()
 
 
+def document_digest(document: Document) -> bytes:
+    """SHA-256 of a document's text; of a conversation's messages: who says what, and what of it is learnt."""
+    if document.messages is None:
+        return text_digest(document.text)
+    said = [[one["role"], is_learnt(one), one["content"]] for one in document.messages]
+    return text_digest(json.dumps(said, ensure_ascii=False))
+
+
 class Clean(Stage):
     """One task for each file of documents; what it drops is listed beside what it keeps."""
 
     name = "clean"
-    version = 2
+    version = 3
 
     def settings(self) -> dict[str, object]:
         """The values of the recipe that this stage's results depend on."""
@@ -100,7 +110,7 @@ class Clean(Stage):
             for message in document.messages:
                 message["content"] = normalize(message["content"], normal.strip, normal.blank_lines)
             document.text = contents(document.messages)
-        document.id = text_digest(document.text).hex()[:16]
+        document.id = document_digest(document).hex()[:16]
         document.n_chars, document.n_words = len(document.text), len(document.text.split())
 
 

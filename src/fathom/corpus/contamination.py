@@ -7,6 +7,7 @@ words leaks where it occurs whole, and a shorter one where its answer follows.
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -15,8 +16,10 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.corpus.benchmarks import Item, SelfCheck, plain, read_items, self_check
+from fathom.corpus.benchmarks import Item, SelfCheck, plain, plain_all, read_items, self_check
 from fathom.corpus.documents import Document, read_lines, read_part, write_lines
+from fathom.corpus.folding import Folded, folded, rejoined
+from fathom.corpus.kept import clean_parts, pieces_of
 from fathom.corpus.recipe import Decontaminate
 from fathom.corpus.stage import CorpusError, Input, Stage, Task, Workspace
 from fathom.corpus.words import BLOCK, Numbers, words_of
@@ -31,7 +34,7 @@ class Benchmarks(Stage):
     """One task for each benchmark."""
 
     name = "benchmarks"
-    version = 2
+    version = 3
 
     def settings(self) -> dict[str, object]:
         """The values of the recipe that this stage's results depend on."""
@@ -78,7 +81,7 @@ def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[dict[str, 
     texts, owners, limits = [], [], []
     for number, item in enumerate(items):
         for what, text in item.texts():
-            texts.append(text)
+            texts.append(folded(text).text)
             owners.append(number)
             limits.append(rules.shortest if what == "stem and answer" else rules.whole)
     words = words_of(texts)
@@ -127,7 +130,16 @@ class Matcher:
 
     def hits(self, texts: Sequence[str]) -> Iterator[list[Hit]]:
         """The hits in each text, in order."""
-        words = words_of(texts)
+        whole = [folded(text) for text in texts]
+        found = self._hits(whole)
+        joined = {number: again for number, one in enumerate(whole) if (again := rejoined(one, self._vocabulary))}
+        for number, hits in zip(joined, self._hits(list(joined.values())), strict=True):
+            found[number] += [hit for hit in hits if hit not in found[number]]
+        for hits in found:
+            yield sorted(hits, key=lambda hit: (hit.start, hit.end, hit.item))
+
+    def _hits(self, texts: Sequence[Folded]) -> list[list[Hit]]:
+        words = words_of([one.text for one in texts])
         found: list[list[Hit]] = [[] for _ in texts]
         for length, runs, places in words.runs_of(self._index):
             known, items, sieve = self._index[length]
@@ -142,14 +154,19 @@ class Matcher:
                 start, end = int(words.starts[begin]), int(words.ends[begin + length - 1])
                 for item in items[low:high].tolist():
                     # Numbers may be equal by chance, so the words are compared.
-                    if self._holds(item, plain(texts[text][start:end])):
-                        found[text].append(Hit(item, start, end, length))
-        for hits in found:
-            yield sorted(hits, key=lambda hit: (hit.start, hit.end, hit.item))
+                    if self._holds(item, plain(texts[text].text[start:end])):
+                        found[text].append(Hit(item, *texts[text].span(start, end), length))
+        return found
+
+    @functools.cached_property
+    def _vocabulary(self) -> set[str]:
+        """The words of all items."""
+        texts = [folded(text).text for item in self._items for what, text in item.texts() if what != "choice"]
+        return {word for text in plain_all(texts) for word in text.split()}
 
     def _holds(self, item: int, passage: str) -> bool:
         if item not in self._plain:
-            self._plain[item] = [f" {plain(text)} " for _, text in self._items[item].texts()]
+            self._plain[item] = [f" {plain(folded(text).text)} " for _, text in self._items[item].texts()]
         return any(f" {passage} " in text for text in self._plain[item])
 
 
@@ -165,6 +182,7 @@ class Contamination(Stage):
     """One task for each file of documents: the action for each document that gives an item away, and why."""
 
     name = "contamination"
+    version = 2
 
     def settings(self) -> dict[str, object]:
         """The values of the recipe that this stage's results depend on."""
@@ -180,9 +198,10 @@ class Contamination(Stage):
         names = [task["arguments"]["name"] for task in self.workspace.manifest("benchmarks")["tasks"]]
         removed = self.workspace.outputs("duplicates", ".npy")
         parts = self.workspace.parts("clean") if names else []
+        cuts = "cut" in self._actions().values()
         return [
-            Task((part, gone, *indices, *items), {"benchmarks": names})
-            for part, gone in zip(parts, removed, strict=False)
+            Task((part, gone, *indices, *items), {"benchmarks": names, **({"min_words": least} if cuts else {})})
+            for part, gone, (_, least) in zip(parts, removed, clean_parts(self.workspace), strict=False)
         ]
 
     def run(self, task: Task, folder: Path) -> dict[str, int]:
@@ -194,18 +213,25 @@ class Contamination(Stage):
             for name, index, lines in zip(names, paths[2 : 2 + len(names)], paths[2 + len(names) :], strict=True)
         }
         removed = set(np.load(paths[1]).tolist())
-        counts = dict.fromkeys(("documents", "hits", "dropped", "cut", "reported"), 0)
+        counts = dict.fromkeys(("documents", "hits", "dropped", "cut", "reported", "short_pieces"), 0)
         verdicts: dict[str, list[list[int]]] = {}
+        short: list[dict[str, object]] = []
         with (folder / "hits.jsonl").open("w", encoding="utf-8") as out:
             for row, document, found in self._search(paths[0], removed, matchers, counts):
                 action, spans = self._action(document, found)
+                if action == "cut":
+                    lost, some_left = _too_short(document, spans, task.arguments["min_words"])
+                    short += lost
+                    action = "cut" if some_left else "drop"
                 counts[{"drop": "dropped", "cut": "cut", "report": "reported"}[action]] += 1
                 counts["hits"] += len(found)
                 if action != "report":
                     verdicts[str(row)] = spans if action == "cut" else []
                 for line in _lines(row, document, found, matchers, action):
                     out.write(line)
+        counts["short_pieces"] = len(short)
         write_json(folder / "verdicts.json", verdicts)
+        write_lines(folder / "dropped.jsonl", short)
         return counts
 
     def _search(
@@ -240,6 +266,17 @@ class Contamination(Stage):
             else:
                 spans.append([low, high])
         return "cut", spans
+
+
+def _too_short(document: Document, spans: Sequence[Sequence[int]], least: int) -> tuple[list[dict[str, object]], bool]:
+    """A report's line on each piece of a document that has too few words, and whether any other piece is left."""
+    pieces = [piece for piece in pieces_of(document, spans) if piece.n_words]
+    lost: list[dict[str, object]] = [
+        {"id": one.id, "path": one.path, "of": document.id, "reason": "min_words", "value": one.n_words, "limit": least}
+        for one in pieces
+        if one.n_words < least
+    ]
+    return lost, len(lost) < len(pieces)
 
 
 def _row_batches(path: Path, removed: set[int]) -> Iterator[list[tuple[int, Document]]]:
@@ -295,9 +332,10 @@ def read_index_items(path: Path) -> list[Item]:
 
 
 class Flags(Stage):
-    """One file for each benchmark: for every item whether it is dirty, and where."""
+    """One file for each benchmark: for every item that can be asked whether it is dirty, and where."""
 
     name = "flags"
+    version = 2
 
     def tasks(self) -> list[Task]:
         """The tasks, once the stages before are finished."""
@@ -327,9 +365,10 @@ class Flags(Stage):
                 "documents": where.get(number, [])[:10],
             }
             for number, item in enumerate(items)
+            if item.can_be_asked()
         )
-        write_lines(folder / f"{name}.jsonl", rows)
-        return {"items": len(items), "dirty": len(where)}
+        written = write_lines(folder / f"{name}.jsonl", rows)
+        return {"items": len(items), "dirty": len(where), "left_out": len(items) - written}
 
 
 class BenchmarkCheck(SelfCheck):

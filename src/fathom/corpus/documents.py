@@ -33,7 +33,7 @@ class Document:
     mime: str = "text/plain"
     license: str = "unknown"
     id: str = ""
-    """The first 16 hexadecimal digits of the SHA-256 of the normalised text."""
+    """The first 16 hexadecimal digits of the SHA-256 of the normalised text, or of a conversation's messages."""
     lang: str = ""
     n_chars: int = 0
     n_words: int = 0

@@ -1,9 +1,12 @@
 """Deduplication, exact and near, in five stages, none of which holds all texts in memory.
 
-`signatures` makes a few numbers of each document, `exact` finds equal texts, `candidates` finds documents that agree
+`signatures` makes a few numbers of each document, `exact` finds equal ones, `candidates` finds documents that agree
 in a band, `verify` compares the word runs of such pairs themselves, and `duplicates` joins the pairs to clusters, keeps
 one document of each and records for every other which one it matched. A document's address is its file's number and its
 row.
+
+Two conversations are similar if what is learnt of them is, and the rest too; a document and a conversation never are.
+Of a table only equal exchanges are duplicates: its templates make similar ones on purpose.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
-from fathom.corpus.clean import text_digest
+from fathom.corpus.clean import document_digest, text_digest
+from fathom.corpus.conversations import contents
 from fathom.corpus.documents import Document, read_at, write_lines
 from fathom.corpus.minhash import NOTHING, band_numbers, jaccard, run_set
 from fathom.corpus.stage import Input, Stage, Task, Workspace
+from fathom.corpus.templates import is_learnt
 from fathom.corpus.words import Numbers, batches, words_of
 from fathom.report.mixing import mixed
 
@@ -43,11 +48,16 @@ class Signatures(Stage):
     """Digest, length, place and bands of every document."""
 
     name = "signatures"
+    version = 2
 
     def settings(self) -> dict[str, object]:
         """The values of the recipe that this stage's results depend on."""
         near = self.recipe.deduplicate
-        return {key: getattr(near, key) for key in ("near", "shingle", "bands", "rows", "seed")}
+        tables = {"tables": sorted(self._tables())} if self._tables() else {}
+        return {key: getattr(near, key) for key in ("near", "shingle", "bands", "rows", "seed")} | tables
+
+    def _tables(self) -> set[str]:
+        return {name for name, one in self.recipe.collections.items() if one.kind == "table"}
 
     def tasks(self) -> list[Task]:
         """The tasks, once the stages before are finished."""
@@ -61,7 +71,7 @@ class Signatures(Stage):
         sizes: list[int] = []
         bands: list[Numbers] = []
         with self.workspace.path(task.inputs[0]).open("rb") as file:
-            for batch in batches(_texts(file, digests, offsets, sizes)):
+            for batch in batches(_texts(file, self._tables(), digests, offsets, sizes)):
                 if near.near:
                     bands.append(band_numbers(words_of(batch), near.shingle, near.bands, near.rows, near.seed))
         np.save(folder / "digests.npy", np.array(digests, "V16"))
@@ -72,16 +82,18 @@ class Signatures(Stage):
         return {"documents": len(sizes)}
 
 
-def _texts(file: IO[bytes], digests: list[bytes], offsets: list[int], sizes: list[int]) -> Iterator[str]:
-    """The texts of a file; appends the digest, line offset and size of each to the lists."""
+def _texts(
+    file: IO[bytes], tables: set[str], digests: list[bytes], offsets: list[int], sizes: list[int]
+) -> Iterator[str]:
+    """The texts of a file, empty for those of tables; appends the digest, line offset and size of each to the lists."""
     offset = 0
     for line in file:
         document = Document.from_json(line)
-        digests.append(text_digest(document.text)[:16])
+        digests.append(document_digest(document)[:16])
         offsets.append(offset)
         sizes.append(document.n_chars)
         offset += len(line)
-        yield document.text
+        yield "" if document.collection in tables else document.text
 
 
 class _Global(Stage):
@@ -107,7 +119,7 @@ class _Global(Stage):
 
 
 class Exact(_Global):
-    """Pairs of a document and the kept one of the same text."""
+    """Pairs of a document and the kept one that equals it."""
 
     name = "exact"
 
@@ -243,6 +255,7 @@ class Verify(_Global):
     """The exact similarity of candidate pairs, of those above the threshold."""
 
     name = "verify"
+    version = 2
 
     def settings(self) -> dict[str, object]:
         """The values of the recipe that this stage's results depend on."""
@@ -263,7 +276,7 @@ class Verify(_Global):
         rows = _Rows(self.workspace, task.inputs[:parts], task.inputs[parts : 2 * parts])
         pairs = self._mine(task, task.inputs[2 * parts :])
         runs = _RunSets(rows, self.recipe.deduplicate.shingle)
-        similar = np.array([jaccard(runs.of(one), runs.of(other)) for one, other in pairs.tolist()], "<f8")
+        similar = np.array([_alike(runs.of(one), runs.of(other)) for one, other in pairs.tolist()], "<f8")
         kept = similar >= self.recipe.deduplicate.jaccard
         np.save(folder / "edges.npy", pairs[kept])
         np.save(folder / "similarities.npy", similar[kept])
@@ -297,24 +310,47 @@ class _Rows:
         return read_at(self._files[part], int(self._offsets[part][row]))
 
 
+Sides = tuple[Numbers, ...]
+"""The word runs of a document's text; of a conversation those of what is learnt, and those of the rest."""
+
+
+def _alike(one: Sides, other: Sides) -> float:
+    """The similarity of the sides in which two documents differ most; 0 for a document and a conversation."""
+    return min(map(jaccard, one, other)) if len(one) == len(other) else 0.0
+
+
+def _sides(document: Document, shingle: int) -> Sides:
+    if document.messages is None:
+        return (run_set(words_of([document.text]), shingle),)
+    learnt = contents([one for one in document.messages if is_learnt(one)])
+    rest = contents([one for one in document.messages if not is_learnt(one)])
+    return tuple(_runs_or_text(text, shingle) for text in (learnt, rest))
+
+
+def _runs_or_text(text: str, shingle: int) -> Numbers:
+    """The word runs of a text; one that is too short to have any is like its equal alone."""
+    runs = run_set(words_of([text]), shingle)
+    return runs if len(runs) else np.frombuffer(text_digest(text)[:8], "<u8")
+
+
 class _RunSets:
     """Word runs of documents, with a cache of the last ones used."""
 
     def __init__(self, rows: _Rows, shingle: int) -> None:
         self._rows, self._shingle = rows, shingle
-        self._known: OrderedDict[int, Numbers] = OrderedDict()
+        self._known: OrderedDict[int, Sides] = OrderedDict()
         self._held = 0
 
-    def of(self, place: int) -> Numbers:
-        """The set of one document."""
+    def of(self, place: int) -> Sides:
+        """The sets of one document."""
         if place in self._known:
             self._known.move_to_end(place)
             return self._known[place]
-        found = run_set(words_of([self._rows.read(place).text]), self._shingle)
+        found = _sides(self._rows.read(place), self._shingle)
         self._known[place] = found
-        self._held += len(found)
+        self._held += sum(map(len, found))
         while self._held > CACHED_RUNS and len(self._known) > 2:
-            self._held -= len(self._known.popitem(last=False)[1])
+            self._held -= sum(map(len, self._known.popitem(last=False)[1]))
         return found
 
 

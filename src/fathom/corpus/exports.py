@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -11,9 +11,10 @@ import yaml
 
 from fathom.corpus.benchmarks import LETTERS, Item
 from fathom.corpus.contamination import read_index_items
-from fathom.corpus.documents import write_lines
+from fathom.corpus.documents import ConversationMessage, write_lines
 from fathom.corpus.kept import kept_documents, kept_parts
 from fathom.corpus.stage import Input, Stage, Task
+from fathom.corpus.templates import is_learnt
 
 SCORES = ("acc", "acc_norm")
 
@@ -22,6 +23,7 @@ class Export(Stage):
     """One task for each form that the recipe names."""
 
     name = "export"
+    version = 2
 
     def tasks(self) -> list[Task]:
         """The tasks, once the stages before are finished."""
@@ -48,9 +50,11 @@ class Export(Stage):
         for collection, kind, count, min_words in task.arguments["parts"]:
             kinds[collection] = kind
             rows.setdefault(collection, []).append((tuple(islice(inputs, count)), min_words))
-        counts = {"rows": 0}
+        counts = {"rows": 0, **{f"left out of {collection}": 0 for collection in rows}}
         for collection, parts in rows.items():
-            counts["rows"] += write_lines(folder / f"{collection}.jsonl", self._rows(parts))
+            left_out: list[str] = []
+            counts["rows"] += write_lines(folder / f"{collection}.jsonl", self._rows(form, parts, left_out))
+            counts[f"left out of {collection}"] = len(left_out)
         if form == "llamafactory":
             _write_json(folder / "dataset_info.json", {name: dataset_info(name, kind) for name, kind in kinds.items()})
         elif form == "axolotl":
@@ -58,13 +62,18 @@ class Export(Stage):
             (folder / "datasets.yaml").write_text(yaml.safe_dump({"datasets": datasets}, sort_keys=False), "utf-8")
         return counts
 
-    def _rows(self, parts: list[tuple[tuple[Input, ...], int]]) -> Iterator[dict[str, object]]:
+    def _rows(
+        self, form: str, parts: list[tuple[tuple[Input, ...], int]], left_out: list[str]
+    ) -> Iterator[dict[str, object]]:
+        """Documents and conversations as rows; appends the paths of those that the form cannot say to the list."""
         for inputs, min_words in parts:
             for document in kept_documents(self.workspace, inputs, min_words):
                 if document.messages is None:
                     yield {"text": document.text}
+                elif (row := conversation_row(form, document.messages)) is not None:
+                    yield row
                 else:
-                    yield {"messages": [{key: one[key] for key in ("role", "content")} for one in document.messages]}
+                    left_out.append(document.path)
 
     def _tasks_of_lm_eval(self, task: Task, folder: Path) -> dict[str, int]:
         counts = {"rows": 0}
@@ -81,6 +90,16 @@ class Export(Stage):
 
 def _write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", "utf-8")
+
+
+def conversation_row(form: str, messages: Sequence[ConversationMessage]) -> dict[str, object] | None:
+    """A conversation as a row; None if an answer in it is not to be learnt, and the form would have it learnt."""
+    plain = [{"role": one["role"], "content": one["content"]} for one in messages]
+    if form == "axolotl":
+        return {"messages": [{**row, "train": is_learnt(one)} for row, one in zip(plain, messages, strict=True)]}
+    if any(one["role"] == "assistant" and not is_learnt(one) for one in messages):
+        return None
+    return {"messages": plain}
 
 
 def dataset_info(name: str, kind: str) -> dict[str, object]:
@@ -102,7 +121,8 @@ def axolotl_dataset(name: str, kind: str) -> dict[str, object]:
     place = {"path": f"{name}.jsonl", "ds_type": "json"}
     if kind == "documents":
         return {**place, "type": "completion", "field": "text"}
-    return {**place, "type": "chat_template", "field_messages": "messages", "roles_to_train": ["assistant"]}
+    learnt = {"roles_to_train": ["assistant"], "message_field_training": "train"}
+    return {**place, "type": "chat_template", "field_messages": "messages", **learnt}
 
 
 def task_row(item: Item) -> dict[str, object]:

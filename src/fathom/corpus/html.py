@@ -2,19 +2,41 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from html.parser import HTMLParser
 from pathlib import Path
 
 from fathom.corpus.extraction import Extracted, IngestValues
 
-SILENT = ("script", "style", "template", "noscript", "head", "svg", "math", "iframe", "object")
+SILENT = ("script", "style", "template", "noscript", "head", "title", "svg", "math", "iframe")
+IN_HEAD = {"base", "link", "meta", "noscript", "script", "style", "template", "title"}
+"""What may stand in a head; anything else ends it, as its own end tag may be missing."""
 BLOCKS = {
     *("p", "div", "br", "li", "tr", "table", "section", "article", "blockquote", "pre", "hr", "ul", "ol", "dl", "dt"),
     *("dd", "header", "footer", "main", "figure", "figcaption", *(f"h{level}" for level in range(1, 7))),
 }
 PARAGRAPHS = {"p", "section", "article", "blockquote", "table", "pre", *(f"h{level}" for level in range(1, 7))}
 CHARSET = re.compile(rb"""<meta[^>]{0,200}?charset\s*=\s*["']?\s*([\w-]+)""", re.IGNORECASE)
+BOMS = (
+    *((codecs.BOM_UTF32_LE, "utf-32"), (codecs.BOM_UTF32_BE, "utf-32")),  # the first begins as UTF-16's does
+    *((codecs.BOM_UTF16_LE, "utf-16"), (codecs.BOM_UTF16_BE, "utf-16"), (codecs.BOM_UTF8, "utf-8-sig")),
+)
+ENCODINGS = {
+    label: encoding
+    for encoding, labels in {
+        "cp1252": "iso-8859-1 iso8859-1 iso_8859-1 latin1 latin-1 l1 ascii us-ascii x-cp1252 windows-1252",
+        "cp1254": "iso-8859-9 iso8859-9 iso_8859-9 latin5 l5 windows-1254 x-cp1254",
+        "cp874": "iso-8859-11 iso8859-11 tis-620 windows-874 dos-874",
+        "gb18030": "gb2312 gb_2312-80 chinese csgb2312 gbk x-gbk gb18030",
+        "cp932": "shift_jis shift-jis sjis x-sjis ms_kanji windows-31j",
+        "cp949": "euc-kr euc_kr ks_c_5601-1987 ksc5601 korean windows-949",
+        "big5hkscs": "big5 big5-hkscs cn-big5 x-x-big5",
+        "utf-8": "utf-16 utf-16le utf-16be utf-32 unicode utf8",  # whose label could not be read as bytes
+    }.items()
+    for label in labels.split()
+}
+"""What labels mean on the web where that is not what Python takes them for (WHATWG's Encoding, in part)."""
 LICENSE = re.compile(r"""<(?:a|link)\b[^>]{0,500}?\brel\s*=\s*["']?license["']?[^>]{0,500}?>""", re.IGNORECASE)
 ADDRESS = re.compile(r"""\bhref\s*=\s*["']([^"'>]+)""", re.IGNORECASE)
 
@@ -38,10 +60,23 @@ def extract(path: Path, settings: IngestValues) -> Extracted:
 
 def decode(data: bytes) -> str:
     """A page as text, by its byte-order mark, the encoding that it names, or as UTF-8."""
-    if data.startswith((b"\xff\xfe", b"\xfe\xff")):
-        return data.decode("utf-16")
+    for mark, encoding in BOMS:
+        if data.startswith(mark):
+            return data.decode(encoding)
     named = CHARSET.search(data[:4096])
-    return data.decode(named[1].decode("ascii") if named else "utf-8").removeprefix("\ufeff")
+    label = named[1].decode("ascii").lower() if named else "utf-8"
+    encoding = ENCODINGS.get(label, label)
+    return data.decode(encoding, "controls" if encoding in ("cp1252", "cp1254") else "strict")
+
+
+def _controls(error: UnicodeError) -> tuple[str, int]:
+    """Bytes that these two code pages leave open stand for the control characters of their numbers."""
+    if not isinstance(error, UnicodeDecodeError):
+        raise error
+    return error.object[error.start : error.end].decode("latin-1"), error.end
+
+
+codecs.register_error("controls", _controls)
 
 
 def _main_text(page: str) -> str:
@@ -66,27 +101,41 @@ class _Reader(HTMLParser):
         super().__init__(convert_charrefs=True)
         self.found: list[str] = []
         self._silent: list[str] = []
+        self._objects: list[int] = []
+        """How much was found before each object that is open: its text is for readers that lack what it shows."""
         self._verbatim = 0
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._end_head(tag in IN_HEAD)
         if tag in SILENT:
             self._silent.append(tag)
+        if tag == "object":
+            self._objects.append(len(self.found))
         self._verbatim += tag == "pre"
         self._break(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self._end_head(tag in IN_HEAD)
         self._break(tag)
 
     def handle_endtag(self, tag: str) -> None:
         if tag in self._silent:
             while self._silent.pop() != tag:
                 pass
+        if tag == "object" and self._objects:
+            del self.found[self._objects.pop() :]
         self._verbatim -= tag == "pre" and self._verbatim > 0
         self._break(tag)
 
     def handle_data(self, data: str) -> None:
+        self._end_head(not data.strip())
         if not self._silent:
             self.found.append(data if self._verbatim else re.sub(r"\s+", " ", data))
+
+    def _end_head(self, belongs: bool) -> None:
+        """A head ends at the first tag or text that does not belong there."""
+        if not belongs and self._silent == ["head"]:
+            self._silent.clear()
 
     def _break(self, tag: str) -> None:
         if tag in ("td", "th"):

@@ -77,6 +77,7 @@ class Ingest(Stage):
     """Reads what the collections name."""
 
     name = "ingest"
+    version = 2
 
     def settings(self) -> dict[str, object]:
         """The values of the recipe that this stage's results depend on."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -38,18 +39,20 @@ def kept_parts(workspace: Workspace) -> list[KeptPart]:
     removed = workspace.outputs("duplicates", ".npy")
     verdicts = workspace.outputs("contamination", "verdicts.json")
     found = []
-    number = 0
-    for task in workspace.manifest("clean")["tasks"]:
-        arguments = task["arguments"]
-        for name in task["outputs"]:
-            if not name.startswith("part-"):
-                continue
-            limit = arguments["filter"]["min_words"] if arguments["filter"] else None
-            verdict = verdicts[number] if verdicts else None
-            ends = (parts[number], removed[number], verdict)
-            found.append(KeptPart(arguments["collection"], arguments["kind"], *ends, limit or 1))
-            number += 1
+    for number, (arguments, least) in enumerate(clean_parts(workspace)):
+        verdict = verdicts[number] if verdicts else None
+        ends = (parts[number], removed[number], verdict)
+        found.append(KeptPart(arguments["collection"], arguments["kind"], *ends, least))
     return found
+
+
+def clean_parts(workspace: Workspace) -> Iterator[tuple[dict[str, Any], int]]:
+    """Of every file of cleaned documents its task's arguments, and the words that a piece of a document must have."""
+    for task in workspace.manifest("clean")["tasks"]:
+        limits = task["arguments"]["filter"]
+        for name in task["outputs"]:
+            if name.startswith("part-"):
+                yield task["arguments"], (limits["min_words"] if limits else None) or 1
 
 
 def kept_documents(workspace: Workspace, inputs: tuple[Input, ...], min_words: int) -> Iterator[Document]:
@@ -63,20 +66,19 @@ def kept_documents(workspace: Workspace, inputs: tuple[Input, ...], min_words: i
         if spans is None:
             yield document
         elif spans:
-            yield from _pieces(document, spans, min_words)
+            yield from (piece for piece in pieces_of(document, spans) if piece.n_words >= min_words)
 
 
-def _pieces(document: Document, spans: list[list[int]], min_words: int) -> Iterator[Document]:
+def pieces_of(document: Document, spans: Sequence[Sequence[int]]) -> Iterator[Document]:
+    """What is left of a document, of which passages are cut, as documents of their own; some may have no words."""
     edges = [0, *(edge for span in spans for edge in span), len(document.text)]
     for number, (begin, end) in enumerate(zip(edges[::2], edges[1::2], strict=True)):
         text = document.text[begin:end].strip("\n")
-        words = len(text.split())
-        if words >= min_words:
-            yield replace(
-                document,
-                text=text,
-                id=text_digest(text).hex()[:16],
-                path=f"{document.path}#{number}",
-                n_chars=len(text),
-                n_words=words,
-            )
+        yield replace(
+            document,
+            text=text,
+            id=text_digest(text).hex()[:16],
+            path=f"{document.path}#{number}",
+            n_chars=len(text),
+            n_words=len(text.split()),
+        )

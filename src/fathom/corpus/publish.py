@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from fathom.checkpoints.layout import TOKENIZER, TOKENIZER_JSON
@@ -12,7 +13,17 @@ from fathom.corpus.budget import Budget, plan_budget
 from fathom.corpus.stage import CorpusError, Workspace
 from fathom.corpus.tokens import FACTS, SHARDS
 from fathom.data.mixture import row_order
-from fathom.data.shards import FORMAT, INDEX, VERSION, Shards, file_crc32, shard_files, token_dtype, write_index
+from fathom.data.shards import (
+    FORMAT,
+    INDEX,
+    VERIFIED,
+    VERSION,
+    Shards,
+    file_crc32,
+    shard_files,
+    token_dtype,
+    write_index,
+)
 from fathom.data.targets import targets_file
 from fathom.data.tokenizer import tokenizer_checksums
 from fathom.report.files import read_json, write_json
@@ -39,6 +50,8 @@ def budget_of(workspace: Workspace) -> Budget:
 def publish(workspace: Workspace) -> Budget | None:
     """Write what a training run reads; an infeasible mixture is refused before anything is written.
 
+    What an earlier recipe published, and this one does not, is removed.
+
     Returns the budget of the documents; None if there are only conversations.
     """
     kinds = {one.kind for one in workspace.recipe.collections.values()}
@@ -46,8 +59,13 @@ def publish(workspace: Workspace) -> Budget | None:
     if budget is not None:
         _publish_shards(workspace, "tokenize", SHARD_FOLDER)
         _publish_mixture(workspace, budget)
+    else:
+        _withdraw_shards(workspace.directory / SHARD_FOLDER)
+        _withdraw_mixture(workspace.directory)
     if kinds - {"documents"}:
         _publish_shards(workspace, "converse", CONVERSATION_FOLDER)
+    else:
+        _withdraw_shards(workspace.directory / CONVERSATION_FOLDER)
     _publish_flags(workspace)
     _publish_exports(workspace)
     return budget
@@ -121,6 +139,30 @@ def _link(file: Path, target: Path) -> None:
         os.link(file, target)
     except OSError:  # a file system without links
         shutil.copyfile(file, target)
+
+
+def _withdraw_shards(folder: Path) -> None:
+    """Remove the files that the index of a published corpus names, and last the index; others in its folder stay."""
+    if not (folder / INDEX).is_file() or (index := read_json(folder / INDEX)).get("format") != FORMAT:
+        return
+    files = [folder / TOKENIZER / name for name in index["tokenizer_crc32"]]
+    for split, collections in index["splits"].items():
+        for collection, shards in collections.items():
+            for number in range(len(shards)):
+                tokens, ends = shard_files(folder, split, collection, number)
+                files += [tokens, ends, targets_file(tokens)]
+    for file in (*files, folder / VERIFIED, folder / INDEX):
+        file.unlink(missing_ok=True)
+    places = {file.parent for file in files} | {folder / split for split in index["splits"]}
+    for place in (*sorted(places, reverse=True), folder):
+        with suppress(OSError):  # it holds other files
+            place.rmdir()
+
+
+def _withdraw_mixture(directory: Path) -> None:
+    if (directory / MIXTURE).is_file() and "period" in read_json(directory / MIXTURE):
+        for name in (*ORDERS.values(), MIXTURE):
+            (directory / name).unlink(missing_ok=True)
 
 
 def _publish_exports(workspace: Workspace) -> None:

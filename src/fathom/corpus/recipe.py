@@ -22,6 +22,9 @@ import yaml
 
 from fathom.recipe import RecipeError, allowed, convert, help_of, mapping, overridden, read_values
 
+MOST_TOKENS = 1 << 22
+"""Of a tokenizer that is trained: room for all of them is taken at once."""
+
 
 @dataclass(frozen=True)
 class Collection:
@@ -138,9 +141,9 @@ class Deduplicate:
     """Which documents count as the same."""
 
     exact: bool = True
-    """keep one of several documents of the same text"""
+    """keep one of several documents of the same text, or conversations of the same messages"""
     near: bool = True
-    """keep one of several documents that share most runs of words"""
+    """keep one of several documents that share most runs of words, conversations in what is learnt and in the rest"""
     jaccard: float = 0.8
     """Jaccard similarity of the word runs of two documents from which on they count as near-duplicates"""
     shingle: int = 5
@@ -389,7 +392,7 @@ def _rules(recipe: CorpusRecipe) -> Iterator[tuple[bool, str, str]]:
     yield 0 < near.jaccard <= 1, "deduplicate.jaccard", "allowed: a share above 0, 1 at most"
     for key in ("shingle", "bands", "rows"):
         yield getattr(near, key) >= 1, f"deduplicate.{key}", "allowed: 1 or more"
-    yield near.seed >= 0, "deduplicate.seed", "allowed: 0 or more"
+    yield 0 <= near.seed < 1 << 64, "deduplicate.seed", "allowed: 0 to 2^64 - 1"
     leaks = recipe.decontaminate
     ordered = 1 <= leaks.shortest <= leaks.whole <= leaks.words
     yield ordered, "decontaminate", "allowed: 1 <= shortest <= whole <= words"
@@ -400,6 +403,8 @@ def _rules(recipe: CorpusRecipe) -> Iterator[tuple[bool, str, str]]:
     tokens = recipe.tokenize
     one = (tokens.tokenizer is None) != (tokens.train is None)
     yield one, "tokenize", "give either tokenize.tokenizer or tokenize.train"
+    small = tokens.train is None or tokens.train <= MOST_TOKENS
+    yield small, "tokenize.train", f"allowed: {MOST_TOKENS:,} at most"
     yield 0 <= tokens.held_out < 1, "tokenize.held_out", "allowed: a share from 0 to less than 1"
     for key in ("train_bytes", "shard_bytes"):
         yield getattr(tokens, key) >= 1, f"tokenize.{key}", "allowed: 1 or more"
@@ -425,7 +430,7 @@ def _mix_rules(recipe: CorpusRecipe) -> Iterator[tuple[bool, str, str]]:
 def _is_encoding(name: str) -> bool:
     try:
         "".encode(name)
-    except LookupError:
+    except (LookupError, ValueError):  # there is none, or one that encodes nothing
         return False
     return True
 

@@ -188,5 +188,10 @@ def _letter(character: str) -> int:
     """The number of a character in a word: its lower case; 0 if it is not part of a word."""
     if not character.isalnum() and unicodedata.category(character)[0] != "M":
         return 0
-    lower = character.lower()
-    return ord(lower) if len(lower) == 1 else ord(character)
+    small = lower(character)
+    return ord(small) if len(small) == 1 else ord(character)
+
+
+def lower(text: str) -> str:
+    """A text in lower case; a Greek sigma is the same at a word's end, which capitals do not tell apart."""
+    return text.lower().replace("ς", "σ")
