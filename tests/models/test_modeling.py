@@ -123,18 +123,25 @@ def test_gradients_reach_hidden_states(case):
     assert beside == ([1, 2, 3] if case == "hyper_connections" else [])
 
 
+def in_memory(model):
+    """Each parameter copied out of its file: places that are not aligned are summed in another order on some CPUs."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model.eval()
+
+
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("case", ["ponder", "adaponder", "loop"])
 def test_the_decoder_alone_is_whole(case, tied, tmp_path):
     """`AutoModel`, for embeddings and features, also where the next trip is made of logits."""
     model, ids = build(config_of(case, tie_word_embeddings=tied)), tokens(2, 7)
     export(model, tmp_path / "whole")
-    decoder = AutoModel.from_pretrained(tmp_path / "whole").eval()
+    decoder = in_memory(AutoModel.from_pretrained(tmp_path / "whole"))
     with torch.no_grad():
         wanted = model(ids, output_hidden_states=True, use_cache=False).hidden_states[-1]
         assert torch.equal(decoder(ids, use_cache=False).last_hidden_state, wanted)
         decoder.save_pretrained(tmp_path / "decoder")
-        again = AutoModel.from_pretrained(tmp_path / "decoder").eval()
+        again = in_memory(AutoModel.from_pretrained(tmp_path / "decoder"))
         assert torch.equal(again(ids, use_cache=False).last_hidden_state, wanted)
     assert hasattr(decoder, "lm_head") == (case != "loop")
     if case != "loop":

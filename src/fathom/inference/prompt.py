@@ -51,7 +51,7 @@ def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any
         raise GenerateError(f"this conversation cannot be read: {reason}") from error
 
 
-def _turn(message: object) -> dict[str, Any]:
+def _turn(message: object) -> dict[str, object]:
     """A message as templates take it: a content of several parts is one text, and one that is null is none."""
     if not isinstance(message, dict):
         raise GenerateError(f"a conversation is a list of messages, each with role and content: {message!r:.80}")
