@@ -77,6 +77,8 @@ def _replaced(text: str, changes: Iterable[tuple[int, int, str]]) -> Folded:
 
 
 def _fold(character: str) -> str:
+    if unicodedata.category(character)[0] in "SPZ":  # no part of a word: ´ would leave a mark, and ™ letters, in one
+        return character
     plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", character).casefold())
     return "".join(one for one in plain if unicodedata.category(one) != "Cf" and not INVISIBLE.match(one))
 
