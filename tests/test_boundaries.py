@@ -45,7 +45,7 @@ FOREIGN = {
     "huggingface_hub": "models checkpoints recipe",
     "safetensors": "models.published kvcache.saved lineage.attacks training.adapters",
     "tokenizers": "data evaluation.perplexity",
-    "yaml": "checkpoints.runs recipe corpus comparison.page ladder.page",
+    "yaml": "checkpoints.find checkpoints.runs recipe corpus comparison.page ladder.page",
     "jinja2": "report.templates corpus.chat_template inference.prompt",
     "markupsafe": "report evaluation.caches.page evaluation.pair_page comparison.page ladder.page",
     "filelock": "report.files",

@@ -336,6 +336,11 @@ def test_an_earlier_name_of_an_option_is_no_difference(corpus: Path, tmp_path: P
     assert train(now, tmp_path).finished
 
 
+def damage_weights(checkpoint: Path) -> None:
+    weights = next(checkpoint.glob("*.safetensors"))
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+
+
 def assert_opens(run: Path, step: int) -> None:
     """A run's name stands for the weights of a step, and says so."""
     opened, weights = open_source(run), processes.weights(run, step)
@@ -374,6 +379,19 @@ def test_a_run_left_by_an_earlier_release_opens_at_its_last_step(corpus: Path, t
     assert "evaluation" not in open_source(run).facts, "that of step 8"
 
 
+def test_a_run_shortened_to_an_intact_step_is_its_model(corpus: Path, tmp_path: Path) -> None:
+    """The damaged checkpoint that it was shortened for stays, and its number is the larger one."""
+    run = tmp_path / "run"
+    stopped = train(tiny_recipe(corpus, *CONSTANT, "train.checkpoint_every=4"), run, callbacks=[StopAt(6)])
+    damage_weights(run / f"step-{stopped.step:06}")
+    assert main(["train", str(run), "train.steps=4", "train.export=true"]) == 0
+    assert find_model(run) == run / "model"
+    assert_opens(run, 4)
+    (run / "result.json").unlink()
+    with pytest.raises(RunError, match="wrote no model at its last step"):
+        find_model(run)
+
+
 @pytest.mark.parametrize("place", ["before the history", "before the first step", "before the result"])
 def test_a_run_that_is_killed_while_it_is_made_longer_opens(corpus: Path, tmp_path: Path, place: str) -> None:
     run = tmp_path / "run"
@@ -393,6 +411,7 @@ def test_adapters_that_train_on_are_not_their_earlier_model(corpus: Path, tmp_pa
     recipe = (run / "recipe.yaml").read_text()
     (run / "recipe.yaml").write_text(recipe.replace("\n  rank: null", "\n  rank: 2"))
     assert model_directory(run) == run / "model"
+    (run / "recipe.yaml").write_text((run / "recipe.yaml").read_text().replace("\n  steps: 2", "\n  steps: 4"))
     (run / "step-000003").mkdir()
     assert model_directory(run) is None
     with pytest.raises(RunError, match="merged when it is finished"):
@@ -401,8 +420,7 @@ def test_adapters_that_train_on_are_not_their_earlier_model(corpus: Path, tmp_pa
 
 def test_a_change_of_a_run_whose_last_checkpoint_is_damaged_holds(run: Path) -> None:
     """It has steps to take again, under the change."""
-    weights = next((run / "step-000008").glob("*.safetensors"))
-    weights.write_bytes(weights.read_bytes()[:-1] + b"\x01")
+    damage_weights(run / "step-000008")
     assert train(extension(run)).step == 8 and not (run / "history.jsonl").exists()
     words = ["train", str(run), "optim.lr=5e-4"]
     assert processes.run(die_at, "before the first step", words) == -signal.SIGKILL

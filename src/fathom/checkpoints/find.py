@@ -8,6 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TypedDict
 
+import yaml
+
 from fathom.checkpoints.layout import CONFIG, MODEL, RECIPE, REPORT, RESULT, step_number
 from fathom.errors import FathomError
 from fathom.report.files import read_json
@@ -60,8 +62,10 @@ def finished_model(run: Path) -> Path | None:
     model, steps = run / MODEL, checkpoint_steps(run)
     if not (model / CONFIG).exists():
         return None
-    # The export is written before the result, and the result is gone before a further step is taken.
-    return model if not steps or finished_step(run) >= steps[-1] else None
+    # The export is written before the result, and the result is gone before a further step is taken. A run that was
+    # shortened keeps a damaged checkpoint beyond its last step.
+    finished = finished_step(run) if steps else 0
+    return model if not steps or finished >= steps[-1] or finished == _planned_steps(run) else None
 
 
 def finished_step(run: Path) -> int:
@@ -72,6 +76,14 @@ def finished_step(run: Path) -> int:
         return -1
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise RunError(f"{run / RESULT} cannot be read: {error}") from None
+
+
+def _planned_steps(run: Path) -> int | None:
+    """`train.steps` of a run's recipe; None where it cannot be read."""
+    try:
+        return int(yaml.safe_load((run / RECIPE).read_text(encoding="utf-8"))["train"]["steps"])
+    except (OSError, ValueError, KeyError, TypeError, yaml.YAMLError):
+        return None
 
 
 def checkpoint_steps(run: Path) -> list[int]:

@@ -71,6 +71,7 @@ def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
         "between": between,
         "share_of_uniform_depth": share_of_gain(arms, between) if seeds else None,
         "recipe": plan.recipe.to_dict(),
+        "own_phases": plan.own_phases,
         "ladder": f"../../{PAGE}" if (out.parent.parent / LADDER).exists() else None,
     }
     report["looks"] = with_this(read_looks(out), report)

@@ -413,7 +413,7 @@ def _method(report: ComparisonReport) -> list[str]:
     budget = equal[report["equal"]] + (f" Except {', '.join(own)}, whose own train.steps were kept." if own else "")
     tests = family_size(report)
     lines = [
-        f"Paired: for each seed all arms read the same tokens in the same order. {_shared(report)}",
+        f"{_paired(report)} {_shared(report)}",
         budget + _epochs(report),
         *_held_out(report),
         "Intervals are Student's t over the seeds' paired differences. They cover the choice of seed (initial weights "
@@ -434,6 +434,16 @@ def _method(report: ComparisonReport) -> list[str]:
     lines += _looks(report)
     lines.append("Perplexity is exp of the mean loss. FLOPs are by arithmetic: training costs three forward passes.")
     return lines
+
+
+def _paired(report: ComparisonReport) -> str:
+    """What the arms read alike."""
+    if not report.get("own_phases"):
+        return "Paired: for each seed all arms read the same tokens in the same order."
+    return (
+        "Paired up to the first change of the mixture: an older version began this comparison, in which phases begin "
+        "at shares of each arm's own steps, so arms of other steps read other tokens from there on."
+    )
 
 
 def _beyond(report: ComparisonReport) -> str:

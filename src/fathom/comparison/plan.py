@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import typing
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -33,6 +34,8 @@ class Plan:
     equal: Equal = "tokens"
     pairs: int = 12
     """How often an arm is timed A B B A; 0 for not at all."""
+    own_phases: bool = False
+    """Whether `data.phases` begin at shares of each arm's own steps, as in comparisons of older versions."""
 
     @property
     def control(self) -> Arm:
@@ -42,11 +45,21 @@ class Plan:
     @cached_property
     def recipes(self) -> dict[str, Recipe]:
         """Each arm's recipe, steps scaled to the equal budget."""
-        return arm_recipes(self.recipe, self.arms, self.equal)
+        return arm_recipes(self.recipe, self.arms, self.equal, self.own_phases)
 
     def run_recipe(self, arm: str, seed: int) -> Recipe:
         """The recipe of one run."""
         return self.recipes[arm].override(f"train.seed={seed}", "track.display=none")
+
+    def as_begun(self, out: Path) -> Plan:
+        """The plan by the rule of a directory's runs: in older ones phases begin at shares of an arm's own steps."""
+        own = dataclasses.replace(self, own_phases=True)
+        for arm in self.arms if self.recipe.data.phases else ():
+            new, old = (_shares(plan.recipes[arm.name]) for plan in (self, own))
+            begun = out.glob(f"{ARMS}/{arm.name}/seed-*/{RECIPE}") if new != old else ()
+            if any(_shares(load_recipe(path)) == old for path in begun):
+                return own
+        return self
 
     def to_dict(self) -> dict[str, object]:
         """As plain values, for JSON."""
@@ -68,10 +81,15 @@ class Plan:
             raise RecipeError(f"{path} is damaged: it holds no arms, seeds, budget, pairs and recipe")
         try:
             plan = cls(parse_recipe(recipe), tuple(Arm(*arm) for arm in arms), tuple(seeds), equal, pairs)
+            plan = plan.as_begun(out)
             _ = plan.recipes
         except RecipeError as error:
             raise RecipeError(f"{path}: {error}") from error
         return plan
+
+
+def _shares(recipe: Recipe) -> tuple[object, object]:
+    return recipe.data.mixture, recipe.data.phases
 
 
 def plan_file(out: Path, name: str, what: str) -> Path:
@@ -141,6 +159,7 @@ def make_plan(
         raise RecipeError(f"--pairs {pairs}: allowed: 0 or more")
     first = recipe.train.seed
     plan = Plan(recipe, tuple(parse_arms(arms)), tuple(range(first, first + seeds)), equal, pairs)
+    plan = plan if out is None else plan.as_begun(out)
     check(plan, out)
     return plan
 
