@@ -209,10 +209,21 @@ def test_another_corpus_is_refused_before_anything_is_written(run: Path, tmp_pat
     assert not (tmp_path / "new").exists()
 
 
-def test_a_run_of_a_comparison_stays_as_planned(constant: Path, tmp_path: Path) -> None:
-    place = Path(shutil.copytree(constant, tmp_path / "arms" / "arm" / "seed-0"))
-    with pytest.raises(RecipeError, match="part of a comparison and stays as planned"):
-        extension(place, ["train.steps=16"])
+@pytest.mark.parametrize(
+    ("experiment", "place"),
+    [
+        ("comparison", "arms/arm/seed-0"),
+        ("ladder", "rungs/1/arms/arm/seed-0"),
+        ("ladder", "tune/1/arm/lr-1/seed-0"),
+        ("ladder", "twin/1/seed-0"),
+    ],
+)
+def test_a_run_of_an_experiment_stays_as_planned(constant: Path, tmp_path: Path, experiment: str, place: str) -> None:
+    run = Path(shutil.copytree(constant, tmp_path / place))
+    if experiment == "ladder":
+        (tmp_path / "ladder.json").touch()
+    with pytest.raises(RecipeError, match=f"part of a {experiment} and stays as planned"):
+        extension(run, ["train.steps=16"])
 
 
 PLACES: dict[str, Callable[[Any], tuple[Any, str]]] = {

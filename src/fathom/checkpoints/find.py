@@ -10,7 +10,7 @@ from typing import TypedDict
 
 import yaml
 
-from fathom.checkpoints.layout import CONFIG, MODEL, RECIPE, REPORT, RESULT, step_number
+from fathom.checkpoints.layout import ARMS, CONFIG, LADDER, MODEL, RECIPE, REPORT, RESULT, step_number
 from fathom.errors import FathomError
 from fathom.report.files import read_json
 
@@ -90,6 +90,14 @@ def checkpoint_steps(run: Path) -> list[int]:
     """Steps with a checkpoint, ascending, intact or not."""
     found = (step_number(path.name) for path in run.glob("step-*") if path.is_dir())
     return sorted(step for step in found if step is not None)
+
+
+def experiment_of(run: Path) -> str | None:
+    """What a run is part of and stays as planned for: a ladder, a comparison, or nothing."""
+    run = run.resolve()
+    if any((path / LADDER).exists() for path in run.parents[:5]):  # LADDER/rungs/1/arms/ARM/seed-0
+        return "ladder"
+    return "comparison" if run.parent.parent.name == ARMS else None
 
 
 def holds_model(path: Path) -> bool:

@@ -492,7 +492,7 @@ def _cells(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
 
 def _diverged(report: LadderReport) -> Markup:
     rows = [[row["run"], str(row["step"]), row["error"]] for row in report["diverged"]]
-    return _table(("A diverged tuning run counts as infinitely bad", ["run", "step", "why"], rows), "why")
+    return _table(("A diverged tuning run counts as infinitely bad", ["run", "step", "why"], rows), "run", "why")
 
 
 def _method(report: LadderReport) -> list[str]:

@@ -11,8 +11,8 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypedDict
 
-from fathom.checkpoints.find import checkpoint_steps
-from fathom.checkpoints.layout import ARMS, HISTORY, METRICS, RECIPE, RESULT, step_name
+from fathom.checkpoints.find import checkpoint_steps, experiment_of
+from fathom.checkpoints.layout import HISTORY, METRICS, RECIPE, RESULT, step_name
 from fathom.checkpoints.runs import Saved, find_checkpoint, newest_checkpoint
 from fathom.recipe import FREE_ON_RESUME, Recipe, RecipeError, differences, load_recipe, values_of
 from fathom.report.files import sync_directory, write_atomically
@@ -66,8 +66,9 @@ def extension(run_dir: str | Path, overrides: Sequence[str] = ()) -> Change:
     after = before.override(*overrides)
     if not differences(before, after):
         return Change(after, run_dir, before, 0)
-    if run_dir.resolve().parent.parent.name == ARMS:
-        raise RecipeError(f"{run_dir} is part of a comparison and stays as planned; branch: --from {run_dir} --run NEW")
+    if experiment := experiment_of(run_dir):
+        planned = f"is part of a {experiment} and stays as planned"
+        raise RecipeError(f"{run_dir} {planned}; branch: --from {run_dir} --run NEW")
     saved = newest_checkpoint(run_dir)
     finished = (run_dir / RESULT).exists()
     if saved is None:

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from fathom.checkpoints.export import export
-from fathom.checkpoints.find import finished_model
-from fathom.checkpoints.layout import ARMS, LOCK, MODEL, RECIPE, RESULT, TRAINER, step_name
+from fathom.checkpoints.find import experiment_of, finished_model
+from fathom.checkpoints.layout import LOCK, MODEL, RECIPE, RESULT, TRAINER, step_name
 from fathom.checkpoints.runs import Saved
 from fathom.data.puzzles import has_split, open_data
 from fathom.data.shards import TokenDataset
@@ -251,8 +251,8 @@ class Run:
 
     def _advice(self) -> str:
         """A change that may help a diverging run, as a command that its directory accepts."""
-        if self.run_dir.resolve().parent.parent.name == ARMS:
-            return "a comparison with a lower optim.lr may help"
+        if experiment := experiment_of(self.run_dir):
+            return f"a {experiment} with a lower optim.lr may help"
         return f"`fathom train {self.run_dir} optim.lr={self.recipe.optim.lr / 2:g}` goes on at half the rate"
 
     def _save(self) -> None:
