@@ -185,6 +185,14 @@ def test_qk_norm_gauge_needs_more_than_folding(opened):
     assert min(cka(folded[0][role].T, folded[1][role].T) for role in "qk") < 0.5
 
 
+def rescaled_planes(base, copy, near):
+    """Write a copy whose planes are rescaled, of equal outputs; returns what measures its score."""
+    attack(open_weights(base), ("plane",), copy, seed=3, dtype="float64")
+    before = logits(base)
+    assert (before - logits(copy)).abs().max() < near * before.abs().max()
+    return lambda: measure(open_weights(base), open_weights(copy), EXACT).value("awm_canonical")
+
+
 @pytest.mark.parametrize("share", [0.5, 0.25])
 def test_half_rotated_heads_with_qk_norm(share, tmp_path, monkeypatch):
     """GLM-4.5, Qwen3-Next: the planes are those of the rotated part, and each coordinate behind has its own scale."""
@@ -196,13 +204,7 @@ def test_half_rotated_heads_with_qk_norm(share, tmp_path, monkeypatch):
     )
     base = save(build(config, 5), tmp_path / "base", 512)
     assert open_weights(base).geometry.rotary_dim == 16 * share
-    attack(open_weights(base), ("plane",), tmp_path / "copy", seed=3, dtype="float64")
-    before = logits(base)
-    assert (before - logits(tmp_path / "copy")).abs().max() < 1e-10 * before.abs().max()
-
-    def score():
-        return measure(open_weights(base), open_weights(tmp_path / "copy"), EXACT).value("awm_canonical")
-
+    score = rescaled_planes(base, tmp_path / "copy", 1e-10)
     assert score() == pytest.approx(1, abs=1e-6)
     planes = canonical.planes
     monkeypatch.setattr(canonical, "planes", lambda m, rotary: planes(16, rotary))  # as if all were rotated
@@ -215,13 +217,7 @@ def test_interleaved_planes(kind, tmp_path, monkeypatch):
     config = tf.AutoConfig.for_model(kind, **SIZES, pad_token_id=0)
     base = save(build(config, 6), tmp_path / "base", 512)
     assert open_weights(base).geometry.rotary == "interleaved"
-    attack(open_weights(base), ("plane",), tmp_path / "copy", seed=3, dtype="float64")
-    before = logits(base)
-    assert (before - logits(tmp_path / "copy")).abs().max() < 1e-4 * before.abs().max()
-
-    def score():
-        return measure(open_weights(base), open_weights(tmp_path / "copy"), EXACT).value("awm_canonical")
-
+    score = rescaled_planes(base, tmp_path / "copy", 1e-4)
     assert score() == pytest.approx(1, abs=1e-6)
     monkeypatch.setattr(layouts, "INTERLEAVED_ROTARY", frozenset())
     assert score() < 0.95
