@@ -218,6 +218,23 @@ def test_windowed_layers_read_as_far_as_they_see(case, window):
     assert counter.get_total_flops() / length == pytest.approx(flops_per_token(config, length), rel=1e-9)
 
 
+@pytest.mark.parametrize("limit", [1, 2])
+@pytest.mark.parametrize("recurrence", ["loop", "ponder"])
+def test_decoding_within_max_trips_is_counted_so(recurrence, limit):
+    """Training, which makes every trip, is not."""
+    whole = config_of("vanilla", recurrence=recurrence, recurrence_options={"trips": 3})
+    config, length = config_of("vanilla", recurrence=recurrence, recurrence_options={"trips": 3}, max_trips=limit), 9
+    model, cache = build(config), DynamicCache(config=config)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for token in tokens(1, length).split(1, 1):
+            model(token, past_key_values=cache)
+    assert counter.get_total_flops() / length == pytest.approx(flops_per_token(config, length), rel=1e-9)
+    held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
+    assert held == length * cache_bytes_per_token(config, 4) < length * cache_bytes_per_token(whole, 4)
+    assert training_flops_per_token(config, length) == training_flops_per_token(whole, length)
+
+
 def test_windows_count_in_training_and_in_every_view():
     slide = {"use_sliding_window": True, "sliding_window": 4}
     for case in ("vanilla", "ponder2", "latent_cot"):

@@ -59,7 +59,7 @@ from fathom.ladder.scaling import (
 from fathom.ladder.stages import SURE, LadderRun, NotReadyError, State, beyond, promised
 from fathom.ladder.trips import Looped, refusal, worth
 from fathom.ladder.tuning import EDGE, FLAT
-from fathom.models.cost import cache_bytes_per_token
+from fathom.models.cost import as_decoded, cache_bytes_per_token
 from fathom.models.registry import DEFAULTS, recurrence_class
 from fathom.models.slots import plan as visits
 from fathom.recipe import Recipe
@@ -331,7 +331,7 @@ def _seconds(plan: Plan, arm: str, time: Time) -> tuple[float, float]:
 
 def _read(recipe: Recipe, each_trip: bool) -> float:
     """Bytes read to decode a token at the end of the context: bfloat16 weights and the cache."""
-    config = recipe.config()
+    config = as_decoded(recipe.config())
     layers = without_embeddings(config)
     again = sum(map(len, visits(config))) / config.num_hidden_layers if each_trip else 1.0
     head = config.vocab_size * config.hidden_size

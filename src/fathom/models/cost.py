@@ -65,7 +65,11 @@ def vanilla_flops_per_token(config: FathomConfig, sequence_length: int) -> float
 
 
 def flops_per_token(config: FathomConfig, sequence_length: int) -> float:
-    """FLOPs per token of decoding, mechanisms included: all trips, as if no token halted."""
+    """FLOPs per token of decoding, mechanisms included: all trips within `max_trips`, as if no token halted."""
+    return _forward_flops(as_decoded(config), sequence_length)
+
+
+def _forward_flops(config: FathomConfig, sequence_length: int) -> float:
     attention = _attention(config, sequence_length, attention_reads(config))
     return head_flops(config) + _linear_flops(config) + attention
 
@@ -127,7 +131,7 @@ def _training_flops(config: FathomConfig, sequence_length: int, rounds: int) -> 
     penalty = recurrence_class(config).penalty_flops(config, sequence_length)
     beyond = mechanism_cost(config).training_flops
     if not sizes:
-        return 3 * flops_per_token(config, sequence_length) + _scores_again(config, sequence_length) + beyond + penalty
+        return 3 * _forward_flops(config, sequence_length) + _scores_again(config, sequence_length) + beyond + penalty
     trips, kept = sizes[-1], _kept(config, len(sizes))
     trip = _linear_flops(_of_trips(config, 1))
     between = _linear_flops(config) - trips * trip  # of all trips: gates, mixtures
@@ -164,6 +168,11 @@ def _linear_flops(config: FathomConfig) -> float:
     return config.num_hidden_layers * layer_flops(config) + mechanism_cost(config).flops
 
 
+def as_decoded(config: FathomConfig) -> FathomConfig:
+    """The configuration with as many trips as `max_trips` leaves when decoding; training makes them all."""
+    return config if config.max_trips is None else _of_trips(config, config.max_trips)
+
+
 def _of_trips(config: FathomConfig, trips: int) -> FathomConfig:
     """The configuration with another number of trips, if that is an option."""
     if "trips" not in config.recurrence_options:
@@ -174,6 +183,7 @@ def _of_trips(config: FathomConfig, trips: int) -> FathomConfig:
 
 
 def cache_bytes_per_token(config: FathomConfig, bytes_per_scalar: int = 2) -> int:
-    """Keys and values of one token in every layer and trip."""
+    """Keys and values of one token in every layer and trip within `max_trips`."""
+    config = as_decoded(config)
     vanilla = config.num_hidden_layers * layer_cache_bytes(config, bytes_per_scalar)
     return vanilla + mechanism_cost(config, bytes_per_scalar).cache_bytes
