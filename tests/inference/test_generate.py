@@ -22,7 +22,7 @@ from fathom.inference.settings import GenerateError, Sampling
 from fathom.models import FathomConfig, FathomForCausalLM
 from tests.inference.talker import PROMPTS, TEMPLATE, read, write
 from tests.models.cases import build, config_of
-from tests.tiny import in_pieces, piece_tokenizer, say, tiny_config, tiny_tokenizer
+from tests.tiny import in_pieces, piece_tokenizer, say, shape, tiny_config, tiny_tokenizer
 
 
 def test_what_is_streamed_is_the_text(opened) -> None:
@@ -74,6 +74,7 @@ def test_the_context_ends_the_text(opened) -> None:
 BATCHES = [{"num_beams": 3, "repetition_penalty": 1.3}, {"repetition_penalty": 1.3}]
 BATCHES += [{"no_repeat_ngram_size": 1, "eos_token_id": None}]
 BATCHES += [{"encoder_repetition_penalty": 1.5, "forced_eos_token_id": 7}]
+BATCHES += [{"encoder_no_repeat_ngram_size": 2, "eos_token_id": None}]
 
 
 @pytest.mark.parametrize("options", BATCHES)
@@ -90,6 +91,41 @@ def test_a_batch_equals_one_at_a_time(opened, options: dict) -> None:
     for a, b in zip(together, alone, strict=True):
         assert (a.text, a.tokens, a.prompt_tokens, a.finish) == (b.text, b.tokens, b.prompt_tokens, b.finish)
     assert any(a.prompt_tokens + a.tokens == 64 for a in together)
+
+
+def test_a_batch_bans_no_padding_and_begins_as_alone() -> None:
+    """Padding that ends texts, taken for a word of the prompt, was banned: short prompts could not end. And a prompt of
+    one token was not told beside longer ones."""
+    tokenizer = tiny_tokenizer()
+    torch.manual_seed(0)
+    model = FathomForCausalLM(FathomConfig(**shape(vocab_size=384))).eval()
+    ids = [encode(tokenizer, "a"), encode(tokenizer, "the depth of a river")]
+    ends = model.lm_head.register_forward_hook(lambda _, __, logits: logits.index_fill(-1, torch.tensor([0]), 1e3))
+    for options in ({"encoder_no_repeat_ngram_size": 1}, {"forced_bos_token_id": 50}):
+        sampling = Sampling(4, temperature=0, options=options)
+        alone = [generate_batch(model, tokenizer, [row], sampling)[0] for row in ids]
+        together = generate_batch(model, tokenizer, ids, sampling)
+        assert [(a.text, a.tokens) for a in together] == [(a.text, a.tokens) for a in alone], options
+        assert all(a.finish == "stop" for a in together)
+    ends.remove()
+
+
+def test_guidance_makes_as_many_trips_as_the_text(opened) -> None:
+    """For it transformers calls the model without the call's options: all trips were made."""
+    tokenizer = opened[1]
+    torch.manual_seed(1)
+    config = FathomConfig(**shape(recurrence="loop", recurrence_options={"trips": 3}, initializer_range=0.5))
+    model = FathomForCausalLM(config).double().eval()
+    ids = encode(tokenizer, "the depth")
+    text, rest = torch.tensor([ids]), torch.tensor([ids[-1:]])
+    for _ in range(6):
+        with torch.no_grad():
+            given, free = (model(x, max_trips=1).logits[:, -1].log_softmax(-1) for x in (text, rest))
+        token = (free + 3 * (given - free)).argmax(-1, keepdim=True)
+        text, rest = torch.cat([text, token], 1), torch.cat([rest, token], 1)
+    sampling = Sampling(6, temperature=0, max_trips=1, options={"guidance_scale": 3.0, "eos_token_id": None})
+    made = generate_batch(model, tokenizer, [ids], sampling)[0]
+    assert made.text == tokenizer.decode(text[0, len(ids) :], skip_special_tokens=True)
 
 
 def other_positions(kind: str):

@@ -9,12 +9,17 @@ import transformers as tf
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from fathom.checkpoints.export import export
 from fathom.checkpoints.origin import Refused
 from fathom.lineage import attacks, canonical, layouts
 from fathom.lineage.attacks import ATTACKS, attack
 from fathom.lineage.comparison import SCORE_LABELS, Options, measure
 from fathom.lineage.weights import open_weights
+from fathom.models import FathomForCausalLM
+from fathom.models.registry import parse_mechanism
 from tests.lineage.zoo import SIZES, build, logits, save, tiny_config
+from tests.tiny import tiny_config as small
+from tests.tiny import tiny_tokenizer
 
 EXACT = Options(mode="exact")
 COMPOSED = ("rotate", "gain", "head", "neuron", "plane")
@@ -133,6 +138,58 @@ def test_layer_norm_models(name, tmp_path):
     assert all(count == 64 for _, count in pair.witnesses)
     with pytest.raises(Refused, match="RMSNorm"):
         attack(open_weights(base), ("rotate",), tmp_path / "no")
+
+
+def test_heads_with_biases_keep_the_function(tmp_path):
+    """Under q/k-norm the biases of queries were scaled by other numbers than the queries."""
+    base = save(build(tiny_config("qwen3", attention_bias=True), 2), tmp_path / "base", 512)
+    attack(open_weights(base), ("head",), tmp_path / "copy", seed=1, dtype="float64")
+    before, after = logits(base), logits(tmp_path / "copy")
+    assert (before - after).abs().max() < LOOSE[("head",)] * before.abs().max()
+
+
+DEPTH = {
+    "depth_attention": {"plane", "head"},
+    "uniform_depth": {"head"},
+    "value_residual": {"head"},
+    "denseformer": set(),
+    "attention_residuals": {"permute", "rotate"},
+    "loop": set(),
+    "loop, final": {"rotate", "gain", "scale"},
+    "ponder": set(),
+    "ponder, hidden": {"rotate", "gain", "scale"},
+    "ponder2": {"rotate", "gain", "scale"},
+}
+
+
+@pytest.mark.parametrize("case", DEPTH)
+def test_edits_of_depth_models_keep_the_function_or_are_refused(case, tmp_path):
+    """Copies of all these were written, and computed something else."""
+    name, _, option = case.partition(", ")
+    options = {"final": {"norm_between": "final"}, "hidden": {"feed": "hidden"}}.get(option, {})
+    values = parse_mechanism(name)
+    axis = next(axis for axis, value in values.items() if value == name)
+    fields = {**values, f"{axis}_options": options, "num_hidden_layers": 3, "initializer_range": 0.3}
+    torch.manual_seed(1)
+    model = FathomForCausalLM(small(**fields))
+    with torch.no_grad():
+        for part, parameter in model.named_parameters():
+            parameter.add_(torch.randn(parameter.shape) * (0.2 if parameter.ndim < 2 or "residual" in part else 0.1))
+    base = export(model, tmp_path / "base", tiny_tokenizer())
+    before = opened_logits(base)
+    for kind in ATTACKS:
+        if kind in DEPTH[case]:
+            with pytest.raises(Refused, match=f"attack {kind}: a model with {axis}={name}"):
+                attack(open_weights(base), (kind,), tmp_path / kind)
+            continue
+        attack(open_weights(base), (kind,), tmp_path / kind, dtype="float64")
+        assert (opened_logits(tmp_path / kind) - before).abs().max() < 1e-2 * before.abs().max(), kind
+
+
+def opened_logits(path):
+    model = FathomForCausalLM.from_pretrained(path, dtype=torch.float64).eval()
+    with torch.no_grad():
+        return model(torch.arange(3, 27).reshape(2, 12)).logits
 
 
 def layers(weights):

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import (
+    EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
+    ForcedBOSTokenLogitsProcessor,
     LogitsProcessor,
     LogitsProcessorList,
     MinLengthLogitsProcessor,
@@ -106,7 +108,7 @@ def processing(
 
     again, prompt = (float(chosen(name) or 1) for name in ("repetition_penalty", "encoder_repetition_penalty"))
     size, least = chosen("no_repeat_ngram_size") or 0, 0 if chosen("min_new_tokens") else chosen("min_length") or 0
-    inner, off = list[LogitsProcessor](), {}
+    inner, off = list[LogitsProcessor](), dict[str, float | None]()
     if again != 1:
         inner.append(RepetitionPenaltyLogitsProcessor(again))
         off["repetition_penalty"] = 1.0
@@ -116,9 +118,16 @@ def processing(
     if least and stops:
         inner.append(MinLengthLogitsProcessor(least, stops, device=str(model.device)))
         off["min_length"] = 0
+    if chosen("forced_bos_token_id") is not None:  # after a prompt of one token
+        inner.append(ForcedBOSTokenLogitsProcessor(chosen("forced_bos_token_id")))
+        off["forced_bos_token_id"] = None
     first = mask.argmax(1).repeat_interleave(sampling.beams(model)).tolist()
     processors = LogitsProcessorList([Finite(), *(Unpadded(one, first) for one in inner)])
     if prompt != 1:
         processors.append(EncoderRepetitionPenaltyLogitsProcessor(prompt, ids.where(mask == 1, ids[:, -1:])))
         off["encoder_repetition_penalty"] = 1.0
+    if (size := chosen("encoder_no_repeat_ngram_size") or 0) > 0:
+        filler = ids[:, -1:] if size == 1 else -1  # a word that the prompt has, or one that no text has
+        processors.append(EncoderNoRepeatNGramLogitsProcessor(size, ids.where(mask == 1, filler)))
+        off["encoder_no_repeat_ngram_size"] = 0
     return {**off, "logits_processor": processors}

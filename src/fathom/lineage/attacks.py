@@ -182,14 +182,12 @@ class Head(Attack):
     def layer(self, layer: Layer, index: int) -> Layer:
         """Scales first, then the V/O gauge, then the order of KV groups and of query heads inside them."""
         g, out, draw = self.geometry, _copied(layer), self.draw(4, index)
-        q = out["q"].reshape(g.kv_heads, g.group, g.head_dim, -1)
-        k = out["k"].reshape(g.kv_heads, g.head_dim, -1)
         scale = _lognormal(draw, g.kv_heads, 1.0)
+        of_queries, of_keys = np.ones(g.heads), np.ones(g.kv_heads)
         if not g.qk_norm:
-            q, k = q / scale[:, None, None, None], k * scale[:, None, None]
+            of_queries, of_keys = np.repeat(1 / scale, g.group), scale
         elif len(out["q_norm"]) == g.head_dim:
-            q = q * _lognormal(draw, g.kv_heads * g.group, 1.0).reshape(g.kv_heads, g.group, 1, 1)
-            k = k * scale[:, None, None]
+            of_queries, of_keys = _lognormal(draw, g.heads, 1.0), scale
         values = out["v"].shape[0] // g.kv_heads
         v = out["v"].reshape(g.kv_heads, values, -1)
         o = out["o"].reshape(-1, g.kv_heads, g.group, values)
@@ -197,11 +195,9 @@ class Head(Attack):
         v, o = turn @ v, np.einsum("dhgj,hji->dhgi", o, np.linalg.inv(turn))
         if "v_bias" in out:
             out["v_bias"] = np.einsum("hij,hj->hi", turn, out["v_bias"].reshape(g.kv_heads, values)).reshape(-1)
-        for role, array in (("q", q), ("k", k)):
-            if f"{role}_bias" in out:
-                factor = 1 / scale if role == "q" else scale
-                out[f"{role}_bias"] = (out[f"{role}_bias"].reshape(g.kv_heads, -1) * factor[:, None]).reshape(-1)
-            out[role] = array.reshape(out[role].shape)
+        for role, factor in (("q", of_queries), ("k", of_keys)):
+            for name in (n for n in (role, f"{role}_bias") if n in out):
+                out[name] = (out[name].reshape(len(factor), -1) * factor[:, None]).reshape(out[name].shape)
         out["v"], out["o"] = v.reshape(out["v"].shape), o.reshape(out["o"].shape)
         return self._permuted(out, draw, values)
 
@@ -273,6 +269,23 @@ ATTACKS: Mapping[str, Callable[[Geometry, int], Attack]] = {
     "scale": Scale,
 }
 UNTYING = {"rotate", "gain", "scale"}
+AXES = {"mixer": "none", "residual": "plain", "recurrence": "once"}
+"""Keys of a Fathom configuration, and the value that is Qwen3."""
+RELEASED = ("use_depth_attention", "cross_layer_pattern", "cross_layer_mode", "baseline_mode", "residual_baseline")
+"""Keys of the papers' own depth models, of which no edit is made."""
+FED_BACK = frozenset({"rotate", "gain", "scale"})
+"""Edits that change what the final norm makes, which some models read again."""
+BREAKS: Mapping[str, frozenset[str]] = {
+    "depth_attention": frozenset({"plane", "head"}),  # queries meet keys of other layers, values are mixed with theirs
+    "uniform_depth": frozenset({"head"}),
+    "value_residual": frozenset({"head"}),
+    "denseformer": frozenset(),
+    "attention_residuals": frozenset({"permute", "rotate"}),  # its queries are vectors of channels
+    "loop": frozenset(),
+    "ponder": frozenset(),
+    "ponder2": FED_BACK,
+}
+"""By mechanism: the edits that change the function; of those that are not named here, all."""
 
 
 def _require_rms(geometry: Geometry, kind: str) -> None:
@@ -373,6 +386,24 @@ def _check(weights: Weights, kinds: Sequence[str], dtype: str) -> None:
     matrices = [name for name in weights.extra_tensors if len(weights.store.tensors[name].shape) > 1]
     if matrices:
         raise Refused(f"attack: {matrices[0]} would have to be edited too, and its role is not known")
+    for kind in kinds:
+        if (name := _broken(weights.config, kind)) is not None:
+            raise Refused(f"attack {kind}: a model with {name} would compute something else")
+
+
+def _broken(config: Mapping[str, object], kind: str) -> str | None:
+    """What of a depth model does not survive an edit; None for any other model."""
+    if config.get("model_type") != "fathom":
+        return next((key for key in RELEASED if config.get(key)), None)
+    for axis, plain in AXES.items():
+        name, options = config.get(axis, plain), config.get(f"{axis}_options")
+        if name == plain:
+            continue
+        given = options if isinstance(options, Mapping) else {}
+        again = given.get("norm_between") == "final" or given.get("feed") == "hidden"
+        if kind in BREAKS.get(str(name), ATTACKS.keys()) or (again and kind in FED_BACK):
+            return f"{axis}={name}"
+    return None
 
 
 def _stored(weights: Weights, arrays: Layer, index: int | None, dtype: np.dtype[np.floating]) -> dict[str, Array]:

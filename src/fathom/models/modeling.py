@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from transformers import LogitsProcessorList, UnbatchedClassifierFreeGuidanceLogitsProcessor
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerationMixin
@@ -597,6 +598,15 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             speculation.streamer = kwargs.get("streamer")
             kwargs["custom_generate"] = partial(decode, speculation=speculation)
         return super().generate(inputs, generation_config, **kwargs)
+
+    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+        """As in transformers; guidance, which calls the model by itself, makes as many trips as the text."""
+        made = super()._get_logits_processor(*args, **kwargs)
+        most = (kwargs.get("model_kwargs") or {}).get("max_trips")
+        for one in made:
+            if most is not None and isinstance(one, UnbatchedClassifierFreeGuidanceLogitsProcessor):
+                one.model = partial(self, max_trips=most)  # type: ignore[misc]  # a module is callable
+        return made
 
     def init_continuous_batching(self, *args: object, **kwargs: object) -> object:
         """As in transformers, with a layer of its cache for every visit; what it cannot run is refused here."""
