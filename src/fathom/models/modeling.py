@@ -599,10 +599,11 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
             kwargs["custom_generate"] = partial(decode, speculation=speculation)
         return super().generate(inputs, generation_config, **kwargs)
 
-    def _get_logits_processor(self, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+    def _get_logits_processor(self, *args: object, **kwargs: object) -> LogitsProcessorList:
         """As in transformers; guidance, which calls the model by itself, makes as many trips as the text."""
-        made = super()._get_logits_processor(*args, **kwargs)
-        most = (kwargs.get("model_kwargs") or {}).get("max_trips")
+        made: LogitsProcessorList = super()._get_logits_processor(*args, **kwargs)
+        given = kwargs.get("model_kwargs")
+        most = given.get("max_trips") if isinstance(given, dict) else None
         for one in made:
             if most is not None and isinstance(one, UnbatchedClassifierFreeGuidanceLogitsProcessor):
                 one.model = partial(self, max_trips=most)  # type: ignore[misc]  # a module is callable
