@@ -49,7 +49,7 @@ def test_what_is_reported_is_what_was_made(models: Path) -> None:
     assert made.tokens == 6
     assert generate(model, tokenizer, TEXT, Sampling(6, temperature=0, max_trips=1)).trips == 1
     beams = generate(model, tokenizer, TEXT, Sampling(6, temperature=0, options={"num_beams": 2}))
-    assert 1 < beams.trips < 3
+    assert beams.trips is None, "the cache is of the beams that ran on"
 
 
 def test_padding_and_what_follows_the_end_are_not_counted() -> None:

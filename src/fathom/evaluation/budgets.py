@@ -57,12 +57,13 @@ def limited(model: PreTrainedModel, most: int | None) -> PreTrainedModel:
 def stored_trips(
     model: PreTrainedModel, cache: Cache, rows: int, columns: list[int], most: int | None = None
 ) -> list[float | None]:
-    """Mean trips of the tokens in the cache after generation, row by row; None for a model of one trip.
+    """Mean trips of the tokens in the cache after generation, row by row; None for a model of one trip, and for beams
+    of one that halts, since the cache is of those that ran on.
 
     Args:
         model: The model that filled the cache.
         cache: The cache.
-        rows: Prompts; each may have several beams.
+        rows: Prompts.
         columns: Of each prompt: how many columns of its row count, padding on the left included.
         most: The limit that was applied.
     """
@@ -72,8 +73,9 @@ def stored_trips(
     halt = getattr(getattr(layers[0], "table", None), "halt", None) if layers else None
     if halt is None:
         return [float(most or model.config.max_trips or model.model.recurrence.trips)] * rows
-    apart = halt.view(rows, -1, halt.shape[1])
-    made = [row[:, :count] for row, count in zip(apart, columns, strict=True)]
+    if halt.shape[0] != rows:
+        return [None] * rows
+    made = [row[:count] for row, count in zip(halt, columns, strict=True)]
     return [float((row[row >= 0] + 1).double().mean()) for row in made]
 
 

@@ -42,7 +42,7 @@ class Generated:
     finish: str = "length"
     """`stop` where the model ended the text, else `length`."""
     trips: float | None = None
-    """Mean trips per token, the prompt's included; None for a model of one trip."""
+    """Mean trips per token, the prompt's included; None for a model of one trip, and for beams of one that halts."""
     acceptance: float | None = None
     """Share of drafted tokens that were right, of all rows of a batch; None without drafts."""
 
