@@ -295,6 +295,17 @@ def test_a_comparison_of_an_older_version_keeps_its_phases(small: Recipe, tmp_pa
     assert "other tokens from there on" not in page({**report, "own_phases": False})
 
 
+@pytest.mark.parametrize(
+    "phases", ["[{at: 7, mixture: {seas: 1}}]", "[{at: .1, mixture: {seas: 1}}, {at: .2, mixture: {rivers: 1}}]"]
+)
+def test_a_phase_that_an_arm_does_not_reach(small: Recipe, tmp_path: Path, phases: str):
+    """The older rule has no recipe for such an arm; a comparison is planned, opened and continued without it."""
+    base = small.override("train.steps=8", "data.mixture={rivers: 1, seas: 0}", f"data.phases={phases}")
+    plan = make_plan(base, "vanilla,loop", seeds=1, equal="flops", pairs=0, out=tmp_path)
+    write_json(tmp_path / "plan.json", plan.to_dict())
+    assert Plan.read(tmp_path) == plan and not plan.own_phases
+
+
 def test_equal_trips(small: Recipe):
     arms = parse_arms("vanilla,loop,ponder,ponder2,half=loop;model.recurrence_options={trips: 2, prelude: 1, coda: 1}")
     recipes = arm_recipes(small.override("train.steps=1000"), arms, "trips")

@@ -989,3 +989,32 @@ def test_phi_needs_two_budgets(tmp_path: Path, monkeypatch) -> None:
     report = climb(ladder, tmp_path / "two/out", quiet=True)
     assert report["phi"]["refused"] is None and report["phi"]["cells"] == 8 and report["phi"]["budgets"] == 2
     assert State(ladder, tmp_path / "two/out").sealed() is not None
+
+
+def test_an_arm_of_its_own_steps_says_nothing_of_a_trip(tmp_path: Path, monkeypatch) -> None:
+    """It read other tokens than its cell."""
+    planted(monkeypatch)
+    arms = "vanilla,loop=loop;ladder.layers=1/2;model.recurrence_options.trips=2;train.steps=3"
+    rules = {**SMALL, "tune_points": [], "tokens_per_parameter": [10, 40], "check": False}
+    assert climb(make(tmp_path, arms, **rules), tmp_path / "out", quiet=True)["phi"] is None
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["report.json", "rungs/1/report.json", "tune/1/better/lr+0/seed-0/result.json"]
+    + [f"rungs/1/arms/better/seed-0/{name}" for name in ("result.json", "failed.json", "machine.json")],
+)
+def test_a_damaged_file_is_named(whole, tmp_path: Path, monkeypatch, capsys, name: str) -> None:
+    """Also in a comparison, whose functions read the rungs; where it is deleted, the report is written."""
+    planted(monkeypatch)
+    out = tmp_path / "out"
+    shutil.copytree(whole[1], out)
+    file = out / name
+    if file.name == "failed.json":
+        (file.parent / "result.json").unlink()
+    for text in ("{", "{}"):
+        file.write_text(text)
+        assert main(["ladder", str(out), "--report"]) == 2
+        assert capsys.readouterr().err.startswith(f"fathom: {file} is damaged: delete it")
+    file.unlink()
+    assert main(["ladder", str(out), "--json"]) == 0

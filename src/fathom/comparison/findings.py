@@ -34,7 +34,7 @@ from fathom.comparison.results import (
 from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
 from fathom.models.registry import recurrence_class
 from fathom.recipe import Recipe
-from fathom.report.files import read_json
+from fathom.report.files import read_written
 from fathom.report.numbers import DASH, in_words, signed
 from fathom.report.provenance import Provenance
 from fathom.report.statistics import Difference, holm, paired_difference, paired_ratio
@@ -209,7 +209,7 @@ def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> RunRow | None:
         "evaluated_tokens": scores["tokens"],
         "seconds": values["seconds"],
         "epochs": values.get("epochs"),
-        "machine": read_json(machine) if machine.exists() else None,
+        "machine": read_written(machine, remedy="delete it") if machine.exists() else None,
         "validation": {
             "step": [int(look["step"]) for look in looks],
             "tokens": [int(look["tokens"]) for look in looks],

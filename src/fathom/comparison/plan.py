@@ -13,7 +13,7 @@ from fathom.comparison.arms import Arm, Equal, arm_recipes, parse_arms
 from fathom.comparison.results import Failure, MeasuredValues
 from fathom.data.puzzles import open_data
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe, parse_recipe
-from fathom.report.files import read_json
+from fathom.report.files import read_json, read_written
 from fathom.training.build import batch_plan, check_device, check_model
 from fathom.training.parallel import device_of
 
@@ -53,9 +53,13 @@ class Plan:
 
     def as_begun(self, out: Path) -> Plan:
         """The plan by the rule of a directory's runs: in older ones phases begin at shares of an arm's own steps."""
-        own = dataclasses.replace(self, own_phases=True)
-        for arm in self.arms if self.recipe.data.phases else ():
-            new, old = (_shares(plan.recipes[arm.name]) for plan in (self, own))
+        own, planned = dataclasses.replace(self, own_phases=True), self.recipes
+        try:
+            begun_as = own.recipes if self.recipe.data.phases else {}
+        except RecipeError:  # an arm ends before a phase begins, so that no older version began this
+            return self
+        for arm in self.arms if begun_as else ():
+            new, old = (_shares(recipes[arm.name]) for recipes in (planned, begun_as))
             begun = out.glob(f"{ARMS}/{arm.name}/seed-*/{RECIPE}") if new != old else ()
             if any(_shares(load_recipe(path)) == old for path in begun):
                 return own
@@ -129,11 +133,7 @@ class RunTask:
     @property
     def failure(self) -> Failure | None:
         """Why training failed (`error`, `step`); None if it did not."""
-        path = self.run_dir / FAILED
-        if self.seed is None or self.done or not path.exists():
-            return None
-        found: Failure = read_json(path)
-        return found
+        return None if self.seed is None or self.done else read_failure(self.run_dir)
 
     @property
     def settled(self) -> bool:
@@ -147,6 +147,15 @@ class RunTask:
         if self.seed is not None:
             return (self.run_dir / RESULT).exists()
         return read_measured(self.plan, self.out, self.arm) is not None
+
+
+def read_failure(run_dir: Path) -> Failure | None:
+    """Why a run cannot go on; None if nothing says so."""
+    path = run_dir / FAILED
+    if not path.exists():
+        return None
+    found: Failure = read_written(path, "error", "step", remedy="delete it, and the run goes on")
+    return found
 
 
 def make_plan(
@@ -216,7 +225,8 @@ def read_measured(plan: Plan, out: Path, arm: str) -> MeasuredValues | None:
     path = out / MEASURED / f"{arm}.json"
     if not path.exists():
         return None
-    values: MeasuredValues = read_json(path)
+    remedy = "delete it, and the same command measures again"
+    values: MeasuredValues = read_written(path, "recipes", "time", remedy=remedy)
     names = (arm, plan.control.name)
     expected = [plan.run_recipe(name, plan.seeds[0]) for name in names]
     same = all(

@@ -39,7 +39,7 @@ from fathom.comparison.results import ComparisonReport
 from fathom.comparison.timing import measure
 from fathom.errors import FathomError
 from fathom.recipe import Recipe, RecipeError
-from fathom.report.files import read_json, write_json
+from fathom.report.files import write_json
 from fathom.report.provenance import hardware, provenance, recorded
 from fathom.training import Hook, TrainingError, read_metrics, train
 from fathom.training.first import ForgottenError
@@ -188,7 +188,7 @@ def rewrite_report(plan: Plan, out: Path) -> ComparisonReport:
         raise RecipeError(f"{out}: holds no comparison ({PLAN} is missing)")
     source = provenance()
     if (out / REPORT).exists():
-        source = recorded(read_json(out / REPORT))
+        source = recorded(out / REPORT)
     report = summarize(plan, out, source)
     record(out, report)
     write_report(report, out)

@@ -551,10 +551,12 @@ def _phi(state: State) -> Phi | None:
     found: list[Looped] = []
     for size in state.ladder.all_sizes:
         for arm in state.chosen.arms:
-            config = state.plan(size).recipes[arm.name].config()
+            recipe = state.plan(size).recipes[arm.name]
+            config = recipe.config()
             plain = config.mixer == DEFAULTS["mixer"] and config.residual == DEFAULTS["residual"]
             losses = list(state.losses(size, arm).values())
-            if config.recurrence not in (DEFAULTS["recurrence"], "loop") or not plain or not losses:
+            alike = tokens(recipe) == size.tokens  # an arm of its own train.steps is of no cell
+            if config.recurrence not in (DEFAULTS["recurrence"], "loop") or not plain or not alike or not losses:
                 continue
             recurrence = recurrence_class(config)
             trips = recurrence.trips_of(config)

@@ -17,9 +17,9 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TypeVar, cast
 
-from fathom.checkpoints.layout import ARMS, FAILED, PLAN, RESULT
+from fathom.checkpoints.layout import ARMS, PLAN, RESULT
 from fathom.comparison.arms import Arm
-from fathom.comparison.plan import Plan, RunTask, tasks
+from fathom.comparison.plan import Plan, RunTask, read_failure, tasks
 from fathom.comparison.results import Failure
 from fathom.data.puzzles import is_puzzle
 from fathom.ladder.results import Forecast, PredictionBody, SealedPrediction, TunedRow
@@ -40,7 +40,7 @@ from fathom.ladder.rungs import (
 from fathom.ladder.scaling import DECADE, ESTIMATOR, Noise, Posterior, Rung, noise_of, posterior
 from fathom.ladder.tuning import LEARNT, Bowl, Points, bowl, first_places, next_place, pooled_sigma
 from fathom.recipe import Recipe, RecipeError, differences
-from fathom.report.files import digest, read_json, write_json
+from fathom.report.files import digest, read_json, read_written, write_json
 from fathom.report.statistics import holm
 from fathom.training.results import held_out
 
@@ -71,8 +71,7 @@ class LadderRun:
     @property
     def failure(self) -> Failure | None:
         """Why it failed; None if it did not."""
-        path = self.run_dir / FAILED
-        return None if self.done or not path.exists() else read_json(path)
+        return None if self.done else read_failure(self.run_dir)
 
     @property
     def settled(self) -> bool:
@@ -475,7 +474,8 @@ class State:
         sizes = {"rungs": self.main_sizes(), "last": self.ladder.sizes[-1:]}.get(stage, [])
         for size in sizes:
             path, planned = self.rung_dir(size) / PLAN, json.loads(json.dumps(self.plan(size).to_dict()))
-            if not path.exists() or read_json(path) != planned:  # seeds were added
+            remedy = "delete it, and it is written again"
+            if not path.exists() or read_written(path, remedy=remedy) != planned:  # seeds were added
                 changed = _changed(Plan.read(path.parent), self.plan(size), path.parent) if path.exists() else []
                 if changed:
                     raise RecipeError(f"{path}: the rung began with another recipe; different: {', '.join(changed)}")

@@ -43,7 +43,7 @@ from fathom.ladder.results import LadderReport
 from fathom.ladder.rungs import RUNGS, TUNE, Ladder
 from fathom.ladder.stages import STAGES, LadderRun, NotReadyError, State, Work
 from fathom.recipe import RecipeError
-from fathom.report.files import read_json, write_atomically, write_json
+from fathom.report.files import write_atomically, write_json
 from fathom.report.provenance import Provenance, provenance, recorded
 from fathom.training.results import held_out
 
@@ -162,7 +162,7 @@ def rewrite(ladder: Ladder, out: Path) -> LadderReport:
     """The report from what is finished, its provenance that of the last report where there is one."""
     ladder, source = _as_written(ladder, out), provenance()
     if (out / REPORT).exists():
-        source = recorded(read_json(out / REPORT))
+        source = recorded(out / REPORT)
     return report(ladder, out, source)
 
 

@@ -120,6 +120,27 @@ def read_json(path: Path) -> Any:
     return value
 
 
+class DamagedError(FathomError):
+    """A file of ours that does not hold what was written; the message says what to do about it."""
+
+
+def read_written(path: Path, *keys: str, remedy: str) -> Any:
+    """A JSON object that Fathom wrote, with these keys at least; a `DamagedError` if that is not what is there.
+
+    Args:
+        path: The file.
+        keys: What it must hold.
+        remedy: What to do about a damaged one.
+    """
+    try:
+        value = read_json(path)
+    except ValueError:
+        value = {}
+    if not value or any(key not in value for key in keys):
+        raise DamagedError(f"{path} is damaged: {remedy}")
+    return value
+
+
 def finite(value: Any) -> Any:
     """Data for JSON, which has neither NaN, infinity nor numpy scalars: null stands for numbers that are not finite."""
     if isinstance(value, Mapping):

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TypedDict
 
 from fathom._version import __version__
+from fathom.report.files import read_written
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "numpy", "scipy")
 
@@ -40,8 +41,10 @@ def provenance() -> Provenance:
     }
 
 
-def recorded(report: Provenance) -> Provenance:
-    """The provenance of an earlier report, read from it."""
+def recorded(path: Path) -> Provenance:
+    """The provenance of an earlier report, read from its file."""
+    remedy = "delete it, and the report is of this machine and moment"
+    report: Provenance = read_written(path, *Provenance.__annotations__, remedy=remedy)
     return {
         "command": report["command"],
         "date": report["date"],

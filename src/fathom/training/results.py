@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TypedDict, cast
 
 from fathom.checkpoints.layout import RESULT
-from fathom.report.files import read_json
+from fathom.report.files import read_written
 
 
 class CorrelationValues(TypedDict):
@@ -83,7 +83,8 @@ class TrainerState(TypedDict, total=False):
 
 def read_result(run_dir: Path) -> RunResult:
     """The result of a finished run: `numbers` are in its evaluation, where there is one."""
-    values: RunResult = read_json(run_dir / RESULT)
+    remedy = "delete it, and the same command evaluates the run again"
+    values: RunResult = read_written(run_dir / RESULT, "evaluation", remedy=remedy)
     scores = values["evaluation"]
     return values if scores is None else {**values, "evaluation": numbers(scores)}
 
