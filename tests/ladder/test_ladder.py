@@ -621,6 +621,9 @@ def test_a_share_of_the_layers(tmp_path: Path) -> None:
     assert plan.recipes["loop"].model["num_hidden_layers"] == 2
     with pytest.raises(RecipeError, match=r"ladder.layers=1/2: of 3 layers that is 1.5"):
         make(tmp_path, arms)
+    for share in ("1e400", "1e99999999999", "-1", "101", "half"):
+        with pytest.raises(RecipeError, match=rf"ladder.layers={share}: allowed: a share such as 1/3"):
+            make(tmp_path, arms.replace("1/2", share))
 
 
 @pytest.mark.parametrize(
@@ -634,8 +637,12 @@ def test_a_share_of_the_layers(tmp_path: Path) -> None:
         ({"tune_seeds": "many"}, "ladder.tune_seeds=many: allowed"),
         ({"tokens": 4000, "tokens_per_parameter": [10, 40]}, "ladder.tokens=4000: allowed: null where"),
         ({"tokens_per_parameter": "[.inf]"}, r"ladder.tokens_per_parameter=\(inf,\): allowed: positive numbers"),
-        ({"batch_exponent": ".nan"}, "ladder.batch_exponent=nan: allowed: a finite number"),
-        ({"rate_exponents": "[.nan, 0, 0]"}, r"ladder.rate_exponents=\(nan, 0.0, 0.0\): allowed: finite numbers"),
+        ({"tokens_per_parameter": [10, 10]}, r"ladder.tokens_per_parameter=\(10.0, 10.0\): allowed: different numbers"),
+        ({"batch_exponent": ".nan"}, "ladder.batch_exponent=nan: allowed: -10 to 10"),
+        ({"batch_exponent": 5000}, "ladder.batch_exponent=5000.0: allowed: -10 to 10"),
+        ({"rate_exponents": "[.nan, 0, 0]"}, r"ladder.rate_exponents=\(nan, 0.0, 0.0\): allowed: -10 to 10 each"),
+        ({"rate_exponents": [0, -5000, 0]}, r"ladder.rate_exponents=\(0.0, -5000.0, 0.0\): allowed: -10 to 10 each"),
+        ({"mlp_multiple": 10**22}, f"ladder.mlp_multiple={10**22}: allowed: 1 to 1048576"),
         ({"tune_domains": ["z60-3"]}, "ladder.tune_domains=z60-3: allowed: held-out domains, z60-2, z60-4"),
         ({"layers": [2, 2, 2, 2], "hidden": [16, 48, 32, 48]}, "rung 3 takes .* allowed: rungs from small to large"),
         ({"layers": [2, 2, 2, 2], "hidden": [16, 24, 24, 48]}, "rung 3 takes .* allowed: rungs from small to large"),

@@ -62,7 +62,7 @@ class OfTheText(StoppingCriteria):
     def __init__(self, inner: StoppingCriteria, width: int) -> None:
         self.inner, self.width = inner, width
 
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **more: Any) -> torch.BoolTensor:
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor, **more: object) -> torch.BoolTensor:
         """Which rows `[B, T]` end."""
         made: torch.BoolTensor = self.inner(input_ids[:, self.width :], scores, **more)
         return made

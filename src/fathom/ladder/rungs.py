@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import math
+import re
 import typing
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -407,6 +408,9 @@ def _base_rates(ladder: Ladder) -> dict[str, float]:
     return dict.fromkeys((arm.name for arm in ladder.every_arm), ladder.recipe.optim.lr)
 
 
+STEEPEST, WIDEST, MOST = 10, 1 << 20, 100
+"""Bounds of exponents, of the multiple of an MLP's width and of a share of layers, beyond which numbers overflow."""
+SHARE = re.compile(r"\s*\d+(\s*/\s*\d+|\.\d*)?\s*", re.ASCII)
 MATCHED = "as-large-as-"
 """Prefix of the name of a control that matches an arm's parameters."""
 
@@ -554,9 +558,11 @@ def _all_layers(arm: Arm) -> Arm:
 def share_of(layers: int, text: str) -> int:
     """The layers of an arm from a share such as `1/3` of a rung's layers."""
     try:
-        share = Fraction(text)
-    except (ValueError, ZeroDivisionError):
-        raise RecipeError(f"{LAYERS}={text}: allowed: a share such as 1/3") from None
+        share = Fraction(text) if SHARE.fullmatch(text) else Fraction(0)
+    except ZeroDivisionError:
+        share = Fraction(0)
+    if not 0 < share <= MOST:
+        raise RecipeError(f"{LAYERS}={text}: allowed: a share such as 1/3, {MOST} at most")
     found = layers * share
     if found.denominator != 1 or found < 1:
         raise RecipeError(f"{LAYERS}={text}: of {layers} layers that is {float(found):g}; allowed: a whole number")
@@ -591,8 +597,11 @@ def _rules(rules: Rules) -> typing.Iterator[tuple[bool, str, str]]:
         ("tokens_per_parameter"),
         "positive numbers, at least one",
     )
-    yield math.isfinite(rules.batch_exponent), "batch_exponent", "a finite number"
-    yield all(map(math.isfinite, rules.rate_exponents or ())), "rate_exponents", "finite numbers, or null"
+    alike = len(set(rules.tokens_per_parameter)) < len(rules.tokens_per_parameter)
+    yield not alike, "tokens_per_parameter", "different numbers: φ stands on budgets that differ"
+    yield abs(rules.batch_exponent) <= STEEPEST, "batch_exponent", f"-{STEEPEST} to {STEEPEST}"
+    steep = any(not abs(exponent) <= STEEPEST for exponent in rules.rate_exponents or ())
+    yield not steep, "rate_exponents", f"-{STEEPEST} to {STEEPEST} each, or null"
     yield rules.tokens is None or rules.tokens >= 1, "tokens", "1 or more, or null"
     several = len(rules.tokens_per_parameter) > 1
     yield rules.tokens is None or not several, "tokens", "null where ladder.tokens_per_parameter has several budgets"
@@ -602,4 +611,4 @@ def _rules(rules: Rules) -> typing.Iterator[tuple[bool, str, str]]:
     yield enough, "tune_seeds", "a number of seeds for each of ladder.tune_points"
     yield all(seeds >= 0 for seeds in rules.twin), "twin", "0 or more"
     yield rules.pairs >= 0, "pairs", "0 or more"
-    yield rules.mlp_multiple >= 1, "mlp_multiple", "1 or more"
+    yield 1 <= rules.mlp_multiple <= WIDEST, "mlp_multiple", f"1 to {WIDEST}"
