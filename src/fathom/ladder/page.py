@@ -408,11 +408,11 @@ def _phi(report: LadderReport) -> Markup:
         return Markup()
     if found["refused"]:
         return html.paragraph(f"Not resolved: {found['refused']}.")
-    text = (
-        f"φ = {found['value']:.3f} ({found['low']:.3f} … {found['high']:.3f}), from {found['cells']} cells of width "
-        "and tokens: 1 would make a trip worth a layer of its own, 0 worth nothing. It prices parameters, not FLOPs."
+    value, low, high = (f"{found[key]:.3f}".replace("-", "−") for key in ("value", "low", "high"))
+    return html.paragraph(
+        f"φ = {value} ({low} … {high}), from {found['cells']} cells of width and tokens: 1 would make a trip worth a "
+        "layer of its own, 0 worth nothing. It prices parameters, not FLOPs."
     )
-    return html.paragraph(text)
 
 
 def _twin(report: LadderReport) -> Markup:
@@ -460,7 +460,7 @@ def _sizes(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     columns = ["rung", "layers", "width", "parameters", "tokens", "batch", "steps", "FLOPs", "seeds", "rate"]
     rows = [
         [
-            str(rung["index"]) + (", sealed" if rung["sealed"] else ""),
+            _named(rung["index"], rung["budget"]) + (", sealed" if rung["sealed"] else ""),
             *(str(rung[key]) for key in ("layers", "hidden")),
             *(f"{rung[key]:,}" for key in ("parameters", "tokens", "batch", "steps")),
             f"{rung['flops']:.3g}",
@@ -472,11 +472,16 @@ def _sizes(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     return "The rungs as the control has them; parameters without embeddings", columns, rows
 
 
+def _named(index: int, budget: int) -> str:
+    """A rung, and its token budget where that is not the ladder's own."""
+    return f"{index}, budget {budget + 1}" if budget else str(index)
+
+
 def _cells(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
     columns = ["run", "layers", "parameters", "FLOPs", "rate", "decay", "losses by seed"]
     rows = [
         [
-            f"{arm['name']}, rung {cell['index']}" + (f", budget {cell['budget'] + 1}" if cell["budget"] else ""),
+            f"{arm['name']}, rung {_named(cell['index'], cell['budget'])}",
             str(cell["layers"]),
             f"{cell['parameters']:,}",
             f"{cell['flops']:.3g}",
