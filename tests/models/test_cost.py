@@ -204,18 +204,24 @@ def test_flops_are_what_a_counter_counts(case):
     assert causal < full
 
 
+def decoded(config, length):
+    """FLOPs of so many tokens one by one, and their cache."""
+    model, cache = build(config), DynamicCache(config=config)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        for token in tokens(1, length).split(1, 1):
+            model(token, past_key_values=cache)
+    return counter.get_total_flops(), cache
+
+
 @pytest.mark.parametrize("case", ["vanilla", "loop-middle", "loop+depth_attention-grid"])
 @pytest.mark.parametrize("window", [None, 2, pytest.param(4, marks=pytest.mark.slow), 16, 40])
 def test_windowed_layers_read_as_far_as_they_see(case, window):
     """Decoded token by token, as the only way in which a window's scores alone are made."""
     shape = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1} if window else {}
     config, length = config_of(case, mixer="none", mixer_options={}, **shape), 16
-    model, cache = build(config), DynamicCache(config=config)
-    model.set_attn_implementation("eager")
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        for token in tokens(1, length).split(1, 1):
-            model(token, past_key_values=cache)
-    assert counter.get_total_flops() / length == pytest.approx(flops_per_token(config, length), rel=1e-9)
+    flops, cache = decoded(config, length)
+    assert flops / length == pytest.approx(flops_per_token(config, length), rel=1e-9)
 
 
 @pytest.mark.parametrize("limit", [1, 2])
@@ -224,12 +230,8 @@ def test_decoding_within_max_trips_is_counted_so(recurrence, limit):
     """Training, which makes every trip, is not."""
     whole = config_of("vanilla", recurrence=recurrence, recurrence_options={"trips": 3})
     config, length = config_of("vanilla", recurrence=recurrence, recurrence_options={"trips": 3}, max_trips=limit), 9
-    model, cache = build(config), DynamicCache(config=config)
-    model.set_attn_implementation("eager")
-    with FlopCounterMode(display=False) as counter, torch.no_grad():
-        for token in tokens(1, length).split(1, 1):
-            model(token, past_key_values=cache)
-    assert counter.get_total_flops() / length == pytest.approx(flops_per_token(config, length), rel=1e-9)
+    flops, cache = decoded(config, length)
+    assert flops / length == pytest.approx(flops_per_token(config, length), rel=1e-9)
     held = sum(t.nbytes for layer in cache.layers for t in (layer.keys, layer.values))
     assert held == length * cache_bytes_per_token(config, 4) < length * cache_bytes_per_token(whole, 4)
     assert training_flops_per_token(config, length) == training_flops_per_token(whole, length)
