@@ -220,7 +220,7 @@ def test_windowed_layers_read_as_far_as_they_see(case, window):
     """Decoded token by token, as the only way in which a window's scores alone are made."""
     shape = {"use_sliding_window": True, "sliding_window": window, "max_window_layers": 1} if window else {}
     config, length = config_of(case, mixer="none", mixer_options={}, **shape), 16
-    flops, cache = decoded(config, length)
+    flops, _ = decoded(config, length)
     assert flops / length == pytest.approx(flops_per_token(config, length), rel=1e-9)
 
 

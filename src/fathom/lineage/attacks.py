@@ -270,11 +270,23 @@ ATTACKS: Mapping[str, Callable[[Geometry, int], Attack]] = {
 }
 UNTYING = {"rotate", "gain", "scale"}
 AXES = {"mixer": "none", "residual": "plain", "recurrence": "once"}
-"""Keys of a Fathom configuration, and the value that is Qwen3."""
-RELEASED = ("use_depth_attention", "cross_layer_pattern", "cross_layer_mode", "baseline_mode", "residual_baseline")
+"""Keys of a Fathom configuration, and the value that is Qwen3; the registry has them too, but it needs torch."""
+RELEASED = (
+    *("use_depth_attention", "recurrent_model", "cross_layer_pattern", "cross_layer_mode"),
+    *("baseline_mode", "residual_baseline"),
+)
 """Keys of the papers' own depth models, of which no edit is made."""
 FED_BACK = frozenset({"rotate", "gain", "scale"})
 """Edits that change what the final norm makes, which some models read again."""
+OWN_NORM = frozenset({"permute", "rotate", "scale"})
+"""Edits under which a norm of the loop's own, whose gains are not edited, makes something else."""
+OPTIONS = {
+    ("norm_between", "final"): FED_BACK,
+    ("feed", "hidden"): FED_BACK,
+    ("norm_between", "own"): OWN_NORM,
+    ("entry_norm", True): OWN_NORM,
+}
+"""By option: the edits that it does not survive."""
 BREAKS: Mapping[str, frozenset[str]] = {
     "depth_attention": frozenset({"plane", "head"}),  # queries meet keys of other layers, values are mixed with theirs
     "uniform_depth": frozenset({"head"}),
@@ -400,8 +412,8 @@ def _broken(config: Mapping[str, object], kind: str) -> str | None:
         if name == plain:
             continue
         given = options if isinstance(options, Mapping) else {}
-        again = given.get("norm_between") == "final" or given.get("feed") == "hidden"
-        if kind in BREAKS.get(str(name), ATTACKS.keys()) or (again and kind in FED_BACK):
+        chosen = (breaks for (key, value), breaks in OPTIONS.items() if given.get(key) == value)
+        if any(kind in breaks for breaks in (BREAKS.get(str(name), ATTACKS.keys()), *chosen)):
             return f"{axis}={name}"
     return None
 
