@@ -350,7 +350,7 @@ class _Run:
         if self.held_out and not splits["val"]:
             warnings.warn(
                 f"{self.out}: none of {self.documents} documents fell into the held-out {self.held_out:.2%}: "
-                "there is no validation split",
+                "there is no validation split, which a larger --held-out makes",
                 stacklevel=3,
             )
         index = {

@@ -273,7 +273,8 @@ class TokenDataset:
         index = read_index(directory)
         splits = index["splits"]
         if split not in splits:
-            raise DataError(f"{directory} has no split {split!r}: it has {', '.join(splits)}")
+            remedy = "; `fathom prepare --held-out` with a larger share makes one" if split == "val" else ""
+            raise DataError(f"{directory} has no split {split!r}: it has {', '.join(splits)}{remedy}")
         if domain is not None and domain not in splits[split]:
             raise DataError(f"{directory}: split {split!r} has no domain {domain!r}: it has {', '.join(splits[split])}")
         domains = [domain] if domain is not None else list(splits[split])
