@@ -212,8 +212,8 @@ def test_one_token_in_numbers_is_as_in_tensors(scale, monkeypatch):
     monkeypatch.setattr(module, "read_token", lambda streams: taken.append(streams) or read(streams))
 
     def step(streams):
-        x, context = module.read((streams,))
-        return x, module.write((streams,), update.expand(len(streams), -1, -1), context)[0]
+        x, state, context = module.read((streams,))
+        return x, module.write(state, update.expand(len(streams), -1, -1), context)[0]
 
     found, expected = step(streams), step(streams.repeat(2, 1, 1, 1))  # two rows
     assert len(taken) == 1
@@ -263,8 +263,8 @@ def test_the_streams_sum_is_conserved():
     model = build(case(), dtype=torch.float64)
     module = model.model.layers[0].mlp_residual
     streams = torch.randn(2, 5, 4, 32, dtype=torch.float64)
-    _, (_, res, *_) = (read := module.read((streams,)))
-    (after,) = module.write((streams,), torch.zeros(2, 5, 32, dtype=torch.float64), read[1])
+    _, state, (post, res) = module.read((streams,))
+    (after,) = module.write(state, torch.zeros(2, 5, 32, dtype=torch.float64), (post, res))
     assert torch.allclose(after.sum(2), streams.sum(2), rtol=0, atol=1e-12)
     transposed = torch.einsum("btji,btjd->btid", res, streams)
     assert not torch.allclose(transposed.sum(2), streams.sum(2), atol=1e-3)
@@ -279,7 +279,7 @@ def test_calls_do_not_grow_with_tokens(sublayer):
         (streams,) = module.begin(x)
         state = (streams if sublayer == 0 else streams.clone(),)
         with profile(activities=[ProfilerActivity.CPU]) as seen:
-            read, context = module.read(state)
+            read, state, context = module.read(state)
             module.write(state, read, context)[0].square().sum().backward()
         counts.append(sum(event.count for event in seen.key_averages()))
     assert counts[1] == counts[2]
@@ -292,7 +292,7 @@ def test_maps_are_single_precision_in_a_half_precision_model():
     pre, post, res = module.maps(streams)
     assert pre.dtype == post.dtype == res.dtype == torch.float32
     assert (res.sum(-2) - 1).abs().max() < 1e-6
-    x, _ = module.read((streams,))
+    x, _, _ = module.read((streams,))
     assert x.dtype == torch.bfloat16
 
 

@@ -90,23 +90,22 @@ class AttentionResiduals(Residual):
         """`snapshot` starts its running stream as a copy of the embeddings."""
         return (embeddings, embeddings) if self.snapshot else (embeddings,)
 
-    def read(self, state: ResidualState) -> tuple[Tensor, WriteContext]:
+    def read(self, state: ResidualState) -> tuple[Tensor, ResidualState, WriteContext]:
         """The weighted sum of the un-normed sources."""
         if len(state) == 1 and not torch.is_grad_enabled():
-            return state[0], None  # its weight is 1
+            return state[0], state, None  # its weight is 1
         query = direct(self.norm)(self.pseudo_query)  # [hidden_size]
         if (kernel := faster("depth_pool", state[0])) is not None:
-            return kernel(state, query, self.eps, self.recency_bias), None
+            return kernel(state, query, self.eps, self.recency_bias), state, None
         if few(state[0]):
-            return pool_stacked(state, query, self.eps, self.recency_bias), None
+            return pool_stacked(state, query, self.eps, self.recency_bias), state, None
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
-            return pool(state, query, self.eps, self.recency_bias), None
+            return pool(state, query, self.eps, self.recency_bias), state, None
         h, *through = _Pool.apply(query, self.recency_bias, self.eps, *state)
-        return h, tuple(through)
+        return h, tuple(through), None
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Add to the current sum, or start one; `snapshot` adds to the stream and keeps a copy at a block's end."""
-        state = context or state  # the sources that went through `read`, if they did
         if self.snapshot:
             stream = state[-1] + update
             return (*state[:-1], stream, stream) if self.ends_block else (*state[:-1], stream)

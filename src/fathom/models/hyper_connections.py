@@ -191,27 +191,28 @@ class HyperConnections(Residual):
         balance = sinkhorn_logs if few(streams) else sinkhorn
         return pre.sigmoid(), 2 * post.sigmoid(), balance(res, self.iterations)
 
-    def read(self, state: ResidualState) -> tuple[Tensor, WriteContext]:
+    def read(self, state: ResidualState) -> tuple[Tensor, ResidualState, WriteContext]:
         """Σ_i H_pre[i] S_i; before the final norm, the streams' learned mean."""
         (streams,) = state
         if self.final:
             weights = widen(self.reduce_logits).softmax(-1).to(streams.dtype)
-            return torch.matmul(weights.expand(*streams.shape[:2], 1, -1), streams).squeeze(2), None
+            return torch.matmul(weights.expand(*streams.shape[:2], 1, -1), streams).squeeze(2), state, None
         if self.iterations and streams.shape[:3] == (1, 1, 4) and readable(streams) and self.bare:
-            return self.read_token(streams)
+            x, maps = self.read_token(streams)
+            return x, state, (maps,)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or not self.bare or autocast(streams):
             pre, post, res = (h.to(streams.dtype) for h in self.maps(streams))
-            return torch.matmul(pre.unsqueeze(2), streams).squeeze(2), (post, res)
-        x, *context = _Read.apply(
+            return torch.matmul(pre.unsqueeze(2), streams).squeeze(2), state, (post, res)
+        x, post, res, streams = _Read.apply(
             *(streams, self.norm.weight, self.projection.weight, self.norm.variance_epsilon, self.iterations),
             *(self.alpha_pre, self.alpha_post, self.alpha_res),
             *(self.pre_logits, self.post_logits, self.residual_logits),
         )
-        return x, tuple(context)
+        return x, (streams,), (post, res)
 
-    def read_token(self, streams: Tensor) -> tuple[Tensor, WriteContext]:
-        """`read` of a single token with four streams, its 24 numbers Python's own: of so few, a call of torch takes
-        longer than the arithmetic. The product that reads the streams also mixes them."""
+    def read_token(self, streams: Tensor) -> tuple[Tensor, Tensor]:
+        """The input of a single token with four streams, and the maps that `write` needs: H_res and, in the last row,
+        H_post. Its 24 numbers are Python's own: of so few, a call of torch takes longer than the arithmetic."""
         n, z = self.streams, streams.flatten(2)[0]  # [1, n · hidden_size]
         square = F.linear(z, z).item() / z.shape[1] + self.norm.variance_epsilon
         inverse_rms = square**-0.5 if square else math.inf  # as rsqrt has it
@@ -224,16 +225,17 @@ class HyperConnections(Residual):
         balanced = sinkhorn_numbers([max(math.exp(x - top), FLOOR) for x in res], self.iterations)
         halves = [math.tanh(x / 2) for x in (*pre, *post)]  # σ(x) = (1 + tanh(x/2)) / 2, which overflows nowhere
         numbers = [*(0.5 + 0.5 * h for h in halves[:n]), *balanced, *(1 + h for h in halves[n:])]
-        maps = torch.tensor(numbers, dtype=z.dtype).view(-1, n)  # H_pre, H_res and, in the last row, H_post
-        mixed = maps[:-1] @ z.view(n, -1)  # [1 + n, hidden_size]
-        return mixed[:1].unsqueeze(0), (maps[-1:], mixed[1:])
+        maps = torch.tensor(numbers, dtype=z.dtype).view(-1, n)  # H_pre, H_res, H_post
+        return (maps[:1] @ z.view(n, -1)).unsqueeze(0), maps[1:]
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Mix the streams and give each its share of the update."""
         assert context is not None
-        post, res, streams = (*context, *state)[:3]  # the streams that went through `read`, if they did
-        if post.ndim == 2:  # `read_token` has mixed them: res is what H_res makes of them
-            return ((res + post.T * update[0]).view(streams.shape),)
+        (streams,) = state
+        if len(context) == 1:  # of `read_token`
+            *_, res, post = context[0].split((self.streams, 1))
+            return (torch.addmm(post.T * update[0], res, streams[0, 0]).view(streams.shape),)
+        post, res = context
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or autocast(update):
             return (torch.matmul(res, streams) + post.unsqueeze(-1) * update.unsqueeze(2),)
         return (_Write.apply(streams, post, res, update),)

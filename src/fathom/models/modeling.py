@@ -202,10 +202,10 @@ class DecoderLayer(GradientCheckpointingLayer):
             x = state[0] + x
             return x + self.mlp(self.post_attention_layernorm(x)), key, value
         residual = direct(self.attn_residual)
-        x, context = residual(state)
+        x, state, context = residual(state)
         update, _, key, value = self.self_attn(self.input_layernorm(x), sources=sources, **kwargs)
         state, residual = residual(state, update, context), direct(self.mlp_residual)
-        x, context = residual(state)
+        x, state, context = residual(state)
         state = residual(state, self.mlp(self.post_attention_layernorm(x)), context)
         return *state, key, value
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ResidualState = tuple[Tensor, ...]
 """What a residual hands from one sub-layer to the next."""
 WriteContext = tuple[Tensor, ...] | None
-"""What a residual's `read` keeps for its `write` of the same sub-layer."""
+"""What a residual's `read` computes for its `write` of the same sub-layer, such as mixing weights; never the state."""
 TripState = dict[str, Tensor]
 """What a recurrence knows of every token, by name: `[B, T, ...]`."""
 Own = TypeVar("Own", bound="MechanismOptions")
@@ -211,6 +211,9 @@ class Residual(MechanismModule):
     """Decides how a sub-layer's output reaches later ones: `layers.N.{attn,mlp}_residual`, `model.final_residual`.
 
     Sub-layers are numbered 0 … 2L-1 (attention, MLP, attention, …); 2L is the read before the final norm.
+
+    The state has one way through a layer: every `read` and every `write` takes the state that the call before it
+    returned. A layer may therefore read twice before it writes twice, as a parallel layer does.
     """
 
     def __init__(self, config: FathomConfig, sublayer: int) -> None:
@@ -229,21 +232,24 @@ class Residual(MechanismModule):
         """
         return (embeddings,)
 
-    def read(self, state: ResidualState) -> tuple[Tensor, WriteContext]:
-        """The sub-layer's input, `[B, T, hidden_size]`, and what `write` of the same sub-layer will need.
+    def read(self, state: ResidualState) -> tuple[Tensor, ResidualState, WriteContext]:
+        """The sub-layer's input, `[B, T, hidden_size]`; the state that the next call takes; what `write` will need.
+
+        The state has the values that it had. A mechanism with a backward pass of its own may return other tensors for
+        it, so that the gradients of all later uses arrive there as one sum.
 
         Args:
-            state: As the last `write` left it; its tensors are this mechanism's own, `[B, T, ...]`.
+            state: As the last call left it; its tensors are this mechanism's own, `[B, T, ...]`.
         """
-        return state[0], None
+        return state[0], state, None
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Merge the sub-layer's output into the state; returns a new one.
 
         Args:
-            state: As `read` was given it.
+            state: As the last call left it. It may have been written to since this sub-layer's `read`.
             update: The sub-layer's output, `[B, T, hidden_size]`.
-            context: What `read` returned beside the input.
+            context: The last value that this sub-layer's `read` returned.
         """
         return (state[0] + update,)
 

@@ -1,0 +1,137 @@
+"""This checkout's speed against another commit's, in ratios of interleaved runs.
+
+    python benchmarks/against.py 1156794                                  # a decoded token and a training step
+    python benchmarks/against.py 1156794 --mechanism ponder2 --work decode --pairs 80
+
+Each side is a process with its own source, the same weights and the same tokens. The two take turns A B B A; the ratio
+is this checkout's processor time over the other's, pair by pair, and its median and quartiles are printed. Processes
+are started anew `--restarts` times, since where a process lies in memory shifts its speed by a hundredth.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+HERE = Path(__file__).resolve()
+SHAPE = {
+    "vocab_size": 4096,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 64,
+    "max_position_embeddings": 1024,
+}
+MECHANISMS = ("vanilla", "depth_attention", "hyper_connections", "attention_residuals", "loop", "ponder2", "latent_cot")
+WORK = ("decode", "step")
+PROMPT, TOKENS, BATCH, LENGTH = 32, 24, 4, 128
+
+
+def work(name: str, kind: str) -> Callable[[], None]:
+    """What one side does in one turn."""
+    import torch
+
+    from fathom.models import FathomConfig, FathomForCausalLM
+    from fathom.models.registry import parse_mechanism
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = FathomForCausalLM(FathomConfig(**SHAPE, **parse_mechanism(name)))
+    ids = torch.randint(0, SHAPE["vocab_size"], (BATCH, LENGTH))
+    if kind == "step":
+        optimizer = torch.optim.AdamW(model.train().parameters(), lr=1e-4)
+
+        def step() -> None:
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+    model.eval()
+
+    @torch.inference_mode()
+    def decode() -> None:
+        cache = model(ids[:1, :PROMPT], use_cache=True).past_key_values
+        start = time.process_time()
+        for t in range(PROMPT, PROMPT + TOKENS):
+            model(ids[:1, t : t + 1], past_key_values=cache, use_cache=True)
+        decode.seconds = time.process_time() - start  # type: ignore[attr-defined]  # the prompt is not timed
+
+    return decode
+
+
+def serve(name: str, kind: str) -> None:
+    """One side: a turn for every line of standard input."""
+    turn = work(name, kind)
+    for _ in range(3):
+        turn()
+    print("ready", flush=True)
+    for _ in sys.stdin:
+        start = time.process_time()
+        turn()
+        print(getattr(turn, "seconds", time.process_time() - start), flush=True)
+
+
+def side(source: Path, name: str, kind: str) -> subprocess.Popen[str]:
+    """A process with the source of one side, ready to take turns."""
+    command = [sys.executable, str(HERE), "--serve", name, kind]
+    environment = {"PYTHONPATH": str(source), "OMP_NUM_THREADS": "1", "PATH": "/usr/bin:/bin", "HOME": "/tmp"}
+    one = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
+    assert one.stdout is not None
+    if one.stdout.readline().strip() != "ready":
+        raise SystemExit(f"{source} cannot run {name}")
+    return one
+
+
+def seconds(one: subprocess.Popen[str]) -> float:
+    """Of one turn."""
+    assert one.stdin is not None and one.stdout is not None
+    one.stdin.write("\n")
+    one.stdin.flush()
+    return float(one.stdout.readline())
+
+
+def compare(other: Path, name: str, kind: str, pairs: int, restarts: int) -> dict[str, object]:
+    """Ratios of this checkout to `other`."""
+    ratios: list[float] = []
+    for _ in range(restarts):
+        ours, theirs = side(HERE.parent.parent / "src", name, kind), side(other, name, kind)
+        for _ in range(pairs // (2 * restarts)):
+            a, b, c, d = seconds(ours), seconds(theirs), seconds(theirs), seconds(ours)
+            ratios += [a / b, d / c]
+        for one in (ours, theirs):
+            one.communicate()
+    ratios.sort()
+    low, median, high = (round(ratios[int(share * (len(ratios) - 1))], 3) for share in (0.25, 0.5, 0.75))
+    return {"mechanism": name, "work": kind, "ratio": median, "quartiles": [low, high], "pairs": len(ratios)}
+
+
+def main() -> None:
+    """Compare, print one line each."""
+    if sys.argv[1:2] == ["--serve"]:
+        return serve(*sys.argv[2:4])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("commit", help="the commit to compare with")
+    parser.add_argument("--mechanism", nargs="+", default=MECHANISMS)
+    parser.add_argument("--work", nargs="+", choices=WORK, default=WORK)
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--restarts", type=int, default=4)
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        archive = subprocess.run(["git", "archive", given.commit, "src"], cwd=HERE.parents[1], capture_output=True)
+        subprocess.run(["tar", "x", "-C", folder], input=archive.stdout, check=True)
+        for kind in given.work:
+            for name in given.mechanism:
+                print(json.dumps(compare(Path(folder, "src"), name, kind, given.pairs, given.restarts)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
