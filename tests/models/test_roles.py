@@ -55,9 +55,10 @@ def model_of(case: str) -> FathomForCausalLM:
 def losses(model: FathomForCausalLM) -> tuple[float, float]:
     ids = tokens(2, 9)
     trained = model.train()(ids, labels=ids)
+    added = sum((trained.aux_losses or {}).values())
     with torch.no_grad():
         evaluated = model.eval()(ids, labels=ids).loss
-    return float(trained.loss.detach() - sum((trained.aux_losses or {}).values())), float(evaluated)
+    return (trained.loss - added).item(), evaluated.item()
 
 
 @pytest.mark.parametrize("case", RESIDUALS)

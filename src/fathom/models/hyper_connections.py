@@ -211,8 +211,8 @@ class HyperConnections(Residual):
         return x, (streams,), (post, res)
 
     def read_token(self, streams: Tensor) -> tuple[Tensor, Tensor]:
-        """The input of a single token with four streams, and the maps that `write` needs: H_res and, in the last row,
-        H_post. Its 24 numbers are Python's own: of so few, a call of torch takes longer than the arithmetic."""
+        """The input of a single token with four streams, and H_res with H_post as its last column, `[n, n + 1]`. The 24
+        numbers are Python's own: of so few, a call of torch takes longer than the arithmetic."""
         n, z = self.streams, streams.flatten(2)[0]  # [1, n · hidden_size]
         square = F.linear(z, z).item() / z.shape[1] + self.norm.variance_epsilon
         inverse_rms = square**-0.5 if square else math.inf  # as rsqrt has it
@@ -224,17 +224,18 @@ class HyperConnections(Residual):
         top = max(res)
         balanced = sinkhorn_numbers([max(math.exp(x - top), FLOOR) for x in res], self.iterations)
         halves = [math.tanh(x / 2) for x in (*pre, *post)]  # σ(x) = (1 + tanh(x/2)) / 2, which overflows nowhere
-        numbers = [*(0.5 + 0.5 * h for h in halves[:n]), *balanced, *(1 + h for h in halves[n:])]
-        maps = torch.tensor(numbers, dtype=z.dtype).view(-1, n)  # H_pre, H_res, H_post
-        return (maps[:1] @ z.view(n, -1)).unsqueeze(0), maps[1:]
+        numbers = [0.5 + 0.5 * h for h in halves[:n]]
+        for i, h in enumerate(halves[n:]):
+            numbers += (*balanced[n * i : n * i + n], 1 + h)
+        maps = torch.tensor(numbers, dtype=z.dtype)
+        return (maps[:n].view(1, n) @ z.view(n, -1)).unsqueeze(0), maps[n:].view(n, n + 1)
 
     def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
         """Mix the streams and give each its share of the update."""
         assert context is not None
         (streams,) = state
         if len(context) == 1:  # of `read_token`
-            *_, res, post = context[0].split((self.streams, 1))
-            return (torch.addmm(post.T * update[0], res, streams[0, 0]).view(streams.shape),)
+            return ((context[0] @ torch.cat((streams[0, 0], update[0]))).view(streams.shape),)
         post, res = context
         if torch.compiler.is_compiling() or not torch.is_grad_enabled() or autocast(update):
             return (torch.matmul(res, streams) + post.unsqueeze(-1) * update.unsqueeze(2),)
