@@ -72,6 +72,7 @@ INSIDE_FUNCTIONS = {
 """Imports of our own inside functions, and why; at the top of a command's `run` they need no reason."""
 BY_NAME = {
     *(("fathom", "__getattr__"), ("fathom", "register"), ("fathom.lineage", "__getattr__")),
+    ("fathom.lineage.publishing", "__getattr__"),
     ("fathom.cli.main", "_dispatch"),
     ("fathom.kernels", "use"),
     *(("fathom.data.sources", "_require"), ("fathom.kvcache.rope", ".__init__")),  # of other people's
@@ -326,6 +327,13 @@ def test_the_checks_can_see(tmp_path, file, text, check):
     before = complaints(check, tree)
     (tree / file).write_text(text)
     assert complaints(check, tree) - before
+
+
+def test_evidence_knows_nothing_of_its_publication():
+    """The lineage room beside its inner one: reports are made of evidence, not the other way round."""
+    inner = "fathom.lineage.publishing"
+    found = [one for one in imports(ROOT) if room_of(one.file) == "lineage" and one.target.startswith(inner)]
+    assert found and all(one.file.startswith(inner) for one in found)
 
 
 def test_hints_do_not_count(tmp_path):

@@ -56,7 +56,9 @@ class Statement:
 
 def of_model(weights: Weights, count: int) -> Statement:
     """The attention term of the last layer, canonical, at the model's anchor strings."""
-    query, key = canonical.canonical_qk(weights, weights.geometry.layers - 1)
+    layer = weights.layer(weights.geometry.layers - 1, canonical.QK_ROLES)
+    form = canonical.balance_qk(canonical.fold(layer, weights.geometry), weights.geometry)
+    query, key = form["q"], form["k"]
     blocks = list(canonical.blocks(weights.geometry))
     words = weights.vocabulary() or vocabulary.rows_as_strings(weights.geometry.vocab)
     texts = vocabulary.anchors(words, weights.geometry.vocab, count)

@@ -137,9 +137,9 @@ def compare(
         found.given = lineage.comparison.Given(null, adapter_base, max_bytes)
         if out is not None:
             say("hashes of the files")
-        body = lineage.report.made(found, lineage.page.command(found), hashed=out is not None)
+        body = lineage.publishing.report.made(found, lineage.publishing.page.command(found), hashed=out is not None)
     if out is not None:
-        lineage.page.write(out, found, body)
+        lineage.publishing.page.write(out, found, body)
     code = found.verdict.exit_code if exit_code else 0
     return Result(code, _summary(found), body)
 
@@ -175,26 +175,26 @@ def portrait(a: str, out: Path | None = None) -> Result:
     """
 
     z, name = _sketch(a)
-    image = lineage.portrait.pixels(z)
+    image = lineage.publishing.portrait.pixels(z)
     path = out or Path(f"{Path(name).name or 'portrait'}.png")
-    path.write_bytes(lineage.portrait.png(image))
-    said = lineage.portrait.words(z)
+    path.write_bytes(lineage.publishing.portrait.png(image))
+    said = lineage.publishing.portrait.words(z)
     data = {
         "file": str(path),
         "words": said,
-        "pixels_sha256": lineage.portrait.pixel_hash(image),
-        "sketch_sha256": lineage.portrait.sketch_hash(z),
+        "pixels_sha256": lineage.publishing.portrait.pixel_hash(image),
+        "sketch_sha256": lineage.publishing.portrait.sketch_hash(z),
     }
-    return Result(0, f"{path}\n{' '.join(said)}\n{lineage.portrait.CAPTION}", data)
+    return Result(0, f"{path}\n{' '.join(said)}\n{lineage.publishing.portrait.CAPTION}", data)
 
 
 def _sketch(where: str) -> tuple[Array, str]:
     path = Path(where)
     if path.is_file() and path.suffix in {".json", ".card"}:
-        body = lineage.cards.read_card(path)
-        return lineage.cards.sketch_of(body), path.stem
+        body = lineage.publishing.cards.read_card(path)
+        return lineage.publishing.cards.sketch_of(body), path.stem
     weights = lineage.open_weights(where)
-    return lineage.huref.quantised(lineage.cards.sketches(weights)["z_last"]), where
+    return lineage.huref.quantised(lineage.publishing.cards.sketches(weights)["z_last"]), where
 
 
 def card(a: str, out: Path, all_layers: bool = False) -> Result:
@@ -206,7 +206,7 @@ def card(a: str, out: Path, all_layers: bool = False) -> Result:
         all_layers: Add the sketch over all layers, which reads most of the model and searches better.
     """
 
-    body = lineage.cards.card(lineage.open_weights(a), all_layers)
+    body = lineage.publishing.cards.card(lineage.open_weights(a), all_layers)
     write_json(out, body)
     note = "\nfew anchor strings: compare with care" if body["low_coverage"] else ""
     return Result(0, f"{out}\n{' '.join(body['words'])}{note}", body)
@@ -227,9 +227,9 @@ def search(a: Path, library: Path, top: int = 10) -> Result:
         raise lineage.Refused(f"{a}: no such card")
     if top < 1:
         raise lineage.Refused(f"--top {top}: allowed: 1 or more")
-    query = lineage.cards.read_card(a)
+    query = lineage.publishing.cards.read_card(a)
     others = sorted(path for path in library.iterdir() if path.is_file() and path.suffix in {".json", ".card"})
-    found = lineage.cards.search(query, others)
+    found = lineage.publishing.cards.search(query, others)
     rows = [f"{cosine:7.3f}  {name}  ({file})" for cosine, name, file in found[:top]]
     data = [{"cosine": cosine, "name": name, "file": file} for cosine, name, file in found[:top]]
     return Result(0, "\n".join(rows) or "no cards there", {"found": data})
@@ -254,12 +254,21 @@ def attack(a: str, out: Path, kind: Sequence[str], seed: int = 0, dtype: str = "
     return Result(0, f"{out}: {', '.join(kind)}", {"out": str(out), "kinds": list(kind), "seed": seed})
 
 
-def commit(a: str, out: Path, blind: bool = False, key_out: Path | None = None) -> Result:
+def commit(
+    a: str,
+    out: Path,
+    owner: str | None = None,
+    date: str | None = None,
+    blind: bool = False,
+    key_out: Path | None = None,
+) -> Result:
     """Fix a model's weights by a hash, so that a later claim can be checked by recomputation.
 
     Args:
         a: A model.
         out: The commitment to write and publish.
+        owner: Who commits; the root covers the name.
+        date: The day of the commitment, as 2026-11-25; today by default; nobody else vouches for it.
         blind: Publish a root that says nothing about the weights until its key is shown.
         key_out: Where the key of a blinded commitment goes; keep it.
     """
@@ -270,7 +279,7 @@ def commit(a: str, out: Path, blind: bool = False, key_out: Path | None = None) 
         raise lineage.Refused(f"--key-out {key_out}: only a commitment with --blind has a key")
     if key_out is not None and key_out.absolute() == out.absolute():
         raise lineage.Refused(f"--key-out {key_out} is --out itself; the key is kept, the commitment published")
-    body, key = lineage.commitments.commit(lineage.open_weights(a), blind)
+    body, key = lineage.publishing.commitments.commit(lineage.open_weights(a), blind, owner, date)
     if key is not None and key_out is not None:  # first: a commitment whose key is lost can never be opened
         key_out.touch(mode=0o600)
         key_out.write_text(key + "\n")
@@ -289,13 +298,13 @@ def verify(statement: Path, a: str | None = None, key: Path | None = None) -> Re
 
     if not statement.is_file():
         raise lineage.Refused(f"{statement}: no such file")
-    body = lineage.verification.read_statement(statement)
+    body = lineage.publishing.verification.read_statement(statement)
     if "fathom_lineage_report" in body:
-        done = lineage.verification.verify(body, str(statement))
+        done = lineage.publishing.verification.verify(body, str(statement))
     elif a is None:
         raise lineage.Refused(f"{statement}: a commitment is checked against a model: name it")
     else:
-        done = lineage.commitments.verify(lineage.open_weights(a), body, _read_key(key), str(statement))
+        done = lineage.publishing.commitments.verify(lineage.open_weights(a), body, _read_key(key), str(statement))
     lines = ["holds" if done.holds else "does not hold", *(f"- {line}" for line in done.findings)]
     lines += [f"not recomputed: {what}" for what in done.not_recomputed]
     return Result(0 if done.holds else 1, "\n".join(lines), vars(done))

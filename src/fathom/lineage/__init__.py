@@ -14,15 +14,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from fathom.checkpoints.origin import Refused
     from fathom.lineage import attacks as attacks
-    from fathom.lineage import cards as cards
-    from fathom.lineage import commitments as commitments
     from fathom.lineage import comparison as comparison
     from fathom.lineage import evidence as evidence
     from fathom.lineage import huref as huref
-    from fathom.lineage import page as page
-    from fathom.lineage import portrait as portrait
-    from fathom.lineage import report as report
-    from fathom.lineage import verification as verification
+    from fathom.lineage import publishing as publishing
     from fathom.lineage.comparison import Comparison, Options, compare
     from fathom.lineage.weights import Weights, open_weights
 
@@ -37,10 +32,7 @@ _HOMES = {
     "compare": "fathom.lineage.comparison",
     "open_weights": "fathom.lineage.weights",
 }
-_MODULES = {
-    *("attacks", "cards", "commitments", "comparison", "evidence"),
-    *("huref", "page", "portrait", "report", "verification"),
-}
+_MODULES = {"attacks", "comparison", "evidence", "huref", "publishing"}
 
 if not TYPE_CHECKING:  # a type checker would otherwise accept every misspelt name
 

@@ -237,13 +237,6 @@ def canonical(layer: Layer, geometry: Geometry) -> Layer:
     return normalise(layer)
 
 
-def canonical_qk(weights: Weights, index: int) -> tuple[Array, Array]:
-    """Canonical W_Q and W_K of one layer, read for this call."""
-    layer = weights.layer(index, QK_ROLES)
-    layer = balance_qk(fold(layer, weights.geometry), weights.geometry)
-    return layer["q"], layer["k"]
-
-
 def embedding(weights: Weights, rows: Array | slice | None = None) -> Array:
     """Embedding rows as the residual stream's canonical writer: centred under LayerNorm, never scaled by a gain."""
     table = weights.tensor("embed", rows=rows)

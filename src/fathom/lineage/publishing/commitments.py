@@ -1,7 +1,9 @@
 """Commitments: a hash that fixes a model's weights today, so that a later claim can be checked by recomputation.
 
-A Merkle root over SHA-256 leaves: one per tensor, one for config.json and one for the tokenizer (of a GGUF file: what
-comes before its first tensor). With a blinding key the leaves say nothing about the weights until the key is shown.
+A Merkle root over SHA-256 leaves: one per tensor, one for config.json, one for the tokenizer (of a GGUF file: what
+comes before its first tensor) and one for the statement: who commits, when, and what the sketch is. With a blinding key
+the leaves say nothing about the weights until the key is shown. The date is what the owner says: publish the root where
+somebody else dates it.
 Nothing here is zero-knowledge: a verifier must see the weights, or trust a party that did. A commitment shows
 that *these* weights were held at the time, not that they are deployed or were the first.
 """
@@ -15,6 +17,8 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date as day
+from datetime import datetime, timezone
 
 import numpy as np
 
@@ -29,16 +33,16 @@ from fathom.checkpoints.layout import (
     VOCABULARY,
 )
 from fathom.checkpoints.origin import LocalOrigin, Origin, Refused, safe_name
-from fathom.checkpoints.tensors import AdapterStore, Array, TensorInfo, TensorStore
+from fathom.checkpoints.tensors import AdapterStore, TensorInfo, TensorStore
 from fathom.lineage import huref
-from fathom.lineage.cards import sketches
-from fathom.lineage.results import Content
+from fathom.lineage.publishing.cards import sketches
+from fathom.lineage.publishing.results import Content
 from fathom.lineage.weights import Weights
 
-VERSION = 2
+VERSION = 3
+NAMED = 200  # characters of an owner's name
 CHUNK = 64 << 20
 SAME_SKETCH = 0.9999
-DRAWN = 1 << 31
 
 
 def leaf(weights: Weights, name: str, key: bytes = b"") -> bytes:
@@ -131,28 +135,57 @@ def leaves_of(weights: Weights, key: bytes = b"") -> dict[str, bytes]:
     return tensors | {f"file: {name}": file_leaf(store, name, key) for name in files}
 
 
-def commit(weights: Weights, blind: bool = False) -> tuple[dict[str, object], str | None]:
+BOUND = ("fathom_commitment", "owner", "date", "tensors", "blinded")
+"""Entries that the statement's leaf covers, with the sketch and the tool."""
+ENTRIES = {*BOUND, "tool", "root", "leaves", "sketch"}
+STATEMENT = "statement"
+
+
+def statement_leaf(body: Mapping[str, object], key: bytes = b"") -> bytes:
+    """Hash of all that a commitment says besides its leaves and its root; keyed if there is a key."""
+    said = {name: body.get(name) for name in (*BOUND, "tool", "sketch")}
+    digest = hashlib.sha256(b"\3" + json.dumps(said, sort_keys=True).encode())
+    return hmac.digest(key, digest.digest(), "sha256") if key else digest.digest()
+
+
+def commit(
+    weights: Weights, blind: bool = False, owner: str | None = None, date: str | None = None
+) -> tuple[dict[str, object], str | None]:
     """A commitment, and the key that opens it if it is blinded.
 
     Args:
         weights: Any model that is not an adapter.
         blind: Key the leaves and publish neither them nor the sketch.
+        owner: Who commits.
+        date: The day, as 2026-11-25; today by default.
     """
     if isinstance(weights.store, AdapterStore):
         raise Refused("commit to the base and to the merged model; an adapter alone is not a model")
+    if owner is not None and not 0 < len(owner) <= NAMED:
+        raise Refused(f"the owner's name has {len(owner)} characters; wanted 1 to {NAMED}")
     key = secrets.token_bytes(32) if blind else b""
-    leaves = leaves_of(weights, key)
     body: dict[str, object] = {
         "fathom_commitment": VERSION,
         "tool": __version__,
-        "root": merkle_root(list(leaves.values())).hex(),
+        "owner": owner,
+        "date": _day(date) if date is not None else datetime.now(timezone.utc).date().isoformat(),
         "tensors": len(weights.store.tensors),
         "blinded": blind,
     }
     if not blind:
-        body["leaves"] = {name: value.hex() for name, value in leaves.items()}
         body["sketch"] = huref.quantised(sketches(weights)["z_last"]).tobytes().hex()
+    leaves = {**leaves_of(weights, key), STATEMENT: statement_leaf(body, key)}
+    body["root"] = merkle_root(list(leaves.values())).hex()
+    if not blind:
+        body["leaves"] = {name: value.hex() for name, value in leaves.items()}
     return body, key.hex() if blind else None
+
+
+def _day(text: str) -> str:
+    try:
+        return day.fromisoformat(text).isoformat()
+    except ValueError:
+        raise Refused(f"date {text!r:.40}: wanted a day, such as 2026-11-25") from None
 
 
 @dataclass(frozen=True)
@@ -181,33 +214,28 @@ def verify(
         raise Refused("a blinded commitment needs its key, and only that")
     if key and not re.fullmatch(r"[0-9a-f]{64}", key):
         raise Refused("the key is not 32 bytes in hexadecimal")
-    leaves = leaves_of(weights, bytes.fromhex(key) if key else b"")
-    findings = _unfounded(body, len(weights.store.tensors))
+    if unknown := sorted(set(body) - ENTRIES):
+        raise Refused(f"{name}: {unknown[0]!r:.40} is no entry of a commitment; nothing would bind it to the root")
+    secret = bytes.fromhex(key) if key else b""
+    leaves = {**leaves_of(weights, secret), STATEMENT: statement_leaf(body, secret)}
+    findings = _unfounded(body, len(weights.store.tensors), leaves)
     if merkle_root(list(leaves.values())).hex() != body["root"]:
-        findings.append("the root differs: these are not the committed weights, config and tokenizer")
-        listed = body.get("leaves")
-        listed = listed if isinstance(listed, dict) else {}
-        changed = [name for name in leaves if listed and listed.get(name) != leaves[name].hex()]
-        missing = [name for name in listed if name not in leaves]
-        findings += [
-            f"{what}: {', '.join(map(str, some[:8]))}"
-            for what, some in (("changed", changed), ("missing", missing))
-            if some
-        ]
+        findings.append("the root differs: these are not the committed weights, config, tokenizer and statement")
+    if body.get("blinded"):
+        return Verification(not findings, findings)
     said = body.get("sketch")
-    if isinstance(said, str):
-        if not re.fullmatch(r"([0-9a-f]{2})*", said):
-            return Verification(False, [*findings, "the sketch is not hexadecimal"])
-        published = np.frombuffer(bytes.fromhex(said), np.int8)
-        again = huref.quantised(sketches(weights)["z_last"])
-        likeness = huref.sketch_cosine(published, again) if published.shape == again.shape else 0.0
-        if likeness < SAME_SKETCH:
-            findings.append(f"the sketch differs: cosine {likeness:.4f}")
+    if not isinstance(said, str) or not re.fullmatch(r"([0-9a-f]{2})+", said):
+        return Verification(False, [*findings, "the sketch is not hexadecimal"])
+    published = np.frombuffer(bytes.fromhex(said), np.int8)
+    again = huref.quantised(sketches(weights)["z_last"])
+    likeness = huref.sketch_cosine(published, again) if published.shape == again.shape else 0.0
+    if likeness < SAME_SKETCH:
+        findings.append(f"the sketch differs: cosine {likeness:.4f}")
     return Verification(not findings, findings)
 
 
-def _unfounded(body: Mapping[str, object], tensors: int) -> list[str]:
-    """Published parts of a commitment that its root does not confirm."""
+def _unfounded(body: Mapping[str, object], tensors: int, leaves: Mapping[str, bytes]) -> list[str]:
+    """Published parts of a commitment that the weights or its root do not confirm."""
     findings = (
         [] if body.get("tensors") == tensors else [f"it speaks of {body.get('tensors')!r:.20} tensors, not {tensors}"]
     )
@@ -220,29 +248,12 @@ def _unfounded(body: Mapping[str, object], tensors: int) -> list[str]:
         return [*findings, "its leaves are not hashes"]
     if merkle_root([bytes.fromhex(value) for value in said.values()]).hex() != body["root"]:
         findings.append("its leaves do not give its root")
+    parts = {
+        "changed": [name for name in leaves if name in said and said[name] != leaves[name].hex()],
+        "missing": [name for name in leaves if name not in said],
+        "not of this model": [name for name in said if name not in leaves],
+    }
+    findings += [f"{what}: {', '.join(map(str, some[:8]))}" for what, some in parts.items() if some]
+    if not any(parts.values()) and list(said) != list(leaves):
+        findings.append("its leaves are not in their order")
     return findings
-
-
-def freivalds(claim: Array, factors: Sequence[Array], draw: np.random.Generator, trials: int = 2) -> bool:
-    """Check an integer matrix product without multiplying: claim·r = F₁(F₂(…r)), over the integers.
-
-    The verifier draws r from [0, 2³¹) after the claim is fixed. A wrong claim differs from the product in a row
-    that is not zero, and such a row is orthogonal to r with probability at most 2⁻³¹ in each trial.
-    """
-    exact, chain = _integers(claim), [_integers(factor) for factor in factors]
-    for _ in range(trials):
-        vector: Array = draw.integers(0, DRAWN, exact.shape[1]).astype(object)
-        right: Array = vector
-        for factor in reversed(chain):
-            right = factor @ right
-        if not np.array_equal(exact @ vector, right):
-            return False
-    return True
-
-
-def _integers(matrix: Array) -> Array:
-    """The matrix in Python's integers, which do not overflow; anything else has no exact product."""
-    found: Array = np.asarray(matrix).astype(object)
-    if found.ndim != 2 or not all(type(value) is int for value in found.flat):
-        raise Refused("only products of integer matrices can be checked")
-    return found

@@ -10,11 +10,19 @@ from pathlib import Path
 from typing import Any, TypeGuard, cast
 
 from fathom.checkpoints.origin import Refused, parse_json
-from fathom.lineage import comparison, huref, page, report
-from fathom.lineage.cards import sketch_bytes
-from fathom.lineage.commitments import SAME_SKETCH, Verification
+from fathom.lineage import comparison, huref
 from fathom.lineage.comparison import Given, Options
-from fathom.lineage.results import ControlEntry, GivenEntry, LineageReport, ModelEntry, OptionsEntry, PortraitEntry
+from fathom.lineage.publishing import page, report
+from fathom.lineage.publishing.cards import sketch_bytes
+from fathom.lineage.publishing.commitments import SAME_SKETCH, Verification
+from fathom.lineage.publishing.results import (
+    ControlEntry,
+    GivenEntry,
+    LineageReport,
+    ModelEntry,
+    OptionsEntry,
+    PortraitEntry,
+)
 from fathom.lineage.weights import Weights, open_weights
 
 SCORE, DRIFT = 1e-3, 0.05  # tolerances of scores and statistics, and of the drift

@@ -10,8 +10,8 @@ import pytest
 from scipy.ndimage import gaussian_filter
 from scipy.stats import spearmanr
 
-from fathom.lineage import portrait
 from fathom.lineage.huref import quantised
+from fathom.lineage.publishing import portrait
 
 GOLDEN = "3fcfdf5a1dee49cd276225644066de735db1178518e114312a44e20db71b5748"
 GOLDEN_FILE = "8c9fc4bf46492e9d5a6985d63bdb2d016e7ca99664c0d9be9dfb5aec900f8bd0"

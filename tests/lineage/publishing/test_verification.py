@@ -20,7 +20,7 @@ from safetensors.numpy import load_file, save_file
 from fathom.checkpoints.origin import Refused
 from fathom.cli import lineage as commands
 from fathom.cli.main import main
-from fathom.lineage import verification
+from fathom.lineage.publishing import verification
 from tests.lineage.zoo import build, save, tiny_config
 
 

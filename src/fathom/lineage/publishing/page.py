@@ -9,11 +9,12 @@ from pathlib import Path
 import numpy as np
 
 from fathom.checkpoints.tensors import Array
-from fathom.lineage import evidence, huref, portrait
-from fathom.lineage.cards import sketch_bytes
+from fathom.lineage import evidence, huref
 from fathom.lineage.comparison import ALIGNMENTS, NAMES, SCORE_LABELS, Comparison
-from fathom.lineage.report import CANONICAL_STEPS
-from fathom.lineage.results import LineageReport, ModelEntry
+from fathom.lineage.publishing import portrait
+from fathom.lineage.publishing.cards import sketch_bytes
+from fathom.lineage.publishing.report import CANONICAL_STEPS
+from fathom.lineage.publishing.results import LineageReport, ModelEntry
 from fathom.report import html
 from fathom.report.numbers import DASH, size
 from fathom.report.plots import Axis, Line, cell_plot, line_plot
@@ -35,7 +36,7 @@ def render(found: Comparison, body: LineageReport, portraits: dict[str, Array] |
     """The page of a comparison; `body` is its JSON report."""
     verdict = found.verdict
     return render_template(
-        "lineage/page.html.j2",
+        "lineage/publishing/page.html.j2",
         title=f"Lineage: {verdict.label}",
         verdict=verdict,
         tone=TONES.get(verdict.label, "unsure"),

@@ -11,8 +11,9 @@ import numpy as np
 from fathom._version import __version__
 from fathom.checkpoints.origin import Refused, parse_json
 from fathom.checkpoints.tensors import Array
-from fathom.lineage import huref, portrait, vocabulary
-from fathom.lineage.results import Card
+from fathom.lineage import huref, vocabulary
+from fathom.lineage.publishing import portrait
+from fathom.lineage.publishing.results import Card
 from fathom.lineage.weights import Weights
 
 VERSION = 1

@@ -8,10 +8,18 @@ import numpy as np
 
 from fathom._version import __version__
 from fathom.checkpoints.tensors import Array
-from fathom.lineage import cards, evidence, huref, portrait
-from fathom.lineage.commitments import content, header_digest
+from fathom.lineage import evidence, huref
 from fathom.lineage.comparison import SCORE_LABELS, Comparison, Pair, has_extras
-from fathom.lineage.results import Bounds, ControlEntry, LineageReport, ModelEntry, ModelIdentity, PortraitEntry
+from fathom.lineage.publishing import cards, portrait
+from fathom.lineage.publishing.commitments import content, header_digest
+from fathom.lineage.publishing.results import (
+    Bounds,
+    ControlEntry,
+    LineageReport,
+    ModelEntry,
+    ModelIdentity,
+    PortraitEntry,
+)
 from fathom.lineage.weights import Weights
 from fathom.report.files import finite
 

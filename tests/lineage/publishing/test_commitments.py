@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
 from fathom.checkpoints.origin import Refused
 from fathom.cli import lineage as commands
-from fathom.lineage import commitments
 from tests.lineage.zoo import build, save, tiny_config
 
 
@@ -70,16 +67,46 @@ def test_a_key_that_is_none_is_one_line(family, tmp_path):
         commands.verify(tmp_path / "c.json", str(family / "base"), tmp_path / "key")
 
 
-def test_freivalds_is_about_integers():
-    """No modulus to hide behind, no rounding: a claim off by any number in any entry fails."""
-    draw = np.random.default_rng(0)
-    factors = [draw.integers(-(1 << 62), 1 << 62, (6, 6)) for _ in range(3)]
-    claim = functools.reduce(np.matmul, [factor.astype(object) for factor in factors])
-    assert commitments.freivalds(claim, factors, draw)
-    for off in (1, -1, (1 << 31) - 1, (1 << 61) - 1, 1 << 64, 1 << 200):
-        wrong = claim.copy()
-        wrong[2, 3] += off
-        assert not commitments.freivalds(wrong, factors, draw), off
-    for floats in (claim.astype(float), np.array([[0.9]]), np.ones((2, 2), bool)):
-        with pytest.raises(Refused, match="integer"):
-            commitments.freivalds(floats, factors, draw)
+def relabelled(body):
+    body["leaves"] = {f"innocent_{i}": value for i, value in enumerate(body["leaves"].values())}
+
+
+def swapped(body):
+    (one, a), (two, b), *rest = body["leaves"].items()
+    body["leaves"] = {two: a, one: b, **dict(rest)}
+
+
+LIES = {
+    "leaves under other names": relabelled,
+    "two names swapped": swapped,
+    "another owner": lambda body: body.update(owner="somebody else"),
+    "another day": lambda body: body.update(date="2019-01-01"),
+    "no sketch": lambda body: body.pop("sketch"),
+    "another tool": lambda body: body.update(tool="9.9"),
+    "an entry that nothing binds": lambda body: body.update(licence="MIT"),
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_every_word_of_a_commitment_is_bound(family, tmp_path, lie):
+    body = dict(commands.commit(str(family / "base"), tmp_path / "c.json", owner="Ada", date="2026-11-25").data)
+    assert commands.verify(tmp_path / "c.json", str(family / "base")).exit_code == 0
+    LIES[lie](body)
+    (tmp_path / "c.json").write_text(json.dumps(body))
+    try:
+        result = commands.verify(tmp_path / "c.json", str(family / "base"))
+    except Refused as error:
+        assert "'licence' is no entry" in str(error)
+        return
+    assert result.exit_code == 1 and result.text.splitlines()[0] == "does not hold"
+
+
+def test_a_blinded_commitment_binds_its_owner_too(family, tmp_path):
+    made = commands.commit(str(family / "base"), tmp_path / "c.json", owner="Ada", blind=True, key_out=tmp_path / "key")
+    (tmp_path / "c.json").write_text(json.dumps({**made.data, "owner": "Eve"}))
+    assert commands.verify(tmp_path / "c.json", str(family / "base"), tmp_path / "key").exit_code == 1
+
+
+def test_a_date_is_a_day(family, tmp_path):
+    with pytest.raises(Refused, match="wanted a day"):
+        commands.commit(str(family / "base"), tmp_path / "c.json", date="yesterday")

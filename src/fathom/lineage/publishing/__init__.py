@@ -1,0 +1,25 @@
+"""What is published of a model or a comparison: reports and pages, portraits, cards, commitments, their verification.
+
+The evidence is next door and knows nothing of this room. Modules come when they are touched.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from fathom.lineage.publishing import cards as cards
+    from fathom.lineage.publishing import commitments as commitments
+    from fathom.lineage.publishing import page as page
+    from fathom.lineage.publishing import portrait as portrait
+    from fathom.lineage.publishing import report as report
+    from fathom.lineage.publishing import verification as verification
+
+__all__ = ["cards", "commitments", "page", "portrait", "report", "verification"]
+
+if not TYPE_CHECKING:  # a type checker would otherwise accept every misspelt name
+
+    def __getattr__(name: str) -> object:
+        """A module of this folder (PEP 562)."""
+        if name not in __all__:
+            raise AttributeError(f"module 'fathom.lineage.publishing' has no attribute {name!r}")
+        return importlib.import_module(f"{__name__}.{name}")
