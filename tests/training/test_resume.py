@@ -45,6 +45,19 @@ class Logged:
     def close(self) -> None: ...
 
 
+def train_until_deletion(recipe: Recipe, run_dir: Path) -> None:
+    """Train, and be killed between the renaming of an old checkpoint and its deletion."""
+    original = shutil.rmtree
+
+    def deadly(path, *arguments, **options):
+        if Path(path).name.startswith(".replaced-") and Path(path).exists():
+            die()
+        return original(path, *arguments, **options)
+
+    checkpoint.shutil.rmtree = deadly
+    train(recipe, run_dir)
+
+
 def train_until_death(recipe: Recipe, run_dir: Path, place: str) -> None:
     """Train, and be killed at a place: in a step, or at a point within the second save."""
     if place.startswith("step"):
@@ -94,6 +107,17 @@ def test_killed_and_continued(recipe: Recipe, tmp_path: Path, undisturbed: Path,
     train(recipe, tmp_path / "run")
     assert_same_end(tmp_path / "run", undisturbed)
     assert not list((tmp_path / "run").glob(".unfinished*"))
+
+
+def test_killed_while_an_old_checkpoint_is_deleted(recipe: Recipe, tmp_path: Path, undisturbed: Path) -> None:
+    """Neither the old checkpoint nor a half-written export stays on the disk."""
+    recipe = recipe.override("train.keep_last=1")
+    assert processes.run(train_until_deletion, recipe, tmp_path) == -signal.SIGKILL
+    assert [path.name for path in tmp_path.glob(".replaced-*")] == [".replaced-step-000002"]
+    (tmp_path / ".model-half" / "new").mkdir(parents=True)
+    train(recipe, tmp_path)
+    assert_same_end(tmp_path, undisturbed)
+    assert [path.name for path in tmp_path.glob(".*")] == []
 
 
 def test_another_seed_ends_elsewhere(recipe: Recipe, tmp_path: Path, undisturbed: Path) -> None:

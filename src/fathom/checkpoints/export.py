@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, 
 from transformers.dynamic_module_utils import get_relative_import_files, get_relative_imports
 
 from fathom._version import __version__
+from fathom.checkpoints.hashes import write_hashes
 from fathom.checkpoints.layout import CARD, CONFIG, TOKENIZER_CONFIG, TOKENIZER_IDENTITY, TOKENIZER_JSON
 from fathom.checkpoints.runs import Facts, open_source
 from fathom.checkpoints.special_tokens import as_field, as_list, known, settle_generation
@@ -90,6 +91,7 @@ def export(
             new.replace(directory)
             return directory
         shaped.save_pretrained(new)
+        write_hashes(new)
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
             _add_special_tokens(new, shaped, tokenizer)

@@ -14,6 +14,7 @@ from transformers.utils import logging
 
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.find import find_model
+from fathom.checkpoints.hashes import warn_if_changed
 from fathom.checkpoints.origin import Refused, repository_of
 from fathom.checkpoints.runs import open_decoder, read_config
 from fathom.checkpoints.tokenizers import open_tokenizer
@@ -35,10 +36,12 @@ class Opening:
     """`auto` (as stored), `float32`, `bfloat16` or `float16`."""
     trust_remote_code: bool = False
     """Run Python files of the directory, for architectures that neither transformers nor Fathom has."""
+    verify: bool = False
+    """Compare weights of more than 2 GB with their hashes too."""
 
     def open(self, path: str | Path, into_fathom: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Model and tokenizer, as `open_checkpoint` gives them."""
-        return open_checkpoint(path, self.device, self.dtype, self.trust_remote_code, into_fathom)
+        return open_checkpoint(path, self.device, self.dtype, self.trust_remote_code, into_fathom, self.verify)
 
 
 def load(
@@ -76,6 +79,7 @@ def open_checkpoint(
     dtype: str = "auto",
     trust_remote_code: bool = False,
     into_fathom: bool = False,
+    verify: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model, ready for inference, and tokenizer of a model directory, a run or a comparison.
 
@@ -86,6 +90,7 @@ def open_checkpoint(
         trust_remote_code: Let transformers run Python files of the directory, for architectures that neither it nor
             Fathom knows. Known architectures do not need it.
         into_fathom: Open a stock Qwen3 as `FathomForCausalLM` too, the same to the last bit; the lens needs it.
+        verify: Compare weights of more than 2 GB with `weights.sha256` too; smaller ones always are.
     """
     if dtype not in DTYPES:
         raise Refused(f"dtype {dtype!r}: allowed: {', '.join(DTYPES)}")
@@ -93,6 +98,7 @@ def open_checkpoint(
     check_device(device)
     directory = find_model(path)
     config = check_checkpoint(directory)
+    warn_if_changed(directory, verify)
     logging.disable_progress_bar()  # loading takes about a second, and standard error may not be a terminal
     kind = config.get("model_type")
     ours = kind == FathomConfig.model_type or is_published(config) or (into_fathom and kind == "qwen3")

@@ -27,6 +27,7 @@ from fathom.checkpoints.find import (
     finished_step,
     holds_comparison,
 )
+from fathom.checkpoints.hashes import warn_if_changed
 from fathom.checkpoints.layout import (
     CONFIG,
     MANIFEST,
@@ -107,6 +108,7 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
     if not (directory / CONFIG).exists():
         raise RunError(f"{source} is neither a run ({RECIPE}) nor a comparison nor a model directory ({CONFIG})")
     check_checkpoint(directory)
+    warn_if_changed(directory)
     config = read_config(directory)
     if tokenizer is None and (directory / TOKENIZER_CONFIG).exists():
         tokenizer = open_tokenizer(directory, config)

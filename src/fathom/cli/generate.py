@@ -75,7 +75,12 @@ def run(options: Namespace) -> int:
         speculate=options.speculate,
     )
     use(options.kernels, options.device)
-    opening = Opening(device=options.device, dtype=options.dtype, trust_remote_code=options.trust_remote_code)
+    opening = Opening(
+        device=options.device,
+        dtype=options.dtype,
+        trust_remote_code=options.trust_remote_code,
+        verify=options.verify,
+    )
     model, tokenizer = opening.open(options.model)
     check_trips(model, options.max_trips)
     check_chunks(model, sampling.options.get("prefill_chunk_size", model.generation_config.prefill_chunk_size))

@@ -100,6 +100,7 @@ def add_opening(parser: Parser) -> None:
     """Add the arguments of opening a model."""
     parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: auto, as stored)")
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
+    parser.add_argument("--verify", action="store_true", help="check the hashes of weights above 2 GB too")
     parser.add_argument(
         "--trust-remote-code", action="store_true", help="run Python files of the directory, for unknown architectures"
     )

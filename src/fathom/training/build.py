@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fathom.checkpoints.check import check_checkpoint
+from fathom.checkpoints.hashes import changed
 from fathom.checkpoints.runs import Saved, config_of, find_checkpoint, is_settled, model_directory, read_weights
 from fathom.data.batches import Batch, BatchPlan
 from fathom.data.mixture import Mixture, Phase
@@ -222,6 +223,8 @@ def _source(source: str) -> Path | Saved:
     """The directory or the checkpoint of a run that `model.from_pretrained` names, checked."""
     if (directory := model_directory(source)) is not None:
         check_checkpoint(directory)
+        if problem := changed(directory):
+            raise RecipeError(f"model.from_pretrained={source}: {problem}")
         return directory
     saved = find_checkpoint(source)
     if not is_settled(source, saved):  # the next reader, another arm or this run again, may find a newer one

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from fathom.checkpoints.find import checkpoint_steps
-from fathom.checkpoints.layout import LATEST, MANIFEST, RECIPE, TRAINER, step_name
+from fathom.checkpoints.layout import LATEST, MANIFEST, MODEL, RECIPE, TRAINER, step_name
 from fathom.checkpoints.runs import CheckpointError, Saved, load_tensors, newest_checkpoint, reason
 from fathom.report.files import Digest, digest, read_json, sync_directory, write_atomically, write_durably
 from fathom.training.parallel import Ranks, host_group
@@ -29,6 +29,8 @@ from fathom.training.results import TrainerState
 
 UNFINISHED = ".unfinished-"
 REPLACED = ".replaced-"
+LEFT_BY_A_KILL = (f"{UNFINISHED}*", f"{REPLACED}*", f".{MODEL}-*")
+"""What a killed process leaves in a run: a checkpoint half written, one half deleted, an export half written."""
 FILE_BYTES = 2 << 30  # a file is serialised in memory before it is written
 
 
@@ -107,7 +109,7 @@ class Checkpointer:
         """The newest intact checkpoint; damaged ones are reported and skipped."""
         found: Saved | None = None
         if self.ranks.first:
-            for path in self.run_dir.glob(f"{UNFINISHED}*"):
+            for path in (path for pattern in LEFT_BY_A_KILL for path in self.run_dir.glob(pattern)):
                 shutil.rmtree(path, ignore_errors=True)
             found = newest_checkpoint(self.run_dir, self.say)
         found = self.ranks.share(found)

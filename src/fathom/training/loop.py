@@ -15,6 +15,7 @@ import torch
 
 from fathom.checkpoints.export import export
 from fathom.checkpoints.find import experiment_of, finished_model
+from fathom.checkpoints.hashes import changed
 from fathom.checkpoints.layout import LOCK, MODEL, RECIPE, RESULT, TRAINER, step_name
 from fathom.checkpoints.runs import Saved
 from fathom.data.puzzles import has_split, open_data
@@ -447,8 +448,11 @@ def _result(change: Change) -> TrainResult | None:
         evaluation = values["evaluation"] and Evaluation.from_dict(values["evaluation"])
         if values["step"] != change.recipe.train.steps or change.keys:
             return None
-        return TrainResult(
-            run_dir, values["step"], True, values["tokens"], values["seconds"], evaluation, finished_model(run_dir)
-        )
+        model = finished_model(run_dir)
+        if model is not None and (problem := changed(model)):
+            raise RecipeError(f"{problem}; to write the model again from the checkpoint, delete {path} and train again")
+        return TrainResult(run_dir, values["step"], True, values["tokens"], values["seconds"], evaluation, model)
+    except FathomError:
+        raise
     except (ValueError, KeyError, TypeError):
         raise RecipeError(f"{path} is damaged: delete it, and the same command writes it again") from None
