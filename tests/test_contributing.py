@@ -71,6 +71,48 @@ def test_it_picks():
     picked = cache_of(model_of("qwen3"), "strided").method.reducer(rest, None)(rest).flatten()
     assert len(picked) == L and picked.tolist() == rule(rest[0].numpy(), L).flatten().tolist()
 '''
+RMSPROP = '''
+"""RMSprop, torch's own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from fathom.recipe import Optim
+
+
+class RMSprop(torch.optim.RMSprop):
+    """Its step does not know `found_inf`."""
+
+    only_matrices = False
+    reads_found_inf = False
+
+    @classmethod
+    def of(cls, groups: Sequence[dict[str, Any]], optim: Optim) -> RMSprop:
+        """The optimizer of some parameter groups, with the recipe's settings."""
+        return cls(groups, lr=optim.lr, eps=optim.eps)
+'''.lstrip()
+RMSPROP_TEST = """
+import torch
+
+from fathom.training import build_training, train
+from tests.tiny import tiny_recipe
+
+
+def test_it_trains_and_skips(corpus, tmp_path):
+    recipe = tiny_recipe(corpus, "optim.name=rmsprop")
+    assert train(recipe, tmp_path / "run").finished
+    training = build_training(recipe)
+    before = {name: weight.clone() for name, weight in training.weights().items()}
+    for weight in training.optimizer.parameters.values():
+        weight.grad = torch.ones_like(weight)
+    training.optimizer.step(0.1, torch.ones(()))
+    assert all(torch.equal(weight, before[name]) for name, weight in training.weights().items())
+"""
+IMPORT = "from fathom.training.rmsprop import RMSprop\n"
 GREET = '''
 """`fathom greet NAME`."""
 
@@ -144,6 +186,17 @@ WALKS = {
         ("tests/kvcache -k strided", "tests/kvcache/test_benchmark.py -k row", "tests/kvcache/test_build.py"),
         {("train", "tiny", "--dry-run", "kvcache.method=strided", "kvcache.window=64"): "method: strided"},
     ),
+    "an optimizer": Walk(
+        {"src/fathom/training/rmsprop.py": RMSPROP, "tests/training/test_rmsprop.py": RMSPROP_TEST},
+        {
+            "src/fathom/training/optimizer.py": (
+                ("from fathom.training.muon import Muon\n", "from fathom.training.muon import Muon\n" + IMPORT),
+                ('"muon": Muon}', '"muon": Muon, "rmsprop": RMSprop}'),
+            ),
+            "src/fathom/recipe.py": (('name: Literal["adamw", "muon"]', 'name: Literal["adamw", "muon", "rmsprop"]'),),
+        },
+        ("tests/training/test_rmsprop.py",),
+    ),
     "a command": Walk(
         {"src/fathom/cli/greet.py": GREET, "docs/greet.md": GREET_PAGE, "tests/cli/test_greet.py": GREET_TEST},
         {"src/fathom/cli/main.py": (COMMAND,)},
@@ -188,7 +241,7 @@ def lines(before: str, after: str) -> int:
 
 def promised() -> dict[str, tuple[int, dict[str, int]]]:
     """CONTRIBUTING's table: how many new files, and how many lines in which files that are there."""
-    rows = re.findall(r"^\| (a [a-z ]+) \| (\d+): [^|]+ \| ([^|]+) \|$", PAGE, re.M)
+    rows = re.findall(r"^\| (an? [a-z ]+) \| (\d+): [^|]+ \| ([^|]+) \|$", PAGE, re.M)
     return {
         name: (int(files), {path: int(count) for count, path in re.findall(r"(\d+) in `([^`]+)`", cell)})
         for name, files, cell in rows

@@ -40,6 +40,24 @@ def train_on_two_ranks(corpus: Path, folder: Path) -> None:
         (folder / "mean-of-means.json").write_text(json.dumps(found))
 
 
+def step_alone(corpus: Path, folder: Path, precision: str, name: str) -> None:
+    """The first step of a script that calls `build_training` and nothing else."""
+    training = build_training(tiny_recipe(corpus, f"train.precision={precision}"))
+    loss = training.step(0).loss.item()
+    if training.ranks.first:
+        (folder / f"{name}.json").write_text(json.dumps({"loss": loss, "ranks": training.ranks.world_size}))
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_build_training_joins_the_ranks_that_torchrun_started(corpus: Path, tmp_path: Path, precision: str) -> None:
+    """In a plain process it takes bf16 too."""
+    assert processes.run(step_alone, corpus, tmp_path, precision, "one") == 0
+    processes.run_ranks(2, step_alone, corpus, tmp_path, precision, "two")
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    assert (one["ranks"], two["ranks"]) == (1, 2)
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-6 if precision == "fp32" else 1e-2)
+
+
 @pytest.fixture(scope="module")
 def runs(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")

@@ -16,7 +16,7 @@ from fathom.recipe import Optim, Recipe, RecipeError
 from fathom.training import TrainingError, build_training, train
 from fathom.training.build import build_model
 from fathom.training.guard import SETTLED, Guard
-from fathom.training.optimizer import Optimizer, decays, learning_rate, leaves_peak
+from fathom.training.optimizer import OPTIMIZERS, Optimizer, decays, learning_rate, leaves_peak
 from tests import processes
 from tests.tiny import tiny_recipe
 
@@ -181,6 +181,39 @@ def test_muon_takes_the_matrices_of_layers_and_nothing_else(recipe: Recipe) -> N
     of_adamw = {names[id(p)] for group in adamw.param_groups for p in group["params"]}
     assert of_muon == {n for n in names.values() if ".layers." in n and "norm" not in n}
     assert of_adamw == set(names.values()) - of_muon
+
+
+class RMSprop(torch.optim.RMSprop):
+    """A third optimizer, whose step knows nothing of `found_inf`."""
+
+    only_matrices = False
+    reads_found_inf = False
+
+    @classmethod
+    def of(cls, groups, optim: Optim) -> RMSprop:
+        return cls(groups, lr=optim.lr)
+
+
+@pytest.mark.parametrize("only_matrices", [False, True])
+@pytest.mark.parametrize("declared", [False, None])
+def test_a_third_optimizer_does_not_move_weights_on_a_skipped_step(
+    recipe: Recipe, monkeypatch: pytest.MonkeyPatch, only_matrices: bool, declared: bool | None
+) -> None:
+    monkeypatch.setitem(OPTIMIZERS, "rmsprop", RMSprop)
+    monkeypatch.setattr(RMSprop, "only_matrices", only_matrices)
+    if declared is None:  # one that forgets to say counts as one that does not
+        monkeypatch.delattr(RMSprop, "reads_found_inf")
+    model = build_model(recipe, recipe.config(), torch.device("cpu"))
+    optim = Optim()
+    object.__setattr__(optim, "name", "rmsprop")  # which a recipe would have to list
+    optimizer = Optimizer(model, optim)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    before = [parameter.clone() for parameter in model.parameters()]
+    optimizer.step(0.1, torch.ones(()))
+    assert all(torch.equal(now, old) for now, old in zip(model.parameters(), before, strict=True))
+    optimizer.step(0.1, torch.zeros(()))
+    assert not any(torch.equal(now, old) for now, old in zip(model.parameters(), before, strict=True))
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])

@@ -27,7 +27,7 @@ from fathom.training.adapters import adapt
 from fathom.training.guard import Guard
 from fathom.training.kvcache import compress
 from fathom.training.optimizer import Optimizer, freeze, learning_rate, shares
-from fathom.training.parallel import Ranks, device_of, parallelize, release_gathered, synchronize_gradients, whole
+from fathom.training.parallel import Ranks, parallelize, release_gathered, start, synchronize_gradients, whole
 from fathom.training.tokenizer import require_tokenizer
 from fathom.training.tracking import require_backends
 
@@ -124,11 +124,11 @@ def build_training(
 
     Args:
         recipe: What to build.
-        ranks: This process among the others; by default a single process.
+        ranks: This process among the others; by default it joins those that torchrun started, as `start` does.
         data: The training split, if it is already open.
         begins: Whether the run begins with the weights of `model.from_pretrained`; a checkpoint of its own needs none.
     """
-    ranks = ranks or Ranks(device=device_of(recipe.train.device))
+    ranks = ranks or start(recipe)
     check_device(recipe, ranks.device.type)
     use(recipe.train.kernels, ranks.device.type)
     config = recipe.config()

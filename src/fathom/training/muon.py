@@ -9,12 +9,15 @@ The factor 0.2 √max(r, c) gives U, r × c, the size of one of adamw's updates,
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim.optimizer import ParamsT
+
+from fathom.recipe import Optim
 
 # x ← x (a + b xᵀx + c (xᵀx)²): steep at zero, so that five rounds lift every singular value to between 0.7 and 1.2.
 COEFFICIENTS = 3.4445, -4.7750, 2.0315
@@ -42,10 +45,17 @@ class Muon(torch.optim.Optimizer):
     takes some fifteen times as long. Where `found_inf` holds 1 a step changes nothing, and the host need not know.
     """
 
+    only_matrices = True
+    reads_found_inf = True
     found_inf: Tensor | None = None
 
     def __init__(self, params: ParamsT, lr: float, momentum: float = 0.95, weight_decay: float = 0.0) -> None:
         super().__init__(params, {"lr": lr, "momentum": momentum, "weight_decay": weight_decay})
+
+    @classmethod
+    def of(cls, groups: Sequence[dict[str, Any]], optim: Optim) -> Muon:
+        """The optimizer of some parameter groups, with the recipe's settings."""
+        return cls(groups, lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay)
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:  # type: ignore[override]

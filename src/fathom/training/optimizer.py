@@ -1,17 +1,41 @@
-"""Optimizers and learning-rate schedules, by name."""
+"""Optimizers and learning-rate schedules, by name.
+
+An optimizer is a class in `OPTIMIZERS`, made by `of(groups, optim)`, that declares two things:
+
+- `only_matrices`: it moves the layers' matrices, and adamw the rest; or it moves everything.
+- `reads_found_inf`: its step changes nothing where its attribute `found_inf` holds 1. If false, the host reads whether
+  the step is skipped, and waits for the device.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from fathom.recipe import Optim, RecipeError
+from fathom.training.adamw import AdamW
 from fathom.training.muon import Muon
+
+
+class Kind(Protocol):
+    """What a class in `OPTIMIZERS` declares."""
+
+    only_matrices: bool
+    reads_found_inf: bool
+
+    @classmethod
+    def of(cls, groups: Sequence[dict[str, Any]], optim: Optim) -> torch.optim.Optimizer:
+        """The optimizer of some parameter groups, with the recipe's settings."""
+        ...
+
+
+OPTIMIZERS: dict[str, type[Kind]] = {"adamw": AdamW, "muon": Muon}
+"""By the name in `optim.name`, which `Optim` in recipe.py lists too."""
 
 
 def learning_rate(optim: Optim, step: int, steps: int) -> float:
@@ -91,15 +115,16 @@ def shares(model: nn.Module, optim: Optim) -> dict[str, tuple[str | None, Share]
 
 
 class Optimizer:
-    """One optimizer, or muon and adamw combined to one."""
+    """One optimizer, or one for matrices and adamw for the rest, combined."""
 
     def __init__(self, model: nn.Module, optim: Optim) -> None:
         self.parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
         decay, share = decays(model), {name: share for name, (_, share) in shares(model, optim).items()}
         hidden = {n for n, p in self.parameters.items() if ".layers." in n and p.ndim == 2 and decay[n]}
-        matrices = hidden if optim.name == "muon" else set()
+        kind = OPTIMIZERS[optim.name]
+        chosen = hidden if kind.only_matrices else set(self.parameters)
 
-        def groups(names: Iterable[str]) -> list[dict[str, object]]:
+        def groups(names: Iterable[str]) -> list[dict[str, Any]]:
             """Parameter groups by weight decay and rate factor; groups with decay come first."""
             kinds: dict[tuple[bool, Share], list[Tensor]] = {}
             for name in sorted(names, key=lambda name: (not decay[name], order[name])):
@@ -110,33 +135,24 @@ class Optimizer:
             ]
 
         order = {name: i for i, name in enumerate(self.parameters)}
-        rest = [name for name in self.parameters if name not in matrices]
-        fused = _fused(self.parameters.values())
-        self.parts: list[torch.optim.Optimizer] = []
-        if rest:
-            self.parts.append(
-                torch.optim.AdamW(groups(rest), lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=fused)
-            )
-        if matrices:
-            self.parts.append(
-                Muon(groups(matrices), lr=optim.lr, momentum=optim.momentum, weight_decay=optim.weight_decay)
-            )
-        self._skips_on_device = fused or not rest
+        rest = [name for name in self.parameters if name not in chosen]
+        made: list[tuple[type[Kind], Iterable[str]]] = [(AdamW, rest), (kind, chosen)]
+        self.parts: list[torch.optim.Optimizer] = [kind.of(groups(names), optim) for kind, names in made if names]
 
     def step(self, lr: float, skip: Tensor) -> None:
         """Move the weights, unless `skip` holds 1.
 
-        muon and fused adamw read `skip` on the device, so the host does not wait; for another adamw the host reads it.
+        Where every part reads `skip` on the device, the host does not wait.
         """
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = lr * group["share"]
-        if self._skips_on_device:
-            for part in self.parts:
-                part.__dict__.update(found_inf=skip, grad_scale=None)  # where a fused step looks for them
-        elif bool(skip.item()):
+        on_device = [getattr(part, "reads_found_inf", False) for part in self.parts]
+        if not all(on_device) and bool(skip.item()):
             return
-        for part in self.parts:
+        for part, reads in zip(self.parts, on_device, strict=True):
+            if reads:
+                part.__dict__.update(found_inf=skip, grad_scale=None)  # where a fused step looks for them
             part.step()
 
     def zero_grad(self) -> None:
@@ -179,8 +195,3 @@ class Optimizer:
                     steps.zero_()
             for parameter, gradient in zip(every, gradients, strict=True):
                 parameter.grad = gradient
-
-
-def _fused(parameters: Iterable[Tensor]) -> bool:
-    """Whether torch has a fused adamw for all of them."""
-    return all(p.device.type in ("cuda", "cpu", "xpu", "mps") and p.is_floating_point() for p in parameters)
