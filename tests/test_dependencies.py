@@ -8,6 +8,8 @@ import sys
 from importlib.metadata import packages_distributions
 from pathlib import Path
 
+from packaging.requirements import Requirement
+
 from fathom.cli.parser import Parser, add_parameters
 from fathom.data.prepare import prepare
 
@@ -76,3 +78,22 @@ def test_help_of_a_reflected_command_comes_from_the_docstring() -> None:
     options = {action.dest: action.help for action in parser._actions}
     assert options["eos_token"] == "The token that ends every document, if not the one that the tokenizer names."
     assert all(options.values()) and parser.description.startswith("Turn documents into token shards.")
+
+
+def test_nothing_tells_anyone_to_install_a_name_that_is_not_registered() -> None:
+    """Fathom is not on PyPI: `pip install 'fathom-lm[serve]'` would run whatever somebody puts there."""
+    files = [*ROOT.glob("src/**/*.py"), *ROOT.glob("docs/**/*.md"), ROOT / "README.md", ROOT / "Makefile"]
+    assert [path.name for path in files if re.search("install.*fathom-lm", path.read_text(encoding="utf-8"))] == []
+
+
+def test_extras_ask_for_what_the_constraints_pin() -> None:
+    """An upper bound below a pin makes the two impossible together, as xxhash<4 was."""
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pinned = {
+        normal(name): rest.partition(";")[0] for name, _, rest in (line.partition("==") for line in lines) if rest
+    }
+    wanted = [Requirement(found) for found in re.findall(r'"([\w.-]+[<>=,.\d]+)[";]', text)]
+    assert len(wanted) > 30
+    assert [str(w) for w in wanted if normal(w.name) in pinned and pinned[normal(w.name)] not in w.specifier] == []
+    assert "4.1.0" not in Requirement("xxhash>=3,<4").specifier

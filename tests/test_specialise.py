@@ -56,7 +56,7 @@ def test_the_pair_for_a_gpu_fits() -> None:
 
 @pytest.mark.slow
 def test_the_expert_knows_what_the_base_guesses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'fathom-lm[evaluate]'")
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[evaluate]'")
     pytest.importorskip("accelerate", reason="lm-eval's Hugging Face models need accelerate")
     for folder in ("recipes", "examples"):
         (tmp_path / folder).symlink_to(ROOT / folder)

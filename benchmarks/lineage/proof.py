@@ -210,7 +210,7 @@ def main() -> int:
         import ezkl
         import onnx  # noqa: F401
     except ImportError as error:
-        sys.exit(f"{error.name} is not installed: pip install 'fathom-lm[proof]'")
+        sys.exit(f"{error.name} is not installed: pip install '.[proof]'")
     stated = of_model(open_weights(options.model), options.anchors) if options.model else random(16, options.anchors)
     with tempfile.TemporaryDirectory() as folder:
         found = Demonstration(Path(folder)).run(stated, options.logrows)

@@ -11,3 +11,8 @@ class FathomError(Exception):
 
     exit_code = 2
     """Exit code of the command line: 2 for a wrong request, 1 for a failure."""
+
+
+def to_install(extra: str) -> str:
+    """The command that installs an optional extra. Fathom is not on PyPI, so the command needs a checkout."""
+    return f"pip install '.[{extra}]' in a checkout of Fathom"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("gguf", reason="pip install 'fathom-lm[gguf]'")
+pytest.importorskip("gguf", reason="pip install '.[gguf]'")
 
 import gguf
 

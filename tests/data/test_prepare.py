@@ -481,7 +481,7 @@ def test_a_missing_extra_is_named(tmp_path: Path, tokenizer: str, monkeypatch, n
     (tmp_path / "a.parquet").touch()
     (tmp_path / "a.jsonl.zst").touch()
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=rf"needs the module {module}: pip install 'fathom-lm\[data\]'"):
+    with pytest.raises(DataError, match=rf"needs the module {module}: pip install '\.\[data\]'"):
         prepare([name], tmp_path / "out", tokenizer)
 
 

@@ -20,7 +20,7 @@ from fathom.cli.main import main
 from fathom.data.tokenizer import train_bpe
 from fathom.models import FathomConfig, FathomForCausalLM
 
-pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install 'fathom-lm[evaluate]'")
+pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[evaluate]'")
 pytest.importorskip("accelerate", reason="lm-eval's Hugging Face models need accelerate")
 
 from fathom.evaluation.harness import TaskSettings, items_of, open_lm, run_task, tables

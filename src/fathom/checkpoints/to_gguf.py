@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from fathom.checkpoints.special_tokens import known, stop_tokens
-from fathom.errors import FathomError
+from fathom.errors import FathomError, to_install
 
 if TYPE_CHECKING:
     from gguf import GGUFWriter
@@ -53,7 +53,7 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     try:
         from gguf import GGUFWriter
     except ModuleNotFoundError:
-        raise GgufError("--as gguf needs the gguf package: pip install 'fathom-lm[gguf]'") from None
+        raise GgufError(f"--as gguf needs the gguf package: {to_install('gguf')}") from None
     if tokenizer is None:
         raise GgufError("a GGUF file holds its tokenizer, and this model has none")
     _check(model.config)

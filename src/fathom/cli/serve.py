@@ -7,6 +7,7 @@ import os
 from argparse import ArgumentTypeError, Namespace
 
 from fathom.cli.parser import Parser, UsageError, add_kernels, add_kvcache, add_opening, add_speculate
+from fathom.errors import to_install
 
 LONGEST_GRACE = 86_400
 UNITS = {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30}
@@ -78,7 +79,7 @@ def run(options: Namespace) -> int:
         from fathom.lens.live import add_lens
         from fathom.recipe import CacheWishes
     except ModuleNotFoundError as error:
-        raise UsageError(f"{error.name} is not installed: pip install 'fathom-lm[serve]'") from error
+        raise UsageError(f"{error.name} is not installed: {to_install('serve')}") from error
 
     if not 0 <= options.grace <= LONGEST_GRACE:
         raise UsageError(f"--grace {options.grace}: allowed: seconds from 0 to {LONGEST_GRACE}")

@@ -17,6 +17,7 @@ from fathom.corpus.quality import broken_rules, language_of
 from fathom.corpus.recipe import Filter
 from fathom.corpus.stage import CorpusError, Stage, Task
 from fathom.corpus.templates import is_learnt
+from fathom.errors import to_install
 
 RULES = (*(one.name for one in fields(Filter) if one.name != "languages"), "language")
 ONE_PART = 1 << 62
@@ -49,7 +50,7 @@ class Clean(Stage):
         """The tasks, once the stages before are finished."""
         wanted = any(self.recipe.filter_of(name).languages for name in self.recipe.collections)
         if wanted and importlib.util.find_spec("py3langid") is None:
-            raise CorpusError("filter.languages needs py3langid: pip install 'fathom-lm[corpus]'")
+            raise CorpusError(f"filter.languages needs py3langid: {to_install('corpus')}")
         found = []
         for entry in self.workspace.manifest("ingest")["tasks"]:
             collection = entry["arguments"]["collection"]

@@ -34,6 +34,7 @@ from fathom.data.sources import (
     find_files,
     suffix_of,
 )
+from fathom.errors import to_install
 from fathom.report.files import digest, read_json, write_json
 from fathom.report.progress import ProgressBar
 
@@ -128,7 +129,7 @@ class Ingest(Stage):
                 continue
             if importlib.util.find_spec(NEEDS[kind]) is None:
                 extra = "data" if kind == "parquet" else "corpus"
-                raise CorpusError(f"reading {kind} needs {NEEDS[kind]}: pip install 'fathom-lm[{extra}]'")
+                raise CorpusError(f"reading {kind} needs {NEEDS[kind]}: {to_install(extra)}")
 
     def _identities(self, paths: list[Path]) -> dict[Path, str]:
         """A digest of each file's contents; files are not read again while size and modification time stay the same."""

@@ -9,6 +9,7 @@ from functools import partial
 
 from fathom.corpus.stage import CorpusError, Task, Workspace
 from fathom.corpus.worker import carry_out
+from fathom.errors import to_install
 
 POLL_SECONDS = 10.0
 
@@ -23,7 +24,7 @@ def remote(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Callab
     try:
         from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
     except ImportError as error:
-        raise CorpusError(f"executor.name: {error}: pip install 'fathom-lm[corpus]'") from None
+        raise CorpusError(f"executor.name: {error}: {to_install('corpus')}") from None
     wanted, place = workspace.recipe.executor, workspace.directory.absolute()
     logs = place / "logs" / stage
     shared: dict[str, object] = {

@@ -23,6 +23,7 @@ from typing import IO, TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, TypeAl
 from urllib.parse import parse_qsl
 
 from fathom.data.shards import DataError, first_line
+from fathom.errors import to_install
 
 if TYPE_CHECKING:
     from pyarrow.parquet import RowGroupMetaData
@@ -434,7 +435,7 @@ def _require(module: str, name: str) -> Any:
         return importlib.import_module(module)
     except ImportError:
         if module in ("datasets", "pyarrow", "pyarrow.parquet", "zstandard"):
-            hint = "pip install 'fathom-lm[data]'"
+            hint = to_install("data")
         else:
             hint = "this Python was built without it"
         raise DataError(f"{name}: reading it needs the module {module.split('.')[0]}: {hint}") from None

@@ -19,6 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from fathom.data.shards import INDEX, read_index
+from fathom.errors import to_install
 from fathom.evaluation.origin import corpus_beside, runs_between
 from fathom.evaluation.pair_page import WAYS, card, interval_words, page
 from fathom.evaluation.perplexity import DomainScore
@@ -151,7 +152,7 @@ def evaluate_pair(entries: Sequence[str | Path], directory: Path, settings: Sett
         )
     benchmarks = {name: items[: settings.limit] for name, items in read_benchmarks(directory).items()}
     if find_spec("lm_eval") is None:
-        raise EvaluateError("--benchmark needs lm-eval: pip install 'fathom-lm[evaluate]'")
+        raise EvaluateError(f"--benchmark needs lm-eval: {to_install('evaluate')}")
     texts = settings.perplexity or _beside(directory)
     with _task_files(benchmarks, settings.out) as files:
         words = ",".join(f"choice:{path}" for path in files.values())

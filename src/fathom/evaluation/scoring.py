@@ -22,7 +22,7 @@ from fathom.checkpoints.layout import CONFIG, REPORT
 from fathom.checkpoints.open import DTYPES, Opening, check_device, own_context
 from fathom.checkpoints.origin import Refused
 from fathom.data.sources import Reading
-from fathom.errors import FathomError
+from fathom.errors import FathomError, to_install
 from fathom.evaluation.budgets import limited
 from fathom.evaluation.harness import TaskResult, TaskSettings, items_of, open_lm, run_task, tables
 from fathom.evaluation.paired import Scored, rows, table
@@ -391,7 +391,7 @@ def _task_names(words: str, include: Path | None) -> list[str]:
     try:
         import lm_eval  # noqa: F401
     except ModuleNotFoundError:
-        raise EvaluateError("--tasks needs lm-eval: pip install 'fathom-lm[evaluate]'") from None
+        raise EvaluateError(f"--tasks needs lm-eval: {to_install('evaluate')}") from None
     return task_names((word.strip() for word in words.split(",") if word.strip()), include)
 
 

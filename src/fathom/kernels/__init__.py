@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 import torch
 
-from fathom.errors import FathomError
+from fathom.errors import FathomError, to_install
 from fathom.models.replaceable import replace
 
 HOMES = {
@@ -64,4 +64,4 @@ def require(names: Sequence[str], where: str) -> None:
         if where != "cuda" and os.environ.get("TRITON_INTERPRET") != "1":
             raise KernelError(f"kernel {name} runs on an NVIDIA GPU, and the model would be on {where}: leave it out")
         if importlib.util.find_spec(module) is None:
-            raise KernelError(f"kernel {name} needs {package}: pip install 'fathom-lm[gpu]'")
+            raise KernelError(f"kernel {name} needs {package}: {to_install('gpu')}")

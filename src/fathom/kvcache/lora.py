@@ -1,4 +1,4 @@
-"""The paper's cheap tuning: LoRA on attention, and all embeddings and norms (needs `pip install 'fathom-lm[lora]'`).
+"""The paper's cheap tuning: LoRA on attention, and all embeddings and norms (needs the extra `lora`).
 
 Low-rank attention alone does not learn the new distances; together with embeddings and norms it does, as arXiv
 2309.12307 found first.
@@ -9,6 +9,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from transformers import PreTrainedModel
+
+from fathom.errors import to_install
 
 if TYPE_CHECKING:
     from peft import PeftModel
@@ -24,7 +26,7 @@ def with_lora(model: PreTrainedModel, rank: int = 8, alpha: int = 16) -> PeftMod
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ImportError("LoRA needs peft: pip install 'fathom-lm[lora]'") from error
+        raise ImportError(f"LoRA needs peft: {to_install('lora')}") from error
     leaves = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     missing = sorted(set(PROJECTIONS) - leaves)
     if missing:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fathom.checkpoints.layout import ADAPTER, ADAPTER_WEIGHTS
 from fathom.checkpoints.runs import load_tensors, model_directory
+from fathom.errors import to_install
 from fathom.kvcache.lora import with_lora
 from fathom.models.modeling import FathomForCausalLM
 from fathom.recipe import Lora, Recipe, RecipeError
@@ -53,7 +54,7 @@ def _wrapped(model: FathomForCausalLM, lora: Lora) -> PeftModel:
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError as error:
-        raise ImportError("LoRA needs peft: pip install 'fathom-lm[lora]'") from error
+        raise ImportError(f"LoRA needs peft: {to_install('lora')}") from error
     leaves = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     for key, names in (("targets", lora.targets), ("whole", lora.whole)):
         if missing := sorted(set(names) - leaves):
