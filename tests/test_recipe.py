@@ -209,8 +209,9 @@ def test_base(tmp_path: Path) -> None:
 def test_recipes_have_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert {name: path.resolve() for name, path in packaged_recipes().items()} == {
-        path.stem: path for path in RECIPES.glob("*.yaml")
+        path.relative_to(RECIPES).as_posix().removesuffix(".yaml"): path for path in RECIPES.rglob("*.yaml")
     }
+    assert {"tiny", "specialise/continue", "ladders/evening"} <= packaged_recipes().keys()
     assert load_recipe("1.5b") == load_recipe(RECIPES / "1.5b.yaml")
     (tmp_path / "tiny").write_text("train: {steps: 3}\n")
     assert load_recipe("tiny").train.steps == 3, "a file goes first"
@@ -231,13 +232,15 @@ def test_a_misspelt_recipe(name: str, words: str, tmp_path: Path, monkeypatch: p
     assert str(caught.value) == words
 
 
-@pytest.mark.parametrize("name", ["60m_pondering", "tiny_grid"])
+@pytest.mark.parametrize("name", ["60m_pondering", "tiny_grid", "specialise/h200_base"])
 def test_a_copy_stands_on_the_same_base(name: str, tmp_path: Path) -> None:
     """Wherever it lies; a base beside it goes first."""
-    copy = tmp_path / "copy.yaml"
+    copy = tmp_path / "folder" / "copy.yaml"
+    copy.parent.mkdir()
     copy.write_text(packaged_recipes()[name].read_text(encoding="utf-8"), encoding="utf-8")
     assert load_recipe(copy) == load_recipe(name)
-    (tmp_path / f"{yaml.safe_load(copy.read_text(encoding='utf-8'))['base']}").write_text("train: {seed: 7}\n")
+    base = copy.parent / yaml.safe_load(copy.read_text(encoding="utf-8"))["base"]
+    base.resolve().write_text("train: {seed: 7}\n")
     assert load_recipe(copy).train.seed == 7
 
 

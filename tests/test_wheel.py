@@ -17,7 +17,8 @@ import pytest
 import fathom
 
 ROOT = Path(__file__).parent.parent
-RECIPES = {path.stem for path in (ROOT / "recipes").glob("*.yaml")}
+FOLDER = ROOT / "recipes"
+RECIPES = {path.relative_to(FOLDER).as_posix().removesuffix(".yaml") for path in FOLDER.rglob("*.yaml")}
 # What pyproject.toml, setup.py and the interpreter would find by accident must not help.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")} | {"OMP_NUM_THREADS": "1"}
 

@@ -486,12 +486,18 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return parse_recipe(read_values(find_recipe(path)), overrides)
 
 
-def packaged_recipes() -> dict[str, Path]:
-    """The recipes that come with Fathom, by name: inside an installed package, or the source tree's `recipes/`."""
+def recipes_folder() -> Path:
+    """Where the recipes that come with Fathom are: inside an installed package, or the source tree's `recipes/`."""
     package = Path(__file__).parent
     inside = package / "recipes"
-    folder = inside if inside.is_dir() else package.parents[1] / "recipes"
-    return {path.stem: path for path in sorted(folder.glob("*.yaml"))}
+    return inside if inside.is_dir() else package.parents[1] / "recipes"
+
+
+def packaged_recipes() -> dict[str, Path]:
+    """The recipes that come with Fathom, by name: `tiny`, `specialise/base`, and ladders as `ladders/cpu`."""
+    folder = recipes_folder()
+    files = sorted(folder.glob("*.yaml")) + sorted(folder.glob("*/*.yaml"))
+    return {path.relative_to(folder).as_posix().removesuffix(".yaml"): path for path in files}
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -501,7 +507,8 @@ def find_recipe(name: str | Path) -> Path:
         return path
     if str(name) in packaged:
         return packaged[str(name)]
-    wanted = path.stem if path.suffix in (".yaml", ".yml") else path.name
+    wanted = str(path.with_suffix("")) if path.suffix in (".yaml", ".yml") else str(name)
+    wanted = wanted.removeprefix("recipes/")
     close = difflib.get_close_matches(wanted, packaged, n=1)
     hint = f"did you mean {close[0]}?" if close else "`fathom recipes` lists them"
     raise RecipeError(f"{name}: no such recipe; {hint}")
@@ -842,7 +849,8 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, object]:
         return values
     beside = path.parent / str(base)
     # A copy of one of our recipes in another folder still finds its base among ours.
-    below = beside if beside.is_file() else packaged_recipes().get(str(base).removesuffix(".yaml"))
+    ours = (found for found in packaged_recipes().values() if found.name == Path(str(base)).name)
+    below = beside if beside.is_file() else next(ours, None)
     if below is None:
         raise RecipeError(f"{path}: base: {beside}: no such recipe")
     return _merge(_read(below, (*seen, path.resolve())), values)

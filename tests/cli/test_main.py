@@ -49,6 +49,13 @@ def test_no_command_s_help_loads_what_computes() -> None:
     assert lines == ["lineage", "", *(name for name in COMMANDS if name != "lineage")], done.stdout
 
 
+def test_fathom_alone_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    said = capsys.readouterr()
+    assert said.out.startswith("usage: fathom COMMAND") and not said.err
+    assert all(f"\n  {name} " in said.out for name in COMMANDS)
+
+
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
@@ -66,7 +73,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "the following arguments are required"),
         (["tain"], "tain: no such command; did you mean train?"),
         (["zzz"], "zzz: no such command; there are train"),
         (["train", "--wrong"], "unrecognized arguments: --wrong"),

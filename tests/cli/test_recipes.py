@@ -29,6 +29,23 @@ def test_every_recipe_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(found["summary"] in line for found, line in zip(listed.values(), lines, strict=True))
 
 
+def test_lines_break_between_words(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert main(["recipes"]) == 0
+    words = capsys.readouterr().out.split()
+    monkeypatch.setenv("COLUMNS", "60")
+    assert main(["recipes"]) == 0
+    narrow = capsys.readouterr().out
+    assert narrow.split() == words and max(map(len, narrow.splitlines())) <= 60
+
+
+def test_recipes_in_folders_are_copied(elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["recipes", "copy", "specialise/continue"]) == main(["recipes", "copy", "ladders/evening"]) == 0
+    assert capsys.readouterr().out == "continue.yaml\nevening.yaml\n"
+    assert load_recipe("continue.yaml") == load_recipe("specialise/continue")
+    assert main(["recipes", "copy", "specialise/contnue"]) == 2
+    assert "did you mean specialise/continue?" in capsys.readouterr().err
+
+
 def test_heads_name_recipes_as_the_command_takes_them() -> None:
     """By name, since a wheel has no `recipes/` to type; each name is a recipe's."""
     heads = {

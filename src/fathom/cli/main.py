@@ -110,6 +110,9 @@ def _dispatch(words: Sequence[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"fathom {__version__}")
     parser.add_argument("command", help=argparse.SUPPRESS)
+    if not words:
+        parser.print_help()
+        return 0
     parser.refuse_unknown(words[:1])
     name = parser.parse_args(words[:1]).command
     if name not in COMMANDS:

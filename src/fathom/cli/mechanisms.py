@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from argparse import Namespace
-from collections.abc import Callable
+from collections.abc import Iterator
+from importlib.metadata import entry_points
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from fathom.cli.parser import Parser, UsageError
 from fathom.recipe import load_recipe
 
-if TYPE_CHECKING:
-    from fathom.models import FathomConfig
+AXES = {
+    "mixer": "which value attention reads",
+    "residual": "how a layer's output reaches later layers",
+    "recurrence": "how many times a token goes through the stack",
+}
 
 
 def add(parser: Parser) -> None:
@@ -20,35 +24,72 @@ def add(parser: Parser) -> None:
     parser.add_argument(
         "--config",
         metavar="MODEL",
-        help="a checkpoint directory, a recipe file, or a name that `fathom recipes` lists (default: Qwen3's shape)",
+        help="show what each would add to this model: a checkpoint directory, a recipe file, or a name that "
+        "`fathom recipes` lists",
     )
-    parser.add_argument("--bytes-per-scalar", type=int, default=2, help="of cache and activations (default: 2, bf16)")
+    parser.add_argument("--bytes-per-scalar", type=int, help="of cache and activations (default: 2, bf16)")
     parser.add_argument("--json", action="store_true", help="print the rows for a program")
 
 
 def run(options: Namespace) -> int:
-    """Print the table."""
+    """List the mechanisms, or print what each adds to a model."""
+    size = 2 if options.bytes_per_scalar is None else options.bytes_per_scalar
+    if size < 1:
+        raise UsageError(f"--bytes-per-scalar {size}: allowed: 1 or more")
+    if options.config is not None:
+        return _show_costs(options.config, size, options.json)
+    if options.bytes_per_scalar is not None:
+        raise UsageError(f"--bytes-per-scalar {size}: give --config MODEL with it")
+    found = _of_other_packages() if entry_points(group="fathom.mechanisms") else _of_ours()
+    if options.json:
+        print(json.dumps({"mechanisms": found}))
+        return 0
+    width = max(len(row["name"]) for row in found)
+    for axis, meaning in AXES.items():
+        print(f"{axis}: {meaning}")
+        for row in found:
+            if row["axis"] == axis:
+                print(f"  {row['name']:<{width}}  {row['summary']} ({row['paper']})")
+    print("\nJoin them with +, as in loop+depth_attention. fathom mechanisms --config MODEL shows what each costs.")
+    return 0
+
+
+def _of_ours() -> list[dict[str, str]]:
+    """Name, axis, summary and paper of every mechanism, read from the sources: importing them would load torch."""
+    try:
+        return list(_in_sources())
+    except (ValueError, KeyError):  # one is not written as a literal
+        return _of_other_packages()
+
+
+def _in_sources() -> Iterator[dict[str, str]]:
+    folder = Path(__file__).parents[1] / "models"
+    first = folder / "registry.py"  # the first value of each axis
+    for path in (first, *(path for path in sorted(folder.glob("*.py")) if path != first)):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Mechanism":
+                words = dict(zip(("name", "axis", "summary", "paper"), node.args, strict=False))
+                words |= {keyword.arg: keyword.value for keyword in node.keywords if keyword.arg}
+                yield {key: str(ast.literal_eval(words[key])) for key in ("name", "axis", "summary", "paper")}
+
+
+def _of_other_packages() -> list[dict[str, str]]:
+    """The same of all mechanisms, where a package brings some of its own: these are imported."""
+    from fathom.models.registry import known
+
+    return [{"name": m.name, "axis": m.axis, "summary": m.summary, "paper": m.paper} for m in known().values()]
+
+
+def _show_costs(name: str, size: int, as_json: bool) -> int:
+    """What each mechanism adds to the model of a directory, a recipe file or a named recipe."""
     from rich.console import Console
 
     from fathom.checkpoints.runs import read_config
     from fathom.comparison.catalogue import mechanism_rows, mechanism_table, vanilla_row
-    from fathom.models import FathomConfig
 
-    if options.bytes_per_scalar < 1:
-        raise UsageError(f"--bytes-per-scalar {options.bytes_per_scalar}: allowed: 1 or more")
-    config = _model_config(options.config, FathomConfig, read_config)
-    if options.json:
-        rows = list(mechanism_rows(config, options.bytes_per_scalar))
-        print(json.dumps({"vanilla": vanilla_row(config, options.bytes_per_scalar), "mechanisms": rows}))
+    config = read_config(Path(name)) if Path(name).is_dir() else load_recipe(name).config()
+    if as_json:
+        print(json.dumps({"vanilla": vanilla_row(config, size), "mechanisms": list(mechanism_rows(config, size))}))
     else:
-        Console().print(mechanism_table(config, options.bytes_per_scalar))
+        Console().print(mechanism_table(config, size))
     return 0
-
-
-def _model_config(name: str | None, default: type[FathomConfig], read: Callable[[Path], FathomConfig]) -> FathomConfig:
-    """The configuration that a directory, a recipe file or the name of a recipe describes."""
-    if name is None:
-        return default()
-    if not Path(name).is_dir():
-        return load_recipe(name).config()
-    return read(Path(name))

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import sys
+import textwrap
 from argparse import Namespace
 from pathlib import Path
 
@@ -28,10 +32,15 @@ def run(options: Namespace) -> int:
     if options.json:
         print(json.dumps(found))
         return 0
-    width = max(map(len, found))
+    width = max(map(len, found)) + 2
     for name, recipe in found.items():
-        print(f"{name:<{width}}  {recipe['summary']}")
+        print(textwrap.fill(f"{name:<{width}}{recipe['summary']}", columns(), subsequent_indent=" " * width))
     return 0
+
+
+def columns() -> int:
+    """Characters of a line: the terminal's, and without one as many as a line has."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else 240
 
 
 def _copy(options: Namespace) -> int:

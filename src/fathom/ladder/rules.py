@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from fathom.recipe import packaged_recipes
+from fathom.recipe import recipes_folder
 
 
 @dataclass(frozen=True)
@@ -57,4 +57,4 @@ class Rules:
 
 def ladders_folder() -> Path:
     """Where the ladders that come with Fathom lie."""
-    return next(iter(packaged_recipes().values())).parent / "ladders"
+    return recipes_folder() / "ladders"
