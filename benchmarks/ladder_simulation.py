@@ -15,9 +15,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 
+from fathom.ladder import scaling
 from fathom.ladder.scaling import DECADE, Rung, agree, horizontal, posterior
 from fathom.ladder.simulation import PHI, Truth, simulate, simulate_trips, usual_interval
 from fathom.ladder.trips import worth
@@ -25,6 +27,8 @@ from fathom.report.provenance import provenance
 from fathom.report.statistics import holm
 
 Values = dict[str, Any]
+WALKING = Truth(multiplier=1.0, own=0.0, walk=0.006)
+"""An arm that equals the control but for a deviation that walks, as a rate that is carried slightly wrong makes it."""
 CASES = {
     "reference": Truth(),
     "seed noise only": Truth(shared=0.0, own=0.0),
@@ -39,6 +43,7 @@ CASES = {
     "five rungs, 2 decades": Truth(decades=2.0, seeds=(5, 3, 3, 2, 1)),
     "a loop, three times the FLOPs": Truth(ratio=3.0, multiplier=0.5),
     "mis-tuned at the top": Truth(excess=(0.005, 0.012)),
+    "walk of .006 a rung, M = 1": WALKING,
 }
 PUBLISHED = {"reference": 1.05, "seed noise only": 1.04, "own deviation .006": 1.07, "twin, M = 1": 1.03} | {
     **{"growing, g = .08": 1.05, "flat law, M 1.5": 1.14, "few seeds": 1.06, "toy": 1.14, "other floor": 1.05},
@@ -86,9 +91,9 @@ def ends(draws: np.ndarray) -> tuple[float, float]:
     return float(low), float(high)
 
 
-def false_claims(draws: int, arms: int = 3) -> float:
-    """Share of ladders of twins in which Holm's rule calls any of several arms sure."""
-    truth, wrong = Truth(multiplier=1.0), 0
+def false_claims(truth: Truth, draws: int, arms: int = 3) -> float:
+    """Share of ladders of arms that equal the control in which Holm's rule calls any of them sure."""
+    wrong = 0
     for draw in range(draws):
         ladders = [simulate(truth, draw * arms + arm) for arm in range(arms)]
         control = [rung.control for rung in ladders[0]]
@@ -99,6 +104,15 @@ def false_claims(draws: int, arms: int = 3) -> float:
             found.append(posterior(rungs).sides(rungs[-1].x_arm))
         wrong += min(holm(found)) < 0.05
     return wrong / draws
+
+
+def without_walk(draws: int) -> Values:
+    """The same where the estimator knows of no walk: the negative control, and the width that the walk costs."""
+    with mock.patch.object(scaling, "WALK", (0.0, 1e-9)):
+        widths = {
+            name: covered(CASES[name], draws, usual=False) for name in ("reference", "walk of .006 a rung, M = 1")
+        }
+        return {"cases": widths, "false_claims": false_claims(WALKING, draws)}
 
 
 def shifted(rung: Rung, first: Rung) -> tuple[float, ...]:
@@ -153,11 +167,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"x {found['half_width']['grid, last rung']:.3f}",
             flush=True,
         )
-    report["false_claims"] = {"arms": 3, "share": false_claims(options.draws)}
+    alike = {"independent deviations": Truth(multiplier=1.0), "walking deviations": WALKING}
+    report["false_claims"] = {name: false_claims(truth, options.draws) for name, truth in alike.items()}
+    report["without_walk"] = without_walk(options.draws)
     report["power"] = power(options.draws)
     report["phi"] = phi_covered(options.draws)
     report["cpu_seconds"] = time.process_time() - began
-    print(json.dumps({key: report[key] for key in ("false_claims", "power", "phi", "cpu_seconds")}, indent=1))
+    print(
+        json.dumps(
+            {key: report[key] for key in ("false_claims", "without_walk", "power", "phi", "cpu_seconds")}, indent=1
+        )
+    )
     if options.out:
         options.out.write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -4,10 +4,11 @@
     ln(L_a - E) = c - α x - u - w (x - x̄)                  an arm
     ln M(x)     = (u + w (x - x̄)) / α,     g = w / α       what the control would have to spend over what the arm spends
 
-All seeds of a rung share its deviation from the law, so resampling seeds cannot show it. Here it has a scale of its
-own: τ_s for the part that both arms of a rung share, τ_d for an arm's own part. E, τ_s and τ_d are integrated over a
-grid; given them the model is linear and its posterior has a closed form. The cross-check beside it is a weighted line
-through the horizontal distances, with Student's t.
+All seeds of a rung share its deviation from the law, so resampling seeds cannot show it. Deviations have scales of
+their own: τ_s for the part that both arms of a rung share, τ_d for an arm's own part, τ_w for the step of an arm's
+deviation that walks from rung to rung, as a learning rate that is carried slightly wrong makes it walk. E, τ_s, τ_d and
+τ_w are integrated over a grid; given them the model is linear and its posterior has a closed form. The cross-check
+beside it is a weighted line through the horizontal distances, with Student's t.
 
 Losses are in nats; x is the natural logarithm of training FLOPs. Results depend on the losses alone.
 """
@@ -27,7 +28,7 @@ from scipy.special import stdtrit
 from fathom.ladder.results import Span
 
 Floats = NDArray[np.float64]
-ESTIMATOR = "grid-1"
+ESTIMATOR = "grid-2"
 """Name of the estimator in reports and sealed predictions; a changed one gets another number."""
 DECADE = math.log(10.0)
 FLOORS = 24
@@ -36,13 +37,17 @@ HIGHEST = 0.95
 SHARED = (0.0, 0.003, 0.01, 0.02, 0.04)
 OWN = (0.0, 0.001, 0.002, 0.004, 0.007, 0.012, 0.02)
 """Grid points of τ_s and τ_d; those of τ_d are scaled up with their prior if pairs are noisy."""
-SHARED_SCALE, OWN_SCALE = 0.02, 0.008
-"""Scales of the half-normal priors of τ_s and τ_d; that of τ_d is at least the noise of a paired difference."""
+WALK = (0.0, 0.002, 0.004, 0.007, 0.012)
+"""Grid points of τ_w."""
+SHARED_SCALE, OWN_SCALE, WALK_SCALE = 0.02, 0.008, 0.01
+"""Scales of the half-normal priors of τ_s, τ_d and τ_w; that of τ_d is at least the noise of a paired difference."""
 SHIFT_SCALE, TREND_SCALE = 0.7, 0.15
 """Prior standard deviations of ln M and of g."""
 DRAWS = 4000
 STEEP = 0.005
 """Draws with a slope below this are not a scaling law and are left out."""
+TINY = 1e-12
+"""Variance of a rounding error, in nats squared."""
 NEEDED = 0.9
 """Share of draws that must remain for a result."""
 
@@ -131,6 +136,7 @@ class Posterior:
     trend: Floats
     shared: Floats
     own: Floats
+    walk: Floats
     kept: float
     """Share of the draws with a slope of at least STEEP."""
 
@@ -166,9 +172,24 @@ class Posterior:
         """Predict a further rung with `seeds` seeds: the paired difference of the loss, and ln M."""
         chance = np.random.default_rng(len(self.slope))
         reducible = self.control_loss(x_control) - self.floor
-        deviation = np.hypot(self.own, self.noise.paired / math.sqrt(seeds)) * chance.normal(size=len(self.slope))
+        walked, variance = self._walk_on()
+        spread = np.sqrt(variance + self.own**2 + self.noise.paired**2 / seeds)
+        deviation = walked + spread * chance.normal(size=len(self.slope))
         difference = self.arm_loss(x_arm) - self.control_loss(x_control) + deviation
         return Interval.of(difference), Interval.of(self.log_multiplier(x_arm) - deviation / (self.slope * reducible))
+
+    def _walk_on(self) -> tuple[Floats, Floats]:
+        """Mean and variance of the walking deviation one rung further, given where it is seen to be at these rungs."""
+        gaps = np.array([rung.means[1] - rung.means[0] for rung in self.rungs])
+        law = [self.arm_loss(rung.x_arm) - self.control_loss(rung.x_control) for rung in self.rungs]
+        steps = np.arange(1, len(gaps) + 1)
+        ahead = self.walk[:, None] ** 2 * steps  # [draws, R]: covariance with the next rung
+        seen = self.walk[:, None, None] ** 2 * np.minimum.outer(steps, steps)
+        seeds = self.noise.paired**2 / np.array([rung.seeds for rung in self.rungs])
+        seen[:, steps - 1, steps - 1] += self.own[:, None] ** 2 + seeds + TINY
+        weights = np.linalg.solve(seen, ahead[:, :, None])[:, :, 0]
+        walked = (weights * (gaps - np.stack(law, 1))).sum(1)
+        return walked, self.walk**2 * (len(gaps) + 1) - (weights * ahead).sum(1)
 
 
 def noise_of(rungs: Sequence[Rung]) -> Noise | None:
@@ -216,32 +237,33 @@ def posterior(rungs: Sequence[Rung], noise: Noise | None = None, draws: int = DR
     chosen = chosen[steep]
     return Posterior(
         *(rungs, noise, centre, grid.floor[chosen], intercept, slope, shift, trend),
-        *(grid.shared[chosen], grid.own[chosen], float(steep.mean())),
+        *(grid.shared[chosen], grid.own[chosen], grid.walk[chosen], float(steep.mean())),
     )
 
 
 @dataclass(frozen=True)
 class _Grid:
-    """Points of (E, τ_s, τ_d), and the logarithm of prior times trapezoid weight."""
+    """Points of (E, τ_s, τ_d, τ_w), and the logarithm of prior times trapezoid weight."""
 
     floor: Floats
     shared: Floats
     own: Floats
+    walk: Floats
     log_prior: Floats
 
 
 def _grid(least: float, noise: Noise) -> _Grid:
     floors = np.linspace(0.0, HIGHEST * least, FLOORS, dtype=np.float64)
-    shared, own = np.array(SHARED), np.array(OWN) * max(1.0, noise.paired / OWN_SCALE)
+    shared, own, walk = np.array(SHARED), np.array(OWN) * max(1.0, noise.paired / OWN_SCALE), np.array(WALK)
     parts = [
         _trapezoid(floors),
         _trapezoid(shared) * np.exp(-0.5 * (shared / SHARED_SCALE) ** 2),
         _trapezoid(own) * np.exp(-0.5 * (own / max(OWN_SCALE, noise.paired)) ** 2),
+        _trapezoid(walk) * np.exp(-0.5 * (walk / WALK_SCALE) ** 2),
     ]
-    mesh = np.meshgrid(floors, shared, own, indexing="ij")
-    prior = np.einsum("i,j,k->ijk", *parts)
-    floor, both, each = (axis.ravel() for axis in mesh)
-    return _Grid(floor, both, each, np.log(prior.ravel()))
+    mesh = np.meshgrid(floors, shared, own, walk, indexing="ij")
+    prior = np.einsum("i,j,k,l->ijkl", *parts)
+    return _Grid(*(axis.ravel() for axis in mesh), np.log(prior.ravel()))
 
 
 def _trapezoid(points: Floats) -> Floats:
@@ -267,6 +289,7 @@ def _covariance(grid: _Grid, reducible: Floats, seeds: Sequence[int], noise: Noi
     found = np.zeros((len(grid.floor), 2 * size, 2 * size))
     places = np.arange(size)
     found[:, range(2 * size), range(2 * size)] = diagonal
+    found[:, size:, size:] += grid.walk[:, None, None] ** 2 * np.minimum.outer(places + 1, places + 1)
     found[:, places, places + size] = found[:, places + size, places] = common + shared
     # Losses that are bitwise equal still have rounding errors.
     found[:, range(2 * size), range(2 * size)] += (1e-7 * reducible) ** 2

@@ -33,6 +33,8 @@ class Truth:
     correlation: float = 0.5
     shared: float = 0.01
     own: float = 0.003
+    walk: float = 0.0
+    """Standard deviation of the step that an arm's own deviation takes from rung to rung."""
     excess: tuple[float, ...] = ()
     """Excess loss in nats of a mis-tuned arm at the last rungs, the last one last."""
     ratio: float = 1.0
@@ -76,12 +78,15 @@ def simulate(truth: Truth, draw: int) -> list[Rung]:
     chance = np.random.default_rng([draw, 20])
     excess = (0.0,) * (len(truth.seeds) - len(truth.excess)) + truth.excess
     sigmas = np.geomspace(*truth.sigma, len(truth.seeds)) if truth.sigma[0] else np.zeros(len(truth.seeds))
-    rungs = []
+    rungs, walked = [], 0.0
     for x, seeds, sigma, lost in zip(truth.x.tolist(), truth.seeds, sigmas.tolist(), excess, strict=True):
         x_arm = x + math.log(truth.ratio)
         arm = truth.arm_loss(x_arm) + lost
         rung = truth.shared * chance.normal()
         own = truth.own * chance.normal()
+        if truth.walk:
+            walked += truth.walk * chance.normal()
+            own += walked
         seed = math.sqrt(truth.correlation) * sigma * chance.normal(size=seeds)
         each = math.sqrt(1 - truth.correlation) * sigma * chance.normal(size=(2, seeds))
         control = truth.loss(x) + rung + seed + each[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -15,7 +16,11 @@ CONFIDENCE = 0.95
 
 @dataclass(frozen=True)
 class Difference:
-    """The mean of paired differences with its Student t interval; with one pair there is no interval."""
+    """The mean of paired differences with its Student t interval.
+
+    One pair has no interval, and neither have pairs of one and the same difference: values on a grid are too coarse to
+    show their noise.
+    """
 
     mean: float
     pairs: int
@@ -46,7 +51,8 @@ def paired_difference(values: Sequence[float], control: Sequence[float]) -> Diff
     mean, count = statistics.fmean(gaps), len(gaps)
     if count < 2 or not math.isfinite(mean):
         return Difference(mean, count, None, None)
-    return student(mean, statistics.stdev(gaps) / math.sqrt(count), count - 1, count)
+    spread, rounding = statistics.stdev(gaps), 4 * sys.float_info.epsilon * max(map(abs, [*values, *control]))
+    return student(mean, spread / math.sqrt(count) if spread > rounding else 0.0, count - 1, count)
 
 
 def weighted_difference(gaps: Sequence[float], weights: Sequence[float]) -> Difference:
@@ -75,7 +81,7 @@ def combined_difference(found: Sequence[Difference], shares: Sequence[float]) ->
 
 
 def student(mean: float, error: float, freedom: float, pairs: int) -> Difference:
-    """A mean with its Student t interval.
+    """A mean with its Student t interval; without an error there is none, unless the mean is exactly zero.
 
     Args:
         mean: Of the differences.
@@ -84,7 +90,7 @@ def student(mean: float, error: float, freedom: float, pairs: int) -> Difference
         pairs: How many differences there are.
     """
     if error == 0:
-        return Difference(mean, pairs, 0.0, 1.0 if mean == 0 else 0.0)
+        return Difference(mean, pairs, 0.0, 1.0) if mean == 0 else Difference(mean, pairs, None, None)
     from scipy.special import stdtr
 
     half_width = error * quantile(freedom)
