@@ -48,7 +48,8 @@ def test_a_run_and_a_comparison_lead_to_their_model(exported: Path, tmp_path: Pa
         ),
         (["MODEL", "a", "--set", "min_p"], "--set min_p: expected key=value"),
         (["MODEL", "a", "--chat"], "one of them"),
-        (["MODEL", "--prompts", "x.jsonl"], "--prompts and --out belong together"),
+        (["MODEL", "--out", "x.jsonl"], "--out x.jsonl is for the answers to a file: give --prompts FILE"),
+        (["MODEL", "--prompts", "x.jsonl", "--json"], "without --out the answers are printed: give --out"),
         (["MODEL", "a", "--set", "min_p=7"], "min_p=7: allowed: a number"),
         (
             ["MODEL", "a", "--set", "repetition_penalty=1e-320"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import io
 import json
 import math
 from dataclasses import replace
@@ -13,6 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 from tokenizers import Tokenizer, normalizers
 from transformers import Gemma3Config, GPT2Config, GPT2LMHeadModel
 
@@ -23,6 +25,7 @@ from fathom.cli.main import main
 from fathom.data.shards import DataError, TokenDataset
 from fathom.data.sources import Reading
 from fathom.data.tokenizer import train_bpe
+from fathom.evaluation.harness import fitted
 from fathom.evaluation.paired import Items, difference, group_difference, rows
 from fathom.evaluation.perplexity import Cut, Domain, DomainScore, Passage, PerplexityError, read_domains, score
 from fathom.evaluation.scoring import Checkpoint, evaluate
@@ -305,6 +308,33 @@ def test_the_command(exported: Path, tmp_path: Path, capsys, monkeypatch) -> Non
     assert main(words) == 0
     printed = capsys.readouterr()
     assert printed.err.count("done before") == 4 and "b against vanilla" in printed.out
+
+
+def test_out_gets_a_page_that_explains_intervals(exported: Path, tmp_path: Path, capsys) -> None:
+    text = ["--perplexity", str(exported / "text.jsonl"), "--context", "16", "--device", "cpu", "--out", str(tmp_path)]
+    assert main(["evaluate", str(exported / "vanilla"), *text]) == 0
+    alone, page = capsys.readouterr().out, (tmp_path / "report.html").read_text()
+    assert f"report: {tmp_path / 'report.html'}" in alone and "vanilla has a perplexity of" in page
+    assert "Intervals" not in alone and "Intervals" not in page
+    pair = ["evaluate", str(exported / "vanilla"), str(exported / "deep"), *text]
+    assert main(pair) == 0
+    both, page = capsys.readouterr().out, (tmp_path / "report.html").read_text()
+    assert "Intervals: 95 %" in both and "Intervals: 95 %" in page and "deep against vanilla" in page
+    assert main([*pair, "--limit", "1"]) == 0, "a difference of one document has no interval"
+    assert "Intervals" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("width", [40, 80])
+def test_no_table_is_wider_than_the_terminal(exported: Path, capsys, monkeypatch, width: int) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    models = [f"{name}-{'of-a-long-name' * 3}={exported / name}" for name in ("vanilla", "deep")]
+    assert main(["evaluate", *models, "--perplexity", str(exported / "text.jsonl"), "--context", "16"]) == 0
+    table = capsys.readouterr().out.partition("\nIntervals")[0]
+    assert "loss" in table and max(map(len, table.splitlines())) <= width
+    markdown = "|Tasks|Version|Metric|\n|---|---|---|\n|" + "|".join(["long words " * 5] * 3) + "|"
+    console = Console(width=width, file=io.StringIO())
+    console.print(*fitted(markdown, width))
+    assert max(map(len, console.file.getvalue().splitlines())) <= width
 
 
 def test_the_default_context_is_the_models_own_under_any_name(exported: Path, tokenizer, tmp_path: Path) -> None:

@@ -151,3 +151,13 @@ def test_a_second_writer_is_refused(opened, tmp_path: Path) -> None:
     prompts = write(tmp_path / "in.jsonl", [{"prompt": "a"}])
     with lock(tmp_path / ".out.jsonl.lock"), pytest.raises(GenerateError, match="another process"):
         generate_file(*opened, prompts, tmp_path / "out.jsonl", Sampling(3))
+
+
+def test_without_out_the_answers_are_printed(exported: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    prompts, out = write(tmp_path / "in.jsonl", [{"prompt": prompt} for prompt in PROMPTS]), tmp_path / "out.jsonl"
+    words = ["generate", str(exported), "--prompts", str(prompts), "--temperature", "0", "--max-new-tokens", "3"]
+    assert main(words) == 0
+    said = capfd.readouterr()
+    assert f"{len(PROMPTS)} completions" in said.err
+    assert main([*words, "--out", str(out)]) == 0
+    assert said.out == out.read_text()

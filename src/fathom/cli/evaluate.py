@@ -98,6 +98,6 @@ def run(options: Namespace) -> int:
     if options.json:
         print(json.dumps(report, ensure_ascii=False))
     else:
-        show(checkpoints, report)
+        show(checkpoints, report, options.out)
     # A failed task was reported when it failed; the results of the others are printed and kept.
     return int(any(entry["failed"] for entry in report["checkpoints"].values()))

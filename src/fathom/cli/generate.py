@@ -1,4 +1,4 @@
-"""`fathom generate MODEL PROMPT`, `--chat`, or `--prompts FILE --out FILE`."""
+"""`fathom generate MODEL PROMPT`, `--chat`, or `--prompts FILE [--out FILE]`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,12 @@ def add(parser: Parser) -> None:
     parser.add_argument("--chat", action="store_true", help="a conversation on the terminal")
     parser.add_argument("--system", metavar="TEXT", help="how to answer, for --chat")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL: {"prompt": "..."} or {"messages": [...]}')
-    parser.add_argument("--out", type=Path, metavar="FILE", help="JSONL for --prompts; run again, it goes on")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help="JSONL for --prompts (default: print); run again, it resumes",
+    )
     parser.add_argument("--batch-size", type=int, help="prompts of a file at once (default: 8 on a CPU, else 32)")
     parser.add_argument("--max-new-tokens", type=int, default=128, help="tokens at most (default: 128)")
     own = "default: as the checkpoint says"
@@ -93,8 +98,11 @@ def run(options: Namespace) -> int:
         summary = generate_file(model, tokenizer, options.prompts, options.out, sampling, options.batch_size)
         report_speed(summary["tokens"], summary["seconds"])
         prompts, errors = summary["prompts"], summary["errors"]
-        told = f"{options.out}: {prompts - errors} completions" + (f", {errors} errors" if errors else "")
-        print(json.dumps(summary) if options.json else told)
+        told = f"{prompts - errors} completions" + (f", {errors} errors" if errors else "")
+        if options.out is None:
+            print(told, file=sys.stderr)
+        else:
+            print(json.dumps(summary) if options.json else f"{options.out}: {told}")
         return 1 if prompts and errors == prompts else 0
     else:
         assert prompt is not None
@@ -115,8 +123,10 @@ def _check(options: Namespace) -> None:
     """Refuse contradictory options before anything is loaded."""
     if sum((options.prompt is not None, options.chat, options.prompts is not None)) > 1:
         raise UsageError("give a prompt, --chat or --prompts FILE, one of them")
-    if (options.prompts is None) != (options.out is None):
-        raise UsageError("--prompts and --out belong together: one file in, one file out")
+    if options.prompts is None and options.out is not None:
+        raise UsageError(f"--out {options.out} is for the answers to a file: give --prompts FILE with it")
+    if options.json and options.prompts is not None and options.out is None:
+        raise UsageError("--json prints a summary of --prompts, and without --out the answers are printed: give --out")
     for name, text in (("the prompt", options.prompt), ("--system", options.system)):
         if any("\ud800" <= letter <= "\udfff" for letter in text or ""):  # so Python shows bytes that are no text
             raise UsageError(f"{name} is not UTF-8")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
-import sys
 import textwrap
 from argparse import Namespace
 from pathlib import Path
 
 from fathom.cli.parser import Parser, UsageError
 from fathom.recipe import find_recipe, packaged_recipes, summary_of
+from fathom.report.tables import line_width
 
 
 def add(parser: Parser) -> None:
@@ -34,13 +32,8 @@ def run(options: Namespace) -> int:
         return 0
     width = max(map(len, found)) + 2
     for name, recipe in found.items():
-        print(textwrap.fill(f"{name:<{width}}{recipe['summary']}", columns(), subsequent_indent=" " * width))
+        print(textwrap.fill(f"{name:<{width}}{recipe['summary']}", line_width(), subsequent_indent=" " * width))
     return 0
-
-
-def columns() -> int:
-    """Characters of a line: the terminal's, and without one as many as a line has."""
-    return shutil.get_terminal_size().columns if sys.stdout.isatty() or "COLUMNS" in os.environ else 240
 
 
 def _copy(options: Namespace) -> int:

@@ -14,9 +14,12 @@ from typing import TYPE_CHECKING, Any
 from fathom.evaluation.paired import Items
 from fathom.evaluation.results import ItemValues
 from fathom.evaluation.tasks import TaskDataError, file_task, load_task, task_manager
+from fathom.report.tables import terminal_table
 
 if TYPE_CHECKING:
     from lm_eval.models.huggingface import HFLM
+    from rich.table import Table
+    from rich.text import Text
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 CPU_BATCH = 16
@@ -138,6 +141,19 @@ def tables(results: Sequence[TaskResult]) -> str:
             whole[key].update(result.results.get(key, {}))
     text = make_table(whole)
     return f"{text}\n{make_table(whole, 'groups')}" if whole["groups"] else text
+
+
+def fitted(markdown: str, width: int) -> list[Text | Table]:
+    """Tables in Markdown, as they are or, where a line is wider than the terminal, with folded cells."""
+    from rich.text import Text
+
+    if max(map(len, markdown.splitlines())) <= width:
+        return [Text(markdown)]
+    made: list[Text | Table] = []
+    for text in markdown.strip().split("\n\n"):
+        columns, _, *rows = ([cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines())
+        made.append(terminal_table("", columns, rows))
+    return made
 
 
 def plain(results: Mapping[str, object]) -> dict[str, Any]:

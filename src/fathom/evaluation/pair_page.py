@@ -13,7 +13,7 @@ from fathom.report.numbers import DASH
 from fathom.report.plots import IntervalMark, interval_plot
 from fathom.report.provenance import facts_of
 from fathom.report.statistics import LEAST_BOOTSTRAPPED
-from fathom.report.tables import terminal_table
+from fathom.report.tables import line_width, terminal_table
 
 WAYS = {"text": "option text", "length": "option text, by length", "letter": "letter", "shuffled": "letter, shuffled"}
 """Ways of asking a question; the verdict is about the first."""
@@ -55,7 +55,7 @@ def show(report: PairReport, out: Path | None) -> None:
     """The table, the sentence, and where the page is."""
     from rich.console import Console
 
-    console = Console(highlight=False, width=200)
+    console = Console(highlight=False, width=line_width())
     console.print(terminal_table("", columns(report), lines(report)), "")
     console.print(report["verdict"], markup=False, soft_wrap=True)
     if out is not None:

@@ -9,7 +9,7 @@ weights this is the ordinary paired t interval. Documents count as independent d
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -87,14 +87,28 @@ def rows(scores: Mapping[str, Mapping[tuple[str, str], Scored]]) -> list[ScoreRo
 
 
 def table(found: Sequence[ScoreRow], names: Sequence[str]) -> Table:
-    """Rows for a terminal; an asterisk marks differences that Holm's adjustment over the table calls significant."""
+    """Rows for a terminal."""
+    return terminal_table("", *table_of(found, names), left=2)
+
+
+def table_of(found: Sequence[ScoreRow], names: Sequence[str]) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows; an asterisk marks differences that Holm's adjustment over the table calls significant."""
     cells = []
     for row in found:
         values = [_number(row["scores"].get(name)) for name in names]
         gaps = [_gap(row["differences"].get(name)) for name in names[1:]]
         cells.append([row["task"], row["metric"], *values, *gaps])
-    columns = ["task", "metric", *names, *(f"{name} against {names[0]}" for name in names[1:])]
-    return terminal_table("", columns, cells, left=2)
+    return ["task", "metric", *names, *(f"{name} against {names[0]}" for name in names[1:])], cells
+
+
+def has_intervals(gaps: Iterable[ScoreGap]) -> bool:
+    """Whether some difference has an interval; too few documents give none."""
+    return any(gap["low"] is not None for gap in gaps)
+
+
+def is_significant(gap: ScoreGap) -> bool:
+    """Whether a difference is significant after Holm's adjustment."""
+    return gap["p_holm"] is not None and gap["p_holm"] < 1 - CONFIDENCE
 
 
 def _compare(items: Scored, control: Scored) -> ScoreGap | None:
@@ -139,6 +153,6 @@ def _gap(entry: ScoreGap | None) -> str:
     form = "×{:.4f}" if entry["kind"] == "ratio" else "{:+.4f}"
     if entry["low"] is None:
         return form.format(entry["value"])
-    star = "*" if (entry["p_holm"] if entry["p_holm"] is not None else 1) < 1 - CONFIDENCE else " "
+    star = "*" if is_significant(entry) else " "
     ends = "[{:.4f}, {:.4f}]" if entry["kind"] == "ratio" else "[{:+.4f}, {:+.4f}]"
     return f"{form.format(entry['value'])} {ends.format(entry['low'], entry['high'])}{star}"

@@ -8,6 +8,9 @@ from typing import TypedDict
 from fathom.report.provenance import Provenance
 from fathom.training.results import DecodingGap
 
+WHOLE = "all text"
+"""The name of all texts together, where there are several."""
+
 
 class ItemValues(TypedDict, total=False):
     """`Items` as they are stored; `weights` and `log` only if they are not the default."""

@@ -18,20 +18,23 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from fathom._version import __version__
 from fathom.checkpoints.check import check_checkpoint
 from fathom.checkpoints.find import find_model
-from fathom.checkpoints.layout import CONFIG, REPORT
+from fathom.checkpoints.layout import CONFIG, PAGE
 from fathom.checkpoints.open import DTYPES, Opening, check_device, own_context
 from fathom.checkpoints.origin import Refused
 from fathom.data.sources import Reading
 from fathom.errors import FathomError, to_install
 from fathom.evaluation.budgets import limited
-from fathom.evaluation.harness import TaskResult, TaskSettings, items_of, open_lm, run_task, tables
-from fathom.evaluation.paired import Scored, rows, table
+from fathom.evaluation.harness import TaskResult, TaskSettings, fitted, items_of, open_lm, run_task, tables
+from fathom.evaluation.paired import Scored, has_intervals, is_significant, rows, table
 from fathom.evaluation.perplexity import LONGEST_DEFAULT_CONTEXT, Cut, Domain, DomainScore, read_domains, read_sample
 from fathom.evaluation.perplexity import score as score_domain
-from fathom.evaluation.results import ScoresReport, TextScore
+from fathom.evaluation.results import WHOLE, ScoresReport, TextScore
+from fathom.evaluation.scores_page import ASTERISK, INTERVALS, context_table, page
 from fathom.evaluation.tasks import file_task, task_names
+from fathom.report import html
 from fathom.report.files import read_json, write_json
-from fathom.report.tables import terminal_table
+from fathom.report.provenance import provenance
+from fathom.report.tables import line_width, terminal_table
 from fathom.training.gap import Sample, gap_of, with_interval
 from fathom.training.results import DecodingGap
 
@@ -40,7 +43,6 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 Opener = Callable[[Path], tuple[PreTrainedModel, PreTrainedTokenizerBase]]
-WHOLE = "all text"
 
 
 class EvaluateError(FathomError, ValueError):
@@ -189,7 +191,7 @@ def run(checkpoints: Sequence[str | Path], settings: Settings) -> tuple[list[Che
         checkpoint.close()
     report = summarize(found, context if domains else None, settings.stride)
     if settings.out is not None:
-        write_json(settings.out / REPORT, report)
+        html.write(settings.out, report, page(report, provenance()))
     return found, report
 
 
@@ -254,15 +256,15 @@ def summarize(checkpoints: Sequence[Checkpoint], context: int | None, stride: in
     }
 
 
-def show(checkpoints: Sequence[Checkpoint], report: ScoresReport) -> None:
-    """lm-eval's tables, then one for all checkpoints."""
+def show(checkpoints: Sequence[Checkpoint], report: ScoresReport, out: Path | None = None) -> None:
+    """lm-eval's tables, then one for all checkpoints, and where the page is."""
     from rich.console import Console
 
-    # Tables are as wide as they are: a pipe has no width to fit them into.
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 240)
+    console = Console(highlight=False, width=line_width())
     for checkpoint in checkpoints:
         if checkpoint.tasks:
-            print(f"{checkpoint.name} ({checkpoint.directory})\n\n{tables(list(checkpoint.tasks.values()))}")
+            print(f"{checkpoint.name} ({checkpoint.directory})\n")
+            console.print(*fitted(tables(list(checkpoint.tasks.values())), console.width), sep="\n\n")
         for note in report["checkpoints"][checkpoint.name]["notes"]:
             print(note)
     names = [checkpoint.name for checkpoint in checkpoints]
@@ -270,7 +272,7 @@ def show(checkpoints: Sequence[Checkpoint], report: ScoresReport) -> None:
         shown = report["rows"] if len(names) > 1 else [row for row in report["rows"] if row["task"] in _texts(report)]
         console.print(table(shown, names))
     if checkpoints[0].domains:
-        console.print("", _by_context(report))
+        console.print("", terminal_table("", *context_table(report)))
     scores = [score for checkpoint in report["checkpoints"].values() for score in checkpoint["perplexity"].values()]
     if any("trips_per_token" in score for score in scores):
         console.print("", _by_trips(report))
@@ -279,11 +281,12 @@ def show(checkpoints: Sequence[Checkpoint], report: ScoresReport) -> None:
             "\nA model whose trips read later trips of earlier tokens (view ALL) reads text by Jacobi rounds, and its "
             "loss is theirs. Decoding's is measured on a sample; intervals: 95 %, over its windows."
         )
-    if len(names) > 1:
-        print(
-            "\nIntervals: 95 %, Student's t over paired documents or items; × is the ratio of perplexities. "
-            "An asterisk: significant after Holm's adjustment over all rows."
-        )
+    gaps = [gap for row in report["rows"] for gap in row["differences"].values()]
+    notes = [INTERVALS] * has_intervals(gaps) + [ASTERISK] * any(map(is_significant, gaps))
+    if notes:
+        print(f"\n{' '.join(notes)}")
+    if out is not None:
+        console.print(f"\nreport: {(out / PAGE).resolve()}", markup=False, soft_wrap=True)
 
 
 def _try_task(checkpoint: Checkpoint, name: str, settings: Settings) -> None:
@@ -419,18 +422,6 @@ def _perplexity(checkpoint: Checkpoint) -> dict[str, TextScore]:
 
 def _texts(report: ScoresReport) -> set[str]:
     return {name for entry in report["checkpoints"].values() for name in entry["perplexity"]}
-
-
-def _by_context(report: ScoresReport) -> Table:
-    columns, lines = {}, []
-    for name, entry in report["checkpoints"].items():
-        texts = entry["perplexity"]
-        columns[name] = {p["from"]: p for p in texts[WHOLE if WHOLE in texts else next(iter(texts))]["by_context"]}
-    for start in sorted({start for places in columns.values() for start in places}):
-        stop = min(2 * start - 1, report["context"] or sys.maxsize)
-        cells = [f"{places[start]['loss']:.4f}" if start in places else "" for places in columns.values()]
-        lines.append([f"{start}-{stop}" if stop > start else str(start), *cells])
-    return terminal_table("", ["tokens of context", *(f"loss of {name}" for name in columns)], lines)
 
 
 def _by_trips(report: ScoresReport) -> Table:

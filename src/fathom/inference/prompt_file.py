@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,11 +53,13 @@ def generate_file(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Path,
-    out: Path,
+    out: Path | None,
     sampling: Sampling,
     batch_size: int | None = None,
 ) -> FileSummary:
     """Continue every prompt of a JSONL file; a run that was stopped is continued by the same call.
+
+    Without `out` the lines go to standard output as they are made, and a stopped run begins again.
 
     A line has `prompt`, or `messages` for a chat model; line n of the output is line n of the input with
     `completion`, `tokens` and `finish` added, or `error`. Batches are consecutive lines and each has its own seed, made
@@ -64,7 +67,7 @@ def generate_file(
     """
     if batch_size is not None and batch_size < 1:
         raise GenerateError(f"--batch-size {batch_size}: allowed: 1 or more")
-    if out.exists() and prompts.exists() and out.samefile(prompts):
+    if out is not None and out.exists() and prompts.exists() and out.samefile(prompts):
         raise GenerateError(f"--out {out} is the file of prompts; choose another")
     records = _read_records(prompts)
     size = batch_size or BATCH["cpu" if model.device.type == "cpu" else "other"]
@@ -74,8 +77,8 @@ def generate_file(
                 f"--batch-size {batch_size}: with --kvcache prompts go one by one, since none is padded"
             )
         size = 1
-    with _locked(out) as file, ProgressBar("generating", len(records)) as bar:
-        done, errors = _resume(file, records, prompts, out)
+    with _opened(out) as file, ProgressBar("generating", len(records)) as bar:
+        done, errors = (0, 0) if out is None else _resume(file, records, prompts, out)
         began_with = done
         tokens, began = 0, time.perf_counter()
         # The batch that a stop left half written is made again; nothing is where all lines are there.
@@ -86,7 +89,8 @@ def generate_file(
             lines = [json.dumps({**r, **a}, ensure_ascii=False) + "\n" for r, a in zip(batch, made, strict=True)]
             file.write("".join(lines[done - start :]).encode())
             file.flush()
-            os.fsync(file.fileno())
+            if out is not None:
+                os.fsync(file.fileno())
             tokens += sum(answer.get("tokens", 0) for answer in made)
             errors += sum("error" in answer for answer in made[done - start :])
             done = start + len(batch)
@@ -161,8 +165,11 @@ def _read_records(path: Path) -> list[Prompt]:
 
 
 @contextlib.contextmanager
-def _locked(out: Path) -> Iterator[IO[bytes]]:
-    """The output file, locked against a second process that writes it."""
+def _opened(out: Path | None) -> Iterator[IO[bytes]]:
+    """The output file, locked against a second process that writes it; without one, standard output."""
+    if out is None:
+        yield sys.stdout.buffer
+        return
     out.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
         try:

@@ -15,6 +15,11 @@ NAME = 24
 """Characters of a row's name that stay on one line."""
 
 
+def line_width() -> int:
+    """Characters of a line: those of the terminal or of `COLUMNS`; a pipe has as many as a table needs."""
+    return shutil.get_terminal_size((240, 24)).columns
+
+
 def terminal_table(caption: str, columns: Sequence[str], rows: Sequence[Sequence[str | Text]], left: int = 1) -> Table:
     """A rich table; the first `left` columns are text, the others numbers. Brackets in names are not markup."""
     from rich.table import Table
@@ -23,7 +28,7 @@ def terminal_table(caption: str, columns: Sequence[str], rows: Sequence[Sequence
     title = Text(caption) if caption else None
     table = Table(title=title, title_justify="left", title_style="bold", box=None, padding=(0, 2, 0, 0))
     widths = [max(map(len, map(str, cells))) for cells in zip(columns, *rows, strict=True)]
-    folded = sum(widths) + 2 * len(widths) > shutil.get_terminal_size().columns
+    folded = sum(widths) + 2 * len(widths) > line_width()
     for i, column in enumerate(columns):
         justify: JustifyMethod = "left" if i < left else "right"
         # Fixed: rich folds what is not, and cuts the last columns off where it has a least width.

@@ -26,7 +26,7 @@ from fathom.report.numbers import DASH, signed, size
 from fathom.report.plots import Line, line_plot
 from fathom.report.provenance import provenance
 from fathom.report.statistics import paired_difference
-from fathom.report.tables import terminal_table
+from fathom.report.tables import line_width, terminal_table
 
 
 def summarize(found: Mapping[str, CheckpointCaches], methods: Sequence[str], at: Sequence[int]) -> CacheReport:
@@ -184,7 +184,7 @@ def show(report: CacheReport, out: Path | None) -> None:
     """The tables, the sentence, and where the page is."""
     from rich.console import Console
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, width=line_width())
     for name, values in report["checkpoints"].items():
         for caption, columns, rows in tables(name, values, report):
             console.print(terminal_table(caption, columns, rows), "")

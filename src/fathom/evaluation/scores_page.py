@@ -1,0 +1,75 @@
+"""The page of `fathom evaluate --out`: every score, differences with their intervals, and the loss by context."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+
+from markupsafe import Markup
+
+from fathom.evaluation.paired import has_intervals, is_significant, table_of
+from fathom.evaluation.results import WHOLE, ScoresReport
+from fathom.report import html
+from fathom.report.provenance import Provenance
+
+INTERVALS = "Intervals: 95 %, Student's t over paired documents or items; × is the ratio of perplexities."
+ASTERISK = "An asterisk: significant after Holm's adjustment over all rows."
+
+
+def page(report: ScoresReport, source: Provenance) -> str:
+    """The whole report."""
+    names = list(report["checkpoints"])
+    scores = html.table("Scores", *table_of(report["rows"], names))
+    return html.page(
+        f"Scores of {', '.join(names)}",
+        verdict(report),
+        html.section("Scores", scores, html.bullets(list(notes(report)))),
+        html.section("Loss by context", *_by_context(report)),
+        html.section("Where the numbers come from", html.source(source)),
+    )
+
+
+def verdict(report: ScoresReport) -> str:
+    """The result in one sentence."""
+    first, *others = report["checkpoints"]
+    gaps = [row["differences"][name] for row in report["rows"] for name in others if name in row["differences"]]
+    if others:
+        found = sum(map(is_significant, gaps))
+        return f"{found} of {len(gaps)} differences from {first} are significant after Holm's adjustment."
+    texts = report["checkpoints"][first]["perplexity"]
+    if not texts:
+        return f"{first} was scored on {len(report['checkpoints'][first]['tasks'])} tasks."
+    name = WHOLE if WHOLE in texts else next(iter(texts))
+    score = texts[name]
+    return f"{first} has a perplexity of {score['perplexity']:.4f} on {name}, over {score['tokens']:,} tokens."
+
+
+def notes(report: ScoresReport) -> Iterator[str]:
+    """What a reader must know of the numbers; of intervals only where there are some."""
+    gaps = [gap for row in report["rows"] for gap in row["differences"].values()]
+    if has_intervals(gaps):
+        yield INTERVALS
+    if any(map(is_significant, gaps)):
+        yield ASTERISK
+    for name, entry in report["checkpoints"].items():
+        yield from (f"{name}: {task} failed: {reason}" for task, reason in entry["failed"].items())
+        yield from entry["notes"]
+
+
+def context_table(report: ScoresReport) -> tuple[list[str], list[list[str]]]:
+    """Columns and rows: the loss of tokens that see so much context."""
+    columns, rows = {}, []
+    for name, entry in report["checkpoints"].items():
+        texts = entry["perplexity"]
+        columns[name] = {p["from"]: p for p in texts[WHOLE if WHOLE in texts else next(iter(texts))]["by_context"]}
+    for start in sorted({start for places in columns.values() for start in places}):
+        stop = min(2 * start - 1, report["context"] or sys.maxsize)
+        cells = [f"{places[start]['loss']:.4f}" if start in places else "" for places in columns.values()]
+        rows.append([f"{start}-{stop}" if stop > start else str(start), *cells])
+    return ["tokens of context", *(f"loss of {name}" for name in columns)], rows
+
+
+def _by_context(report: ScoresReport) -> Sequence[Markup]:
+    if not all(entry["perplexity"] for entry in report["checkpoints"].values()):
+        return []
+    return [html.table("Nats per token", *context_table(report))]
