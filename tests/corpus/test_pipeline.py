@@ -356,3 +356,17 @@ def test_a_worker_ends_with_its_driver(tmp_path: Path) -> None:
     time.sleep(0.2)
     process.stdin.close()
     assert process.wait(30) == 0
+
+
+@pytest.mark.parametrize(("name", "said"), [("ray", "ray is not installed"), ("slurm", "no sbatch here")])
+def test_a_scheduler_that_is_not_here_is_one_line(
+    name: str, said: str, tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capfd
+) -> None:
+    """Before datatrove, whose own words would be a second line."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setitem(sys.modules, "ray", None)
+    write(tmp_path / "a.txt", "the depth of a river")
+    values = recipe_values({"a": {"inputs": [str(tmp_path / "a.txt")]}}, tokenize={"tokenizer": tokenizer})
+    with pytest.raises(CorpusError, match=rf"^executor.name={name}: {said}"):
+        build(parse_corpus_recipe({**values, "executor": {"name": name}}), tmp_path / "out")
+    assert "Traceback" not in capfd.readouterr().err

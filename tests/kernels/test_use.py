@@ -125,7 +125,7 @@ def test_a_model_trains_and_decodes_as_with_the_reference(name, axes):
         for query in (p for n, p in model.named_parameters() if "pseudo_query" in n):
             torch.nn.init.normal_(query, generator=torch.Generator(DEVICE).manual_seed(4))
         if checkpointed:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         model(ids, labels=ids).loss.backward()
         text = model.eval().generate(ids, max_new_tokens=2, do_sample=False)
         return [model(ids).logits, *(p.grad for p in model.parameters()), text]

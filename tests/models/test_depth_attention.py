@@ -363,7 +363,7 @@ def test_gradients_reach_sources(checkpointing):
     for case in ("depth_attention", "vanilla"):
         model, ids = build(config_of(case), dtype=torch.float64).train(), tokens(2, 12)
         if checkpointing:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         attention = model.model.layers[0].self_attn
         torch.nn.init.zeros_(attention.o_proj.weight)
         model(ids, labels=ids).loss.backward()

@@ -366,7 +366,7 @@ def test_every_parameter_gets_a_gradient(case):
 def test_checkpointing_changes_nothing(case):
     model, ids = build(config_of(case), dtype=torch.float64), tokens(2, 16)
     plain = gradients(model, ids)
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     again = gradients(model, ids)
     assert max(worst(plain[name], again[name]) for name in plain) < 1e-12
 
@@ -379,9 +379,9 @@ def test_reentrant_checkpointing_changes_nothing_or_is_refused(case):
     more |= model.config.recurrence in ("ponder2", "ponder3", "adaponder", "latent_cot")
     if more or model.config.recurrence_options.get("view", "same") != "same":
         with pytest.raises(ValueError, match="use_reentrant=True cannot follow the gradients"):
-            model.gradient_checkpointing_enable({"use_reentrant": True})
+            model.activation_checkpointing_enable({"use_reentrant": True})
         return
-    model.gradient_checkpointing_enable({"use_reentrant": True})
+    model.activation_checkpointing_enable({"use_reentrant": True})
     again = gradients(model, ids)
     assert max(worst(plain[name], again[name]) for name in plain) < 1e-12
 
@@ -389,7 +389,7 @@ def test_reentrant_checkpointing_changes_nothing_or_is_refused(case):
 @pytest.mark.parametrize("case", ["depth_attention", "ponder3", "adaponder", "latent_cot"])
 def test_what_is_refused_could_not_be_followed(case):
     model = build(config_of(case))
-    Qwen3PreTrainedModel.gradient_checkpointing_enable(model, {"use_reentrant": True})
+    Qwen3PreTrainedModel.activation_checkpointing_enable(model, {"use_reentrant": True})
     with pytest.raises(RuntimeError, match="second time"):
         gradients(model, tokens(2, 16))
 

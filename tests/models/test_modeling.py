@@ -1,5 +1,6 @@
 """How the models live with the rest of transformers: Trainer, checkpointing, offloading, the Auto classes."""
 
+import warnings
 from collections import Counter
 
 import pytest
@@ -22,6 +23,18 @@ def test_checkpointing_by_every_name_transformers_has():
         pytest.skip("this transformers has one name for it")
     model.activation_checkpointing_enable(every_n_layers=2)
     assert [layer.gradient_checkpointing for layer in model.model.layers].count(True) == 2
+
+
+def test_checkpointing_is_switched_on_without_a_warning():
+    """By the trainer, by peft, which asks for the state by its earlier name, and in this class itself."""
+    model = build(config_of("depth_attention")).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.activation_checkpointing_enable()
+        assert model.is_gradient_checkpointing
+    with pytest.raises(ValueError, match="use_reentrant=True cannot follow"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.gradient_checkpointing_enable({"use_reentrant": True})  # the earlier name checks the same
 
 
 def test_label_smoothing_knows_that_labels_shift():

@@ -161,7 +161,7 @@ def test_checkpointing_at_the_default_rounds(method):
         )
         model.train()
         if enable:
-            model.gradient_checkpointing_enable()
+            model.activation_checkpointing_enable()
         model(ids, labels=ids).loss.backward()
         found.append({name: p.grad for name, p in model.named_parameters()})
     assert all((found[0][n] - found[1][n]).abs().max() <= 1e-12 for n in found[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import shutil
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -19,8 +21,19 @@ def rank(directory: str, stage: str, data: object, number: int, world_size: int)
     carry_out(directory, stage, [number])
 
 
+def require_scheduler(name: str) -> None:
+    """Refuse an executor whose scheduler is not on this machine, before datatrove looks for it and prints why."""
+    if name == "ray" and importlib.util.find_spec("ray") is None:
+        raise CorpusError("executor.name=ray: ray is not installed: pip install ray")
+    if name == "slurm":
+        missing = [program for program in ("sbatch", "squeue") if shutil.which(program) is None]
+        if missing:
+            raise CorpusError(f"executor.name=slurm: no {missing[0]} here: run this where Slurm's programs are")
+
+
 def remote(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Callable[[], None]) -> None:
     """Run tasks on `executor.workers` processes of datatrove's; failures are in its logs, beside the stages."""
+    require_scheduler(workspace.recipe.executor.name)
     try:
         from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
     except ImportError as error:

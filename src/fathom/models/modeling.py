@@ -210,6 +210,11 @@ class DecoderLayer(GradientCheckpointingLayer):
         return *state, key, value
 
 
+_NAMES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
+_ENABLE = next(name for name in _NAMES if hasattr(Qwen3PreTrainedModel, name))
+"""transformers renamed the method; the earlier name warns where the later one exists."""
+
+
 class FathomPreTrainedModel(Qwen3PreTrainedModel):
     """What every Fathom model shares with transformers."""
 
@@ -269,19 +274,32 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
             raise ValueError(f"the checkpoint lacks {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
         return (model, info) if wants_info else model
 
-    def gradient_checkpointing_enable(
-        self, gradient_checkpointing_kwargs: dict[str, object] | None = None, **kwargs: object
+    def activation_checkpointing_enable(
+        self, activation_checkpointing_kwargs: dict[str, object] | None = None, **kwargs: object
     ) -> None:
         """Recompute each layer in the backward pass. `use_reentrant=True` is refused where a layer reads more than the
         layer below it."""
-        chosen = dict(gradient_checkpointing_kwargs or {})
+        chosen = dict(activation_checkpointing_kwargs or {})
         model = self.base_model
         if chosen.setdefault("use_reentrant", False):
             sources = any(visit.sources for trip in model.plan for visit in trip)
             if sources or model.slotted:
                 further = "depth sources" if sources else "other trips"
                 raise ValueError(f"use_reentrant=True cannot follow the gradients to {further}; leave it False")
-        super().gradient_checkpointing_enable(chosen, **kwargs)
+        getattr(super(), _ENABLE)(chosen, **kwargs)
+
+    if _ENABLE == "gradient_checkpointing_enable":
+
+        def gradient_checkpointing_enable(
+            self, gradient_checkpointing_kwargs: dict[str, object] | None = None, **kwargs: object
+        ) -> None:
+            """The name that earlier releases of transformers call."""
+            self.activation_checkpointing_enable(gradient_checkpointing_kwargs, **kwargs)
+
+    @property
+    def is_gradient_checkpointing(self) -> bool:
+        """Whether layers are recomputed. peft asks by this name, for which transformers' own class warns."""
+        return any(getattr(module, "gradient_checkpointing", False) for module in self.modules())
 
     def settled_config(self) -> FathomConfig:
         """A copy of the configuration with every schedule fixed at its present value."""

@@ -100,8 +100,7 @@ def parallelize(model: nn.Module, ranks: Ranks, recipe: Recipe) -> None:
     """Prepare a model in place, in the required order: checkpoint activations, compile layers, shard."""
     layers: nn.ModuleList = cast("FathomForCausalLM", model).model.layers
     if recipe.train.activation_checkpointing:
-        enable = cast("FathomForCausalLM", model).gradient_checkpointing_enable
-        enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        cast("FathomForCausalLM", model).activation_checkpointing_enable({"use_reentrant": False})
     if recipe.train.compile:
         # Layers share one code object but differ in how many sources they read: each may need a graph of its own.
         torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, 2 * len(layers) + 8)
