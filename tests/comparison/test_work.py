@@ -22,10 +22,10 @@ from fathom.comparison.page import page, quality_rows, tables
 from fathom.comparison.plan import Plan, make_plan, read_measured, tasks
 from fathom.comparison.work import carry_out, rewrite_report
 from fathom.data.puzzles import open_data
-from fathom.recipe import Recipe, RecipeError, load_recipe, parse_recipe
+from fathom.recipe import Recipe, RecipeError, parse_recipe
 from fathom.report.files import write_json
 from fathom.report.provenance import provenance
-from fathom.training import read_metrics, train
+from fathom.training import read_metrics
 from fathom.training.build import batch_plan
 from tests import processes
 from tests.tiny import shape
@@ -273,37 +273,15 @@ def test_arms_of_fewer_steps_read_what_the_control_reads(small: Recipe):
     assert recipes["same"].data == base.data
 
 
-def test_a_comparison_of_an_older_version_keeps_its_phases(small: Recipe, tmp_path: Path):
-    """There phases began at shares of each arm's own steps: it opens, goes on by that, and its report says so."""
-    phases = "[{at: 0.5, mixture: {seas: 1}}]"
-    base = small.override("train.steps=8", "data.mixture={rivers: 1, seas: 0}", f"data.phases={phases}")
-    plan = make_plan(base, "vanilla,loop", seeds=2, equal="flops", pairs=0)
-    older = replace(plan, own_phases=True)
-    begun = older.run_recipe("loop", 0)
-    assert begun.data.phases == base.data.phases != plan.run_recipe("loop", 0).data.phases
-    write_json(tmp_path / "plan.json", plan.to_dict())
-    assert not Plan.read(tmp_path).own_phases, "none has begun"
-    train(older.run_recipe("vanilla", 0), tmp_path / "arms/vanilla/seed-0")
-    assert not Plan.read(tmp_path).own_phases, "the control reads the same by either rule"
-    train(begun, tmp_path / "arms/loop/seed-0")
-    assert Plan.read(tmp_path).own_phases and make_plan(base, "vanilla,loop", 2, "flops", 0, tmp_path).own_phases
-    assert main(["compare", str(tmp_path)]) == 0
-    report = json.loads((tmp_path / "report.json").read_text())
-    assert report["seeds"] == [0, 1] and report["own_phases"]
-    assert load_recipe(tmp_path / "arms/loop/seed-1/recipe.yaml").data.phases == base.data.phases
-    assert "other tokens from there on" in page(report)
-    assert "other tokens from there on" not in page({**report, "own_phases": False})
-
-
 @pytest.mark.parametrize(
     "phases", ["[{at: 7, mixture: {seas: 1}}]", "[{at: .1, mixture: {seas: 1}}, {at: .2, mixture: {rivers: 1}}]"]
 )
 def test_a_phase_that_an_arm_does_not_reach(small: Recipe, tmp_path: Path, phases: str):
-    """The older rule has no recipe for such an arm; a comparison is planned, opened and continued without it."""
+    """A comparison is planned, opened and continued without it."""
     base = small.override("train.steps=8", "data.mixture={rivers: 1, seas: 0}", f"data.phases={phases}")
     plan = make_plan(base, "vanilla,loop", seeds=1, equal="flops", pairs=0, out=tmp_path)
     write_json(tmp_path / "plan.json", plan.to_dict())
-    assert Plan.read(tmp_path) == plan and not plan.own_phases
+    assert Plan.read(tmp_path) == plan
 
 
 def test_equal_trips(small: Recipe):

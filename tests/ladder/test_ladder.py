@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import math
 import os
 import random
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fathom.cli.main import main
 from fathom.comparison.arms import training_flops
-from fathom.comparison.plan import Plan
 from fathom.ladder.budget import budget
 from fathom.ladder.findings import _read as read_bytes
 from fathom.ladder.findings import verdict
-from fathom.ladder.rungs import Ladder, load_ladder, sha256_of, without_embeddings
-from fathom.ladder.stages import STAGES, LadderRun, State, Tuned, without_losers
-from fathom.ladder.tuning import FLAT, bowl
+from fathom.ladder.rungs import Ladder, load_ladder, without_embeddings
+from fathom.ladder.stages import STAGES, LadderRun, State
+from fathom.ladder.tuning import FLAT
 from fathom.ladder.work import add_seeds, climb, rewrite
 from fathom.models.cost import count_parameters
-from fathom.recipe import RecipeError, differences, load_recipe
+from fathom.recipe import RecipeError, load_recipe
 from fathom.training import TrainingError
 from tests.ladder.fake import Planted, write_ladder
 
@@ -86,40 +83,13 @@ def test_the_check_settles_the_rate(whole) -> None:
     assert sorted(path.name for path in (out / "check").iterdir()) == ["better", "vanilla"]
 
 
-def test_an_arm_is_shown_at_the_controls_rate_too(whole) -> None:
-    """One doubling off its best rate costs what was planted, at every rung, and the sentence says what becomes of M."""
-    report, out = whole
-    better, again = arm_of(report, "better"), arm_of(report, "again")
-    shared = better["shared_rate"]
-    assert again["shared_rate"] is None and sorted(path.name for path in (out / "shared/1").iterdir()) == ["better"]
-    assert shared["rates"] == [cell["rate"] for cell in report["arms"][0]["rungs"]]
-    cost = [gap - cell["difference"]["mean"] for gap, cell in zip(shared["differences"], better["rungs"], strict=True)]
-    assert cost == pytest.approx([0.02] * 4, abs=0.012)
-    top = next(row for row in reversed(better["multiplier"]) if row["kind"] == "rung")
-    assert shared["multiplier"]["median"] < top["median"]
-    assert ("at vanilla's rate it is between" in report["verdict"]) == (shared["multiplier"]["low"] <= 1)
-    assert "Arms whose rate is another than the control" in (out / "report.html").read_text()
-
-
-def test_an_arm_that_diverges_at_the_controls_rate_is_said_to(whole) -> None:
-    """Such runs have no loss, so the multiplier there is of the other rungs alone, and of none if all diverge."""
-    report = copy.deepcopy(whole[0])
-    shared = arm_of(report, "better")["shared_rate"]
-    assert "diverge at vanilla's rate" not in verdict(report)
-    shared["losses"][-1] = shared["differences"][-1] = None
-    for multiplier in (shared["multiplier"], None):
-        shared["multiplier"] = multiplier
-        said = verdict(report)
-        assert "1 of its 4 runs diverge at vanilla's rate" in said and "rate it is between" not in said
-
-
 def test_every_run_of_the_last_rung_keeps_the_seals_hash(whole) -> None:
-    """Those at the control's rate too, which lie elsewhere; runs of other stages do not."""
+    """Runs of other stages do not."""
     _, out = whole
     sealed = json.loads((out / "prediction.json").read_text())["sha256"]
-    sealed_runs = {*out.glob("rungs/4/arms/*/*/machine.json"), *out.glob("shared/4/*/*/machine.json")}
+    sealed_runs = set(out.glob("rungs/4/arms/*/*/machine.json"))
     every = set(out.rglob("machine.json"))
-    assert sealed_runs and every - sealed_runs and (out / "shared/4/better/seed-0/machine.json") in sealed_runs
+    assert sealed_runs and every - sealed_runs
     assert {path: json.loads(path.read_text()).get("prediction") for path in every} == {
         path: sealed if path in sealed_runs else None for path in every
     }
@@ -239,38 +209,6 @@ def test_a_changed_plan_is_refused(whole, tmp_path: Path, key: str, capsys) -> N
     (tmp_path / "out/ladder.json").write_text(json.dumps(values))
     assert main(["ladder", str(tmp_path / "out"), "--report"]) == 2
     assert f"ladder.json: {key} is not what was planned" in capsys.readouterr().err
-
-
-def test_a_later_version_keeps_the_name(whole, tmp_path: Path) -> None:
-    """A recipe that gained a key since is still the one that was sealed."""
-    _, out = whole
-    shutil.copytree(out, tmp_path / "out")
-    path = tmp_path / "out/ladder.json"
-    values = json.loads(path.read_text())
-    del values["recipe"]["data"]["verify"]  # as a version had it that did not know the key
-    values["sha256"]["recipe"] = sha256_of(values["recipe"])
-    path.write_text(json.dumps(values))
-    ladder = Ladder.read(tmp_path / "out")
-    assert ladder.sha256 == Ladder.read(out).sha256 and State(ladder, tmp_path / "out").sealed() is not None
-
-
-def test_a_plan_from_before_the_shared_rate_goes_on_without(whole, tmp_path: Path, monkeypatch) -> None:
-    """A ladder that was finished stays finished, by its directory and by its file."""
-    _, out = whole
-    shutil.copytree(out, tmp_path / "out")
-    shutil.rmtree(tmp_path / "out/shared")
-    path = tmp_path / "out/ladder.json"
-    values = json.loads(path.read_text())
-    del values["rules"]["shared_rate"]
-    values["sha256"]["rules"] = sha256_of(values["rules"])
-    path.write_text(json.dumps(values))
-    trainer = planted(monkeypatch)
-    for ladder in (Ladder.read(tmp_path / "out"), make(tmp_path)):
-        report = climb(ladder, tmp_path / "out", quiet=True)
-        assert report["stage"] == "done" and arm_of(report, "better")["shared_rate"] is None
-    assert trainer.done == []
-    with pytest.raises(RecipeError, match=r"a ladder of another plan; different: ladder\.shared_rate$"):
-        climb(make(tmp_path, shared_rate=False), out, quiet=True)
 
 
 def test_another_plan_needs_another_directory(whole, tmp_path: Path) -> None:
@@ -428,55 +366,6 @@ def test_killed_again_and_again(whole, tmp_path: Path, monkeypatch, workers: int
 
 
 SMALL = {"layers": [2, 2], "hidden": [16, 24], "seeds": [2, 2], "twin": []}
-VARIANTS = "vanilla,deep.attending=depth_attention,deep.averaging=uniform_depth"
-
-
-@pytest.mark.parametrize("best", ["depth_attention", pytest.param("uniform_depth", marks=pytest.mark.slow)])
-def test_tuning_chooses_a_variant(tmp_path: Path, monkeypatch, best: str) -> None:
-    """The one that tunes best goes on alone, the other is listed, and the control is tuned by as many runs."""
-    planted(monkeypatch, multipliers={best: 1.5}, rates={})
-    ladder = make(tmp_path, VARIANTS, choose=["deep"], **SMALL)
-    report = climb(ladder, tmp_path / "out", quiet=True)
-    chosen, other = "deep.attending", "deep.averaging"
-    if best == "uniform_depth":
-        chosen, other = other, chosen
-    assert [arm["name"] for arm in report["arms"]] == ["vanilla", chosen]
-    assert sorted(report["tuning"][0]) == ["deep.attending", "deep.averaging", "vanilla"]
-    assert sorted(report["tuning"][1]) == sorted(["vanilla", chosen])
-    (choice,) = report["choices"]
-    assert [row["arm"] for row in choice["variants"]] == [chosen, other]
-    assert choice["variants"][0]["loss"] < choice["variants"][1]["loss"]
-    runs = {arm: sum(len(losses) for losses in row["losses"].values()) for arm, row in report["tuning"][0].items()}
-    assert runs["vanilla"] == runs["deep.attending"] + runs["deep.averaging"]
-    assert report["stage"] == "done" and not (tmp_path / "out/rungs/1/arms" / other).exists()
-    page = (tmp_path / "out/report.html").read_text()
-    assert other in page and "left out" in page
-
-
-def test_a_variant_is_judged_at_the_rate_that_it_would_take(tmp_path: Path) -> None:
-    """Without a bowl it runs at the control's rate, so a low loss at another rate is not its own."""
-    losses = {
-        "vanilla": [3.4, 3.3, 3.4],
-        "deep.attending": [3.0, 3.5, 3.0],  # no bowl
-        "deep.averaging": [3.3, 3.2, 3.3],
-    }
-    points = {
-        name: {place: [loss] for place, loss in zip((-1, 0, 1), row, strict=True)} for name, row in losses.items()
-    }
-    tuned = {name: Tuned(0.01, rows, bowl(rows, 3, 0.01)) for name, rows in points.items()}
-    left = without_losers(make(tmp_path, VARIANTS, choose=["deep"], **SMALL), tuned)
-    assert [arm.name for arm in left.arms] == ["vanilla", "deep.averaging"]
-
-
-def test_a_choice_counts_once_in_a_dry_run(tmp_path: Path) -> None:
-    """Ladder runs of one variant; tuning runs of both, and as many of the control."""
-    rows = {}
-    for choose in ([], ["deep"]):
-        (tmp_path / str(len(choose))).mkdir()
-        rows[len(choose)] = budget(make(tmp_path / str(len(choose)), VARIANTS, choose=choose, **SMALL))
-    both, one = ([row["runs"] for row in rows[k]["rungs"]] for k in (0, 1))
-    assert both == [3 * (2 + 6), 3 * (2 + 3)]
-    assert one == [2 * 2 + 2 * 6 + 12, 2 * (2 + 3)]
 
 
 def test_a_dry_run_counts_the_runs_that_there_are(tmp_path: Path, monkeypatch) -> None:
@@ -488,20 +377,6 @@ def test_a_dry_run_counts_the_runs_that_there_are(tmp_path: Path, monkeypatch) -
     assert [arm.name for arm in ladder.every_arm] == ["vanilla", "better", "as-large-as-better"]
     told, recipes = budget(ladder), [load_recipe(path) for path in (tmp_path / "out").rglob("recipe.yaml")]
     assert (told["runs"], told["flops"]) == (len(recipes), pytest.approx(math.fsum(map(training_flops, recipes))))
-
-
-@pytest.mark.parametrize(
-    ("arms", "rules", "words"),
-    [
-        ("vanilla,deep.a=depth_attention", {}, "two arms or more called deep"),
-        ("deep.a=vanilla,deep.b=depth_attention", {}, "none the control"),
-        (VARIANTS, {"tune_points": [], "tune_seeds": []}, "it is tuning that chooses"),
-        ("vanilla,deep.a=loop,deep.b=uniform_depth", {}, "deep.a takes .* % more FLOPs than deep.b"),
-    ],
-)
-def test_a_choice_that_cannot_be_fair_is_refused(tmp_path: Path, arms: str, rules: dict, words: str) -> None:
-    with pytest.raises(RecipeError, match=words):
-        make(tmp_path, arms, choose=["deep"], **rules)
 
 
 def test_sizes(tmp_path: Path) -> None:
@@ -563,19 +438,16 @@ def test_what_begins_no_more_is_opened_by_its_command(
 
 
 def test_losses_of_a_puzzle_that_is_learnt_are_alike(tmp_path: Path, monkeypatch) -> None:
-    """Below 0.01 nats a lower loss is noise, so that no rate is tried beyond; an older directory goes on as it did."""
+    """Below 0.01 nats a lower loss is noise, so that no rate is tried beyond."""
     ladder = make(tmp_path, "vanilla,loop=loop;model.recurrence_options.trips=2", tune_points=[3], tune_seeds=[1])
     monkeypatch.setattr(LadderRun, "settled", True)
     monkeypatch.setattr(LadderRun, "loss", lambda run, _: 1e-6 * run.recipe.optim.lr / ladder.recipe.optim.lr)
-    places = {}
-    for edition in (2, 3):
-        state = State(replace(ladder, edition=edition), tmp_path / "out")
-        places[edition] = sorted(state.tuned[0]["vanilla"].points)
-    assert places == {2: [-4, -3, -2, -1, 0, 1], 3: [-1, 0, 1]}
+    assert sorted(State(ladder, tmp_path / "out").tuned[0]["vanilla"].points) == [-1, 0, 1]
+    monkeypatch.setattr(LadderRun, "loss", lambda run, _: 1 + run.recipe.optim.lr / ladder.recipe.optim.lr)
+    assert len(State(ladder, tmp_path / "out").tuned[0]["vanilla"].points) == 6, "losses that are not"
 
 
-@pytest.mark.parametrize("edition", [3, 4])
-def test_a_control_that_learns_at_any_rate_leaves_an_arm_its_own(tmp_path: Path, monkeypatch, edition: int) -> None:
+def test_a_control_that_learns_at_any_rate_leaves_an_arm_its_own(tmp_path: Path, monkeypatch) -> None:
     """The loop learns at a quarter of the rate where the search begins, and there alone."""
     ladder = make(tmp_path, "vanilla,loop=loop;model.recurrence_options.trips=2", tune_points=[3], tune_seeds=[1])
 
@@ -585,10 +457,10 @@ def test_a_control_that_learns_at_any_rate_leaves_an_arm_its_own(tmp_path: Path,
 
     monkeypatch.setattr(LadderRun, "settled", True)
     monkeypatch.setattr(LadderRun, "loss", loss)
-    state = State(replace(ladder, edition=edition), tmp_path / "out")
+    state = State(ladder, tmp_path / "out")
     vanilla, loop = (state.rate(arm, ladder.sizes[0]) / ladder.recipe.optim.lr for arm in ladder.arms)
     assert FLAT in state.tuned[0]["vanilla"].bowl.flags and vanilla == 1
-    assert (loop == 1) if edition == 3 else 0.2 < loop < 0.4
+    assert 0.2 < loop < 0.4
 
 
 def test_an_arm_carries_its_own_optima_where_the_control_has_none(tmp_path: Path, monkeypatch) -> None:
@@ -685,7 +557,7 @@ def test_diverged_tuning_is_retried_only_until_its_optimum_is_used(tmp_path: Pat
     """Finished runs would else be told at a rate that they did not have."""
     out = tmp_path / "out"
     planted(monkeypatch, diverges=0.0199)
-    words = {**SMALL, "tune_points": [3], "shared_rate": False}
+    words = {**SMALL, "tune_points": [3]}
     ladder = make(tmp_path, "vanilla,better=depth_attention", **words)
     climb(ladder, out, until="tune", quiet=True)
     shutil.copytree(out, tmp_path / "early")
@@ -710,7 +582,7 @@ def test_runs_of_all_stages_are_retried(tmp_path: Path, monkeypatch) -> None:
     out = tmp_path / "out"
     planted(monkeypatch)
     rules = {"layers": [2, 2, 2], "hidden": [16, 24, 32], "seeds": [2, 2, 1], "twin": [], "check": False}
-    ladder = make(tmp_path, "vanilla,better=depth_attention", **rules, tune_points=[3], shared_rate=False)
+    ladder = make(tmp_path, "vanilla,better=depth_attention", **rules, tune_points=[3])
     for stage, lost in (("tune", "tune/1/better/lr-1/seed-0"), ("rungs", "rungs/2/arms/better/seed-1")):
         climb(ladder, out, until=stage, quiet=True)
         (out / lost / "result.json").unlink()
@@ -723,9 +595,8 @@ def test_runs_of_all_stages_are_retried(tmp_path: Path, monkeypatch) -> None:
     assert [row["stage"] for row in report["diverged"]] == ["tune"] and report["prediction"]["stale"]
 
 
-@pytest.mark.parametrize("old", [False, True])
-def test_a_seed_that_had_failed_everywhere_makes_the_seal_stale(tmp_path: Path, monkeypatch, old: bool) -> None:
-    """Once it comes back; also where the seal does not say which seeds there were."""
+def test_a_seed_that_had_failed_everywhere_makes_the_seal_stale(tmp_path: Path, monkeypatch) -> None:
+    """Once it comes back."""
     out = tmp_path / "out"
     planted(monkeypatch)
     rules = {"layers": [2, 2, 2], "hidden": [16, 24, 32], "seeds": [2, 2, 1], "twin": [], "check": False}
@@ -739,9 +610,6 @@ def test_a_seed_that_had_failed_everywhere_makes_the_seal_stale(tmp_path: Path, 
     path = out / "prediction.json"
     sealed = json.loads(path.read_text())
     assert sealed["seeds"] == [2, 2] and not any("rungs/2/arms/vanilla/seed-1" in name for name in sealed["results"])
-    if old:
-        kept = {key: value for key, value in sealed.items() if key not in ("seeds", "sha256")}
-        path.write_text(json.dumps({**kept, "sha256": sha256_of(kept)}))
     assert not rewrite(ladder, out)["prediction"]["stale"]
     more = climb(add_seeds(out, [3, 2, 1]), out, quiet=True)
     assert not more["prediction"]["stale"], "seeds that were added are no earlier results"
@@ -760,68 +628,6 @@ def test_the_twin_reads_the_controls_batches(tmp_path: Path, monkeypatch) -> Non
         twins = [run.recipe for run in state.twins()[:2]]
         assert [recipe.data_seed for recipe in twins] == [recipe.data_seed for recipe in control] == orders
         assert not {recipe.train.seed for recipe in twins} & {recipe.train.seed for recipe in control}
-
-
-def forget_edition(out: Path) -> None:
-    """The plan as it was written before it named its edition."""
-    values = json.loads((out / "ladder.json").read_text())
-    del values["edition"], values["sha256"]["edition"]
-    (out / "ladder.json").write_text(json.dumps(values))
-
-
-@pytest.mark.parametrize("edition", [1, 2])
-@pytest.mark.parametrize("stage", ["tune", "rungs"])
-def test_a_directory_goes_on_by_the_edition_that_began_it(
-    tmp_path: Path, monkeypatch, edition: int, stage: str
-) -> None:
-    """Sizes, the control as large and the twins' batches are those of its runs, by directory and by file."""
-    trainer, out = planted(monkeypatch), tmp_path / "out"
-    rules = {"layers": [2, 4], "hidden": [16, 16], "seeds": [2, 1], "twin": [2], "tune_points": [3], "tune_seeds": [1]}
-    file, arms = write_ladder(tmp_path / "ladder.yaml", **rules), "two=vanilla;ladder.layers=1/2,all=vanilla"
-    ladder = load_ladder(file, arms, ["data.seed=7"])
-    begun = replace(ladder, edition=edition)
-    assert [size.steps for size in begun.sizes] != [size.steps for size in replace(ladder, edition=3 - edition).sizes]
-    climb(begun, out, until=stage, quiet=True)
-    forget_edition(out)
-    kept = {path: path.read_bytes() for path in out.glob("rungs/*/plan.json")}
-    trainer.done.clear()
-    for again in (ladder, Ladder.read(out)):
-        climb(again, out, quiet=True)
-    assert Ladder.read(out).edition == edition and kept == {path: path.read_bytes() for path in kept}
-    assert len(trainer.done) == len(set(trainer.done)) and bool(trainer.done) == (stage == "tune")
-    state = State(Ladder.read(out), out)
-    every = [*state.work("tune"), *state.twins(), *(task for size in begun.sizes for task in state.rung_tasks(size))]
-    assert all(task.done for task in every) and len(every) == len(list(out.rglob("result.json")))
-    for task in every:
-        made = task.recipe if isinstance(task, LadderRun) else task.plan.run_recipe(task.arm, task.seed)
-        assert not differences(load_recipe(task.run_dir / "recipe.yaml"), made), task.run_dir
-    assert [twin.recipe.data_seed for twin in state.twins()] == ([0, 1] if edition == 1 else [7, 7])
-    steps = [made.recipe.train.steps for made in (Plan.read(out / "rungs/1"), Plan.read(out / "rungs/2"))]
-    assert steps == [size.steps for size in begun.sizes]
-
-
-def test_twins_alone_tell_the_edition(tmp_path: Path, monkeypatch) -> None:
-    """Under data.seed; where no run tells, what a new directory does is right too."""
-    planted(monkeypatch)
-    ladder = load_ladder(
-        write_ladder(tmp_path / "l.yaml", **{**SMALL, "twin": [2]}, tune_points=[]), ARMS, ["data.seed=7"]
-    )
-    for edition in (1, 2):
-        out = tmp_path / str(edition)
-        climb(replace(ladder, edition=edition), out, quiet=True)
-        forget_edition(out)
-        assert Ladder.read(out).edition == edition
-        shutil.rmtree(out / "twin")
-        assert Ladder.read(out).edition == 2
-
-
-def test_what_a_later_version_began_is_refused(whole, tmp_path: Path, capsys) -> None:
-    shutil.copytree(whole[1], tmp_path / "out")
-    values = json.loads((tmp_path / "out/ladder.json").read_text())
-    values["edition"], values["sha256"]["edition"] = 99, sha256_of(99)
-    (tmp_path / "out/ladder.json").write_text(json.dumps(values))
-    assert main(["ladder", str(tmp_path / "out"), "--report"]) == 2
-    assert "ladder.json: edition 99; this version has 1 to" in capsys.readouterr().err
 
 
 def test_a_rungs_plan_is_not_written_over(whole, tmp_path: Path, monkeypatch, capsys) -> None:

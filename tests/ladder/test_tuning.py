@@ -69,10 +69,9 @@ def test_divergence_brackets() -> None:
 
 
 def test_a_bowl_ends_where_a_rate_diverged() -> None:
-    """The best is above the hole, and so is the optimum; fitted across, as it once was, it lay below."""
+    """The best is above the hole, and so is the optimum."""
     points = {-1: [3.1], 0: [math.inf], 1: [3.0], 2: [3.1], 3: [3.3]}
     assert 1 <= bowl(points, 4).place < 1.2 and bowl(points, 4).known
-    assert bowl(points, 4, edition=2).place < 0.5
     assert FLAT in bowl({-1: [3.1], 0: [math.inf], 1: [3.0], 2: [3.1]}, 4).flags, "two points are no bowl"
 
 
@@ -91,7 +90,6 @@ def test_losses_that_are_equal_are_flat() -> None:
         for loss in (0.01, 3.0):
             found = bowl({place: [loss, loss] for place in places}, 3)
             assert FLAT in found.flags and found.place == 0
-    assert bowl({place: [LEARNT, LEARNT] for place in range(-1, 3)}, 4, edition=3).place == 2, "as its ladders began"
     assert not bowl({-1: [3.0, 3.0], 0: [2.9, 2.9], 1: [3.0, 3.0]}, 3).flags
 
 
@@ -100,8 +98,6 @@ def test_of_rates_that_learn_a_puzzle_it_is_the_middle_one() -> None:
     one = {-3: [1.2], -2: [LEARNT], -1: [1.1], 0: [1.2]}
     two = {-2: [0.5], -1: [LEARNT], 0: [LEARNT], 1: [0.5]}
     assert bowl(two, 3) == Bowl(-0.5, -1.0, 0.0, None, LEARNT, (), 1)
-    least = bowl(two, 3, edition=3).least
-    assert least is not None and least < 0
     assert bowl(one, 3) == Bowl(-2.0, -2.0, -2.0, None, LEARNT, (), 1)
     for count, seeds in ((3, 2), (4, 2), (3, 18)):
         found = bowl(dict.fromkeys(first_places(count), [LEARNT] * seeds), count)
@@ -110,9 +106,9 @@ def test_of_rates_that_learn_a_puzzle_it_is_the_middle_one() -> None:
 
 
 def test_rates_that_learn_a_puzzle_are_bracketed() -> None:
-    """By one that does not, on both sides, or it is an edge; the third edition stopped at the best."""
+    """By one that does not, on both sides, or it is an edge."""
     points = {-1: [LEARNT], 0: [LEARNT], 1: [0.5]}
-    assert next_place(points, 3) == -2 and next_place(points, 3, edition=3) is None
+    assert next_place(points, 3) == -2
     assert bowl(points, 3).flags == (EDGE,) and bowl(points, 3).place == -0.5
     assert next_place({**points, -2: [0.3]}, 3) is None and next_place({**points, -2: [LEARNT]}, 3) == -3
     lower = {-4: [LEARNT], -3: [LEARNT], -2: [LEARNT], **points}

@@ -73,14 +73,13 @@ def parse_arms(text: str) -> list[Arm]:
     return arms
 
 
-def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal, own_phases: bool = False) -> dict[str, Recipe]:
+def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal) -> dict[str, Recipe]:
     """Every arm's recipe, with the number of steps that spends the control's tokens, training FLOPs or layer visits.
 
     Args:
         base: What all arms share.
         arms: The control first.
         equal: The budget.
-        own_phases: Whether phases begin at shares of each arm's own steps instead of at the control's steps.
     """
     recipes = {arm.name: arm.recipe(base) for arm in arms}
     control = recipes[arms[0].name]
@@ -89,7 +88,7 @@ def arm_recipes(base: Recipe, arms: Sequence[Arm], equal: Equal, own_phases: boo
         recipe = recipes[arm.name]
         scaled = max(1, round(budget / (_spent(recipe, equal) / recipe.train.steps)))
         steps = recipe.train.steps if arm.own_steps else scaled
-        recipes[arm.name] = recipe.override(f"train.steps={steps}") if own_phases else _beside(control, recipe, steps)
+        recipes[arm.name] = _beside(control, recipe, steps)
     return recipes
 
 

@@ -71,7 +71,6 @@ def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
         "between": between,
         "share_of_uniform_depth": share_of_gain(arms, between) if seeds else None,
         "recipe": plan.recipe.to_dict(),
-        "own_phases": plan.own_phases,
         "ladder": f"../../{PAGE}" if (out.parent.parent / LADDER).exists() else None,
     }
     report["looks"] = with_this(read_looks(out), report)
@@ -126,7 +125,7 @@ def _failed(plan: Plan, out: Path) -> list[FailedRun]:
 
 def _left_out(report: ComparisonResults) -> str:
     """The failed runs as the end of a sentence."""
-    rows = report.get("failed", [])
+    rows = report["failed"]
     if not rows:
         return ""
     names = _join([f"{row['arm']} with seed {row['seed']} (at step {row['step']})" for row in rows])
@@ -197,8 +196,6 @@ def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> RunRow | None:
     if not (run_dir / RESULT).exists():
         return None
     values, scores = read_result(run_dir), held_out(run_dir)
-    if not math.isfinite(scores["loss"]):  # of a version that did not call it failed
-        return None
     lines = read_metrics(run_dir)
     looks, losses = _by_step(lines, "val/loss"), _by_step(lines, "loss")
     machine = run_dir / MACHINE

@@ -19,7 +19,6 @@ from fathom.comparison.results import (
     ComparisonReport,
     CurveAxis,
     DomainValues,
-    FailedRun,
     GapValues,
     RunRow,
 )
@@ -57,7 +56,7 @@ def quality_rows(report: ComparisonReport) -> tuple[str, list[str], list[list[st
         numbers = [f"{arm['perplexity']:.2f}", f"{arm['bits_per_byte']:.4f}"]
         rows.append([arm["name"], f"{arm['loss']:.4f}", "control" if gap is None else _gap(gap), holm, *numbers])
     many = len(report["seeds"])
-    failed = "".join(f"; without {row['arm']}, seed {row['seed']}, which failed" for row in _failures(report))
+    failed = "".join(f"; without {row['arm']}, seed {row['seed']}, which failed" for row in report["failed"])
     if not many:
         return f"Held-out loss: no seed is finished by every arm yet{failed}", columns, rows
     interval = "with its 95 % interval over seeds" if many > 1 else "without an interval: one seed"
@@ -115,18 +114,13 @@ def page(report: ComparisonReport) -> str:
     )
 
 
-def _failures(report: ComparisonReport) -> list[FailedRun]:
-    found: list[FailedRun] = report.get("failed", [])
-    return found
-
-
 def _compared(report: ComparisonReport) -> list[tuple[int, ArmResult]]:
     """Every arm other than the control that finished a seed, and its colour."""
     return [(i, arm) for i, arm in enumerate(report["arms"]) if "difference" in arm]
 
 
 def _failed(report: ComparisonReport) -> Markup:
-    rows = [[f"{row['arm']}, seed {row['seed']}", str(row["step"]), row["error"]] for row in _failures(report)]
+    rows = [[f"{row['arm']}, seed {row['seed']}", str(row["step"]), row["error"]] for row in report["failed"]]
     return (
         html.table("Left out: runs that could not go on", ["run", "step", "why"], rows, prose=["why"])
         if rows
@@ -413,12 +407,12 @@ def _method(report: ComparisonReport) -> list[str]:
     budget = equal[report["equal"]] + (f" Except {', '.join(own)}, whose own train.steps were kept." if own else "")
     tests = family_size(report)
     lines = [
-        f"{_paired(report)} {_shared(report)}",
+        f"Paired: for each seed all arms read the same tokens in the same order. {_shared(report)}",
         budget + _epochs(report),
         *_held_out(report),
         "Intervals are Student's t over the seeds' paired differences. They cover the choice of seed (initial weights "
         "and data order), and neither the choice of corpus nor of learning rate, which "
-        + ("the ladder tuned for each arm." if report.get("ladder") else "was not tuned for any arm."),
+        + ("the ladder tuned for each arm." if report["ladder"] else "was not tuned for any arm."),
         _beyond(report),
     ]
     lines += _coverage(report)
@@ -436,19 +430,9 @@ def _method(report: ComparisonReport) -> list[str]:
     return lines
 
 
-def _paired(report: ComparisonReport) -> str:
-    """What the arms read alike."""
-    if not report.get("own_phases"):
-        return "Paired: for each seed all arms read the same tokens in the same order."
-    return (
-        "Paired up to the first change of the mixture: an older version began this comparison, in which phases begin "
-        "at shares of each arm's own steps, so arms of other steps read other tokens from there on."
-    )
-
-
 def _beyond(report: ComparisonReport) -> str:
     """Pointers to what one size and one learning rate cannot show."""
-    if report.get("ladder"):
+    if report["ladder"]:
         link = Markup('<a href="{}">the whole ladder</a>').format(report["ladder"])
         return Markup("This is one rung of a ladder: {} says how it goes on with size.").format(link)
     return (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import typing
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -34,8 +33,6 @@ class Plan:
     equal: Equal = "tokens"
     pairs: int = 12
     """How often an arm is timed A B B A; 0 for not at all."""
-    own_phases: bool = False
-    """Whether `data.phases` begin at shares of each arm's own steps, as in comparisons of older versions."""
 
     @property
     def control(self) -> Arm:
@@ -45,25 +42,11 @@ class Plan:
     @cached_property
     def recipes(self) -> dict[str, Recipe]:
         """Each arm's recipe, steps scaled to the equal budget."""
-        return arm_recipes(self.recipe, self.arms, self.equal, self.own_phases)
+        return arm_recipes(self.recipe, self.arms, self.equal)
 
     def run_recipe(self, arm: str, seed: int) -> Recipe:
         """The recipe of one run."""
         return self.recipes[arm].override(f"train.seed={seed}", "track.display=none")
-
-    def as_begun(self, out: Path) -> Plan:
-        """The plan by the rule of a directory's runs: in older ones phases begin at shares of an arm's own steps."""
-        own, planned = dataclasses.replace(self, own_phases=True), self.recipes
-        try:
-            begun_as = own.recipes if self.recipe.data.phases else {}
-        except RecipeError:  # an arm ends before a phase begins, so that no older version began this
-            return self
-        for arm in self.arms if begun_as else ():
-            new, old = (_shares(recipes[arm.name]) for recipes in (planned, begun_as))
-            begun = out.glob(f"{ARMS}/{arm.name}/seed-*/{RECIPE}") if new != old else ()
-            if any(_shares(load_recipe(path)) == old for path in begun):
-                return own
-        return self
 
     def to_dict(self) -> dict[str, object]:
         """As plain values, for JSON."""
@@ -85,15 +68,10 @@ class Plan:
             raise RecipeError(f"{path} is damaged: it holds no arms, seeds, budget, pairs and recipe")
         try:
             plan = cls(parse_recipe(recipe), tuple(Arm(*arm) for arm in arms), tuple(seeds), equal, pairs)
-            plan = plan.as_begun(out)
             _ = plan.recipes
         except RecipeError as error:
             raise RecipeError(f"{path}: {error}") from error
         return plan
-
-
-def _shares(recipe: Recipe) -> tuple[object, object]:
-    return recipe.data.mixture, recipe.data.phases
 
 
 def plan_file(out: Path, name: str, what: str) -> Path:
@@ -168,7 +146,6 @@ def make_plan(
         raise RecipeError(f"--pairs {pairs}: allowed: 0 or more")
     first = recipe.train.seed
     plan = Plan(recipe, tuple(parse_arms(arms)), tuple(range(first, first + seeds)), equal, pairs)
-    plan = plan if out is None else plan.as_begun(out)
     check(plan, out)
     return plan
 

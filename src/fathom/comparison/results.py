@@ -223,7 +223,7 @@ class Look(TypedDict):
 
 
 class ComparisonResults(Provenance, total=False):
-    """All of `report.json` but its verdict; older ones have no `looks`, no `failed` and no `own_phases`."""
+    """All of `report.json` but its verdict."""
 
     equal: str
     control: str
@@ -234,10 +234,8 @@ class ComparisonResults(Provenance, total=False):
     between: list[PairGap]
     share_of_uniform_depth: ShareOfGain | None
     recipe: dict[str, object]
-    own_phases: bool
-    """Whether phases of the data began at shares of each arm's own steps, so that arms read other tokens."""
     ladder: str | None
-    """Where the report of the ladder is, of which this is a rung; older ones do not say."""
+    """Where the report of the ladder is, of which this is a rung."""
     looks: list[Look]
 
 

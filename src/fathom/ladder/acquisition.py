@@ -135,7 +135,7 @@ def puzzle_result(state: State) -> PuzzleResult | None:
     for size in state.ladder.sizes:
         plan = state.plan(size)
         control: dict[str, dict[int | None, Spent]] = {}
-        for arm in state.chosen.every_arm:
+        for arm in state.ladder.every_arm:
             runs = [RunTask(plan, state.rung_dir(size), arm.name, seed) for seed in plan.seeds]
             over = [run for run in runs if run.done or run.failure is not None]
             flops, domains = state.flops(arm, size), dict[str, PuzzleShares]()

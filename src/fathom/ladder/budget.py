@@ -38,13 +38,12 @@ def budget(ladder: Ladder) -> LadderBudget:
 def _row(ladder: Ladder, size: Size) -> BudgetRow:
     rules, at = ladder.rules, size.index - 1
     main = size.budget == 0
-    climbing = ladder.without({arm.name for variants in ladder.variants.values() for arm in variants[1:]})
     points = rules.tune_points[at] if main and at < len(rules.tune_points) else 0
     twins = min(rules.twin[at], rules.seeds[at]) if main and at < len(rules.twin) else 0
     last = main and rules.check and len(ladder.sizes) >= 3 and size == ladder.sizes[-1]
-    runs = {arm: ladder.seeds[at] + (2 if last and arm in climbing.arms else 0) for arm in climbing.every_arm}
-    for arm in (climbing if at else ladder).arms if points else ():
-        runs[arm] = runs.get(arm, 0) + points * ladder.tuning_seeds(arm, at)
+    runs = {arm: ladder.seeds[at] + (2 if last and arm in ladder.arms else 0) for arm in ladder.every_arm}
+    for arm in ladder.arms if points else ():
+        runs[arm] += points * rules.tune_seeds[at]
     runs[ladder.control] += twins
     flops = math.fsum(count * ladder.flops(arm, size) for arm, count in runs.items())
     seconds = _step_seconds(ladder, size)
@@ -116,5 +115,5 @@ def budget_rows(found: LadderBudget) -> tuple[str, list[str], list[list[str]]]:
         ]
         for row in found["rungs"]
     ]
-    words = "checks as if every arm were told apart; without points that tuning may add, and runs at the control's rate"
+    words = "checks as if every arm were told apart; without points that tuning may add"
     return f"Arms at the control's speed for each FLOP, {words}", columns, rows

@@ -20,7 +20,6 @@ from fathom.ladder.results import (
     ArmRow,
     Cell,
     Check,
-    Contest,
     CrossedSpan,
     DivergedRun,
     Fitted,
@@ -34,13 +33,11 @@ from fathom.ladder.results import (
     PredictionRow,
     RungRow,
     SealedPrediction,
-    SharedRate,
     Span,
     TimedSpan,
     TunedRow,
     Twin,
     TwinRung,
-    VariantRow,
     Views,
 )
 from fathom.ladder.rungs import MATCHED, RUNGS, Size, rounded, without_embeddings
@@ -56,7 +53,7 @@ from fathom.ladder.scaling import (
     noise_of,
     posterior,
 )
-from fathom.ladder.stages import SURE, LadderRun, NotReadyError, State, beyond, promised
+from fathom.ladder.stages import SURE, LadderRun, NotReadyError, State, beyond
 from fathom.ladder.trips import Looped, refusal, worth
 from fathom.ladder.tuning import EDGE, FLAT
 from fathom.models.cost import as_decoded, cache_bytes_per_token
@@ -115,8 +112,8 @@ def summarize(state: State, source: Provenance) -> LadderReport:
         tuned = bool(state.tuned) or not ladder.rules.tune_points
     except NotReadyError:
         tuned = False
-    studies = [Study(state, arm) for arm in state.chosen.every_arm[1:]] if tuned else []
-    arms = [_arm(state, arm, studies) for arm in state.chosen.every_arm] if tuned else []
+    studies = [Study(state, arm) for arm in state.ladder.every_arm[1:]] if tuned else []
+    arms = [_arm(state, arm, studies) for arm in state.ladder.every_arm] if tuned else []
     _judge(arms, studies)
     report: LadderResults = {
         **source,
@@ -129,7 +126,6 @@ def summarize(state: State, source: Provenance) -> LadderReport:
         "rungs": [_rung(state, size, tuned) for size in ladder.all_sizes],
         "arms": arms,
         "tuning": _tuning(state),
-        "choices": _choices(state),
         "law": _law(studies),
         "noise": _noise(studies),
         "prediction": _prediction(state) if tuned else None,
@@ -190,7 +186,6 @@ def _arm(state: State, arm: Arm, studies: Sequence[Study]) -> ArmRow:
         "flags": _tuning_flags(state, arm) + ([UNSETTLED] if check and check["better"] else []),
         "diverged": _lost(state, arm),
         "check": check,
-        "shared_rate": None,
         "p": None,
         "p_holm": None,
         "multiplier": [],
@@ -207,7 +202,6 @@ def _arm(state: State, arm: Arm, studies: Sequence[Study]) -> ArmRow:
     if study.fit is not None and study.line is not None:
         values = {**values, **_multipliers(study, values["rungs"])}
         values["views"] = _views(study)
-        values["shared_rate"] = _shared_rate(study)
         if _outside(study):
             values["flags"].append(OUTSIDE)
         top = next(row for row in reversed(values["multiplier"]) if row["kind"] == "rung")
@@ -372,22 +366,6 @@ def _tuning(state: State) -> list[dict[str, TunedRow]]:
     return [{name: tuned.to_dict() for name, tuned in rows.items()} for rows in state.tuning()[1]]
 
 
-def _choices(state: State) -> list[Contest]:
-    """Each choice between variants, the best first; empty while the first rung is being tuned."""
-    found = state.tuning()[1]
-    if not found:
-        return []
-    rows, control = found[0], found[0][state.ladder.control.name]
-
-    def row(arm: Arm) -> VariantRow:
-        tuned = rows[arm.name]
-        rate = tuned.rate if tuned.bowl.known else control.rate
-        return {"arm": arm.name, "loss": promised(state.ladder, rows, arm), "rate": rate, "flags": tuned.bowl.flags}
-
-    every = state.ladder.variants.items()
-    return [{"name": name, "variants": sorted(map(row, arms), key=lambda row: row["loss"])} for name, arms in every]
-
-
 def _check(state: State, arm: Arm) -> Check | None:
     """Half and twice the rate at the top beside the chosen one, with the same seed."""
     mine = [run for run in state.checks() if run.run_dir.parent.parent.name == arm.name]
@@ -397,7 +375,7 @@ def _check(state: State, arm: Arm) -> Check | None:
     chosen = state.losses(size, arm).get(seed)
     if chosen is None:
         return None
-    fits = [state.fit(other, state.ladder.sizes) for other in state.chosen.every_arm[1:]]
+    fits = [state.fit(other, state.ladder.sizes) for other in state.ladder.every_arm[1:]]
     noise = max(fit.noise.paired for fit in fits if fit is not None)
     below, above = (run.loss() for run in mine)
     better = min(below, above) < chosen - 2 * noise * math.sqrt(2)
@@ -407,30 +385,6 @@ def _check(state: State, arm: Arm) -> Check | None:
         excess = ((above - below) / 2) ** 2 / (4 * bend)
     rates = [rounded(state.rate(arm, size) * factor) for factor in (0.5, 1, 2)]
     return {"rates": rates, "losses": [below, chosen, above], "better": better, "excess": excess}
-
-
-def _shared_rate(study: Study) -> SharedRate | None:
-    """The arm at the control's rate; None where its own is no other, or while none of these runs is settled."""
-    state, control, seed = study.state, study.state.ladder.control, study.state.ladder.first_seed()
-    rates, losses, differences, rungs = list[float](), list[float | None](), list[float | None](), list[Rung]()
-    for size in study.sizes:
-        for run in state.shared([size]):
-            if run.run_dir.parent.name != study.arm.name or not run.settled:
-                continue
-            own, beside = run.loss(), state.losses(size, control).get(seed)
-            paired = math.isfinite(own) and beside is not None
-            rates.append(state.rate(control, size))
-            losses.append(own if math.isfinite(own) else None)
-            differences.append(own - beside if paired and beside is not None else None)
-            if paired and beside is not None:
-                x_control, x_arm = (math.log(state.flops(arm, size)) for arm in (control, study.arm))
-                rungs.append(Rung(x_control, (beside,), x_arm, (own,)))
-    if not rates:
-        return None
-    fit = posterior(rungs, study.fit.noise) if study.fit is not None and len(rungs) > 1 else None
-    usable = fit is not None and fit.usable
-    multiplier = _factor(Interval.of(fit.log_multiplier(rungs[-1].x_arm))) if fit is not None and usable else None
-    return {"rates": rates, "losses": losses, "differences": differences, "multiplier": multiplier}
 
 
 def _lost(state: State, arm: Arm) -> list[int]:
@@ -487,7 +441,7 @@ def _prediction(state: State) -> PredictionRow | None:
     size = state.ladder.sizes[-1]
     rows: list[Outcome] = []
     for row in sealed["rows"]:
-        arm = next(arm for arm in state.chosen.every_arm if arm.name == row["arm"])
+        arm = next(arm for arm in state.ladder.every_arm if arm.name == row["arm"])
         rung = state.rung(size, arm)
         observed = None if rung is None else rung.means[1] - rung.means[0]
         forecast = row["difference"]
@@ -504,9 +458,8 @@ def _stale(state: State, sealed: SealedPrediction) -> bool:
     Seeds that were added after it to all arms make none stale; the report names them elsewhere.
     """
     told, now = sealed["results"], state.digests(state.ladder.sizes[:-1])
-    counts = sealed.get("seeds", state.ladder.rules.seeds)  # a seal from before the key: those of the plan
     first = state.ladder.first_seed()
-    planned = {(rung, seed) for rung, count in enumerate(counts, 1) for seed in range(first, first + count)}
+    planned = {(rung, seed) for rung, count in enumerate(sealed["seeds"], 1) for seed in range(first, first + count)}
     planned |= set(map(_rung_and_seed, told))
     late = any(path not in told and _rung_and_seed(path) in planned for path in now)
     return late or any(now.get(path) != before for path, before in told.items())
@@ -550,7 +503,7 @@ def _phi(state: State) -> Phi | None:
     """φ, the worth of a trip, from the control and the plain loops at every budget; None without loops."""
     found: list[Looped] = []
     for size in state.ladder.all_sizes:
-        for arm in state.chosen.arms:
+        for arm in state.ladder.arms:
             recipe = state.plan(size).recipes[arm.name]
             config = recipe.config()
             plain = config.mixer == DEFAULTS["mixer"] and config.residual == DEFAULTS["residual"]
@@ -658,25 +611,7 @@ def _finding(report: LadderResults, arm: ArmRow) -> str:
         said = f"{arm['name']} and {report['control']} cannot be told apart {at}: the multiplier lies in {span}"
     if DISAGREE in arm["flags"]:
         said += f" by the grid, between {top['t_low']:.2f} and {top['t_high']:.2f} by the line"
-    return f"{said}{_at_the_shared_rate(report, arm, top)}; {_trend(trend, count)}{_extrapolation(report, arm)}"
-
-
-def _at_the_shared_rate(report: LadderResults, arm: ArmRow, top: Span) -> str:
-    """What the arm shows at the control's rate, where that is another finding."""
-    shared = arm["shared_rate"]
-    if shared is None:
-        return ""
-    if lost := shared["losses"].count(None):  # a multiplier of the other rungs would be too good
-        return f"; {lost} of its {len(shared['losses'])} runs diverge at {report['control']}'s rate"
-    found = shared["multiplier"]
-    if found is None or _side(found) == _side(top):
-        return ""
-    return f"; at {report['control']}'s rate it is between {found['low']:.2f} and {found['high']:.2f}"
-
-
-def _side(found: Span) -> int:
-    """Whether a multiplier's interval lies above 1, below, or around it."""
-    return (found["low"] > 1) - (found["high"] < 1)
+    return f"{said}; {_trend(trend, count)}{_extrapolation(report, arm)}"
 
 
 def _trend(trend: CrossedSpan, count: int) -> str:

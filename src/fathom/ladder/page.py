@@ -52,7 +52,7 @@ def tables(report: LadderReport) -> list[Table]:
     """Tables for a terminal; the multipliers' flags are in the verdict, and would be folded to nothing beside them."""
     caption, columns, rows = multiplier_rows(report)
     multipliers = caption, columns[:-1], [row[:-1] for row in rows]
-    found = [choice_rows(report), multipliers, puzzle_rows(report), sooner_rows(report), loss_rows(report)]
+    found = [multipliers, puzzle_rows(report), sooner_rows(report), loss_rows(report)]
     return [terminal_table(*rows) for rows in found if rows[2]]
 
 
@@ -68,9 +68,7 @@ def page(report: LadderReport) -> str:
         _table(sooner_rows(report)),
         html.section("Loss and multiplier", html.legend(names), html.figures(_losses(report), _multipliers(report))),
         html.section("Accuracy", *_accuracies(report)),
-        html.section(
-            "Rates", _table(choice_rows(report)), html.figures(*_bowls(report)), _checks(report), _shared_rates(report)
-        ),
+        html.section("Rates", html.figures(*_bowls(report)), _checks(report)),
         html.section("The sealed rung", _sealed(report)),
         html.section("What a trip is worth", _phi(report)),
         html.section("Rung by rung", _table(loss_rows(report)), _twin(report)),
@@ -112,23 +110,6 @@ def multiplier_rows(report: LadderReport) -> tuple[str, list[str], list[list[str
         lost = columns.index("diverged")
         columns, rows = [*columns[:lost], *columns[lost + 1 :]], [[*row[:lost], *row[lost + 1 :]] for row in rows]
     return f"Compute that {report['control']} would need over what the arm spends, 95 % interval", columns, rows
-
-
-def choice_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
-    """Caption, columns, rows: variants that were tuned, of which the best went on."""
-    rows = []
-    for choice in report["choices"]:
-        best = choice["variants"][0]["loss"]
-        for row in choice["variants"]:
-            told = [f"{row['loss']:.4f}", signed(row["loss"] - best)] if math.isfinite(row["loss"]) else [DASH] * 2
-            which = "chosen" if row is choice["variants"][0] else "left out"
-            rows.append([row["arm"], *told, f"{row['rate']:.3g}", "; ".join(row["flags"]) or DASH, which])
-    columns = ["variant", "loss", "above the best", "rate", "flags", ""]
-    return (
-        "Variants at the first rung, with tuning's seeds; the control had as many runs as the most variants of an arm",
-        columns,
-        rows,
-    )
 
 
 def puzzle_rows(report: LadderReport) -> tuple[str, list[str], list[list[str]]]:
@@ -362,21 +343,6 @@ def _checks(report: LadderReport) -> Markup:
     ]
     columns = ["arm", "half the rate", "chosen", "twice the rate", "excess by a parabola", "rate"]
     return html.table("The rate at the last rung, one seed", columns, rows) if rows else Markup()
-
-
-def _shared_rates(report: LadderReport) -> Markup:
-    rows = []
-    for arm in report["arms"]:
-        shared = arm["shared_rate"]
-        if shared is None:
-            continue
-        own = next((row for row in reversed(arm["multiplier"]) if row["kind"] == "rung"), None)
-        gaps = [DASH if gap is None else signed(gap) for gap in shared["differences"]]
-        both = [DASH if found is None else _span(found) for found in (own, shared["multiplier"])]
-        rows.append([arm["name"], f"{arm['rate_ratio']:.2f}", *both, ", ".join(gaps)])
-    columns = ["arm", "its rate / the control's", "M at its own", "M at the control's", "differences by rung, nats"]
-    caption = "Arms whose rate is another than the control's: one seed of each rung at the control's"
-    return _table((caption, columns, rows))
 
 
 def _sealed(report: LadderReport) -> Markup:

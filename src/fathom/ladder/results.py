@@ -84,15 +84,6 @@ class Check(TypedDict):
     excess: float | None
 
 
-class SharedRate(TypedDict):
-    """An arm at the control's rate: one seed of each rung, None where it diverged or has not run; M by the grid."""
-
-    rates: list[float]
-    losses: list[float | None]
-    differences: list[float | None]
-    multiplier: Span | None
-
-
 class TimedSpan(Span):
     """M in seconds, and how they were measured."""
 
@@ -134,7 +125,6 @@ class LadderArmBasics(TypedDict):
     flags: list[str]
     diverged: list[int]
     check: Check | None
-    shared_rate: SharedRate | None
     p: float | None
     p_holm: float | None
 
@@ -181,22 +171,6 @@ class TunedRow(TypedDict):
     extended: int
 
 
-class VariantRow(TypedDict):
-    """A variant at the first rung: the rate that it would take, and the loss that tuning promises there."""
-
-    arm: str
-    loss: float
-    rate: float
-    flags: Sequence[str]
-
-
-class Contest(TypedDict):
-    """Variants of an arm, of which the first went on."""
-
-    name: str
-    variants: list[VariantRow]
-
-
 class Law(TypedDict):
     """The control's floor and exponent."""
 
@@ -221,19 +195,14 @@ class Forecast(TypedDict):
     ln_m: Span | None
 
 
-class PredictionBasics(TypedDict):
-    """The part of a sealed prediction that all versions wrote."""
+class PredictionBody(TypedDict):
+    """The contents of a sealed prediction."""
 
     ladder: str
     estimator: str
     rung: int
     rows: list[Forecast]
     results: dict[str, str]
-
-
-class PredictionBody(PredictionBasics, total=False):
-    """The contents of a sealed prediction."""
-
     seeds: list[int]
     """Seeds of the rungs before, at that time."""
 
@@ -350,7 +319,6 @@ class LadderResults(Provenance):
     rungs: list[RungRow]
     arms: list[ArmRow]
     tuning: list[dict[str, TunedRow]]
-    choices: list[Contest]
     law: Law | None
     noise: NoiseRow | None
     prediction: PredictionRow | None
@@ -394,7 +362,6 @@ class PlanValues(TypedDict):
     rules: RulesValues
     arms: list[ArmValues]
     estimator: str
-    edition: int
 
 
 class LadderReport(LadderResults):

@@ -34,12 +34,8 @@ class Rules:
     """seeds for each of these learning rates"""
     tune_domains: tuple[str, ...] = ()
     """held-out domains whose mean loss is tuned; empty tunes the loss of all"""
-    choose: tuple[str, ...] = ()
-    """of arms called NAME.A, NAME.B, ... only the one that tunes best at the first rung goes on; which NAMEs"""
     twin: tuple[int, ...] = (5, 2)
     """seeds of the control with other initial values, at the first rung, the second, ..."""
-    shared_rate: bool = True
-    """run one seed of each rung at the control's rate too, for arms whose own is beyond 0.8 to 1.25 times that"""
     parameters: bool = True
     """add a control with a wider MLP for each arm that adds more than 0.5 % of parameters"""
     seal: bool = True

@@ -8,14 +8,14 @@ import json
 import math
 import re
 import typing
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
 
-from fathom.checkpoints.layout import ARMS, LADDER, RECIPE
+from fathom.checkpoints.layout import LADDER
 from fathom.comparison.arms import Arm, parse_arms, training_flops
 from fathom.comparison.plan import Plan, check, plan_file
 from fathom.data.puzzles import open_data
@@ -25,14 +25,12 @@ from fathom.ladder.scaling import ESTIMATOR
 from fathom.models.configuration import FathomConfig
 from fathom.models.cost import count_parameters
 from fathom.recipe import (
-    FREE_ON_RESUME,
     Recipe,
     RecipeError,
     allowed,
     check_keys,
     convert,
     differences,
-    load_recipe,
     parse_recipe,
     read_values,
 )
@@ -42,7 +40,7 @@ SECTION = "ladder"
 PLANNED = "plan"
 ADDED = "added.json"
 """The file of seeds that were added after the plan."""
-RUNGS, TUNE, TWIN, SHARED, CHECK = "rungs", "tune", "twin", "shared", "check"
+RUNGS, TUNE, TWIN, CHECK = "rungs", "tune", "twin", "check"
 LAYERS = "ladder.layers"
 """Override of an arm: its depth as a share of the rung's, as in ladder.layers=1/3."""
 TUNING_SEED = 10_000
@@ -50,20 +48,6 @@ TUNING_SEED = 10_000
 TWIN_SEED = 1_000_000
 RATE_RULES = {"adamw": (-0.28, -0.37, 0.5), "muon": (-0.32, 0.0, 0.56)}
 """Exponents of tokens, width and batch in the rule that scales the learning rate, by optimizer."""
-EDITION = 4
-"""How runs follow from a plan, which names its edition; a directory goes on by the one that began it. In the first, a
-control with `ladder.layers` counted all layers of the rung, and twins had batches of their own under `data.seed`. Until
-the second, tuning told losses near zero apart, and fitted a bowl across rates that diverged. Until the third, it fitted
-parabolas to losses of a puzzle that some rates learn, and to such as differ by rounding, and an arm took the control's
-rate where the control had no optimum of its own. Which spikes are skipped is the trainer's business, of no edition."""
-UNNAMED = 2
-"""The last edition whose plans did not name theirs."""
-EARLIER: dict[str, object] = {"shared_rate": False}
-"""What rules meant before they had a key: a plan that lacks it goes on as it began."""
-OF_A_RUN = (*FREE_ON_RESUME, "optim", "train.seed", "data.seed")
-"""Keys that runs of one arm at one rung may differ in."""
-ALIKE = 0.02
-"""Share by which the FLOPs of variants may differ: they are chosen by loss alone."""
 EXTRA = 0.005
 """Share of parameters that an arm may add before a control is widened to match it."""
 
@@ -129,11 +113,6 @@ class Ladder:
     recipe: Recipe
     rules: Rules
     arms: tuple[Arm, ...]
-    edition: int = EDITION
-    earlier: Mapping[str, typing.Any] = dataclasses.field(default_factory=dict, compare=False)
-    """Rules that the plan was written without, as they were meant."""
-    planned: str | None = dataclasses.field(default=None, compare=False)
-    """SHA-256 of the plan as it was written, since later versions may write it differently; None before."""
     added: tuple[Added, ...] = dataclasses.field(default=(), compare=False)
     """Seeds added later, which are not part of the plan."""
 
@@ -155,20 +134,6 @@ class Ladder:
             for index in range(len(self.rules.layers)):
                 made.append(self._size(index, budget, made[0] if made else None))
         return made
-
-    @property
-    def variants(self) -> dict[str, tuple[Arm, ...]]:
-        """Arms of which tuning chooses one, by the name before their dot."""
-        return {name: tuple(arm for arm in self.arms if arm.name.startswith(f"{name}.")) for name in self.rules.choose}
-
-    def without(self, lost: Collection[str]) -> Ladder:
-        """The same ladder, some arms left out."""
-        return dataclasses.replace(self, arms=tuple(arm for arm in self.arms if arm.name not in lost))
-
-    def tuning_seeds(self, arm: Arm, index: int) -> int:
-        """Runs of an arm at each rate; the control has as many at the first rung as all variants of an arm together."""
-        tries = max(map(len, self.variants.values()), default=1) if index == 0 and arm == self.control else 1
-        return self.rules.tune_seeds[index] * tries
 
     @cached_property
     def every_arm(self) -> tuple[Arm, ...]:
@@ -258,13 +223,12 @@ class Ladder:
             "rules": typing.cast(RulesValues, rules),
             "arms": arms,
             "estimator": ESTIMATOR,
-            "edition": self.edition,
         }
 
     @cached_property
     def sha256(self) -> str:
         """SHA-256 of the plan, which identifies the ladder."""
-        return self.planned or sha256_of(self.to_dict())
+        return sha256_of(self.to_dict())
 
     def write(self, out: Path) -> None:
         """Write the plan, with a hash of each of its parts."""
@@ -279,7 +243,7 @@ class Ladder:
         try:
             values = read_json(path)
             sealed = values.pop("sha256")
-            planned = sealed.pop(PLANNED)
+            del sealed[PLANNED]
             changed = [key for key in sealed if sha256_of(values.get(key)) != sealed[key]]
         except (ValueError, KeyError, AttributeError, TypeError):
             raise RecipeError(f"{path} is damaged: it is not the plan that was written") from None
@@ -287,18 +251,12 @@ class Ladder:
             raise RecipeError(f"{path}: {', '.join(changed)} is not what was planned; another plan needs another --out")
         if values["estimator"] != ESTIMATOR:
             raise RecipeError(f"{path}: estimator {values['estimator']}; this version has {ESTIMATOR}")
-        edition = values.get("edition")
-        if edition not in (None, *range(1, EDITION + 1)):
-            raise RecipeError(f"{path}: edition {edition}; this version has 1 to {EDITION}")
         arms = tuple(Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"])
-        earlier = {key: value for key, value in EARLIER.items() if key not in values["rules"]}
-        rules = parse_rules({**earlier, **values["rules"]}, str(path))
-        ladder = cls(parse_recipe(values["recipe"]), rules, arms, edition or UNNAMED, earlier, planned, _added(out))
-        return ladder if edition else dataclasses.replace(ladder, edition=_edition(ladder, out))
+        return cls(parse_recipe(values["recipe"]), parse_rules(values["rules"], str(path)), arms, _added(out))
 
     def changed(self, asked: Ladder) -> list[str]:
-        """Keys of this plan, as it was written, whose values are others in one that is asked for now."""
-        mine, theirs = asdict(self.rules), {**asdict(asked.rules), **self.earlier}
+        """Keys of this plan whose values are others in one that is asked for now."""
+        mine, theirs = asdict(self.rules), asdict(asked.rules)
         rules = [f"ladder.{key}" for key, value in mine.items() if theirs[key] != value]
         return differences(self.recipe, asked.recipe, ()) + rules + ["arms"] * (self.arms != asked.arms)
 
@@ -337,7 +295,7 @@ class Ladder:
     def _size(self, index: int, budget: int, first: Size | None) -> Size:
         rules, shape, length = self.rules, self._shape(index), self.recipe.data.sequence_length
         shaped = self.recipe.override(*shape.overrides)
-        control = _all_layers(self.control) if self.edition == 1 else _with_layers(self.control, shape)
+        control = _with_layers(self.control, shape)
         parameters = without_embeddings(control.recipe(shaped).config())
         tokens = rules.tokens or parameters * rules.tokens_per_parameter[budget]
         rows = self.recipe.rows_per_step
@@ -367,7 +325,7 @@ class Ladder:
         arm = next(arm for arm in self.arms if arm.name == matched.name.removeprefix(MATCHED))
         wanted = self._parameters(arm, size)
         control = self.arm_at(self.control, size).recipe(self.base(size)).config()
-        width = size.mlp if self.edition == 1 else control.intermediate_size
+        width = control.intermediate_size
         one = self._parameters(self._widened(matched, width + 1), size) - size.parameters
         width += max(0, math.ceil((wanted - size.parameters) / one))
         return dataclasses.replace(self._widened(matched, width), name=matched.name)
@@ -387,21 +345,6 @@ def _added(out: Path) -> tuple[Added, ...]:
         return tuple(Added(tuple(row["seeds"]), row["date"], row["finished"]) for row in read_json(path)["added"])
     except (ValueError, KeyError, TypeError):
         raise RecipeError(f"{path} is damaged: it is not what was added") from None
-
-
-def _edition(ladder: Ladder, out: Path) -> int:
-    """Of a plan that names none: the first where a run is as that made it and the second would not, else the second."""
-    editions = [dataclasses.replace(ladder, edition=edition) for edition in (1, UNNAMED)]
-    made = [one.plan(one.sizes[0], _base_rates(one)).recipes for one in editions]
-    for name in made[0]:
-        if begun := [*out.glob(f"{RUNGS}/1/{ARMS}/{name}/*/{RECIPE}"), *out.glob(f"{TUNE}/1/{name}/*/*/{RECIPE}")]:
-            recipe = load_recipe(begun[0])
-            fits = [name in one and not differences(recipe, one[name], OF_A_RUN) for one in made]
-            if fits == [True, False]:
-                return 1
-    seed = ladder.recipe.data.seed
-    twins = [load_recipe(path).data.seed for path in out.glob(f"{TWIN}/*/*/{RECIPE}")] if seed is not None else []
-    return 1 if any(own != seed for own in twins) else UNNAMED
 
 
 def _base_rates(ladder: Ladder) -> dict[str, float]:
@@ -478,8 +421,6 @@ def checked(ladder: Ladder, begins: bool = True) -> Ladder:
             raise RecipeError(f"--arms {arm.name}: a name that begins with {MATCHED} is a control's")
         if begins:
             _check_rate(ladder, arm)
-    for name, variants in ladder.variants.items():
-        _check_variants(ladder, name, variants)
     given = ladder.recipe.data
     data = open_data(given.directory, verify=False, collections=given.collections)
     _check_domains(ladder)
@@ -524,19 +465,6 @@ def _check_sizes(ladder: Ladder) -> None:
         if own <= below:
             spent = f"rung {size.name} takes {own:.3g} FLOPs, the one before {below:.3g}"
             raise RecipeError(f"{SECTION}.layers, {SECTION}.hidden: {spent}: allowed: rungs from small to large")
-
-
-def _check_variants(ladder: Ladder, name: str, variants: Sequence[Arm]) -> None:
-    """Refuse a choice that tuning cannot make fairly."""
-    if len(variants) < 2 or ladder.control in variants:
-        raise RecipeError(f"{SECTION}.choose={name}: allowed: two arms or more called {name}.…, none the control")
-    if not ladder.rules.tune_points:
-        raise RecipeError(f"{SECTION}.choose={name}: it is tuning that chooses, and {SECTION}.tune_points is empty")
-    flops = {arm.name: ladder.flops(arm, ladder.sizes[0]) for arm in variants}
-    least, most = min(flops, key=flops.__getitem__), max(flops, key=flops.__getitem__)
-    if flops[most] > (1 + ALIKE) * flops[least]:
-        more = f"{most} takes {100 * (flops[most] / flops[least] - 1):.0f} % more FLOPs than {least}"
-        raise RecipeError(f"{SECTION}.choose={name}: {more}; variants are chosen by loss, so compare them as arms")
 
 
 def _with_layers(arm: Arm, shape: Shape) -> Arm:

@@ -263,7 +263,8 @@ def _grid(least: float, noise: Noise) -> _Grid:
     ]
     mesh = np.meshgrid(floors, shared, own, walk, indexing="ij")
     prior = np.einsum("i,j,k,l->ijkl", *parts)
-    return _Grid(*(axis.ravel() for axis in mesh), np.log(prior.ravel()))
+    floor, both, each, steps = (axis.ravel() for axis in mesh)
+    return _Grid(floor, both, each, steps, np.log(prior.ravel()))
 
 
 def _trapezoid(points: Floats) -> Floats:

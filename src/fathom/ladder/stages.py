@@ -1,7 +1,7 @@
 """Which runs a ladder needs next: a function of its directory, so that all machines come to the same answer.
 
 tune    every arm at several rates, at the first rungs
-rungs   all rungs but a sealed last one, each a comparison; the twins of the control; arms at the control's rate
+rungs   all rungs but a sealed last one, each a comparison; the twins of the control
 seal    the last rung predicted, its hash kept
 last    the last rung
 check   half and twice the rate at the top
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from fathom.ladder.rungs import (
     CHECK,
     MATCHED,
     RUNGS,
-    SHARED,
     TUNE,
     TUNING_SEED,
     TWIN,
@@ -47,8 +46,6 @@ from fathom.training.results import held_out
 STAGES = ("tune", "rungs", "seal", "last", "check")
 PREDICTION = "prediction.json"
 SURE = 0.05
-NEAR = (0.8, 1.25)
-"""Times the control's rate: an arm's own in here is the control's for all that can be seen."""
 
 
 class NotReadyError(RecipeError):
@@ -147,19 +144,18 @@ class State:
         rules, runs, found = self.ladder.rules, list[LadderRun](), list[dict[str, Tuned]]()
         for index, first in enumerate(rules.tune_points):
             centres = self._centres(index, found)
-            arms = without_losers(self.ladder, found[0]).arms if found else self.ladder.arms
-            places = {arm.name: first_places(first) for arm in arms}
-            mine = self._tuning_runs(index, arms, centres, places)
+            places = {arm.name: first_places(first) for arm in self.ladder.arms}
+            mine = self._tuning_runs(index, centres, places)
             while all(run.settled for rows in mine.values() for cell in rows.values() for run in cell):
                 points = {arm: self._points(cells) for arm, cells in mine.items()}
-                wanted = {arm: next_place(rows, first, self.ladder.edition) for arm, rows in points.items()}
+                wanted = {arm: next_place(rows, first) for arm, rows in points.items()}
                 for arm, place in wanted.items():
                     if place is not None:
                         places[arm].append(place)
                 if not any(place is not None for place in wanted.values()):
                     found.append(self._bowls(first, centres, points, found))
                     break
-                mine = self._tuning_runs(index, arms, centres, places)
+                mine = self._tuning_runs(index, centres, places)
             runs += self._ordered(mine)
             if len(found) <= index:
                 return runs, found
@@ -177,18 +173,18 @@ class State:
         }
 
     def _tuning_runs(
-        self, index: int, arms: Sequence[Arm], centres: dict[str, float], places: dict[str, list[int]]
+        self, index: int, centres: dict[str, float], places: dict[str, list[int]]
     ) -> dict[str, dict[int, list[LadderRun]]]:
         """By arm, place and seed."""
         return {
             arm.name: {
                 place: [
                     self._tuning_run(index, arm, place, rounded(centres[arm.name] * 2.0**place), seed)
-                    for seed in range(self.ladder.tuning_seeds(arm, index))
+                    for seed in range(self.ladder.rules.tune_seeds[index])
                 ]
                 for place in places[arm.name]
             }
-            for arm in arms
+            for arm in self.ladder.arms
         }
 
     def _tuning_run(self, index: int, arm: Arm, place: int, rate: float, seed: int) -> LadderRun:
@@ -212,8 +208,8 @@ class State:
         return [cell[seed] for seed in range(max(map(len, cells))) for cell in cells if seed < len(cell)]
 
     def _points(self, cells: dict[int, list[LadderRun]]) -> dict[int, list[float]]:
-        domains, least = self.ladder.rules.tune_domains, LEARNT if self.ladder.edition > 2 else 0.0
-        return {place: [max(run.loss(domains), least) for run in cell] for place, cell in cells.items()}
+        domains = self.ladder.rules.tune_domains
+        return {place: [max(run.loss(domains), LEARNT) for run in cell] for place, cell in cells.items()}
 
     def _bowls(
         self,
@@ -225,8 +221,7 @@ class State:
         """Each arm's parabola and optimum; its uncertainty is from the noise of all arms together."""
         before = [tuned.points for tuned in found[0].values()] if found else []
         sigma = pooled_sigma([*points.values(), *before])
-        edition = self.ladder.edition
-        return {name: Tuned(centres[name], rows, bowl(rows, first, sigma, edition)) for name, rows in points.items()}
+        return {name: Tuned(centres[name], rows, bowl(rows, first, sigma)) for name, rows in points.items()}
 
     @cached_property
     def tuned(self) -> list[dict[str, Tuned]]:
@@ -236,11 +231,6 @@ class State:
             raise NotReadyError(f"{self.out}: tuning is not finished")
         return found
 
-    @cached_property
-    def chosen(self) -> Ladder:
-        """The ladder without the variants that lost; tuning must be finished."""
-        return without_losers(self.ladder, self.tuned[0]) if self.ladder.rules.choose else self.ladder
-
     def ratio(self, arm: Arm) -> float:
         """An arm's rate over the control's, pooled over the tuned rungs; 1 if no optimum of its own is known."""
         control = self.ladder.control.name
@@ -249,7 +239,7 @@ class State:
         own = [i for i, rows in enumerate(self.tuned) if rows[arm.name].bowl.known]
         both = [self.tuned[i] for i in own if self.tuned[i][control].bowl.known]
         logs = [math.log(rows[arm.name].rate / rows[control].rate) for rows in both]
-        if not logs and self.ladder.edition > 3:
+        if not logs:
             logs = [math.log(self._carried(arm, i) / self.tuned[-1][control].rate) for i in own]
         if logs:
             return math.exp(math.fsum(logs) / len(logs))
@@ -278,7 +268,7 @@ class State:
         """The comparison of a rung."""
         made: Plan = self._keep(
             (RUNGS, size.name),
-            lambda: self.chosen.plan(size, {arm.name: self.rate(arm, size) for arm in self.chosen.every_arm}),
+            lambda: self.ladder.plan(size, {arm.name: self.rate(arm, size) for arm in self.ladder.every_arm}),
         )
         return made
 
@@ -308,23 +298,8 @@ class State:
     def _twin(self, size: Size, seed: int) -> Recipe:
         control = self.ladder.control
         rate = self.rate(control, size)
-        order = seed if self.ladder.edition == 1 else self.ladder.run(control, size, rate, seed).data_seed
+        order = self.ladder.run(control, size, rate, seed).data_seed
         return self.ladder.run(control, size, rate, seed + TWIN_SEED).override(f"data.seed={order}")
-
-    def shared(self, sizes: Sequence[Size]) -> list[LadderRun]:
-        """Runs of one seed at the control's rate, at each of these rungs, of arms whose own rate differs from it."""
-        if not self.ladder.rules.shared_rate or not self.tuned:
-            return []
-        control, seed, found = self.ladder.control, self.ladder.first_seed(), list[LadderRun]()
-        for size in sizes:
-            for arm in self.chosen.arms[1:]:
-                if size.budget or NEAR[0] <= self.ratio(arm) <= NEAR[1]:
-                    continue
-                make = partial(self.ladder.run, arm, size, self.rate(control, size), seed)
-                where = self.out / SHARED / size.name / arm.name / f"seed-{seed}"
-                name = f"{SHARED}-{size.name}-{arm.name}-seed-{seed}"
-                found.append(LadderRun(name, where, self._keep((SHARED, size.name, arm.name), make)))
-        return found
 
     def main_sizes(self) -> list[Size]:
         """The rungs that run before the prediction is sealed."""
@@ -365,7 +340,7 @@ class State:
         """The prediction that is sealed before the last rung runs."""
         last, before = self.ladder.sizes[-1], self.ladder.sizes[:-1]
         rows: list[Forecast] = []
-        for arm in self.chosen.every_arm[1:]:
+        for arm in self.ladder.every_arm[1:]:
             found = self.fit(arm, before)
             row: Forecast = {"arm": arm.name, "difference": None, "ln_m": None}
             if found is not None and found.usable:
@@ -418,7 +393,7 @@ class State:
     def judged(self) -> list[tuple[Arm, float, float]]:
         """Arms with the median of ln M at the last rung and its p by Holm, where there is a posterior."""
         found = []
-        for arm in self.chosen.every_arm[1:]:
+        for arm in self.ladder.every_arm[1:]:
             fitted = self.fit(arm, self.ladder.sizes)
             if fitted is not None and fitted.usable:
                 x = math.log(self.flops(arm, self.ladder.sizes[-1]))
@@ -453,9 +428,9 @@ class State:
             return list(self.tuning()[0])
         if stage == "rungs":
             found: list[Work] = [task for size in self.main_sizes() for task in self.rung_tasks(size)]
-            return [*found, *self.twins(), *self.shared(self.main_sizes())]
+            return [*found, *self.twins()]
         if stage == "last":
-            return [*self.rung_tasks(last), *self.shared([last])] if sealed else []
+            return list(self.rung_tasks(last)) if sealed else []
         return list(self.checks()) if stage == "check" else []
 
     def stages(self, until: str = STAGES[-1]) -> Iterator[tuple[str, list[Work]]]:
@@ -492,21 +467,6 @@ def _changed(begun: Plan, planned: Plan, rung: Path) -> list[str]:
         if changed and (rung / ARMS / arm.name).exists():
             found += sorted({f"{arm.name}'s {override.partition('=')[0]}" for override in changed})
     return found
-
-
-def without_losers(ladder: Ladder, tuned: Mapping[str, Tuned]) -> Ladder:
-    """The ladder with one variant of each choice: the one that promises the least loss, the first of equals."""
-    best = {
-        name: min(variants, key=lambda arm: promised(ladder, tuned, arm)) for name, variants in ladder.variants.items()
-    }
-    return ladder.without({arm.name for name, arms in ladder.variants.items() for arm in arms if arm != best[name]})
-
-
-def promised(ladder: Ladder, tuned: Mapping[str, Tuned], arm: Arm) -> float:
-    """The loss at the rate that an arm would take: its own optimum, or the control's where none is known."""
-    own = tuned[arm.name]
-    known = own.bowl.known and own.bowl.least is not None
-    return cast(float, own.bowl.least) if known else _loss_at(own, tuned[ladder.control.name].rate)
 
 
 def _loss_at(tuned: Tuned, rate: float) -> float:

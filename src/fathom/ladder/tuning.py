@@ -12,8 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fathom.ladder.rungs import EDITION
-
 EXTENSIONS = 3
 """Most points that may be added to the first ones."""
 WIDEST = 5
@@ -58,7 +56,7 @@ def first_places(count: int) -> list[int]:
     return list(range(-((count - 1) // 2), count // 2 + 1))
 
 
-def next_place(points: Points, first: int, edition: int = EDITION) -> int | None:
+def next_place(points: Points, first: int) -> int | None:
     """The place of another run, if the best point is at an edge; None if the optimum is bracketed.
 
     Of a puzzle, if an edge is among the places around the best that learn it; not if all do.
@@ -66,7 +64,6 @@ def next_place(points: Points, first: int, edition: int = EDITION) -> int | None
     Args:
         points: All places tried so far.
         first: How many of them were planned.
-        edition: Of the rules.
     """
     if len(points) - first >= EXTENSIONS:
         return None
@@ -74,7 +71,7 @@ def next_place(points: Points, first: int, edition: int = EDITION) -> int | None
     if not math.isfinite(min(means.values())):
         return min(means) - 1  # lower rates diverge less
     best = low = high = min(means, key=lambda place: (means[place], abs(place)))
-    if edition > 3 and _learns(means[best]):
+    if _learns(means[best]):
         if all(map(_learns, means.values())):
             return None
         low, high = _learning(best, means)
@@ -83,7 +80,7 @@ def next_place(points: Points, first: int, edition: int = EDITION) -> int | None
     return high + 1 if high == max(means) else None
 
 
-def bowl(points: Points, first: int, sigma: float | None = None, edition: int = EDITION) -> Bowl:
+def bowl(points: Points, first: int, sigma: float | None = None) -> Bowl:
     """Fit the parabola; returns the optimum with its interval and flags.
 
     Of a puzzle that some rates learn and others do not, the optimum is the middle of those that do: no parabola has a
@@ -93,8 +90,6 @@ def bowl(points: Points, first: int, sigma: float | None = None, edition: int = 
         points: Losses at each place.
         first: How many places were planned.
         sigma: Standard deviation of one run; by default estimated from these points.
-        edition: Of the rules. The first two fit places on both sides of a diverged one; the first three, losses of a
-            puzzle and such as differ by rounding.
     """
     means = _means(points)
     extended = max(0, len(means) - first)
@@ -102,10 +97,10 @@ def bowl(points: Points, first: int, sigma: float | None = None, edition: int = 
     if not finite:
         return Bowl(0.0, -math.inf, math.inf, None, None, (UNKNOWN,), extended)
     best = min(finite, key=lambda place: (means[place], abs(place)))
-    if edition > 3 and _learns(means[best]):
+    if _learns(means[best]):
         return _floor(best, means, extended)
     flags = [EDGE] if best in (min(means), max(means)) else []
-    beside = finite if edition <= 2 else _beside(best, means)
+    beside = _beside(best, means)
     near = sorted(sorted(beside, key=lambda place: (abs(place - best), place))[:WIDEST])
     if len(near) < 3:
         return Bowl(float(best), -math.inf, math.inf, None, None, (*flags, FLAT), extended)
@@ -113,7 +108,7 @@ def bowl(points: Points, first: int, sigma: float | None = None, edition: int = 
     weight = np.sqrt([len(points[place]) for place in near])
     design = np.stack([np.ones_like(x), x - best, (x - best) ** 2], 1)
     a, b, c = np.linalg.lstsq(design * weight[:, None], y * weight, rcond=None)[0].tolist()
-    if c <= 0 or (edition > 3 and np.ptp(y) <= LEVEL * np.abs(y).max()):
+    if c <= 0 or np.ptp(y) <= LEVEL * np.abs(y).max():
         return Bowl(float(best), -math.inf, math.inf, c, None, (*flags, FLAT), extended)
     place = best - b / (2 * c)
     noise = _noise(points, near, design @ [a, b, c], weight) if sigma is None else sigma

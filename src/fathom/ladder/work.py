@@ -5,7 +5,6 @@ out/tune/1/ARM/lr+1/seed-0/         tuning runs: places count doublings of the r
 out/tune/rates.json                 points, parabolas, rates: a function of these runs
 out/rungs/1/                        a comparison, as `fathom compare` knows them
 out/twin/1/seed-0/                  the control with other initial values
-out/shared/1/ARM/seed-0/            arms at the control's rate, where their own is another
 out/prediction.json                 the sealed forecast of the last rung
 out/check/ARM/lr+1/seed-0/          half and twice the rate at the top
 out/claims/                         who works on what outside of the rungs
