@@ -65,7 +65,14 @@ def arm(name: str, loss: float, difference: dict | None) -> dict:
 def report_of(*arms: dict, between: tuple = (), seeds: int = 3, share: dict | None = None) -> dict:
     source = {"command": "fathom compare " + "x" * 120, "date": "2026-01-01", "commit": None}
     source |= {"hardware": {"cpu": "a processor", "cores": 2, "system": "Linux"}, "versions": {"torch": "2"}}
-    found = {"failed": [], "ladder": None, "equal": "tokens", "control": arms[0]["name"], "arms": list(arms), "between": list(between)}
+    found = {
+        "failed": [],
+        "ladder": None,
+        "equal": "tokens",
+        "control": arms[0]["name"],
+        "arms": list(arms),
+        "between": list(between),
+    }
     found |= {"seeds": list(range(seeds)), "seeds_planned": list(range(seeds)), "share_of_uniform_depth": share}
     report = {**source, **found, "recipe": {"data": {"sequence_length": 256}}}
     return {"verdict": verdict(report), **report}
