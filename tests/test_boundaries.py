@@ -43,7 +43,7 @@ FOREIGN = {
     "numpy": "report checkpoints data corpus training evaluation lens lineage ladder",
     "scipy": "report.statistics corpus lineage ladder",
     "huggingface_hub": "models checkpoints recipe",
-    "safetensors": "models.published kvcache.saved lineage.attacks training.adapters",
+    "safetensors": "checkpoints.families.tensors kvcache.saved lineage.attacks training.adapters",
     "tokenizers": "data evaluation.perplexity",
     "yaml": "checkpoints.find checkpoints.runs recipe corpus comparison.page ladder.page",
     "jinja2": "report.templates corpus.chat_template inference.prompt",

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 import fathom
-from fathom.models.configuration import OURS
+from fathom.models.configuration import ours
 from fathom.models.registry import mechanism_name
 from fathom.recipe import Recipe
 from tests.tiny import export_tiny
@@ -108,7 +108,7 @@ def test_every_name_is_there_typed_and_documented() -> None:
 
 def test_what_a_model_is_made_from_is_documented() -> None:
     """What the class adds to Qwen3's, each under `Args:`."""
-    for described, names in ((fathom.FathomConfig, OURS), (fathom.FathomForCausalLM, ("config",))):
+    for described, names in ((fathom.FathomConfig, ours()), (fathom.FathomForCausalLM, ("config",))):
         documented = inspect.cleandoc(described.__doc__ or "").partition("\nArgs:\n")[2]
         assert re.findall(r"^    (\w+): \S", documented, re.M) == list(names), described
 

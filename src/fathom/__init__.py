@@ -83,8 +83,8 @@ _HOMES = {
 
 
 def register() -> None:
-    """Make Fathom's models known to transformers' Auto classes, as importing `fathom.models` does."""
-    importlib.import_module("fathom.models")
+    """Make Fathom's models known to transformers' Auto classes, and other families to Fathom's models."""
+    importlib.import_module("fathom.checkpoints.families")
 
 
 if not TYPE_CHECKING:  # a type checker would otherwise accept every misspelt name
@@ -93,6 +93,8 @@ if not TYPE_CHECKING:  # a type checker would otherwise accept every misspelt na
         """A public name, from its module (PEP 562)."""
         if name not in _HOMES:
             raise AttributeError(f"module 'fathom' has no attribute {name!r}")
+        if _HOMES[name] == "fathom.models":
+            register()
         value = globals()[name] = getattr(importlib.import_module(_HOMES[name]), name)
         return value
 

@@ -255,7 +255,7 @@ def test_stock_qwen3_opens_as_itself(tmp_path):
     ids = torch.arange(8)[None]
     opened, _ = open_checkpoint(tmp_path / "qwen3", "cpu")
     assert type(opened) is Qwen3ForCausalLM
-    ours, _ = open_checkpoint(tmp_path / "qwen3", "cpu", into_fathom=True)
+    ours, _ = open_checkpoint(tmp_path / "qwen3", "cpu")
     assert type(ours) is FathomForCausalLM
     assert torch.equal(opened(ids).logits, stock(ids).logits) and torch.equal(ours(ids).logits, stock(ids).logits)
 

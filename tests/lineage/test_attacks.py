@@ -10,13 +10,13 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from fathom.checkpoints.export import export
+from fathom.checkpoints.families.lumia import BASELINE_KEYS, DEPTH_FLAGS
 from fathom.checkpoints.origin import Refused
 from fathom.lineage import attacks, canonical, layouts
 from fathom.lineage.attacks import ATTACKS, attack
 from fathom.lineage.comparison import SCORE_LABELS, Options, measure
 from fathom.lineage.weights import open_weights
 from fathom.models import FathomForCausalLM
-from fathom.models.published import BASELINE_KEYS, DEPTH_FLAGS
 from fathom.models.registry import DEFAULTS, known, parse_mechanism
 from tests.lineage.zoo import SIZES, build, logits, save, tiny_config
 from tests.tiny import tiny_config as small

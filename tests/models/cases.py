@@ -95,10 +95,35 @@ def with_every_mechanism(cases: dict[str, tuple[str, dict]], names: Iterable[str
 
 # Also those of installed packages.
 CASES = with_every_mechanism(CASES, known().keys() - set(DEFAULTS.values()))
+
+LAYER_NORM = {"norm": "layer", "qk_norm": "none", "gated_mlp": False, "attention_bias": True, "mlp_bias": True}
+BACKBONES = {
+    "llama": {"qk_norm": "none"},
+    "neox": {
+        **LAYER_NORM,
+        "parallel_residual": True,
+        "hidden_act": "gelu",
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5},
+    },
+    "gpt2": {**LAYER_NORM, "positions": "learned", "position_offset": 2, "scale_queries": True},
+    "olmo2": {"norm": "rms_wide", "norm_placement": "after", "qk_norm": "full", "rope_float32": True},
+    "gemma": {
+        **{"norm": "rms_offset", "norm_placement": "both", "embedding_scale": 5.7, "round_embedding_scale": True},
+        **{"final_logit_softcapping": 3.0, "no_rope_layers": [1, 0, 1, 1], "residual_multiplier": 0.7},
+    },
+}
+"""The kinds of backbones, by the family that each is most like."""
+ALONE = [case for case in CASES if "+" not in case and "-" not in case]
+CASES |= {
+    f"{case}@{backbone}": (CASES[case][0], {**CASES[case][1], "backbone": switches})
+    for case in (*ALONE, "loop+depth_attention-grid", "latent_cot+depth_attention")
+    for backbone, switches in BACKBONES.items()
+}
 LATER = ("-diagonal", "-dense", "-sparse", "-snapshot", "-free", "-middle")
-FAST = [case for case in CASES if "+" not in case and not case.endswith(LATER)]
+FAST = [case for case in CASES if not set("+@") & set(case) and not case.endswith(LATER)]
 FAST += ["loop+depth_attention-grid", "latent_cot+depth_attention"]
-"""Every mechanism alone, and a composition of each kind of recurrence; the others are slow."""
+FAST += ["depth_attention@neox", "attention_residuals@neox", "ponder@gpt2", "loop@olmo2", "latent_cot@gemma"]
+"""Every mechanism alone, a composition of each kind of recurrence, and every kind of backbone; the others are slow."""
 
 
 def in_turn(cases: Iterable[str]) -> list:
@@ -109,8 +134,16 @@ def in_turn(cases: Iterable[str]) -> list:
 def config_of(case: str, **shape) -> FathomConfig:
     """The case's configuration at the small shape."""
     name, options = CASES[case]
-    keys = {f"{axis}_options": value for axis, value in options.items()}
-    return FathomConfig(**{**SHAPE, **parse_mechanism(name), **keys, **shape})
+    keys = {f"{axis}_options": value for axis, value in options.items() if axis != "backbone"}
+    backbone = dict(options.get("backbone", {}))
+    if "num_hidden_layers" in shape:
+        backbone.pop("no_rope_layers", None)
+    return FathomConfig(**{**SHAPE, **parse_mechanism(name), **keys, **backbone, **shape})
+
+
+def vanilla_of(case: str) -> str:
+    """The case without mechanisms, of the same backbone."""
+    return "@".join(("vanilla", *case.split("@")[1:]))
 
 
 def build(config: FathomConfig, seed: int = 0, dtype: torch.dtype = torch.float32) -> FathomForCausalLM:

@@ -17,7 +17,7 @@ from fathom.recipe import RecipeError, parse_recipe
 from fathom.training import build_training, train
 from fathom.training.build import build_model
 from tests import processes
-from tests.models.test_published import write
+from tests.checkpoints.test_lumia import write
 from tests.tiny import tiny_recipe
 
 

@@ -1,9 +1,9 @@
 """Write a model as a Hugging Face directory that opens with Fathom absent, or as a GGUF file.
 
-Four forms. `fathom` carries the code of `models/` with it and holds any mechanism. `qwen3` is a stock
-`Qwen3ForCausalLM` directory, for models with every axis at its first value. `unrolled` turns a loop into the deeper
-stock Qwen3 that it equals, weights repeated, so that any engine serves it. `gguf` is that model, or the plain one, as a
-file for llama.cpp.
+Four forms. `fathom` carries the code of `models/` with it and holds any mechanism. `native` is the directory of the
+family that a model was opened from, or that it equals, tensor for tensor, where every axis is at its first value; a
+family's name asks for that family. `unrolled` turns a loop into the deeper stock model that it equals, weights
+repeated, so that any engine serves it. `gguf` is that model, or the plain one, as a file for llama.cpp.
 """
 
 from __future__ import annotations
@@ -15,15 +15,16 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.dynamic_module_utils import get_relative_import_files, get_relative_imports
 
 from fathom._version import __version__
+from fathom.checkpoints.families import FAMILIES, family_of, native_config, native_tensors, unlike
 from fathom.checkpoints.hashes import write_hashes
 from fathom.checkpoints.layout import CARD, CONFIG, TOKENIZER_CONFIG, TOKENIZER_IDENTITY, TOKENIZER_JSON
 from fathom.checkpoints.runs import Facts, open_source
 from fathom.checkpoints.special_tokens import as_field, as_list, known, settle_generation
-from fathom.checkpoints.to_gguf import MAGIC, write_gguf
+from fathom.checkpoints.to_gguf import ARCHITECTURES, MAGIC, write_gguf
 from fathom.checkpoints.tokenizers import identity
 from fathom.errors import FathomError
 from fathom.models import FathomConfig, heads
@@ -42,7 +43,7 @@ AUTO_MAP = {
     "AutoModelForTokenClassification": "heads.FathomForTokenClassification",
     "AutoModelForQuestionAnswering": "heads.FathomForQuestionAnswering",
 }
-FORMS = ("fathom", "qwen3", "unrolled", "gguf")
+FORMS = ("fathom", "native", "unrolled", "gguf", *FAMILIES)
 MARK = "Exported by Fathom"
 
 
@@ -66,7 +67,7 @@ def export(
         model: A model with any head, or the directory of a run, a comparison (its best run) or an earlier export.
         directory: Where to write; for `gguf` a file, FILE.gguf.
         tokenizer: Saved beside the model; a run's own if not given.
-        form: `fathom`, `qwen3`, `unrolled` or `gguf`.
+        form: `fathom`, `native`, `unrolled`, `gguf`, or the name of a family.
         facts: For the model card: `recipe` (YAML), `step`, `tokens`, `evaluation`.
     """
     directory = Path(directory)
@@ -83,7 +84,8 @@ def export(
         model, tokenizer, facts = opened.model, opened.tokenizer, {**opened.facts, **(facts or {})}
     if form != "fathom" and not isinstance(model, FathomForCausalLM):
         raise ExportError(f"a {type(model).__name__} has no form {form}; export it with --as fathom")
-    shaped = {"fathom": lambda m: m, "qwen3": as_qwen3, "unrolled": as_unrolled, "gguf": as_unrolled}[form](model)
+    shapes = {"fathom": lambda m: m, "native": as_native, "unrolled": as_unrolled, "gguf": as_llama_cpp}
+    shaped = shapes[form](model) if form in shapes else as_native(model, form)
     with _scratch(directory) as scratch:
         new = Path(scratch) / "new"
         if form == "gguf":
@@ -116,16 +118,22 @@ def _scratch(directory: Path) -> tempfile.TemporaryDirectory[str]:
         raise ExportError(f"{directory}: {error.strerror}") from None
 
 
-def as_qwen3(model: FathomForCausalLM) -> PreTrainedModel:
-    """The same model as a stock `Qwen3ForCausalLM`, which it is when every axis is at its first value."""
+def as_native(model: FathomForCausalLM, name: str | None = None) -> PreTrainedModel:
+    """The same model as a family's own class, tensor for tensor.
+
+    Args:
+        model: One with every axis at its first value.
+        name: The family's `model_type`; by default the one that the model was opened from, else the first it fits.
+    """
+    config = model.config
     for axis in AXES:
-        if (value := getattr(model.config, axis)) != DEFAULTS[axis]:
-            raise ExportError(f"a model with {axis}={value} is not a Qwen3; export it with --as fathom")
-    return _stock(model.config, range(model.config.num_hidden_layers), model)
+        if (value := getattr(config, axis)) != DEFAULTS[axis]:
+            raise ExportError(f"a model with {axis}={value} is no other family's; export it with --as fathom")
+    return _stock(config, range(config.num_hidden_layers), model, name)
 
 
 def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
-    """A loop as the deeper Qwen3 that it equals: one layer for each visit, weights repeated."""
+    """A loop as the deeper stock model that it equals: one layer for each visit, weights repeated."""
     if model.config.recurrence not in ("once", "loop"):
         raise ExportError(
             f"recurrence={model.config.recurrence} has no unrolled form, since only a loop's trips are plain further "
@@ -133,33 +141,68 @@ def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
         )
     if model.config.recurrence == "loop" and not LoopOptions.of(model.config).is_plain:
         raise ExportError(
-            "a loop whose trips are normed or given its entry is no plain deeper Qwen3; export it with --as fathom"
+            "a loop whose trips are normed or given its entry is no plain deeper model; export it with --as fathom"
         )
     for axis in ("mixer", "residual"):
         if (value := getattr(model.config, axis)) != DEFAULTS[axis]:
-            raise ExportError(f"a loop with {axis}={value} is no plain deeper Qwen3; export it with --as fathom")
+            raise ExportError(f"a loop with {axis}={value} is no plain deeper model; export it with --as fathom")
     visits = [visit for trip in model.model.plan_of(model.model.served_trips) for visit in trip]
     return _stock(model.config, [visit.layer for visit in visits], model)
 
 
-def _stock(config: FathomConfig, layers: Sequence[int], model: FathomForCausalLM) -> PreTrainedModel:
-    if config.k_norm_position != "before_rope":
-        raise ExportError("a model that norms keys after rotating them is not a Qwen3; export it with --as fathom")
+def as_llama_cpp(model: FathomForCausalLM) -> PreTrainedModel:
+    """`as_unrolled`, of a family whose GGUF we write."""
+    stock = as_unrolled(model)
+    if (kind := stock.config.model_type) not in ARCHITECTURES:
+        raise ExportError(f"a {kind} has no GGUF form here; --as gguf writes {', '.join(ARCHITECTURES)}")
+    return stock
+
+
+def _stock(
+    config: FathomConfig, layers: Sequence[int], model: FathomForCausalLM, name: str | None = None
+) -> PreTrainedModel:
+    """Some layers of a model, in an order, as a family's own class."""
     layers = list(layers)
-    keys = {k: v for k, v in config.to_dict().items() if k in Qwen3Config.__dataclass_fields__ and k != "model_type"}
-    keys |= {"num_hidden_layers": len(layers), "layer_types": [config.layer_types[i] for i in layers]}
-    stock = Qwen3ForCausalLM(Qwen3Config(**keys)).to(model.dtype)
-    weights = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith("model.layers.")}
+    plain = _plain(config, layers)
+    family = FAMILIES[name] if name is not None else family_of(plain)
+    if family is None:
+        opened = FAMILIES.get(str(plain.native.get("model_type")))
+        why = unlike(opened, plain) if opened is not None else "its switches"
+        raise ExportError(f"no family that transformers knows has {why}; export it with --as fathom")
+    if (why := unlike(family, plain)) is not None:
+        raise ExportError(f"a model with {why} is not a {family.name}; export it with --as fathom")
+    weights = {key: tensor for key, tensor in model.state_dict().items() if not key.startswith("model.layers.")}
     for new, old in enumerate(layers):
-        for name, tensor in model.model.layers[old].state_dict().items():
-            weights[f"model.layers.{new}.{name}"] = tensor
-    if config.embedding_scale != 1.0:
-        if config.tie_word_embeddings:
-            raise ExportError("embedding_scale cannot be folded into a tied embedding; export it with --as fathom")
+        for key, tensor in model.model.layers[old].state_dict().items():
+            weights[f"model.layers.{new}.{key}"] = tensor
+    if config.embedding_scale != plain.embedding_scale:
         weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] * config.embedding_scale
-    stock.load_state_dict(weights)
+    if config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    theirs = native_config(family, plain)
+    cls = AutoModelForCausalLM._model_mapping[type(theirs)]
+    tensors = native_tensors(family, weights, plain)
+    stock, info = cls.from_pretrained(
+        None, config=theirs, state_dict=tensors, dtype=model.dtype, output_loading_info=True
+    )
+    assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     stock.generation_config = model.generation_config
     return stock
+
+
+def _plain(config: FathomConfig, layers: Sequence[int]) -> FathomConfig:
+    """The configuration of some layers without a recurrence. A scale of untied embeddings is folded into them where no
+    family has such a scale."""
+    values = {key: value for key, value in config.to_dict().items() if key not in ("recurrence", "recurrence_options")}
+    values |= {
+        "num_hidden_layers": len(layers),
+        "layer_types": [config.layer_types[i] for i in layers],
+        "no_rope_layers": None if config.no_rope_layers is None else [config.no_rope_layers[i] for i in layers],
+    }
+    plain = FathomConfig(**values)
+    if config.embedding_scale != 1.0 and not config.tie_word_embeddings and family_of(plain) is None:
+        plain = FathomConfig(**{**values, "embedding_scale": 1.0})
+    return plain
 
 
 def model_card(model: FathomPreTrainedModel, form: str, facts: Facts) -> str:
@@ -173,7 +216,7 @@ def model_card(model: FathomPreTrainedModel, form: str, facts: Facts) -> str:
         name=name,
         parameters=sum(p.numel() for p in model.parameters()),
         mark=f"{MARK} {__version__} in the form `{form}`.",
-        mechanisms="\n".join(used) or "A plain Qwen3 decoder.",
+        mechanisms="\n".join(used) or "A plain decoder.",
         auto=_auto_class(model),
         task=TASKS[_auto_class(model)],
         remote=", trust_remote_code=True" if remote else "",

@@ -13,13 +13,13 @@ from transformers.activations import ACT2FN
 from transformers.utils import logging
 
 from fathom.checkpoints.check import check_checkpoint
+from fathom.checkpoints.families import known
 from fathom.checkpoints.find import find_model
+from fathom.checkpoints.from_gguf import is_gguf, open_gguf
 from fathom.checkpoints.hashes import warn_if_changed
 from fathom.checkpoints.origin import Refused, repository_of
 from fathom.checkpoints.runs import open_decoder, read_config
 from fathom.checkpoints.tokenizers import open_tokenizer
-from fathom.models import FathomConfig
-from fathom.models.published import is_published
 
 # The files of a repository to download: no pickles, and code only with trust_remote_code.
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -39,9 +39,9 @@ class Opening:
     verify: bool = False
     """Compare weights of more than 2 GB with their hashes too."""
 
-    def open(self, path: str | Path, into_fathom: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    def open(self, path: str | Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
         """Model and tokenizer, as `open_checkpoint` gives them."""
-        return open_checkpoint(path, self.device, self.dtype, self.trust_remote_code, into_fathom, self.verify)
+        return open_checkpoint(path, self.device, self.dtype, self.trust_remote_code, self.verify)
 
 
 def load(
@@ -50,8 +50,9 @@ def load(
     """Model, ready for inference, and tokenizer, of a directory or a repository on the Hugging Face Hub.
 
     Args:
-        where: A model directory, a run, a comparison (its best arm), or `org/name` or `org/name@revision` on the Hub,
-            downloaded to the Hub's cache if it is not there yet. A local directory of that name takes precedence.
+        where: A model directory, a GGUF file, a run, a comparison (its best arm), or `org/name` or
+            `org/name@revision` on the Hub, downloaded to the Hub's cache if it is not there yet. A local directory of
+            that name takes precedence.
         device: `cpu`, `cuda`, ...; by default cuda where there is one.
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
         trust_remote_code: Let transformers run Python files that come with the model, for architectures that neither
@@ -78,34 +79,35 @@ def open_checkpoint(
     device: str | None = None,
     dtype: str = "auto",
     trust_remote_code: bool = False,
-    into_fathom: bool = False,
     verify: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Model, ready for inference, and tokenizer of a model directory, a run or a comparison.
 
     Args:
-        path: An exported directory, any Hugging Face directory, a run, or a comparison (its best arm).
+        path: An exported directory, any Hugging Face directory, a GGUF file, a run, or a comparison (its best arm).
         device: `cpu`, `cuda`, ...; by default cuda where there is one.
         dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
         trust_remote_code: Let transformers run Python files of the directory, for architectures that neither it nor
             Fathom knows. Known architectures do not need it.
-        into_fathom: Open a stock Qwen3 as `FathomForCausalLM` too, the same to the last bit; the lens needs it.
         verify: Compare weights of more than 2 GB with `weights.sha256` too; smaller ones always are.
     """
     if dtype not in DTYPES:
         raise Refused(f"dtype {dtype!r}: allowed: {', '.join(DTYPES)}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     check_device(device)
+    model: PreTrainedModel
+    if is_gguf(Path(path)):
+        model, tokenizer = open_gguf(Path(path), dtype)
+        return model.eval().to(device), tokenizer
     directory = find_model(path)
     config = check_checkpoint(directory)
     warn_if_changed(directory, verify)
     logging.disable_progress_bar()  # loading takes about a second, and standard error may not be a terminal
     kind = config.get("model_type")
-    ours = kind == FathomConfig.model_type or is_published(config) or (into_fathom and kind == "qwen3")
-    if ours:
+    if kind in known():
         settings = read_config(directory)
         tokenizer = open_tokenizer(directory, settings, trust_remote_code)
-        model: PreTrainedModel = open_decoder(directory, settings, dtype=dtype)
+        model = open_decoder(directory, settings, dtype=dtype)
     else:
         model, tokenizer = _open_stranger(directory, config, dtype, trust_remote_code)
     return model.eval().to(device), tokenizer
@@ -139,7 +141,7 @@ def own_context(directory: Path, trust_remote_code: bool = False) -> int | None:
     """The longest context of a checkpoint that was checked, under any name that transformers knows for it."""
     config = check_checkpoint(directory)
     try:
-        if is_published(config):
+        if config.get("model_type") in known():
             return longest_context(read_config(directory))
         where = {"local_files_only": True, "trust_remote_code": trust_remote_code}
         return longest_context(AutoConfig.from_pretrained(directory, **where))

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from fathom.checkpoints.check import check_checkpoint
+from fathom.checkpoints.families import known
 from fathom.checkpoints.find import (
     RunError,
     best_run,
@@ -27,6 +28,7 @@ from fathom.checkpoints.find import (
     finished_step,
     holds_comparison,
 )
+from fathom.checkpoints.from_gguf import is_gguf, open_gguf
 from fathom.checkpoints.hashes import warn_if_changed
 from fathom.checkpoints.layout import (
     CONFIG,
@@ -92,6 +94,9 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
         tokenizer: Taken in place of the directory's own.
     """
     facts: Facts = {}
+    if is_gguf(source):
+        unpacked, own = open_gguf(source)
+        return Opened(unpacked, tokenizer or own, facts)
     source = best_run(source) if holds_comparison(source) else source
     directory = source
     if (source / RECIPE).exists():
@@ -116,9 +121,11 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
 
 
 def read_config(directory: Path) -> FathomConfig:
-    """The configuration of a model directory that is ours, a Qwen3 or a released depth model."""
+    """The configuration of a model directory, ours or of another family that opens."""
     if not (directory / CONFIG).is_file():
         raise RunError(f"{directory}: no {CONFIG}")
+    if (kind := read_json(directory / CONFIG).get("model_type")) not in (*known(), None):
+        raise RunError(f"{directory} is a {kind} model; Fathom opens {', '.join(known())}")
     try:
         return FathomConfig.from_pretrained(directory)
     except (ValueError, OSError, StrictDataclassError) as error:

@@ -1,4 +1,8 @@
-"""A stock Qwen3 and its tokenizer as one GGUF file, for llama.cpp and what is built on it."""
+"""A stock Llama, Qwen2 or Qwen3 and its tokenizer as one GGUF file, for llama.cpp and what is built on it.
+
+llama.cpp rotates pairs of neighbouring channels of its `llama`, not the two halves of a head: the rows of queries and
+keys are put in that order.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,8 @@ if TYPE_CHECKING:
     from gguf import GGUFWriter
     from transformers import PretrainedConfig
 
-ARCHITECTURE = "qwen3"
+ARCHITECTURES = ("llama", "qwen2", "qwen3")
+"""The `model_type`s that are written, under llama.cpp's names."""
 MAGIC = b"GGUF"
 LAYER = {
     "input_layernorm": "attn_norm",
@@ -35,6 +40,7 @@ LAYER = {
 }
 TOP = {"model.embed_tokens": "token_embd", "model.norm": "output_norm", "lm_head": "output"}
 QWEN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+LLAMA = QWEN.replace(r"|\p{N}|", r"|\p{N}{1,3}|")
 
 
 class GgufError(FathomError, ValueError):
@@ -46,7 +52,7 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
 
     Args:
         path: Where to write.
-        model: A stock `Qwen3ForCausalLM`.
+        model: A stock model of one of `ARCHITECTURES`.
         tokenizer: Its tokenizer, byte-level BPE.
         name: The model's name in llama.cpp.
     """
@@ -57,21 +63,29 @@ def write_gguf(path: Path, model: PreTrainedModel, tokenizer: PreTrainedTokenize
     if tokenizer is None:
         raise GgufError("a GGUF file holds its tokenizer, and this model has none")
     _check(model.config)
-    writer = GGUFWriter(path, ARCHITECTURE)
+    writer = GGUFWriter(path, model.config.model_type)
     _add_shape(writer, model.config, name)
     _add_tokenizer(writer, tokenizer, model)
     tied = model.config.tie_word_embeddings
     for key, tensor in model.state_dict().items():
         if not (tied and key == "lm_head.weight"):  # llama.cpp then uses the embedding
-            _add_tensor(writer, gguf_name(key), tensor)
+            _add_tensor(writer, gguf_name(key), in_pairs(key, tensor, model.config))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
 
 
+def in_pairs(key: str, tensor: Tensor, config: PretrainedConfig) -> Tensor:
+    """A tensor of a `llama`, the rows of queries and keys in the order in which llama.cpp rotates them."""
+    if config.model_type != "llama" or not any(f"self_attn.{name}_proj." in key for name in "qk"):
+        return tensor
+    halves = tensor.view(-1, 2, config.head_dim // 2, *tensor.shape[1:])  # [H, 2, D / 2, ...]
+    return halves.transpose(1, 2).reshape(tensor.shape)
+
+
 def gguf_name(key: str) -> str:
-    """The name that llama.cpp gives a tensor of Qwen3."""
+    """The name that llama.cpp gives a tensor."""
     module, _, kind = key.rpartition(".")
     if module in TOP:
         return f"{TOP[module]}.{kind}"
@@ -81,14 +95,15 @@ def gguf_name(key: str) -> str:
 
 def _check(config: PretrainedConfig) -> None:
     wrong = {
-        "attention_bias": config.attention_bias,
+        "attention_bias": config.model_type == "qwen3" and config.attention_bias,
+        "mlp_bias": getattr(config, "mlp_bias", False),
         "hidden_act": config.hidden_act != "silu" and config.hidden_act,
         "rope_type": config.rope_parameters["rope_type"] != "default" and config.rope_parameters["rope_type"],
-        "sliding windows": "sliding_attention" in config.layer_types,
+        "sliding windows": "sliding_attention" in (getattr(config, "layer_types", None) or ()),
     }
     for what, found in wrong.items():
         if found:
-            raise GgufError(f"llama.cpp's qwen3 has no {what}{'' if found is True else ' ' + str(found)}")
+            raise GgufError(f"llama.cpp's {config.model_type} has no {what}{'' if found is True else ' ' + str(found)}")
 
 
 def _add_shape(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
@@ -100,8 +115,11 @@ def _add_shape(writer: GGUFWriter, config: PretrainedConfig, name: str) -> None:
     writer.add_block_count(config.num_hidden_layers)
     writer.add_head_count(config.num_attention_heads)
     writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(config.head_dim)
-    writer.add_value_length(config.head_dim)
+    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_key_length(head)
+    writer.add_value_length(head)
+    if config.model_type == "llama":
+        writer.add_rope_dimension_count(head)
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
     writer.add_layer_norm_rms_eps(config.rms_norm_eps)
 
@@ -152,10 +170,16 @@ def _splitting(backend: dict[str, Any]) -> str:
     normal = (backend["normalizer"] or {}).get("type")
     if normal is None and plain == [("ByteLevel", False, True)]:
         return "gpt-2"
-    split = steps[0].get("pattern") == {"Regex": QWEN} and steps[0].get("behavior") == "Isolated"
-    if normal in (None, "NFC") and split and plain[1:] == [("ByteLevel", False, False)]:
-        return "qwen2"
-    raise GgufError("llama.cpp would cut text differently: this tokenizer's words are neither GPT-2's nor Qwen's")
+    digits = normal is None and steps[0] == {"type": "Digits", "individual_digits": True}
+    if digits and plain[1:] == [("ByteLevel", False, True)]:
+        return "smollm"
+    split = {QWEN: "qwen2", LLAMA: "llama-bpe"}.get(str((steps[0].get("pattern") or {}).get("Regex")))
+    whole = steps[0].get("behavior") == "Isolated" and plain[1:] == [("ByteLevel", False, False)]
+    if normal in (None, "NFC") and split and whole:
+        return split
+    raise GgufError(
+        "llama.cpp would cut text differently: this tokenizer's words are neither GPT-2's, SmolLM's, Llama's nor Qwen's"
+    )
 
 
 def _add_tensor(writer: GGUFWriter, name: str, tensor: Tensor) -> None:

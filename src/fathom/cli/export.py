@@ -25,10 +25,10 @@ def add(parser: Parser) -> None:
         "--as",
         dest="form",
         default="fathom",
-        choices=("fathom", "qwen3", "unrolled", "gguf"),
-        help="fathom: any mechanism, with its code; qwen3: a stock Qwen3, if every axis is at its first value; "
-        "unrolled: a loop as the deeper stock Qwen3 that it equals; "
-        "gguf: either of these as FILE.gguf for llama.cpp (default: fathom)",
+        metavar="FORM",
+        help="fathom: any mechanism, with its code; native: the family that the model was opened from, without "
+        "mechanisms; unrolled: a loop as the deeper native model that it equals; gguf: either of these as FILE.gguf "
+        "for llama.cpp; or a family's name, such as llama or gpt_neox (default: fathom)",
     )
     parser.add_argument("--json", action="store_true", help="print the result for a program")
 

@@ -45,7 +45,7 @@ def run(options: Namespace) -> int:
     looked: list[LensData] = []
     first: PreTrainedTokenizerBase | None = None
     for path in filter(None, (options.model, options.compare)):
-        model, tokenizer = open_checkpoint(path, options.device, into_fathom=True)
+        model, tokenizer = open_checkpoint(path, options.device)
         if first is not None and not same_tokenizer(first, tokenizer, text):
             raise UsageError(f"{options.compare}: another tokenizer than {options.model}'s; --compare needs the same")
         first = first or tokenizer

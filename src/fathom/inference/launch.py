@@ -153,7 +153,7 @@ def _run(
     path: str | Path, listener: socket.socket, hosts: set[str] | None, lens: AddPages | None, options: ServeOptions
 ) -> None:
     """Open the model and serve it on a socket that is bound."""
-    model, tokenizer = options.open(path, into_fathom=lens is not None)
+    model, tokenizer = options.open(path)
     name = options.name or Path(path).resolve().name
     check_trips(model, options.max_trips)
     check_drafts(model, options.speculate, options.max_trips)

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # model_type -> the modelling code whose rotation it uses
 FAMILIES = {
-    "fathom": "qwen3",
+    "fathom": "gpt_neox",  # which turns a part of each head where the configuration says so
     "apertus": "apertus",
     "arcee": "arcee",
     "cohere": "cohere",
@@ -122,6 +122,10 @@ def refuse(config: PreTrainedConfig, window: int) -> None:
 
 
 def _refuse_fathom(config: PreTrainedConfig) -> None:
+    if config.positions == "learned":
+        raise ValueError("positions 'learned' are part of the keys, which cannot be moved; use method 'full'")
+    if config.no_rope_layers is not None and not all(config.no_rope_layers):
+        raise ValueError("no_rope_layers: layers that do not rotate keys are not supported; use method 'full'")
     if config.k_norm_position == "after_rope":
         raise ValueError("k_norm_position 'after_rope' scales turned keys, which cannot be turned back; use 'full'")
     recurrence = recurrence_class(config)

@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 def layer_flops(config: FathomConfig) -> int:
     """FLOPs per token of one layer's projections and MLP; attention scores are left out."""
     attention = config.hidden_size * config.head_dim * 2 * (config.num_attention_heads + config.num_key_value_heads)
-    return 2 * (attention + 3 * config.hidden_size * config.intermediate_size)
+    matrices = 3 if config.gated_mlp else 2
+    return 2 * (attention + matrices * config.hidden_size * config.intermediate_size)
 
 
 def head_flops(config: FathomConfig) -> int:

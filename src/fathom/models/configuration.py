@@ -1,7 +1,8 @@
-"""`FathomConfig`: Qwen3's configuration and one value for each axis of depth."""
+"""`FathomConfig`: the switches of a backbone, Qwen3's by default, and one value for each axis of depth."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import field
 from difflib import get_close_matches
 from typing import Any
@@ -12,21 +13,31 @@ from transformers.activations import ACT2FN
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config
 
-from .published import is_published, published_config
+from .foreign import reader
+from .norms import NORMS
 from .registry import AXES, DEFAULTS, check_trips, present_options, recurrence_class, resolve_options
 
-K_NORM_POSITIONS = ("before_rope", "after_rope")
-OUTPUT_INITS = ("plain", "depth")
-OURS = (*AXES, *(f"{axis}_options" for axis in AXES), "k_norm_position", "embedding_scale", "output_init", "max_trips")
+CHOICES = {
+    "norm": tuple(NORMS),
+    "norm_placement": ("before", "after", "both"),
+    "qk_norm": ("head", "full", "none"),
+    "k_norm_position": ("before_rope", "after_rope"),
+    "positions": ("rotary", "learned"),
+    "output_init": ("plain", "depth"),
+}
+"""The values of every key that is a choice, its default first."""
 POSITIVE = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
+SCALES = ("embedding_scale", "residual_multiplier", "logits_scaling")
+CAPS = ("attention_scale", "attn_logit_softcapping", "final_logit_softcapping")
 
 
 @strict
 class FathomConfig(Qwen3Config):
-    """The configuration of a Fathom decoder: Qwen3's, and one value for each axis of depth.
+    """The configuration of a Fathom decoder: a backbone's switches, and one value for each axis of depth.
 
-    With every axis at its first value the model is Qwen3, bit for bit. Values and their options are listed by
-    `fathom mechanisms` and checked here; what is wrong is a `ValueError` that names the key.
+    With every axis at its first value the model is its family's own, bit for bit; every switch defaults to Qwen3's.
+    Values and their options are listed by `fathom mechanisms` and checked here; what is wrong is a `ValueError` that
+    names the key.
 
     Args:
         mixer: What value attention reads: `none`, or a mechanism.
@@ -35,10 +46,29 @@ class FathomConfig(Qwen3Config):
         mixer_options: Options of the mixer; those left out get its defaults.
         residual_options: Options of the residual.
         recurrence_options: Options of the recurrence.
-        k_norm_position: Keys are normed `before_rope`, or `after_rope` as the released Depth-Attention weights need.
-        embedding_scale: Factor on the input embeddings.
-        output_init: `plain`, or `depth`: smaller initial output projections, the deeper the model.
         max_trips: Most trips per token, up to the number that the model was trained for; None for no limit.
+        norm: `rms`, `rms_wide`, `rms_offset`, `layer` or `layer_plain`: see `norms.py`. `rms_norm_eps` is the ε of all.
+        norm_placement: Norms stand `before` each sub-layer, `after` it, or `both`.
+        qk_norm: Queries and keys are normed by `head`, over the `full` projection, or not: `none`.
+        k_norm_position: Keys are normed `before_rope`, or `after_rope` as the released Depth-Attention weights need.
+        parallel_residual: Attention and MLP read the same state, and both are added to it.
+        gated_mlp: Whether the MLP has a gate.
+        output_bias: Whether o_proj has a bias; None: as the other three have (`attention_bias`).
+        mlp_bias: Whether the MLP's projections have biases.
+        positions: `rotary`, or `learned`: a table of `max_position_embeddings` rows, added to the embeddings.
+        position_offset: Rows of that table before position 0.
+        no_rope_layers: For each layer 1 where queries and keys are turned, 0 where not; None: everywhere.
+        rope_float32: Whether queries and keys are turned in at least float32.
+        attention_scale: Factor on attention's logits; None: 1 / √head_dim.
+        scale_queries: Whether queries are multiplied by it before the product, not logits after it.
+        attn_logit_softcapping: c of c · tanh(logit / c) in attention; None for no cap.
+        final_logit_softcapping: The same for the head's logits.
+        embedding_scale: Factor on the input embeddings.
+        round_embedding_scale: Whether that factor is rounded to the model's dtype first.
+        residual_multiplier: Factor on every sub-layer's output.
+        logits_scaling: The head's logits are divided by this.
+        output_init: `plain`, or `depth`: smaller initial output projections, the deeper the model.
+        native: The `config.json` that the model was opened with, where it is another family's.
 
     Every other key is `Qwen3Config`'s.
     """
@@ -61,40 +91,71 @@ class FathomConfig(Qwen3Config):
     """Options of the recurrence."""
     max_trips: int | None = None
     """Most trips per token, unless a call says otherwise; engines can set it too (vLLM's `hf_overrides`)."""
+    norm: str = "rms"
+    """Which norm stands before or after sub-layers, and before the head."""
+    norm_placement: str = "before"
+    """Where norms stand: before each sub-layer, after it, or both."""
+    qk_norm: str = "head"
+    """Over what queries and keys are normed."""
     k_norm_position: str = "before_rope"
     """`after_rope` norms keys after rotating them, as the released Depth-Attention weights need."""
+    parallel_residual: bool = False
+    """Whether attention and MLP of a layer read the same state."""
+    gated_mlp: bool = True
+    """Whether the MLP has a gate."""
+    output_bias: bool | None = None
+    """Whether o_proj has a bias; None: as `attention_bias` says."""
+    mlp_bias: bool = False
+    """Whether the MLP's projections have biases."""
+    positions: str = "rotary"
+    """How positions enter: by rotating queries and keys, or as a learned table."""
+    position_offset: int = 0
+    """Rows of a learned table of positions before position 0."""
+    no_rope_layers: list[int] | None = None
+    """For each layer: 1 where queries and keys are rotated, 0 where not."""
+    rope_float32: bool = False
+    """Whether queries and keys are rotated in at least float32."""
+    attention_scale: float | None = None
+    """Factor on attention's logits; None: 1 / sqrt(head_dim)."""
+    scale_queries: bool = False
+    """Whether queries are multiplied by `attention_scale` before the product."""
+    attn_logit_softcapping: float | None = None
+    """Cap of attention's logits."""
+    final_logit_softcapping: float | None = None
+    """Cap of the head's logits."""
     embedding_scale: float = 1.0
     """Factor on the input embeddings, for every mechanism alike."""
+    round_embedding_scale: bool = False
+    """Whether `embedding_scale` is rounded to the model's dtype first."""
+    residual_multiplier: float = 1.0
+    """Factor on every sub-layer's output."""
+    logits_scaling: float = 1.0
+    """Divisor of the head's logits."""
     output_init: str = "plain"
     """`depth` divides the initial o_proj and down_proj by sqrt(2 · layers · trips that add to one stream)."""
+    native: dict = field(default_factory=dict)
+    """The `config.json` that the model was opened with, where it is another family's."""
 
     def __post_init__(self, **kwargs: object) -> None:
         for key in kwargs:
-            if near := get_close_matches(key, OURS, cutoff=0.8):
+            if near := get_close_matches(key, ours(), cutoff=0.8):
                 raise ValueError(f"{key} is not a key of the configuration; did you mean {near[0]}?")
         if isinstance(self.dtype, str) and not isinstance(getattr(torch, self.dtype, None), torch.dtype):
             raise ValueError(f"dtype must be a type of torch, such as float32 or bfloat16, got {self.dtype!r}")
         super().__post_init__(**kwargs)
+        self._check_switches()
         for name in POSITIVE:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         if kv_heads < 1 or heads % kv_heads:
             raise ValueError(f"num_attention_heads ({heads}) must be a multiple of num_key_value_heads ({kv_heads})")
-        if self.head_dim % 2:
-            raise ValueError(f"head_dim ({self.head_dim}) must be even, since rotary embedding turns pairs")
         if not isinstance(self.hidden_act, str) or self.hidden_act not in ACT2FN:
             raise ValueError(f"hidden_act must be one of {', '.join(ACT2FN)}, got {self.hidden_act!r}")
         if not 0 <= self.attention_dropout < 1:
             raise ValueError(f"attention_dropout must be at least 0 and below 1, got {self.attention_dropout}")
         if self.pad_token_id is not None and not -self.vocab_size <= self.pad_token_id < self.vocab_size:
             raise ValueError(f"pad_token_id must be below vocab_size ({self.vocab_size}), got {self.pad_token_id}")
-        if self.k_norm_position not in K_NORM_POSITIONS:
-            raise ValueError(
-                f"k_norm_position must be one of {', '.join(K_NORM_POSITIONS)}, got {self.k_norm_position!r}"
-            )
-        if self.output_init not in OUTPUT_INITS:
-            raise ValueError(f"output_init must be one of {', '.join(OUTPUT_INITS)}, got {self.output_init!r}")
         for axis in AXES:
             setattr(self, f"{axis}_options", resolve_options(self, axis))
         check_trips(self)
@@ -103,6 +164,40 @@ class FathomConfig(Qwen3Config):
             raise ValueError(
                 f"max_trips must be between 1 and {most}, the trips of this {self.recurrence}, got {self.max_trips}"
             )
+
+    def _check_switches(self) -> None:
+        """Refuse what no backbone is."""
+        for name, allowed in CHOICES.items():
+            if (value := getattr(self, name)) not in allowed:
+                raise ValueError(f"{name} must be one of {', '.join(allowed)}, got {value!r}")
+        for name in (*SCALES, *CAPS):
+            if (number := getattr(self, name)) is not None and not (math.isfinite(number) and number > 0):
+                raise ValueError(f"{name} must be a positive number, got {number}")
+        if self.output_bias is None:
+            self.output_bias = self.attention_bias
+        if self.k_norm_position == "after_rope" and self.qk_norm != "head":
+            raise ValueError(f"k_norm_position=after_rope needs qk_norm=head, got {self.qk_norm}")
+        if self.parallel_residual and self.norm_placement != "before":
+            raise ValueError(f"parallel_residual needs norm_placement=before, got {self.norm_placement}")
+        if self.position_offset < 0:
+            raise ValueError(f"position_offset must not be negative, got {self.position_offset}")
+        layers = self.num_hidden_layers
+        if self.no_rope_layers is not None and len(self.no_rope_layers) != layers:
+            raise ValueError(f"no_rope_layers must name {layers} layers, got {len(self.no_rope_layers)}")
+        if self.positions == "rotary":
+            for rope in self.rope_parameters.values() if self.rope_by_layer_type else [self.rope_parameters or {}]:
+                if (turned := int(self.head_dim * rope.get("partial_rotary_factor", 1.0))) % 2 or turned < 2:
+                    raise ValueError(f"head_dim ({self.head_dim}): {turned} rotated channels, which must be even")
+
+    @property
+    def rope_by_layer_type(self) -> bool:
+        """Whether `rope_parameters` holds other parameters for each type of layer."""
+        rope = self.rope_parameters or {}
+        return bool(rope) and all(isinstance(rope.get(kind), dict) for kind in self.layer_types)
+
+    def rotates(self, layer: int) -> bool:
+        """Whether a layer rotates queries and keys."""
+        return self.positions == "rotary" and (self.no_rope_layers is None or bool(self.no_rope_layers[layer]))
 
     def validate_rope(self) -> None:
         """As in transformers, with messages that name an unknown `rope_type` and the key that lacks a parameter."""
@@ -133,23 +228,23 @@ class FathomConfig(Qwen3Config):
                 kwargs[options] = {key: value for part in both for key, value in part.items()}
         if "num_hidden_layers" in kwargs:
             config_dict.pop("layer_types", None)
+            config_dict.pop("no_rope_layers", None)
         for key in [k for k in kwargs if k in cls.__dataclass_fields__ and k not in ("dtype", "torch_dtype")]:
             config_dict[key] = kwargs.pop(key)
         return super().from_dict(config_dict, **kwargs)
 
     @classmethod
     def get_config_dict(cls, *args: object, **kwargs: object) -> tuple[dict[str, object], dict[str, object]]:
-        """Read `config.json`: ours, any Qwen3's, or one of the released depth models."""
+        """Read `config.json`: ours, or where Fathom is installed that of any family it knows."""
         config_dict, kwargs = super().get_config_dict(*args, **kwargs)
+        where = args[0] if args else "config.json"
         if not isinstance(config_dict, dict):
-            raise ValueError(f"{args[0] if args else 'config.json'}: config.json is not a JSON object")
-        kind = config_dict.get("model_type")
-        if is_published(config_dict):
-            config_dict = published_config(config_dict)
-        elif kind == "qwen3":
-            config_dict = {**config_dict, "model_type": cls.model_type}
-        elif kind not in (cls.model_type, None):
-            raise ValueError(
-                f"{args[0] if args else 'this checkpoint'} is a {kind} model; Fathom opens qwen3 and fathom"
-            )
+            raise ValueError(f"{where}: config.json is not a JSON object")
+        if config_dict.get("model_type") not in (cls.model_type, None):
+            config_dict = reader().configuration(config_dict, str(where))
         return config_dict, kwargs
+
+
+def ours() -> tuple[str, ...]:
+    """The keys of `FathomConfig` that Qwen3's configuration lacks."""
+    return tuple(key for key in FathomConfig.__dataclass_fields__ if key not in Qwen3Config.__dataclass_fields__)

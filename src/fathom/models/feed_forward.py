@@ -1,19 +1,39 @@
-"""The feed-forward sub-layer: Qwen3's down(silu(gate(x)) ⊙ up(x)), where a kernel may compute silu(gate) ⊙ up."""
+"""The feed-forward sub-layer, gated or plain.
+
+gated    down(act(gate(x)) ⊙ up(x))        a kernel may compute silu(gate) ⊙ up
+plain    down(act(up(x)))
+"""
 
 from __future__ import annotations
 
-from torch import Tensor
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
 
 from .replaceable import faster
 
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
 
-class FeedForward(Qwen3MLP):
-    """Qwen3's MLP: the same parameter names and results."""
+
+class FeedForward(nn.Module):
+    """An MLP with Qwen3's parameter names; a plain one has no `gate_proj`."""
+
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__()
+        width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(width, inner, bias=bias) if config.gated_mlp else None
+        self.up_proj = nn.Linear(width, inner, bias=bias)
+        self.down_proj = nn.Linear(inner, width, bias=bias)
+        self.act_fn = ACT2FN[config.hidden_act]
+        self.silu = config.hidden_act == "silu"
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, T, hidden_size]` to the same."""
-        swiglu = faster("swiglu", x)
-        if swiglu is None or self.config.hidden_act != "silu":
+        if self.gate_proj is None:
+            return self.down_proj(self.act_fn(self.up_proj(x)))
+        swiglu = faster("swiglu", x) if self.silu else None
+        if swiglu is None:
             return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
         return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))

@@ -39,15 +39,17 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration import FathomConfig
+from .eager import attend_capped
 from .engines import check_engine, engine_config, seat, take_banks
 from .feed_forward import FeedForward
 from .flex_reading import ReadingRule, attend_by_rule
+from .foreign import HUB_KEYS, opened
+from .head import build_head
 from .loss import causal_lm_loss, shifted, token_losses
-from .published import HUB_KEYS, released
+from .norms import NORMS, OffsetRMSNorm
 from .reading import attend_beside, with_key_bias
 from .registry import AXES, DEFAULTS, mechanism, recurrence_class
 from .replaceable import faster
-from .rms_norm import RMSNorm
 from .roles import (
     MechanismModule,
     Recurrence,
@@ -60,7 +62,7 @@ from .roles import (
     idle,
     uncalled,
 )
-from .rotary import RotaryEmbedding, rotate
+from .rotary import PositionEmbeddings, build_rotary, rotate
 from .several_trips import Inputs, Store
 from .several_trips import run as run_trips
 from .slot_cache import with_slots
@@ -70,12 +72,23 @@ from .speculation import Speculation, check_request, decode
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
+NORM_NAMES = {
+    "before": ("input_layernorm", "post_attention_layernorm"),
+    "after": ("post_attention_layernorm", "post_feedforward_layernorm"),
+    "both": (
+        *("input_layernorm", "post_attention_layernorm"),
+        *("pre_feedforward_layernorm", "post_feedforward_layernorm"),
+    ),
+}
+"""By placement: the norms of a layer under the names that transformers gives them."""
+CAPPED = ("eager", "flex_attention")
+"""Attention backends that can cap logits."""
 Places = bool | int | Sequence[int]
 """What `output_hidden_states` may be: all or none, one, or some of them."""
 
 
 class Attention(nn.Module):
-    """Qwen3's attention; the mixer sits between the projections and the cache."""
+    """Grouped-query attention; the mixer sits between the projections and the cache."""
 
     def __init__(self, config: FathomConfig, layer_idx: int) -> None:
         super().__init__()
@@ -83,27 +96,38 @@ class Attention(nn.Module):
         self.layer_idx = layer_idx
         self.head_dim = config.head_dim
         self.num_key_value_groups = config.num_attention_heads // config.num_key_value_heads
-        self.scaling = self.head_dim**-0.5
+        scale = self.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+        self.query_scale: float | None = scale if config.scale_queries else None
+        self.scaling: float = 1.0 if config.scale_queries else scale
         self.attention_dropout = config.attention_dropout
         self.is_causal = True
-        self.sliding_window = config.sliding_window if config.layer_types[layer_idx] == "sliding_attention" else None
+        self.layer_type = config.layer_types[layer_idx]
+        self.sliding_window = config.sliding_window if self.layer_type == "sliding_attention" else None
+        self.cap = {} if config.attn_logit_softcapping is None else {"softcap": config.attn_logit_softcapping}
         self.banks: dict[int, nn.Module] = {}  # by index, for engines that attach their cache to modules
+        self.qk_norm, self.rotates = config.qk_norm, config.rotates(layer_idx)
         self.norm_rotated_keys = config.k_norm_position == "after_rope"
 
         width, kv_width = config.num_attention_heads * self.head_dim, config.num_key_value_heads * self.head_dim
         self.q_proj = nn.Linear(config.hidden_size, width, bias=config.attention_bias)
         self.k_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
         self.v_proj = nn.Linear(config.hidden_size, kv_width, bias=config.attention_bias)
-        self.o_proj = nn.Linear(width, config.hidden_size, bias=config.attention_bias)
-        self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
+        self.o_proj = nn.Linear(width, config.hidden_size, bias=bool(config.output_bias))
+        norm, by_head = NORMS[config.norm], self.qk_norm == "head"
+        self.q_norm: nn.Module = nn.Identity()
+        self.k_norm: nn.Module = nn.Identity()
+        if self.qk_norm != "none":
+            self.q_norm = norm(self.head_dim if by_head else width, config.rms_norm_eps)
+            self.k_norm = norm(self.head_dim if by_head else kv_width, config.rms_norm_eps)
         self.mixer: ValueMixer = mechanism("mixer", config.mixer).build(config, layer_idx)
         self.mixes_depth = config.mixer == "depth_attention"
+        whole = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) == 1.0 and not config.rope_float32
+        self.as_qwen3 = self.qk_norm == "head" and config.norm == "rms" and self.rotates and whole
 
     def forward(
         self,
         hidden_states: Tensor,
-        position_embeddings: tuple[Tensor, Tensor],
+        position_embeddings: PositionEmbeddings,
         attention_mask: Tensor | ReadingRule | None,
         past_key_values: Cache | None = None,
         bank: int | None = None,
@@ -120,37 +144,21 @@ class Attention(nn.Module):
         logit of every query that reads the slot.
         """
         shape = hidden_states.shape[:-1]
-        heads = (*shape, -1, self.head_dim)
-        query = self.q_proj(hidden_states).view(heads)
-        key = self.k_proj(hidden_states).view(heads)
-        value = self.v_proj(hidden_states).view(heads)
-        fused = faster("norm_rotate_mix", value) if sources and self.mixes_depth else None
-        if fused is not None and all(uncalled(part) for part in (self.q_norm, self.k_norm, self.mixer)):
-            norms, bias = (self.q_norm, self.k_norm), self.mixer.self_bias
-            query, key, value = fused(
-                (query, key, value), sources, bias, norms, position_embeddings, self.norm_rotated_keys
-            )
-        else:
-            query, value = self.q_norm(query).transpose(1, 2), value.transpose(1, 2)  # [B, H, T, D], [B, H_kv, T, D]
-            if self.norm_rotated_keys:
-                query, key = rotate(query, key.transpose(1, 2), *position_embeddings)
-                key = self.k_norm(key)
-            else:
-                query, key = rotate(query, self.k_norm(key).transpose(1, 2), *position_embeddings)
-            if not idle(self.mixer, ValueMixer):
-                value = direct(self.mixer)(query, key, value, sources)
-
+        query, key, value = self.q_proj(hidden_states), self.k_proj(hidden_states), self.v_proj(hidden_states)
+        query, key, value = self._mixed(query, key, value, position_embeddings, sources)
         if alive is not None:
             key, value = (torch.where(alive, new, old) for new, old in zip((key, value), earlier, strict=True))
             earlier = ()
         keys, values = key, value
         if past_key_values is not None:
             keys, values = past_key_values.update(key, value, self.layer_idx if bank is None else bank)
+        if self.query_scale is not None:
+            query = query * self.query_scale
         if key_bias is not None:
             query, keys, values = with_key_bias(query, keys, values, key_bias, self.scaling)
 
         attend: Callable = ALL_ATTENTION_FUNCTIONS.get_interface(
-            self.config._attn_implementation, eager_attention_forward
+            self.config._attn_implementation, attend_capped if self.cap else eager_attention_forward
         )
         attend = _reading(attend, attention_mask, earlier)
         output, weights = attend(
@@ -162,11 +170,37 @@ class Attention(nn.Module):
             dropout=self.attention_dropout if self.training else 0.0,
             scaling=self.scaling,
             sliding_window=self.sliding_window,
+            **self.cap,
             **kwargs,
         )
         if key_bias is not None:
             output = output[..., : self.head_dim]
         return self.o_proj(output.reshape(*shape, -1).contiguous()), weights, key, value
+
+    def _mixed(
+        self, query: Tensor, key: Tensor, value: Tensor, positions: PositionEmbeddings, sources: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values `[B, H, T, D]` for attention, of the projections `[B, T, H D]`."""
+        if self.qk_norm == "full":
+            query, key = self.q_norm(query), self.k_norm(key)
+        heads = (*query.shape[:-1], -1, self.head_dim)
+        query, key, value = query.view(heads), key.view(heads), value.view(heads)
+        angles = (positions[self.layer_type] if isinstance(positions, Mapping) else positions) if self.rotates else None
+        fused = faster("norm_rotate_mix", value) if sources and self.mixes_depth and self.as_qwen3 else None
+        if fused is not None and all(uncalled(part) for part in (self.q_norm, self.k_norm, self.mixer)):
+            norms, bias = (self.q_norm, self.k_norm), self.mixer.self_bias
+            return fused((query, key, value), sources, bias, norms, angles, self.norm_rotated_keys)
+        if self.qk_norm == "head":
+            query = self.q_norm(query)
+            key = key if self.norm_rotated_keys else self.k_norm(key)
+        query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if angles is not None:
+            query, key = rotate(query, key, *angles)
+        if self.norm_rotated_keys:
+            key = self.k_norm(key)
+        if not idle(self.mixer, ValueMixer):
+            value = direct(self.mixer)(query, key, value, sources)
+        return query, key, value
 
 
 def _reading(attend: Callable, mask: Tensor | ReadingRule | None, earlier: tuple[Tensor, ...]) -> Callable:
@@ -185,9 +219,11 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.self_attn = Attention(config, layer_idx)
         self.mlp = FeedForward(config)
         for last in (self.self_attn.o_proj, self.mlp.down_proj):
-            last.writes_residual = True  # for `_init_weights`, which sees one Linear at a time
-        self.input_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+            last.writes_residual = True  # type: ignore[assignment]  # `_init_weights` sees one Linear at a time
+        self.norm_placement, self.parallel = config.norm_placement, config.parallel_residual
+        for name in NORM_NAMES[config.norm_placement]:
+            setattr(self, name, NORMS[config.norm](config.hidden_size, config.rms_norm_eps))
+        self.multiplier = config.residual_multiplier
         self.attn_residual: Residual = residual(config, 2 * layer_idx)
         self.mlp_residual: Residual = residual(config, 2 * layer_idx + 1)
         self.plain = residual is Residual
@@ -198,16 +234,36 @@ class DecoderLayer(GradientCheckpointingLayer):
         Inputs and outputs are tensors, not tuples of tensors: reentrant checkpointing tracks gradients of tensors only.
         """
         if self.plain:  # the same sums without four calls, which a single token would notice
-            x, _, key, value = self.self_attn(self.input_layernorm(state[0]), sources=sources, **kwargs)
-            x = state[0] + x
-            return x + self.mlp(self.post_attention_layernorm(x)), key, value
-        residual = direct(self.attn_residual)
-        x, state, context = residual(state)
-        update, _, key, value = self.self_attn(self.input_layernorm(x), sources=sources, **kwargs)
-        state, residual = residual(state, update, context), direct(self.mlp_residual)
-        x, state, context = residual(state)
-        state = residual(state, self.mlp(self.post_attention_layernorm(x)), context)
-        return *state, key, value
+            update, key, value = self.attend(state[0], sources=sources, **kwargs)
+            if self.parallel:
+                return state[0] + (update + self.feed_forward(state[0])), key, value
+            x = state[0] + update
+            return x + self.feed_forward(x), key, value
+        attn, mlp = direct(self.attn_residual), direct(self.mlp_residual)
+        x, state, context = attn(state)
+        if self.parallel:  # two reads of one state, then two writes
+            y, state, second = mlp(state)
+        update, key, value = self.attend(x, sources=sources, **kwargs)
+        state = attn(state, update, context)
+        if not self.parallel:
+            y, state, second = mlp(state)
+        return *mlp(state, self.feed_forward(y), second), key, value
+
+    def attend(self, x: Tensor, **kwargs: object) -> tuple[Tensor, Tensor, Tensor]:
+        """Attention's update of the residual, and its key and mixed value."""
+        x = x if self.norm_placement == "after" else self.input_layernorm(x)
+        x, _, key, value = self.self_attn(x, **kwargs)
+        x = x if self.norm_placement == "before" else self.post_attention_layernorm(x)
+        return x if self.multiplier == 1.0 else x * self.multiplier, key, value
+
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The MLP's update of the residual."""
+        if self.norm_placement == "before":
+            x = self.mlp(self.post_attention_layernorm(x))
+        else:
+            x = x if self.norm_placement == "after" else self.pre_feedforward_layernorm(x)
+            x = self.post_feedforward_layernorm(self.mlp(x))
+        return x if self.multiplier == 1.0 else x * self.multiplier
 
 
 _NAMES = ("activation_checkpointing_enable", "gradient_checkpointing_enable")
@@ -231,15 +287,29 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
             module.init_weights(self.config.initializer_range)
             return
         super()._init_weights(module)
+        if isinstance(module, OffsetRMSNorm):
+            init.zeros_(module.weight)
         if self.config.output_init == "depth" and getattr(module, "writes_residual", False):
             writes = 2 * self.config.num_hidden_layers * recurrence_class(self.config).additions(self.config)
             init.normal_(module.weight, std=self.config.initializer_range / math.sqrt(writes))
+
+    def _check_and_adjust_attn_implementation(self, attn_implementation: str | None, *args: Any, **kwargs: Any) -> str:
+        """As in transformers; where logits are capped, only backends that can do it, `eager` unless another is asked
+        for."""
+        if self.config.attn_logit_softcapping is not None:
+            attn_implementation = attn_implementation or "eager"
+            if attn_implementation not in CAPPED:
+                raise ValueError(
+                    f"attn_logit_softcapping needs attn_implementation {' or '.join(CAPPED)}, got {attn_implementation}"
+                )
+        return super()._check_and_adjust_attn_implementation(attn_implementation, *args, **kwargs)
 
     @classmethod
     def from_pretrained(
         cls, pretrained_model_name_or_path: str | PathLike[str] | None, *args: object, **kwargs: object
     ) -> Any:
-        """Open a Fathom, Qwen3 or released depth checkpoint; `mixer=`, `residual=` and `recurrence=` retrofit it.
+        """Open a checkpoint of Fathom, or where Fathom is installed of any family that it knows; `mixer=`, `residual=`
+        and `recurrence=` retrofit it.
 
         Stricter than transformers, which initialises a tensor that is missing at random: here a decoder tensor that is
         missing or has another shape is an error. A mechanism that has no tensor in the checkpoint is initialised, and
@@ -251,9 +321,10 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
         tolerant = kwargs.pop("ignore_mismatched_sizes", False)
         hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
         own: dict[str, object] = kwargs.pop("state_config", None) or {}  # type: ignore[assignment]
-        if pretrained_model_name_or_path is not None:
-            own = cls.config_class.get_config_dict(pretrained_model_name_or_path, **hub)[0]
-        path, kwargs = released(pretrained_model_name_or_path, cls.config_class, kwargs)
+        path = pretrained_model_name_or_path
+        if path is not None:
+            own = cls.config_class.get_config_dict(path, **hub)[0]
+        path, kwargs = opened(path, cls.config_class, kwargs)
         model, info = super().from_pretrained(
             path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
         )
@@ -263,7 +334,7 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
             )
         unread = sorted(name for name in info["unexpected_keys"] if not name.startswith("lm_head."))
         if unread and path is None and pretrained_model_name_or_path is not None:
-            raise ValueError(f"this released checkpoint holds {unread[0]}, for which the model has no place")
+            raise ValueError(f"this checkpoint holds {unread[0]}, for which the model has no place")
         of_mechanism = [name for name in unread if ".recurrence." in name or "residual." in name or ".mixer." in name]
         if of_mechanism and all(own.get(axis) == getattr(model.config, axis) for axis in AXES):
             raise ValueError(f"the checkpoint holds {of_mechanism[0]}, for which these options leave no place")
@@ -366,12 +437,17 @@ class FathomModel(FathomPreTrainedModel):
         self.final_residual: Residual = mechanism("residual", config.residual).build(
             config, 2 * config.num_hidden_layers
         )
-        self.norm = RMSNorm(config.hidden_size, eps=config.rms_norm_eps)
+        self.norm = NORMS[config.norm](config.hidden_size, config.rms_norm_eps)
         self.recurrence: Recurrence = mechanism("recurrence", config.recurrence).build(config)
-        self.rotary_emb = RotaryEmbedding(config)
+        self.rotary_emb = build_rotary(config)
+        self.embed_positions = None
+        if config.positions == "learned":
+            self.embed_positions = nn.Embedding(
+                config.max_position_embeddings + config.position_offset, config.hidden_size
+            )
         self.gradient_checkpointing = False
         if own_head and self.recurrence.needs_head(config):
-            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+            self.lm_head = build_head(config)
             self._tied_weights_keys = {"lm_head.weight": "embed_tokens.weight"}
         check_engine(self.config, self.recurrence, self.plan)
         if config._attn_implementation == "vllm" and len(self.plan) > 1:
@@ -409,7 +485,9 @@ class FathomModel(FathomPreTrainedModel):
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:
             seen = 0 if given is None else given.get_seq_length()
-            position_ids = (torch.arange(x.shape[1], device=x.device) + seen).unsqueeze(0)
+            position_ids = self._positions(seen, x, attention_mask)
+        if self.embed_positions is not None:
+            x = x + self.embed_positions(position_ids + self.config.position_offset)
 
         if self.config.recurrence != DEFAULTS["recurrence"]:
             head = getattr(self, "lm_head", None) if head is None else head
@@ -455,7 +533,25 @@ class FathomModel(FathomPreTrainedModel):
         if 0 in shape:
             raise ValueError(f"the input is empty: {shape[0]} rows of {shape[-1]} tokens")
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        return x if self.config.embedding_scale == 1.0 else x * self.config.embedding_scale
+        scale = self.config.embedding_scale
+        if self.config.round_embedding_scale:
+            return x * torch.tensor(scale, dtype=x.dtype, device=x.device)
+        return x if scale == 1.0 else x * scale
+
+    def _positions(self, seen: int, x: Tensor, attention_mask: object) -> Tensor:
+        """The positions of new tokens after `seen` others, `[1 or B, T]`. Learned ones do not count padding, rotary
+        ones need not: they are relative."""
+        length = x.shape[1]
+        if self.embed_positions is None:
+            return (torch.arange(length, device=x.device) + seen).unsqueeze(0)
+        if seen + length > self.config.max_position_embeddings:
+            raise ValueError(
+                f"{seen + length} tokens: this model has {self.config.max_position_embeddings} positions, and learned "
+                "positions do not extend"
+            )
+        if isinstance(attention_mask, Tensor) and attention_mask.ndim == 2:
+            return (attention_mask.long().cumsum(1) - 1).clamp(min=0)[:, -length:]
+        return (torch.arange(length, device=x.device) + seen).unsqueeze(0)
 
     def plan_of(self, trips: int) -> tuple[tuple[Visit, ...], ...]:
         """The visits of `trips` trips."""
@@ -576,7 +672,7 @@ class FathomForCausalLM(FathomPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = FathomModel(config, own_head=False)
         self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = build_head(config)
         self.post_init()
 
     def check_chunks(self, size: int | None) -> None:

@@ -1,29 +1,96 @@
 """Rotary position embedding: Qwen3's, to the last bit, without its negations.
 
-(x₁, x₂) → (x₁, x₂) ⊙ cos + (x₂, x₁) ⊙ (−sin, sin)      over the two halves of a head
+(x₁, x₂) → (x₁, x₂) ⊙ cos + (x₂, x₁) ⊙ (−sin, sin)      over the two halves of a head, or of its first dimensions
+
+A backbone may turn a part of each head (`partial_rotary_factor`), turn in float32, have other angles for each type of
+layer, or have none at all, where positions are learned.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
+
+from .numerics import widen
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+
+Angles: TypeAlias = tuple[Tensor, Tensor]
+"""Cosines and (−sin, sin), `[B, T, R]` each, R the dimensions of a head that are turned."""
+PositionEmbeddings: TypeAlias = Angles | Mapping[str, Angles] | None
+"""The angles of all layers, of each type of layer, or none where positions are learned."""
+
+
+def build_rotary(config: FathomConfig) -> nn.Module:
+    """The module that turns positions into angles."""
+    if config.positions == "learned":
+        return NoRotary()
+    parameters = config.rope_parameters or {}
+    if config.rope_by_layer_type:
+        return RotaryByType(config)
+    assert "rope_theta" in parameters
+    return RotaryEmbedding(config)
 
 
 class RotaryEmbedding(Qwen3RotaryEmbedding):
-    """Qwen3's angles."""
+    """Angles of positions."""
 
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and (−sin, sin), `[B, T, D]` each, of positions `[B, T]` and in the dtype of `x`."""
-        cos, sin = super().forward(x, position_ids)
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__(config)
+        self.wide = config.rope_float32
+
+    @staticmethod
+    def compute_default_rope_parameters(
+        config: FathomConfig, device: torch.device | None = None, **kwargs: object
+    ) -> tuple[Tensor, float]:
+        """The inverse frequencies of the part of a head that is turned, and a factor of 1."""
+        rope = config.rope_parameters
+        size = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        inverse = 1.0 / (rope["rope_theta"] ** (torch.arange(0, size, 2, dtype=torch.float) / size))
+        return inverse.to(device), 1.0
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> Angles:
+        """The angles of positions `[B, T]`, in the dtype of `x`, or in at least float32."""
+        cos, sin = super().forward(widen(x[..., :0]) if self.wide else x, position_ids)
         half = sin.shape[-1] // 2
         return cos, torch.cat((-sin[..., :half], sin[..., half:]), -1)
 
 
+class RotaryByType(nn.ModuleDict):
+    """Other angles for each type of layer."""
+
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__()
+        for kind in dict.fromkeys(config.layer_types):
+            one = copy.copy(config)
+            one.rope_parameters = config.rope_parameters[kind]
+            self[kind] = RotaryEmbedding(one)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> dict[str, Angles]:
+        """By type of layer: the angles of positions `[B, T]`."""
+        return {kind: rotary(x, position_ids) for kind, rotary in self.items()}
+
+
+class NoRotary(nn.Module):
+    """No angles: positions are learned, and added to the embeddings."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> None:
+        """None."""
+
+
 def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-    """Rotate `[B, H, T, D]` queries and keys by what `RotaryEmbedding` makes, `[B, T, D]`."""
+    """Rotate the first R channels of queries and keys `[B, H, T, D]` by what `RotaryEmbedding` makes, `[B, T, R]`."""
+    turned = cos.shape[-1]
+    if turned < query.shape[-1]:
+        first = rotate(query[..., :turned], key[..., :turned], cos, sin)
+        query, key = (torch.cat((a, x[..., turned:]), -1) for a, x in zip(first, (query, key), strict=True))
+        return query, key
     cos, sin = cos.unsqueeze(1), sin.unsqueeze(1)
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         return _Rotate.apply(query, cos, sin), _Rotate.apply(key, cos, sin)
@@ -36,7 +103,8 @@ def rotate(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor
 
 def _swapped(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     half = x.shape[-1] // 2
-    return x * cos + torch.cat((x[..., half:], x[..., :half]), -1) * sin
+    out = x * cos + torch.cat((x[..., half:], x[..., :half]), -1) * sin
+    return out if out.dtype is x.dtype else out.to(x.dtype)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
@@ -46,7 +114,7 @@ def _turn(x: Tensor, cos: Tensor, sin: Tensor, back: bool) -> Tensor:
     out = x * cos
     out[..., low] += x[..., high] * sin[..., of_low]
     out[..., high] += x[..., low] * sin[..., of_high]
-    return out
+    return out if out.dtype is x.dtype else out.to(x.dtype)
 
 
 class _Rotate(torch.autograd.Function):

@@ -7,15 +7,14 @@ import torch
 from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from fathom.checkpoints.families.lumia import is_published, published_config
 from fathom.models import FathomConfig, FathomForCausalLM, FathomModel
-from fathom.models.published import is_published, published_config
-
-from .cases import tokens
-from .oracle import Oracle, agree, unrolled
-from .test_attention_residuals import run_trip
-from .test_denseformer import truth_of as denseformer_truth
-from .test_hyper_connections import truth_of as hyper_truth
-from .test_looping import softmax_mix
+from tests.models.cases import tokens
+from tests.models.oracle import Oracle, agree, unrolled
+from tests.models.test_attention_residuals import run_trip
+from tests.models.test_denseformer import truth_of as denseformer_truth
+from tests.models.test_hyper_connections import truth_of as hyper_truth
+from tests.models.test_looping import softmax_mix
 
 L, HIDDEN, INNER, HEADS, KV, D, VOCAB = 4, 32, 48, 4, 2, 8, 61
 

@@ -6,21 +6,20 @@ have Qwen3's names, the three rivals' need renaming, and every one holds a norm 
 
 from __future__ import annotations
 
-import json
 import re
-from os import PathLike
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-from huggingface_hub import snapshot_download
-from safetensors.torch import load_file
-from torch import Tensor
-from transformers import PretrainedConfig
+from fathom.checkpoints.families.family import Values
+from fathom.checkpoints.families.published import Published
+from fathom.checkpoints.families.tensors import Piece, Rule, read_tensors
+from fathom.models import FathomConfig
 
 DEPTH_FLAGS = ("use_depth_attention", "recurrent_model", "cross_layer_pattern", "cross_layer_mode")
 BASELINE_KEYS = ("baseline_mode", "residual_baseline")
-HUB_KEYS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
-DEAD = re.compile(r"^lm_head_layernorm\.")
+DEAD = r"^lm_head_layernorm\."
+VECTOR = Rule("", ("",), lambda x, _: (x.reshape(1) if x.ndim == 0 else x,), lambda parts, _: parts[0])
+"""Scalars become vectors of one element."""
 
 RENAMES = (
     (r"^model\.densetransformer_dwa\.alphas\.(\d+)$", r"model.layers.\1.mlp_residual.alpha"),
@@ -33,19 +32,13 @@ RENAMES = (
 )
 
 
-ConfigValues: TypeAlias = dict[str, Any]
-"""`config.json` as it was parsed: other projects' keys, or ours."""
-
-
-def is_published(config: ConfigValues) -> bool:
+def is_published(config: Values) -> bool:
     """Whether `config.json` belongs to one of the released models."""
     return config.get("model_type") == "llama" and any(config.get(key) for key in (*DEPTH_FLAGS, *BASELINE_KEYS))
 
 
-def published_config(config: ConfigValues) -> ConfigValues:
+def published_config(config: Values) -> Values:
     """The configuration with our keys."""
-    if not config.get("use_qk_norm", True):
-        raise ValueError("this checkpoint has use_qk_norm=false; Fathom's decoder always norms queries and keys")
     theirs = (*DEPTH_FLAGS, *BASELINE_KEYS, "use_qk_norm", "scale_embeds", "architectures", "auto_map")
     prefixes = ("depth_", "densetransformer_", "denseformer_", "attnres_", "residual_baseline_", "mhc_", "cross_layer_")
     ours = {k: v for k, v in config.items() if k not in theirs and not k.startswith(prefixes)}
@@ -60,14 +53,16 @@ def published_config(config: ConfigValues) -> ConfigValues:
     baseline = next((config[key] for key in BASELINE_KEYS if config.get(key)), None)
     if baseline is not None and config.get("use_depth_attention"):
         raise ValueError(f"this checkpoint says both use_depth_attention and baseline_mode {baseline!r}")
+    if not config.get("use_qk_norm", True):
+        ours["qk_norm"] = "none"
     return ours | (_depth_attention(config) if baseline is None else _baseline(config, baseline))
 
 
-def _first(config: ConfigValues, *keys: str, default: Any = None) -> Any:
+def _first(config: Values, *keys: str, default: Any = None) -> Any:
     return next((config[key] for key in keys if config.get(key) is not None), default)
 
 
-def _depth_attention(config: ConfigValues) -> ConfigValues:
+def _depth_attention(config: Values) -> Values:
     pattern = _first(config, "cross_layer_pattern", "cross_layer_mode")
     if not config.get("use_depth_attention") and pattern != "depth_softmax":  # `recurrent_model` alone mixes nothing
         raise ValueError(
@@ -79,11 +74,13 @@ def _depth_attention(config: ConfigValues) -> ConfigValues:
     recent = _first(config, "depth_attention_recent_window", "depth_recent_window", default=0)
     # Depth-Attention could be trained with its SDPA class only, which norms keys after rotating them.
     options = {"stride": stride, "recent_layers": recent}
-    return {"mixer": "depth_attention", "mixer_options": options, "k_norm_position": "after_rope"}
+    normed = config.get("use_qk_norm", True)
+    position = "after_rope" if normed else "before_rope"
+    return {"mixer": "depth_attention", "mixer_options": options, "k_norm_position": position}
 
 
-def _baseline(config: ConfigValues, name: str) -> ConfigValues:
-    options: ConfigValues
+def _baseline(config: Values, name: str) -> Values:
+    options: Values
     if name == "denseformer":
         residual = "denseformer"
         options = {
@@ -115,46 +112,22 @@ def variant_of(names: list[str]) -> str:
     return "snapshot" if any(name.endswith(".recency_bias") for name in names) else "block_sum"
 
 
-def rename(name: str) -> str | None:
-    """Our name for a released tensor; None for one that the model does not use."""
-    if DEAD.match(name):
-        return None
+def rename(name: str) -> str:
+    """Our name for a released tensor."""
     for pattern, replacement in RENAMES:
         name = re.sub(pattern, replacement, name)
     return name
 
 
-def published_state_dict(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Released tensors under our names; scalars become one-element vectors."""
-    renamed = {rename(name): tensor for name, tensor in tensors.items()}
-    return {name: t.reshape(1) if t.dim() == 0 else t for name, t in renamed.items() if name is not None}
-
-
-def released(
-    path: str | PathLike[str] | None, config_class: type[PretrainedConfig], kwargs: dict[str, Any]
-) -> tuple[str | PathLike[str] | None, dict[str, Any]]:
-    """Path and arguments for `from_pretrained`: unchanged, or with a released model's tensors and config translated."""
-    hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
-    if path is None or kwargs.get("state_dict") is not None:
-        return path, kwargs
-    if not is_published(PretrainedConfig.get_config_dict(path, **hub)[0]):
-        return path, kwargs
-    config = kwargs.pop("config", None)
-    if config is None:
-        config, kwargs = config_class.from_pretrained(path, return_unused_kwargs=True, **kwargs)
-    kwargs.pop("use_safetensors", None)
-    local = Path(path)
-    if not local.is_dir():
-        local = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.safetensors.index.json"], **hub))
-    tensors = {name: tensor for file in _weight_files(local) for name, tensor in load_file(file).items()}
+def tensors(directory: Path, config: FathomConfig) -> dict[str, Piece]:
+    """The tensors under our names. Which variant of attention residuals they are shows in them only; it is noted in
+    `config`."""
+    found = read_tensors(directory, (), (DEAD,), config)
     if config.residual == "attention_residuals":
-        config.residual_options["variant"] = variant_of(list(tensors))
-    return None, {**kwargs, "config": config, "state_dict": published_state_dict(tensors)}
+        config.residual_options["variant"] = variant_of(list(found))
+    for piece in found.values():
+        piece.rule = VECTOR
+    return {rename(name): piece for name, piece in found.items()}
 
 
-def _weight_files(directory: Path) -> list[Path]:
-    if (index := directory / "model.safetensors.index.json").exists():
-        return [directory / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-    if (whole := directory / "model.safetensors").exists():
-        return [whole]
-    raise FileNotFoundError(f"{directory} has neither model.safetensors nor an index of its parts")
+LUMIA = Published(("llama",), is_published, published_config, tensors)

@@ -1,0 +1,59 @@
+"""What a family of decoders declares: its configuration in our keys and back, and its tensors under our names.
+
+A family's configuration is read by transformers' own class, so that an absent key means what the family's authors
+meant. Keys that most families share are translated here; a family's file says what is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from transformers import PreTrainedConfig
+
+from fathom.checkpoints.families.tensors import Rule
+from fathom.models import FathomConfig
+
+Values: TypeAlias = dict[str, Any]
+"""Keys of a configuration, ours or theirs."""
+
+SHARED = (
+    *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"),
+    *("num_key_value_heads", "head_dim", "hidden_act", "max_position_embeddings", "initializer_range"),
+    *("rms_norm_eps", "rope_parameters", "attention_bias", "mlp_bias", "attention_dropout", "tie_word_embeddings"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "use_cache"),
+)
+"""Keys with one name and one meaning in Llama's descendants and here."""
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family of decoders."""
+
+    name: str
+    """Its `model_type`."""
+    switches: Callable[[PreTrainedConfig], Values]
+    """What its configuration means in our keys, beyond those that it shares with Llama."""
+    back: Callable[[FathomConfig], Values]
+    """The reverse: its keys, beyond the shared ones, for a configuration of ours."""
+    rules: tuple[Rule, ...] = ()
+    """How its tensors become ours; a tensor that no rule names keeps its name."""
+    unread: tuple[str, ...] = ()
+    """Patterns of tensors in its checkpoints that nothing reads."""
+    shared: tuple[str, ...] = SHARED
+    """The keys that it shares with Llama."""
+
+
+def windows(theirs: PreTrainedConfig) -> Values:
+    """The sliding windows of a configuration that lists its types of layers, or has one window for all."""
+    window = getattr(theirs, "sliding_window", None)
+    types = getattr(theirs, "layer_types", None)
+    if types is None:
+        types = ["full_attention" if window is None else "sliding_attention"] * theirs.num_hidden_layers
+    sliding = "sliding_attention" in types
+    return {
+        "layer_types": list(types),
+        "sliding_window": window if sliding else None,
+        "use_sliding_window": sliding,
+    }

@@ -1,0 +1,48 @@
+"""Llama and its nearest kin: SmolLM, SmolLM2, TinyLlama, Mistral, Qwen2, Qwen3."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from fathom.checkpoints.families.family import Family, Values, windows
+from fathom.models import FathomConfig
+
+
+def llama_switches(theirs: PreTrainedConfig) -> Values:
+    """Qwen3 without norms of queries and keys."""
+    return {"qk_norm": "none", **windows(theirs)}
+
+
+def qwen2_switches(theirs: PreTrainedConfig) -> Values:
+    """Llama with biases on queries, keys and values alone."""
+    return {"qk_norm": "none", "attention_bias": True, "output_bias": False, **windows(theirs)}
+
+
+def qwen3_switches(theirs: PreTrainedConfig) -> Values:
+    """Nothing: Qwen3 is what every switch defaults to."""
+    return windows(theirs)
+
+
+def nothing(config: FathomConfig) -> Values:
+    """No keys beyond the shared ones."""
+    return {}
+
+
+def with_window(config: FathomConfig) -> Values:
+    """One window for all layers."""
+    return {"sliding_window": config.sliding_window}
+
+
+def with_windows(config: FathomConfig) -> Values:
+    """A window, and which layers have it."""
+    return {
+        "sliding_window": config.sliding_window,
+        "use_sliding_window": config.use_sliding_window,
+        "layer_types": config.layer_types,
+    }
+
+
+LLAMA = Family("llama", llama_switches, nothing)
+MISTRAL = Family("mistral", llama_switches, with_window)
+QWEN2 = Family("qwen2", qwen2_switches, with_windows)
+QWEN3 = Family("qwen3", qwen3_switches, with_windows)

@@ -1,0 +1,35 @@
+"""Phi-3: Llama with one matrix for queries, keys and values, and one for the MLP's two inputs.
+
+Its dropout is not applied.
+"""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from fathom.checkpoints.families.family import SHARED, Family, Values, windows
+from fathom.checkpoints.families.llama import with_window
+from fathom.checkpoints.families.tensors import projections, stacked
+from fathom.models import FathomConfig
+
+KEYS = tuple(key for key in SHARED if key not in ("head_dim", "attention_bias", "mlp_bias"))
+
+
+def switches(theirs: PreTrainedConfig) -> Values:
+    """Windows on all layers or none."""
+    head = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
+    return {"qk_norm": "none", "head_dim": head, **windows(theirs)}
+
+
+def halves(config: FathomConfig) -> list[int]:
+    """Rows of the gate and of what it gates."""
+    return [config.intermediate_size, config.intermediate_size]
+
+
+OURS = "model.layers.{i}."
+RULES = (
+    stacked(f"{OURS}self_attn.qkv_proj.weight", [f"{OURS}self_attn.{n}_proj.weight" for n in "qkv"], projections),
+    stacked(f"{OURS}mlp.gate_up_proj.weight", [f"{OURS}mlp.{n}_proj.weight" for n in ("gate", "up")], halves),
+)
+
+PHI3 = Family("phi3", switches, with_window, RULES, (), KEYS)

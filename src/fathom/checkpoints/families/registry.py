@@ -1,0 +1,126 @@
+"""The families that open, and how each is read and written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub.errors import StrictDataclassError
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoConfig, PreTrainedConfig
+
+from fathom.checkpoints.families.family import Family, Values
+from fathom.checkpoints.families.gemma import GEMMA, GEMMA2, GEMMA3
+from fathom.checkpoints.families.gpt2 import GPT2
+from fathom.checkpoints.families.gpt_neox import GPT_NEOX
+from fathom.checkpoints.families.granite import GRANITE
+from fathom.checkpoints.families.llama import LLAMA, MISTRAL, QWEN2, QWEN3
+from fathom.checkpoints.families.lumia import LUMIA
+from fathom.checkpoints.families.nanbeige import NANBEIGE
+from fathom.checkpoints.families.olmo2 import OLMO2
+from fathom.checkpoints.families.opt import OPT
+from fathom.checkpoints.families.phi3 import PHI3
+from fathom.checkpoints.families.smollm3 import SMOLLM3
+from fathom.checkpoints.families.tensors import read_tensors, to_theirs
+from fathom.models import FathomConfig, foreign
+from fathom.models.registry import AXES, DEFAULTS
+
+NATIVE = (LLAMA, MISTRAL, QWEN2, QWEN3, SMOLLM3, GPT_NEOX, GPT2, OPT, OLMO2, GEMMA, GEMMA2, GEMMA3, GRANITE, PHI3)
+"""Families that transformers has a class of its own for, in the order in which one is looked for."""
+FAMILIES = {family.name: family for family in NATIVE}
+PUBLISHED = (LUMIA, NANBEIGE)
+"""Checkpoints with depth of their own, which transformers alone does not open."""
+ORIGIN = ("architectures", "auto_map", "transformers_version", "torch_dtype", "dtype", "_name_or_path")
+"""Keys of a `config.json` that say who wrote it, not what the model is."""
+
+
+class Families:
+    """Reads `config.json` and tensors of every family; a `fathom.models.foreign.Reader`."""
+
+    def configuration(self, theirs: Values, where: str) -> Values:
+        """Our configuration's values, or a `ValueError` in one line."""
+        for published in PUBLISHED:
+            if published.owns(theirs):
+                return published.configuration(theirs)
+        family = FAMILIES.get(str(theirs.get("model_type")))
+        if family is None:
+            raise ValueError(f"{where} is a {theirs.get('model_type')} model; Fathom opens {', '.join(known())}")
+        try:
+            return to_ours(family, theirs)
+        except (StrictDataclassError, TypeError, KeyError, AttributeError) as error:
+            raise ValueError(f"{where}: {' '.join(str(error).split())}") from error
+
+    def tensors(self, directory: Path, theirs: Values, config: FathomConfig) -> Mapping[str, Any] | None:
+        """The tensors under our names; None where theirs are ours."""
+        for published in PUBLISHED:
+            if published.owns(theirs):
+                return published.tensors(directory, config)
+        family = FAMILIES[str(theirs["model_type"])]
+        return read_tensors(directory, family.rules, family.unread, config) if family.rules else None
+
+
+def known() -> list[str]:
+    """Every `model_type` that opens."""
+    return sorted({*FAMILIES, *(kind for published in PUBLISHED for kind in published.kinds), FathomConfig.model_type})
+
+
+def to_ours(family: Family, theirs: Values) -> Values:
+    """The values of our configuration for a family's `config.json`."""
+    resolved = AutoConfig.for_model(**{**theirs, "model_type": family.name})
+    ours = _meaning(family, resolved)
+    kept: Values = {key: theirs[key] for key in ("dtype", "torch_dtype", "quantization_config") if key in theirs}
+    native = {key: value for key, value in theirs.items() if key not in ORIGIN}
+    return {**ours, **kept, "model_type": FathomConfig.model_type, "native": native}
+
+
+def _meaning(family: Family, resolved: PreTrainedConfig) -> Values:
+    """What a family's configuration means in our keys."""
+    shared = {key: getattr(resolved, key) for key in family.shared if hasattr(resolved, key)}
+    if shared.get("head_dim") is None and "head_dim" in family.shared:
+        shared["head_dim"] = resolved.hidden_size // resolved.num_attention_heads
+    return {**shared, **family.switches(resolved)}
+
+
+def family_of(config: FathomConfig) -> Family | None:
+    """The family that a configuration was opened from, else the first that can hold it."""
+    named = FAMILIES.get(str(config.native.get("model_type")))
+    for family in [named] if named is not None else NATIVE:
+        if unlike(family, config) is None:
+            return family
+    return None
+
+
+def unlike(family: Family, config: FathomConfig) -> str | None:
+    """Why a configuration is not a family's, in words that name a key; None where it is."""
+    for axis in AXES:
+        if (value := getattr(config, axis)) != DEFAULTS[axis]:
+            return f"{axis}={value}"
+    again = FathomConfig(**_meaning(family, native_config(family, config)))
+    skipped = {"native", "dtype", "transformers_version", "architectures", "use_sliding_window", "max_window_layers"}
+    for key in FathomConfig.__dataclass_fields__:
+        if key not in skipped and getattr(again, key, None) != (value := getattr(config, key, None)):
+            return f"{key}={value}"
+    return None
+
+
+def native_config(family: Family, config: FathomConfig) -> PreTrainedConfig:
+    """A configuration of ours as a family's own."""
+    opened = config.native if config.native.get("model_type") == family.name else {}
+    cls = CONFIG_MAPPING[family.name]
+    fields = {*cls.__dataclass_fields__, *cls.attribute_map, *opened}
+    if config.head_dim * config.num_attention_heads != config.hidden_size:
+        fields.add("head_dim")
+    shared = {key: getattr(config, key) for key in family.shared if key in fields}
+    values = {**opened, **shared, **family.back(config), "model_type": family.name}
+    for key in ("rope_theta", "rope_scaling", "partial_rotary_factor", "rotary_pct", "rotary_emb_base"):
+        values.pop(key, None)  # they stand in rope_parameters
+    return AutoConfig.for_model(**values)
+
+
+def native_tensors(family: Family, tensors: Mapping[str, Tensor], config: FathomConfig) -> dict[str, Tensor]:
+    """Tensors of ours under a family's names."""
+    return to_theirs(tensors, family.rules, config)
+
+
+foreign.read_with(Families())

@@ -1,0 +1,94 @@
+"""Checkpoints of other projects: one place, empty in an export, where their reader is found.
+
+`fathom.checkpoints.families` fills it when it is imported, as every name of `fathom` does that opens a model. An
+exported checkpoint is ours, so its copy of this folder needs no reader.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from huggingface_hub import snapshot_download
+from torch import Tensor
+from transformers import GenerationConfig, PretrainedConfig
+from transformers.utils import GENERATION_CONFIG_NAME
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+
+HUB_KEYS = ("revision", "token", "cache_dir", "local_files_only", "force_download")
+"""Arguments of `from_pretrained` that say where on the Hub a checkpoint is."""
+
+
+class Reader(Protocol):
+    """Opens what other projects write."""
+
+    def configuration(self, theirs: dict[str, Any], where: str) -> dict[str, Any]:
+        """Our configuration's values for another family's `config.json`, or a `ValueError` in one line.
+
+        Args:
+            theirs: `config.json`, parsed.
+            where: The place to name in an error.
+        """
+
+    def tensors(self, directory: Path, theirs: dict[str, Any], config: FathomConfig) -> Mapping[str, Tensor] | None:
+        """The tensors of a directory under our names, read when they are asked for; None where theirs are ours.
+
+        Args:
+            directory: With safetensors files.
+            theirs: Its `config.json`, parsed.
+            config: What `configuration` made of it, and what a caller has changed since.
+        """
+
+
+class _Nobody:
+    def configuration(self, theirs: dict[str, Any], where: str) -> dict[str, Any]:
+        raise ValueError(
+            f"{where} is a {theirs.get('model_type')} model: open it with fathom.load or "
+            "fathom.FathomForCausalLM.from_pretrained"
+        )
+
+    def tensors(self, directory: Path, theirs: dict[str, Any], config: FathomConfig) -> Mapping[str, Tensor] | None:
+        return None
+
+
+_readers: list[Reader] = [_Nobody()]
+
+
+def reader() -> Reader:
+    """The reader of other projects' checkpoints."""
+    return _readers[-1]
+
+
+def read_with(found: Reader) -> None:
+    """Use a reader from now on."""
+    _readers[:] = [found]
+
+
+def opened(
+    path: str | PathLike[str] | None, config_class: type[FathomConfig], kwargs: dict[str, Any]
+) -> tuple[str | PathLike[str] | None, dict[str, Any]]:
+    """Path and arguments for transformers' `from_pretrained`: unchanged where a checkpoint's tensors have our names,
+    else no path, and its tensors as a `state_dict`."""
+    if path is None or kwargs.get("state_dict") is not None:
+        return path, kwargs
+    hub = {key: kwargs[key] for key in HUB_KEYS if key in kwargs}
+    theirs = PretrainedConfig.get_config_dict(path, **hub)[0]
+    if theirs.get("model_type") in (config_class.model_type, None):
+        return path, kwargs
+    config, left = kwargs.get("config"), {key: value for key, value in kwargs.items() if key != "config"}
+    if config is None:
+        config, left = config_class.from_pretrained(path, return_unused_kwargs=True, **left)
+    local = Path(path)
+    if not local.is_dir():
+        local = Path(snapshot_download(str(path), allow_patterns=["*.safetensors", "*.json"], **hub))
+    tensors = reader().tensors(local, theirs, config)
+    if tensors is None:
+        return path, kwargs
+    left = {key: value for key, value in left.items() if key not in (*HUB_KEYS, "use_safetensors")}
+    if "generation_config" not in left and (local / GENERATION_CONFIG_NAME).is_file():
+        left["generation_config"] = GenerationConfig.from_pretrained(local)
+    return None, {**left, "config": config, "state_dict": tensors}

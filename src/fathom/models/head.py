@@ -1,0 +1,35 @@
+"""The language-modelling head: a plain linear layer, unless a backbone scales or caps its logits.
+
+z = h Wᵀ / scaling,  then  c · tanh(z / c)  with a cap c
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+
+
+class ScaledHead(nn.Linear):
+    """A head whose logits are divided by a number, or capped, wherever they are made."""
+
+    def __init__(self, config: FathomConfig) -> None:
+        super().__init__(config.hidden_size, config.vocab_size, bias=False)
+        self.scaling, self.cap = config.logits_scaling, config.final_logit_softcapping
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        """`[..., hidden_size]` to logits, `[..., vocab_size]`."""
+        logits = super().forward(hidden_states)
+        if self.scaling != 1.0:
+            logits = logits / self.scaling
+        return logits if self.cap is None else (logits / self.cap).tanh() * self.cap
+
+
+def build_head(config: FathomConfig) -> nn.Linear:
+    """The head of a configuration."""
+    if config.logits_scaling != 1.0 or config.final_logit_softcapping is not None:
+        return ScaledHead(config)
+    return nn.Linear(config.hidden_size, config.vocab_size, bias=False)

@@ -1,0 +1,78 @@
+"""Every family's own model, opened as ours: equal to the last bit, and back again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from fathom.checkpoints.export import export
+from fathom.checkpoints.families import FAMILIES
+from fathom.models import FathomForCausalLM
+
+from .cases import CASES, stock
+
+CAPPED = "gemma2"
+"""Attention's logits are capped, which SDPA cannot do: transformers refuses it, and so do we."""
+STRIDED = {("phi3", torch.float32): 4e-6}
+"""Largest difference of a logit where theirs applies SiLU to one half of a fused product: torch's SiLU of a strided
+tensor is another in the last bit than that of a contiguous one, as the test below shows."""
+
+
+def open_tensors(place: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for file in place.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+@pytest.fixture(params=CASES)
+def directory(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    stock(request.param).save_pretrained(tmp_path)
+    return request.param, tmp_path
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_logits_are_the_family_s_own(directory: tuple[str, Path], dtype: torch.dtype, attention: str) -> None:
+    name, path = directory
+    settings = {"dtype": dtype, "attn_implementation": attention}
+    if name == CAPPED and attention == "sdpa":
+        with pytest.raises(ValueError, match="attn_implementation"):
+            FathomForCausalLM.from_pretrained(path, **settings)
+        return
+    theirs = AutoModelForCausalLM.from_pretrained(path, **settings).eval()
+    ours = FathomForCausalLM.from_pretrained(path, **settings).eval()
+    ids = torch.randint(0, 97, (2, 13), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        found, expected = ours(ids).logits, theirs(ids).logits
+    if most := STRIDED.get((name.split("-")[0], dtype)):
+        assert (found - expected).abs().max() < most
+    else:
+        assert torch.equal(found, expected)
+
+
+def test_every_family_has_a_case() -> None:
+    assert {stock(name).config.model_type for name in CASES} == set(FAMILIES)
+
+
+def test_why_phi3_differs_in_the_last_bit() -> None:
+    gate = torch.randn(26, 160, generator=torch.Generator().manual_seed(0)).chunk(2, -1)[0]
+    assert 0 < (F.silu(gate) - F.silu(gate.contiguous())).abs().max() < 1e-6
+
+
+def test_back_again_tensor_for_tensor(directory: tuple[str, Path], tmp_path: Path) -> None:
+    _, path = directory
+    ours = FathomForCausalLM.from_pretrained(path)
+    export(ours, tmp_path / "back", form="native")
+    before, after = (open_tensors(place) for place in (path, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    theirs, again = (AutoModelForCausalLM.from_pretrained(place).eval() for place in (path, tmp_path / "back"))
+    assert type(again) is type(theirs)
+    ids = torch.randint(0, 97, (1, 9))
+    with torch.no_grad():
+        assert torch.equal(theirs(ids).logits, again(ids).logits)
+    before, after = ({**model.config.to_dict(), "_name_or_path": ""} for model in (theirs, again))
+    assert before == after
