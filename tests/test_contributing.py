@@ -197,6 +197,26 @@ WALKS = {
         },
         ("tests/training/test_rmsprop.py",),
     ),
+    "a backbone": Walk(
+        {"src/fathom/checkpoints/families/arcee.py": re.search(r'```python\n("""Arcee.*?)```', PAGE, re.DOTALL)[1]},
+        {
+            "src/fathom/checkpoints/families/registry.py": (
+                (
+                    "from fathom.checkpoints.families.family import Family, Values\n",
+                    "from fathom.checkpoints.families.arcee import ARCEE\n"
+                    "from fathom.checkpoints.families.family import Family, Values\n",
+                ),
+                ("NATIVE = (LLAMA, ", "NATIVE = (LLAMA, ARCEE, "),
+            ),
+            "tests/checkpoints/families/cases.py": (
+                (
+                    '    "olmo2": ("Olmo2",',
+                    '    "arcee": ("Arcee", {**WIDE, "num_key_value_heads": 2}),\n    "olmo2": ("Olmo2",',
+                ),
+            ),
+        },
+        ("tests/checkpoints/families -k arcee",),
+    ),
     "a command": Walk(
         {"src/fathom/cli/greet.py": GREET, "docs/greet.md": GREET_PAGE, "tests/cli/test_greet.py": GREET_TEST},
         {"src/fathom/cli/main.py": (COMMAND,)},

@@ -529,7 +529,7 @@ EXPORT = [
     ("folder --to new", "folder"),
     ("unfinished --to new", "unfinished"),
     ("model --to new --as onnx", "onnx"),
-    ("model --to new --as qwen3", "mixer=depth_attention"),
+    ("model --to new --as native", "mixer=depth_attention"),
     ("model --to new --as unrolled", "mixer=depth_attention"),
     ("model --to new --as gguf", "gguf"),
     ("model --to file", "file"),

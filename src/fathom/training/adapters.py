@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -56,6 +57,8 @@ def _wrapped(model: FathomForCausalLM, lora: Lora) -> PeftModel:
     except ImportError as error:
         raise ImportError(f"LoRA needs peft: {to_install('lora')}") from error
     leaves = {name.rpartition(".")[2] for name, _ in model.named_modules()}
+    if lora.targets == Lora().targets:  # the default names every projection; a plain MLP has no gate
+        lora = replace(lora, targets=tuple(name for name in lora.targets if name in leaves))
     for key, names in (("targets", lora.targets), ("whole", lora.whole)):
         if missing := sorted(set(names) - leaves):
             raise RecipeError(f"lora.{key}: this model has no {missing[0]}")
