@@ -6,6 +6,7 @@ Every import counts: inside functions, relative, and by `importlib`; only those 
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -47,7 +48,8 @@ FOREIGN = {
     "tokenizers": "data evaluation.perplexity",
     "yaml": "checkpoints.find checkpoints.runs recipe corpus comparison.page ladder.page",
     "jinja2": "report.templates corpus.chat_template inference.prompt",
-    "markupsafe": "report evaluation.caches.page evaluation.pair_page comparison.page ladder.page",
+    "markupsafe": "report evaluation.caches.page evaluation.pair_page evaluation.scores_page comparison.page "
+    "ladder.page",
     "filelock": "report.files",
     "rich": "report training.tracking evaluation comparison ladder cli",
     # Of the extras.
@@ -237,7 +239,8 @@ def hidden(found: list[Import]) -> list[str]:
     """Imports inside functions that need a reason."""
     wrong = []
     for one in found:
-        command = room_of(one.file) == "cli" and one.function == "run" and one.first
+        # A command's `run`, and the functions of its file that it calls.
+        command = room_of(one.file) == "cli" and re.fullmatch("run|_[a-z_]+", one.function) and one.first
         if one.function == "" or command or (one.file, one.function) in BY_NAME:
             continue
         if (one.file, one.function, one.target) not in INSIDE_FUNCTIONS:

@@ -102,16 +102,16 @@ KINDS = {"rms": "llama-gqa", "parallel": "gpt_neox", "learned": "gpt2", "after":
 """One case for each kind of backbone: RMS norms in sequence, LayerNorms in parallel, learned positions, norms after."""
 
 
-def stock_config(name: str) -> PreTrainedConfig:
-    """A case's own configuration."""
+def stock_config(name: str, **keys: object) -> PreTrainedConfig:
+    """A case's own configuration, some keys changed."""
     prefix, values = CASES[name]
-    return getattr(transformers, f"{prefix}Config")(**values)
+    return getattr(transformers, f"{prefix}Config")(**{**values, **keys})
 
 
-def stock(name: str, seed: int = 0) -> PreTrainedModel:
+def stock(name: str, seed: int = 0, **keys: object) -> PreTrainedModel:
     """A case's own model, every tensor random, norms and biases too."""
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(stock_config(name)).eval()
+    model = AutoModelForCausalLM.from_config(stock_config(name, **keys)).eval()
     randomise(model)
     return model
 

@@ -1,0 +1,70 @@
+"""Other families' checkpoints, continued: with mechanisms, with adapters, under a compressed cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from fathom.checkpoints.export import export
+from fathom.models import FathomForCausalLM
+from fathom.recipe import Recipe
+from fathom.training.loop import train
+from tests.checkpoints.families.cases import KINDS, stock
+from tests.tiny import tiny_recipe
+
+VOCAB = 304
+LORA = ("lora.rank=2", "optim.weight_decay=0")
+FREQKV = ("kvcache.method=freqkv", "kvcache.window=16", "kvcache.sinks=2", "kvcache.lora_rank=2")
+
+
+def continued(corpus: Path, base: Path, *words: str) -> Recipe:
+    recipe = tiny_recipe(corpus, "train.steps=4", "train.export=true", "data.packing=windows")
+    return recipe.override("model=null", f"model.from_pretrained={base}", *words)
+
+
+def saved(case: str, folder: Path) -> Path:
+    stock(KINDS[case], vocab_size=VOCAB).save_pretrained(folder / "base")
+    return folder / "base"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("parallel", ("model.recurrence=adaponder", "model.recurrence_options={trips: 2}")),
+        ("rms", ("model.recurrence=latent_cot", "model.recurrence_options={trips: 2}")),
+        ("learned", ("model.recurrence=ponder", "model.recurrence_options={trips: 2}")),
+        ("after", ("model.mixer=depth_attention",)),
+        ("parallel", ("model.residual=hyper_connections",)),
+    ],
+)
+def test_a_checkpoint_goes_on_with_a_mechanism(kind: str, words: tuple[str, ...], corpus: Path, tmp_path: Path) -> None:
+    result = train(continued(corpus, saved(kind, tmp_path), *words), tmp_path / "run")
+    model = FathomForCausalLM.from_pretrained(result.model)
+    axis, _, value = words[0].removeprefix("model.").partition("=")
+    assert getattr(model.config, axis) == value and result.finished
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_continued_without_mechanisms_it_goes_back(kind: str, corpus: Path, tmp_path: Path) -> None:
+    result = train(continued(corpus, saved(kind, tmp_path)), tmp_path / "run")
+    export(FathomForCausalLM.from_pretrained(result.model), tmp_path / "back", form="native")
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "back").eval()
+    ours = FathomForCausalLM.from_pretrained(result.model).eval()
+    assert theirs.config.model_type == stock(KINDS[kind]).config.model_type
+    ids = torch.randint(0, VOCAB, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(theirs(ids).logits, ours(ids).logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_adapters(kind: str, corpus: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    assert train(continued(corpus, saved(kind, tmp_path), *LORA), tmp_path / "run").finished
+
+
+def test_adapters_under_a_compressed_cache(corpus: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    assert train(continued(corpus, saved("rms", tmp_path), *FREQKV), tmp_path / "run").finished
