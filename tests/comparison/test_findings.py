@@ -10,7 +10,7 @@ from types import ModuleType
 import numpy as np
 import pytest
 
-from fathom.comparison.findings import compare_runs, share_in_words, share_of_gain
+from fathom.comparison.findings import TUNED, compare_runs, share_in_words, share_of_gain, smoke_test, verdict
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -72,3 +72,15 @@ def test_the_documented_rates_are_the_simulated_ones() -> None:
     assert all(row["false_claims"] <= 0.055 for row in results["families"])
     assert any(row["two_families"] > 0.07 for row in results["families"]), "the control"
     assert all(row["coverage"] >= 0.94 for row in results["coverage"] if row["differences"] == "normal")
+
+
+def test_a_smoke_test_is_called_one(tmp_path: Path) -> None:
+    """The demo's gains exclude zero, and tuned comparisons find none: its verdict says which of the two to believe."""
+    report = json.loads((BENCHMARKS / "results" / "demo.json").read_text())
+    assert smoke_test(report).startswith(
+        " This is a smoke test: it trains on fewer tokens than the model has parameters"
+    )
+    assert verdict(report).endswith(f"{TUNED} has tuned comparisons.") and (BENCHMARKS.parent / TUNED).is_file()
+    control = {**report["arms"][0], "tokens": report["arms"][0]["parameters"]}
+    longer = {**report, "arms": [control, *report["arms"][1:]]}
+    assert smoke_test(longer) == smoke_test({**report, "ladder": "../../report.html"}) == ""

@@ -42,6 +42,8 @@ from fathom.training import read_metrics
 from fathom.training.results import held_out, read_result
 
 SIGNIFICANT = 0.05
+TUNED = "docs/results/2026-11-24-depth-on-text.md"
+"""Where Fathom's own comparisons at tuned learning rates are."""
 SMOOTHED = 20
 """Points of the curve of training-loss differences, each the mean over consecutive steps."""
 
@@ -101,7 +103,18 @@ def verdict(report: ComparisonResults) -> str:
         *([share_in_words(share)] if (share := report["share_of_uniform_depth"]) is not None else []),
         *_rivals(report),
     ]
-    return f"With {count} seeds, {scope}, {'; '.join(parts)}{left_out}{warning(report)}."
+    return f"With {count} seeds, {scope}, {'; '.join(parts)}{left_out}{warning(report)}.{smoke_test(report)}"
+
+
+def smoke_test(report: ComparisonResults) -> str:
+    """A sentence on a comparison that is too short to decide anything; empty if it is not."""
+    control = report["arms"][0]
+    if control["tokens"] >= control["parameters"] or report["ladder"] is not None:
+        return ""
+    return (
+        " This is a smoke test: it trains on fewer tokens than the model has parameters, at a learning rate that was "
+        f"not tuned for each arm; {TUNED} has tuned comparisons."
+    )
 
 
 def _tokens(control: ArmResult, arms: Sequence[ArmResult]) -> str:
