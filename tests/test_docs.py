@@ -44,7 +44,7 @@ from tests.processes import Command
 ROOT = Path(__file__).parent.parent
 PAGES = [
     ROOT / "README.md",
-    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
     *(ROOT / folder / "README.md" for folder in ("recipes", "benchmarks")),
     ROOT / "CONTRIBUTING.md",
 ]
@@ -64,7 +64,7 @@ SUBJECT = {
     "lineage": "lineage",
     "recipes": "train",
 }
-FOREIGN = ("vllm ", "pip ", "pytest ")  # programs of others
+FOREIGN = ("vllm ", "pip ", "pytest ", "make ")  # programs of others
 COMMAND = re.compile(r"(fathom|torchrun|make|python benchmarks/\S+\.py)( |$)")
 FLAG = re.compile(r"(?<![\w-])--[A-Za-z][\w-]*")
 LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")
@@ -99,7 +99,13 @@ MICRO = {
     "track.display": "none",
 }
 # What a documented program does at length, done briefly.
-BRIEFLY = {'"cuda"': '"cpu"', "stop_step=1000": "stop_step=2", "1_000_000": "2_000", "=4096": "=300"}
+BRIEFLY = {
+    '"cuda"': '"cpu"',
+    "stop_step=1000": "stop_step=2",
+    "1_000_000": "2_000",
+    "=4096": "=300",
+    "tokenizer=1024": "tokenizer=300",
+}
 
 
 @dataclass(frozen=True)
@@ -144,7 +150,7 @@ def words_of(item: Item) -> list[str]:
 
 
 def name_of(page: Path) -> str:
-    return page.parent.name if page.parent.name in ("recipes", "benchmarks") else page.stem
+    return page.parent.name if page.parent.name in ("recipes", "benchmarks", "results") else page.stem
 
 
 # Commands.
@@ -240,6 +246,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     files("usr/lib/python3.12", ".py", 200)
     (here / "chapter.txt").write_text(sentence(chance, 20))
     files("papers", ".txt", 60, words=120)
+    files("docs", ".txt", 60, words=120)
     recipe = next(body for _, _, body in fences(ROOT / "docs" / "corpus.md") if "geology.yaml" in body)
     (here / "geology.yaml").write_text(recipe.replace("min_words: 20", "min_words: 5"))
     (here / "quiz.jsonl").write_text(
@@ -274,7 +281,8 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         quiet(["train", "recipes/tiny.yaml", "--run", "runs/other", "model.mixer=depth_attention", "train.seed=1"])
         quiet(["train", "recipes/tiny.yaml", "--run", "runs/third", "train.seed=2"])
         quiet(["export", "runs/tiny", "--to", "path/to/qwen3", "--as", "qwen3"])
-        shutil.copytree("path/to/qwen3", "models/Qwen3-0.6B-Base")
+        for name in ("models/Qwen3-0.6B-Base", "HuggingFaceTB/SmolLM2-135M-Instruct"):
+            shutil.copytree("path/to/qwen3", name)
     (here / "models/Qwen3-0.6B-Base/chat_template.jinja").write_text(CHAT.replace("\n", "<|endoftext|>\n"))
     for name, of in (("vanilla", "tiny"), ("depth", "other")):
         shutil.copytree(here / "runs" / of, here / "runs" / name)
@@ -647,7 +655,7 @@ def test_what_the_readme_shows_is_well_typed(tmp_path: Path, monkeypatch: pytest
     """In one run of mypy, which finds the planted faults and no other."""
     monkeypatch.chdir(ROOT)
     blocks = [item.text for item in items(ROOT / "README.md") if item.kind == "python"]
-    assert any("fathom.prepare" in block for block in blocks)
+    assert any("fathom.prepare" in block for block in blocks) and any("from_pretrained" in block for block in blocks)
     planted = 'fathom.prepare(["books"], 3)\nfathom.trian()\n'
     said = typed("".join([*blocks, planted]), tmp_path)
     end = "".join(blocks).count("\n")
