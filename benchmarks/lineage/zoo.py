@@ -28,7 +28,8 @@ import torch
 from members import ALIKE, BASE, DERIVED, DISTILLED, PART, SEED, SIZES, STRESS, Member, members
 from trained import Workshop
 
-from fathom.lineage import Weights, comparison, evidence, open_weights
+from fathom.lineage import Weights, comparison, evidence, nulls, open_weights, verdict
+from fathom.lineage.pairs import SCORE_LABELS, Pair
 from fathom.report.progress import ProgressBar
 
 CONTROLS = 4
@@ -52,9 +53,9 @@ COLUMNS = {
     "Procrustes": "procrustes",
     "ICS": "ics",
     "T2": "t2",
-    "T4 z": "t4",
+    "T4": "t4",
 }
-FOUND = {evidence.SHARED, evidence.INITIALISATION, evidence.PARTIAL}
+FOUND = {verdict.SHARED, verdict.INITIALISATION, verdict.PARTIAL}
 UNRELATED = "unrelated"
 
 
@@ -67,7 +68,7 @@ class Zoo:
     texts: list[str] = field(default_factory=list)
     built: int = 0  # how many models this run made
     _opened: dict[str, Weights] = field(default_factory=dict)
-    _pairs: dict[tuple[str, str], comparison.Pair] = field(default_factory=dict)
+    _pairs: dict[tuple[str, str], Pair] = field(default_factory=dict)
 
     def build(self, say: ProgressBar) -> None:
         """Make what is not there yet."""
@@ -85,7 +86,7 @@ class Zoo:
             self._opened[name] = open_weights(self.shop.model(name))
         return self._opened[name]
 
-    def measured(self, a: str, b: str) -> comparison.Pair:
+    def measured(self, a: str, b: str) -> Pair:
         """One pair, either way round."""
         key = (a, b) if a < b else (b, a)
         if key not in self._pairs:
@@ -99,10 +100,10 @@ class Zoo:
 
     def controls(self, a: Member, b: Member) -> list[str]:
         """What a careful user gives: unrelated models, first those whose pairs are of the same class as this one."""
-        kind = comparison.structure_class(self.weights(a.name), self.weights(b.name))
+        kind = nulls.structure_class(self.weights(a.name), self.weights(b.name))
 
         def unlike(other: Member) -> int:
-            classes = [comparison.structure_class(self.weights(m.name), self.weights(other.name)) for m in (a, b)]
+            classes = [nulls.structure_class(self.weights(m.name), self.weights(other.name)) for m in (a, b)]
             return sum(found != kind for found in classes)
 
         strangers = [
@@ -116,7 +117,7 @@ class Zoo:
         around = [(c, [self.measured(m.name, c) for m in (a, b)]) for c in names]
         found = comparison.judge(pair, around)
         tests = {t.name: [round(t.statistic, 4), float(f"{t.p:.3g}")] for t in found.tests}  # statistic, p
-        decided = [t.corrected for t in found.tests if t.decides and not t.name.startswith("T3")]
+        decided = [t.corrected for t in found.tests if not t.name.startswith("T3")]
         return {
             "a": a.name,
             "b": b.name,
@@ -129,13 +130,13 @@ class Zoo:
             "tampering": found.tampering,
         }
 
-    def _scores(self, pair: comparison.Pair) -> dict[str, float | None]:
-        own = {name: pair.value(name) for name in comparison.SCORE_LABELS}
-        t2 = [n for _, n in pair.witnesses]
+    def _scores(self, pair: Pair) -> dict[str, float | None]:
+        own = {name: pair.value(name) for name in SCORE_LABELS}
+        shares = [count.paired / count.of for counts in pair.neurons.values() for count in counts if count.of]
         own |= {
             "best": pair.scores[pair.best].score if pair.best else None,
-            "t2": max(t2) if t2 else None,
-            "t4": evidence.combined(pair.z_values) if pair.z_values else None,
+            "t2": pair.head_agreement,
+            "t4": max(shares, default=None),
             "reef": self._activations.cka(Path(pair.a.name), Path(pair.b.name)),
             **baselines.all_of(pair.a, pair.b),
         }
@@ -260,7 +261,7 @@ def totals(rows: list[dict[str, Any]]) -> dict[str, Any]:
         "missed": named(r for r in derived if r["verdict"] not in FOUND),
         "unrelated": len(unrelated),
         "falsely_shared": named(r for r in unrelated if r["verdict"] in FOUND),
-        "unrelated_inconclusive": named(r for r in unrelated if r["verdict"] == evidence.INCONCLUSIVE),
+        "unrelated_inconclusive": named(r for r in unrelated if r["verdict"] == verdict.INCONCLUSIVE),
         "bound_if_independent": evidence.false_positive_bound(len(unrelated)),
     }
 

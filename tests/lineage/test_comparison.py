@@ -12,8 +12,10 @@ import torch
 import transformers as tf
 
 from fathom.checkpoints.origin import Refused
-from fathom.lineage import evidence
-from fathom.lineage.comparison import Options, compare, measure, paired_rows, read_null, structure_class, write_null
+from fathom.lineage import nulls, verdict
+from fathom.lineage.aligning import paired_rows
+from fathom.lineage.comparison import Options, compare, measure
+from fathom.lineage.nulls import structure_class
 from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, save, tiny_config
 
@@ -66,8 +68,7 @@ def test_every_family_equals_itself_and_nobody_else(name, zoo):
         if other != name:
             pair = measure(zoo[name], zoo[other], Options(extras=False))
             assert abs(pair.value("awm_canonical")) < 0.25, other  # narrow and of unequal width: a wide null
-            assert max((n for _, n in pair.witnesses), default=0) < 15
-            assert max(pair.z_values, default=0.0) < 5
+            assert max((count.paired for counts in pair.neurons.values() for count in counts), default=0) <= 5
 
 
 def test_shuffled_token_ids_are_paired_by_their_strings(models, tmp_path):
@@ -86,12 +87,12 @@ def test_shuffled_token_ids_are_paired_by_their_strings(models, tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(table))
     shuffled = open_weights(tmp_path)
     pair = measure(open_weights(models()), shuffled, Options(mode="exact"))
-    assert pair.pairing == "strings" and pair.shared == 512
+    assert pair.aligned.pairing == "strings" and pair.aligned.shared == 512
     for score in ("awm_canonical", "procrustes", "ics_canonical", "ics_all_layers"):
         assert pair.value(score) == pytest.approx(1, abs=1e-6), score
     (tmp_path / "tokenizer.json").unlink()  # without it, rows are paired by number, wrongly, and the score shows it
     blind = measure(open_weights(models()), open_weights(tmp_path), Options(mode="exact"))
-    assert blind.pairing == "row numbers" and blind.value("awm_canonical") < 0.5
+    assert blind.aligned.pairing == "row numbers" and blind.value("awm_canonical") < 0.5
 
 
 def test_without_shared_strings_the_embedding_is_not_trusted(models, tmp_path):
@@ -100,9 +101,10 @@ def test_without_shared_strings_the_embedding_is_not_trusted(models, tmp_path):
     path = save(build(tiny_config(), 0), tmp_path / "copy")
     write_tokenizer(path, 512, prefix="Ġother")
     found = compare(open_weights(models()), open_weights(path))
-    assert found.pair.shared == 0 and found.pair.fixed is None
-    assert found.verdict.label == "inconclusive" and found.pair.value("order") == pytest.approx(1)
-    assert any("shared strings" in reason for reason in found.pair.skipped)
+    assert found.pair.aligned.shared == 0 and found.pair.aligned.fixed is None
+    # what the tokenizers do not say is seen without them: channels in order, and the axes of the embeddings
+    assert found.verdict.label == verdict.INITIALISATION and found.pair.value("order") == pytest.approx(1)
+    assert any("shared strings" in reason for reason in found.skipped)
 
 
 def test_missing_tokenizers_pair_rows_by_number(models, tmp_path):
@@ -116,33 +118,67 @@ def test_rows_paired_by_number_acquit_nobody(tmp_path):
     """Without tokenizers, shuffled ids would hide a copy; with them, strangers are strangers."""
     bare = [open_weights(save(build(tiny_config(), seed), tmp_path / f"bare{seed}")) for seed in (0, 1)]
     found = compare(*bare)
-    assert found.verdict.label == evidence.INCONCLUSIVE and "for want of a tokenizer" in found.verdict.reasons[-1]
-    assert compare(bare[0], bare[0]).verdict.label == evidence.INITIALISATION, "what is found is said all the same"
+    assert found.verdict.label == verdict.INCONCLUSIVE and "for want of a tokenizer" in found.verdict.reasons[-1]
+    assert compare(bare[0], bare[0]).verdict.label == verdict.INITIALISATION, "what is found is said all the same"
     named = [open_weights(save(build(tiny_config(), seed), tmp_path / f"named{seed}", 512)) for seed in (0, 1)]
-    assert compare(*named).verdict.label == evidence.NONE
+    assert compare(*named).verdict.label == verdict.NONE
 
 
-def test_what_no_test_looks_at_is_said(zoo):
-    assert any(
-        "only the first is compared" in note for note in measure(zoo["mixtral"], zoo["llama"], Options()).skipped
-    )
-    assert not any("expert" in note for note in measure(zoo["llama"], zoo["gemma2"], Options()).skipped)
+def test_what_no_test_looks_at_is_said(zoo, tmp_path):
+    assert not any("expert" in note for note in measure(zoo["mixtral"], zoo["llama"], Options()).skipped)
+    config = tf.MixtralConfig(**{**COMMON, "intermediate_size": 16}, num_key_value_heads=2, num_local_experts=10)
+    many = open_weights(save(build(config, 3, torch.float32), tmp_path / "many", 320))
+    assert any("8 of 10 experts" in note for note in measure(many, many, Options(extras=False)).skipped)
+
+
+def null_file(tmp_path, zoo):
+    stranger = measure(zoo["llama"], zoo["mixtral"], Options())
+    nulls.write(tmp_path / "null.json", {"here": [stranger]})
+    return json.loads((tmp_path / "null.json").read_text())
 
 
 def test_a_null_of_related_models_is_refused(tmp_path, zoo):
     related = measure(zoo["llama"], zoo["llama"], Options())
     with pytest.raises(Refused, match=r"llama and .*llama share weights: a null is made of unrelated models"):
-        write_null(tmp_path / "null.json", {"here": [related]})
-    stranger = measure(zoo["llama"], zoo["mixtral"], Options())
-    write_null(tmp_path / "null.json", {"here": [stranger]})
-    body = json.loads((tmp_path / "null.json").read_text())
-    body["classes"]["here"]["scores"]["awm_canonical"] = [0.02, 0.03]
+        nulls.write(tmp_path / "null.json", {"here": [related]})
+    body = null_file(tmp_path, zoo)
+    assert len(nulls.read(tmp_path / "null.json", "here").pairs) == 1 and len(body["models"]) == 2
+
+
+def invented(body):
+    """A null of 999 zeros: each of them would tighten the bound, and none was measured."""
+    body["classes"]["here"]["scores"] = {"order": [0.0] * 999}
+
+
+def high(body):
+    body["classes"]["here"]["scores"]["awm_canonical"] = [-5.0]
+
+
+def twice(body):
+    body["classes"]["here"]["pairs"] *= 2
+
+
+def unnamed(body):
+    body["models"] = {}
+
+
+@pytest.mark.parametrize("lie", [invented, high, twice, unnamed])
+def test_an_invented_null_is_refused(tmp_path, zoo, lie):
+    body = null_file(tmp_path, zoo)
+    lie(body)
     (tmp_path / "null.json").write_text(json.dumps(body))
-    assert read_null(tmp_path / "null.json", "here").pairs == 1
-    body["classes"]["here"]["scores"]["awm_canonical"] = [0.02, 1.0]
-    (tmp_path / "null.json").write_text(json.dumps(body))
-    with pytest.raises(Refused, match="a score of awm_canonical would have to pass 1 to be high"):
-        read_null(tmp_path / "null.json", "here")
+    with pytest.raises(Refused, match=r"null\.json: class here: "):
+        nulls.read(tmp_path / "null.json", "here")
+
+
+def test_a_control_counts_once_whatever_it_is_called(tmp_path, models):
+    a, b = (open_weights(models(seed=seed)) for seed in (50, 51))
+    control = models(seed=52)
+    (tmp_path / "alias").symlink_to(control)
+    once = compare(a, b, [control], options=Options(extras=False))
+    again = compare(a, b, [control, control, tmp_path / "alias", control], options=Options(extras=False))
+    assert once.null.models == again.null.models == 3 and len(again.null.pairs) == len(once.null.pairs) == 2
+    assert len(again.controls) == 1 and again.verdict.threshold == once.verdict.threshold
 
 
 def test_nemotrons_gains_fold_away(tmp_path):
@@ -217,4 +253,4 @@ def test_dead_neurons_and_padded_rows_are_no_reason_to_fail(tmp_path):
     path = save(model, tmp_path / "pruned", 512)
     pair = measure(open_weights(path), open_weights(path), Options())
     assert pair.scores["awm_canonical"].score == pytest.approx(1, abs=1e-4)
-    assert all(count == 64 for _, count in pair.witnesses)
+    assert pair.aligned.fixed.fixed == 64

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file, save_file
 
 from fathom.checkpoints.origin import Refused
 from fathom.cli import lineage as commands
-from fathom.lineage import comparison, evidence
+from fathom.lineage import comparison, nulls, verdict
 from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, save, tiny_config
 
@@ -84,7 +84,7 @@ def test_one_bad_number_neither_stops_nor_hides(base, tmp_path, name, value):
     if value == 1e14:  # a number, if a silly one: used as it is, where one entry of a matrix may well drown the others
         assert not said
         return
-    assert body["verdict"]["label"] == evidence.SHARED
+    assert body["verdict"]["label"] == verdict.SHARED
     assert said and "1 value" in said[0] and said[0] in result.text
 
 
@@ -111,7 +111,7 @@ def test_huge_weights_are_weights(base, tmp_path):
         save_file(tensors, path)
     controls = [str(base / "control"), str(base / "control2")]
     result = commands.compare(str(base / "base"), str(out), control=controls)
-    assert result.data["verdict"]["label"] == evidence.SHARED and not result.data["structure"]["skipped"]
+    assert result.data["verdict"]["label"] == verdict.SHARED and not result.data["structure"]["skipped"]
 
 
 @pytest.mark.parametrize(
@@ -150,10 +150,11 @@ def test_an_odd_config_is_one_line(base, tmp_path, change):
         {"scores": {"order": [float("nan")]}},
         {"witnesses": 3},
         {"witnesses": ["3"]},
-        {"z": [1.0]},
+        {"neurons": [1.0]},
+        {"neurons": {"order": [-0.5]}},
         {"per_layer": {"order": [1.0]}},
         {"pairs": "many"},
-        {"models": -1},
+        {"pairs": [["a", "a"]]},
         {"extra": 1},
     ],
     ids=str,
@@ -161,13 +162,15 @@ def test_an_odd_config_is_one_line(base, tmp_path, change):
 def test_an_odd_null_file_is_one_line(base, tmp_path, change, monkeypatch):
     """Before anything is measured."""
     kind = "width 64/64, equal depth"
-    null = {"scores": {"order": [0.0, 0.1]}, "witnesses": [1], "z": [[0.1]], "per_layer": {}, "pairs": 2, "models": 3}
+    null = {"scores": {"order": [0.0, 0.1]}, "witnesses": [1], "neurons": {"order": [0.1]}, "gaps": {}, "per_layer": {}}
+    null["pairs"] = [["a", "b"], ["b", "c"]]
+    body = {"fathom_null": nulls.VERSION, "models": dict.fromkeys("abc", "a model")}
     path = tmp_path / "null.json"
-    path.write_text(json.dumps({"fathom_null": 1, "classes": {kind: null}}))
-    assert comparison.read_null(path, kind).pairs == 2
-    path.write_text(json.dumps({"fathom_null": 1, "classes": {kind: null | change}}))
+    path.write_text(json.dumps(body | {"classes": {kind: null}}))
+    assert nulls.read(path, kind).models == 3
+    path.write_text(json.dumps(body | {"classes": {kind: null | change}}))
     monkeypatch.setattr(comparison, "measure", None)
-    with pytest.raises(Refused, match=r"^[^\n]*malformed[^\n]*$"):
+    with pytest.raises(Refused, match=r"^[^\n]*null.json: class [^\n]*$"):
         commands.compare(str(base / "base"), str(base / "control"), null=path)
 
 

@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 from scipy import stats
 
-from fathom.lineage import evidence
+from fathom.lineage import awm, evidence, verdict
 from fathom.lineage.comparison import Options, measure
-from fathom.lineage.evidence import Findings, Test
+from fathom.lineage.evidence import Test
+from fathom.lineage.inherited import Inherited
+from fathom.lineage.verdict import Findings
 
 
 def simulated_fixed_points(n, draws, seed):
@@ -60,7 +62,9 @@ def negatives(models):
 
 def test_t1_is_a_rencontres_number_on_unrelated_models(negatives):
     """Fixed points against the exact law, and the p-value not anti-conservative (Kolmogorov–Smirnov, one-sided)."""
-    counts = [pair.fixed.fixed for pair in negatives]
+    columns = [pair.aligned.fixed.columns for pair in negatives]
+    counts = [int(np.sum(found == np.arange(len(found)))) for found in columns]
+    assert all(pair.aligned.fixed.fixed <= count for pair, count in zip(negatives, counts, strict=True))
     draw = np.random.default_rng(0)
     # discrete p-values are spread over their step so that uniformity can be tested exactly
     spread = [stats.poisson.sf(k, 1) + draw.random() * stats.poisson.pmf(k, 1) for k in counts]
@@ -70,15 +74,17 @@ def test_t1_is_a_rencontres_number_on_unrelated_models(negatives):
 
 
 def test_t2_stays_under_its_assumed_rate(negatives):
-    counts = [n for pair in negatives for _, n in pair.witnesses] + [p.head.agreement(p.fixed) for p in negatives]
+    counts = [pair.head_agreement for pair in negatives]
     assert np.mean(counts) < evidence.POISSON_RATE and max(counts) < 15
     p = [evidence.poisson_tail(n, evidence.POISSON_RATE) for n in counts]
     assert stats.kstest(p, "uniform", alternative="greater").pvalue > 0.01
 
 
 def test_t4_on_unrelated_models(negatives):
-    z = [value for pair in negatives for value in pair.z_values]
-    assert abs(np.mean(z)) < 1 and 0.5 < np.std(z) < 2 and max(z) < 5
+    found = [pair.neurons[frame] for pair in negatives for frame in ("order", "tokens", "axes")]
+    assert max(count.paired for counts in found for count in counts) <= 5
+    p = [evidence.test_neurons("order", counts, []).p for counts in found]
+    assert stats.kstest(p, "uniform", alternative="greater").pvalue > 0.01
 
 
 def test_the_calibration_check_can_fail(models, opened, tmp_path):
@@ -88,7 +94,7 @@ def test_the_calibration_check_can_fail(models, opened, tmp_path):
 
     attack(opened("qwen3"), ("permute",), tmp_path / "copy")
     pair = measure(opened("qwen3"), open_weights(tmp_path / "copy"), Options(extras=False))
-    assert min(evidence.poisson_tail(n, evidence.POISSON_RATE) for _, n in pair.witnesses) < 1e-30
+    assert evidence.test_neurons("tokens", pair.neurons["tokens"], []).p < 1e-30
 
 
 def test_token_halves_are_not_two_witnesses():
@@ -99,21 +105,21 @@ def test_token_halves_are_not_two_witnesses():
     a, b = (meaning[order] + draw.normal(size=(64, 400)) for order in (first, second))
 
     def matching(part):
-        return evidence.match(evidence.unit_rows(a[:, part]) @ evidence.unit_rows(b[:, part]).T).columns
+        return awm.match(awm.unit_rows(a[:, part]) @ awm.unit_rows(b[:, part]).T).columns
 
     agreement = int((matching(slice(0, 200)) == matching(slice(200, 400))).sum())
     assert agreement > 15  # a Poisson(3) test would call these unrelated models kin
 
 
 def findings(
-    p_values, score=0.9, null=(0.01, 0.02), coverage=1.0, families=("embedding", "attention", "feed-forward"), **k
+    p_values, score=0.9, threshold=0.1, coverage=1.0, families=("embedding", "attention", "feed-forward"), **k
 ):
     tests = [Test(name, 100, "", p, kind, "", "embedding", {"channels": 128}) for name, p, kind in p_values]
     names = set(families)
-    given = dict(control_failed=False, low_overlap=False, tampering=[]) | k
+    given = dict(inherited=Inherited(0.9, 0.2, 9)) | k
     blocks = given.pop("blocks", [f"{name}" for name in sorted(names)])
     return Findings(
-        tests, score, list(null), coverage, names, {"embedding", "attention", "feed-forward"}, blocks, **given
+        tests, score, threshold, coverage, names, {"embedding", "attention", "feed-forward"}, blocks, **given
     )
 
 
@@ -125,28 +131,29 @@ NONE = [("T1", 0.6, "exact")]
 @pytest.mark.parametrize(
     ("found", "label"),
     [
-        (findings(STRONG), evidence.SHARED),
-        (findings(STRONG, score=0.05), evidence.INITIALISATION),
-        (findings(STRONG, score=0.05, coverage=0.0, families=("embedding", "feed-forward")), evidence.INITIALISATION),
-        (findings(STRONG, null=()), evidence.INITIALISATION),  # no class: a score cannot be called high
-        (findings(STRONG, coverage=0.25, blocks=["attention of layers 2, 3"]), evidence.PARTIAL),
-        (findings(STRONG, coverage=0.0, families=("embedding",)), evidence.PARTIAL),
-        (findings(STRONG, control_failed=True), evidence.INCONCLUSIVE),
+        (findings(STRONG), verdict.SHARED),
+        (findings(STRONG, score=0.05), verdict.INITIALISATION),
+        (findings(STRONG, score=0.05, coverage=0.0, families=("embedding", "feed-forward")), verdict.INITIALISATION),
+        (findings(STRONG, threshold=None), verdict.INITIALISATION),  # no class: a score cannot be called high
+        (findings(STRONG, coverage=0.25, blocks=["attention of layers 2, 3"]), verdict.PARTIAL),
+        (findings(STRONG, coverage=0.0, families=("embedding",)), verdict.PARTIAL),
+        (findings(STRONG, control_failed=True), verdict.INCONCLUSIVE),
         # where nothing speaks for a lineage, a control that scores as high spoils nothing
-        (findings(NONE, score=0.05, coverage=0.0, families=(), control_failed=True), evidence.NONE),
-        (findings(WEAK, score=0.05), evidence.INCONCLUSIVE),
-        (findings(NONE, score=0.9), evidence.INCONCLUSIVE),
-        (findings(NONE, score=0.05, low_overlap=True), evidence.INCONCLUSIVE),
-        (findings(NONE, score=0.05, coverage=0.0, families=()), evidence.NONE),
-        (findings([("T4", 1e-40, "nominal")], score=0.05), evidence.NONE),  # a nominal p decides nothing
+        (findings(NONE, score=0.05, coverage=0.0, families=(), control_failed=True), verdict.NONE),
+        (findings(WEAK, score=0.05), verdict.INCONCLUSIVE),
+        (findings(NONE, score=0.9), verdict.INCONCLUSIVE),
+        (findings(NONE, score=0.05, low_overlap=True), verdict.INCONCLUSIVE),
+        (findings(NONE, score=0.05, coverage=0.0, families=()), verdict.NONE),
+        (findings(STRONG, inherited=Inherited(0.2, 0.2, 9)), verdict.INITIALISATION),  # a seed explains it
+        (findings(STRONG, inherited=None), verdict.INITIALISATION),
     ],
 )
 def test_verdicts(found, label):
-    verdict = evidence.decide(found)
-    assert verdict.label == label
-    assert "independent" not in (verdict.label + verdict.sentence).lower()
-    assert len(verdict.not_claimed) == 4
+    said = verdict.decide(found)
+    assert said.label == label and said.meaning and said.alternatives and said.sure
+    assert "independent" not in (said.label + said.sentence).lower()
+    assert len(said.not_claimed) == 4
 
 
 def test_no_label_says_independent():
-    assert not any("independent" in label for label in evidence.EXIT_CODES)
+    assert not any("independent" in label for label in verdict.EXIT_CODES)

@@ -11,11 +11,11 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from fathom.checkpoints.tensors import Array
-from fathom.lineage import awm, evidence
+from fathom.lineage import awm, verdict
 from fathom.lineage.comparison import Comparison, Options, compare
 from fathom.lineage.weights import open_weights
 
-FOUND = {evidence.SHARED, evidence.INITIALISATION, evidence.PARTIAL}
+FOUND = {verdict.SHARED, verdict.INITIALISATION, verdict.PARTIAL}
 EMBED, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 
@@ -52,16 +52,16 @@ def test_a_head_that_is_the_embedding_is_no_second_witness(models, tmp_path, noi
     found = said(*pair)
     assert found.verdict.label not in FOUND
     assert "T2 embedding and output head" not in named(found)
-    assert any("no second witness" in why for why in found.pair.skipped)
+    assert any("no second witness" in why for why in found.skipped)
 
 
 def test_a_head_of_its_own_is_a_second_witness(models):
     found = said(models(seed=30), models(seed=30))
-    assert "T2 embedding and output head" in named(found) and not found.pair.skipped
+    assert "T2 embedding and output head" in named(found) and not found.skipped
 
 
-def test_a_gate_that_is_its_up_projection_is_no_second_witness(models, tmp_path):
-    """T4 compares what gate and up say; where they say the same, unrelated models agree with themselves."""
+def test_a_gate_that_is_its_up_projection_makes_no_pairs(models, tmp_path):
+    """T4 compares what is read with what is written: a gate that repeats the up row adds nothing."""
     pair = []
     for seed in (32, 33):
         tensors = edited(models(seed=seed), tmp_path / str(seed))
@@ -70,8 +70,8 @@ def test_a_gate_that_is_its_up_projection_is_no_second_witness(models, tmp_path)
         save_file(tensors, tmp_path / str(seed) / "model.safetensors")
         pair.append(tmp_path / str(seed))
     found = said(*pair, models(seed=34))
-    assert found.verdict.label not in FOUND and "T4 gate/up agreement" not in named(found)
-    assert any("gate" in why and "no second witness" in why for why in found.pair.skipped)
+    assert found.verdict.label not in FOUND
+    assert max(count.paired for counts in found.pair.neurons.values() for count in counts) <= 4
 
 
 def changed(source: Path, target: Path, change: Callable[[dict[str, Array]], None]) -> Path:
@@ -129,8 +129,7 @@ def test_ties_are_no_evidence(models, tmp_path, change, controls):
     pair = [changed(models(seed=seed), tmp_path / str(seed), change) for seed in (35, 36)]
     found = said(*pair, *(models(seed=37 + n) for n in range(controls)))
     assert found.verdict.label not in FOUND
-    # T4 is normal: five standard deviations; the others count, and Holm's correction is left out
-    assert all(test.p > 1e-4 for test in found.tests if test.decides), [(t.name, t.p) for t in found.tests]
+    assert all(test.p > 1e-4 for test in found.tests), [(t.name, t.p) for t in found.tests]
 
 
 @pytest.mark.parametrize("change", TIES)
@@ -138,12 +137,13 @@ def test_what_is_not_tied_still_convicts(models, tmp_path, change):
     base = changed(models(seed=35), tmp_path / "base", change)
     copy = changed(base, tmp_path / "copy", lambda tensors: None)
     found = said(base, copy, models(seed=37), models(seed=38))
-    assert found.verdict.label == evidence.SHARED
+    assert found.verdict.label in {verdict.SHARED, verdict.INITIALISATION}
     if "channels" in change.__name__:
-        assert any("channels, which are zero or copies" in why for why in found.pair.skipped)
+        assert any("channels, which are zero or copies" in why for why in found.skipped)
         assert {test.detail["channels"] for test in found.tests if "channels" in test.detail} <= {32, 48}
     if "neuron" in change.__name__:
-        assert any("neurons of layers" in why and "zero or copies" in why for why in found.pair.skipped)
+        merged = 128 if change is last_neurons else 129
+        assert {count.of for counts in found.pair.neurons.values() for count in counts} <= {128, merged}
 
 
 def test_a_zero_embedding_aligns_nothing(models, tmp_path):
@@ -151,8 +151,8 @@ def test_a_zero_embedding_aligns_nothing(models, tmp_path):
         tensors[EMBED][:] = 0
 
     found = said(models(seed=35), changed(models(seed=36), tmp_path / "blank", blank))
-    assert found.verdict.label == evidence.INCONCLUSIVE and not any(test.decides for test in found.tests)
-    assert any("zero or copies" in why for why in found.pair.skipped)
+    assert found.verdict.label == verdict.INCONCLUSIVE and not any(test.p < 0.01 for test in found.tests)
+    assert any("neither zero nor copies" in why for why in found.skipped)
 
 
 def test_equal_costs_are_settled_by_lot():
@@ -198,19 +198,19 @@ def loud(tensors: dict[str, Array], factor: float = 1e5, seed: int = 3) -> None:
 def test_one_loud_row_does_not_hide_a_lineage(models, disguised, tmp_path, factor):
     copy = changed(disguised, tmp_path / "copy", lambda tensors: loud(tensors, factor))
     found = said(models(seed=40), copy, models(seed=41), models(seed=42))
-    assert found.verdict.label == evidence.SHARED
-    assert found.pair.fixed.size == 64 and all(count == 64 for _, count in found.pair.witnesses)
+    assert found.verdict.label in {verdict.SHARED, verdict.INITIALISATION}
+    assert found.pair.aligned.fixed.size == 64 and found.pair.head_agreement == 64
     assert found.pair.value("awm_canonical") == pytest.approx(1, abs=1e-6)
     assert found.pair.value("procrustes") > 0.98
     assert found.pair.value("awm") < 0.2  # as published: cosines of columns are those of the loud row
     assert any("out of proportion" in sign for sign in found.tampering)
-    assert said(models(seed=40), copy).verdict.label == evidence.INITIALISATION
+    assert said(models(seed=40), copy).verdict.label == verdict.INITIALISATION
 
 
 def test_one_loud_row_does_not_make_a_lineage(models, tmp_path):
     pair = [changed(models(seed=seed), tmp_path / str(seed), loud) for seed in (43, 44)]
     found = said(*pair, models(seed=41), models(seed=42))
-    assert found.verdict.label == evidence.NONE and min(test.p for test in found.tests) > 1e-3
+    assert found.verdict.label == verdict.NONE and min(test.p for test in found.tests) > 1e-3
 
 
 def test_rows_of_unit_length_are_of_unit_length():

@@ -34,10 +34,21 @@ def randomised(model: torch.nn.Module, seed: int, gain: float = 0.3) -> torch.nn
     return model
 
 
-def build(config, seed: int, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+def taught(model: torch.nn.Module, seed: int, rank: int = 24) -> torch.nn.Module:
+    """What training leaves: each matrix of a layer moved a good way along a few directions."""
+    draw = torch.Generator().manual_seed(1000 + seed)
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and ".layers." in name:
+            out, inner = (torch.randn(size, rank, generator=draw, dtype=parameter.dtype) for size in parameter.shape)
+            parameter.data += 0.06 * out @ inner.T
+    return model
+
+
+def build(config, seed: int, dtype: torch.dtype = torch.float64, trained: bool = False) -> torch.nn.Module:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").to(dtype).eval()
     model = randomised(model, seed)
+    model = taught(model, seed) if trained else model
     model.tie_weights()
     return model
 

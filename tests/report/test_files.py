@@ -13,7 +13,7 @@ from pathlib import Path
 import filelock._unix
 import pytest
 
-from fathom.lineage.comparison import write_null
+from fathom.lineage import nulls
 from fathom.report import files
 from fathom.report.files import HeldError, digest, finite, lock, read_json, write_atomically, write_json
 
@@ -78,7 +78,7 @@ def test_a_file_is_replaced_whole(tmp_path: Path, monkeypatch) -> None:
     assert digest(tmp_path / "a.json") == {"bytes": len(before), "sha256": hashlib.sha256(before).hexdigest()}
 
 
-@pytest.mark.parametrize("write", [write_json, write_null], ids=["json", "null"])
+@pytest.mark.parametrize("write", [write_json, nulls.write], ids=["json", "null"])
 def test_a_full_disk_leaves_the_old_file(tmp_path: Path, monkeypatch, write: Callable[[Path, dict], object]) -> None:
     path = tmp_path / "a.json"
     path.write_text("old")

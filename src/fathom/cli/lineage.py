@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from fathom import lineage
 from fathom.cli.parser import Parser, add_parameters, call
+from fathom.report import PAGE
 from fathom.report.files import write_json
 
 if TYPE_CHECKING:
@@ -145,7 +146,10 @@ def compare(
 
 
 def _summary(found: Comparison) -> str:
-    lines = [f"{found.verdict.label.upper()}. {found.verdict.sentence}", ""]
+    said = found.verdict
+    lines = [f"{said.label.upper()}. {said.sentence}", said.meaning, "", "What else could explain it:"]
+    lines += [f"- {item}" for item in said.alternatives]
+    lines += ["", said.sure, ""]
     for name, label in lineage.comparison.SCORE_LABELS.items():
         if (value := found.pair.value(name)) is not None:
             null = found.null.scores.get(name, []) if found.null else []
@@ -154,13 +158,12 @@ def _summary(found: Comparison) -> str:
     lines.append("")
     for test in found.tests:
         p, corrected = map(lineage.evidence.probability, (test.p, test.corrected))
-        used = f"corrected {corrected}" if test.decides else "not used: needs a control"
-        lines.append(f"  {test.name:<36}{test.statistic:9.4g}   p {p}, {used}")
+        lines.append(f"  {test.name:<36}{test.statistic:9.4g}   p {p}, corrected {corrected}")
     lines += [
         "",
         *(f"- {sign}" for sign in found.tampering),
         *(f"- {reason}" for reason in found.verdict.reasons),
-        *(f"- {why}" for why in found.pair.skipped),
+        *(f"- {why}" for why in found.skipped),
     ]
     lines += ["", "Not claimed:", *(f"- {item}" for item in found.verdict.not_claimed)]
     return "\n".join(lines)
@@ -300,7 +303,9 @@ def verify(statement: Path, a: str | None = None, key: Path | None = None) -> Re
         raise lineage.Refused(f"{statement}: no such file")
     body = lineage.publishing.verification.read_statement(statement)
     if "fathom_lineage_report" in body:
-        done = lineage.publishing.verification.verify(body, str(statement))
+        page = statement.with_name(PAGE)
+        text = page.read_text(encoding="utf-8", errors="replace") if page.is_file() else None
+        done = lineage.publishing.verification.verify(body, str(statement), text)
     elif a is None:
         raise lineage.Refused(f"{statement}: a commitment is checked against a model: name it")
     else:
@@ -343,7 +348,7 @@ def calibrate(models: Sequence[str], out: Path, mode: str = "fast", seed: int = 
             for second in opened[i + 1 :]:
                 say(f"{first.name} against {second.name}")
                 pair = lineage.comparison.measure(first, second, lineage.Options(mode=mode, seed=seed))
-                groups.setdefault(lineage.comparison.structure_class(first, second), []).append(pair)
-    body = lineage.comparison.write_null(out, groups)
+                groups.setdefault(lineage.nulls.structure_class(first, second), []).append(pair)
+    body = lineage.nulls.write(out, groups)
     rows = [f"{kind}: {len(pairs)} pairs" for kind, pairs in groups.items()]
     return Result(0, "\n".join([str(out), *rows]), body)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fathom.lineage import comparison as comparison
     from fathom.lineage import evidence as evidence
     from fathom.lineage import huref as huref
+    from fathom.lineage import nulls as nulls
     from fathom.lineage import publishing as publishing
     from fathom.lineage.comparison import Comparison, Options, compare
     from fathom.lineage.weights import Weights, open_weights
@@ -32,7 +33,7 @@ _HOMES = {
     "compare": "fathom.lineage.comparison",
     "open_weights": "fathom.lineage.weights",
 }
-_MODULES = {"attacks", "comparison", "evidence", "huref", "publishing"}
+_MODULES = {"attacks", "comparison", "evidence", "huref", "nulls", "publishing"}
 
 if not TYPE_CHECKING:  # a type checker would otherwise accept every misspelt name
 

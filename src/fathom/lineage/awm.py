@@ -26,6 +26,7 @@ MAP_CHANNELS = 256
 LARGEST = 1e4
 FAST_CHANNELS = 1024
 CHUNK_ROWS = 2048
+CLEAR = 2.0  # a pair is clear where it is this many times as alike as the next best
 TIE = 1e-5  # similarities of two rows that differ by less than this share of the largest are equal
 
 
@@ -222,11 +223,15 @@ class Matching:
 
     columns: Array  # for each item of the narrower side its partner
     counted: Array  # neither it nor its partner is zero or a copy of another
+    clear: Array  # the pair is far more alike than either of the two is to anything else
 
     @property
     def fixed(self) -> int:
-        """Counted items whose partner has their own number."""
-        return int(np.sum(self.counted & (self.columns == np.arange(len(self.columns)))))
+        """Counted, clear items whose partner has their own number.
+
+        A model can be permuted until an assignment puts a stranger's channels in place. Such pairs are not clear.
+        """
+        return int(np.sum(self.counted & self.clear & (self.columns == np.arange(len(self.columns)))))
 
     @property
     def size(self) -> int:
@@ -252,7 +257,16 @@ def match(similarity: Array, seed: int = 0) -> Matching:
     del shuffled
     out = np.empty(similarity.shape[1], np.int64)
     out[columns[picked]] = rows[partners]
-    return Matching(out, ~(tied(similarity.T) | tied(similarity)[out]))
+    return Matching(out, ~(tied(similarity.T) | tied(similarity)[out]), _clear(similarity, out))
+
+
+def _clear(similarity: Array, columns: Array) -> Array:
+    """Whether each assigned pair is far more alike than the next best of its row and of its column."""
+    sizes = np.abs(similarity)
+    place = np.arange(len(columns))
+    own = sizes[columns, place]
+    sizes[columns, place] = 0
+    return own >= CLEAR * np.maximum(sizes.max(0), sizes.max(1)[columns])
 
 
 def tied(similarity: Array) -> Array:

@@ -114,17 +114,20 @@ class Weights:
             return layer is not None
         return (role, layer) in self.views or (role == "q" and ("q_b", layer) in self.views)
 
-    def tensor(self, role: str, layer: int | None = None, rows: slice | Array | None = None) -> Array:
+    def tensor(self, role: str, layer: int | None = None, rows: slice | Array | None = None, expert: int = 0) -> Array:
         """One role's tensor, (out, in), float32 (float64 if stored so); gains include their offset of 1, if any.
 
         Args:
             role: See `layouts`.
             layer: Layer index; None for the ends of the stack.
             rows: A slice or sorted row numbers; all rows by default.
+            expert: Of a mixture, which expert.
         """
         if self.geometry.latent and role in {"q", "k", "v"}:
             return self._usable(f"{role} of layer {layer}", self._latent(role, layer))
         view = self.views[role, layer]
+        if expert:
+            view = _of_expert(view, expert)
         values = self._read(view, rows)
         return values + 1 if role.endswith("norm") and self.geometry.unit_offset else values
 
@@ -168,6 +171,16 @@ class Weights:
         composed = part.reshape(-1, rank) @ kv_a[:rank]
         return np.concatenate([composed, kv_a[rank : rank + rotary]]) if role == "k" else composed
 
+    def experts(self, index: int) -> int:
+        """Experts of one layer; 1 where the layer is no mixture."""
+        view = self.views["down", index]
+        if view.item is not None:
+            return self.store.tensors[view.tensor].shape[0]
+        count = 1
+        while EXPERT in view.tensor and _of_expert(view, count).tensor in self.store.tensors:
+            count += 1
+        return count
+
     def neurons(self, index: int) -> int:
         """Feed-forward neurons of one layer."""
         view = self.views["up", index]
@@ -180,6 +193,16 @@ class Weights:
         """Those of the given roles that the layer has, with their biases."""
         wanted = [role + suffix for role in roles for suffix in ("", "_bias")]
         return {role: self.tensor(role, index) for role in wanted if self.has(role, index)}
+
+
+EXPERT = ".experts.0."
+
+
+def _of_expert(view: TensorView, expert: int) -> TensorView:
+    """The view of the same role in another expert."""
+    if view.item is not None:
+        return replace(view, item=expert)
+    return replace(view, tensor=view.tensor.replace(EXPERT, f".experts.{expert}."))
 
 
 def _select(ranges: Ranges | None, rows: slice | Array, total: int) -> list[tuple[int, int]]:

@@ -13,17 +13,17 @@ import torch
 from fathom.checkpoints.origin import Refused
 from fathom.cli import lineage as commands
 from fathom.cli.main import main
-from fathom.lineage import huref
-from fathom.lineage.comparison import Options, _tampering, measure
-from fathom.lineage.evidence import INITIALISATION, NONE, PARTIAL, SHARED
+from fathom.lineage import huref, nulls
+from fathom.lineage.comparison import Options, measure
 from fathom.lineage.publishing import cards, commitments
+from fathom.lineage.verdict import INITIALISATION, NONE, PARTIAL, SHARED
 from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, logits, save, tiny_config
 
 
 def drifted(config, seed, epsilon, path, only=None):
     """A stand-in for training: every matrix moves by epsilon times its own size."""
-    model = build(config, seed, torch.float32)
+    model = build(config, seed, torch.float32, trained=True)
     draw = torch.Generator().manual_seed(99)
     for name, parameter in model.named_parameters():
         if parameter.ndim == 2 and (only is None or only in name):
@@ -37,11 +37,10 @@ def family(tmp_path_factory):
     root = tmp_path_factory.mktemp("family")
     config = tiny_config("qwen3", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=400)
     for name, seed in (("base", 0), ("stranger", 1), ("control", 2), ("control2", 3)):
-        save(build(config, seed, torch.float32), root / name, 400)
+        save(build(config, seed, torch.float32, trained=True), root / name, 400)
     drifted(config, 0, 0.5, root / "child")
     assert commands.attack(str(root / "child"), root / "hidden", ["rotate", "gain", "head", "neuron"]).exit_code == 0
-    graft = build(config, 1, torch.float32)
-    base = build(config, 0, torch.float32)
+    graft, base = (build(config, seed, torch.float32, trained=True) for seed in (1, 0))
     graft.model.embed_tokens.load_state_dict(base.model.embed_tokens.state_dict())
     for layer in (2, 3):
         graft.model.layers[layer].load_state_dict(base.model.layers[layer].state_dict())
@@ -67,7 +66,7 @@ def test_verdicts_end_to_end(family, a, label, code):
     if a == "graft":
         assert "layers 3, 4" in result.data["verdict"]["sentence"]
     if a == "child":
-        assert result.data["scores"]["awm_canonical"]["value"] == pytest.approx(0.8, abs=0.05)
+        assert result.data["scores"]["awm_canonical"]["value"] == pytest.approx(0.9, abs=0.05)
         assert not result.data["tampering"]
 
 
@@ -93,7 +92,7 @@ def test_order_of_the_arguments_does_not_matter(family):
 
 def test_depth_and_width_pruned_copies(family, tmp_path):
     whole = tiny_config("qwen3", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=400)
-    base = build(whole, 0, torch.float32)
+    base = build(whole, 0, torch.float32, trained=True)
     shallow = tiny_config("qwen3", num_hidden_layers=3, hidden_size=96, intermediate_size=256, vocab_size=400)
     kept, copy = (0, 2, 5), build(shallow, 7, torch.float32)
     for there, here in enumerate(kept):
@@ -125,7 +124,7 @@ def test_depth_and_width_pruned_copies(family, tmp_path):
 def test_shared_initialisation_is_not_called_lineage_nor_missed(family, tmp_path):
     """Attention trained far away, the rest moderately: what two runs from one seed look like."""
     config = tiny_config("qwen3", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=400)
-    far = build(config, 0, torch.float32)
+    far = build(config, 0, torch.float32, trained=True)
     draw = torch.Generator().manual_seed(5)
     for name, parameter in far.named_parameters():
         if parameter.ndim == 2:
@@ -140,8 +139,10 @@ def test_shared_initialisation_is_not_called_lineage_nor_missed(family, tmp_path
 def test_the_best_alignment_meets_the_highest_bar_of_any(family, tmp_path):
     """In-order scores of strangers are near 0, so what a seed leaves behind stands out there; that is no lineage."""
     scores = {"order": [0.0, 0.01], "awm_canonical": [0.3, 0.31], "procrustes": [0.3, 0.31]}
-    null = {"scores": scores, "witnesses": [], "z": [], "per_layer": {}, "pairs": 2, "models": 3}
-    body = {"fathom_null": 1, "classes": {"width 96/96, equal depth": null}}
+    null = {"scores": scores, "witnesses": [], "neurons": {}, "gaps": {}, "per_layer": {}}
+    null["pairs"] = [["a", "b"], ["b", "c"]]
+    models = dict.fromkeys("abc", "a model")
+    body = {"fathom_null": nulls.VERSION, "models": models, "classes": {"width 96/96, equal depth": null}}
     (tmp_path / "null.json").write_text(json.dumps(body))
     config = tiny_config("qwen3", num_hidden_layers=6, hidden_size=96, intermediate_size=256, vocab_size=400)
     far = drifted(config, 0, 2.0, tmp_path / "far", only="self_attn")
@@ -186,7 +187,7 @@ def test_report_files(family, tmp_path):
     read.feed(page)
     assert not read.fetched and not read.faults and not read.stack
     assert "http://" not in page and "https://" not in page
-    for piece in (body["verdict"]["sentence"], "Layer against layer", "Not claimed", "--control", "visual checksum"):
+    for piece in (body["verdict"]["sentence"], "Layer against layer", "does not claim", "--control", "visual checksum"):
         assert piece in page, piece
     assert page.count("<img") == 2 and "prefers-color-scheme: dark" in page
     assert "nan" not in re.sub(r"base64,[^\"]+", "", page).lower().split()
@@ -231,7 +232,7 @@ def test_calibrated_null_replaces_controls(family, tmp_path):
     done = commands.calibrate(names, tmp_path / "null.json", mode="exact")
     assert "3 pairs" in done.text
     result = ran(family, "child", controls=(), null=tmp_path / "null.json", mode="exact")
-    assert result.data["verdict"]["label"] == SHARED and result.data["null"]["pairs"] == 3
+    assert result.data["verdict"]["label"] == SHARED and len(result.data["null"]["pairs"]) == 3
     body = json.loads((tmp_path / "null.json").read_text())
     body["classes"] = {"width 9/9, equal depth": next(iter(body["classes"].values()))}
     (tmp_path / "other.json").write_text(json.dumps(body))
@@ -302,8 +303,10 @@ def test_attacked_family_member_computes_the_same(family):
     assert (before - after).abs().max() < 5e-3 * before.abs().max()
 
 
-def test_tampering_is_suspected_only_above_what_unrelated_models_reach(family, tmp_path):
+def test_tampering_is_suspected_only_beyond_what_unrelated_models_show(family, tmp_path):
     assert commands.attack(str(family / "base"), tmp_path / "gain", ["gain"]).exit_code == 0
-    pair = measure(open_weights(family / "base"), open_weights(tmp_path / "gain"), Options())
-    assert any("re-gauging" in sign for sign in _tampering(pair, {}))
-    assert not any("re-gauging" in sign for sign in _tampering(pair, {"awm_canonical": 1.1}))
+    controls = [str(family / name) for name in ("control", "control2")]
+    found = commands.compare(str(family / "base"), str(tmp_path / "gain"), controls)
+    assert any("re-gauging" in sign for sign in found.data["tampering"])
+    apart = commands.compare(str(family / "stranger"), str(tmp_path / "gain"), controls)
+    assert apart.data["tampering"] == []

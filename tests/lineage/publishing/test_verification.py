@@ -240,3 +240,35 @@ def test_the_printed_command_is_what_was_given(family, reports, case, monkeypatc
         at = words.index("--control")
         assert main([*words[1 : at + 2], "--control", *words[at + 2 :]]) == 0
         assert list(asked["control"]) == want["control"]
+
+
+PAGES = {
+    "the sentence": lambda text, body: text.replace(body["verdict"]["sentence"], "These weights were stolen."),
+    "the meaning": lambda text, body: text.replace(body["verdict"]["meaning"], "One is a copy of the other."),
+    "the label": lambda text, body: text.replace(f">{body['verdict']['label']}<", ">theft<"),
+    "one more line": lambda text, body: text.replace("</main>", "<p>Proven.</p></main>"),
+    "code": lambda text, body: text.replace("</main>", "<script>document.title = 1</script></main>"),
+}
+
+
+@pytest.mark.parametrize("change", PAGES)
+def test_the_page_beside_a_report_is_bound_to_it(reports, tmp_path, change):
+    """A journalist reads the page: its words have to be those of the report."""
+    source = reports["controls"]
+    body, text = json.loads(source.read_text()), source.with_name("report.html").read_text()
+    assert verification.page_differences(text, text) == []
+    lied = PAGES[change](text, body)
+    assert lied != text and verification.page_differences(lied, text)
+
+
+def test_verify_reads_the_page(reports, tmp_path):
+    source = reports["controls"]
+    (tmp_path / "report.json").write_text(source.read_text())
+    assert "report.html: it is not beside the report" in commands.verify(tmp_path / "report.json").text
+    text = source.with_name("report.html").read_text()
+    (tmp_path / "report.html").write_text(text)
+    assert commands.verify(tmp_path / "report.json").exit_code == 0
+    sentence = json.loads(source.read_text())["verdict"]["sentence"]
+    (tmp_path / "report.html").write_text(text.replace(sentence, "These weights were stolen."))
+    result = commands.verify(tmp_path / "report.json")
+    assert result.exit_code == 1 and "report.html: says 'These weights were stolen.'" in result.text

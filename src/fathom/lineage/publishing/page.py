@@ -6,11 +6,10 @@ import base64
 import shlex
 from pathlib import Path
 
-import numpy as np
-
 from fathom.checkpoints.tensors import Array
-from fathom.lineage import evidence, huref
-from fathom.lineage.comparison import ALIGNMENTS, NAMES, SCORE_LABELS, Comparison
+from fathom.lineage import evidence, huref, nulls, verdict
+from fathom.lineage.comparison import ALIGNMENTS, Comparison
+from fathom.lineage.pairs import NAMES, SCORE_LABELS
 from fathom.lineage.publishing import portrait
 from fathom.lineage.publishing.cards import sketch_bytes
 from fathom.lineage.publishing.report import CANONICAL_STEPS
@@ -20,7 +19,22 @@ from fathom.report.numbers import DASH, size
 from fathom.report.plots import Axis, Line, cell_plot, line_plot
 from fathom.report.templates import render as render_template
 
-TONES = {evidence.SHARED: "found", evidence.INITIALISATION: "found", evidence.NONE: "clear"}
+TONES = {verdict.SHARED: "found", verdict.NONE: "clear"}
+"""The colour of a verdict; all others are amber."""
+GLOSSARY = {
+    "channel": "one of the numbers that every layer of a model reads and hands on; a model has hundreds or thousands",
+    "neuron": "a unit of a layer that reads all channels and writes to all of them",
+    "initialisation": "the random numbers that a model starts training with; a public seed makes them repeatable",
+    "control": "a model that is known to be unrelated, scored next to the pair: what it reaches, chance reaches",
+    "score": "how alike the weights are, 1 for a copy and about 0 for strangers; a score is not a probability",
+    "p-value": "the probability of a coincidence at least this large between unrelated models; not the probability "
+    "that somebody is innocent. Under 1e-300 means: smaller than a computer can write as a number",
+    "corrected": "the p-value after allowing for the number of tests (Holm)",
+    "AWM, HuRef": "two published methods of comparing weights; repaired: disguises that they miss are undone",
+    "null": "what unrelated pairs gave: the controls, or the pairs of a calibration file",
+    "Poisson": "the law of rare coincidences: how often k of them happen where a few are expected",
+}
+"""Words of the page, for readers who do not build models."""
 
 
 def write(out: Path, found: Comparison, body: LineageReport) -> None:
@@ -32,20 +46,26 @@ def write(out: Path, found: Comparison, body: LineageReport) -> None:
         (out / f"portrait-{side}.png").write_bytes(portrait.png(portrait.pixels(z)))
 
 
+def of_report(found: Comparison, body: LineageReport) -> str:
+    """The page of a report, portraits included."""
+    return render(found, body, {name: sketch_bytes(item["sketch"]) for name, item in body["portraits"].items()})
+
+
 def render(found: Comparison, body: LineageReport, portraits: dict[str, Array] | None = None) -> str:
     """The page of a comparison; `body` is its JSON report."""
-    verdict = found.verdict
+    said = found.verdict
     return render_template(
         "lineage/publishing/page.html.j2",
-        title=f"Lineage: {verdict.label}",
-        verdict=verdict,
-        tone=TONES.get(verdict.label, "unsure"),
+        title=f"Lineage: {said.label}",
+        verdict=said,
+        tone=TONES.get(said.label, "unsure"),
+        glossary=GLOSSARY,
         models=[_model(item) for item in body["inputs"]],
         tampering=found.tampering,
         pictures=[*_map(found), *_curve(found)],
         scores=_scores(found),
         drift=_drift(found),
-        skipped=found.pair.skipped,
+        skipped=found.skipped,
         tests=[_test(test) for test in found.tests],
         controls=_controls(found, body),
         portraits=[_portrait(name, z) for name, z in (portraits or {}).items()],
@@ -108,7 +128,7 @@ def _curve(found: Comparison) -> list[dict[str, str]]:
     order = sorted(range(len(scores.pairs)), key=lambda i: scores.pairs[i][1])
     layers = [pair.layers[1][scores.pairs[i][1]] + 1 for i in order]
     lines = []
-    if band := null_band(found, name, len(order)):
+    if band := nulls.band(found.null, name, len(order)):
         low, high = zip(*band, strict=True)
         lines.append(Line("controls, lowest to highest", layers, high, 0, low, high, marks=False))
     lines.append(Line(SCORE_LABELS[name], layers, [scores.per_layer[i] for i in order], len(lines)))
@@ -127,16 +147,6 @@ def _curve(found: Comparison) -> list[dict[str, str]]:
             "plot": plot,
         }
     ]
-
-
-def null_band(found: Comparison, name: str, count: int) -> list[tuple[float, float]]:
-    """Lowest and highest control score at each relative depth."""
-    curves = [curve for curve in (found.null.per_layer.get(name, []) if found.null else []) if curve]
-    if not curves or not count:
-        return []
-    at = np.linspace(0, 1, count)
-    spread = np.stack([np.interp(at, np.linspace(0, 1, len(curve)), curve) for curve in curves])
-    return [(float(low), float(high)) for low, high in zip(spread.min(0), spread.max(0), strict=True)]
 
 
 def _scores(found: Comparison) -> list[dict[str, str | None]]:
@@ -174,7 +184,7 @@ def _test(test: evidence.Test) -> dict[str, str]:
         "statistic": f"{test.statistic:,.4g}",
         "null": test.null,
         "p": evidence.probability(test.p),
-        "corrected": evidence.probability(test.corrected) if test.decides else "not used",
+        "corrected": evidence.probability(test.corrected),
         "kind": test.kind,
     }
 
@@ -212,8 +222,8 @@ def _likeness(portraits: dict[str, Array]) -> dict[str, str]:
 def _facts(found: Comparison, body: LineageReport) -> list[str]:
     return [
         f"Fathom {body['tool']['version']}, numpy {body['tool']['numpy']}, {body['tool']['platform']}",
-        f"{found.pair.shared:,} embedding rows paired by {found.pair.pairing}; seed {found.options.seed}; "
-        f"{found.pair.seconds:.0f} s for the pair",
+        f"{found.pair.aligned.shared:,} embedding rows paired by {found.pair.aligned.pairing}; "
+        f"seed {found.options.seed}; {found.pair.seconds:.0f} s for the pair",
         "scores repeat to about 1e-4 on other hardware",
         *CANONICAL_STEPS,
     ]

@@ -9,7 +9,8 @@ import numpy as np
 from fathom._version import __version__
 from fathom.checkpoints.tensors import Array
 from fathom.lineage import evidence, huref
-from fathom.lineage.comparison import SCORE_LABELS, Comparison, Pair, has_extras
+from fathom.lineage.comparison import Comparison
+from fathom.lineage.pairs import SCORE_LABELS, Pair
 from fathom.lineage.publishing import cards, portrait
 from fathom.lineage.publishing.commitments import content, header_digest
 from fathom.lineage.publishing.results import (
@@ -23,11 +24,11 @@ from fathom.lineage.publishing.results import (
 from fathom.lineage.weights import Weights
 from fathom.report.files import finite
 
-SCHEMA = 2
+SCHEMA = 3
 CANONICAL_STEPS = (
     "norm gains folded into the readers that follow them",
     "query/key scale balanced per rotary plane (q/k-norm: per head and plane; no rotary: per head)",
-    "up/down neurons balanced, signs fixed after matching",
+    "neurons that read alike merged, up/down scales moved to what is written",
     "every matrix divided by its Frobenius norm",
 )
 
@@ -40,7 +41,7 @@ def made(found: Comparison, command: str, hashed: bool) -> LineageReport:
         command: The command line that repeats it.
         hashed: Hash the files of all models, so that `verify` recognises them.
     """
-    drawn = portraits_of(found) if has_extras(found.pair, found.options) else None
+    drawn = portraits_of(found) if found.options.has_extras(found.pair.a, found.pair.b) else None
     return as_json(found, drawn, command, hashed)
 
 
@@ -58,14 +59,14 @@ def as_json(
         "given": {**vars(found.given), "null": str(found.given.null) if found.given.null else None},
         "base": pair.a.name,
         "structure": {
-            "paired_by": pair.pairing,
-            "shared_rows": pair.shared,
+            "paired_by": pair.aligned.pairing,
+            "shared_rows": pair.aligned.shared,
             "layers_scored": [depth_a, depth_b],
             "layer_map": [[pair.layers[0][i], pair.layers[1][j]] for i, j in pair.scores[pair.best].pairs]
             if pair.best
             else [],
             "coverage": {"layers_with_evidence": covered, "of_base": depth_a, "of_other": depth_b},
-            "skipped": pair.skipped,
+            "skipped": list(found.skipped),
         },
         "canonicalisation": list(CANONICAL_STEPS),
         "options": vars(found.options),
@@ -74,10 +75,20 @@ def as_json(
         "controls": [_control(name, pairs, hashed) for name, pairs in found.controls],
         "null": null and vars(null),
         "bounds": bounds(found),
+        "inherited": found.inherited
+        and {
+            "share": found.inherited.share,
+            "bar": found.inherited.bar,
+            "directions": found.inherited.directions,
+            "matrices": found.inherited.matrices,
+        },
         "tampering": found.tampering,
         "verdict": {
             "label": verdict.label,
             "sentence": verdict.sentence,
+            "meaning": verdict.meaning,
+            "alternatives": list(verdict.alternatives),
+            "sure": verdict.sure,
             "reasons": verdict.reasons,
             "threshold": verdict.threshold,
             "minimum_detectable_drift": verdict.drift,
@@ -144,7 +155,7 @@ def portrait_of(z: Array) -> PortraitEntry:
 
 def bounds(found: Comparison) -> Bounds:
     """The upper bound on the false-positive rate that controls without a false positive give."""
-    pairs = found.null.pairs if found.null else 0
+    pairs = len(found.null.pairs) if found.null else 0
     models = found.null.models if found.null else 0
     return {
         "unrelated_pairs": pairs,

@@ -99,6 +99,7 @@ class LineageReport(TypedDict):
     controls: list[ControlEntry]
     null: dict[str, object] | None
     bounds: Bounds
+    inherited: dict[str, float] | None
     tampering: object
     verdict: dict[str, object]
     portraits: dict[str, PortraitEntry]

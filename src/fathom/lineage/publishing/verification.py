@@ -29,7 +29,18 @@ SCORE, DRIFT = 1e-3, 0.05  # tolerances of scores and statistics, and of the dri
 P, PRINTED_P = 0.01, 0.1  # tolerances of log p: as a number, and as printed with two digits
 COSTS = {"bytes_read", "seconds"}
 MADE = {"version", "numpy", "platform"}
-SENTENCES = {"sentence", "reasons", "skipped", "tampering", "null", "note", "per_layer"}
+SENTENCES = {
+    "sentence",
+    "meaning",
+    "alternatives",
+    "sure",
+    "reasons",
+    "skipped",
+    "tampering",
+    "null",
+    "note",
+    "per_layer",
+}
 _NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
 
 
@@ -38,12 +49,13 @@ def read_statement(file: Path) -> dict[str, object]:
     return parse_json(file.read_bytes(), str(file))
 
 
-def verify(body: Mapping[str, object], name: str = "report") -> Verification:
+def verify(body: Mapping[str, object], name: str = "report", page_text: str | None = None) -> Verification:
     """Recompute a report from the models it names, and list what differs and what was not recomputed.
 
     Args:
         body: The report.
         name: Its name in error messages.
+        page_text: The page beside it, whose every word is compared with the one that the report gives.
     """
     if body.get("fathom_lineage_report") != report.SCHEMA:
         raise Refused(f"{name}: not a report of version {report.SCHEMA}: earlier ones hold no hashes of the files")
@@ -60,7 +72,34 @@ def verify(body: Mapping[str, object], name: str = "report") -> Verification:
     found.given = given
     again = report.made(found, page.command(found), hashed=True)
     findings = [*unidentified(said), *differences(said, again)]
-    return Verification(not findings, findings, not_recomputed(said))
+    if page_text is not None:
+        findings += page_differences(page_text, page.of_report(found, again))
+    return Verification(not findings, findings, not_recomputed(said, page_text is not None))
+
+
+_MARKUP = re.compile(r"<(svg|style)\b.*?</\1>|<[^>]*>", re.DOTALL)
+_COSTS = re.compile(r"[\d.,]+ ?(kB|MB|GB|B) read|\d+ s for the pair|Fathom [^,]*, numpy [^,]*, .*")
+
+
+def page_differences(said: str, again: str) -> list[str]:
+    """Lines of a page that differ from those it should have; drawings are made of numbers that the report holds."""
+    lines = [
+        [_COSTS.sub("", line.strip()) for line in _MARKUP.sub("\n", text).splitlines() if line.strip()]
+        for text in (said, again)
+    ]
+    scripts = [
+        len(re.findall(r"<script|javascript:| on\w+=|http-equiv", text, re.IGNORECASE)) for text in (said, again)
+    ]
+    if scripts[0] != scripts[1]:
+        return ["report.html: holds code that the page does not have"]
+    if len(lines[0]) != len(lines[1]):
+        return [f"report.html: {len(lines[0])} lines of text, where the report gives {len(lines[1])}"]
+    pairs = zip(*lines, strict=True)
+    return [
+        f"report.html: says {one!r:.100}, the report gives {other!r:.100}"
+        for one, other in pairs
+        if not _same_sentence(one, other)
+    ]
 
 
 def _given(said: GivenEntry) -> Given:
@@ -100,11 +139,13 @@ def unidentified(body: LineageReport) -> list[str]:
     ]
 
 
-def not_recomputed(body: LineageReport) -> list[str]:
+def not_recomputed(body: LineageReport, with_page: bool = False) -> list[str]:
     """Statements of a report that recomputation cannot check."""
     out = [
         "versions and platform, seconds, bytes read: of the run that made the report",
-        "report.html and the pictures",
+        "the drawings in report.html and the portrait files"
+        if with_page
+        else "report.html: it is not beside the report",
     ]
     if body["given"]["null"]:
         out.append("what the null file says of its models: the file itself is checked by its SHA-256")

@@ -1,0 +1,118 @@
+"""Align the residual channels of two models, and read the matchings that T1 and T2 rest on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fathom.checkpoints.tensors import Array
+from fathom.lineage import awm, canonical, evidence, vocabulary
+from fathom.lineage.weights import Weights
+
+HEAD_ROWS = 8192
+
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """How channels of A become those of B, by each way that can be trusted, and what the matchings are."""
+
+    rows: tuple[Array, Array]  # embedding rows of the same strings
+    pairing: str  # what rows were paired by: strings | row numbers | nothing
+    ways: dict[str, awm.Alignment]  # order | lap | published | procrustes
+    fixed: awm.Matching | None = None  # by the embedding
+    ordered: bool = False  # energy explains the order of the channels in both models
+    alike: float = 1.0  # share of channels that AWM as published matches the same way
+    head: awm.Matching | None = None  # by the output heads
+    skipped: list[str] = field(default_factory=list)
+
+    @property
+    def shared(self) -> int:
+        """How many rows were paired."""
+        return len(self.rows[0])
+
+
+def paired_rows(a: Weights, b: Weights) -> tuple[Array, Array, str]:
+    """Embedding rows of the same strings in both models, and how they were paired."""
+    words_a, words_b = a.vocabulary(), b.vocabulary()
+    if words_a is not None and words_b is not None:
+        return *vocabulary.shared_rows(words_a, words_b, a.geometry.vocab, b.geometry.vocab), "strings"
+    if a.geometry.vocab == b.geometry.vocab:
+        rows = np.arange(min(a.geometry.vocab, vocabulary.SHARED_LIMIT))
+        return rows, rows, "row numbers"
+    return np.zeros(0, np.int64), np.zeros(0, np.int64), "nothing"
+
+
+def align(a: Weights, b: Weights, wanted: tuple[str, ...], rotation: bool, progress: Told) -> Aligned:
+    """The alignments that can be trusted; the reasons for the others are in `skipped`.
+
+    Args:
+        a: The wider model.
+        b: The other.
+        wanted: Any of order, lap, procrustes.
+        rotation: Whether the rotation is cheap enough.
+        progress: Called before each step.
+    """
+    rows_a, rows_b, pairing = paired_rows(a, b)
+    d_a, d_b = a.geometry.width, b.geometry.width
+    ways = {"order": awm.identity(d_a)} if d_a == d_b and "order" in wanted else {}
+    few = f"alignment by the embedding: {len(rows_a):,} shared strings"
+    if len(rows_a) < 2 * d_b:
+        return Aligned((rows_a, rows_b), pairing, ways, skipped=[f"{few}, {2 * d_b} would be needed for width {d_b}"])
+    progress("embeddings")
+    cross = awm.cross_products(a, b, rows_a, rows_b, published=True)
+    if cross.rows < 2 * d_b:
+        why = f"{few}, {cross.rows:,} of them neither zero nor copies of others; {2 * d_b} would be needed"
+        return Aligned((rows_a, rows_b), pairing, ways, skipped=[f"{why} for width {d_b}"])
+    progress("channel matching")
+    ways["lap"], fixed = awm.lap(cross.cosines(), evidence.EMBEDDING)
+    assert cross.published is not None
+    ways["published"], published = awm.lap(cross.published.cosines(), evidence.EMBEDDING)
+    skipped = []
+    if fixed.size < d_b:
+        skipped.append(
+            f"T1 and T2 leave out {d_b - fixed.size} of {d_b:,} channels, which are zero or copies of others"
+        )
+    if rotation:
+        progress("rotation")
+        ways["procrustes"] = awm.procrustes(cross)
+    elif "procrustes" in wanted:
+        skipped.append("Procrustes alignment: slow at this width in fast mode; use exact mode")
+    head, why_not = _head_matching(a, b, rows_a, rows_b, progress)
+    kept = {kind: way for kind, way in ways.items() if kind in wanted or (kind == "published" and "lap" in wanted)}
+    return Aligned(
+        (rows_a, rows_b),
+        pairing,
+        kept,
+        fixed,
+        evidence.is_ordered(cross.square_a) and evidence.is_ordered(cross.square_b),
+        float(np.mean(published.columns == fixed.columns)),
+        head,
+        [*skipped, *why_not],
+    )
+
+
+def _head_matching(
+    a: Weights, b: Weights, rows_a: Array, rows_b: Array, progress: Told
+) -> tuple[awm.Matching | None, list[str]]:
+    """The second witness: channels matched by the output heads, if both models have one of their own."""
+    what = "T2 embedding and output head"
+    if any(w.geometry.tied for w in (a, b)):
+        stored = a.has("head") or b.has("head")
+        return None, [f"{what}: a head tied to its embedding is no second witness"] if stored else []
+    kept_a, kept_b = evidence.middle(rows_a, rows_b, HEAD_ROWS)
+    rows = [w.store.tensors[w.views["head", None].tensor].shape[0] for w in (a, b)]
+    usable = (kept_a < rows[0]) & (kept_b < rows[1])
+    if usable.sum() < 2 * b.geometry.width:
+        return None, []
+    progress("output heads")
+    for w, kept in ((a, kept_a[usable]), (b, kept_b[usable])):
+        likeness = evidence.head_likeness(w, evidence.middle(kept, kept, evidence.PROBES)[0])
+        if likeness >= evidence.TWINS:
+            almost = f"the head of {w.name} is all but its embedding (cosine {likeness:.2f})"
+            return None, [f"{what}: {almost}, so it is no second witness"]
+    cross = awm.cross_products(a, b, kept_a[usable], kept_b[usable], canonical.head)
+    return awm.match(cross.cosines(), evidence.HEAD), []

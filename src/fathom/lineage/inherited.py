@@ -1,0 +1,144 @@
+"""How much of what training added one model has from the other, beyond what a shared initialisation can explain.
+
+Two runs from one public seed begin with the same numbers, so every matching test finds them, however unlike their data.
+What tells a lineage is what was *learnt*. Per layer three products live in the residual stream and in no gauge:
+
+    W_qᵀ W_k      W_o W_v      W_down W_up
+
+Of random factors the largest singular value is known: e. Directions of A's product with singular values s well above e
+were made by training, and an initialisation holds at most e of each. The share that B has of them is
+
+    Σ (uᵀ P_B v − e) / Σ (s − e)
+
+1 for a copy, and at most about 0 for independent trainings, whatever they began with. Runs that hardly trained have few
+such directions, and common gradients make those alike: the fewer there are, the larger the share has to be.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+
+from fathom.checkpoints.tensors import Array
+from fathom.lineage import canonical
+from fathom.lineage.awm import Alignment, draw_channels, identity
+from fathom.lineage.weights import Weights
+
+CHANNELS = 512
+ABOVE = 1.2  # directions that count are this many times the largest that chance makes
+LAYERS = 8
+FEW, MANY = 0.06, 0.10  # directions per channel below which, and above which, the bar does not change
+HIGH, LOW, FEWEST = 0.95, 0.30, 0.02
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """What was measured, from the model whose directions are looked for to the one that has them."""
+
+    share: float  # median over matrices
+    directions: float  # per channel and matrix: how much training there is to see
+    matrices: int
+
+    @property
+    def bar(self) -> float:
+        """The share from which a common initialisation does not explain it."""
+        if self.directions < FEWEST:
+            return math.inf
+        return float(np.interp(self.directions, (FEW, MANY), (HIGH, LOW)))
+
+    @property
+    def margin(self) -> float:
+        """How far the share lies above its bar."""
+        return self.share - self.bar
+
+
+def measured(
+    a: Weights, b: Weights, pairs: Sequence[tuple[int, int]], how: Alignment, seed: int = 0
+) -> Inherited | None:
+    """The better of the two directions over matched layers (at most eight); None where no training is to be seen."""
+    channels = draw_channels(b.geometry.width, CHANNELS, seed)
+    found: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
+    chosen = pairs if len(pairs) <= LAYERS else [pairs[i] for i in np.linspace(0, len(pairs) - 1, LAYERS).astype(int)]
+    for i, j in chosen:
+        ours = dict(products(a, i, how, channels))
+        theirs = dict(products(b, j, identity(b.geometry.width), channels))
+        for kind in ours.keys() & theirs.keys():
+            scale = _edge_of(a, kind, len(channels)), _edge_of(b, kind, len(channels))
+            sides = [p / max(float(np.linalg.norm(p)), canonical.TINY) for p in (ours[kind], theirs[kind])]
+            for way in (0, 1):
+                found[way].append(_share(sides[way], sides[1 - way], scale[way]))
+    made = [_summary(parts, len(channels)) for parts in found.values() if parts]
+    return max((one for one in made if one is not None), key=lambda one: one.margin, default=None)
+
+
+def _share(own: Array, other: Array, relative_edge: float) -> tuple[float, float]:
+    """Share of one product's trained directions in another, and how many there are."""
+    u, s, v = np.linalg.svd(own)
+    edge = float(np.median(s)) * relative_edge
+    trained = s > ABOVE * edge
+    if not trained.any():
+        return math.nan, 0.0
+    held = np.einsum("ij,ij->j", u[:, trained], other @ v[trained].T)
+    return float((held - edge).sum() / (s[trained] - edge).sum()), float(trained.sum())
+
+
+def _summary(parts: list[tuple[float, float]], channels: int) -> Inherited | None:
+    shares = [share for share, _ in parts if not math.isnan(share)]
+    if not shares:
+        return None
+    return Inherited(float(np.median(shares)), sum(n for _, n in parts) / len(parts) / channels, len(parts))
+
+
+def products(weights: Weights, index: int, how: Alignment, channels: Array) -> Iterator[tuple[str, Array]]:
+    """The three products of a layer at some aligned channels, gains folded, [n, n]."""
+    g = weights.geometry
+    layer = canonical.fold(weights.layer(index, canonical.QK_ROLES), g)
+    layer = canonical.balance_qk(layer, g)
+    q, k = (how.apply(layer[role], channels) for role in "qk")  # [n, heads·D]
+    met = np.zeros((len(q), len(q)), q.dtype)
+    for block in canonical.blocks(g):  # query heads that share a key add up before the product
+        met += q[:, block.query].sum(1) @ k[:, block.key].T
+    yield "qk", met
+    layer = canonical.fold(weights.layer(index, canonical.VO_ROLES), g)
+    if "v" in layer and "o" in layer:
+        v, o = how.apply(layer["v"], channels), how.apply(layer["o"].T, channels)
+        kv_heads = g.heads if g.latent else g.kv_heads
+        together = o.reshape(len(o), kv_heads, g.heads // kv_heads, -1).sum(2)
+        yield "vo", together.reshape(len(o), -1) @ v.T
+    if weights.has("down", index):
+        yield "ffn", _feed_forward(weights, index, how, channels)
+
+
+def _feed_forward(weights: Weights, index: int, how: Alignment, channels: Array) -> Array:
+    """W_down W_up, summed over the first experts."""
+    norms = weights.layer(index, ("ffn_norm", "post_ffn_norm"))
+    total = np.zeros((len(channels), len(channels)), np.float32)
+    for expert in range(min(weights.experts(index), 8)):
+        both = {"up": weights.tensor("up", index, None, expert), "down": weights.tensor("down", index, None, expert)}
+        both = canonical.fold({**both, **norms}, weights.geometry)
+        total += how.apply(both["down"].T, channels) @ how.apply(both["up"], channels).T
+    return total
+
+
+def _edge_of(weights: Weights, kind: str, channels: int) -> float:
+    g = weights.geometry
+    if kind == "ffn":
+        return edge(channels, g.ffn, 1)
+    return edge(channels, g.heads * g.head_dim, 1 if g.latent else g.group)
+
+
+@cache
+def edge(channels: int, inner: int, group: int) -> float:
+    """Largest over median singular value of a product of random factors; `group` columns of one share the other's."""
+    draw = np.random.default_rng(0)
+    ratios = []
+    for _ in range(3):
+        one, other = draw.normal(size=(channels, inner)), draw.normal(size=(channels, max(inner // group, 1)))
+        one = one[:, : other.shape[1] * group].reshape(channels, other.shape[1], group).sum(2)
+        values = np.linalg.svd(one @ other.T, compute_uv=False)
+        ratios.append(float(values[0] / max(float(np.median(values)), canonical.TINY * values[0])))
+    return float(np.mean(ratios))

@@ -1,0 +1,184 @@
+"""Feed-forward neurons of two models, paired by what they read and by what they write.
+
+A neuron reads by its gate (or, without a gate, by its up row) and writes by its column of W_down. Both are seen in a
+*frame*, coordinates that the two models share:
+
+    order    the residual channels as they stand
+    tokens   the answers to strings that both tokenizers have
+    axes     the principal axes of each model's own embedding, which need no tokenizer
+
+Two neurons are a pair where each is the other's nearest, by what they read and by what they write. What shared data
+teaches unrelated models makes some such pairs, so the rate of the test is a tenth of the neurons, not one.
+Every frame survives neuron permutations and scales; tokens and axes also survive rotations of the residual stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from fathom.checkpoints.tensors import Array
+from fathom.lineage import canonical
+from fathom.lineage.awm import CHUNK_ROWS, chunks, unit_rows
+from fathom.lineage.weights import Weights
+
+FRAME = 1024  # coordinates of a frame
+SAMPLE = 2048
+EXPERTS = 8  # experts of a layer that are looked at
+TWIN = 1e-5
+DEAD = 1e-6
+KEY = 1e-3  # keys of twins differ by rounding only
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Coordinates of one model: a matrix [width, F] that brings its residual vectors into the shared ones."""
+
+    name: str
+    basis: Array
+    centred: bool = False
+
+
+def order(width: int, seed: int) -> Frame:
+    """The channels themselves; of very wide models a seeded sample."""
+    picked = np.sort(np.random.default_rng(seed).choice(width, min(width, FRAME), replace=False))
+    basis = np.zeros((width, len(picked)), np.float32)
+    basis[picked, np.arange(len(picked))] = 1
+    return Frame("order", basis)
+
+
+def tokens(probes: Array) -> Frame:
+    """Answers to probe embeddings [n, width]."""
+    return Frame("tokens", unit_rows(probes).T * math.sqrt(probes.shape[1]), centred=True)
+
+
+def axes(table: Callable[[], Iterator[Array]]) -> Frame:
+    """Principal axes of an embedding, in falling order; each points to its heavier tail. The order of rows is free.
+
+    Args:
+        table: The embedding in blocks of rows, as often as it is asked for.
+    """
+    rows, total, squares = 0, np.zeros(1), np.zeros((1, 1))
+    for block in table():
+        unit = unit_rows(block).astype(np.float64)
+        rows, total, squares = rows + len(unit), total + unit.sum(0), squares + unit.T @ unit
+    mean = total / rows
+    vectors = np.linalg.eigh(squares / rows - np.outer(mean, mean))[1][:, ::-1]
+    skew = np.sum([(((unit_rows(block) - mean) @ vectors) ** 3).sum(0) for block in table()], axis=0)
+    vectors = vectors * np.where(skew < 0, -1.0, 1.0)
+    return Frame("axes", np.ascontiguousarray(vectors, np.float32))
+
+
+@dataclass(frozen=True)
+class Neurons:
+    """Neurons of one layer in a frame: unit rows [m, F]; twins are merged, those without effect left out."""
+
+    read: Array
+    write: Array
+
+    def __len__(self) -> int:
+        return len(self.read)
+
+
+def in_frame(weights: Weights, index: int, frame: Frame) -> Neurons:
+    """The neurons of one layer, of all experts (at most eight), matrices streamed."""
+    count = weights.experts(index)
+    found = [
+        _of_expert(weights, index, frame, expert)
+        for expert in np.unique(np.linspace(0, count - 1, min(count, EXPERTS)).astype(int)).tolist()
+    ]
+    read, up, write = found[0] if len(found) == 1 else (np.concatenate([part[i] for part in found]) for i in range(3))
+    del found
+    return _merged(read, up, write, weights.geometry.gated, frame.centred)
+
+
+def _of_expert(weights: Weights, index: int, frame: Frame, expert: int) -> tuple[Array, Array, Array]:
+    norms = weights.layer(index, ("ffn_norm", "post_ffn_norm"))
+    rows = {}
+    for role in ("gate", "up") if weights.geometry.gated else ("up",):
+        rows[role] = np.empty((weights.neurons(index), frame.basis.shape[1]), np.float32)
+        for block in chunks(weights.neurons(index), CHUNK_ROWS):
+            piece = {role: weights.tensor(role, index, block, expert), **norms}
+            rows[role][block] = canonical.fold(piece, weights.geometry)[role] @ frame.basis
+    write = np.zeros((weights.neurons(index), frame.basis.shape[1]), np.float32)
+    for block in chunks(weights.geometry.width, CHUNK_ROWS):
+        down = weights.tensor("down", index, block, expert)
+        if "post_ffn_norm" in norms:
+            down = down * norms["post_ffn_norm"][block, None]
+        write += down.T @ frame.basis[block]
+    if weights.geometry.norm == "layer":  # writers lose their mean over channels
+        column = frame.basis.mean(0)
+        sums = sum(weights.tensor("down", index, b, expert).sum(0) for b in chunks(weights.geometry.width, CHUNK_ROWS))
+        write -= np.outer(sums, column).astype(write.dtype)
+    return rows.get("gate", rows["up"]), rows["up"], write
+
+
+def _merged(read: Array, up: Array, write: Array, gated: bool, centred: bool) -> Neurons:
+    """One neuron for each group that reads alike: their outputs add up. Split neurons join, cancelling ones vanish."""
+    if gated:  # up·c, down/c for any c: the scale and the sign go to what is written
+        size = np.sqrt(np.einsum("ij,ij->i", up, up))[:, None]
+        largest = np.take_along_axis(up, np.abs(up).argmax(1)[:, None], 1)
+        scale = np.where(largest < 0, -size, size)
+        up /= np.where(size <= canonical.TINY, 1, scale)
+        write *= scale
+    group = twins(unit_rows(read), unit_rows(up) if gated else unit_rows(read))
+    del up
+    write = _summed(write, group)
+    first = np.unique(group, return_index=True)[1]
+    read = read[first]
+    sizes = np.linalg.norm(write, axis=1) * np.linalg.norm(read, axis=1)
+    alive = sizes > DEAD * float(np.median(sizes[sizes > 0])) if (sizes > 0).any() else sizes > 0
+    read, write = read[alive], write[alive]
+    if centred:  # so that cosines are correlations over the probes
+        read -= read.mean(1, keepdims=True)
+        write -= write.mean(1, keepdims=True)
+    return Neurons(unit_rows(read), unit_rows(write))
+
+
+def _summed(rows: Array, group: Array) -> Array:
+    out = np.zeros((int(group.max(initial=-1)) + 1, rows.shape[1]), rows.dtype)
+    np.add.at(out, group, rows)
+    return out
+
+
+def twins(read: Array, up: Array) -> Array:
+    """Group numbers: neurons that read alike, gate and up, are in one group."""
+    draw = np.random.default_rng(0)
+    seen = read @ draw.normal(size=read.shape[1]) + up @ draw.normal(size=up.shape[1])  # twins have equal keys
+    place = np.argsort(seen, kind="stable")
+    before, after = place[:-1], place[1:]
+    alike = np.abs(seen[before] - seen[after]) <= KEY
+    near = np.flatnonzero(alike)
+    same = np.zeros(len(before), bool)
+    for block in chunks(len(near), 1024):
+        one, other = before[near[block]], after[near[block]]
+        close = np.einsum("ij,ij->i", read[one], read[other]) > 1 - TWIN
+        same[near[block]] = close & (np.einsum("ij,ij->i", up[one], up[other]) > 1 - TWIN)
+    out = np.empty(len(read), np.int64)
+    out[place] = np.concatenate([[0], np.cumsum(~same)]) if len(read) else []
+    return np.unique(out, return_inverse=True)[1]
+
+
+def agreement(a: Neurons, b: Neurons, gated: bool, seed: int = 0) -> tuple[int, int]:
+    """Neurons that are each other's nearest by what they read and by what they write, and how many were looked at."""
+    small, large = (a, b) if len(a) < len(b) else (b, a)
+    if not len(small):
+        return 0, 0
+    count = min(len(small), SAMPLE)
+    sample = np.sort(np.random.default_rng(seed).choice(len(small), count, replace=False))
+    found = []
+    for one, other, signed in ((small.read, large.read, True), (small.write, large.write, not gated)):
+        likeness = one[sample] @ other.T  # [sample, large]
+        if not signed:
+            np.abs(likeness, out=likeness)
+        nearest, back = likeness.argmax(1), likeness.argmax(0)
+        found.append(np.where(back[nearest] == np.arange(count), nearest, -1))
+    return int(np.sum((found[0] == found[1]) & (found[0] >= 0))), count
+
+
+def rate(count: int) -> float:
+    """Pairs that shared data may make among so many neurons: a bound that was chosen, and is checked on strangers."""
+    return max(3.0, count / 10)

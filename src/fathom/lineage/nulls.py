@@ -1,0 +1,187 @@
+"""Nulls: what unrelated pairs give, from the controls of a comparison or from a file that `calibrate` wrote."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from scipy import stats
+
+from fathom.checkpoints.origin import Refused, parse_json
+from fathom.lineage import evidence
+from fathom.lineage.pairs import NAMES, SCORE_LABELS, Pair
+from fathom.lineage.weights import Weights
+from fathom.report.files import write_json
+
+VERSION = 2
+SLICE = 4096  # bytes of each tensor that tell models apart
+
+
+@dataclass
+class Null:
+    """Scores of pairs known to be unrelated."""
+
+    origin: str
+    scores: dict[str, list[float]]
+    witnesses: list[int]  # channels that embedding and head pair alike
+    neurons: dict[str, list[float]]  # by frame: the largest share of a layer's neurons that is paired alike
+    gaps: dict[str, list[float]]  # of the signs of tampering
+    per_layer: dict[str, list[list[float]]]
+    pairs: list[list[str]]  # the digests of the two models of each
+    file: dict[str, object] | None = field(default=None)  # path, sha256 and the part that was used
+
+    @property
+    def models(self) -> int:
+        """How many models the pairs are of."""
+        return len({digest for pair in self.pairs for digest in pair})
+
+    def rate(self) -> float:
+        """Poisson rate for T2: max(3, upper 95 % limit of the controls' mean)."""
+        if not self.witnesses:
+            return evidence.POISSON_RATE
+        total, count = sum(self.witnesses), len(self.witnesses)
+        return max(evidence.POISSON_RATE, float(stats.chi2.ppf(0.95, 2 * (total + 1))) / (2 * count))
+
+
+FIELDS = ("scores", "witnesses", "neurons", "gaps", "per_layer", "pairs")
+
+
+def digest(weights: Weights) -> str:
+    """A model's digest: the header and the first 4 KiB of every tensor. Equal for one model under two names."""
+    found = hashlib.sha256()
+    for name in sorted(weights.store.tensors):
+        info = weights.store.tensors[name]
+        found.update(json.dumps([name, info.dtype, list(info.shape)]).encode())
+        found.update(weights.origin.read(info.file, info.start, min(info.start + SLICE, info.stop)))
+    return found.hexdigest()
+
+
+def of_pairs(pairs: Sequence[Pair], origin: str) -> Null:
+    """A null from measured unrelated pairs; a pair that comes twice counts once."""
+    null = Null(origin, {}, [], {}, {}, {}, [])
+    for pair in pairs:
+        models = sorted(digest(w) for w in (pair.a, pair.b))
+        if models in null.pairs:
+            continue
+        null.pairs.append(models)
+        for name in SCORE_LABELS:
+            if (value := pair.value(name)) is not None:
+                null.scores.setdefault(name, []).append(value)
+        for name, found in pair.scores.items():
+            null.per_layer.setdefault(name, []).append(found.per_layer)
+        if pair.head_agreement is not None:
+            null.witnesses.append(pair.head_agreement)
+        for frame, counts in pair.neurons.items():
+            shares = [count.paired / count.of for count in counts if count.of]
+            null.neurons.setdefault(frame, []).append(max(shares, default=0.0))
+        for name, gap in pair.gaps.items():
+            null.gaps.setdefault(name, []).append(gap)
+    return null
+
+
+def structure_class(a: Weights, b: Weights) -> str:
+    """Pairs are only comparable to unrelated pairs of the same kind: widths and whether depths agree."""
+    widths = sorted((a.geometry.width, b.geometry.width), reverse=True)
+    depth = "equal depth" if a.geometry.layers == b.geometry.layers else "unequal depth"
+    return f"width {widths[0]}/{widths[1]}, {depth}"
+
+
+def read(path: Path, kind: str) -> Null:
+    """The part of a calibration file that matches a structure class."""
+    if not path.is_file():
+        raise Refused(f"{path}: no such null file")
+    raw = path.read_bytes()
+    body = parse_json(raw, str(path))
+    classes = body.get("classes")
+    if body.get("fathom_null") != VERSION or not isinstance(classes, dict):
+        raise Refused(f"{path}: not a null file of version {VERSION} (fathom lineage calibrate writes one)")
+    if kind not in classes:
+        raise Refused(f"{path}: no null for {kind}; it has {'; '.join(classes)}")
+    if (fault := _fault(classes[kind], body.get("models"))) is not None:
+        raise Refused(f"{path}: class {kind}: {fault}")
+    scores = classes[kind]["scores"]
+    if high := [name for name in NAMES.values() if (evidence.score_threshold(scores.get(name, [])) or 0) >= 1]:
+        raise Refused(
+            f"{path}: class {kind}: a score of {high[0]} would have to pass 1 to be high: a pair in it is related"
+        )
+    file = {"path": str(path), "sha256": hashlib.sha256(raw).hexdigest(), "class": classes[kind]}
+    return Null(f"{path.name} ({kind})", **copy.deepcopy(classes[kind]), file=file)
+
+
+def _fault(body: object, models: object) -> str | None:
+    """What is wrong with a class of a null file; None if nothing is."""
+
+    def numbers(value: object, depth: int, least: float = -1.0) -> bool:
+        if depth:
+            return isinstance(value, list) and all(numbers(item, depth - 1, least) for item in value)
+        return type(value) in (int, float) and bool(least <= value <= 1.0 + 1e-3)  # type: ignore[operator]
+
+    def named(value: object, depth: int, least: float = -1.0) -> bool:
+        return isinstance(value, dict) and all(numbers(item, depth, least) for item in value.values())
+
+    if not isinstance(body, dict) or set(body) != set(FIELDS):
+        return "its fields are not those of a null"
+    known = set(models) if isinstance(models, dict) else set()
+    pairs = body["pairs"]
+    if not isinstance(pairs, list) or not pairs or not all(_is_pair(pair, known) for pair in pairs):
+        return "its pairs are not of two models that the file lists with their digests"
+    if len({tuple(sorted(pair)) for pair in pairs}) != len(pairs):
+        return "a pair of models comes twice"
+    counts = body["witnesses"]
+    if not isinstance(counts, list) or not all(type(n) is int and n >= 0 for n in counts) or len(counts) > len(pairs):
+        return "its counts are not one for each pair"
+    shapes = (named(body["scores"], 1), named(body["per_layer"], 2), named(body["neurons"], 1, 0.0))
+    if not all(shapes) or not named(body["gaps"], 1, -2.0):
+        return "its numbers are not scores between -1 and 1"
+    lists = [*body["scores"].values(), *body["neurons"].values(), *body["gaps"].values(), *body["per_layer"].values()]
+    return "it has more numbers than pairs" if any(len(values) > len(pairs) for values in lists) else None
+
+
+def _is_pair(pair: object, known: set[str]) -> bool:
+    return isinstance(pair, list) and len(pair) == 2 and pair[0] != pair[1] and all(str(name) in known for name in pair)
+
+
+def write(path: Path, groups: dict[str, list[Pair]]) -> dict[str, object]:
+    """Write measured unrelated pairs, by structure class, with the digests of their models."""
+    models: dict[str, str] = {}
+    for pair in (pair for pairs in groups.values() for pair in pairs):
+        if pair.convicts():
+            raise Refused(f"{pair.a.name} and {pair.b.name} share weights: a null is made of unrelated models")
+        models |= {digest(w): w.name for w in (pair.a, pair.b)}
+    classes = {}
+    for kind, pairs in groups.items():
+        null = of_pairs(pairs, "")
+        classes[kind] = {name: getattr(null, name) for name in FIELDS}
+    body = {"fathom_null": VERSION, "models": models, "classes": classes}
+    write_json(path, body)
+    return body
+
+
+def joined(one: Null, other: Null) -> Null:
+    """Both nulls as one; pairs that are in both count once."""
+    fresh = [at for at, pair in enumerate(other.pairs) if pair not in one.pairs]
+    out = copy.deepcopy(one)
+    out.origin += f" and {other.origin}"
+    if len(fresh) < len(other.pairs):  # of a pair that is known the numbers are known
+        return out
+    out.pairs += other.pairs
+    out.witnesses += other.witnesses
+    for field_name in ("scores", "neurons", "gaps", "per_layer"):
+        for name, values in getattr(other, field_name).items():
+            getattr(out, field_name).setdefault(name, []).extend(values)
+    return out
+
+
+def band(null: Null | None, name: str, count: int) -> list[tuple[float, float]]:
+    """Lowest and highest control score at each relative depth."""
+    curves = [curve for curve in (null.per_layer.get(name, []) if null else []) if curve]
+    if not curves or not count:
+        return []
+    at = np.linspace(0, 1, count)
+    spread = np.stack([np.interp(at, np.linspace(0, 1, len(curve)), curve) for curve in curves])
+    return [(float(low), float(high)) for low, high in zip(spread.min(0), spread.max(0), strict=True)]

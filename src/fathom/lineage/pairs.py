@@ -1,0 +1,111 @@
+"""One pair of models and everything measured on it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fathom.lineage import awm, evidence, signs
+from fathom.lineage.aligning import Aligned
+from fathom.lineage.evidence import NeuronCount, Test
+from fathom.lineage.weights import Weights
+from fathom.report.statistics import holm
+
+NAMES = {"order": "order", "lap": "awm_canonical", "procrustes": "procrustes", "axes": "axes"}
+"""Score by alignment."""
+SCORE_LABELS = {
+    "awm": "AWM as published",
+    "order": "AWM repaired, channels in order",
+    "awm_canonical": "AWM repaired",
+    "procrustes": "AWM repaired, rotated (Procrustes)",
+    "axes": "AWM repaired, by principal axes",
+    "ics": "HuRef ICS as published",
+    "ics_canonical": "HuRef ICS repaired, last two layers",
+    "ics_all_layers": "HuRef ICS repaired, all layers",
+    "pcs_2d": "parameter cosine of matrices",
+}
+
+
+@dataclass(frozen=True)
+class Pair:
+    """Everything measured on one pair; A is the wider model, `swapped` says whether it was given second."""
+
+    a: Weights
+    b: Weights
+    swapped: bool
+    aligned: Aligned
+    layers: tuple[list[int], list[int]]  # layers of A and of B that were scored
+    scores: dict[str, awm.Scores]
+    neurons: dict[str, list[NeuronCount]]  # by frame
+    other: dict[str, float] = field(default_factory=dict)  # HuRef's scores, parameter cosine
+    skipped: tuple[str, ...] = ()
+    bytes_read: dict[str, int] = field(default_factory=dict)  # by model name
+    seconds: float = 0.0
+
+    @property
+    def best(self) -> str | None:
+        """The repaired score that is highest."""
+        names = [name for name in NAMES.values() if name in self.scores]
+        return max(names, key=lambda name: self.scores[name].score, default=None)
+
+    def value(self, name: str) -> float | None:
+        """A score by name."""
+        return self.scores[name].score if name in self.scores else self.other.get(name)
+
+    @property
+    def matched(self) -> list[tuple[int, int]]:
+        """Matched layers of A and B by the map of the best repaired score; by relative depth without one."""
+        return matched_layers(self.scores, self.layers, (self.a.geometry.layers, self.b.geometry.layers))
+
+    @property
+    def head_agreement(self) -> int | None:
+        """Channels that embedding and output head pair alike."""
+        head, found = self.aligned.head, self.aligned.fixed
+        return None if head is None or found is None else head.agreement(found)
+
+    @property
+    def gaps(self) -> dict[str, float]:
+        """The gaps between scores that may be signs of tampering."""
+        return signs.gaps({name: found.score for name, found in self.scores.items()}, self.aligned.alike)
+
+    def own_tests(
+        self,
+        rate: float = evidence.POISSON_RATE,
+        calibrated: bool = False,
+        shares: dict[str, list[float]] | None = None,
+    ) -> list[Test]:
+        """T1, T2 and T4: the tests that no null is needed for.
+
+        Args:
+            rate: Of T2.
+            calibrated: Whether it comes from controls.
+            shares: By frame: shares of neurons that unrelated models pair alike.
+        """
+        tests = []
+        found = self.aligned.fixed
+        if found is not None and found.size >= evidence.FEWEST:
+            tests.append(evidence.test_order(found, self.aligned.ordered))
+            if self.head_agreement is not None:
+                tests.append(evidence.test_witnesses(self.head_agreement, found.size, rate, calibrated))
+        for frame, counts in self.neurons.items():
+            usable = [count for count in counts if count.of >= evidence.FEWEST]
+            if usable:
+                tests.append(evidence.test_neurons(frame, usable, (shares or {}).get(frame, [])))
+        return tests
+
+    def convicts(self) -> bool:
+        """Whether the tests that need no controls would call the pair related."""
+        own = [test.p for test in self.own_tests()]
+        return bool(own) and min(holm(own)) <= evidence.ALPHA
+
+
+def matched_layers(
+    scores: dict[str, awm.Scores], layers: tuple[Sequence[int], Sequence[int]], depths: tuple[int, int]
+) -> list[tuple[int, int]]:
+    """Matched layers of A and of B by the map of the best repaired score; by relative depth without one."""
+    names = [name for name in NAMES.values() if name in scores and scores[name].pairs]
+    if names:
+        best = max(names, key=lambda name: scores[name].score)
+        if scores[best].score >= signs.CLEAR:
+            return [(layers[0][i], layers[1][j]) for i, j in scores[best].pairs]
+    return [(round(j * (depths[0] - 1) / max(depths[1] - 1, 1)), j) for j in range(depths[1])]

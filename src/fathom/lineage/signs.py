@@ -1,0 +1,66 @@
+"""Signs that somebody changed how the weights look and not what they compute.
+
+A sign is a gap between two scores. It counts only where a matching test says that the models are related, where the
+score is high, and where no unrelated pair shows a gap as wide: tied strangers, for one, match better once their
+channels are reordered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+CLEAR, WIDE, NARROW, BEYOND = 0.2, 0.3, 0.02, 0.1
+
+WORDS = {
+    "rotated": "rotation suspected: only a rotation of the residual stream aligns the models",
+    "regauged": "re-gauging suspected: the score rises once gains and head scales are brought to canonical form",
+    "rows": "embedding rows out of proportion: channels match only after every row is brought to the same length",
+    "permuted": "permutation suspected: channels match only after reordering",
+    "replaced": "embedding replaced: attention matches in order, the embedding does not",
+    "relabelled": "vocabulary relabelled: the models match by the axes of their embeddings and not by their tokens",
+    "shifted": "layers shifted or reordered",
+}
+
+
+def gaps(scores: Mapping[str, float], alike: float) -> dict[str, float]:
+    """The gap of each sign.
+
+    Args:
+        scores: By name.
+        alike: Share of channels that AWM as published matches the same way.
+    """
+    lap, rotated, order, published, axes = (
+        scores.get(name) for name in ("awm_canonical", "procrustes", "order", "awm", "axes")
+    )
+    out: dict[str, float] = {}
+    if lap is not None and rotated is not None:
+        out["rotated"] = rotated - lap
+    if lap is not None and published is not None:
+        out["regauged" if alike >= 0.9 else "rows"] = lap - published
+    if lap is not None and order is not None:
+        out["permuted"] = lap - order
+        out["replaced"] = order - max(lap, rotated or lap)
+    if axes is not None:
+        out["relabelled"] = axes - max(lap or 0.0, rotated or 0.0, order or 0.0)
+    return out
+
+
+def suspected(
+    own: Mapping[str, float], null: Mapping[str, Sequence[float]], best: float, threshold: float | None
+) -> list[str]:
+    """The signs of a pair that a matching test calls related.
+
+    Args:
+        own: Its gaps.
+        null: The gaps of unrelated pairs.
+        best: Its best repaired score.
+        threshold: The height from which a score is high, where that is known.
+    """
+    if best <= max(CLEAR, threshold or CLEAR):
+        return []
+    out = []
+    for name, gap in own.items():
+        least = NARROW if name in {"regauged", "rows"} else WIDE
+        if gap > max(least, max(null.get(name, ()), default=0.0) + (0 if least == NARROW else BEYOND)):
+            out.append(WORDS[name])
+    return out

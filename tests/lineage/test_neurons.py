@@ -1,0 +1,159 @@
+"""Neurons are paired by what they read and write, whatever was done to hide them, and strangers' are not."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+
+from fathom.lineage import evidence, neurons, signs, verdict
+from fathom.lineage.attacks import attack
+from fathom.lineage.comparison import Options, compare, measure
+from fathom.lineage.weights import open_weights
+from tests.lineage.zoo import SIZES, build, logits, save, tiny_config
+
+
+def paired(pair, frame):
+    return [(count.paired, count.of) for count in pair.neurons[frame]]
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    root = tmp_path_factory.mktemp("neurons")
+    for seed, name in enumerate(("base", "stranger", "control", "another")):
+        save(build(tiny_config("qwen3"), 70 + seed), root / name, 512)
+    return root
+
+
+def edited(source, target, change):
+    """A copy of a checkpoint whose tensors were changed."""
+    target.mkdir()
+    tensors = load_file(source / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        (target / name).write_bytes((source / name).read_bytes())
+    change(tensors, target)
+    save_file({name: value.contiguous() for name, value in tensors.items()}, target / "model.safetensors")
+    return target
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_rotation_is_seen_through_with_a_gate_and_without(tmp_path, kind):
+    """The residual stream of an ungated model can only be permuted; that of a gated one is rotated."""
+    configs = {
+        "llama": lambda: tiny_config("llama"),
+        "gpt2": lambda: tf.GPT2Config(n_embd=64, n_layer=2, n_head=4, vocab_size=512, n_positions=64),
+    }
+    save(build(configs[kind](), 1), tmp_path / "base", 512)
+    save(build(configs[kind](), 2), tmp_path / "stranger", 512)
+    base = open_weights(tmp_path / "base")
+    attack(base, ("rotate", "neuron") if kind == "llama" else ("permute", "neuron"), tmp_path / "copy", dtype="float64")
+    pair = measure(base, open_weights(tmp_path / "copy"), Options(extras=False))
+    assert all(count == of for count, of in paired(pair, "tokens"))
+    apart = measure(base, open_weights(tmp_path / "stranger"), Options(extras=False))
+    assert max(count for frame in apart.neurons for count, _ in paired(apart, frame)) <= 4
+
+
+def split(tensors, target):
+    """Every neuron becomes two that add up to it, and a pair that cancels is put beside each."""
+    draw = torch.Generator().manual_seed(0)
+    for i in range(SIZES["num_hidden_layers"]):
+        names = {role: f"model.layers.{i}.mlp.{role}_proj.weight" for role in ("gate", "up", "down")}
+        gate, up, down = (tensors[name] for name in names.values())
+        extra = torch.randn(gate.shape, generator=draw, dtype=gate.dtype) * gate.std()
+        share = torch.rand(gate.shape[0], generator=draw, dtype=gate.dtype)
+        junk = torch.randn(down.shape, generator=draw, dtype=down.dtype)
+        tensors[names["gate"]] = torch.cat([gate, gate, extra, extra])
+        tensors[names["up"]] = torch.cat([up, up, extra, extra])
+        tensors[names["down"]] = torch.cat([down * share, down * (1 - share), junk, -junk], 1)
+    config = json.loads((target / "config.json").read_text())
+    config["intermediate_size"] *= 4
+    (target / "config.json").write_text(json.dumps(config))
+
+
+def test_split_and_cancelling_neurons_are_merged_even_under_a_rotation(llama, tmp_path):
+    copy = edited(llama / "base", tmp_path / "split", split)
+    assert (logits(copy) - logits(llama / "base")).abs().max() < 1e-9
+    attack(open_weights(copy), ("rotate", "neuron"), tmp_path / "turned", dtype="float64")
+    for other in (copy, tmp_path / "turned"):
+        found = compare(open_weights(llama / "base"), open_weights(other))
+        assert found.verdict.label == verdict.INITIALISATION
+        assert all(count == of for count, of in paired(found.pair, "tokens")), other
+
+
+def relabelled(tensors, target):
+    """Channels permuted, and a tokenizer whose strings stand for other rows."""
+    order = torch.randperm(64, generator=torch.Generator().manual_seed(1))
+    for name, value in tensors.items():
+        if value.ndim == 1 and len(value) == 64:
+            tensors[name] = value[order]
+        elif value.ndim == 2:
+            tensors[name] = value[order] if any(role in name for role in ("o_proj", "down_proj")) else value[:, order]
+    table = json.loads((target / "tokenizer.json").read_text())
+    words = list(table["model"]["vocab"])
+    lied = np.random.default_rng(2).permutation(len(words))
+    table["model"]["vocab"] = {words[at]: row for row, at in enumerate(lied)}
+    (target / "tokenizer.json").write_text(json.dumps(table))
+
+
+def test_a_lying_tokenizer_is_found_by_the_axes_of_the_embedding(llama, tmp_path):
+    copy = edited(llama / "base", tmp_path / "lie", relabelled)
+    assert (logits(copy) - logits(llama / "base")).abs().max() < 1e-5  # the norms of transformers are in float32
+    controls = [llama / "control", llama / "another"]
+    found = compare(open_weights(llama / "base"), open_weights(copy), controls)
+    assert found.verdict.label in {verdict.SHARED, verdict.INITIALISATION}
+    assert signs.WORDS["relabelled"] in found.tampering
+    assert found.pair.value("axes") == pytest.approx(1, abs=1e-3)
+    strangers = compare(open_weights(llama / "base"), open_weights(llama / "stranger"), controls)
+    assert strangers.verdict.label == verdict.NONE and not strangers.tampering
+    assert max(count for count, _ in paired(strangers.pair, "axes")) <= 4
+
+
+def test_stolen_experts_are_found_by_all_experts(tmp_path):
+    """Experts 1 to 3 of another mixture, in a model with its own embedding, attention and first expert."""
+    config = tf.MixtralConfig(**SIZES, num_local_experts=4)
+    for seed, name in enumerate(("giver", "taker")):
+        save(build(config, 30 + seed), tmp_path / name, 512)
+    given = load_file(tmp_path / "giver" / "model.safetensors")
+
+    def steal(tensors, _):
+        for name in tensors:
+            if ".experts." in name and ".experts.0." not in name:
+                if tensors[name].ndim == 3:
+                    tensors[name][1:] = given[name][1:]
+                else:
+                    tensors[name] = given[name]
+
+    thief = edited(tmp_path / "taker", tmp_path / "thief", steal)
+    honest = compare(open_weights(tmp_path / "giver"), open_weights(tmp_path / "taker"))
+    assert honest.verdict.label == verdict.NONE
+    found = compare(open_weights(tmp_path / "giver"), open_weights(thief))
+    assert found.verdict.label == verdict.PARTIAL and any("feed-forward" in block for block in found.blocks)
+
+
+def test_the_axes_do_not_depend_on_rows_or_channels():
+    draw = np.random.default_rng(0)
+    table = draw.normal(size=(300, 12)) * np.linspace(3, 1, 12)
+    table[:40] += 2 * draw.normal(size=12)
+    turn = np.linalg.qr(draw.normal(size=(12, 12)))[0]
+    one = table @ neurons.axes(lambda: iter([table])).basis
+    moved = (table @ turn)[draw.permutation(300)]
+    other = moved @ neurons.axes(lambda: iter([moved[:100], moved[100:]])).basis
+    np.testing.assert_allclose(np.sort(one, 0), np.sort(other, 0), atol=1e-5)
+
+
+def test_twins_are_what_reads_alike():
+    draw = np.random.default_rng(0)
+    rows = draw.normal(size=(6, 40))
+    rows /= np.linalg.norm(rows, axis=1, keepdims=True)
+    gate, up = rows[[0, 1, 0, 2, 0]], rows[[3, 4, 3, 5, 4]]
+    group = neurons.twins(gate, up)
+    assert group[0] == group[2] and len(set(group)) == 4
+
+
+def test_the_rate_is_raised_by_controls():
+    counts = [evidence.NeuronCount((0, 0), 40, 352)]
+    assert evidence.test_neurons("tokens", counts, []).p < 1e-4 < evidence.test_neurons("tokens", counts, [0.06]).p
