@@ -132,10 +132,10 @@ demo: setup
 	@echo "1/3  Reading the Python standard library"
 	@$(BIN)/fathom prepare '$(STDLIB)/*.py' $(STDLIB)/asyncio $(STDLIB)/email $(STDLIB)/json \
 	  --train-tokenizer 1024 --held-out 0.05 --out demo/data >/dev/null
-	@echo "2/3  Training three arms from three seeds, and timing them (about a minute on two cores)"
+	@echo "2/3  Training three variants from three seeds, and timing them (about a minute on two cores): a smoke test"
 	@$(BIN)/fathom compare recipes/demo.yaml --arms vanilla,uniform_depth,depth_attention --seeds 3 --pairs 6 --workers 2 \
 	  --out demo/compare
-	@echo "3/3  A few lines from the best arm"
+	@echo "3/3  A few lines from the best variant"
 	@$(BIN)/fathom generate demo/compare 'def read(self, ' --max-new-tokens 90 --temperature 0.6 --seed 1
 
 # An expert in miniature: documents to a corpus, a base, the base continued and tuned, and what that was good for.
