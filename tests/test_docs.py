@@ -281,7 +281,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         quiet(["train", "recipes/tiny.yaml", "--run", "runs/other", "model.mixer=depth_attention", "train.seed=1"])
         quiet(["train", "recipes/tiny.yaml", "--run", "runs/third", "train.seed=2"])
         quiet(["export", "runs/tiny", "--to", "path/to/qwen3", "--as", "qwen3"])
-        for name in ("models/Qwen3-0.6B-Base", "HuggingFaceTB/SmolLM2-135M-Instruct"):
+        for name in ("path/to/llama", "models/Qwen3-0.6B-Base", "HuggingFaceTB/SmolLM2-135M-Instruct"):
             shutil.copytree("path/to/qwen3", name)
     (here / "models/Qwen3-0.6B-Base/chat_template.jinja").write_text(CHAT.replace("\n", "<|endoftext|>\n"))
     for name, of in (("vanilla", "tiny"), ("depth", "other")):

@@ -16,9 +16,7 @@ SENSITIVE = (
     "tests/gpu/test_waiting.py::test_packed_documents_wait_once[vanilla]",
     "tests/gpu/test_waiting.py::test_a_planted_read_is_seen",
     "tests/models/test_imports.py",
-    "tests/test_functions.py",
     "tests/test_site.py",
-    "tests/test_types.py",
 )
 FOLDERS = ("benchmarks", "docs", "examples", "recipes", "src", "tests")
 NAMES = ["src/tests/with blank/fathom", *(pytest.param(n, marks=pytest.mark.slow) for n in ("src", "tests", "a clone"))]

@@ -12,8 +12,12 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from fathom.cli.parser import Parser, UsageError, add_kernels, add_kvcache, add_opening, add_speculate
+
+if TYPE_CHECKING:
+    from fathom.inference.prompt_file import FileSummary
 
 
 def add(parser: Parser) -> None:
@@ -95,15 +99,8 @@ def run(options: Namespace) -> int:
     if options.chat:
         chat(model, tokenizer, sampling, typed_lines(), to_terminal, options.system)
     elif options.prompts is not None:
-        summary = generate_file(model, tokenizer, options.prompts, options.out, sampling, options.batch_size)
-        report_speed(summary["tokens"], summary["seconds"])
-        prompts, errors = summary["prompts"], summary["errors"]
-        told = f"{prompts - errors} completions" + (f", {errors} errors" if errors else "")
-        if options.out is None:
-            print(told, file=sys.stderr)
-        else:
-            print(json.dumps(summary) if options.json else f"{options.out}: {told}")
-        return 1 if prompts and errors == prompts else 0
+        done = generate_file(model, tokenizer, options.prompts, options.out, sampling, options.batch_size)
+        return _report(done, options)
     else:
         assert prompt is not None
         if not options.json:
@@ -117,6 +114,20 @@ def run(options: Namespace) -> int:
             print(json.dumps({"prompt": prompt, **vars(made), "tokens_per_second": made.tokens_per_second}))
         report_speed(made.tokens, made.seconds, made.trips, made.acceptance)
     return 0
+
+
+def _report(summary: FileSummary, options: Namespace) -> int:
+    """Print what a file of prompts came to; returns the exit code."""
+    from fathom.inference.generate import report_speed
+
+    report_speed(summary["tokens"], summary["seconds"])
+    prompts, errors = summary["prompts"], summary["errors"]
+    told = f"{prompts - errors} completions" + (f", {errors} errors" if errors else "")
+    if options.out is None:
+        print(told, file=sys.stderr)
+    else:
+        print(json.dumps(summary) if options.json else f"{options.out}: {told}")
+    return 1 if prompts and errors == prompts else 0
 
 
 def _check(options: Namespace) -> None:
