@@ -658,7 +658,7 @@ def _config(model: dict[str, object]) -> FathomConfig:
     """The configuration; its errors as a `RecipeError` of one line."""
     from huggingface_hub.errors import StrictDataclassError
 
-    from fathom.checkpoints.runs import config_of
+    from fathom.checkpoints.runs import SourceError, config_of
     from fathom.models.configuration import FathomConfig
 
     keys = dict(model)
@@ -670,6 +670,8 @@ def _config(model: dict[str, object]) -> FathomConfig:
         raise RecipeError(f"model.from_pretrained={source}: no config.json there, and no run")
     try:
         return config_of(model)
+    except SourceError as error:
+        raise RecipeError(str(error)) from error
     except (ValueError, OSError, StrictDataclassError) as error:
         raise RecipeError(f"model: {' '.join(str(error).split())}") from error
 

@@ -156,11 +156,12 @@ def test_a_full_disk_is_named_where_it_is_full(
         main(["mechanisms"])
 
 
-def test_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(RECIPES / "500m.yaml"), "model.mixer=depth_attention", "--dry-run", "--json"]) == 0
+def test_dry_run(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["train", str(RECIPES / "500m.yaml"), f"data.directory={corpus}", "--dry-run"]
+    assert main([*words, "model.mixer=depth_attention", "--json"]) == 0
     values = json.loads(capsys.readouterr().out)
     assert values["parameters"] == 498_165_888 and values["mechanism"] == "depth_attention"
-    assert main(["train", str(RECIPES / "500m.yaml"), "--dry-run"]) == 0
+    assert main(words) == 0
     text = capsys.readouterr().out
     assert "498,165,888" in text and "sequence_length: 2048" in text and "memory per rank" in text
 

@@ -81,8 +81,8 @@ def test_mistakes(words: list[str], message: str, capsys: pytest.CaptureFixture[
     assert message in capsys.readouterr().err
 
 
-def test_commands_take_names(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "1.5b", "--dry-run", "--json"]) == 0
+def test_commands_take_names(corpus: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "1.5b", "--dry-run", "--json", f"data.directory={corpus}"]) == 0
     assert json.loads(capsys.readouterr().out)["parameters"] == 1_343_774_208
     assert main(["mechanisms", "--config", "360m", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["vanilla"]

@@ -183,9 +183,12 @@ def test_a_declared_mechanism_without_tensors_is_refused(tmp_path):
     FathomForCausalLM.from_pretrained(tmp_path, residual="plain")
 
 
-def test_layers_may_be_dropped(tmp_path):
+def test_layers_are_dropped_only_where_mismatches_are_allowed(tmp_path):
     qwen3(tmp_path)
-    assert len(FathomForCausalLM.from_pretrained(tmp_path, num_hidden_layers=2).model.layers) == 2
+    with pytest.raises(ValueError, match=r"num_hidden_layers=4 \(not 2\)"):
+        FathomForCausalLM.from_pretrained(tmp_path, num_hidden_layers=2)
+    model = FathomForCausalLM.from_pretrained(tmp_path, num_hidden_layers=2, ignore_mismatched_sizes=True)
+    assert len(model.model.layers) == 2
 
 
 def test_only_labels_are_labels():

@@ -112,7 +112,6 @@ def test_a_dry_run_refuses_what_a_run_refuses(corpus: Path, tmp_path: Path, caps
         assert main([*words, *more]) == 2
         said.append(capsys.readouterr().err)
     assert said[0] == said[1] and message in said[0]
-    assert main([*words[:2], "--dry-run", f"data.directory={tmp_path / 'later'}"]) == 0  # prepared later
 
 
 def test_a_dry_run_shows_them(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

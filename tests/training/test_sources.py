@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from fathom.checkpoints.runs import RunError
 from fathom.cli.main import main
 from fathom.models import FathomForCausalLM
 from fathom.models.registry import AXES
-from fathom.recipe import RecipeError, parse_recipe
+from fathom.recipe import RecipeError, load_recipe, parse_recipe
 from fathom.training import build_training, train
 from fathom.training.build import build_model
 from tests import processes
@@ -131,9 +132,54 @@ def test_a_damaged_checkpoint_is_no_source(corpus: Path, run: Path, tmp_path: Pa
         began(corpus, f"{tmp_path / 'run'}@step-4")
 
 
-def test_another_shape_is_refused(corpus: Path, run: Path) -> None:
-    with pytest.raises(RecipeError, match="has shape"):
-        began(corpus, str(run), "model.intermediate_size=64")
+@pytest.mark.parametrize("place", ["", "@step-4", "/model"])
+@pytest.mark.parametrize("more", [[], ["--dry-run"]], ids=["run", "dry"])
+def test_another_shape_is_one_line(
+    corpus: Path, run: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], place: str, more: list[str]
+) -> None:
+    """The directory, too: neither transformers' table nor a traceback, and no run begins."""
+    (tmp_path / "r.yaml").write_text(tiny_recipe(corpus, "model.tie_word_embeddings=true").to_yaml())
+    words = ["train", str(tmp_path / "r.yaml"), "--run", str(tmp_path / "new"), *more]
+    assert main([*words, f"model.from_pretrained={run}{place}", "model.intermediate_size=64"]) == 2
+    assert capfd.readouterr().err == (
+        f"fathom: model.from_pretrained={run}{place}: the checkpoint has intermediate_size=48 (not 64), "
+        "tie_word_embeddings=false (not true); its config.json decides, so leave these keys out; "
+        f"model=null model.from_pretrained={run}{place} drops the recipe's whole model block\n"
+    )
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_recipe_without_its_model_block_takes_any_checkpoint(
+    corpus: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "r.yaml").write_text(tiny_recipe(corpus, "model.hidden_size=64", "train.steps=1").to_yaml())
+    words = ["train", str(tmp_path / "r.yaml"), "model=null", f"model.from_pretrained={run}"]
+    assert main([*words, "--run", str(tmp_path / "new")]) == 0
+    assert load_recipe(tmp_path / "new" / "recipe.yaml").config().hidden_size == 32
+
+
+def test_other_differing_keys_are_printed(
+    corpus: Path, run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Keys that agree with the checkpoint, which a shipped recipe has many of, are not."""
+    wishes = (f"model.from_pretrained={run}", "model.max_position_embeddings=64", "train.steps=1", "evaluate.every=0")
+    (tmp_path / "r.yaml").write_text(tiny_recipe(corpus, *wishes, "track.display=lines").to_yaml())
+    assert main(["train", str(tmp_path / "r.yaml"), "--run", str(tmp_path / "new")]) == 0
+    assert f"changed from {run}: max_position_embeddings 32 → 64\n" in capsys.readouterr().err
+    assert main(["train", str(tmp_path / "r.yaml"), "--dry-run"]) == 0
+    assert "from checkpoint  max_position_embeddings 32 → 64\n" in capsys.readouterr().out
+    assert main(["train", str(tmp_path / "r.yaml"), "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["changed"] == {"max_position_embeddings": [32, 64]}
+
+
+def test_a_dry_run_says_that_the_corpus_is_not_there(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """After what it would cost, which is asked before a corpus is made."""
+    (tmp_path / "r.yaml").write_text(tiny_recipe(corpus).to_yaml())
+    assert main(["train", str(tmp_path / "r.yaml"), "--dry-run", f"data.directory={tmp_path / 'later'}"]) == 2
+    shown = capsys.readouterr()
+    assert "FLOPs per token" in shown.out and shown.err == f"fathom: {tmp_path / 'later'}: no such directory\n"
 
 
 @pytest.fixture(scope="module")

@@ -43,6 +43,7 @@ from fathom.checkpoints.layout import (
 from fathom.checkpoints.tokenizers import open_tokenizer
 from fathom.errors import FathomError
 from fathom.models import FathomConfig, FathomForCausalLM
+from fathom.models.loading import ShapeError, differing, require_shapes
 from fathom.report.files import digest, read_json
 
 # Expected: checkpoints are often read and written by a single process.
@@ -53,6 +54,10 @@ class CheckpointError(FathomError, RuntimeError):
     """A checkpoint that could not be written or read; the message is one line."""
 
     exit_code = 1
+
+
+class SourceError(RunError):
+    """A model block that contradicts the checkpoint of its `from_pretrained`; the message is one line."""
 
 
 @dataclass(frozen=True)
@@ -188,12 +193,31 @@ def _open_checkpoint(run: Path, tokenizer: PreTrainedTokenizerBase | None, facts
 
 
 def config_of(block: Mapping[str, object]) -> FathomConfig:
-    """A recipe's model block as a configuration; with `from_pretrained`, the block's keys over that checkpoint's."""
+    """A recipe's model block as a configuration; with `from_pretrained`, the block's keys over that checkpoint's.
+
+    A key that contradicts the shapes of the checkpoint's tensors is a `SourceError`.
+    """
     keys = dict(block)
     source = keys.pop("from_pretrained", None)
     if source is None:
         return FathomConfig(**keys)
-    source = str(source)
+    try:
+        require_shapes(_configured(str(source)), keys)
+    except ShapeError as error:
+        whole = f"model=null model.from_pretrained={source} drops the recipe's whole model block"
+        raise SourceError(f"model.from_pretrained={source}: {error}; {whole}") from error
+    return _configured(str(source), **keys)
+
+
+def changes_of(block: Mapping[str, object]) -> dict[str, tuple[object, object]]:
+    """The keys on which a recipe's model block differs from its `from_pretrained`, as (checkpoint's, recipe's)."""
+    keys = dict(block)
+    source = keys.pop("from_pretrained", None)
+    return {} if source is None else differing(_configured(str(source)), config_of(block), keys)
+
+
+def _configured(source: str, **keys: object) -> FathomConfig:
+    """The configuration of what `from_pretrained` names, under the keys."""
     directory = model_directory(source)
     if directory is not None:
         return FathomConfig.from_pretrained(directory, **keys)

@@ -45,13 +45,18 @@ def add(parser: Parser) -> None:
         "--cooldown", type=int, metavar="STEPS", help="with --from: let the rate fall over this many steps, and end"
     )
     parser.add_argument("--new", action="store_true", help="refuse to continue a run that exists")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and what it costs, and stop")
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="print the resolved recipe and its cost, check that the corpus exists, and stop",
+    )
     parser.add_argument("--json", action="store_true", help="print the result for a program")
     parser.epilog = f"{EXIT_CODES}\n\n{parser.epilog}"
 
 
 def run(options: Namespace) -> int:
     """Train, or print what it would cost."""
+    from fathom.data.puzzles import open_data
     from fathom.training import branch, extension, train
     from fathom.training.estimate import estimate
 
@@ -73,7 +78,10 @@ def run(options: Namespace) -> int:
         change = extension(options.recipe, options.overrides)
     recipe = change.recipe if change is not None else load_recipe(options.recipe, options.overrides)
     if options.dry_run:
-        return _show_cost(recipe, estimate(recipe), options.json, change)
+        _show_cost(recipe, estimate(recipe), options.json, change)
+        # Costs are wanted before a corpus is made, so that its absence is said last.
+        open_data(recipe.data.directory, verify=False, collections=recipe.data.collections)
+        return 0
 
     place = None if change is not None else options.run or Path("runs") / find_recipe(options.recipe).stem
     result = train(change or recipe, place, resume=not options.new, command=_command(options))
@@ -101,11 +109,11 @@ def _command(options: Namespace) -> str:
     return shlex.join(["fathom", "train", *given, *recipe, *options.overrides])
 
 
-def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Change | None) -> int:
+def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Change | None) -> None:
     """The resolved recipe and what it would cost."""
     if as_json:
         print(json.dumps({"recipe": recipe.to_dict(), **cost.to_dict()}))
-        return 0
+        return
     gib = 2**30
     print(recipe.to_yaml())
     rows = {
@@ -124,6 +132,8 @@ def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Change | N
         rows["epochs"] = ", ".join(f"{name} {value:.3g}" for name, value in cost.collections.items())
     if cost.compressions:
         rows["compressions"] = f"{cost.compressions} of each row's memory, {recipe.kvcache.method}"
+    if cost.changed:
+        rows["from checkpoint"] = cost.changes_in_words
     if change is not None and change.keys:
         rows["change"] = str(change)
     lines = list(rows.items())
@@ -132,7 +142,6 @@ def _show_cost(recipe: Recipe, cost: Estimate, as_json: bool, change: Change | N
         lines.append(("group", f"{group.pattern}: {group.parameters:,} parameters, {rates}"))
     for name, value in lines:
         print(f"{name:<16} {value}")
-    return 0
 
 
 def _training_multiple(multiple: tuple[float, float, float]) -> str:

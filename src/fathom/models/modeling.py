@@ -45,6 +45,7 @@ from .feed_forward import FeedForward
 from .flex_reading import ReadingRule, attend_by_rule
 from .foreign import HUB_KEYS, opened
 from .head import build_head
+from .loading import SHAPING, require_one_head, require_shapes, without_report
 from .loss import causal_lm_loss, shifted, token_losses
 from .norms import NORMS, OffsetRMSNorm
 from .reading import attend_beside, with_key_bias
@@ -312,8 +313,9 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
         and `recurrence=` retrofit it.
 
         Stricter than transformers, which initialises a tensor that is missing at random: here a decoder tensor that is
-        missing or has another shape is an error. A mechanism that has no tensor in the checkpoint is initialised, and
-        with `state_dict={}`, which stands for no checkpoint, everything is. Pickles are not opened.
+        missing or has another shape is an error, and so is a key that would change a shape or tie the head. A mechanism
+        that has no tensor in the checkpoint is initialised, and with `state_dict={}`, which stands for no checkpoint,
+        everything is. Pickles are not opened.
         `state_config` is the configuration that a `state_dict` was made with.
         """
         kwargs.setdefault("use_safetensors", True)
@@ -324,10 +326,17 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
         path = pretrained_model_name_or_path
         if path is not None:
             own = cls.config_class.get_config_dict(path, **hub)[0]
+        if own and kwargs.get("state_dict") != {}:
+            config = kwargs.get("config")
+            wanted = vars(config) if isinstance(config, FathomConfig) else kwargs
+            theirs = cls.config_class.from_dict(own)
+            require_shapes(theirs, wanted, ("tie_word_embeddings",) if tolerant else SHAPING)
         path, kwargs = opened(path, cls.config_class, kwargs)
-        model, info = super().from_pretrained(
-            path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
-        )
+        with without_report():
+            model, info = super().from_pretrained(
+                path, *args, output_loading_info=True, ignore_mismatched_sizes=True, **kwargs
+            )
+        require_one_head(model)
         for name, found, needed in sorted(info["mismatched_keys"]) if not tolerant else ():
             raise ValueError(
                 f"{name} has shape {list(found)} in the checkpoint, this configuration needs {list(needed)}"

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from fathom.checkpoints.runs import changes_of
 from fathom.data.collections import collection_sizes, locate
 from fathom.data.puzzles import is_puzzle, open_data
 from fathom.data.shards import DataError, read_index
@@ -22,6 +23,7 @@ from fathom.models.cost import (
     training_flops_range,
     vanilla_flops_per_token,
 )
+from fathom.models.loading import described
 from fathom.models.loss import chunk_rows
 from fathom.models.modeling import FathomForCausalLM
 from fathom.models.pondering import MixtureOptions
@@ -77,6 +79,13 @@ class Estimate:
     """Compressions of each row's memory; 0 without a cache policy."""
     groups: list[Group]
     """The parameter groups of `optim.groups`."""
+    changed: dict[str, tuple[object, object]]
+    """Keys on which the model differs from `model.from_pretrained`, as (the checkpoint's, the recipe's)."""
+
+    @property
+    def changes_in_words(self) -> str:
+        """`changed`, as text."""
+        return described(self.changed)
 
     def to_dict(self) -> dict[str, object]:
         """As plain values, for JSON."""
@@ -112,6 +121,7 @@ def estimate(recipe: Recipe) -> Estimate:
         evaluation_bytes=_evaluation_bytes(recipe, config),
         compressions=compressions(recipe),
         groups=_groups(recipe, config),
+        changed=changes_of(recipe.model),
     )
 
 

@@ -17,10 +17,11 @@ from fathom.checkpoints.export import export
 from fathom.checkpoints.find import experiment_of, finished_model
 from fathom.checkpoints.hashes import changed
 from fathom.checkpoints.layout import LOCK, MODEL, RECIPE, RESULT, TRAINER, step_name
-from fathom.checkpoints.runs import Saved
+from fathom.checkpoints.runs import Saved, changes_of
 from fathom.data.puzzles import has_split, open_data
 from fathom.data.shards import TokenDataset
 from fathom.errors import FathomError
+from fathom.models.loading import described
 from fathom.models.modeling import FathomForCausalLM
 from fathom.models.registry import AXES, DEFAULTS, present_options
 from fathom.recipe import Recipe, RecipeError, differences, load_recipe
@@ -160,6 +161,8 @@ class Run:
         self._stopping = False
         self._unannounced: int | None = None
         """The step of a save that the hooks were not told about yet."""
+        if saved is None and (changes := changes_of(recipe.model)):
+            self.say(f"changed from {recipe.model['from_pretrained']}: {described(changes)}")
         collections = self.training.plan.epochs(recipe.train.steps)
         if collections:
             self.say(f"epochs: {in_words(collections)}")
