@@ -495,8 +495,7 @@ class FathomModel(FathomPreTrainedModel):
         if position_ids is None:
             seen = 0 if given is None else given.get_seq_length()
             position_ids = self._positions(seen, x, attention_mask)
-        if self.embed_positions is not None:
-            x = x + self.embed_positions(position_ids + self.config.position_offset)
+        x = self._with_learned_positions(x, position_ids)
 
         if self.config.recurrence != DEFAULTS["recurrence"]:
             head = getattr(self, "lm_head", None) if head is None else head
@@ -514,10 +513,9 @@ class FathomModel(FathomPreTrainedModel):
         for visit, layer in zip(self.plan[0], self.layers, strict=True):  # one trip visits each layer once
             if places is not None:
                 hidden.append(self.final_residual(state)[0] if hidden else x)
-            found = tuple(tensor for source in visit.sources for tensor in written[source]) if visit.sources else ()
             *after, key, value = layer(
                 *state,
-                sources=found,
+                sources=tuple(tensor for source in visit.sources for tensor in written[source]),
                 attention_mask=masks[kinds[visit.layer]],
                 position_embeddings=position_embeddings,
                 position_ids=position_ids,
@@ -533,6 +531,12 @@ class FathomModel(FathomPreTrainedModel):
             past_key_values=past_key_values if use_cache else None,
             hidden_states=None if places is None else _at_places((*hidden, x), places),
             recurrence_state={"hidden": x},
+        )
+
+    def _with_learned_positions(self, x: Tensor, position_ids: Tensor) -> Tensor:
+        """The embeddings, with those of their positions where positions are learned."""
+        return (
+            x if self.embed_positions is None else x + self.embed_positions(position_ids + self.config.position_offset)
         )
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
