@@ -27,6 +27,7 @@ from types import ModuleType
 import mypy.api
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from fathom.cli import main as cli
 from fathom.cli.lineage import ACTIONS
@@ -281,8 +282,12 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
         quiet(["train", "recipes/tiny.yaml", "--run", "runs/other", "model.mixer=depth_attention", "train.seed=1"])
         quiet(["train", "recipes/tiny.yaml", "--run", "runs/third", "train.seed=2"])
         quiet(["export", "runs/tiny", "--to", "path/to/qwen3", "--as", "qwen3"])
-        for name in ("path/to/llama", "models/Qwen3-0.6B-Base", "HuggingFaceTB/SmolLM2-135M-Instruct"):
-            shutil.copytree("path/to/qwen3", name)
+        shutil.copytree("path/to/qwen3", "models/Qwen3-0.6B-Base")
+        shutil.copytree("path/to/qwen3", "path/to/llama")  # its tokenizer, and another family's weights
+        vocab = json.loads(Path("path/to/qwen3/config.json").read_text())["vocab_size"]
+        llama = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+        LlamaForCausalLM(LlamaConfig(vocab_size=vocab, **llama)).save_pretrained("path/to/llama")
+        shutil.copytree("path/to/llama", "HuggingFaceTB/SmolLM2-135M-Instruct")
     (here / "models/Qwen3-0.6B-Base/chat_template.jinja").write_text(CHAT.replace("\n", "<|endoftext|>\n"))
     for name, of in (("vanilla", "tiny"), ("depth", "other")):
         shutil.copytree(here / "runs" / of, here / "runs" / name)

@@ -79,7 +79,8 @@ def opened(
     theirs = PretrainedConfig.get_config_dict(path, **hub)[0]
     if theirs.get("model_type") in (config_class.model_type, None):
         return path, kwargs
-    config, left = kwargs.get("config"), {key: value for key, value in kwargs.items() if key != "config"}
+    types = {key: kwargs[key] for key in ("dtype", "torch_dtype") if key in kwargs}  # a model's, which may be "auto"
+    config, left = kwargs.get("config"), {key: v for key, v in kwargs.items() if key not in ("config", *types)}
     if config is None:
         config, left = config_class.from_pretrained(path, return_unused_kwargs=True, **left)
     local = Path(path)
@@ -88,7 +89,9 @@ def opened(
     tensors = reader().tensors(local, theirs, config)
     if tensors is None:
         return path, kwargs
-    left = {key: value for key, value in left.items() if key not in (*HUB_KEYS, "use_safetensors")}
+    if config.dtype is None:
+        config.dtype = next(iter(tensors.values()))[...].dtype
+    left = {key: value for key, value in left.items() if key not in (*HUB_KEYS, "use_safetensors")} | types
     if "generation_config" not in left and (local / GENERATION_CONFIG_NAME).is_file():
         left["generation_config"] = GenerationConfig.from_pretrained(local)
     return None, {**left, "config": config, "state_dict": tensors}

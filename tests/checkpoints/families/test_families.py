@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from fathom.models import FathomForCausalLM
 
 from .cases import CASES, stock
 
+TYPES = ("dtype", "torch_dtype")
 CAPPED = "gemma2"
 """Attention's logits are capped, which SDPA cannot do: transformers refuses it, and so do we."""
 STRIDED = {("phi3", torch.float32): 4e-6}
@@ -76,3 +78,14 @@ def test_back_again_tensor_for_tensor(directory: tuple[str, Path], tmp_path: Pat
         assert torch.equal(theirs(ids).logits, again(ids).logits)
     before, after = ({**model.config.to_dict(), "_name_or_path": ""} for model in (theirs, again))
     assert before == after
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_the_stored_type_is_kept_where_it_is_asked_for(directory: tuple[str, Path], named: bool) -> None:
+    _, path = directory
+    theirs = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    theirs.save_pretrained(path)
+    if not named:  # as older checkpoints have it
+        config = json.loads((path / "config.json").read_text())
+        (path / "config.json").write_text(json.dumps({k: v for k, v in config.items() if k not in TYPES}))
+    assert FathomForCausalLM.from_pretrained(path, dtype="auto").dtype == torch.bfloat16
