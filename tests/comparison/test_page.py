@@ -67,6 +67,7 @@ def report_of(*arms: dict, between: tuple = (), seeds: int = 3, share: dict | No
     source |= {"hardware": {"cpu": "a processor", "cores": 2, "system": "Linux"}, "versions": {"torch": "2"}}
     found = {
         "failed": [],
+        "exploratory": False,
         "ladder": None,
         "equal": "tokens",
         "control": arms[0]["name"],
@@ -123,7 +124,27 @@ def test_the_sentence_follows_from_the_intervals(full: dict):
     assert said.startswith("With 3 seeds, at 1.6 million parameters and 2 million tokens, ")
     assert "uniform_depth's validation loss is lower than vanilla's by 0.0200 ± 0.0080 nats" in said
     assert "the difference of depth_attention (−0.0210 ± 0.0300 nats) to vanilla is within the noise" in said
-    assert said.endswith("uniform_depth and depth_attention cannot be told apart.") and said.count(". ") == 0
+    assert "uniform_depth and depth_attention cannot be told apart; if one run in ten of an arm ended badly" in said
+    assert said.endswith("13 % of such intervals would miss the true difference, not 5 %.")
+
+
+def test_equal_gaps_are_too_coarse_to_judge() -> None:
+    found = {**gap(-0.1, None, None), "pairs": 3}
+    said = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, found))["verdict"]
+    assert "loop ended 0.1000 nats below vanilla, by the very same difference with every seed, which is too" in said
+    assert "nats lower" not in said and "would miss" not in said
+
+
+def test_an_exploratory_report_is_never_sure() -> None:
+    """Its p values are withheld, so that an interval that excludes zero is a hint."""
+    report = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, {**gap(-0.1, 0.01, 0.001), "p_holm": None}))
+    said = verdict({**report, "exploratory": True})
+    assert "interval excludes zero taken alone: a hint" in said and "exploratory and nothing here is sure" in said
+
+
+def test_step_times_name_their_tokens(full: dict) -> None:
+    control = full["arms"][0]
+    assert f"a training step of {control['tokens'] // control['steps']:,} tokens" in page(full)
 
 
 def test_a_share_of_the_gain_has_an_interval_or_is_not_said(full: dict) -> None:

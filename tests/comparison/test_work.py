@@ -17,13 +17,13 @@ import torch
 from fathom.checkpoints.find import best_arm
 from fathom.cli.main import main
 from fathom.comparison.arms import arm_recipes, parse_arms, tokens, training_flops
-from fathom.comparison.findings import summarize, verdict
+from fathom.comparison.findings import is_sure, summarize, verdict
 from fathom.comparison.page import page, quality_rows, tables
 from fathom.comparison.plan import Plan, make_plan, read_measured, tasks
 from fathom.comparison.work import carry_out, rewrite_report
 from fathom.data.puzzles import open_data
 from fathom.recipe import Recipe, RecipeError, parse_recipe
-from fathom.report.files import write_json
+from fathom.report.files import DamagedError, write_json
 from fathom.report.provenance import provenance
 from fathom.training import read_metrics
 from fathom.training.build import batch_plan
@@ -344,6 +344,10 @@ def test_whole_seeds_come_first(small: Recipe, tmp_path: Path):
         ("vanilla,a=vanilla;optim.rate=1", "optim.rate: unknown key; allowed: name, lr"),
         ("vanilla,a=depth_attention;model.mixer_options.pace=1", "mixer_options.pace is not an option"),
         ("vanilla,a=vanilla;model.vocab_size=200", "200"),
+        (
+            "vanilla," + "a" * 300 + "=loop",
+            "a name of 300 characters; allowed: 100 at most",
+        ),
         ("vanilla,a=vanilla;data.directory=/nowhere", "arm a: data.directory is shared by all arms"),
         ("vanilla,a=vanilla;evaluate.tokens=9", "arm a: evaluate.tokens is shared"),
         ("vanilla,a=vanilla;train.seed=9", "arm a: train.seed is shared"),
@@ -417,46 +421,36 @@ def finished(planted, tmp_path: Path, monkeypatch) -> tuple[Plan, Path]:
     """A copy of finished runs that no report was written of; nothing may run."""
     _, out = planted
     shutil.copytree(out, tmp_path / "copy")
-    for name in ("report.json", "looks.json"):
-        (tmp_path / "copy" / name).unlink(missing_ok=True)
+    (tmp_path / "copy" / "report.json").unlink(missing_ok=True)
     monkeypatch.setattr("fathom.comparison.work.run_task", None)
     return Plan.read(out), tmp_path / "copy"
 
 
-def test_seeds_that_were_added_after_a_look_are_told(finished):
+def test_seeds_that_are_added_after_a_report_make_it_exploratory(finished):
+    """It never says sure, and neither do those after it; the same plan, whole at last, does."""
     plan, out = finished
     first = carry_out(replace(plan, seeds=(0, 1)), out, quiet=True)
-    assert "look" not in first["verdict"] and "fixed before the first look" in page(first)
-    for _ in range(2):  # the same report once more is no further look
-        report = carry_out(plan, out, quiet=True)
-        assert [look["seeds"] for look in report["looks"]] == [[0, 1], [0, 1, 2]]
-        told = "seeds were added after a report had been written (2 looks, at 2 and 3 seeds)"
-        assert f"{told}, so that the chance of a false claim is up to 10 %, not 5 %." in report["verdict"]
-        assert told in page(report) and "when a report was written: 2 of 2, then 3 of 3." in page(report)
-    (out / "looks.json").unlink()  # as a directory of an earlier version, which has its last report alone
-    report = carry_out(replace(plan, seeds=(0, 1)), out, quiet=True)
-    assert "planned seeds changed after a report had been written (2 looks, at 3 and 2 seeds)" in report["verdict"]
+    assert not first["exploratory"] and "exploratory" not in page(first)
+    for seeds in ((0, 1, 2), (0, 1, 2), (0, 1)):  # written again, and planned as it was at first
+        report = carry_out(replace(plan, seeds=seeds), out, quiet=True)
+        assert report["exploratory"] and "exploratory and nothing here is sure" in report["verdict"]
+        assert not any(is_sure(arm["difference"]) for arm in report["arms"][1:]) and "exploratory" in page(report)
 
 
 def test_an_interrupted_comparison_that_ends_as_planned_is_not_blamed(finished):
     plan, out = finished
     run = out / "arms/better/seed-2/result.json"
     run.rename(run.with_name("kept"))
-    early = rewrite_report(plan, out)
-    assert "2 of 3 planned seeds are done (1 look, at 2 seeds)" in early["verdict"]
-    assert "to stop here for what they say makes the chance of a false claim up to 10 %, not 5 %" in early["verdict"]
+    assert "2 of 3 planned seeds are done" in rewrite_report(plan, out)["verdict"]
     run.with_name("kept").rename(run)
     report = carry_out(plan, out, quiet=True)
-    assert len(report["looks"]) == 2 and "look" not in report["verdict"]
-    run.rename(run.with_name("kept"))
-    cut = carry_out(replace(plan, seeds=(0, 1)), out, quiet=True)
-    assert "planned seeds changed" in cut["verdict"], "the control: planned again as what was seen"
+    assert not report["exploratory"] and any(is_sure(arm["difference"]) for arm in report["arms"][1:])
 
 
-def test_one_seed_bears_no_claim_and_is_no_look(finished):
+def test_one_seed_shows_no_result(finished):
     plan, out = finished
-    assert carry_out(replace(plan, seeds=(0,)), out, quiet=True)["looks"] == []
-    assert "look" not in carry_out(plan, out, quiet=True)["verdict"]
+    carry_out(replace(plan, seeds=(0,)), out, quiet=True)
+    assert not carry_out(plan, out, quiet=True)["exploratory"]
 
 
 def test_a_seed_that_failed_is_not_awaited(finished):
@@ -469,10 +463,10 @@ def test_a_seed_that_failed_is_not_awaited(finished):
     assert "Not finished" not in page(report)
 
 
-def test_damaged_looks_are_an_error_before_work(finished):
+def test_a_damaged_report_is_an_error_before_work(finished):
     plan, out = finished
-    (out / "looks.json").write_text("{")
-    with pytest.raises(RecipeError, match=r"looks\.json is damaged: delete it, and the looks so far are forgotten"):
+    (out / "report.json").write_text("{")
+    with pytest.raises(DamagedError, match=r"report\.json is damaged.* delete it, and what it showed is forgotten"):
         carry_out(plan, out, quiet=True)
 
 

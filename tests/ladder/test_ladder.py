@@ -304,6 +304,8 @@ def test_seeds_may_be_added_to_all_arms(whole, tmp_path: Path, monkeypatch, caps
     assert after["ladder"] == before["ladder"] and [len(rung["seeds"]) for rung in after["rungs"]] == [6, 3, 3, 2]
     assert [row["seeds"] for row in after["seeds_added"]] == [[6, 3, 3, 2]] and before["seeds_added"] == []
     assert "Seeds were added to all arms on" in (out / "report.html").read_text()
+    assert "exploratory and nothing here is sure" in after["verdict"] and "times the compute" not in after["verdict"]
+    assert "times the compute" in before["verdict"], "the control"
     assert not after["prediction"]["stale"], "no earlier result is another one"
     plans = {path: path.stat().st_mtime_ns for path in out.glob("rungs/*/plan.json")}
     assert main(["ladder", str(out)]) == 0 and plans == {path: path.stat().st_mtime_ns for path in plans}

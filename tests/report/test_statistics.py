@@ -207,3 +207,11 @@ def test_wilson_of_published_scores():
     published += [(515, 1395, 0.3442, 0.3948), (615, 1395, 0.4150, 0.4670)]
     for right, asked, low, high in published:
         assert wilson(right, asked) == pytest.approx((low, high), abs=5e-5)
+
+
+def test_equal_differences_have_no_p() -> None:
+    """Losses on a grid that differ alike with every seed show no noise; rounding is none either."""
+    coarse = paired_difference([2.9, 3.0, 3.1], [3.0, 3.1, 3.2])
+    assert coarse.half_width is None and coarse.p is None and not coarse.excludes_zero
+    assert paired_difference([3.0, 3.1], [3.0, 3.1]).p == 1.0, "no difference at all is none"
+    assert paired_difference([2.9, 3.0, 3.1001], [3.0, 3.1, 3.2]).p is not None

@@ -48,7 +48,6 @@ MEASURED = "measured"
 CLAIMS = "claims"
 MACHINE = "machine.json"
 FAILED = "failed.json"
-LOOKS = "looks.json"
 LADDER = "ladder.json"  # two directories up, where a comparison is a rung
 
 # A prepared corpus.

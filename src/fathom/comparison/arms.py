@@ -14,6 +14,8 @@ from fathom.recipe import Recipe, RecipeError, differences, parse_recipe
 
 Equal = Literal["tokens", "flops", "trips"]
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]*")
+LONGEST = 100
+"""Characters of an arm's name: files and directories are called after it."""
 SHARED = ("data", "evaluate", "train.seed", "train.tokens_per_step")
 """Keys that an arm may not override, since arms are paired."""
 
@@ -148,6 +150,8 @@ def _parse_arm(text: str) -> Arm:
         raise RecipeError(f"--arms {text}: {error}") from error
     if overrides and not equals:
         raise RecipeError(f"--arms {text}: an arm with overrides needs a name, as in mine={text}")
+    if len(name) > LONGEST:
+        raise RecipeError(f"--arms {name[:20]}…: a name of {len(name)} characters; allowed: {LONGEST} at most")
     if not NAME.fullmatch(name):
         raise RecipeError(f"--arms {text}: a name is letters, digits and _ . + -")
     return Arm(name, mechanism, tuple(overrides))

@@ -9,9 +9,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import cast
 
-from fathom.checkpoints.layout import LADDER, MACHINE, PAGE, RESULT
+from fathom.checkpoints.layout import LADDER, MACHINE, PAGE, REPORT, RESULT
 from fathom.comparison.arms import Arm, tokens, training_flops
-from fathom.comparison.looks import read_looks, warning, with_this
 from fathom.comparison.plan import Plan, RunTask, read_measured
 from fathom.comparison.results import (
     ArmResult,
@@ -37,7 +36,7 @@ from fathom.recipe import Recipe
 from fathom.report.files import read_written
 from fathom.report.numbers import DASH, in_words, signed
 from fathom.report.provenance import Provenance
-from fathom.report.statistics import Difference, holm, paired_difference, paired_ratio
+from fathom.report.statistics import Difference, coverage, holm, paired_difference, paired_ratio
 from fathom.training import read_metrics
 from fathom.training.results import held_out, read_result
 
@@ -62,12 +61,16 @@ def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
     seeds = [seed for seed in whole if done[seed][control] and sum(run is not None for run in done[seed].values()) > 1]
     arms = [_arm(plan, out, arm, [run for seed in seeds if (run := done[seed][arm.name])]) for arm in plan.arms]
     between = compare_runs(arms) if seeds else []
+    exploratory = seeds_changed(plan, out)
+    if exploratory:
+        _withhold([*(arm["difference"] for arm in arms[1:] if arm["runs"]), *between])
     report: ComparisonResults = {
         **source,
         "equal": plan.equal,
         "control": plan.control.name,
         "seeds": seeds,
         "seeds_planned": list(plan.seeds),
+        "exploratory": exploratory,
         "failed": failed,
         "arms": arms,
         "between": between,
@@ -75,12 +78,43 @@ def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
         "recipe": plan.recipe.to_dict(),
         "ladder": f"../../{PAGE}" if (out.parent.parent / LADDER).exists() else None,
     }
-    report["looks"] = with_this(read_looks(out), report)
     return {"verdict": verdict(report), **report}
 
 
+def seeds_changed(plan: Plan, out: Path) -> bool:
+    """Whether other seeds were planned when a report showed results.
+
+    Who adds seeds until a claim is sure claims falsely, so such a report is exploratory and calls nothing sure, and so
+    are all that follow it. A report of one seed shows no result.
+    """
+    path = out / REPORT
+    if not path.exists():
+        return False
+    remedy = "delete it, and what it showed is forgotten"
+    before = read_written(path, "seeds", "seeds_planned", "exploratory", remedy=remedy)
+    return bool(before["exploratory"] or (len(before["seeds"]) > 1 and before["seeds_planned"] != list(plan.seeds)))
+
+
+def _withhold(rows: Sequence[TestedGap]) -> None:
+    """Take the p values away by which differences are called sure."""
+    for row in rows:
+        row["p_holm"] = None
+
+
+def awaited(report: ComparisonResults) -> list[int]:
+    """Planned seeds without a result yet, except those whose control, or every other arm, has failed."""
+    lost = {(row["arm"], row["seed"]) for row in report["failed"]}
+    control, *others = (arm["name"] for arm in report["arms"])
+    gone = {
+        seed
+        for seed in report["seeds_planned"]
+        if (control, seed) in lost or all((name, seed) in lost for name in others)
+    }
+    return [seed for seed in report["seeds_planned"] if seed not in {*report["seeds"], *gone}]
+
+
 def verdict(report: ComparisonResults) -> str:
-    """One sentence: what the evidence shows, what it does not, and its limits."""
+    """What the evidence shows, what it does not, and its limits, in one sentence; and whether rates were tuned."""
     control, *planned = report["arms"]
     arms = [arm for arm in planned if "difference" in arm]
     count = len(report["seeds"])
@@ -91,7 +125,7 @@ def verdict(report: ComparisonResults) -> str:
     if count == 1:
         parts = [f"{arm['name']} ended {_direction(arm)} {control['name']}" for arm in arms]
         words = f"{scope}, {_join(parts)}, and another seed might say otherwise"
-        return f"With one seed there is no interval: {words}{left_out}."
+        return f"With one seed there is no interval: {words}{left_out}.{smoke_test(report)}"
     lower, higher = ([arm for arm in arms if _clear(arm) and sign * _mean(arm) > 0] for sign in (-1, 1))
     family = family_size(report)
     parts = [
@@ -99,11 +133,32 @@ def verdict(report: ComparisonResults) -> str:
         *_claim(higher, "higher than", control, family),
         *_faint(arms, control, family),
         *_noise([arm for arm in arms if arm["difference"]["half_width"] is not None], control),
-        *(f"{a['name']} ended {_direction(a)} {control['name']}, without an interval" for a in arms if _alone(a)),
+        *(f"{a['name']} ended {_direction(a)} {control['name']}, {_no_interval(a)}" for a in arms if _alone(a)),
         *([share_in_words(share)] if (share := report["share_of_uniform_depth"]) is not None else []),
         *_rivals(report),
     ]
-    return f"With {count} seeds, {scope}, {'; '.join(parts)}{left_out}{warning(report)}.{smoke_test(report)}"
+    limits = [*_bad_runs(bool(lower or higher), count), *_conditions(report)]
+    return f"With {count} seeds, {scope}, {'; '.join([*parts, *limits])}{left_out}.{smoke_test(report)}"
+
+
+def _bad_runs(claimed: bool, seeds: int) -> list[str]:
+    """What a claim is worth where runs of one arm rarely end badly, which so few seeds do not show."""
+    if not claimed:
+        return []
+    missed = f"{100 * (1 - coverage(seeds, 'outliers')):.0f} %"
+    return [
+        f"if one run in ten of an arm ended badly, by ten standard deviations, {missed} of such intervals would miss "
+        "the true difference, not 5 %"
+    ]
+
+
+def _conditions(report: ComparisonResults) -> list[str]:
+    """Whether seeds were added after a report, and whether planned ones are missing."""
+    done, coming = len(report["seeds"]), len(awaited(report))
+    found = [f"{done} of {done + coming} planned seeds are done"] if coming else []
+    if report["exploratory"]:
+        found.append("the seeds were planned anew after a report, so this is exploratory and nothing here is sure")
+    return found
 
 
 def smoke_test(report: ComparisonResults) -> str:
@@ -433,8 +488,15 @@ def _mean(arm: ArmResult) -> float:
 
 
 def _alone(arm: ArmResult) -> bool:
-    """Whether too few of its seeds finished for an interval."""
+    """Whether it has no interval."""
     return arm["difference"]["half_width"] is None
+
+
+def _no_interval(arm: ArmResult) -> str:
+    """Why an arm has no interval."""
+    if arm["difference"]["pairs"] < 2:
+        return "without an interval"
+    return "by the very same difference with every seed, which is too coarse to judge"
 
 
 def _clear(arm: ArmResult) -> bool:
@@ -462,10 +524,9 @@ def _faint(arms: Sequence[ArmResult], control: ArmResult, family: int) -> list[s
         return []
     shown = _join([f"{arm['name']} ({_signed(arm)})" for arm in found])
     exclude = "interval excludes zero" if len(found) == 1 else "intervals exclude zero"
-    return [
-        f"for {shown} the {exclude} taken alone, but not by Holm's test for {family} comparisons: "
-        f"a hint of a difference to {control['name']}, no more"
-    ]
+    tested = any(arm["difference"]["p_holm"] is not None for arm in found)
+    but = f", but not by Holm's test for {family} comparisons" if tested else ""
+    return [f"for {shown} the {exclude} taken alone{but}: a hint of a difference to {control['name']}, no more"]
 
 
 def _noise(arms: Sequence[ArmResult], control: ArmResult) -> list[str]:

@@ -11,8 +11,7 @@ import yaml
 from markupsafe import Markup
 
 from fathom.comparison.arms import Arm
-from fathom.comparison.findings import family_size, share_in_words
-from fathom.comparison.looks import awaited, changed
+from fathom.comparison.findings import awaited, family_size, share_in_words
 from fathom.comparison.results import (
     ArmResult,
     ArmTrips,
@@ -85,7 +84,9 @@ def cost_rows(report: ComparisonReport, narrow: bool = False) -> tuple[str, list
         spread = f"{measured['time']['low']:.3f} … {measured['time']['high']:.3f}" if measured else DASH
         flops = f"{arm['flops_per_token']:,.0f}"
         rows.append([arm["name"], f"{arm['parameters']:,}", flops, cell, time, spread, memory])
-    return "Cost; time and memory of a training step as ratios to the control", columns, rows
+    first = report["arms"][0]
+    step = f"a training step of {first['tokens'] // first['steps']:,} tokens"
+    return f"Cost; time and memory of {step} as ratios to the control", columns, rows
 
 
 def page(report: ComparisonReport) -> str:
@@ -425,7 +426,11 @@ def _method(report: ComparisonReport) -> list[str]:
         )
     if len(report["seeds"]) in (2, 3):
         lines.append("With so few seeds intervals are wide: a difference within the noise may still be real.")
-    lines += _looks(report)
+    if report["exploratory"]:
+        lines.append(
+            "The seeds were planned anew after a report had shown results, so this one is exploratory: who adds seeds "
+            "until an interval excludes zero finds a difference between equal arms in 10 % of cases with up to five."
+        )
     lines.append("Perplexity is exp of the mean loss. FLOPs are by arithmetic: training costs three forward passes.")
     return lines
 
@@ -450,20 +455,6 @@ def _coverage(report: ComparisonReport) -> list[str]:
     return [
         f"How often such an interval holds the true difference with {count} seeds, simulated with differences of known "
         f"distribution: {', '.join(found)}. Which of these the differences here are, so few seeds cannot tell."
-    ]
-
-
-def _looks(report: ComparisonReport) -> list[str]:
-    """Whether the seeds were planned before anything was seen."""
-    looks = report.get("looks", [])
-    if not looks:
-        return []
-    if not changed(report):
-        return ["The seeds were fixed before the first look at results, as the 5 % of false claims need."]
-    shown = [f"{len(look['seeds'])} of {len(look['seeds']) + len(look['awaited'])}" for look in looks]
-    return [
-        f"Planned seeds that were finished when a report was written: {', then '.join(shown)}. A test repeated "
-        "with more seeds until it agrees claims too often: each look at which one might have stopped adds up to 5 %."
     ]
 
 

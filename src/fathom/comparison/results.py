@@ -1,4 +1,4 @@
-"""What a comparison's `report.json`, `measured/*.json` and `looks.json` hold, key by key."""
+"""What a comparison's `report.json` and `measured/*.json` hold, key by key."""
 
 from __future__ import annotations
 
@@ -213,15 +213,6 @@ class FailedRun(Failure):
     seed: int | None
 
 
-class Look(TypedDict):
-    """A report that was written: seeds that it showed, those awaited by its plan, all that were planned, its date."""
-
-    seeds: list[int]
-    awaited: list[int]
-    planned: list[int]
-    date: str
-
-
 class ComparisonResults(Provenance, total=False):
     """All of `report.json` but its verdict."""
 
@@ -229,6 +220,8 @@ class ComparisonResults(Provenance, total=False):
     control: str
     seeds: list[int]
     seeds_planned: list[int]
+    exploratory: bool
+    """Whether seeds were planned anew after a report with results: nothing is called sure."""
     failed: list[FailedRun]
     arms: list[ArmResult]
     between: list[PairGap]
@@ -236,7 +229,6 @@ class ComparisonResults(Provenance, total=False):
     recipe: dict[str, object]
     ladder: str | None
     """Where the report of the ladder is, of which this is a rung."""
-    looks: list[Look]
 
 
 class ComparisonReport(ComparisonResults):

@@ -4,7 +4,6 @@
     out/arms/ARM/seed-0/        an ordinary training run; failed.json in it says why it cannot go on
     out/measured/ARM.json       step time, memory and cache beside the control's
     out/claims/                 who works on what, see leases.py
-    out/looks.json              with which seeds a report was written
     out/report.json, .html      written from the above alone
 
 Initial values are shared because each module draws from a generator seeded with its name (`training.build.initialize`);
@@ -29,9 +28,8 @@ import torch
 
 from fathom.checkpoints.layout import CLAIMS, FAILED, MACHINE, MEASURED, PLAN, REPORT, RESULT
 from fathom.comparison.arms import Equal
-from fathom.comparison.findings import summarize
+from fathom.comparison.findings import seeds_changed, summarize
 from fathom.comparison.leases import Claim, Claims
-from fathom.comparison.looks import read_looks, record
 from fathom.comparison.page import write_report
 from fathom.comparison.plan import Plan, RunTask, check_machine, make_plan, tasks
 from fathom.comparison.progress import Progress
@@ -165,7 +163,7 @@ def carry_out(
         raise RecipeError(f"--workers {workers}: allowed: 1 or more")
     if threads is not None and threads < 1:
         raise RecipeError(f"--threads {threads}: allowed: 1 or more")
-    read_looks(out)  # damage is said before work
+    seeds_changed(plan, out)  # a damaged report is said before work
     check_machine(plan)
     out.mkdir(parents=True, exist_ok=True)
     write_json(out / PLAN, plan.to_dict())
@@ -177,7 +175,6 @@ def carry_out(
     if not finished:
         raise CompareError("stopped; the same command continues")
     report = summarize(plan, out, provenance())
-    record(out, report)
     write_report(report, out)
     return report
 
@@ -190,7 +187,6 @@ def rewrite_report(plan: Plan, out: Path) -> ComparisonReport:
     if (out / REPORT).exists():
         source = recorded(out / REPORT)
     report = summarize(plan, out, source)
-    record(out, report)
     write_report(report, out)
     return report
 

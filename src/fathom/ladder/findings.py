@@ -114,7 +114,7 @@ def summarize(state: State, source: Provenance) -> LadderReport:
         tuned = False
     studies = [Study(state, arm) for arm in state.ladder.every_arm[1:]] if tuned else []
     arms = [_arm(state, arm, studies) for arm in state.ladder.every_arm] if tuned else []
-    _judge(arms, studies)
+    _judge(arms, studies, any(added.finished for added in ladder.added))
     report: LadderResults = {
         **source,
         "ladder": ladder.sha256,
@@ -404,13 +404,16 @@ def _diverged(state: State) -> list[DivergedRun]:
     return rows
 
 
-def _judge(arms: Sequence[ArmRow], studies: Sequence[Study]) -> None:
-    """Set the tail probabilities of M = 1 at the last rung, with Holm's adjustment over all arms."""
+def _judge(arms: Sequence[ArmRow], studies: Sequence[Study], exploratory: bool) -> None:
+    """Set the tail probabilities of M = 1 at the last rung, with Holm's adjustment over all arms.
+
+    None are adjusted, and so nothing is sure, where seeds were added after runs of the rungs were finished.
+    """
     tested = [study for study in studies if study.fit is not None]
     values = [study.fit.sides(study.top) for study in tested if study.fit is not None]
     for study, p, adjusted in zip(tested, values, holm(values), strict=True):
         row = next(arm for arm in arms if arm["name"] == study.arm.name)
-        row["p"], row["p_holm"] = p, adjusted
+        row["p"], row["p_holm"] = p, None if exploratory else adjusted
 
 
 def _law(studies: Sequence[Study]) -> Law | None:
@@ -564,6 +567,8 @@ def _missing(report: LadderResults) -> list[str]:
     found = []
     if report["stage"] != "done":
         found.append(f"not finished: {report['pending']} runs are left of the stage `{report['stage']}`")
+    if any(added["finished"] for added in report["seeds_added"]):
+        found.append("seeds were added after results, so this is exploratory and nothing here is sure")
     counts = {arm["name"]: arm["diverged"] for arm in report["arms"]}
     lost = [f"{name} {count} of {runs}" for name, (count, runs) in counts.items() if count]
     counted = "" if report["puzzle"] is None else " of the losses and count as unsolved"
@@ -587,7 +592,9 @@ def _seal_words(report: LadderResults) -> list[str]:
     inside = [row["inside"] for row in sealed["rows"] if row["inside"] is not None]
     if not inside:
         return []
-    words = f"of the sealed predictions {sum(inside)} of {len(inside)} came true"
+    spans = [(row["difference"]["high"] - row["difference"]["low"]) for row in sealed["rows"] if row["difference"]]
+    wide = f"{min(spans):.3f}" if len(spans) == 1 else f"{min(spans):.3f} to {max(spans):.3f}"
+    words = f"of the sealed predictions {sum(inside)} of {len(inside)} came true, of intervals {wide} nats wide"
     return [words + (", but earlier results changed after the seal" if sealed["stale"] else "")]
 
 
