@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from checkpoints import Checkpoint
 from fathom.lineage import Weights, awm
-from fathom.lineage.comparison import paired_rows
+from fathom.lineage.aligning import paired_rows
 from fathom.lineage.vocabulary import string_hash
 
 Array = NDArray[np.float64]

@@ -116,7 +116,7 @@ def findings(
 ):
     tests = [Test(name, 100, "", p, kind, "", "embedding", {"channels": 128}) for name, p, kind in p_values]
     names = set(families)
-    given = dict(inherited=Inherited(0.9, 0.2, 9)) | k
+    given = dict(inherited=Inherited(0.9, 0.2, 9), verbatim=True) | k
     blocks = given.pop("blocks", [f"{name}" for name in sorted(names)])
     return Findings(
         tests, score, threshold, coverage, names, {"embedding", "attention", "feed-forward"}, blocks, **given
@@ -137,6 +137,8 @@ NONE = [("T1", 0.6, "exact")]
         (findings(STRONG, threshold=None), verdict.INITIALISATION),  # no class: a score cannot be called high
         (findings(STRONG, coverage=0.25, blocks=["attention of layers 2, 3"]), verdict.PARTIAL),
         (findings(STRONG, coverage=0.0, families=("embedding",)), verdict.PARTIAL),
+        # what two trainings from one seed have left, in some layers more than in others
+        (findings(STRONG, coverage=0.25, score=0.05, verbatim=False), verdict.INITIALISATION),
         (findings(STRONG, control_failed=True), verdict.INCONCLUSIVE),
         # where nothing speaks for a lineage, a control that scores as high spoils nothing
         (findings(NONE, score=0.05, coverage=0.0, families=(), control_failed=True), verdict.NONE),

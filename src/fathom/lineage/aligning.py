@@ -12,6 +12,8 @@ from fathom.lineage import awm, canonical, evidence, vocabulary
 from fathom.lineage.weights import Weights
 
 HEAD_ROWS = 8192
+CLOSE = 0.95
+"""A stranger's embedding can be rotated onto another to cosines of 0.4, tied ones to 0.84; T1 and T2 ask for more."""
 
 Told = Callable[[str], None]
 
@@ -27,6 +29,7 @@ class Aligned:
     ordered: bool = False  # energy explains the order of the channels in both models
     alike: float = 1.0  # share of channels that AWM as published matches the same way
     head: awm.Matching | None = None  # by the output heads
+    close: float = 0.0  # median |cosine| of the matched columns of the embeddings
     skipped: list[str] = field(default_factory=list)
 
     @property
@@ -68,13 +71,21 @@ def align(a: Weights, b: Weights, wanted: tuple[str, ...], rotation: bool, progr
         why = f"{few}, {cross.rows:,} of them neither zero nor copies of others; {2 * d_b} would be needed"
         return Aligned((rows_a, rows_b), pairing, ways, skipped=[f"{why} for width {d_b}"])
     progress("channel matching")
-    ways["lap"], fixed = awm.lap(cross.cosines(), evidence.EMBEDDING)
+    cosines = cross.cosines()
+    close = float(np.median(np.abs(cosines).max(0)))
+    ways["lap"], fixed = awm.lap(cosines, evidence.EMBEDDING)
+    del cosines
     assert cross.published is not None
     ways["published"], published = awm.lap(cross.published.cosines(), evidence.EMBEDDING)
     skipped = []
     if fixed.size < d_b:
         skipped.append(
             f"T1 and T2 leave out {d_b - fixed.size} of {d_b:,} channels, which are zero or copies of others"
+        )
+    if close < CLOSE:
+        skipped.append(
+            f"T1 and T2: columns of the embeddings agree to a cosine of {close:.2f}, {CLOSE} would be needed: "
+            "an unrelated model can be rotated to less"
         )
     if rotation:
         progress("rotation")
@@ -91,6 +102,7 @@ def align(a: Weights, b: Weights, wanted: tuple[str, ...], rotation: bool, progr
         evidence.is_ordered(cross.square_a) and evidence.is_ordered(cross.square_b),
         float(np.mean(published.columns == fixed.columns)),
         head,
+        close,
         [*skipped, *why_not],
     )
 

@@ -189,15 +189,15 @@ def _neurons(
         progress(f"neurons of layers {i + 1} and {j + 1}")
         for left, right in frames:
             seen = neurons.in_frame(a, i, left), neurons.in_frame(b, j, right)
-            paired, of = neurons.agreement(*seen, gated, options.seed)
-            out.setdefault(left.name, []).append(NeuronCount((i, j), paired, of))
+            found = neurons.agreement(*seen, gated, options.seed)
+            out.setdefault(left.name, []).append(NeuronCount((i, j), *found))
     return out
 
 
 def _sure(counts: dict[str, list[NeuronCount]], aligned: Aligned) -> bool:
     """Whether what was measured so far decides already."""
     tests = [evidence.test_neurons(frame, found, []).p for frame, found in counts.items()]
-    if aligned.fixed is not None:
+    if aligned.fixed is not None and aligned.close >= aligning.CLOSE:
         tests.append(evidence.test_order(aligned.fixed, aligned.ordered).p)
     return min(tests, default=1.0) <= evidence.ALPHA / 10
 
@@ -353,6 +353,7 @@ def judge(
         {test.family for test in tests} | ({"attention"} if pair.best else set()),
         blocks,
         learnt,
+        _verbatim(pair, tests),
         _control_failed(pair, measured),
         pair.aligned.pairing == "nothing" or pair.aligned.fixed is None,
         pair.aligned.pairing == "row numbers",
@@ -440,6 +441,17 @@ def _evidence(pair: Pair, tests: list[Test], bar: float | None) -> tuple[int, se
             blocks.append(f"{family} of " + ("every layer" if whole else f"layers {_listed(layers)}"))
     scored_layers = {pair.layers[1][j] for j in range(len(pair.layers[1]))}
     return min(len((by_score | by_neurons) & scored_layers), min(map(len, pair.layers))), families, blocks
+
+
+def _verbatim(pair: Pair, tests: list[Test]) -> bool:
+    """Whether a part matches as it is taken, not as two trainings from one seed leave it."""
+    embedding = any(test.family == "embedding" and test.p <= evidence.ALPHA for test in tests)  # T1 and T2 ask as much
+    trials = sum(map(len, pair.neurons.values()))
+    return embedding or any(
+        count.alike >= aligning.CLOSE and count.p(1 / evidence.UNIVERSAL, trials) <= evidence.ALPHA
+        for counts in pair.neurons.values()
+        for count in counts
+    )
 
 
 def _listed(layers: set[int]) -> str:

@@ -142,6 +142,7 @@ class NeuronCount:
     layers: tuple[int, int]
     paired: int
     of: int
+    alike: float = 0.0  # median cosine of what the paired ones read
 
     def p(self, share: float, trials: int) -> float:
         """P of so many or more; `share` of the neurons is what shared data may pair."""

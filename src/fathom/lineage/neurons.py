@@ -162,11 +162,14 @@ def twins(read: Array, up: Array) -> Array:
     return np.unique(out, return_inverse=True)[1]
 
 
-def agreement(a: Neurons, b: Neurons, gated: bool, seed: int = 0) -> tuple[int, int]:
-    """Neurons that are each other's nearest by what they read and by what they write, and how many were looked at."""
+def agreement(a: Neurons, b: Neurons, gated: bool, seed: int = 0) -> tuple[int, int, float]:
+    """Neurons that are each other's nearest by what they read and by what they write, of how many, and how alike.
+
+    The last is the median cosine of what the paired ones read, or write: 1 for weights that were taken as they are.
+    """
     small, large = (a, b) if len(a) < len(b) else (b, a)
     if not len(small):
-        return 0, 0
+        return 0, 0, 0.0
     count = min(len(small), SAMPLE)
     sample = np.sort(np.random.default_rng(seed).choice(len(small), count, replace=False))
     found = []
@@ -176,7 +179,12 @@ def agreement(a: Neurons, b: Neurons, gated: bool, seed: int = 0) -> tuple[int, 
             np.abs(likeness, out=likeness)
         nearest, back = likeness.argmax(1), likeness.argmax(0)
         found.append(np.where(back[nearest] == np.arange(count), nearest, -1))
-    return int(np.sum((found[0] == found[1]) & (found[0] >= 0))), count
+    paired = np.flatnonzero((found[0] == found[1]) & (found[0] >= 0))
+    if not len(paired):
+        return 0, count, 0.0
+    sides = ((small.read, large.read), (small.write, large.write))
+    alike = [np.einsum("ij,ij->i", one[sample[paired]], other[found[0][paired]]) for one, other in sides]
+    return len(paired), count, max(float(np.median(np.abs(cosines))) for cosines in alike)
 
 
 def rate(count: int) -> float:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from fathom.lineage import awm, evidence, signs
-from fathom.lineage.aligning import Aligned
+from fathom.lineage.aligning import CLOSE, Aligned
 from fathom.lineage.evidence import NeuronCount, Test
 from fathom.lineage.weights import Weights
 from fathom.report.statistics import holm
@@ -83,7 +83,7 @@ class Pair:
         """
         tests = []
         found = self.aligned.fixed
-        if found is not None and found.size >= evidence.FEWEST:
+        if found is not None and found.size >= evidence.FEWEST and self.aligned.close >= CLOSE:
             tests.append(evidence.test_order(found, self.aligned.ordered))
             if self.head_agreement is not None:
                 tests.append(evidence.test_witnesses(self.head_agreement, found.size, rate, calibrated))

@@ -67,6 +67,7 @@ class Findings:
     families_tested: set[str]
     blocks: list[str]
     inherited: Inherited | None = None
+    verbatim: bool = False  # some part matches as it is taken, not as two trainings from one seed leave it
     control_failed: bool = False
     low_overlap: bool = False
     by_number: bool = False
@@ -140,8 +141,9 @@ def _label(found: Findings, p: float) -> tuple[str, list[str]]:
 def _related(found: Findings, above: bool, reasons: list[str]) -> tuple[str, list[str]]:
     """The label where a matching test is sure."""
     missing = found.families_tested - found.families
-    # some layers match and others do not, or one kind of weights alone: a part was taken
-    if found.blocks and (0 < found.coverage < COVERAGE or (len(found.families) == 1 and missing)):
+    # some layers match and others do not, or one kind of weights alone: a part was taken, or long training from one
+    # seed has left no more; only what is taken as it is tells the two apart
+    if found.verbatim and found.blocks and (0 < found.coverage < COVERAGE or (len(found.families) == 1 and missing)):
         return PARTIAL, [*reasons, "evidence in: " + ", ".join(found.blocks)]
     reasons.append(_kept(found.inherited))
     if above and found.coverage >= COVERAGE and found.inherited is not None and found.inherited.margin >= 0:
