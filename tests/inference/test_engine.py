@@ -800,18 +800,6 @@ def test_a_fault_of_the_engine_keeps_nobody_waiting(engine, monkeypatch):
 # Draws.
 
 
-def test_draws_follow_the_probabilities():
-    """Chi-square over 20,000 draws; one by one they are alike at any time."""
-    logits, choice = torch.tensor([0.3, -1.0, 2.0, 0.0, 1.1, -2.5]), Choice(0.8, seed=11)
-    expected = (logits.double() / 0.8).softmax(0)
-    running = expected.cumsum(0)
-    places = torch.tensor([sampling.uniform(11, 0, i) for i in range(20_000)], dtype=torch.float64)
-    counts = torch.searchsorted(running, places, right=True).bincount(minlength=6)
-    assert scipy.stats.chisquare(counts, 20_000 * expected.numpy()).pvalue > 1e-3
-    made = [choice.token(logits, [1], [0] * i) for i in range(40)]
-    assert made == torch.searchsorted(running, places[:40], right=True).tolist()
-
-
 def test_a_checkpoints_own_settings():
     """Whole numbers where others are meant, or the other way round, and limits that are 0."""
     own = GenerationConfig(do_sample=True, top_k=50.0, repetition_penalty=2, top_p=0.0, temperature=0.0)

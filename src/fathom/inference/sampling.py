@@ -1,15 +1,13 @@
 """How one text's next token is chosen: a pure function of its logits, tokens, seed and position.
 
-A draw is a number in [0, 1) made of (seed, choice, place) by a hash, looked up in the running sum of the
-probabilities. So a text does not depend on which others are made beside it, nor on how often the server was asked.
-Where tokens are drafted, a place has a number for its draft, one that accepts or rejects it and one for what is drawn
-instead, so a text does not depend on how many were drafted at a time either.
+The noise of a draw belongs to (seed, choice, position), see `draws.py`. So a text does not depend on which others are
+generated next to it, nor on how many requests the server has answered. Where tokens are drafted, a position has noise
+of its own for the draft, for accepting it and for what replaces it, so a text does not depend on how many tokens are
+drafted at a time either.
 """
 
 from __future__ import annotations
 
-import hashlib
-import struct
 import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence, Sized
@@ -27,6 +25,8 @@ from transformers import (
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+
+from fathom.inference.draws import ACCEPT, DRAFT, INSTEAD, TOKEN, Source
 
 LARGEST = torch.finfo(torch.float64).max
 SHOWN = 60
@@ -168,7 +168,7 @@ class Choice:
         scores = self._changed(logits, prompt, made)
         if self.temperature == 0:
             return int(scores.argmax())
-        return self._drawn(self.probabilities(scores.double()), made, "")
+        return self._drawn(self.probabilities(scores.double()), made, TOKEN)
 
     def draft(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> Draft:
         """A draft of the next token, given a part of the model's logits `[V]`."""
@@ -176,7 +176,7 @@ class Choice:
         if self.temperature == 0:
             return Draft(int(scores.argmax()))
         probabilities = self.probabilities(scores.double())
-        return Draft(self._drawn(probabilities, made, "draft"), probabilities)
+        return Draft(self._drawn(probabilities, made, DRAFT), probabilities)
 
     def settled(
         self, drafts: Sequence[Draft], logits: Tensor, prompt: Sequence[int], made: Sequence[int]
@@ -205,33 +205,25 @@ class Choice:
         if q is None:
             return int(scores.argmax())
         p = self.probabilities(scores.double())
-        if self._uniform(made, "accept") * float(q[draft.token]) < float(p[draft.token]):
+        if self._source.uniform(len(made), ACCEPT) * float(q[draft.token]) < float(p[draft.token]):
             return draft.token
-        return self._drawn((p - q).clamp(min=0), made, "instead")
+        return self._drawn((p - q).clamp(min=0), made, INSTEAD)
 
     def _changed(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> Tensor:
         return self.scores(logits, prompt, made) if self._changes else logits
 
-    def _drawn(self, weights: Tensor, made: Sequence[int], stream: str) -> int:
-        running = weights.cumsum(0)
-        place = self._uniform(made, stream) * running[-1]
-        return min(int(torch.searchsorted(running, place, right=True)), len(running) - 1)
+    @property
+    def _source(self) -> Source:
+        return Source(self.seed, self.index)
 
-    def _uniform(self, made: Sequence[int], stream: str) -> float:
-        return uniform(self.seed, self.index, len(made), stream)
+    def _drawn(self, weights: Tensor, made: Sequence[int], stream: int) -> int:
+        return self._source.draw(weights, len(made), stream)
 
 
 def _shown(name: str, value: object) -> str:
     if isinstance(value, Sized) and len(str(value)) > SHOWN:
         return f"{name} ({len(value)} of them)"
     return f"{name}={value}"
-
-
-def uniform(seed: int, index: int, place: int, stream: str = "") -> float:
-    """A number in [0, 1) for one draw; several at one place have names."""
-    packed = struct.pack("<QQQ", seed % (1 << 64), index, place)
-    digest = hashlib.blake2b(packed, digest_size=8, person=stream.encode()).digest()
-    return (int.from_bytes(digest, "little") >> 11) / (1 << 53)
 
 
 NO_NUMBERS = "the model's scores are not finite: its weights are damaged, or its numbers overflow"
