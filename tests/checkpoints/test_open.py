@@ -11,10 +11,10 @@ import sys
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM, StableLmConfig, StableLmForCausalLM
 
 from fathom.checkpoints.check import check_checkpoint
-from fathom.checkpoints.open import open_checkpoint
+from fathom.checkpoints.open import multiplies, open_checkpoint
 from fathom.checkpoints.origin import Refused
 from fathom.cli.main import main
 from fathom.models import FathomForCausalLM
@@ -205,6 +205,79 @@ def test_refused_with_the_reason(copy, harm, capsys, monkeypatch):
     error = capsys.readouterr().err.strip()
     assert HOSTILE[harm] in error and error.startswith(f"fathom: {copy}: ") and "\n" not in error
     assert not (copy / "mark").exists()
+
+
+RUNNING = (
+    "data.PT Pytorch_Model.BIN a.bin.Index.json x.dill x.npy x.NPZ x.pt2 x.p x.msgpack x.h5 x.mar x.keras m/x.Pickle"
+)
+
+
+@pytest.mark.parametrize("name", RUNNING.split())
+def test_files_that_may_run_code_are_known_in_any_case(copy, name):
+    (copy / name).parent.mkdir(exist_ok=True)
+    (copy / name).write_bytes(b"")
+    with pytest.raises(Refused, match=f"{name} is a pickle or a format that may hold one"):
+        check_checkpoint(copy)
+
+
+VALUES = [
+    ("config.json", "quantization_config", {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    ("config.json", "quantization_config", {"quant_method": "evil"}),
+    ("config.json", "num_attention_heads", 0),
+    ("config.json", "text_config", {"text_config": {}}),
+    ("config.json", "dtype", "os.system"),
+    ("config.json", "architectures", [7]),
+    ("config.json", "rope_parameters", "evil"),
+    ("generation_config.json", "watermarking_config", {"seeding_scheme": "evil", "evil": 1}),
+    ("generation_config.json", "eos_token_id", [["evil"]]),
+    ("generation_config.json", "num_beams", 0),
+    ("generation_config.json", "min_length", "evil"),
+    ("tokenizer_config.json", "model_max_length", "evil"),
+    ("tokenizer_config.json", "eos_token", 7),
+]
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("stock") / "stablelm"
+    shape = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    StableLmForCausalLM(StableLmConfig(vocab_size=384, **shape)).save_pretrained(directory)
+    tiny_tokenizer().save_pretrained(directory)
+    return directory
+
+
+@pytest.mark.parametrize(("file", "key", "value"), VALUES)
+@pytest.mark.parametrize("kind", ["ours", "stock"])
+def test_no_value_of_a_file_ends_in_a_traceback(kind, file, key, value, whole, stock, tmp_path, capsys):
+    """Either it does no harm, or it is one line and exit code 2."""
+    copy = shutil.copytree(whole if kind == "ours" else stock, tmp_path / "model")
+    edit(copy / file, **{key: value})
+    code = main(["generate", str(copy), "a", "--max-new-tokens", "1"])
+    error = capsys.readouterr().err
+    assert code == 0 or (code == 2 and error.count("fathom: ") >= 1 and "Traceback" not in error)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bit_weights_on_a_cpu_that_imitates_them(dtype, copy, capsys, monkeypatch):
+    """In float32, with the same values, and a line says so; as stored where that was asked for or the CPU is able."""
+    FathomForCausalLM.from_pretrained(copy, dtype=dtype).save_pretrained(copy)
+    (copy / "weights.sha256").unlink(missing_ok=True)
+    name = str(dtype).removeprefix("torch.")
+    for able, asked, expected in ((True, "auto", dtype), (False, name, dtype), (False, "auto", torch.float32)):
+        monkeypatch.setattr("fathom.checkpoints.open.multiplies", lambda _, able=able: able)
+        model, _ = open_checkpoint(copy, "cpu", asked)
+        assert {parameter.dtype for parameter in model.parameters()} == {expected}
+        assert (f"stored in {name}" in capsys.readouterr().err) == (expected != dtype)
+    stored = load_file(copy / "model.safetensors")
+    assert torch.equal(model.state_dict()["model.embed_tokens.weight"], stored["model.embed_tokens.weight"].float())
+
+
+def test_which_cpus_multiply_16_bits(monkeypatch):
+    amd = {"architecture": "x86_64", "avx2": True, "avx512_bf16": False, "amx_bf16": False, "avx512_fp16": True}
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: amd)
+    assert not multiplies(torch.bfloat16) and multiplies(torch.float16)
+    amd["avx512_bf16"] = True
+    assert multiplies(torch.bfloat16)
 
 
 def test_the_bomb_works(tmp_path):

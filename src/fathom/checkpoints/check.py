@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fathom.checkpoints.layout import ADAPTER_CONFIG, CONFIG, GENERATION_CONFIG, INDEX_SUFFIX, TOKENIZER_CONFIG
 from fathom.checkpoints.origin import LocalOrigin, Refused, read_json
-from fathom.checkpoints.tensors import PICKLES, SafetensorsStore, read_header, read_index
+from fathom.checkpoints.tensors import SafetensorsStore, is_pickle, read_header, read_index
 
 
 def check_checkpoint(directory: str | Path) -> dict[str, object]:
@@ -23,9 +23,9 @@ def check_checkpoint(directory: str | Path) -> dict[str, object]:
     directory = Path(directory)
     files = _files(directory)
     for name in sorted(files):
-        if name.endswith(PICKLES) or name.endswith(".bin.index.json"):
+        if is_pickle(name):
             raise Refused(
-                f"{directory}: {name} is a pickle, which may run code when it is opened; "
+                f"{directory}: {name} is a pickle or a format that may hold one, which may run code when it is opened; "
                 "convert it where you trust it (save_pretrained writes safetensors) and remove it here"
             )
     if ADAPTER_CONFIG in files:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +23,7 @@ from fathom.checkpoints.hashes import warn_if_changed
 from fathom.checkpoints.origin import Refused, repository_of
 from fathom.checkpoints.runs import open_decoder, read_config
 from fathom.checkpoints.tokenizers import open_tokenizer
+from fathom.errors import FathomError
 
 # The files of a repository to download: no pickles, and code only with trust_remote_code.
 WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
@@ -33,7 +37,7 @@ class Opening:
     device: str | None = None
     """`cpu`, `cuda`, ...; by default cuda where there is one."""
     dtype: str = "auto"
-    """`auto` (as stored), `float32`, `bfloat16` or `float16`."""
+    """`auto` (as stored, or float32 where a CPU is slow with that), `float32`, `bfloat16` or `float16`."""
     trust_remote_code: bool = False
     """Run Python files of the directory, for architectures that neither transformers nor Fathom has."""
     verify: bool = False
@@ -54,7 +58,7 @@ def load(
             `org/name@revision` on the Hub, downloaded to the Hub's cache if it is not there yet. A local directory of
             that name takes precedence.
         device: `cpu`, `cuda`, ...; by default cuda where there is one.
-        dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
+        dtype: `auto` (as stored, or float32 where a CPU is slow with that), `float32`, `bfloat16` or `float16`.
         trust_remote_code: Let transformers run Python files that come with the model, for architectures that neither
             it nor Fathom knows.
     """
@@ -86,7 +90,7 @@ def open_checkpoint(
     Args:
         path: An exported directory, any Hugging Face directory, a GGUF file, a run, or a comparison (its best arm).
         device: `cpu`, `cuda`, ...; by default cuda where there is one.
-        dtype: `auto` (as stored), `float32`, `bfloat16` or `float16`.
+        dtype: `auto` (as stored, or float32 where a CPU is slow with that), `float32`, `bfloat16` or `float16`.
         trust_remote_code: Let transformers run Python files of the directory, for architectures that neither it nor
             Fathom knows. Known architectures do not need it.
         verify: Compare weights of more than 2 GB with `weights.sha256` too; smaller ones always are.
@@ -97,20 +101,57 @@ def open_checkpoint(
     check_device(device)
     model: PreTrainedModel
     if is_gguf(Path(path)):
-        model, tokenizer = open_gguf(Path(path), dtype)
-        return model.eval().to(device), tokenizer
-    directory = find_model(path)
-    config = check_checkpoint(directory)
-    warn_if_changed(directory, verify)
-    logging.disable_progress_bar()  # loading takes about a second, and standard error may not be a terminal
-    kind = config.get("model_type")
-    if kind in known():
-        settings = read_config(directory)
-        tokenizer = open_tokenizer(directory, settings, trust_remote_code)
-        model = open_decoder(directory, settings, dtype=dtype)
+        with _in_one_line(Path(path)):
+            model, tokenizer = open_gguf(Path(path), dtype)
     else:
-        model, tokenizer = _open_stranger(directory, config, dtype, trust_remote_code)
+        directory = find_model(path)
+        config = check_checkpoint(directory)
+        warn_if_changed(directory, verify)
+        logging.disable_progress_bar()  # loading takes about a second, and standard error may not be a terminal
+        with _in_one_line(directory):
+            if config.get("model_type") in known():
+                settings = read_config(directory)
+                tokenizer = open_tokenizer(directory, settings, trust_remote_code)
+                model = open_decoder(directory, settings, dtype=dtype)
+            else:
+                model, tokenizer = _open_stranger(directory, config, dtype, trust_remote_code)
+    if dtype == "auto" and torch.device(device).type == "cpu":
+        model = _fast_on_this_cpu(model)
     return model.eval().to(device), tokenizer
+
+
+@contextlib.contextmanager
+def _in_one_line(path: Path) -> Iterator[None]:
+    """Any error as a `Refused`: what libraries raise here depends on the values in the files."""
+    try:
+        yield
+    except (FathomError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        usual = isinstance(error, OSError | ValueError | RuntimeError | StrictDataclassError)
+        kind = "" if usual else f"{type(error).__name__}: "
+        hint = "; --trust-remote-code allows it" if "trust_remote_code" in str(error) else ""
+        raise Refused(f"{path}: {kind}{' '.join(str(error).split())}{hint}") from error
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether this CPU has instructions for products of 16-bit numbers; other processors than x86 count as able."""
+    able = torch.cpu.get_capabilities()
+    if able.get("architecture") != "x86_64":
+        return True
+    names = {torch.bfloat16: ("avx512_bf16", "amx_bf16"), torch.float16: ("avx512_fp16", "amx_fp16")}
+    return any(able.get(name) for name in names[dtype])
+
+
+def _fast_on_this_cpu(model: PreTrainedModel) -> PreTrainedModel:
+    """In float32, if the CPU would imitate the model's 16-bit numbers; the values of the weights are the same."""
+    stored = model.dtype
+    if stored not in (torch.bfloat16, torch.float16) or getattr(model, "is_quantized", False) or multiplies(stored):
+        return model
+    name = str(stored).removeprefix("torch.")
+    words = f"stored in {name}, which this CPU computes slowly; opened in float32, which takes twice the memory"
+    print(f"fathom: {words} (--dtype {name} keeps it)", file=sys.stderr, flush=True)
+    return model.float()
 
 
 def _open_stranger(
@@ -123,17 +164,9 @@ def _open_stranger(
     if not isinstance(config.get("model_type"), str):
         raise Refused(f"{directory}: config.json: model_type {config.get('model_type')!r}: wanted a name")
     where = {"local_files_only": True, "trust_remote_code": trust_remote_code}
-    try:
-        settings = AutoConfig.from_pretrained(directory, **where)
-        tokenizer = open_tokenizer(directory, settings, trust_remote_code)
-        model = AutoModelForCausalLM.from_pretrained(
-            directory, config=settings, dtype=dtype, use_safetensors=True, **where
-        )
-    except (OSError, ValueError, RuntimeError, StrictDataclassError) as error:
-        if isinstance(error, Refused):
-            raise
-        hint = "; --trust-remote-code allows it" if "trust_remote_code" in str(error) else ""
-        raise Refused(f"{directory}: {' '.join(str(error).split())}{hint}") from error
+    settings = AutoConfig.from_pretrained(directory, **where)
+    tokenizer = open_tokenizer(directory, settings, trust_remote_code)
+    model = AutoModelForCausalLM.from_pretrained(directory, config=settings, dtype=dtype, use_safetensors=True, **where)
     return model, tokenizer
 
 
@@ -145,7 +178,7 @@ def own_context(directory: Path, trust_remote_code: bool = False) -> int | None:
             return longest_context(read_config(directory))
         where = {"local_files_only": True, "trust_remote_code": trust_remote_code}
         return longest_context(AutoConfig.from_pretrained(directory, **where))
-    except (OSError, ValueError, RuntimeError, StrictDataclassError):
+    except Exception:
         return None  # opening the model says what is wrong
 
 

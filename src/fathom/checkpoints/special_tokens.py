@@ -32,8 +32,9 @@ def known(own: Ids, tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def as_list(ids: Ids) -> list[int]:
-    """One, several or no tokens as a list."""
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+    """One, several or no tokens as a list; what is no number in a file is left out."""
+    several = [ids] if isinstance(ids, int) else ids if isinstance(ids, Sequence) else []
+    return [token for token in several if isinstance(token, int)]
 
 
 def as_field(ids: Sequence[int]) -> Ids:

@@ -28,8 +28,12 @@ ITEM_BYTES = {
     **dict.fromkeys(("U32", "I32", "F32"), 4),
     **dict.fromkeys(("U64", "I64", "F64", "C64"), 8),
 }
-PICKLES = (".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt", ".joblib")
-"""Endings of files that may run code when they are opened."""
+PICKLES = (
+    *(".bin", ".bin.index.json", ".pt", ".pt2", ".pth", ".ckpt", ".mar", ".nemo", ".t7"),
+    *(".pkl", ".pickle", ".pck", ".p", ".dill", ".joblib", ".cloudpickle"),
+    *(".npy", ".npz", ".msgpack", ".h5", ".hdf5", ".keras"),
+)
+"""Endings, in lower case, of files that may run code when they are opened."""
 FLOATS = {"F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"}
 _PACKED = re.compile(
     r"\.(qweight|qzeros|weight_packed|absmax|quant_map|weight\.(absmax|quant_\w+|nested_\w+)|SCB)(\.|$)"
@@ -330,8 +334,13 @@ def open_safetensors(origin: Origin, file: str | None = None) -> SafetensorsStor
     return _usable(SafetensorsStore(origin, files))
 
 
+def is_pickle(name: str) -> bool:
+    """Whether a file's name says that opening it may run code."""
+    return name.lower().endswith(PICKLES)
+
+
 def _pickle_hint(names: Iterable[str]) -> str:
-    if any(name.endswith(PICKLES) for name in names):
+    if any(map(is_pickle, names)):
         return "; pickled weights are never opened: load them once where you trust them and save_pretrained() again"
     return ""
 

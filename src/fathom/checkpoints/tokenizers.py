@@ -28,12 +28,14 @@ def open_tokenizer(
 
     given = {} if config is None else {"config": config}
     try:
-        return AutoTokenizer.from_pretrained(
+        made = AutoTokenizer.from_pretrained(
             directory, local_files_only=True, trust_remote_code=trust_remote_code, **given
         )
+        made.decode(made("a", verbose=False)["input_ids"])  # some settings are first read here
     except Exception as error:  # none of our code runs in there, so every error is about the directory's files
         hint = "; --trust-remote-code allows it" if "trust_remote_code" in str(error) else ""
         raise Refused(f"{directory}: cannot load the tokenizer: {' '.join(str(error).split())}{hint}") from error
+    return made
 
 
 def identity(tokenizer_json: str) -> str:

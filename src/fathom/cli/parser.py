@@ -98,7 +98,11 @@ def add_speculate(parser: Parser) -> None:
 
 def add_opening(parser: Parser) -> None:
     """Add the arguments of opening a model."""
-    parser.add_argument("--dtype", default="auto", help="float32, bfloat16, float16 (default: auto, as stored)")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        help="float32, bfloat16, float16 (default: auto, as stored, or float32 where this CPU is slow with that)",
+    )
     parser.add_argument("--device", help="cpu, cuda, ... (default: cuda where there is one)")
     parser.add_argument("--verify", action="store_true", help="check the hashes of weights above 2 GB too")
     parser.add_argument(

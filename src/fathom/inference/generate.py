@@ -9,8 +9,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import (
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
     StoppingCriteriaList,
@@ -26,6 +28,11 @@ from fathom.inference.settings import GenerateError, NoNumbersError, Sampling
 from fathom.inference.texts import AnswerWords
 from fathom.models.speculation import Speculation, check_speculation
 
+USUAL = {"bos_token_id", "eos_token_id", "pad_token_id", "do_sample", "temperature", "top_k", "top_p"} | {
+    "transformers_version",
+    "_from_model_config",
+}
+"""Settings of a checkpoint whose values are checked, or that choose no way of generating."""
 DRAFTING = "draft_trips: "
 """How errors of drafting begin."""
 
@@ -196,7 +203,7 @@ def _run(
         arguments["speculation"] = drafts
     arguments |= processing(model, sampling, stops, ids, mask)
     began = time.perf_counter()
-    with _in_one_line(sampling):
+    with _in_one_line(sampling, model.generation_config):
         if sampling.memory is not None:
             arguments |= sampling.memory.read(model, ids, sampling.beams(model), max_trips=sampling.max_trips)
         out = model.generate(
@@ -219,7 +226,7 @@ def _run(
 
 
 @contextlib.contextmanager
-def _in_one_line(sampling: Sampling) -> Iterator[None]:
+def _in_one_line(sampling: Sampling, own: GenerationConfig) -> Iterator[None]:
     """What transformers says of settings, as a `GenerateError`."""
     try:
         yield
@@ -230,10 +237,14 @@ def _in_one_line(sampling: Sampling) -> Iterator[None]:
         option = f"--speculate {sampling.speculate}" if words.startswith(DRAFTING) else "transformers"
         raise GenerateError(f"{option}: {words.removeprefix(DRAFTING)}") from error
     # Of values that transformers does not check.
-    except (TypeError, IndexError, ImportError, AssertionError) as error:
-        if not sampling.options:
+    except (TypeError, IndexError, ImportError, AssertionError, ArithmeticError, StrictDataclassError) as error:
+        theirs = sorted(own.to_diff_dict().keys() - USUAL - sampling.options.keys())
+        if not sampling.options and not theirs:
             raise
-        raise GenerateError(f"--set {' '.join(sampling.options)}: transformers: {error}") from error
+        where = [f"--set {' '.join(sampling.options)}"] if sampling.options else []
+        where += [f"generation_config.json: {', '.join(theirs)}"] if theirs else []
+        words = " ".join(str(error).split())
+        raise GenerateError(f"{'; '.join(where)}: transformers: {type(error).__name__}: {words}") from error
 
 
 def _padded(prompts: Sequence[Sequence[int]], pad: int) -> tuple[Tensor, Tensor]:
