@@ -52,6 +52,11 @@ def add(parser: Parser) -> None:
         metavar="ORIGIN",
         help="a site whose pages may call the server, as https://app.example; * for all; repeatable (default: none)",
     )
+    parser.add_argument(
+        "--allow-control-tokens",
+        action="store_true",
+        help="let message texts write the chat template's control tokens, as <|im_end|> (default: as plain text)",
+    )
     parser.add_argument("--lens", action="store_true", help="offer the lens at /lens")
     parser.add_argument(
         "--grace", type=float, default=20.0, help="seconds to finish requests when told to stop (default: 20)"

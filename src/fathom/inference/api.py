@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping
 from functools import partial
@@ -9,7 +10,8 @@ from typing import Annotated, ClassVar, Literal
 
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 from starlette.exceptions import HTTPException
 
 from fathom.inference.engine import WAITING, EngineError
@@ -19,10 +21,19 @@ STATUS = {"rate_limit_exceeded": 429, "shutting_down": 503, "failed": 500}
 STATUS |= dict.fromkeys(("cache_memory_exceeded", "context_length_exceeded", "empty_prompt"), 400)
 """By the code of an engine's error."""
 ELSEWHERE = {
-    **dict.fromkeys(("tools", "tool_choice", "functions"), "tool calls are not made here; vLLM serves them"),
+    **dict.fromkeys(
+        ("tools", "tool_choice", "functions", "function_call"), "tool calls are not made here; vLLM serves them"
+    ),
+    "store": "answers are not kept here; only false is allowed",
     "response_format": "only text; vLLM serves JSON schemas",
 }
 """Error messages for fields that other servers have."""
+TURNS = 4096
+"""Most messages of a conversation."""
+BIASES = 1024
+"""Most tokens of `logit_bias`."""
+NO_LIMIT = -1
+"""As `top_k`: draw from all tokens."""
 FieldRules = dict[str, tuple[bool, str]]
 """By field: whether what it says is allowed, and what is."""
 
@@ -88,12 +99,13 @@ class _Strict(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _without_nulls(cls, given: object) -> object:
-        return {key: value for key, value in given.items() if value is not None} if isinstance(given, dict) else given
-
-
-class _Part(_Strict):
-    type: Literal["text"]
-    text: str
+        """Without nulls; of fields that are not known the first alone, since each would make an error of its own."""
+        if not isinstance(given, dict):
+            return given
+        said = {key: value for key, value in given.items() if value is not None}
+        others = {key for key in said if key not in cls.model_fields}
+        first = next((key for key in said if key in others), None)
+        return {key: value for key, value in said.items() if key == first or key not in others}
 
 
 class Message(BaseModel):
@@ -101,13 +113,45 @@ class Message(BaseModel):
 
     model_config = ConfigDict(strict=True)
     role: str
-    content: str | list[_Part] | None = None
-    tool_calls: list[dict[str, object]] | None = Field(None, max_length=0)
+    content: str | None = None
+    tool_calls: list[dict[str, object]] | None = Field(None, max_length=128)
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @field_validator("content", mode="before")
+    @classmethod
+    def _one_text(cls, given: object) -> object:
+        """A content of several parts is one text; what else a part says, as `cache_control`, is passed over."""
+        if given is None or isinstance(given, str):
+            return given
+        parts = given if isinstance(given, list) else [None]
+        found = [part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None for part in parts]
+        texts = [text for text in found if isinstance(text, str)]
+        if len(texts) < len(parts):
+            raise PydanticCustomError("content", "a text or a list of text parts; images and audio are not read here")
+        return "".join(texts)
+
+    @field_validator("tool_calls")
+    @classmethod
+    def _as_templates_take_them(cls, given: list[dict[str, object]] | None) -> list[dict[str, object]] | None:
+        """With arguments as an object, which clients send as JSON."""
+        return None if given is None else [_call(one) for one in given]
 
     def turn(self) -> dict[str, object]:
-        """As chat templates take it: a content of several parts is one text."""
-        whole = "".join(part.text for part in self.content) if isinstance(self.content, list) else self.content
-        return self.model_copy(update={"content": whole}).model_dump(exclude_none=True)
+        """As chat templates take it."""
+        return self.model_dump(exclude_none=True)
+
+
+def _call(given: dict[str, object]) -> dict[str, object]:
+    function = given.get("function")
+    arguments = function.get("arguments", {}) if isinstance(function, dict) else None
+    try:
+        arguments = json.loads(arguments) if isinstance(arguments, str) else arguments
+    except (ValueError, RecursionError):
+        arguments = None
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str) or not isinstance(arguments, dict):
+        raise PydanticCustomError("tool_call", "a call has a function with a name and arguments that are a JSON object")
+    return {**given, "function": {**function, "arguments": arguments}}
 
 
 class _StreamOptions(_Strict):
@@ -123,19 +167,37 @@ class Body(_Strict):
     max_tokens: int | None = Field(None, ge=0)
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
     top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=0)
+    top_k: int | None = Field(None, ge=NO_LIMIT)
     min_p: float | None = Field(None, ge=0, le=1)
     repetition_penalty: float | None = Field(None, gt=0, le=10, allow_inf_nan=False)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    logit_bias: dict[Annotated[int, Field(strict=False, ge=0)], Annotated[float, Field(ge=-100, le=100)]] = Field(
-        {}, max_length=1024
-    )
+    logit_bias: dict[Annotated[int, Field(strict=False, ge=0)], Annotated[float, Field(ge=-100, le=100)]] = {}
     seed: int = Field(default_factory=partial(secrets.randbits, 63), ge=-(1 << 63), lt=1 << 63)
-    stop: str | list[str] = Field([], max_length=1024)
+    stop: str | Annotated[list[str], Field(fail_fast=True)] = Field([], max_length=1024)
+    stop_token_ids: Annotated[list[int], Field(fail_fast=True)] = Field([], max_length=1024)
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0)
     n: int = Field(1, ge=1, le=64)
     user: str | None = None
     max_trips: int | None = Field(None, ge=1)
+    # Fields that clients send along, and that change no text.
+    store: Literal[False] = False
+    metadata: dict[str, object] = {}
+    service_tier: str | None = None
+
+    @field_validator("top_k")
+    @classmethod
+    def _without_limit(cls, given: int | None) -> int | None:
+        return 0 if given == NO_LIMIT else given
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _few(cls, given: object) -> object:
+        """Before each of a great many makes an error of its own."""
+        if isinstance(given, dict) and len(given) > BIASES:
+            raise PydanticCustomError("logit_bias", "1,024 tokens at most")
+        return given
 
     @property
     def stops(self) -> list[str]:
@@ -153,7 +215,10 @@ class Body(_Strict):
         Args:
             vocabulary: The model's number of token ids.
         """
+        ids, most = self.stop_token_ids, self.max_tokens
         return {
+            "stop_token_ids": (all(0 <= token < vocabulary for token in ids), f"token ids of 0 to {vocabulary - 1}"),
+            "min_tokens": (most is None or self.min_tokens <= most, f"max_tokens ({most}) at most"),
             "logit_bias": (all(token < vocabulary for token in self.logit_bias), f"token ids up to {vocabulary - 1}"),
             "stream_options": (self.stream_options is None or self.stream, "only with stream=true"),
         }
@@ -162,7 +227,12 @@ class Body(_Strict):
 class CompletionBody(Body):
     """`POST /v1/completions`."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    prompt: (
+        str
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[int], Field(fail_fast=True)]
+        | Annotated[list[Annotated[list[int], Field(fail_fast=True)]], Field(fail_fast=True)]
+    )
     best_of: int | None = None
     echo: bool = False
     logprobs: int | None = Field(None, ge=0, le=20)
@@ -198,13 +268,18 @@ class _Text(BaseModel):
 class ChatBody(Body):
     """`POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
+    messages: Annotated[list[Message], Field(fail_fast=True)] = Field(min_length=1, max_length=TURNS)
     max_completion_tokens: int | None = Field(None, ge=1)
     max_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
     top_logprobs: int = Field(0, ge=0, le=20)
     response_format: _Text | None = None
-    chat_template_kwargs: dict[str, bool | int | str] = {}
+    chat_template_kwargs: dict[str, bool | int | str] = Field({}, max_length=64)
+    tools: list[object] = Field([], max_length=0)
+    functions: list[object] = Field([], max_length=0)
+    tool_choice: Literal["none", "auto"] = "none"
+    function_call: Literal["none", "auto"] = "none"
+    parallel_tool_calls: bool = True
     echo: ClassVar[bool] = False
 
     @model_validator(mode="after")
@@ -228,7 +303,7 @@ class TextBody(_Strict):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = None
+    messages: Annotated[list[Message], Field(fail_fast=True)] | None = Field(None, max_length=TURNS)
     add_special_tokens: bool = True
 
 
@@ -236,4 +311,4 @@ class TokensBody(_Strict):
     """`POST /detokenize`."""
 
     model: str | None = None
-    tokens: list[int]
+    tokens: Annotated[list[int], Field(fail_fast=True)]

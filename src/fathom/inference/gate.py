@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import hmac
+import re
 from collections.abc import Awaitable, Callable, Collection, MutableMapping
 from typing import Any, cast
 
@@ -17,6 +18,9 @@ BODIES = 1 << 28
 """Most bytes of the bodies of all requests together."""
 PATIENCE = 20.0
 """Seconds for the head of a request, and again for its body."""
+CLOSING = {401, 403, 408, 413}
+"""Refusals after which the connection is closed: the client may still be sending."""
+_HOST = re.compile(r"(\[[0-9a-f:.]+\]|[a-z0-9_-]+(?:\.[a-z0-9_-]+)*)\.?(?::[0-9]{0,5})?")
 AsgiMessage = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[AsgiMessage]]
 Send = Callable[[AsgiMessage], Awaitable[None]]
@@ -44,9 +48,10 @@ class Gate:
             return await self.app(scope, receive, send)
         chunks: list[bytes] = []
         try:
-            self._authorise(scope)
-            whole = await self._read_in_time(receive, chunks)
+            whole = await self._read_in_time(receive, chunks, self._fault(scope))
         except ApiError as error:
+            if error.status_code in CLOSING:
+                error.headers = {**(error.headers or {}), "Connection": "close"}
             await error.response()(scope, receive, send)
         else:
             if whole:
@@ -72,15 +77,15 @@ class Gate:
                 task.cancel()
             await asyncio.gather(answer, gone, return_exceptions=True)
 
-    def _authorise(self, scope: AsgiMessage) -> None:
+    def _fault(self, scope: AsgiMessage) -> ApiError | None:
+        """Why a request is refused, by its head."""
         headers = dict(scope["headers"])
         if self.hosts is not None:
             host = headers.get(b"host", b"").decode("latin-1").lower()
-            name = host.partition("]")[0] + "]" if host.startswith("[") else host.partition(":")[0]
-            if name not in self.hosts:
-                raise ApiError(403, f"this server is not called {name!r:.80}", "wrong_host")
+            if host_name(host) not in self.hosts:
+                return ApiError(403, f"this server is not called {host!r:.80}", "wrong_host")
         if self.key is None or scope["path"] == "/health":
-            return
+            return None
         scheme, _, value = headers.get(b"authorization", b"").partition(b" ")
         if scheme.lower() == b"basic":  # a browser, for the lens: any name, with the key as password
             try:
@@ -89,20 +94,23 @@ class Gate:
                 value = b""
         elif scheme.lower() != b"bearer":
             value = b""
-        if not hmac.compare_digest(value.strip(), self.key):
-            error = ApiError(401, "wrong or missing API key", "invalid_api_key")
-            error.headers = {"WWW-Authenticate": "Basic" if scope["path"].startswith("/lens") else "Bearer"}
-            raise error
+        if hmac.compare_digest(value.strip(), self.key):
+            return None
+        asked = {"WWW-Authenticate": "Basic" if scope["path"].startswith("/lens") else "Bearer"}
+        return ApiError(401, "wrong or missing API key", "invalid_api_key", headers=asked)
 
-    async def _read_in_time(self, receive: Receive, chunks: list[bytes]) -> bool:
+    async def _read_in_time(self, receive: Receive, chunks: list[bytes], fault: ApiError | None) -> bool:
         try:
-            return await asyncio.wait_for(self._read(receive, chunks), PATIENCE)
+            return await asyncio.wait_for(self._read(receive, chunks, fault), PATIENCE)
         except asyncio.TimeoutError:
             raise ApiError(408, f"the body did not come within {PATIENCE:.0f} seconds", "timeout") from None
 
-    async def _read(self, receive: Receive, chunks: list[bytes]) -> bool:
-        """Gather the body in `chunks`, joined to one at the end; False if the client disconnected before."""
-        size, more, error = 0, True, None
+    async def _read(self, receive: Receive, chunks: list[bytes], error: ApiError | None = None) -> bool:
+        """Gather the body in `chunks`, joined to one at the end; False if the client disconnected before.
+
+        Of a request that is refused, the rest is read and dropped: a client that still sends does not read the answer.
+        """
+        size, more = 0, True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
@@ -111,17 +119,23 @@ class Gate:
             chunks.append(body)
             size += len(body)
             self.held += len(body)
-            if size > self.body_limit:
+            if error is None and size > self.body_limit:
                 error = ApiError(413, f"the body has more than {self.body_limit:,} bytes", "body_too_large")
-            elif self.held > max(BODIES, self.body_limit):
+            elif error is None and self.held > max(BODIES, self.body_limit):
                 error = ApiError(429, "the requests under way fill the memory; try again later", "rate_limit_exceeded")
-            if error is not None:  # the rest is read and dropped: a client that still sends does not read the answer
+            if error is not None:
                 self.held -= sum(map(len, chunks))
                 chunks.clear()
         if error is not None:
             raise error
         chunks[:] = [b"".join(chunks)]
         return True
+
+
+def host_name(host: str) -> str | None:
+    """The name in a Host header in lower case, without port and final dot; None if the header is malformed."""
+    found = _HOST.fullmatch(host)
+    return found[1] if found else None
 
 
 async def _hang_up(receive: Receive) -> AsgiMessage:

@@ -91,6 +91,8 @@ class ServeOptions(Opening):
     """What clients must send as `Authorization: Bearer KEY`."""
     allow_origin: Sequence[str] = ()
     """Sites whose pages may call the server from a browser, as `https://app.example`; `*` for all."""
+    allow_control_tokens: bool = False
+    """Let the texts of messages write the chat template's control tokens, as `<|im_end|>`."""
     grace: float = 20.0
     """Seconds that requests under way may take to finish once the server was told to stop."""
 
@@ -159,7 +161,8 @@ def _run(
     check_drafts(model, options.speculate, options.max_trips)
     policy = choose(model, options.kvcache, options.wishes)
     limits = options.cache_memory, policy, options.max_trips
-    service = Service(model, tokenizer, name, *limits, options.speculate, options.compile)
+    drafts, steps = options.speculate, options.compile
+    service = Service(model, tokenizer, name, *limits, drafts, steps, options.allow_control_tokens)
     if others := Choice.left_out(model.generation_config):
         words = "is not done here: texts are not those of `fathom generate`"
         print(f"fathom: warning: generation_config.json: {', '.join(others)} {words}", file=sys.stderr)

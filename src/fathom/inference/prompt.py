@@ -2,17 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jinja2 import TemplateError
+from jinja2.defaults import DEFAULT_NAMESPACE
 from transformers import PreTrainedTokenizerBase
 
+from fathom.inference.control import plain_ids, written_by
 from fathom.inference.settings import GenerateError
+
+PROBE = 8
+"""Characters for each token of the context, of the beginning that is tokenised first."""
+SLACK = 256
+"""Tokens by which a beginning must exceed the context: where it is cut, it may have a few more than in the whole."""
+NOTHING: Mapping[str, object] = {}
+
+
+class TooLongError(GenerateError):
+    """A text that cannot fit the context."""
+
+    def __init__(self, context: int) -> None:
+        super().__init__(f"this model's context is {context} tokens; the prompt has more")
+
+
+def too_long(text: str, context: int, encode: Callable[[str], Sequence[int]]) -> bool:
+    """Whether the beginning of a text alone has more tokens than the context holds.
+
+    Args:
+        text: The whole text.
+        context: Most tokens.
+        encode: Makes tokens of a text.
+    """
+    beginning = text[: PROBE * (context + SLACK)]
+    return len(beginning) < len(text) and len(encode(beginning)) > context + SLACK
 
 
 def encode(
-    tokenizer: PreTrainedTokenizerBase, prompt: str | Sequence[dict[str, Any]], /, **variables: object
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str | Sequence[dict[str, Any]],
+    /,
+    variables: Mapping[str, object] = NOTHING,
+    context: int | None = None,
+    allow_control: bool = False,
 ) -> list[int]:
     """A text as ids, an empty one as the token that begins a document; or the messages of a conversation.
 
@@ -20,19 +53,56 @@ def encode(
         tokenizer: For a conversation it has a template.
         prompt: What to read.
         variables: Further ones for the template.
+        context: A text far beyond so many tokens is a `TooLongError`, found by its beginning; others may be longer too.
+        allow_control: Whether texts of messages may write special tokens, as `<|im_end|>`. A prompt always may.
     """
     if isinstance(prompt, str):
         begin = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
-        # Too long a prompt is reported later.
-        ids = list(tokenizer(prompt, verbose=False)["input_ids"]) if prompt else [begin] if begin is not None else []
+        ids = _ids(tokenizer, prompt, context) if prompt else [begin] if begin is not None else []
     elif tokenizer.chat_template:
-        whole = written(tokenizer, prompt, **variables)
-        ids = list(tokenizer(whole, add_special_tokens=False, verbose=False)["input_ids"])
+        ids = _conversation(tokenizer, prompt, variables, context, allow_control)
     else:
         raise GenerateError("this model has no chat template: it continues texts, give it a prompt")
     if not ids:
         raise GenerateError("this prompt has no tokens, and there is nothing to continue")
     return ids
+
+
+def reserved_variables(tokenizer: PreTrainedTokenizerBase) -> frozenset[str]:
+    """Names that a client's variables must not have: what templates get from us, from transformers and from jinja."""
+    arguments = inspect.signature(type(tokenizer).apply_chat_template).parameters  # `self` among them
+    ours = {"messages", "raise_exception", "strftime_now", *tokenizer.special_tokens_map}
+    return frozenset({*arguments, *ours, *DEFAULT_NAMESPACE})
+
+
+def _conversation(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[dict[str, Any]],
+    variables: Mapping[str, object],
+    context: int | None,
+    allow_control: bool,
+) -> list[int]:
+    turns = [_turn(message) for message in messages]
+    given = [*turns, dict(variables)]  # a variable's text is no more trusted than a message's
+    if allow_control or written_by(tokenizer, given) is None:
+        whole = written(tokenizer, turns, **variables)
+        return _ids(tokenizer, whole, context, add_special_tokens=False)
+    # Read as a whole by a tokenizer that is not the model's own, so its length is looked at before.
+    _ids(tokenizer, "".join(str(turn.get("content", "")) for turn in turns), context, probe=True)
+    return plain_ids(tokenizer, given, lambda marked: written(tokenizer, marked[:-1], **marked[-1]))
+
+
+def _ids(
+    tokenizer: PreTrainedTokenizerBase, text: str, context: int | None, probe: bool = False, **how: bool
+) -> list[int]:
+    """A text's tokens; with `probe` none, if it is not far too long."""
+
+    def read(part: str) -> list[int]:
+        return list(tokenizer(part, verbose=False, **how)["input_ids"])  # too long a prompt is reported later
+
+    if context is not None and too_long(text, context, read):
+        raise TooLongError(context)
+    return [] if probe else read(text)
 
 
 def written(tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], /, **variables: object) -> str:

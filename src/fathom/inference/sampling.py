@@ -96,15 +96,22 @@ class Choice:
     seed: int = 0
     index: int = 0
     """Which of several texts for one prompt."""
+    min_tokens: int = 0
+    """Tokens of the text before which none of `ends` is chosen."""
+    ends: frozenset[int] = frozenset()
+    """Tokens that end the text."""
 
     @classmethod
-    def of(cls, asked: Mapping[str, Any], own: GenerationConfig, index: int = 0) -> Choice:
+    def of(
+        cls, asked: Mapping[str, Any], own: GenerationConfig, index: int = 0, ends: frozenset[int] = frozenset()
+    ) -> Choice:
         """The settings that a request names; for the others the model's own, of which none is `refused`.
 
         Args:
             asked: By name, those of others among them; None is no setting.
             own: The model's.
             index: As the field.
+            ends: As the field.
         """
         given = {one.name: asked[one.name] for one in fields(cls) if asked.get(one.name) is not None}
         draws = {"temperature", "top_k", "top_p", "min_p"} & set(given)
@@ -116,7 +123,7 @@ class Choice:
             given[name] = default if value is None else type(default)(value)
         if not drawn:
             given["temperature"] = 0.0
-        return cls(**{**given, "index": index})
+        return cls(**{**given, "index": index, "ends": ends})
 
     @staticmethod
     def left_out(own: GenerationConfig) -> list[str]:
@@ -132,7 +139,7 @@ class Choice:
     @property
     def _changes(self) -> bool:
         penalties = self.repetition_penalty != 1, self.presence_penalty, self.frequency_penalty, self.logit_bias
-        return any(map(bool, penalties))
+        return any(map(bool, penalties)) or bool(self.min_tokens and self.ends)
 
     def scores(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> Tensor:
         """Logits `[V]` after penalties and biases, in float64."""
@@ -147,6 +154,8 @@ class Choice:
                 at = torch.tensor(list(changes), device=logits.device)
                 by = torch.tensor(list(changes.values()), dtype=scores.dtype, device=logits.device)
                 scores = scores.index_add(0, at, by, alpha=sign)
+        if self.ends and len(made) < self.min_tokens:
+            scores = scores.index_fill(0, torch.tensor(sorted(self.ends), device=logits.device), -torch.inf)
         return scores
 
     def probabilities(self, scores: Tensor) -> Tensor:

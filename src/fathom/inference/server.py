@@ -8,7 +8,6 @@ another, so a slow client holds up no other.
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import sys
 import time
@@ -32,10 +31,11 @@ from fathom.inference.engine import Engine, EngineError, Event, Job, compiled_st
 from fathom.inference.gate import Gate
 from fathom.inference.memory import default_memory
 from fathom.inference.packed import pack
-from fathom.inference.prompt import encode
+from fathom.inference.prompt import TooLongError, encode, reserved_variables
 from fathom.inference.sampling import Choice, refused
 from fathom.inference.settings import GenerateError, as_strings
 from fathom.inference.texts import AnswerWords, Text
+from fathom.inference.tokenising import Tokenising
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -61,6 +61,7 @@ class Service:
         max_trips: Trips per token at most, where a request does not say.
         speculate: Draft with so many first trips and check with the rest.
         compiled: Compile decoding, of texts of so many tokens at most.
+        allow_control: Let texts of messages write special tokens, as `<|im_end|>`.
     """
 
     def __init__(
@@ -73,6 +74,7 @@ class Service:
         max_trips: int | None = None,
         speculate: int | None = None,
         compiled: int | None = None,
+        allow_control: bool = False,
     ) -> None:
         settle_generation(model.generation_config, tokenizer)
         if (fault := refused(model.generation_config)) is not None:
@@ -81,6 +83,8 @@ class Service:
         self.context = compiled or (model.config.max_position_embeddings if policy is None else ENDLESS)
         self.stops = frozenset(as_list(model.generation_config.eos_token_id))
         self.stop_strings = as_strings(model.generation_config.stop_strings)
+        self.allow_control, self.tokenising = allow_control, Tokenising()
+        self.reserved = reserved_variables(tokenizer)
         self.loop: asyncio.AbstractEventLoop | None = None
         memory = memory or default_memory(model)
         steps = None if compiled is None else compiled_steps(model, memory, compiled, max_trips)
@@ -108,12 +112,12 @@ class Service:
         if asked not in (None, self.name):
             raise ApiError(404, f"no model {asked!r:.120}; this server has {self.name!r}", "model_not_found", "model")
 
-    async def encoded(
-        self, field: str, encoder: Callable[..., list[int]], /, *given: object, **more: object
-    ) -> list[int]:
-        """A field of a request as token ids, made beside this thread; what the tokenizer does not take is an error."""
+    async def encoded(self, field: str, size: int, encoder: Callable[[], list[int]]) -> list[int]:
+        """A field of `size` characters as token ids, made on another thread; what cannot be read is an `ApiError`."""
         try:
-            return await asyncio.to_thread(encoder, *given, **more)
+            return await self.tokenising.run(size, encoder)
+        except TooLongError as error:
+            raise ApiError(400, str(error), "context_length_exceeded", field) from error
         except GenerateError as error:
             raise FieldError(field, str(error)) from error
         except (TypeError, ValueError) as error:
@@ -125,16 +129,23 @@ class Service:
             message = "this model has no chat template, so it was not trained to converse; use /v1/completions"
             raise ApiError(400, message, "no_chat_template")
         # A template of the client's, or padding to a length of its choice, would be more than variables.
-        if own := variables.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters:
+        if own := variables.keys() & self.reserved:
             raise FieldError("chat_template_kwargs", f"{min(own)} is not allowed")
-        return await self.encoded("messages", encode, self.tokenizer, [one.turn() for one in messages], **variables)
+        if any(one.tool_calls for one in messages) and "tool_calls" not in str(self.tokenizer.chat_template):
+            raise FieldError("messages", "this model's chat template does not write tool calls")
+        turns = [one.turn() for one in messages]
+        read = partial(encode, self.tokenizer, turns, variables, self.context, self.allow_control)
+        return await self.encoded("messages", sum(len(one.content or "") for one in messages), read)
 
     async def prompts(self, body: Asked) -> list[list[int]]:
         """The prompts of a request as token ids."""
         if isinstance(body, ChatBody):
             return [await self.conversation(body.messages, body.chat_template_kwargs)]
-        read = partial(self.encoded, "prompt", encode, self.tokenizer)
-        return [await read(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
+
+        async def ids(prompt: str) -> list[int]:
+            return await self.encoded("prompt", len(prompt), partial(encode, self.tokenizer, prompt, {}, self.context))
+
+        return [await ids(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
 
     def jobs(self, body: Asked, prompts: Sequence[list[int]], queue: asyncio.Queue) -> list[Job]:
         """One for each prompt and each of the `n` texts that are asked for."""
@@ -145,12 +156,14 @@ class Service:
             raise FieldError("max_trips", "this server has compiled one number of trips")
         scored, own = body.likeliest, self.model.generation_config
         wants_prompt = body.echo and scored is not None
-        job = partial(Job, stops=self.stops, logprobs=scored, score_prompt=wants_prompt, trips=trips)
-        rooms = [self._new_tokens(len(ids), body.max_tokens, trips) for ids in prompts]
+        stops = frozenset(body.stop_token_ids) | (frozenset() if body.ignore_eos else self.stops)
+        job = partial(Job, stops=stops, logprobs=scored, score_prompt=wants_prompt, trips=trips)
+        wanted = body.min_tokens if body.max_tokens is None and body.min_tokens > NEW_TOKENS else body.max_tokens
+        rooms = [self._new_tokens(len(ids), wanted, trips) for ids in prompts]
         # Under a seed that was named, a prompt's texts do not depend on the prompts beside it.
         apart = 0 if "seed" in body.model_fields_set else body.n
         texts = [
-            (ids, room, Choice.of(vars(body), own, which * apart + i))
+            (ids, room, Choice.of(vars(body), own, which * apart + i, stops))
             for which, (ids, room) in enumerate(zip(prompts, rooms, strict=True))
             for i in range(body.n)
         ]
@@ -179,7 +192,7 @@ class Service:
         echoes, stops = [self._echo(body, i // body.n) for i in range(len(jobs))], [*body.stops, *self.stop_strings]
         talk = isinstance(body, ChatBody)
         words = [AnswerWords(self.tokenizer, after=() if talk else job.prompt) for job in jobs]
-        texts = [Text(each, stops, echo) for each, echo in zip(words, echoes, strict=True)]
+        texts = [Text(each, stops, echo, body.min_tokens) for each, echo in zip(words, echoes, strict=True)]
         envelope = Envelope(self.name, talk, self.tokenizer, sum(map(len, prompts)))
         parts = self._parts(jobs, texts, queue)
         if body.stream:
@@ -307,8 +320,9 @@ def build_app(
         if body.messages is not None:
             ids = await service.conversation(body.messages, {})
         else:
-            whole, more = service.tokenizer.encode, {"add_special_tokens": body.add_special_tokens, "verbose": False}
-            ids = await service.encoded("prompt", whole, body.prompt, **more)
+            text, special = body.prompt or "", body.add_special_tokens
+            whole = partial(service.tokenizer.encode, text, add_special_tokens=special, verbose=False)
+            ids = await service.encoded("prompt", len(text), whole)
         return {"tokens": ids, "count": len(ids), "max_model_len": service.context}
 
     @app.post("/detokenize")

@@ -109,6 +109,8 @@ class Text:
     stops: Sequence[str]
     echo: str = ""
     """The prompt, if the text is to begin with it, until it does."""
+    min_tokens: int = 0
+    """Tokens before which no stop string ends it."""
     said: str = ""
     tokens: int = 0
     finish: str | None = None
@@ -158,7 +160,8 @@ class Text:
         """Stop strings are looked for in the text with its special tokens, as transformers does."""
         self._length += len(new)
         shown = [*self._shown, *[True] * len(new), *[False] * len(unsaid)]
-        text, held = before_stop(self._held + new + unsaid, self.stops)
+        stops = self.stops if self.tokens >= self.min_tokens else ()
+        text, held = before_stop(self._held + new + unsaid, stops)
         new = "".join(compress(text, shown))
         self._held, self._shown = held or "", shown[len(text) :]
         if held is None:

@@ -1,0 +1,138 @@
+"""Control tokens in a conversation: the chat template writes them, the texts of messages do not.
+
+A text such as `<|im_end|>` in a message becomes the tokens of its characters. Where a message holds one, each is marked
+before the template is rendered, by a character that no message has. Unmarked ones are then the template's. The rendered
+text is read by a copy of the tokenizer whose special tokens have names that nobody can guess.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
+
+from tokenizers import Tokenizer
+
+from fathom.inference.settings import GenerateError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+"""Unicode's noncharacters, which are no part of any text."""
+
+
+@dataclass(frozen=True)
+class Reader:
+    """A copy of a tokenizer with other names for the special tokens."""
+
+    tokenizer: Tokenizer
+    names: dict[str, str]
+    """By the name in the tokenizer that was copied."""
+
+    def ids(self, text: str, mark: str) -> list[int]:
+        """The tokens of a rendered conversation; special ones where they are not marked."""
+        special = re.compile("|".join(map(re.escape, sorted(self.names, key=len, reverse=True))))
+        renamed = special.sub(lambda found: self.names[found[0]], text).replace(mark, "")
+        return list(self.tokenizer.encode(renamed, add_special_tokens=False).ids)
+
+
+_readers: WeakKeyDictionary[PreTrainedTokenizerBase, Reader] = WeakKeyDictionary()
+_lock = threading.Lock()
+
+
+def special_names(tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """The texts of a tokenizer's special tokens."""
+    added = tokenizer.added_tokens_decoder.values()
+    return [token.content for token in added if token.special and token.content]
+
+
+def written_by(tokenizer: PreTrainedTokenizerBase, messages: object) -> str | None:
+    """A special token that a text of these messages holds."""
+    names = special_names(tokenizer)
+    normalizer = tokenizer.backend_tokenizer.normalizer if tokenizer.is_fast else None
+    for text in _texts(messages):
+        forms = [text] if normalizer is None else [text, normalizer.normalize_str(text)]
+        for name in names:
+            if any(name in form for form in forms):
+                return name
+    return None
+
+
+def plain_ids(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[dict[str, Any]], render: Callable[[Any], str]
+) -> list[int]:
+    """A conversation as tokens, with special tokens where the template writes them alone.
+
+    Args:
+        tokenizer: It has a chat template.
+        messages: The conversation, or anything that `render` takes, as dictionaries, lists and texts.
+        render: The template.
+    """
+    mark = next((mark for mark in MARKS if not any(mark in text for text in _texts(messages))), None)
+    if mark is None:
+        raise GenerateError("a message holds noncharacters of Unicode, which are no text")
+    reader = _reader(tokenizer)
+    special = re.compile("|".join(map(re.escape, sorted(reader.names, key=len, reverse=True))))
+    marked = _map(messages, lambda text: special.sub(lambda found: found[0][0] + mark + found[0][1:], text))
+    return reader.ids(render(marked), mark)
+
+
+def _reader(tokenizer: PreTrainedTokenizerBase) -> Reader:
+    with _lock:
+        if tokenizer not in _readers:
+            _readers[tokenizer] = _copied(tokenizer)
+        return _readers[tokenizer]
+
+
+def _copied(tokenizer: PreTrainedTokenizerBase) -> Reader:
+    refusal = GenerateError("a message holds a control token, which this tokenizer cannot read as plain text")
+    if not tokenizer.is_fast:
+        raise refusal
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    content |= {"truncation": None, "padding": None, "post_processor": None}
+    nonce = secrets.token_hex(8)
+    names = {name: f"<{nonce}-{i}>" for i, name in enumerate(special_names(tokenizer))}
+    for token in content["added_tokens"]:
+        token["content"] = names.get(token["content"], token["content"])
+    model = content["model"]
+    if isinstance(model.get("vocab"), dict):
+        model["vocab"] = {names.get(piece, piece): number for piece, number in model["vocab"].items()}
+    elif "vocab" in model:
+        model["vocab"] = [[names.get(piece, piece), score] for piece, score in model["vocab"]]
+    if model.get("unk_token") in names:
+        model["unk_token"] = names[model["unk_token"]]
+    try:
+        made = Tokenizer.from_str(json.dumps(content))
+    except Exception as error:  # the library raises no class of its own
+        raise refusal from error
+    if any(made.token_to_id(new) != tokenizer.convert_tokens_to_ids(old) for old, new in names.items()):
+        raise refusal
+    return Reader(made, names)
+
+
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for key, one in value.items():
+            yield str(key)
+            yield from _texts(one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from _texts(one)
+
+
+def _map(value: object, change: Callable[[str], str]) -> Any:
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {change(key) if isinstance(key, str) else key: _map(one, change) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_map(one, change) for one in value]
+    return value

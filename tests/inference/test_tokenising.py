@@ -1,0 +1,74 @@
+"""Who tokenises, in which order, and how many may wait; by the order of things, not by seconds."""
+
+import asyncio
+import threading
+
+import pytest
+
+from fathom.inference import tokenising
+from fathom.inference.api import ApiError
+from fathom.inference.prompt import PROBE, SLACK, TooLongError, encode, too_long
+from fathom.inference.tokenising import SHORT, Tokenising
+from tests.tiny import piece_tokenizer, tiny_tokenizer
+
+
+def test_a_short_text_does_not_wait_for_long_ones():
+    """Eight long ones, of which none ends before the short one has ended."""
+    pool, free, order = Tokenising(), threading.Event(), []
+
+    async def one(size, name):
+        await pool.run(size, lambda: free.wait(30) if size > SHORT else None)
+        order.append(name)
+
+    async def all_of_them():
+        long = [asyncio.create_task(one(SHORT + 1, "long")) for _ in range(8)]
+        await asyncio.sleep(0)
+        await one(SHORT, "short")
+        free.set()
+        await asyncio.gather(*long)
+
+    asyncio.run(all_of_them())
+    pool.close()
+    assert order == ["short", *["long"] * 8]
+
+
+def test_so_many_may_wait(monkeypatch):
+    """One more is refused at once; once the others are done, it is taken."""
+    monkeypatch.setattr(tokenising, "QUEUES", {"short": 256, "long": 2})
+    pool, free = Tokenising(), threading.Event()
+
+    async def all_of_them():
+        long = [asyncio.create_task(pool.run(SHORT + 1, lambda: free.wait(30))) for _ in range(2)]
+        await asyncio.sleep(0)
+        with pytest.raises(ApiError, match="wait to be tokenised") as caught:
+            await pool.run(SHORT + 1, lambda: True)
+        assert caught.value.status_code == 429
+        assert await pool.run(5, lambda: "short") == "short", "others are taken"
+        free.set()
+        assert await asyncio.gather(*long) == [True, True]
+        return await pool.run(SHORT + 1, lambda: "late")
+
+    assert asyncio.run(all_of_them()) == "late"
+    pool.close()
+
+
+@pytest.mark.parametrize("make", [tiny_tokenizer, piece_tokenizer])
+def test_what_is_far_too_long_is_known_by_its_beginning(make, monkeypatch):
+    tokenizer, context, read = make(), 64, []
+    whole = type(tokenizer).__call__
+    monkeypatch.setattr(
+        type(tokenizer), "__call__", lambda self, text, **how: read.append(text) or whole(self, text, **how)
+    )
+    text = "the depth of a river " * 100_000
+    for prompt in (text, [{"role": "user", "content": text}]):
+        tokenizer.chat_template = "{{ messages[0]['content'] }}"
+        with pytest.raises(TooLongError, match="context is 64 tokens"):
+            encode(tokenizer, prompt, context=context)
+    assert max(map(len, read)) <= PROBE * (context + SLACK), "the rest was never tokenised"
+    assert len(encode(tokenizer, text[: 4 * context], context=context)) > context, "counted and reported elsewhere"
+
+
+def test_a_long_text_of_few_tokens_is_read():
+    """A word that the vocabulary lacks is one token, however long."""
+    assert not too_long("a" * 1_000_000, 64, lambda text: [1])
+    assert too_long("a" * 1_000_000, 64, list)
