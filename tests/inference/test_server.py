@@ -659,7 +659,6 @@ def test_bad_requests_at_once_leave_memory_flat(served):
     def send(i):
         return served.raw("POST", "/v1/completions", bodies[i % len(bodies)])[0]
 
-    assert [send(i) for i in range(len(bodies))] == [400] * len(bodies)
     before = rss(served.pid)
     with ThreadPoolExecutor(6) as pool:
         assert set(pool.map(send, range(48))) == {400}

@@ -167,6 +167,8 @@ def _open_stranger(
     settings = AutoConfig.from_pretrained(directory, **where)
     tokenizer = open_tokenizer(directory, settings, trust_remote_code)
     model = AutoModelForCausalLM.from_pretrained(directory, config=settings, dtype=dtype, use_safetensors=True, **where)
+    with torch.inference_mode():  # shapes that contradict one another are found by the first token
+        model.eval()(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return model, tokenizer
 
 
