@@ -56,7 +56,7 @@ FOREIGN = {
     "datasets": "evaluation.tasks",
     "lm_eval": "evaluation",
     "peft": "kvcache.lora training.adapters training.build",
-    "gguf": "checkpoints.to_gguf",
+    "gguf": "checkpoints.to_gguf checkpoints.gguf",
     "vllm": "inference.vllm_model",
     **dict.fromkeys(("trafilatura", "pypdfium2", "py3langid", "datatrove", "ray"), "corpus"),
     "fastapi": "inference lens.live",

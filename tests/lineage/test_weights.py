@@ -12,6 +12,7 @@ import transformers as tf
 from safetensors.torch import load_file, save_file
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from fathom.checkpoints.gguf import GgufStore
 from fathom.checkpoints.origin import LocalOrigin, Refused
 from fathom.lineage import vocabulary as v
 from fathom.lineage.weights import open_weights
@@ -344,13 +345,32 @@ def test_gguf(tmp_path, models, kind):
         assert np.allclose(found.tensor(role, 1), plain.tensor(role, 1), atol=1e-6), role
     assert np.allclose(found.tensor("up", 0), plain.tensor("up", 0), atol=2e-3)
     assert found.vocabulary()[b" w7"] == 7
-    tensors["blk.0.ffn_up.weight"] = (12, (160, 64), packed)
-    with pytest.raises(Refused, match="number type 12"):
+    tensors["blk.0.ffn_up.weight"] = (99, (160, 64), packed)
+    with pytest.raises(Refused, match="number type 99"):
         open_weights(gguf(tmp_path / "k.gguf", meta, tensors))
     damaged = (tmp_path / "m.gguf").read_bytes()
     (tmp_path / "cut.gguf").write_bytes(damaged[:300])
     with pytest.raises(Refused):
         open_weights(tmp_path / "cut.gguf")
+
+
+@pytest.mark.parametrize("label", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"])
+def test_quantised_gguf_is_read_as_its_own_package_reads_it(tmp_path, label):
+    quants = pytest.importorskip("gguf.quants")
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    kind = GGMLQuantizationType[label]
+    block, size = GGML_QUANT_SIZES[kind]
+    draw = np.random.default_rng(0)
+    codes = draw.integers(0, 60, (4 * 512 // block, size), dtype=np.uint8)  # small bytes: scales that are numbers
+    meta = {"general.architecture": "qwen3", "qwen3.block_count": 1, "qwen3.embedding_length": 512}
+    meta |= {"qwen3.attention.head_count": 2, "qwen3.attention.head_count_kv": 2, "qwen3.attention.key_length": 256}
+    path = gguf(tmp_path / "m.gguf", meta, {"token_embd.weight": (int(kind), (4, 512), codes.tobytes())})
+    store = GgufStore(LocalOrigin(tmp_path), path.name)
+    wanted = quants.dequantize(codes, kind).reshape(4, 512)
+    assert store.tensors["token_embd.weight"].dtype == label and np.ptp(wanted) > 0
+    np.testing.assert_allclose(store.read("token_embd.weight"), wanted, rtol=1e-6)
+    np.testing.assert_allclose(store.read("token_embd.weight", [(1, 3)]), wanted[1:3], rtol=1e-6)
 
 
 def raw(value):

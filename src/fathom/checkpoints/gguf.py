@@ -12,11 +12,17 @@ import numpy as np
 
 from fathom.checkpoints.origin import Origin, Refused
 from fathom.checkpoints.tensors import Array, Ranges, TensorInfo, decode, read_rows
+from fathom.errors import to_install
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
 # number type -> (name, values per block, bytes per block)
-_TYPES = {0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 8: ("Q8_0", 32, 34), 2: ("Q4_0", 32, 18)}
+_TYPES = {
+    **{0: ("F32", 1, 4), 1: ("F16", 1, 2), 30: ("BF16", 1, 2), 8: ("Q8_0", 32, 34), 2: ("Q4_0", 32, 18)},
+    **{3: ("Q4_1", 32, 20), 6: ("Q5_0", 32, 22), 7: ("Q5_1", 32, 24)},
+    **{10: ("Q2_K", 256, 84), 11: ("Q3_K", 256, 110), 12: ("Q4_K", 256, 144), 13: ("Q5_K", 256, 176)},
+    **{14: ("Q6_K", 256, 210), 20: ("IQ4_NL", 32, 18), 23: ("IQ4_XS", 256, 136)},
+}
 _ARCHITECTURES = ("llama", "qwen2", "qwen3")
 _COUNT_LIMIT = 1 << 22
 _HEADER_LIMIT = 256 << 20
@@ -135,7 +141,7 @@ class GgufStore:
         return self._plain(info, rows)
 
     def _plain(self, info: TensorInfo, rows: Ranges | None) -> Array:
-        if not info.dtype.startswith("Q"):
+        if not info.dtype.startswith(("Q", "IQ")):
             return read_rows(self.origin, info, rows)
         rows = [(0, info.shape[0])] if rows is None else rows
         row_bytes = (info.stop - info.start) // info.shape[0]
@@ -144,7 +150,12 @@ class GgufStore:
 
 
 def _dequantised(raw: bytes, dtype: str) -> Array:
-    """Blocks of 32 values: a float16 scale, then int8, or nibbles with the first sixteen values in the low halves."""
+    """Blocks of values with their scales: the two plain types here, all others by the gguf package.
+
+    Plain blocks have 32 values: a float16 scale, then int8, or nibbles with the first sixteen values in the low halves.
+    """
+    if dtype not in {"Q8_0", "Q4_0"}:
+        return _by_package(raw, dtype)
     width = {"Q8_0": 34, "Q4_0": 18}[dtype]
     blocks = np.frombuffer(raw, np.uint8).reshape(-1, width)
     scale = decode(blocks[:, :2].tobytes(), "F16")[:, None]
@@ -152,6 +163,17 @@ def _dequantised(raw: bytes, dtype: str) -> Array:
         return scale * blocks[:, 2:].view(np.int8)
     nibbles = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], axis=1)
     return scale * (nibbles.astype(np.float32) - 8)
+
+
+def _by_package(raw: bytes, dtype: str) -> Array:
+    try:
+        from gguf import GGMLQuantizationType
+        from gguf.quants import dequantize
+    except ModuleNotFoundError:
+        raise Refused(f"numbers of type {dtype} need the gguf package: {to_install('gguf')}") from None
+    width = next(size for label, _, size in _TYPES.values() if label == dtype)
+    values: Array = dequantize(np.frombuffer(raw, np.uint8).reshape(-1, width), GGMLQuantizationType[dtype])
+    return values.astype(np.float32, copy=False)
 
 
 def _unpermuted(values: Array, heads: int) -> Array:

@@ -32,7 +32,7 @@ CHANNELS = 512
 ABOVE = 1.2  # directions that count are this many times the largest that chance makes
 LAYERS = 8
 FEW, MANY = 0.06, 0.10  # directions per channel below which, and above which, the bar does not change
-HIGH, LOW, FEWEST = 0.95, 0.30, 0.02
+HIGH, LOW, FEWEST = 0.95, 0.30, 0.005
 
 
 @dataclass(frozen=True)
