@@ -8,7 +8,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers.utils.generic import find_labels
 
-from fathom.models import FathomConfig, FathomForCausalLM, registry
+from fathom import FathomForCausalLM
+from fathom.models import FathomConfig, registry
 from fathom.models.registry import mechanism_name, parse_mechanism
 from fathom.models.schedule import trip_rule
 from fathom.models.slots import plan
