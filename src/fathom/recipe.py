@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, Union
 
 import yaml
 
-from fathom.checkpoints.layout import CONFIG, PUZZLE, run_and_step
+from fathom.checkpoints.layout import PUZZLE
 from fathom.errors import FathomError
 
 if TYPE_CHECKING:
@@ -407,7 +407,7 @@ class Recipe:
     """A run: model, data, optimizer, loop, ranks, evaluation, tracking, cache, adapters."""
 
     model: dict[str, Any] = field(default_factory=dict)
-    """the keys of config.json, and from_pretrained: a model directory, a run or RUN@step-N to take weights from"""
+    """the keys of config.json, and from_pretrained: a model directory, org/name on the Hub, a run or RUN@step-N"""
     data: Data = field(default_factory=Data)
     """what is read"""
     optim: Optim = field(default_factory=Optim)
@@ -658,7 +658,7 @@ def _config(model: dict[str, object]) -> FathomConfig:
     """The configuration; its errors as a `RecipeError` of one line."""
     from huggingface_hub.errors import StrictDataclassError
 
-    from fathom.checkpoints.runs import SourceError, config_of
+    from fathom.checkpoints.runs import SourceError, config_of, is_source
     from fathom.models.configuration import FathomConfig
 
     keys = dict(model)
@@ -666,7 +666,7 @@ def _config(model: dict[str, object]) -> FathomConfig:
     check_keys(keys, _keys_of(FathomConfig), "model")
     if not isinstance(source, (str, Path, types.NoneType)):
         raise RecipeError(f"model.from_pretrained={_show(source)}: allowed: a path, or null")
-    if source is not None and not (Path(source) / CONFIG).is_file() and run_and_step(source) is None:
+    if source is not None and not is_source(source):
         raise RecipeError(f"model.from_pretrained={source}: no config.json there, and no run")
     try:
         return config_of(model)

@@ -10,6 +10,7 @@ from typing import TypedDict
 
 import yaml
 
+from fathom.checkpoints.hub import local
 from fathom.checkpoints.layout import ARMS, CONFIG, LADDER, MODEL, RECIPE, REPORT, RESULT, step_number
 from fathom.errors import FathomError
 from fathom.report.files import read_json
@@ -43,7 +44,7 @@ class RunError(FathomError, ValueError):
 
 def find_model(path: str | Path) -> Path:
     """The exported model behind a path: a model directory, a run, or a comparison, whose best arm is taken."""
-    path = Path(path)
+    path = local(path)
     if not path.exists():
         raise RunError(f"{path}: no such directory")
     if (path / CONFIG).exists():

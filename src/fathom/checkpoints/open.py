@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, StrictDataclassError
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.activations import ACT2FN
 from transformers.utils import logging
@@ -20,13 +19,12 @@ from fathom.checkpoints.families import known
 from fathom.checkpoints.find import find_model
 from fathom.checkpoints.from_gguf import is_gguf, open_gguf
 from fathom.checkpoints.hashes import warn_if_changed
-from fathom.checkpoints.origin import Refused, repository_of
+from fathom.checkpoints.hub import local
+from fathom.checkpoints.origin import Refused
 from fathom.checkpoints.runs import open_decoder, read_config
 from fathom.checkpoints.tokenizers import open_tokenizer
 from fathom.errors import FathomError
 
-# The files of a repository to download: no pickles, and code only with trust_remote_code.
-WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -62,20 +60,7 @@ def load(
         trust_remote_code: Let transformers run Python files that come with the model, for architectures that neither
             it nor Fathom knows.
     """
-    path = Path(where)
-    if not path.exists() and (repository := repository_of(str(where))) is not None:
-        path = _fetched(*repository, trust_remote_code)
-    return open_checkpoint(path, device, dtype, trust_remote_code)
-
-
-def _fetched(repo: str, revision: str, code: bool) -> Path:
-    """A repository's snapshot in the Hub's cache, downloaded where it is not there yet."""
-    patterns = [*WANTED, *(("*.py",) if code else ())]
-    try:
-        return Path(snapshot_download(repo, revision=revision, allow_patterns=patterns))
-    except (HfHubHTTPError, OSError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise Refused(f"{repo}@{revision}: no such directory, and the Hub does not give it: {reason}") from error
+    return open_checkpoint(where, device, dtype, trust_remote_code)
 
 
 def open_checkpoint(
@@ -88,7 +73,8 @@ def open_checkpoint(
     """Model, ready for inference, and tokenizer of a model directory, a run or a comparison.
 
     Args:
-        path: An exported directory, any Hugging Face directory, a GGUF file, a run, or a comparison (its best arm).
+        path: An exported directory, any Hugging Face directory, `org/name[@revision]` on the Hub, a GGUF file, a run,
+            or a comparison (its best arm).
         device: `cpu`, `cuda`, ...; by default cuda where there is one.
         dtype: `auto` (as stored, or float32 where a CPU is slow with that), `float32`, `bfloat16` or `float16`.
         trust_remote_code: Let transformers run Python files of the directory, for architectures that neither it nor
@@ -104,7 +90,7 @@ def open_checkpoint(
         with _in_one_line(Path(path)):
             model, tokenizer = open_gguf(Path(path), dtype)
     else:
-        directory = find_model(path)
+        directory = find_model(local(path, trust_remote_code))
         config = check_checkpoint(directory)
         warn_if_changed(directory, verify)
         logging.disable_progress_bar()  # loading takes about a second, and standard error may not be a terminal

@@ -30,6 +30,7 @@ from fathom.checkpoints.find import (
 )
 from fathom.checkpoints.from_gguf import is_gguf, open_gguf
 from fathom.checkpoints.hashes import warn_if_changed
+from fathom.checkpoints.hub import local, repository
 from fathom.checkpoints.layout import (
     CONFIG,
     MANIFEST,
@@ -95,13 +96,14 @@ def open_source(source: Path, tokenizer: PreTrainedTokenizerBase | None = None) 
     """The model of a run (finished, or at its newest checkpoint), of a comparison's best run or of a model directory.
 
     Args:
-        source: Any of these.
+        source: Any of these, or `org/name[@revision]` on the Hub.
         tokenizer: Taken in place of the directory's own.
     """
     facts: Facts = {}
     if is_gguf(source):
         unpacked, own = open_gguf(source)
         return Opened(unpacked, tokenizer or own, facts)
+    source = local(source)
     source = best_run(source) if holds_comparison(source) else source
     directory = source
     if (source / RECIPE).exists():
@@ -239,9 +241,14 @@ def model_directory(source: str | Path) -> Path | None:
     """
     found = run_and_step(source)
     if found is None:
-        return Path(source)
+        return local(source)
     run, step = found
     return finished_model(run) if step is None and (_adapters(run) or not checkpoint_steps(run)) else None
+
+
+def is_source(source: str | Path) -> bool:
+    """Whether a name is one that `from_pretrained` takes; the Hub is not asked."""
+    return (Path(source) / CONFIG).is_file() or run_and_step(source) is not None or repository(source) is not None
 
 
 def find_checkpoint(where: str | Path) -> Saved:

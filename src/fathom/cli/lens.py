@@ -31,7 +31,7 @@ def add(parser: Parser) -> None:
 def run(options: Namespace) -> int:
     """Look, write the page, say where it is."""
     from fathom.checkpoints.open import open_checkpoint
-    from fathom.lens.look import LensData, look, same_tokenizer
+    from fathom.lens.look import LensData, look, require_decoder, same_tokenizer
     from fathom.lens.page import lens_page
 
     if (options.text is None) == (options.file is None):
@@ -49,6 +49,7 @@ def run(options: Namespace) -> int:
         if first is not None and not same_tokenizer(first, tokenizer, text):
             raise UsageError(f"{options.compare}: another tokenizer than {options.model}'s; --compare needs the same")
         first = first or tokenizer
+        require_decoder(model)
         visits = sum(map(len, model.model.plan_of(model.model.served_trips)))
         with ProgressBar(f"looking through {_name(path)}", visits) as bar:
             looked.append(look(model, tokenizer, text, options.top, options.max_tokens, _name(path), bar.update))

@@ -206,6 +206,12 @@ def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase,
     return one.get_vocab() == other.get_vocab() and one(text)["input_ids"] == other(text)["input_ids"]
 
 
+def require_decoder(model: object) -> None:
+    """Refuse a model that was not opened as Fathom's decoder, on whose layers and residual the lens hangs."""
+    if not isinstance(model, FathomForCausalLM):
+        raise LensError(f"the lens looks into Fathom's decoder; this is a {type(model).__name__}")
+
+
 @torch.no_grad()
 def look(
     model: FathomForCausalLM,
@@ -219,7 +225,7 @@ def look(
     """Look at a text through a model.
 
     Args:
-        model: Any `FathomForCausalLM`, so any Qwen3 too.
+        model: Any `FathomForCausalLM`, so any family that Fathom opens.
         tokenizer: Its tokenizer.
         text: What to look at.
         top: Predictions to keep at every visit.
@@ -227,6 +233,7 @@ def look(
         name: The model's name on the page.
         progress: Called after every visit with the number of visits done.
     """
+    require_decoder(model)
     every_id, pieces = _checked(tokenizer, text, top, max_tokens)
     length = min(len(every_id), max_tokens, model.config.max_position_embeddings)
     ids = torch.tensor(every_id[:length], device=model.device)

@@ -1,0 +1,69 @@
+"""Repositories of the Hugging Face Hub in place of directories: `org/name` or `org/name@revision`.
+
+HF_ENDPOINT, HF_HOME, HF_TOKEN and HF_HUB_OFFLINE hold as in every tool of the Hub.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from huggingface_hub import constants, snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import logging
+
+from fathom.checkpoints.origin import Refused, repository_of
+
+WANTED = ("*.safetensors", "*.json", "*.jinja", "*.txt", "*.model")
+"""The files to download: no pickles, and Python only where it is trusted."""
+
+
+def repository(where: str | Path) -> tuple[str, str] | None:
+    """Repository and revision that a name stands for; None for a path.
+
+    What exists is a path, and so is `runs/tiny` where there is a directory `runs`.
+    """
+    path = Path(where)
+    named = repository_of(str(where))
+    return None if named is None or path.exists() or path.parent.is_dir() else named
+
+
+def local(where: str | Path, code: bool = False) -> Path:
+    """The directory of a model: the path itself, or a repository's snapshot, downloaded to the Hub's cache.
+
+    Args:
+        where: A path, `org/name` or `org/name@revision`.
+        code: Whether to take Python files too.
+    """
+    named = repository(where)
+    return Path(where) if named is None else _snapshot(*named, code)
+
+
+@lru_cache
+def _snapshot(repo: str, revision: str, code: bool) -> Path:
+    """Once in a process: whoever asks again gets the same commit."""
+    name = repo if revision == "main" else f"{repo}@{revision}"
+    where = f"{name}: no such directory, and the Hub ({constants.ENDPOINT})"
+    logging.set_verbosity_error()  # it warns of every retry, and what comes of them is an error here
+    try:
+        found = Path(snapshot_download(repo, revision=revision, allow_patterns=[*WANTED, *(["*.py"] if code else [])]))
+    except GatedRepoError:
+        raise Refused(f"{name}: a gated repository: accept its terms, then `hf auth login`, or HF_TOKEN") from None
+    except RevisionNotFoundError:
+        raise Refused(f"{where} has no revision {revision} of {repo}") from None
+    except RepositoryNotFoundError:
+        raise Refused(f"{where} has no such repository; a private one needs `hf auth login`, or HF_TOKEN") from None
+    except LocalEntryNotFoundError:
+        why = "HF_HUB_OFFLINE is set" if constants.is_offline_mode() else "it cannot be reached"
+        raise Refused(f"{where} was not asked or did not answer: {why}, and the cache does not hold it") from None
+    except (HfHubHTTPError, OSError) as error:
+        raise Refused(f"{where} does not give it: {str(error).strip().splitlines()[0]}") from error
+    if not any(found.glob("*.safetensors")):
+        raise Refused(f"{name}: the repository holds no safetensors weights, and Fathom opens nothing else")
+    return found

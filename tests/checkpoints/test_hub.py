@@ -1,0 +1,196 @@
+"""Names of the Hub wherever a directory is taken, against a small Hub on this machine."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from hashlib import sha1
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM
+
+from fathom.checkpoints import hub
+from fathom.checkpoints.origin import Refused
+from fathom.cli.main import main
+from fathom.recipe import load_recipe, parse_recipe
+from tests.tiny import export_tiny, tiny_recipe
+
+
+class Hub(ThreadingHTTPServer):
+    """`ROOT/org/name/revision/` as repositories: the two routes that a download asks for."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.sent = root, list[str]()
+        super().__init__(("127.0.0.1", 0), Handler)
+
+
+class Handler(BaseHTTPRequestHandler):
+    server: Hub
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        parts = unquote(self.path.partition("?")[0]).strip("/").split("/")
+        if len(parts) < 4:
+            return self._missing("EntryNotFound")
+        if parts[:2] == ["api", "models"]:
+            repo, route, revision = "/".join(parts[2:4]), (*parts[4:5], "")[0], (*parts[5:6], "main")[0]
+            revision = self._named(repo, revision)
+            if (folder := self._folder(repo, revision)) is None:
+                return
+            files = [path for path in sorted(folder.rglob("*")) if path.is_file()]
+            names = [(str(path.relative_to(folder)), path.stat().st_size) for path in files]
+            tree = [{"type": "file", "path": name, "size": size, "oid": commit(repo, name)} for name, size in names]
+            told = {"id": repo, "sha": commit(repo, revision), "siblings": [{"rfilename": name} for name, _ in names]}
+            return self._send(json.dumps(tree if route == "tree" else told).encode(), repo, revision)
+        repo, name = "/".join(parts[:2]), "/".join(parts[4:])
+        revision = self._named(repo, parts[3])
+        if (folder := self._folder(repo, revision)) is None:
+            return
+        if not (folder / name).is_file():
+            return self._missing("EntryNotFound")
+        if self.command == "GET":
+            self.server.sent.append(name)
+        self._send((folder / name).read_bytes(), repo, revision)
+
+    def _named(self, repo: str, revision: str) -> str:
+        """The revision whose commit was asked for."""
+        names = [path.name for path in (self.server.root / repo).glob("*")]
+        return next((name for name in names if commit(repo, name) == revision), revision)
+
+    def _folder(self, repo: str, revision: str) -> Path | None:
+        folder = self.server.root / repo / revision
+        if folder.is_dir():
+            return folder
+        self._missing("RevisionNotFound" if (self.server.root / repo).is_dir() else "RepoNotFound")
+        return None
+
+    def _missing(self, code: str) -> None:
+        self.send_response(404)
+        self.send_header("X-Error-Code", code)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def _send(self, body: bytes, repo: str, revision: str) -> None:
+        self.send_response(200)
+        self.send_header("X-Repo-Commit", commit(repo, revision))
+        self.send_header("ETag", f'"{sha1(body, usedforsecurity=False).hexdigest()}"')
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(body)
+
+
+def commit(repo: str, revision: str) -> str:
+    return sha1(f"{repo}@{revision}".encode(), usedforsecurity=False).hexdigest()
+
+
+@pytest.fixture(scope="module")
+def repositories(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model with a pickle beside it, another revision of it, and a repository of pickles alone."""
+    root = tmp_path_factory.mktemp("repositories")
+    export_tiny(root / "org/tiny/main")
+    export_tiny(root / "org/tiny/v2", num_hidden_layers=2)
+    shutil.copytree(root / "org/tiny/main", root / "org/pickled/main", ignore=shutil.ignore_patterns("*.safetensors"))
+    for name in ("tiny", "pickled"):
+        (root / "org" / name / "main/pytorch_model.bin").write_bytes(b"a pickle")
+    return root
+
+
+@pytest.fixture
+def served(repositories: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
+    hub._snapshot.cache_clear()
+    with Hub(repositories) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        where = f"http://127.0.0.1:{server.server_address[1]}"
+        monkeypatch.setattr(constants, "ENDPOINT", where)
+        monkeypatch.setattr(
+            constants, "HUGGINGFACE_CO_URL_TEMPLATE", where + "/{repo_id}/resolve/{revision}/{filename}"
+        )
+        monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.chdir(tmp_path)
+        yield server
+        server.shutdown()
+    hub._snapshot.cache_clear()
+
+
+def test_revisions_and_what_is_downloaded(served: Hub) -> None:
+    main_, other = (json.loads((hub.local(name) / "config.json").read_text()) for name in ("org/tiny", "org/tiny@v2"))
+    assert (main_["num_hidden_layers"], other["num_hidden_layers"]) == (4, 2)
+    assert "model.safetensors" in served.sent
+    assert not [name for name in served.sent if name.endswith((".bin", ".py", ".md"))]
+    hub.local("org/tiny", code=True)
+    assert "modeling.py" in served.sent
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("org/none", "has no such repository"),
+        ("org/tiny@v9", "has no revision v9 of org/tiny"),
+        ("org/pickled", "holds no safetensors weights"),
+    ],
+)
+def test_refusals_are_one_line(served: Hub, capsys: pytest.CaptureFixture[str], name: str, says: str) -> None:
+    for words in (["generate", name, "hi"], ["export", name, "--to", "new"], ["lens", name, "hi"]):
+        assert main(words) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"fathom: {name}") and says in line, line
+    assert not [name for name in served.sent if name.endswith(".bin")]
+
+
+def test_offline_is_one_line_unless_the_cache_has_it(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = hub.local("org/tiny")
+    hub._snapshot.cache_clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert hub.local("org/tiny") == first
+    with pytest.raises(Refused, match=r"^org/tiny@v2: .*HF_HUB_OFFLINE is set, and the cache does not hold it$"):
+        hub.local("org/tiny@v2")
+
+
+def test_a_hub_that_does_not_answer_is_one_line(served: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(Refused, match=r"^org/tiny: .*it cannot be reached, and the cache does not hold it$"):
+        hub.local("org/tiny")
+
+
+def test_paths_are_no_repositories(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither what exists nor a misspelt run asks the Hub."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org/tiny").mkdir(parents=True)
+    assert [hub.repository(name) for name in ("org/tiny", "org/tyni", "./a/b", "tiny", "/a/b", "a/b/c")] == [None] * 6
+    assert hub.repository("other/tiny@v2") == ("other/tiny", "v2")
+
+
+def test_every_command_takes_a_name(served: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.txt").write_text("To fathom a thing is to measure its depth.\n" * 40)
+    for words in (
+        ["generate", "org/tiny", "To fathom", "--max-new-tokens", "2"],
+        ["evaluate", "org/tiny", "--perplexity", "text.txt"],
+        ["lens", "org/tiny@v2", "To fathom"],
+        ["export", "org/tiny", "--to", "exported"],
+        ["prepare", "text.txt", "--tokenizer", "org/tiny", "--held-out", "0", "--out", "corpus", "--workers", "1"],
+    ):
+        assert main(words) == 0, capsys.readouterr().err
+    assert (tmp_path / "exported/model.safetensors").is_file()
+    AutoModelForCausalLM.from_pretrained(tmp_path / "exported", trust_remote_code=True)
+
+
+def test_training_begins_with_a_repository(served: Hub, corpus: Path, tmp_path: Path) -> None:
+    values = {**tiny_recipe(corpus).to_dict(), "model": {"from_pretrained": "org/tiny@v2"}}
+    recipe = parse_recipe(values, ["data.other_tokenizer=true", "train.steps=1", "evaluate.every=0"])
+    (tmp_path / "r.yaml").write_text(recipe.to_yaml())
+    assert main(["train", "r.yaml", "--run", "run"]) == 0
+    kept = load_recipe(tmp_path / "run/recipe.yaml")
+    assert kept.model["from_pretrained"] == "org/tiny@v2" and kept.config().num_hidden_layers == 2
