@@ -1,4 +1,4 @@
-"""Leaks: every planted one is found, in every disguise and every collection, and nothing else is."""
+"""Leaks: every planted one is found in every collection, and what is found is dropped, cut or reported."""
 
 from __future__ import annotations
 
@@ -10,104 +10,12 @@ from typing import Any
 import pytest
 
 from fathom.corpus.benchmarks import Item, plain
-from fathom.corpus.contamination import Matcher, build_index
-from fathom.corpus.folding import folded, rejoined
 from fathom.corpus.kept import kept_documents, kept_parts
-from fathom.corpus.recipe import Decontaminate
 from fathom.corpus.stage import CorpusError, Workspace
 from fathom.evaluation.pairs import read_benchmarks
 from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
 from tests.corpus.test_duplicates import until
-
-WORDS = [f"{first}{second}rk" for first in "abcdefgh" for second in "abcdefgh"]
-
-
-def disguises(text: str) -> list[str]:
-    words = text.split()
-    return [
-        text,
-        text.upper(),
-        ", ".join(words) + "!",
-        "\n".join(words),
-        "“" + "” — “".join(words) + "”",
-        "* ".join(words),
-    ]
-
-
-def finds(item: Item, text: str, **rules: int) -> bool:
-    index, _ = build_index([item], Decontaminate(**rules))
-    return bool(next(Matcher(index, [item]).hits([text])))
-
-
-def around(text: str) -> str:
-    """The text in the middle of prose that shares no word with it."""
-    prose = Prose(8)
-    return f"{prose.document(40)} {text} {prose.document(40)}"
-
-
-@pytest.mark.parametrize("number", range(6))
-def test_thirteen_words_in_every_disguise(number: int) -> None:
-    item = Item("x", " ".join(WORDS[:30]))
-    assert finds(item, around(disguises(" ".join(WORDS[7:20]))[number]))
-    assert not finds(item, around(disguises(" ".join(WORDS[7:19]))[number]))  # twelve
-    assert not finds(item, around(disguises(" ".join([*WORDS[7:13], "other", *WORDS[13:20]]))[number]))
-
-
-@pytest.mark.parametrize("length", range(8, 13))
-def test_short_items_whole_alone(length: int) -> None:
-    item = Item("x", " ".join(WORDS[:length]))
-    assert finds(item, around(" ".join(WORDS[:length])))
-    assert not finds(item, around(" ".join(WORDS[1:length])))
-    assert not finds(item, around(" ".join(WORDS[: length - 1])))
-
-
-def test_shorter_items_with_their_answer_alone() -> None:
-    item = Item("x", " ".join(WORDS[:6]), ("fish", "fowl"), 0, "fish")
-    assert finds(item, around(" ".join(WORDS[:6]) + "? Fish."))
-    assert not finds(item, around(" ".join(WORDS[:6]) + "?"))
-    assert not finds(item, around(" ".join(WORDS[:6]) + "? Fowl."))
-    assert not finds(item, around(" ".join(WORDS[:6]) + "? Not at all: fish."))
-    tiny = Item("x", "yes or", (), None, "no")
-    assert build_index([tiny], Decontaminate())[1] == ["x"] and not finds(tiny, around("yes or no"))
-    assert finds(tiny, around("yes or no"), shortest=3)
-
-
-def test_a_short_question_without_an_answer_is_too_short() -> None:
-    """Its own words are no leak: half of all texts ask what the capital of France is."""
-    item = Item("x", " ".join(WORDS[:6]))
-    assert build_index([item], Decontaminate())[1] == ["x"] and not finds(item, around(" ".join(WORDS[:6])))
-
-
-def test_choices_and_prompts_count() -> None:
-    choice = " ".join(WORDS[30:40])
-    item = Item("x", " ".join(WORDS[:5]), ("no", choice), 0, "no")
-    assert finds(item, around(choice))
-    rendered = f"{' '.join(WORDS[:5])}\n(A) no\n(B) {choice[:-3]}"
-    assert finds(item, around(rendered))
-
-
-def test_nothing_in_generated_prose() -> None:
-    prose = Prose(11)
-    items = [Item(str(number), prose.sentence(length)) for number, length in enumerate([9, 20, 14] * 30)]
-    index, unchecked = build_index(items, Decontaminate())
-    other = Prose(12)
-    texts = [other.document(300) for _ in range(60)]
-    assert unchecked == [] and not any(Matcher(index, items).hits(texts))
-
-
-def test_numbers_that_agree_by_chance_are_no_leak() -> None:
-    """An index whose numbers belong to other words finds nothing: the words decide."""
-    item, liar = Item("x", " ".join(WORDS[:20])), Item("x", " ".join(WORDS[20:40]))
-    index, _ = build_index([item], Decontaminate())
-    assert next(Matcher(index, [item]).hits([item.stem])) and not next(Matcher(index, [liar]).hits([item.stem]))
-
-
-def test_places_are_exact() -> None:
-    stem = " ".join(WORDS[:13])
-    text = around(stem)
-    index, _ = build_index([Item("x", stem)], Decontaminate())
-    (hit,) = set(next(Matcher(index, [Item("x", stem)]).hits([text])))
-    assert text[hit.start : hit.end] == stem
+from tests.corpus.test_leaks import around, disguises
 
 
 def leaking(tmp_path: Path, **decontaminate: Any) -> tuple[Workspace, list[Item]]:
@@ -199,43 +107,6 @@ def test_a_piece_that_is_too_short_is_listed(tmp_path: Path) -> None:
         assert [one.path.removeprefix("a.jsonl:") for one in remaining(workspace)] == kept
         counts = workspace.manifest("contamination")["counts"]
         assert (counts["dropped"], counts["cut"], counts["short_pieces"]) == (*done, len(listed))
-
-
-GREEK = "πόσοι μαθητές της πρώτης τάξης είδαν τους ωραίους κήπους πριν από τις μεγάλες γιορτές του"
-LATIN = "which official office first defined the efficient affine flow of five different fields and offers straße"
-
-
-@pytest.mark.parametrize(
-    ("stem", "form"),
-    [
-        (GREEK, GREEK.upper()),
-        (LATIN, "for $5 " + LATIN.replace("ffi", "ﬃ").replace("fi", "ﬁ").replace("ff", "ﬀ") + " US$"),
-        (LATIN.replace("fi", "ﬁ"), LATIN),
-        (LATIN, LATIN.replace("f", "f\u200b")),
-        (LATIN, LATIN.replace("effi", "e\u00adf\ufe0ffi")),
-        (LATIN, LATIN.replace("ici", "i-\nci").replace("differ", "diff-\n   er")),
-        (LATIN.replace("affine flow", "well-known flow"), LATIN.replace("affine flow", "well-\nknown flow")),
-        (LATIN.replace("affine flow", "well-known flow"), LATIN.replace("affine flow", "well-\nknown fl‐\now")),
-        (LATIN, LATIN.upper()),
-    ],
-)
-def test_forms_of_type_and_layout(stem: str, form: str) -> None:
-    """What is found is exactly the passage; an item of other words is not found in any of them."""
-    item, other = Item("x", stem), Item("y", " ".join(WORDS[:16]))
-    text = f"é {around('')} {form} {around('')}"
-    index, _ = build_index([item, other], Decontaminate())
-    hits = next(Matcher(index, [item, other]).hits([text]))
-    assert {hit.item for hit in hits} == {0}
-    start, end = min(hit.start for hit in hits), max(hit.end for hit in hits)
-    assert text[start:end] == form.removeprefix("for $5 ").removesuffix(" US$")
-
-
-def test_words_are_joined_where_an_item_has_the_whole_alone() -> None:
-    one = folded("a fi-\nle and a non-\nsense, and ﬁ-\n  les")
-    assert rejoined(one, {"sense"}) is None
-    again = rejoined(one, {"file", "files"})
-    assert again is not None and again.text == "a file and a non-\nsense, and files"
-    assert again.span(again.text.index("files"), len(again.text)) == (31, 39)
 
 
 def test_what_cannot_be_asked_is_searched_for_and_left_out(tmp_path: Path) -> None:

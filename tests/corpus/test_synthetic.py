@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fathom.corpus.benchmarks import Item, plain, read_items, self_check
-from fathom.corpus.contamination import Matcher, build_index
+from fathom.corpus.leaks import Matcher, build_index
 from fathom.corpus.recipe import Decontaminate, Filter
 from fathom.corpus.synthetic import EXCHANGES, PROPERTIES, STATEMENTS, UNSEEN, World, plant, write_world
 from fathom.report.statistics import wilson
@@ -117,15 +117,17 @@ def test_no_text_asks_as_questions_do_and_planted_leaks_alone_are_found(world: W
     """By decontamination's own rule, over documents, conversations and general text."""
     questions = world.questions(200)
     items = [Item(q.id, q.question, q.choices, q.answer, q.fact.value) for q in questions]
-    index, unchecked = build_index(items, Decontaminate())
-    matcher = Matcher(index, items)
-    assert not unchecked
+    index, unfound = build_index(items, Decontaminate())
+    matcher = Matcher([index], [items])
+    assert not unfound.short and not unfound.template
     documents = world.documents()
     talk = [" ".join(message["content"] for message in row["messages"]) for row in world.conversations()]
     assert not [hits for hits in matcher.hits([*documents, *talk, *world.general(200)]) if hits]
     texts, leaks = plant(documents, questions, 25, seed=1)
     found = [
-        (number, items[item].id) for number, hits in enumerate(matcher.hits(texts)) for item in {h.item for h in hits}
+        (number, items[item].id)
+        for number, hits in enumerate(matcher.hits(texts))
+        for item in {h.item for _, h in hits}
     ]
     assert found == [(leak.document, leak.question) for leak in leaks]
     asked = {one.id: one for one in questions}

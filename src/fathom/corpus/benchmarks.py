@@ -17,8 +17,20 @@ from fathom.corpus.words import lower, words_of
 from fathom.data.shards import DataError
 from fathom.data.sources import JSON, Reading, Source, suffix_of
 
-QUESTIONS = ("question", "stem", "query", "goal", "premise", "sentence", "ctx", "prompt", "text", "sentence_good")
-ANSWERS = ("answer", "answerKey", "gold", "label", "correct_answer", "target")
+QUESTIONS = (
+    "question",
+    "question_stem",
+    "stem",
+    "query",
+    "goal",
+    "premise",
+    "sentence",
+    "ctx",
+    "prompt",
+    "text",
+    "sentence_good",
+)
+ANSWERS = ("answer", "answerKey", "gold", "label", "correct_answer", "target", "answers")
 CONTEXTS = ("context", "passage", "support")
 LETTERS = string.ascii_uppercase
 FLAT = re.compile(r"\s*(?:Choose from|Options)?:?\s*(?=\(?A[.):]\s)", re.IGNORECASE)
@@ -39,20 +51,17 @@ class Item:
     gold: str = ""
     """The right answer's text."""
     context: str = ""
+    accepted: tuple[str, ...] = ()
+    """Other texts that count as the right answer."""
 
     def can_be_asked(self) -> bool:
         """Whether `fathom evaluate` can ask it: 2 to 26 choices that are texts; without a right one it asks nothing."""
         asked = bool(self.choices) and self.answer is not None
         return not asked or (all(self.choices) and 2 <= len(self.choices) <= len(LETTERS))
 
-    def texts(self) -> list[tuple[str, str]]:
-        """(kind, text) of every text by which a document may give the item away."""
-        listed = "\n".join(f"{letter}. {choice}" for letter, choice in zip(LETTERS, self.choices, strict=False))
-        found = [("stem", self.stem), *(("choice", choice) for choice in self.choices)]
-        if self.gold:
-            found.append(("stem and answer", f"{self.stem} {self.gold}"))
-        found.append(("prompt", f"{self.context}\n{self.stem}\n{listed}"))
-        return found
+    def golds(self) -> list[str]:
+        """Every text that counts as the right answer."""
+        return [self.gold, *self.accepted] if self.gold else []
 
 
 def plain(text: str) -> str:
@@ -137,13 +146,25 @@ def item_of(row: Mapping[str, object], number: int, question: str | None = None)
     choices, labels = _choices(row)
     if not choices:
         stem, choices, labels = _flat(stem)
-    given = next((row[name] for name in ANSWERS if row.get(name) is not None), None)
+    given, *accepted = _given(next((row[name] for name in ANSWERS if row.get(name) is not None), None), choices)
     answer, gold = _gold(given, choices, labels, row)
     context = next((str(row[name]) for name in CONTEXTS if isinstance(row.get(name), str)), "")
     return Item(
         str(row.get("id", number)), normalize(stem), tuple(map(normalize, choices)), answer, normalize(gold),
-        normalize(context),
+        normalize(context), tuple(normalize(str(one)) for one in accepted),
     )  # fmt: skip
+
+
+def _given(given: object, choices: Sequence[str]) -> list[object]:
+    """An answer, and others that are accepted: some benchmarks give a list, or an object of one."""
+    if isinstance(given, Mapping):  # TriviaQA: {"value": ..., "aliases": [...]}; SQuAD: {"text": [...]}
+        texts = given.get("text", given.get("aliases"))
+        given = [*([given["value"]] if "value" in given else []), *(texts if isinstance(texts, list) else [])]
+    if isinstance(given, list) and not choices:
+        return list(dict.fromkeys(map(str, given))) or [None]
+    if isinstance(given, bool) and not choices:
+        return ["true", "yes"] if given else ["false", "no"]
+    return [given]
 
 
 def _choices(row: Mapping[str, object]) -> tuple[list[str], list[str]]:

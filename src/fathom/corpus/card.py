@@ -158,6 +158,7 @@ def _benchmarks(workspace: Workspace) -> Iterator[str]:
             check["benchmark"],
             check["items"],
             dirty[check["benchmark"]]["dirty"],
+            len(check["template_only"]),
             len(check["too_short_to_find"]),
             *(
                 check["counts"][key]
@@ -168,13 +169,15 @@ def _benchmarks(workspace: Workspace) -> Iterator[str]:
         ]
         for check in checks
     ]
-    head = ("benchmark", "items", "dirty", "too short to find", "duplicate stems", "contradictory", "repeated options")
-    yield from _table((*head, "empty options", "answer out of range", "left out"), rows)
+    head = ("benchmark", "items", "dirty", "template only", "too short to find", "duplicate stems", "contradictory")
+    yield from _table((*head, "repeated options", "empty options", "answer out of range", "left out"), rows)
     yield ""
     rules = workspace.recipe.decontaminate
     yield (
-        f"Dirty is an item of which {rules.words} words in a row occur in a document, or all of it where it has "
-        f"{rules.whole} to {rules.words - 1}; what was done with the document is counted above. `benchmark/NAME.jsonl` "
+        f"An item is dirty if a document holds {rules.words} words in a row of its question that no other question of "
+        f"the benchmark has, all of a question of {rules.whole} to {rules.words - 1} words, or a question followed by "
+        "its answer. The questions of items that are template only are shared with others, so they are found with "
+        "their answer alone. What was done with the documents is counted above. `benchmark/NAME.jsonl` "
         "flags every item but those that cannot be asked: with an empty option, or fewer than 2 or more than 26."
     )
 

@@ -1,40 +1,35 @@
 """Documents that give evaluation items away, and the items that are given away.
 
 `benchmarks` reads, checks and indexes the benchmarks, `contamination` looks for their items in each file of documents,
-and `flags` marks every item as clean or dirty (given away). A leak is a shared run of 13 words; an item of 8 to 12
-words leaks where it occurs whole, and a shorter one where its answer follows.
+and `flags` marks every item as clean or dirty (given away). `leaks.py` says what gives an item away.
 """
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import NDArray
 
-from fathom.corpus.benchmarks import Item, SelfCheck, plain, plain_all, read_items, self_check
+from fathom.corpus.benchmarks import Item, SelfCheck, plain, read_items, self_check
 from fathom.corpus.documents import Document, read_lines, read_part, write_lines
-from fathom.corpus.folding import Folded, folded, rejoined
 from fathom.corpus.kept import clean_parts, pieces_of
-from fathom.corpus.recipe import Decontaminate
+from fathom.corpus.leaks import Hit, Matcher, build_index, passages
 from fathom.corpus.stage import CorpusError, Input, Stage, Task, Workspace
-from fathom.corpus.words import BLOCK, Numbers, words_of
+from fathom.corpus.words import BLOCK
 from fathom.report.files import digest, read_json, write_json
 
 SNIPPET = 300
 """Characters of a document that a report quotes."""
-SIEVE_BITS = 20
 
 
 class Benchmarks(Stage):
     """One task for each benchmark."""
 
     name = "benchmarks"
-    version = 3
+    version = 4
 
     def settings(self) -> dict[str, object]:
         """The values of the recipe that this stage's results depend on."""
@@ -60,11 +55,13 @@ class Benchmarks(Stage):
         place = task.inputs[0].path + (f"#{part}" if part else "")
         items = read_items(Path(place), name, task.arguments["question"])
         check = self_check(items)
-        index, unchecked = build_index(items, self.recipe.decontaminate)
+        index, unfound = build_index(items, self.recipe.decontaminate)
         np.savez(folder / "index.npz", allow_pickle=False, **index)
         write_lines(folder / "items.jsonl", (asdict(item) for item in items))
-        write_json(folder / "check.json", {"benchmark": name, **check, "too_short_to_find": unchecked})
-        return {"items": len(items), "unchecked": len(unchecked), "contradictory": check["counts"]["contradictory"]}
+        hidden = {"template_only": unfound.template, "too_short_to_find": unfound.short}
+        write_json(folder / "check.json", {"benchmark": name, **check, **hidden})
+        found = {"contradictory": check["counts"]["contradictory"]}
+        return {"items": len(items), **found, **{key: len(ids) for key, ids in hidden.items()}}
 
     def finish(self, counts: dict[str, int]) -> None:
         """Under `decontaminate.strict`, refuse a benchmark that gives one question two answers."""
@@ -76,113 +73,11 @@ class Benchmarks(Stage):
             )
 
 
-def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[dict[str, np.ndarray], list[str]]:
-    """Sorted numbers of word runs, by length, with the item of each; and ids of items too short to be found."""
-    texts, owners, limits = [], [], []
-    for number, item in enumerate(items):
-        for what, text in item.texts():
-            texts.append(folded(text).text)
-            owners.append(number)
-            limits.append(rules.shortest if what == "stem and answer" else rules.whole)
-    words = words_of(texts)
-    counts = np.diff(words.bounds)
-    # The length of the word runs by which a text is searched for; none if it is too short.
-    lengths = np.where(counts >= np.array(limits), np.minimum(counts, rules.words), 0)
-    owner = np.array(owners)
-    index: dict[str, np.ndarray] = {}
-    for length, runs, places in words.runs_of(lengths[lengths > 0].tolist()):
-        of = np.searchsorted(words.bounds, places, "right") - 1
-        mine = lengths[of] == length
-        runs, holders = runs[mine], owner[of[mine]]
-        order = np.lexsort((holders, runs))
-        runs, holders = runs[order], holders[order]
-        new = np.ones(len(runs), np.bool_)
-        new[1:] = (runs[1:] != runs[:-1]) | (holders[1:] != holders[:-1])
-        index[f"runs_{length}"], index[f"items_{length}"] = runs[new], holders[new]
-    found = np.zeros(len(items), np.bool_)
-    found[owner[lengths > 0]] = True
-    return index, [items[number].id for number in np.flatnonzero(~found).tolist()]
-
-
-@dataclass(frozen=True)
-class Hit:
-    """A passage of a text that an item shares."""
-
-    item: int
-    start: int
-    end: int
-    words: int
-
-
-class Matcher:
-    """Finds the items of one benchmark in texts."""
-
-    def __init__(self, index: dict[str, np.ndarray], items: Sequence[Item]) -> None:
-        self._items = items
-        self._index: dict[int, tuple[Numbers, NDArray[np.int64], NDArray[np.bool_]]] = {}
-        self._plain: dict[int, list[str]] = {}
-        for key in index:
-            if key.startswith("runs_"):
-                length = int(key.removeprefix("runs_"))
-                sieve = np.zeros(1 << SIEVE_BITS, np.bool_)
-                sieve[_low(index[key])] = True
-                self._index[length] = (index[key], index[f"items_{length}"], sieve)
-
-    def hits(self, texts: Sequence[str]) -> Iterator[list[Hit]]:
-        """The hits in each text, in order."""
-        whole = [folded(text) for text in texts]
-        found = self._hits(whole)
-        joined = {number: again for number, one in enumerate(whole) if (again := rejoined(one, self._vocabulary))}
-        for number, hits in zip(joined, self._hits(list(joined.values())), strict=True):
-            found[number] += [hit for hit in hits if hit not in found[number]]
-        for hits in found:
-            yield sorted(hits, key=lambda hit: (hit.start, hit.end, hit.item))
-
-    def _hits(self, texts: Sequence[Folded]) -> list[list[Hit]]:
-        words = words_of([one.text for one in texts])
-        found: list[list[Hit]] = [[] for _ in texts]
-        for length, runs, places in words.runs_of(self._index):
-            known, items, sieve = self._index[length]
-            maybe = np.flatnonzero(sieve[_low(runs)])
-            first = np.searchsorted(known, runs[maybe], "left")
-            last = np.searchsorted(known, runs[maybe], "right")
-            for run, low, high in zip(maybe.tolist(), first.tolist(), last.tolist(), strict=True):
-                if low == high:
-                    continue
-                begin = int(places[run])
-                text = int(np.searchsorted(words.bounds, begin, "right")) - 1
-                start, end = int(words.starts[begin]), int(words.ends[begin + length - 1])
-                for item in items[low:high].tolist():
-                    # Numbers may be equal by chance, so the words are compared.
-                    if self._holds(item, plain(texts[text].text[start:end])):
-                        found[text].append(Hit(item, *texts[text].span(start, end), length))
-        return found
-
-    @functools.cached_property
-    def _vocabulary(self) -> set[str]:
-        """The words of all items."""
-        texts = [folded(text).text for item in self._items for what, text in item.texts() if what != "choice"]
-        return {word for text in plain_all(texts) for word in text.split()}
-
-    def _holds(self, item: int, passage: str) -> bool:
-        if item not in self._plain:
-            self._plain[item] = [f" {plain(folded(text).text)} " for _, text in self._items[item].texts()]
-        return any(f" {passage} " in text for text in self._plain[item])
-
-
-def _low(numbers: Numbers) -> NDArray[np.int64]:
-    return (numbers & np.uint64((1 << SIEVE_BITS) - 1)).astype(np.int64)
-
-
-Searched = tuple[Matcher, list[Item]]
-"""A benchmark's matcher and its items."""
-
-
 class Contamination(Stage):
     """One task for each file of documents: the action for each document that gives an item away, and why."""
 
     name = "contamination"
-    version = 2
+    version = 3
 
     def settings(self) -> dict[str, object]:
         """The values of the recipe that this stage's results depend on."""
@@ -208,16 +103,14 @@ class Contamination(Stage):
         """Do one task; returns what was counted."""
         names = task.arguments["benchmarks"]
         paths = [self.workspace.path(one) for one in task.inputs]
-        matchers = {
-            name: (Matcher(dict(np.load(index)), items := read_index_items(lines)), items)
-            for name, index, lines in zip(names, paths[2 : 2 + len(names)], paths[2 + len(names) :], strict=True)
-        }
+        items = {name: read_index_items(lines) for name, lines in zip(names, paths[2 + len(names) :], strict=True)}
+        matcher = Matcher([dict(np.load(index)) for index in paths[2 : 2 + len(names)]], list(items.values()))
         removed = set(np.load(paths[1]).tolist())
         counts = dict.fromkeys(("documents", "hits", "dropped", "cut", "reported", "short_pieces"), 0)
         verdicts: dict[str, list[list[int]]] = {}
         short: list[dict[str, object]] = []
         with (folder / "hits.jsonl").open("w", encoding="utf-8") as out:
-            for row, document, found in self._search(paths[0], removed, matchers, counts):
+            for row, document, found in self._search(paths[0], removed, (names, matcher), counts):
                 action, spans = self._action(document, found)
                 if action == "cut":
                     lost, some_left = _too_short(document, spans, task.arguments["min_words"])
@@ -227,7 +120,7 @@ class Contamination(Stage):
                 counts["hits"] += len(found)
                 if action != "report":
                     verdicts[str(row)] = spans if action == "cut" else []
-                for line in _lines(row, document, found, matchers, action):
+                for line in _lines(row, document, found, items, action):
                     out.write(line)
         counts["short_pieces"] = len(short)
         write_json(folder / "verdicts.json", verdicts)
@@ -235,19 +128,16 @@ class Contamination(Stage):
         return counts
 
     def _search(
-        self, path: Path, removed: set[int], matchers: Mapping[str, Searched], counts: dict[str, int]
+        self, path: Path, removed: set[int], wanted: tuple[Sequence[str], Matcher], counts: dict[str, int]
     ) -> Iterator[tuple[int, Document, list[tuple[str, Hit]]]]:
         """Rows in which something was found."""
+        names, matcher = wanted
         for batch in _row_batches(path, removed):
             counts["documents"] += len(batch)
-            texts = [document.text for _, document in batch]
-            found: list[list[tuple[str, Hit]]] = [[] for _ in batch]
-            for name, (matcher, _) in matchers.items():
-                for mine, hits in zip(found, matcher.hits(texts), strict=True):
-                    mine += [(name, hit) for hit in hits]
+            found = matcher.hits([document.text for _, document in batch])
             for (row, document), mine in zip(batch, found, strict=True):
                 if mine:
-                    yield row, document, mine
+                    yield row, document, [(names[benchmark], hit) for benchmark, hit in mine]
 
     def _action(self, document: Document, found: Sequence[tuple[str, Hit]]) -> tuple[str, list[list[int]]]:
         """The strictest action of the benchmarks that were hit, and the passages to cut."""
@@ -295,19 +185,12 @@ def _row_batches(path: Path, removed: set[int]) -> Iterator[list[tuple[int, Docu
 
 
 def _lines(
-    row: int, document: Document, found: Sequence[tuple[str, Hit]], matchers: Mapping[str, Searched], action: str
+    row: int, document: Document, found: Sequence[tuple[str, Hit]], items: Mapping[str, Sequence[Item]], action: str
 ) -> Iterator[str]:
     """The report's lines on a document: one for each item, with the longest shared passage."""
-    spans: dict[tuple[str, int], list[list[int]]] = {}
-    for name, hit in found:
-        mine = spans.setdefault((name, hit.item), [])
-        if mine and hit.start <= mine[-1][1]:
-            mine[-1][1] = max(mine[-1][1], hit.end)
-        else:
-            mine.append([hit.start, hit.end])
-    for (name, number), mine in sorted(spans.items()):
+    for (name, number), mine in sorted(passages(found).items()):
         start, end = max(mine, key=lambda span: (span[1] - span[0], -span[0]))
-        item = matchers[name][1][number]
+        item = items[name][number]
         row_values = {
             "benchmark": name,
             "item": item.id,
@@ -328,7 +211,10 @@ def _lines(
 
 def read_index_items(path: Path) -> list[Item]:
     """The items of a benchmark as its task wrote them."""
-    return [Item(**{**row, "choices": tuple(row["choices"])}) for row in read_lines(path)]
+    return [
+        Item(**{**row, "choices": tuple(row["choices"]), "accepted": tuple(row["accepted"])})
+        for row in read_lines(path)
+    ]
 
 
 class Flags(Stage):
@@ -372,9 +258,10 @@ class Flags(Stage):
 
 
 class BenchmarkCheck(SelfCheck):
-    """A self-check with the benchmark's name and the items that are too short to be found in documents."""
+    """A self-check with the benchmark's name and the items that are not found in documents by their question."""
 
     benchmark: str
+    template_only: list[str]
     too_short_to_find: list[str]
 
 

@@ -1,7 +1,8 @@
-"""Texts with what layout and type change about their words undone, so that items are found in every form of them.
+"""Texts with what layout, type and markup change about their words undone: items are found in every form of them.
 
-Compatibility forms are taken apart (NFKC, ligatures above all), case is folded where that changes the number of
-letters, invisible characters are left out. Which words a hyphen at a line's end divides only a vocabulary can tell.
+Markup is taken out (entities, tags, LaTeX, footnote marks), compatibility forms are taken apart (NFKC), the accents of
+Latin, Greek and Cyrillic letters and invisible characters are left out, and letters of other alphabets stand for the
+Latin ones that they look like. Which words a hyphen at a line's end divides only a vocabulary can tell.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fathom.corpus import markup
+from fathom.corpus.confusables import LOOKALIKES, SHAPES
 from fathom.corpus.words import lower
 
 DIVISION = re.compile(r"[-‐]\n[ \t]*(?=[^\W_])")
@@ -26,6 +29,15 @@ LAST = 0x2FFFF
 """Beyond it no character is in use that folding changes, but tags, which no text has."""
 INVISIBLE = re.compile(r"[\u034f\u180b-\u180f\ufe00-\ufe0f]")
 """Variation selectors and joiners that Unicode counts among marks, not among format characters."""
+ACCENTS = re.compile(r"[\u0300-\u036f\u0483-\u0487\u1ab0-\u1aff\u1dc0-\u1dff\u20d0-\u20ff\ufe20-\ufe2f]")
+"""Combining marks of Latin, Greek and Cyrillic letters; those of other scripts are vowels and part of a word."""
+DEEPEST = 3
+"""Times that markup may be spelled by entities."""
+
+LATIN = {shape: letter for letter, shapes in SHAPES.items() for shape in shapes}
+LATIN_OF = {ord(shape): letter for letter, shapes in LOOKALIKES.items() for shape in shapes}
+ALIKE = re.compile(f"[{''.join(map(chr, LATIN_OF))}]")
+NOT_LATIN = re.compile(r"[^A-Za-z]+")
 
 
 @dataclass(frozen=True)
@@ -39,14 +51,24 @@ class Folded:
         """A passage of the folded text as one of the text."""
         return (start, end) if self.places is None else (int(self.places[start]), int(self.places[end - 1]) + 1)
 
+    def then(self, again: Folded) -> Folded:
+        """This one folded once more."""
+        if self.places is None or again.places is None:
+            return Folded(again.text, self.places if again.places is None else again.places)
+        return Folded(again.text, self.places[again.places])
+
 
 def folded(text: str) -> Folded:
-    """A text with compatibility forms taken apart and without invisible characters."""
-    if text.isascii():
-        return Folded(text)
-    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
-    places = np.flatnonzero(_changed()[np.minimum(codes, LAST)]).tolist()
-    return _replaced(text, ((place, place + 1, _fold(text[place])) for place in places)) if places else Folded(text)
+    """A text with markup taken out and every character in its plainest form."""
+    one = Folded(text)
+    for _ in range(DEEPEST):
+        if not (changes := list(markup.changes(one.text))):
+            break
+        one = one.then(_replaced(one.text, changes))
+    if one.text.isascii():
+        return one
+    one = one.then(_plainest(one.text))
+    return one.then(Folded(_as_latin(one.text)))
 
 
 def rejoined(one: Folded, known: Container[str]) -> Folded | None:
@@ -55,10 +77,22 @@ def rejoined(one: Folded, known: Container[str]) -> Folded | None:
     if "-\n" not in text and "‐\n" not in text:
         return None
     changes = [(*match.span(), "") for match in DIVISION.finditer(text) if _whole(text, *match.span()) in known]
-    if not changes:
-        return None
-    joined = _replaced(text, changes)
-    return joined if one.places is None or joined.places is None else Folded(joined.text, one.places[joined.places])
+    return one.then(_replaced(text, changes)) if changes else None
+
+
+def _as_latin(text: str) -> str:
+    """A text in which letters that look like Latin ones are, where no other letter stands between the next Latin ones.
+
+    So Greek and Cyrillic words among Latin ones stay as they are, but for the few that look like Latin words.
+    """
+    if not ALIKE.search(text):
+        return text
+    return NOT_LATIN.sub(lambda match: _read(match[0]), text)
+
+
+def _read(part: str) -> str:
+    letters = [one for one in part if one.isalpha()]
+    return part.translate(LATIN_OF) if letters and all(ord(one) in LATIN_OF for one in letters) else part
 
 
 def _whole(text: str, start: int, end: int) -> str:
@@ -76,15 +110,44 @@ def _replaced(text: str, changes: Iterable[tuple[int, int, str]]) -> Folded:
     return Folded("".join([*parts, text[end:]]), np.concatenate([*places, np.arange(end, len(text))]))
 
 
+def _plainest(text: str) -> Folded:
+    """Every character as `_fold` gives it."""
+    changed, begins, lengths, letters = _forms()
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
+    known = np.minimum(codes, LAST)
+    if not changed[known].any():
+        return Folded(text)
+    counts = lengths[known]
+    places = np.repeat(np.arange(len(codes)), counts)
+    within = np.arange(len(places)) - np.repeat(np.cumsum(counts) - counts, counts)
+    new = np.where(changed[known[places]], letters[begins[known[places]] + within], codes[places])
+    return Folded(new.astype("<u4").tobytes().decode("utf-32-le", "surrogatepass"), places)
+
+
 def _fold(character: str) -> str:
     if unicodedata.category(character)[0] in "SPZ":  # no part of a word: ´ would leave a mark, and ™ letters, in one
         return character
-    plain = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", character).casefold())
+    plain = unicodedata.normalize("NFKC", character)
+    if plain != character and "\u2044" in plain:  # a fraction, which is no digit of the number before it
+        return f" {plain}"
+    plain = unicodedata.normalize("NFC", ACCENTS.sub("", unicodedata.normalize("NFD", plain)))
+    plain = "".join(LATIN.get(one, one) for one in plain)
+    if len(plain.casefold()) != len(plain):
+        plain = unicodedata.normalize("NFKC", plain.casefold())
     return "".join(one for one in plain if unicodedata.category(one) != "Cf" and not INVISIBLE.match(one))
 
 
+Forms = tuple[NDArray[np.bool_], NDArray[np.int64], NDArray[np.int64], NDArray[np.uint32]]
+
+
 @functools.cache
-def _changed() -> NDArray[np.bool_]:
-    """Which characters folding changes beyond what the words themselves ignore."""
-    characters = map(chr, range(LAST + 1))
-    return np.fromiter((lower(_fold(one)) != lower(one) for one in characters), np.bool_, LAST + 1)
+def _forms() -> Forms:
+    """Which characters folding changes; and where, how long and what their new forms are."""
+    forms = [_fold(chr(code)) for code in range(LAST + 1)]
+    changed = np.fromiter((lower(form) != lower(chr(code)) for code, form in enumerate(forms)), np.bool_, LAST + 1)
+    changed[:128] = False
+    lengths = np.where(changed, np.fromiter(map(len, forms), np.int64, LAST + 1), 1)
+    whole = "".join(form for form, new in zip(forms, changed, strict=True) if new)
+    begins = np.cumsum(np.where(changed, lengths, 0)) - np.where(changed, lengths, 0)
+    letters = np.frombuffer(whole.encode("utf-32-le", "surrogatepass"), "<u4")
+    return changed, np.minimum(begins, len(letters) - 1), lengths, letters

@@ -177,9 +177,9 @@ class Decontaminate:
     action: Literal["drop", "cut", "report"] = "drop"
     """drop the document, cut the passage out, or only report it"""
     words: int = 13
-    """a shared run of this many words is a leak"""
+    """a run of this many words of a question that no other question has is a leak"""
     whole: int = 8
-    """items of `whole` to `words` - 1 words are leaks if they occur whole; shorter ones only with their answer"""
+    """questions of `whole` to `words` - 1 words are leaks if they occur whole; shorter ones only with their answer"""
     shortest: int = 5
     """a question with its answer that is shorter than this is not looked for"""
     margin: int = 200

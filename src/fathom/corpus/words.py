@@ -77,7 +77,8 @@ def run_numbers(numbers: Numbers, length: int) -> Numbers:
 def words_of(texts: Sequence[str]) -> Words:
     """The words of texts, which may have any length."""
     if sum(map(len, texts)) > BLOCK:
-        return _joined([_words_of_one(text) if len(text) > BLOCK else _words_of_block([text]) for text in texts])
+        groups = batches(texts)
+        return _joined([_words_of_one(one[0]) if len(one[0]) > BLOCK else _words_of_block(one) for one in groups])
     return _words_of_block(texts)
 
 

@@ -1,0 +1,248 @@
+"""Leaks by kind and benchmark: how many planted ones are found, and what is found where nothing was planted.
+
+    python benchmarks/decontamination.py DATA/eval --plain DATA/corpora/wiki/train-*.jsonl.xz --judge 50 --out LOG
+
+Each kind is a form in which a document may hold a question with its answer. A plant stands in the midst of a document
+that holds no item. `siblings` counts other items that a plant marks. Then every document of `--plain` is searched for
+all benchmarks, without plants: the share of documents and of items that are found, and `--judge` passages, at random.
+"""
+
+from __future__ import annotations
+
+import argparse
+import html
+import json
+import lzma
+import random
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fathom.corpus.benchmarks import Item, item_of
+from fathom.corpus.confusables import LOOKALIKES
+from fathom.corpus.leaks import Matcher, build_index
+from fathom.corpus.recipe import Decontaminate
+from fathom.corpus.words import batches
+from fathom.report.files import write_json
+from fathom.report.provenance import provenance
+
+FILES = {
+    "openbookqa": ("openbookqa/validation", "openbookqa/train"),
+    "arc_easy": ("arc_easy/validation", "arc_easy/train"),
+    "arc_challenge": ("arc_challenge/validation", "arc_challenge/train"),
+    "mmlu": ("mmlu/validation", "mmlu/dev"),
+    "sciq": ("sciq/validation",),
+    "piqa": ("piqa/validation",),
+    "hellaswag": ("hellaswag/validation",),
+    "boolq": ("boolq/validation",),
+}
+CYRILLIC = {latin: next(one for one in shapes if "\u0400" <= one <= "\u052f")
+            for latin, shapes in LOOKALIKES.items() if any("\u0400" <= one <= "\u052f" for one in shapes)}  # fmt: skip
+ACCENTED = dict(zip("aeioucn", "\u00e1\u00ea\u00ef\u00f6\u00fb\u00e7\u00f1", strict=True))
+NAMES = ("Ann", "Omar", "Lena", "Ravi", "Mei", "Jorge", "Ines", "Tom", "Aiko", "Paul")
+THINGS = ("apples", "books", "coins", "stamps", "marbles", "tickets", "shells", "pencils", "cards", "eggs")
+
+
+def asked(item: Item) -> str:
+    return f"{item.context}\n{item.stem}" if item.context else item.stem
+
+
+def listed(item: Item, mark: str) -> str:
+    letters = "ABCDEFGHIJ" if mark[1] == "A" else "1234567890"
+    return "\n".join(f"{mark.replace(mark[1], letters[n])} {choice}" for n, choice in enumerate(item.choices))
+
+
+def every(text: str, share: int, change: Callable[[str], str]) -> str:
+    return " ".join(change(word) if n % share == 0 else word for n, word in enumerate(text.split(" ")))
+
+
+def whole(item: Item) -> str:
+    return f"{asked(item)} {item.gold}"
+
+
+KINDS: dict[str, Callable[[Item], str]] = {
+    "question answer": whole,
+    "Q: A:": lambda item: f"Q: {asked(item)}\nA: {item.gold}",
+    "Question: Answer:": lambda item: f"Question: {asked(item)}\nAnswer: {item.gold}",
+    "He replied:": lambda item: f"She asked: {asked(item)} He replied: {item.gold}",
+    "the correct answer is (B)": lambda item: f"{asked(item)} The correct answer is (B) {item.gold}",
+    "options A.": lambda item: f"{asked(item)}\n{listed(item, ' A.')}\nAnswer: {item.gold}",
+    "options (1)": lambda item: f"{asked(item)}\n{listed(item, '(1)')}\nAnswer: {item.gold}",
+    "upper case": lambda item: whole(item).upper(),
+    "entities": lambda item: html.escape(whole(item)).replace(" ", "&nbsp;").replace("e", "&#101;"),
+    "homoglyphs, all": lambda item: "".join(CYRILLIC.get(one, one) for one in whole(item)),
+    "homoglyphs, a word in six": lambda item: every(
+        whole(item), 6, lambda word: "".join(CYRILLIC.get(one, one) for one in word)
+    ),
+    "diacritics": lambda item: "".join(ACCENTED.get(one, one) for one in whole(item)),
+    "combining marks": lambda item: "".join(f"{one}\u0301" if one.isalpha() else one for one in whole(item)),
+    "tags": lambda item: every(
+        html.escape(whole(item), quote=False), 3, lambda word: f"<b>{word[:2]}</b>{word[2:]}<br/>"
+    ),
+    "LaTeX": lambda item: every(whole(item), 4, lambda word: f"\\textbf{{{word}}}"),
+    "footnote marks": lambda item: every(whole(item), 5, lambda word: f"{word}[{len(word)}]"),
+    "fullwidth": lambda item: "".join(chr(ord(one) + 0xFEE0) if "!" <= one <= "~" else one for one in whole(item)),
+    "mathematical": lambda item: "".join(
+        chr(0x1D41A + ord(one) - ord("a")) if "a" <= one <= "z" else one for one in whole(item)
+    ),
+    "emphasis": lambda item: every(whole(item), 1, lambda word: f"**{word}**"),
+    "JSON": lambda item: json.dumps({"question": asked(item), "answer": item.gold}),
+    "table": lambda item: f"| {asked(item)} | {item.gold} |",
+}  # fmt: skip
+
+
+STORY = "{who} had {a} {what} in {n} boxes on the shelf. Then {who} gave away {b} {what} to a neighbour of {other}."
+TOLD = (
+    "How many {what} does {who} have now?",
+    "How many {what} were given away?",
+    "How many {what} are in a box?",
+)
+OPEN = (
+    "who wrote the song {name}",
+    "when was the city of {name} founded",
+    "what is the largest river in {name}",
+    "who played {name} in the television series about {other} and its people",
+)
+
+
+def generated(shape: str, count: int, chance: random.Random) -> list[dict[str, Any]]:
+    """Items in the shape of well-known benchmarks that are not here: open questions, and three questions to a story."""
+    parts = ("BCDFGKLMNPRSTV", "aeiou", "lnrst", "aeiou", "dkmnrst")
+    made = ["".join(map(chance.choice, parts)) + str(number) for number in range(count)]
+    rows: list[dict[str, Any]] = []
+    for number in range(count):
+        other = chance.choice(made)
+        if shape == "svamp":
+            story = number // 3
+            a, b = 10 + story % 80, 2 + story % 7
+            names = {"who": NAMES[story % 10], "what": THINGS[story % 7], "a": a, "b": b, "n": 2 + story % 5}
+            asked_now = f"{STORY} {TOLD[number % 3]}".format(other=made[story], **names)
+            rows.append({"question": asked_now, "answer": str((a - b, b, a // 2)[number % 3])})
+            continue
+        stem = chance.choice(OPEN).format(name=made[number], other=other)
+        answers = [f"{other.lower()} {chance.randrange(1000, 2000)}", f"the {other}"]
+        if shape == "triviaqa":
+            answer = {"value": answers[0], "aliases": answers}
+            rows.append({"question": f"Question: {stem.capitalize()}?\nAnswer:", "answer": answer})
+        else:
+            rows.append({"question": stem, "answer": answers})
+    return rows
+
+
+def rows_of(folder: Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
+    for name in names:
+        with lzma.open(folder / f"{name}.jsonl.xz", "rt", encoding="utf-8") as lines:
+            yield from map(json.loads, lines)
+
+
+def read_benchmarks(folder: Path, chance: random.Random) -> dict[str, list[Item]]:
+    rows = {name: list(rows_of(folder, files)) for name, files in FILES.items()}
+    rows |= {f"{shape} (generated)": generated(shape, 1200, chance) for shape in ("nq", "triviaqa", "svamp")}
+    return {name: [item_of(row, number) for number, row in enumerate(found)] for name, found in rows.items()}
+
+
+def texts_of(places: Sequence[Path]) -> Iterator[str]:
+    for place in places:
+        with lzma.open(place, "rt", encoding="utf-8") as lines:
+            for line in lines:
+                yield json.loads(line)["text"]
+
+
+def recall(items: Sequence[Item], covers: Sequence[str], plants: int, chance: random.Random) -> dict[str, Any]:
+    """By kind: plants, those found, and other questions that were marked."""
+    index, unfound = build_index(items, Decontaminate())
+    matcher = Matcher([index], [items])
+    lost = set(unfound.short)
+    numbers = [n for n, item in enumerate(items) if item.gold and item.id not in lost]
+    keys = [(item.stem, item.context, tuple(sorted(item.choices))) for item in items]
+    cells: dict[str, Any] = {}
+    for kind, form in KINDS.items():
+        if kind.startswith("options") and not any(item.choices for item in items):
+            continue
+        chosen = chance.sample(numbers, min(plants, len(numbers)))
+        texts = [f"{chance.choice(covers)}\n{form(items[n])}\n{chance.choice(covers)}" for n in chosen]
+        found, siblings, worst = 0, 0, 0
+        for number, hits in zip(chosen, matcher.hits(texts), strict=True):
+            marked = {hit.item for _, hit in hits}
+            found += number in marked
+            others = len({keys[one] for one in marked} - {keys[number]})
+            siblings, worst = siblings + others, max(worst, others)
+        cells[kind] = {"plants": len(chosen), "found": found, "siblings": siblings, "most_siblings": worst}
+    return {
+        "items": len(items),
+        "too_short": len(unfound.short),
+        "template_only": len(unfound.template),
+        "kinds": cells,
+    }
+
+
+def unplanted(
+    benchmarks: dict[str, list[Item]], texts: Iterator[str], judged: int, chance: random.Random
+) -> dict[str, Any]:
+    """What is found in documents without plants."""
+    names, rules = list(benchmarks), Decontaminate()
+    matcher = Matcher([build_index(items, rules)[0] for items in benchmarks.values()], list(benchmarks.values()))
+    documents, characters, hit_documents, items = 0, 0, 0, set()
+    by_benchmark: Counter[str] = Counter()
+    passages = []
+    began = time.process_time()
+    for batch in batches(texts, 1 << 18):
+        for text, hits in zip(batch, matcher.hits(batch), strict=True):
+            documents += 1
+            characters += len(text)
+            hit_documents += bool(hits)
+            by_benchmark.update({names[benchmark] for benchmark, _ in hits})
+            for benchmark, item in sorted({(benchmark, hit.item) for benchmark, hit in hits}):
+                items.add((benchmark, item))
+                spans = [hit for other, hit in hits if (other, hit.item) == (benchmark, item)]
+                low, high = min(one.start for one in spans), max(one.end for one in spans)
+                row = benchmarks[names[benchmark]][item]
+                quoted = {"document": text[low:high][:300], "question": asked(row)[-300:], "answer": row.gold[:100]}
+                passages.append({"benchmark": names[benchmark], **quoted})
+    total = sum(map(len, benchmarks.values()))
+    return {
+        "documents": documents,
+        "megacharacters": round(characters / 1e6, 1),
+        "cpu_seconds": round(time.process_time() - began, 1),
+        "documents_hit": hit_documents,
+        "items": total,
+        "items_hit": len(items),
+        "by_benchmark": dict(by_benchmark),
+        "passages": chance.sample(passages, min(judged, len(passages))),
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="a folder of benchmarks")
+    parser.add_argument("--plain", type=Path, nargs="+", required=True, help="documents to search and to plant in")
+    parser.add_argument("--documents", type=int, help="search so many documents at most")
+    parser.add_argument("--plants", type=int, default=200)
+    parser.add_argument("--judge", type=int, default=50)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    chance = random.Random(options.seed)
+    benchmarks = read_benchmarks(options.folder, chance)
+    covers = [text[:1500] for text in islice(texts_of(options.plain), 300)]
+    found: dict[str, Any] = {**provenance(), "plants": options.plants, "recall": {}}
+    for name, items in benchmarks.items():
+        found["recall"][name] = one = recall(items, covers, options.plants, chance)
+        cells = " ".join(f"{kind}={cell['found']}/{cell['plants']}" for kind, cell in one["kinds"].items())
+        print(
+            f"{name}: short {one['too_short']} template {one['template_only']} of {one['items']}: {cells}", flush=True
+        )
+    found["unplanted"] = unplanted(
+        benchmarks, islice(texts_of(options.plain), options.documents), options.judge, chance
+    )
+    print(json.dumps(found["unplanted"], indent=1, ensure_ascii=False))
+    if options.out:
+        write_json(options.out, found)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,408 @@
+"""What gives an item of a benchmark away, and where texts do so.
+
+A question is given away by a run of 13 words of it that no other question of the benchmark has; if it has 8 to 12
+words, by all of it, unless another question contains it; and any question by all of it with its answer after it.
+Between question and answer may stand label words ("Answer: (b)", "He replied:") and the other choices. Runs that
+several questions share are the benchmark's template, and choices alone are no question: neither gives anything away.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections import Counter
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fathom.corpus.benchmarks import Item, plain, plain_all
+from fathom.corpus.folding import Folded, folded, rejoined
+from fathom.corpus.recipe import Decontaminate
+from fathom.corpus.words import Numbers, Words, run_numbers, words_of
+
+RUN, WHOLE, ANSWERED, FILLED = range(4)
+"""A run of the question's own; all of a question; a question with its answer; one with its blank filled in."""
+ANCHORS = (3, 5, 8)
+"""Lengths of the runs by which questions of fewer words than a run are looked up, before all of their words are."""
+LABELS = frozenset(
+    [
+        *(
+            "a",
+            "an",
+            "the",
+            "q",
+            "question",
+            "questions",
+            "answer",
+            "answers",
+            "ans",
+            "key",
+            "solution",
+            "result",
+            "final",
+        ),
+        *("correct", "right", "best", "true", "response", "responses", "respond", "responded", "responds", "reply"),
+        *("replied", "replies", "said", "says", "say", "he", "she", "they", "it", "i", "we", "you", "to", "is", "are"),
+        *("was", "were", "be", "called", "would", "that", "this", "choice", "choices", "option", "options", "choose"),
+        *(
+            "select",
+            "pick",
+            "one",
+            "of",
+            "from",
+            "by",
+            "in",
+            "with",
+            "following",
+            "below",
+            "above",
+            "assistant",
+            "user",
+        ),
+        *(
+            "human",
+            "bot",
+            "gpt",
+            "model",
+            "system",
+            "output",
+            "input",
+            "instruction",
+            "so",
+            "therefore",
+            "thus",
+            "because",
+        ),
+        *("and", "or"),
+        *"bcdefghjx",
+        *("ii", "iii", "iv", "vi", "vii", "viii", "ix"),
+        *map(str, range(13)),
+    ]
+)
+"""Words that may stand between a question and its answer."""
+MOST_LABELS = 8
+"""Label words in a row."""
+SHARED = 3
+"""Questions that begin, or end, with the same label show that it is the benchmark's, and no part of the question."""
+PREFIX = re.compile(r"\s*([^\n:.?!]{1,40}):\s+")
+SUFFIX = re.compile(r"(?:(?<=[.?!])\s+|\s*\n\s*)([^\n:.?!]{1,40}):\s*\Z")
+BLANK = re.compile(r"(?<!\w)_+(?!\w)")
+FARTHEST = 1000
+"""Words after a question among which its answer is looked for."""
+LARGEST_SIEVE = 23
+
+Index = dict[str, np.ndarray]
+Key = TypeVar("Key", bound=Hashable)
+
+
+@dataclass(frozen=True)
+class Hit:
+    """A passage of a text that gives an item away."""
+
+    item: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Unfound:
+    """Ids of items whose own words do not suffice."""
+
+    template: list[str]
+    """Others share every run of theirs: they are found only with their answer after them, if they have one."""
+    short: list[str]
+    """Too short to be found."""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """The words of an item, as numbers."""
+
+    stem: list[int]
+    golds: list[list[int]]
+    others: list[list[int]]
+    """Choices that are not right."""
+    filled: list[int]
+    """The question with the answer in its blank; empty if it has none."""
+
+
+def stems_of(items: Sequence[Item]) -> list[str]:
+    """The questions without labels that several of them begin or end with, such as `Question:` and `Answer:`."""
+    stems = [item.stem for item in items]
+    for pattern in (PREFIX, SUFFIX):
+        found = [pattern.match(stem) if pattern is PREFIX else pattern.search(stem) for stem in stems]
+        distinct = {(match[1], stem) for match, stem in zip(found, stems, strict=True) if match}
+        often = Counter(label for label, _ in distinct)
+        rest = [(stem[: m.start()] + stem[m.end() :]) if m else stem for m, stem in zip(found, stems, strict=True)]
+        stems = [
+            new if match and often[match[1]] >= SHARED and len(new.split()) >= ANCHORS[0] else stem
+            for match, stem, new in zip(found, stems, rest, strict=True)
+        ]
+    return stems
+
+
+def groups_of(items: Sequence[Item]) -> list[int]:
+    """A number for each item; repetitions of one question with the same choices have the same."""
+    seen: dict[tuple[str, ...], int] = {}
+    asked = plain_all([f"{item.context}\n{item.stem}" for item in items])
+    options = iter(plain_all([choice for item in items for choice in item.choices]))
+    keys = ((text, *sorted(next(options) for _ in item.choices)) for text, item in zip(asked, items, strict=True))
+    return [seen.setdefault(key, len(seen)) for key in keys]
+
+
+def wanted_of(items: Sequence[Item]) -> list[Wanted]:
+    """The words of questions, answers and other choices."""
+    texts: list[str] = []
+    for item, stem in zip(items, stems_of(items), strict=True):
+        texts += [stem, _filled(item, stem), *item.golds(), *item.choices]
+    numbers = _numbers(texts)
+    found = []
+    for item in items:
+        stem_words, filled, golds = next(numbers), next(numbers), [next(numbers) for _ in item.golds()]
+        choices = [next(numbers) for _ in item.choices]
+        others = [words for words in choices if words and words not in golds]
+        found.append(Wanted(stem_words, [words for words in golds if words], others, filled))
+    return found
+
+
+def _numbers(texts: Sequence[str]) -> Iterator[list[int]]:
+    words = words_of([folded(text).text for text in texts])
+    numbers, bounds = words.numbers.tolist(), words.bounds.tolist()
+    yield from (numbers[low:high] for low, high in itertools.pairwise(bounds))
+
+
+def asked_texts(items: Sequence[Item]) -> list[tuple[int, str]]:
+    """(item, text) of all that is asked: a context with its question, and the question with its blank filled in."""
+    found = []
+    for number, (item, stem) in enumerate(zip(items, stems_of(items), strict=True)):
+        found.append((number, f"{item.context}\n{stem}"))
+        if filled := _filled(item, stem):
+            found.append((number, filled))
+    return found
+
+
+def _filled(item: Item, stem: str) -> str:
+    return BLANK.sub(lambda _: item.gold, stem) if item.gold and BLANK.search(stem) else ""
+
+
+def build_index(items: Sequence[Item], rules: Decontaminate) -> tuple[Index, Unfound]:
+    """Sorted numbers of the runs by which items are looked up, by length, with what each is to find."""
+    shared, own, by_runs = _shared(items, rules)
+    entries: dict[int, list[tuple[int, int, int, int]]] = {rules.words: [(run, item, RUN, 0) for run, item in own]}
+    template, short = [], []
+
+    def look_up(number: int, kind: int, sequence: Sequence[int]) -> None:
+        length = max(least for least in (*ANCHORS, rules.words) if least <= len(sequence))
+        runs = run_numbers(np.array(sequence, np.uint64), length).tolist()
+        at = min(range(len(runs)), key=lambda at: (shared.get(length, {}).get(runs[at], 0), -at))  # the rarest
+        entries.setdefault(length, []).append((runs[at], number, kind, at))
+
+    for number, one in enumerate(wanted_of(items)):
+        if number in by_runs:
+            continue
+        size, answer = len(one.stem), max(map(len, one.golds), default=0)
+        alone = rules.whole <= size < rules.words and shared[size].get(_run(one.stem), 0) == 1
+        if size >= rules.whole and not alone:
+            template.append(items[number].id)
+        if rules.whole <= len(one.filled) < rules.words:
+            look_up(number, FILLED, one.filled)
+        if alone:
+            look_up(number, WHOLE, one.stem)
+        elif answer and size >= ANCHORS[0] and size + answer >= rules.shortest:
+            look_up(number, ANSWERED, one.stem)
+        elif size < rules.whole and len(one.filled) < rules.whole:
+            short.append(items[number].id)
+    return _packed(entries), Unfound(template, short)
+
+
+def _shared(
+    items: Sequence[Item], rules: Decontaminate
+) -> tuple[dict[int, dict[int, int]], list[tuple[int, int]], set[int]]:
+    """How many questions hold each run, by its length; (run, item) of long runs of one question alone; their items.
+
+    Runs of a question with its blank filled in are among the second, but do not make its item one of the third.
+    """
+    asked = asked_texts(items)
+    words = words_of([folded(text).text for _, text in asked])
+    owner = np.array([number for number, _ in asked])
+    group = np.array(groups_of(items))[owner]
+    shared: dict[int, dict[int, int]] = {length: {} for length in range(rules.whole, rules.words)}
+    own: list[tuple[int, int]] = []
+    items_of_runs: set[int] = set()
+    first = np.concatenate([[True], owner[1:] != owner[:-1]])
+    for length, runs, places in words.runs_of({*shared, rules.words, *ANCHORS}):
+        of = np.searchsorted(words.bounds, places, "right") - 1
+        pairs = np.unique(np.stack([runs, group[of].astype(np.uint64)], 1), axis=0)
+        known, counts = np.unique(pairs[:, 0], return_counts=True)
+        shared[length] = dict(zip(known.tolist(), counts.tolist(), strict=True))
+        if length == rules.words:
+            alone = counts[np.searchsorted(known, runs)] == 1
+            rows = np.stack([runs[alone], owner[of[alone]].astype(np.uint64)], 1)
+            items_of_runs = set(owner[of[alone & first[of]]].tolist())
+            own = [(run, item) for run, item in np.unique(rows, axis=0).tolist()]
+    return shared, own, items_of_runs
+
+
+def _run(numbers: Sequence[int]) -> int:
+    return int(run_numbers(np.array(numbers, np.uint64), len(numbers))[0])
+
+
+def _packed(entries: Mapping[int, Sequence[tuple[int, int, int, int]]]) -> Index:
+    index: Index = {}
+    for length, rows in entries.items():
+        rows = sorted(rows)
+        index[f"runs_{length}"] = np.array([row[0] for row in rows], np.uint64)
+        index[f"found_{length}"] = np.array([row[1:] for row in rows], np.int64).reshape(-1, 3)
+    return index
+
+
+class Matcher:
+    """Finds the items of benchmarks in texts."""
+
+    def __init__(self, indices: Sequence[Index], items: Sequence[Sequence[Item]]) -> None:
+        self._items = items
+        self._tables = {}
+        for length in sorted({int(key.removeprefix("runs_")) for index in indices for key in index if "runs_" in key}):
+            self._tables[length] = _table(length, indices)
+
+    def hits(self, texts: Sequence[str]) -> Iterator[list[tuple[int, Hit]]]:
+        """(benchmark, hit) of each text, in order."""
+        whole = [folded(text) for text in texts]
+        found = self._hits(whole)
+        joined = {number: again for number, one in enumerate(whole) if (again := rejoined(one, self._vocabulary))}
+        for number, hits in zip(joined, self._hits(list(joined.values())), strict=True):
+            found[number] |= hits
+        for hits in found:
+            yield sorted(hits, key=lambda hit: (hit[1].start, hit[1].end, hit[0], hit[1].item))
+
+    def _hits(self, texts: Sequence[Folded]) -> list[set[tuple[int, Hit]]]:
+        words = words_of([one.text for one in texts])
+        found: list[set[tuple[int, Hit]]] = [set() for _ in texts]
+        for length, runs, places in words.runs_of(self._tables):
+            known, entries, sieve = self._tables[length]
+            maybe = np.flatnonzero(sieve[_low(runs, len(sieve))])
+            first = np.searchsorted(known, runs[maybe], "left")
+            last = np.searchsorted(known, runs[maybe], "right")
+            real = np.flatnonzero(last > first)
+            for begin, low, high in zip(
+                places[maybe[real]].tolist(), first[real].tolist(), last[real].tolist(), strict=True
+            ):
+                text = int(np.searchsorted(words.bounds, begin, "right")) - 1
+                for benchmark, item, kind, at in entries[low:high].tolist():
+                    if span := self._passage(words, texts, text, (benchmark, item, kind), (begin, at, length)):
+                        found[text].add((benchmark, Hit(item, *texts[text].span(*span))))
+        return found
+
+    def _passage(
+        self,
+        words: Words,
+        texts: Sequence[Folded],
+        text: int,
+        what: tuple[int, int, int],
+        where: tuple[int, int, int],
+    ) -> tuple[int, int] | None:
+        """The characters of a passage that gives an item away, if the words around a known run do."""
+        (benchmark, item, kind), (begin, at, length) = what, where
+        low, high = int(words.bounds[text]), int(words.bounds[text + 1])
+        end, after = begin + length, 0
+        if kind != RUN:
+            wanted = self._wanted[benchmark][item]
+            sequence = wanted.filled if kind == FILLED else wanted.stem
+            begin -= at
+            end = begin + len(sequence)
+            if begin < low or end > high or words.numbers[begin:end].tolist() != sequence:
+                return None
+            if kind == ANSWERED:
+                after = answer_end(words.numbers[end : min(end + FARTHEST, high)].tolist(), wanted)
+                if not after:
+                    return None
+        asked = texts[text].text[int(words.starts[begin]) : int(words.ends[end - 1])]
+        if not self._holds(benchmark, item, plain(asked)):  # numbers may be equal by chance
+            return None
+        return int(words.starts[begin]), int(words.ends[end + after - 1])
+
+    @functools.cached_property
+    def _wanted(self) -> list[list[Wanted]]:
+        return [wanted_of(items) for items in self._items]
+
+    @functools.cached_property
+    def _asked(self) -> list[dict[int, list[str]]]:
+        found: list[dict[int, list[str]]] = []
+        for items in self._items:
+            mine: dict[int, list[str]] = {}
+            for number, text in asked_texts(items):
+                mine.setdefault(number, []).append(text)
+            found.append(mine)
+        return found
+
+    @functools.cached_property
+    def _vocabulary(self) -> set[str]:
+        """The words of all items."""
+        texts = [folded(text).text for items in self._items for _, text in asked_texts(items)]
+        texts += [folded(gold).text for items in self._items for item in items for gold in item.golds()]
+        return {word for text in plain_all(texts) for word in text.split()}
+
+    def _holds(self, benchmark: int, item: int, passage: str) -> bool:
+        return any(f" {passage} " in f" {plain(folded(text).text)} " for text in self._asked[benchmark][item])
+
+
+def answer_end(after: Sequence[int], wanted: Wanted) -> int:
+    """How many words after a question its answer ends; 0 if something else stands there.
+
+    Args:
+        after: The words that follow the question.
+        wanted: The item's words.
+    """
+    labels, place, left = _labels(), 0, MOST_LABELS
+    while True:
+        for gold in wanted.golds:
+            if list(after[place : place + len(gold)]) == gold:
+                return place + len(gold)
+        passed = [len(one) for one in wanted.others if list(after[place : place + len(one)]) == one]
+        if passed:
+            place, left = place + max(passed), MOST_LABELS
+        elif place < len(after) and left and after[place] in labels:
+            place, left = place + 1, left - 1
+        else:
+            return 0
+
+
+@functools.cache
+def _labels() -> frozenset[int]:
+    return frozenset(words_of([" ".join(sorted(LABELS))]).numbers.tolist())
+
+
+def _table(length: int, indices: Sequence[Index]) -> tuple[Numbers, NDArray[np.int64], NDArray[np.bool_]]:
+    """All runs of a length, sorted; the benchmark and what to find of each; and a sieve for them."""
+    runs, found = [np.empty(0, np.uint64)], [np.empty((0, 4), np.int64)]
+    for number, index in enumerate(indices):
+        if f"runs_{length}" in index:
+            runs.append(index[f"runs_{length}"])
+            entries = index[f"found_{length}"]
+            found.append(np.column_stack([np.full(len(entries), number), entries]))
+    known, entries = np.concatenate(runs), np.concatenate(found)
+    order = np.argsort(known, kind="stable")
+    known, entries = known[order], entries[order]
+    sieve = np.zeros(1 << min(max((8 * len(known)).bit_length(), 16), LARGEST_SIEVE), np.bool_)
+    sieve[_low(known, len(sieve))] = True
+    return known, entries, sieve
+
+
+def _low(numbers: Numbers, size: int) -> NDArray[np.int64]:
+    return (numbers & np.uint64(size - 1)).astype(np.int64)
+
+
+def passages(hits: Iterable[tuple[Key, Hit]]) -> dict[tuple[Key, int], list[list[int]]]:
+    """The passages by which each (benchmark, item) is given away, those that overlap as one."""
+    spans: dict[tuple[Key, int], list[list[int]]] = {}
+    for benchmark, hit in hits:
+        mine = spans.setdefault((benchmark, hit.item), [])
+        if mine and hit.start <= mine[-1][1]:
+            mine[-1][1] = max(mine[-1][1], hit.end)
+        else:
+            mine.append([hit.start, hit.end])
+    return spans

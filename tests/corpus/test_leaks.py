@@ -1,0 +1,246 @@
+"""Every planted leak is found, in every disguise and form, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from fathom.corpus.benchmarks import Item, item_of
+from fathom.corpus.folding import folded, rejoined
+from fathom.corpus.leaks import Hit, Matcher, build_index
+from fathom.corpus.recipe import Decontaminate
+from tests.corpus.prose import Prose
+
+WORDS = [f"{first}{second}rk" for first in "abcdefgh" for second in "abcdefgh"]
+
+
+def disguises(text: str) -> list[str]:
+    words = text.split()
+    return [
+        text,
+        text.upper(),
+        ", ".join(words) + "!",
+        "\n".join(words),
+        "“" + "” — “".join(words) + "”",
+        "* ".join(words),
+    ]
+
+
+def hits(items: Sequence[Item], text: str, **rules: int) -> list[Hit]:
+    index, _ = build_index(items, Decontaminate(**rules))
+    return [hit for _, hit in next(Matcher([index], [items]).hits([text]))]
+
+
+def finds(item: Item, text: str, **rules: int) -> bool:
+    return bool(hits([item], text, **rules))
+
+
+def around(text: str) -> str:
+    """The text in the middle of prose that shares no word with it."""
+    prose = Prose(8)
+    return f"{prose.document(40)} {text} {prose.document(40)}"
+
+
+@pytest.mark.parametrize("number", range(6))
+def test_thirteen_words_in_every_disguise(number: int) -> None:
+    item = Item("x", " ".join(WORDS[:30]))
+    assert finds(item, around(disguises(" ".join(WORDS[7:20]))[number]))
+    assert not finds(item, around(disguises(" ".join(WORDS[7:19]))[number]))  # twelve
+    assert not finds(item, around(disguises(" ".join([*WORDS[7:13], "other", *WORDS[13:20]]))[number]))
+
+
+@pytest.mark.parametrize("length", range(8, 13))
+def test_short_items_whole_alone(length: int) -> None:
+    item = Item("x", " ".join(WORDS[:length]))
+    assert finds(item, around(" ".join(WORDS[:length])))
+    assert not finds(item, around(" ".join(WORDS[1:length])))
+    assert not finds(item, around(" ".join(WORDS[: length - 1])))
+
+
+def test_shorter_items_with_their_answer_alone() -> None:
+    item = Item("x", " ".join(WORDS[:6]), ("fish", "fowl"), 0, "fish")
+    assert finds(item, around(" ".join(WORDS[:6]) + "? Fish."))
+    assert not finds(item, around(" ".join(WORDS[:6]) + "?"))
+    assert not finds(item, around(" ".join(WORDS[:6]) + "? Fowl."))
+    assert not finds(item, around(" ".join(WORDS[:6]) + "? Not at all: fish."))
+    tiny = Item("x", "yes or else", (), None, "no")
+    assert build_index([tiny], Decontaminate())[1].short == ["x"] and not finds(tiny, around("yes or else? No"))
+    assert finds(tiny, around("yes or else? No"), shortest=4)
+
+
+def test_a_short_question_without_an_answer_is_too_short() -> None:
+    """Its own words are no leak: half of all texts ask what the capital of France is."""
+    item = Item("x", " ".join(WORDS[:6]))
+    assert build_index([item], Decontaminate())[1].short == ["x"] and not finds(item, around(" ".join(WORDS[:6])))
+
+
+def test_choices_count_with_their_question_alone() -> None:
+    """Neither a wrong choice nor the right one is a question; all of them after a short question are."""
+    stem, right, wrong = " ".join(WORDS[:5]), " ".join(WORDS[30:45]), " ".join(WORDS[45:60])
+    item = Item("x", stem, (wrong, right), 1, right)
+    assert not finds(item, around(wrong)) and not finds(item, around(right))
+    assert not finds(item, around(f"{wrong} {right}")) and not finds(item, around(f"{stem} {wrong}"))
+    for before, after in (("(", ")"), ("", "."), ("* ", ":")):
+        for labels in ("AB", "12"):
+            listed = "\n".join(f"{before}{one}{after} {text}" for one, text in zip(labels, item.choices, strict=True))
+            assert finds(item, around(f"{stem}?\n{listed}\n"))
+
+
+@pytest.mark.parametrize(
+    "between",
+    ["?\nA: ", "?\nAnswer: ", "? He replied: “", "? The correct answer is (B) ", "?\n\n### Response:\n", " -> b) "],
+)
+def test_labels_may_stand_between_question_and_answer(between: str) -> None:
+    stem, gold = " ".join(WORDS[:6]), "zinc oxide"
+    item = Item("x", stem, ("tin", gold), 1, gold)
+    assert finds(item, around(f"Q: {stem}{between}{gold}"))
+    assert not finds(item, around(f"Q: {stem}{between}tin")) and not finds(
+        item, around(f"Q: {stem}{between}nothing {gold}")
+    )
+
+
+def test_every_accepted_answer_counts() -> None:
+    rows: list[dict[str, Any]] = [
+        {"question": " ".join(WORDS[:6]), "answer": ["red lead", "minium"]},
+        {"question": " ".join(WORDS[:6]), "answer": {"value": "red lead", "aliases": ["minium", "red lead"]}},
+    ]
+    for row in rows:
+        item = item_of(row, 0)
+        assert item.golds() == ["red lead", "minium"]
+        assert finds(item, around(f"{item.stem}? Answer: minium")) and not finds(item, around(f"{item.stem}? Tin"))
+
+
+def test_a_shared_preamble_gives_nothing_away() -> None:
+    """Of many questions with one preamble the planted one is found; a document that quotes the preamble has none."""
+    preamble = " ".join(WORDS[:20])
+    items = [Item(str(n), f"{preamble} {' '.join(Prose(n).words[:9])}", ("yes", "no"), 0, "yes") for n in range(30)]
+    assert not hits(items, around(preamble))
+    assert {hit.item for hit in hits(items, around(items[7].stem))} == {7}
+    short = [Item(str(n), " ".join(WORDS[:10]), (gold, "neither"), 0, gold) for n, gold in enumerate(("tin", "lead"))]
+    _, unfound = build_index(short, Decontaminate())
+    assert unfound.template == ["0", "1"] and not unfound.short
+    assert not hits(short, around(short[0].stem)) and {
+        hit.item for hit in hits(short, around(f"{short[0].stem} lead"))
+    } == {1}
+
+
+def test_repetitions_of_a_question_are_found_together() -> None:
+    items = [Item(str(n), " ".join(WORDS[:20]), ("yes", "no")[:: (-1) ** n], n % 2, "yes") for n in range(3)]
+    assert {hit.item for hit in hits(items, around(" ".join(WORDS[2:17])))} == {0, 1, 2}
+
+
+def test_labels_of_the_benchmarks_rows_are_no_part_of_its_questions() -> None:
+    items = [Item(str(n), f"Question: {' '.join(Prose(n).words[:6])}?\nAnswer:", gold="zinc") for n in range(4)]
+    for number, item in enumerate(items):
+        asked = item.stem.split(":")[1].split("?")[0]
+        assert {hit.item for hit in hits(items, around(f"Somebody asks: {asked}? He replied: zinc"))} == {number}
+
+
+def test_a_blank_that_is_filled_in() -> None:
+    stem = " ".join([*WORDS[:5], "____", *WORDS[5:11]])
+    item = Item("x", stem, ("zinc", "tin"), 0, "zinc")
+    assert finds(item, around(stem.replace("____", "zinc"))) and not finds(item, around(stem.replace("____", "tin")))
+
+
+def test_nothing_in_generated_prose() -> None:
+    prose = Prose(11)
+    items = [Item(str(number), prose.sentence(length)) for number, length in enumerate([9, 20, 14] * 30)]
+    index, unfound = build_index(items, Decontaminate())
+    other = Prose(12)
+    texts = [other.document(300) for _ in range(60)]
+    assert not unfound.short and not unfound.template and not any(Matcher([index], [items]).hits(texts))
+
+
+def test_numbers_that_agree_by_chance_are_no_leak() -> None:
+    """An index whose numbers belong to other words finds nothing: the words decide."""
+    item, liar = Item("x", " ".join(WORDS[:20])), Item("x", " ".join(WORDS[20:40]))
+    index, _ = build_index([item], Decontaminate())
+    assert next(Matcher([index], [[item]]).hits([item.stem])) and not next(Matcher([index], [[liar]]).hits([item.stem]))
+
+
+def test_places_are_exact() -> None:
+    stem = " ".join(WORDS[:13])
+    text = around(stem)
+    (hit,) = hits([Item("x", stem)], text)
+    assert text[hit.start : hit.end] == stem
+
+
+GREEK = "πόσοι μαθητές της πρώτης τάξης είδαν τους ωραίους κήπους πριν από τις μεγάλες γιορτές του"
+LATIN = "which official office first defined the efficient affine flow of five different fields and offers straße"
+
+
+MARKED = "which café serves the first official coffee at 10⁻³ degrees and offers x² or α beans as one"
+"""A question with accents, powers and a letter of another alphabet."""
+
+
+def homoglyphs(text: str) -> str:
+    return text.translate(str.maketrans("aceopxy", "асеорху"))
+
+
+@pytest.mark.parametrize(
+    ("stem", "form"),
+    [
+        (LATIN, homoglyphs(LATIN)),
+        (LATIN, " ".join(homoglyphs(word) if n % 6 == 0 else word for n, word in enumerate(LATIN.split()))),
+        (LATIN, LATIN.replace(" ", "&nbsp;").replace("first", "&#102;irst&amp;#46;")),
+        (LATIN, LATIN.replace("o", "ó").replace("i", "î").replace("d", "ḍ")),
+        (LATIN, LATIN.replace("official", "<em>off</em>icial<br/>").replace("first", '<a href="x.html">first</a>')),
+        (LATIN, LATIN.replace("official", "\\textbf{official}").replace("flow", "\\emph{flow}~\\cite{a,b}")),
+        (
+            LATIN,
+            LATIN.replace("official", "official[12]").replace("flow", "flow¹").replace("fields", "fields<sup>3</sup>"),
+        ),
+        (LATIN, LATIN.replace("a", "𝐚").replace("f", "ｆ")),
+        (LATIN, LATIN.replace("official", "[official](https://example.org/a)")),
+        (MARKED, MARKED.replace("café", "caf\\'{e}").replace("10⁻³", "$10^{-3}$").replace("α", "$\\alpha$")),
+        (MARKED, MARKED.replace("é", "é").replace("x²", "x<sup>2</sup>").replace("10⁻³", "10<sup>-3</sup>")),
+    ],
+)
+def test_markup_and_letters_that_look_alike(stem: str, form: str) -> None:
+    item, other = Item("x", stem), Item("y", " ".join(WORDS[:16]))
+    text = around(form)
+    found = hits([item, other], text)
+    assert {hit.item for hit in found} == {0}
+    passage = text[min(hit.start for hit in found) : max(hit.end for hit in found)]
+    assert form.startswith(passage[:20]) or passage.startswith(form[:20])
+
+
+def test_other_alphabets_are_left_alone() -> None:
+    """Words of Greek and Cyrillic are no Latin ones, in capitals or not, though some of their letters look alike."""
+    for text in ("москва и киев", "ποιος του"):
+        item = Item("x", " ".join([text] * 5))
+        assert finds(item, f"The {item.stem.upper()} of {item.stem}")
+
+
+@pytest.mark.parametrize(
+    ("stem", "form"),
+    [
+        (GREEK, GREEK.upper()),
+        (LATIN, "for $5 " + LATIN.replace("ffi", "ﬃ").replace("fi", "ﬁ").replace("ff", "ﬀ") + " US$"),
+        (LATIN.replace("fi", "ﬁ"), LATIN),
+        (LATIN, LATIN.replace("f", "f\u200b")),
+        (LATIN, LATIN.replace("effi", "e\u00adf\ufe0ffi")),
+        (LATIN, LATIN.replace("ici", "i-\nci").replace("differ", "diff-\n   er")),
+        (LATIN.replace("affine flow", "well-known flow"), LATIN.replace("affine flow", "well-\nknown flow")),
+        (LATIN.replace("affine flow", "well-known flow"), LATIN.replace("affine flow", "well-\nknown fl‐\now")),
+        (LATIN, LATIN.upper()),
+    ],
+)
+def test_forms_of_type_and_layout(stem: str, form: str) -> None:
+    """What is found is exactly the passage; an item of other words is not found in any of them."""
+    item, other = Item("x", stem), Item("y", " ".join(WORDS[:16]))
+    text = f"é {around('')} {form} {around('')}"
+    found = hits([item, other], text)
+    assert {hit.item for hit in found} == {0}
+    start, end = min(hit.start for hit in found), max(hit.end for hit in found)
+    assert text[start:end] == form.removeprefix("for $5 ").removesuffix(" US$")
+
+
+def test_words_are_joined_where_an_item_has_the_whole_alone() -> None:
+    one = folded("a fi-\nle and a non-\nsense, and ﬁ-\n  les")
+    assert rejoined(one, {"sense"}) is None
+    again = rejoined(one, {"file", "files"})
+    assert again is not None and again.text == "a file and a non-\nsense, and files"
+    assert again.span(again.text.index("files"), len(again.text)) == (31, 39)
