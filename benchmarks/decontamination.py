@@ -83,7 +83,7 @@ KINDS: dict[str, Callable[[Item], str]] = {
         html.escape(whole(item), quote=False), 3, lambda word: f"<b>{word[:2]}</b>{word[2:]}<br/>"
     ),
     "LaTeX": lambda item: every(whole(item), 4, lambda word: f"\\textbf{{{word}}}"),
-    "footnote marks": lambda item: every(whole(item), 5, lambda word: f"{word}[{len(word)}]"),
+    "footnote marks": lambda item: every(whole(item), 5, lambda word: f"{word}[{len(word)}]" if word else ""),
     "fullwidth": lambda item: "".join(chr(ord(one) + 0xFEE0) if "!" <= one <= "~" else one for one in whole(item)),
     "mathematical": lambda item: "".join(
         chr(0x1D41A + ord(one) - ord("a")) if "a" <= one <= "z" else one for one in whole(item)
@@ -227,7 +227,7 @@ def main() -> int:
     options = parser.parse_args()
     chance = random.Random(options.seed)
     benchmarks = read_benchmarks(options.folder, chance)
-    covers = [text[:1500] for text in islice(texts_of(options.plain), 300)]
+    covers = [text[:300] for text in islice(texts_of(options.plain), 300)]
     found: dict[str, Any] = {**provenance(), "plants": options.plants, "recall": {}}
     for name, items in benchmarks.items():
         found["recall"][name] = one = recall(items, covers, options.plants, chance)

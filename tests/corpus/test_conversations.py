@@ -18,6 +18,7 @@ from fathom.data.shards import TokenDataset
 from fathom.data.targets import read_targets, targets_file, write_targets
 from fathom.data.tokenizer import plain, save_tokenizer, train_bpe
 from tests.corpus.prose import Prose, lines, recipe_values, write_jsonl
+from tests.corpus.test_duplicates import until
 
 TALK = [
     {"role": "system", "content": "Be brief."},
@@ -218,3 +219,13 @@ def test_a_template_that_the_tokenizer_cannot_say(tokenizer: str, tmp_path: Path
     ):
         build(parse_corpus_recipe(values), tmp_path / "out")
     build(parse_corpus_recipe({**values, "converse": {"template": "alpaca"}}), tmp_path / "out")
+
+
+def test_conversations_are_learnt_as_they_are_written(tmp_path: Path) -> None:
+    """Ligatures, powers, blank lines and trailing blanks stay, so that the targets are the answer to the letter."""
+    answer = "ﬁve is 2³²  \n\n\n\n\n  end \t"
+    row = {"messages": [{"role": "user", "content": " ½?\n"}, {"role": "assistant", "content": answer}]}
+    collections = {"talk": {"inputs": str(write_jsonl(tmp_path / "talk.jsonl", [row])), "kind": "conversations"}}
+    workspace = until("clean", tmp_path / "out", recipe_values(collections))
+    (kept,) = lines(workspace.stage("clean") / "part-00000.jsonl")
+    assert kept["messages"] == row["messages"]

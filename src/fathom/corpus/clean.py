@@ -1,4 +1,4 @@
-"""Normalise documents, give each an id, and drop those that break a rule, with the reason."""
+"""Normalise documents, give every document and conversation an id, and drop what breaks a rule, with the reason."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Clean(Stage):
     """One task for each file of documents; what it drops is listed beside what it keeps."""
 
     name = "clean"
-    version = 3
+    version = 4
 
     def settings(self) -> dict[str, object]:
         """The values of the recipe that this stage's results depend on."""
@@ -106,10 +106,8 @@ class Clean(Stage):
     def _normalize(self, document: Document) -> None:
         normal = self.recipe.normalize
         if document.messages is None:
-            document.text = normalize(document.text, normal.strip, normal.blank_lines)
-        else:
-            for message in document.messages:
-                message["content"] = normalize(message["content"], normal.strip, normal.blank_lines)
+            document.text = normalize(document.text, normal.strip, normal.blank_lines, normal.form)
+        else:  # what is trained on is what was written, to the last blank
             document.text = contents(document.messages)
         document.id = document_digest(document).hex()[:16]
         document.n_chars, document.n_words = len(document.text), len(document.text.split())

@@ -47,7 +47,7 @@ PARTS = {
     "break": r"\\n|\\[rt](?![a-z])",
 }
 MARKUP = re.compile("|".join(f"(?P<{name}>{pattern})" for name, pattern in PARTS.items()), re.DOTALL)
-SIGNS = re.compile(r"&(?=[#a-zA-Z])|<(?=[a-zA-Z/!])|\\|(?<![\s(,=\[])\[(?=[\^\da-z])|\](?=\()|\{(?=\\)|[⁰¹²³⁴-⁹]")
+SIGNS = re.compile(r"&(?=[#a-zA-Z])|<(?=[a-zA-Z/!])|\\|(?<![\s(=\[])\[(?=[\^\da-z])|\](?=\()|\{(?=\\)|[⁰¹²³⁴-⁹]")
 """Where markup may begin. A search for one character in turn is many times faster than one for all of its forms."""
 
 

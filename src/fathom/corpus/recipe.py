@@ -76,8 +76,10 @@ class IngestOptions:
 
 @dataclass(frozen=True)
 class Normalize:
-    """How text is written."""
+    """How documents are written; conversations stay as they are."""
 
+    form: Literal["nfc", "nfkc"] = "nfc"
+    """Unicode's form; nfkc takes ligatures and fullwidth letters apart too, but leaves powers and fractions"""
     strip: tuple[str, ...] = ()
     """regular expressions whose matches are removed, such as a library's header; ^ and $ are those of a line"""
     blank_lines: int = 2

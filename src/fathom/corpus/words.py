@@ -77,7 +77,7 @@ def run_numbers(numbers: Numbers, length: int) -> Numbers:
 def words_of(texts: Sequence[str]) -> Words:
     """The words of texts, which may have any length."""
     if sum(map(len, texts)) > BLOCK:
-        groups = batches(texts)
+        groups = batches(texts, BLOCK)
         return _joined([_words_of_one(one[0]) if len(one[0]) > BLOCK else _words_of_block(one) for one in groups])
     return _words_of_block(texts)
 
