@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 ACTIONS = {
     "compare": ("a", "b"),
+    "layers": ("a", "b"),
     "portrait": ("a",),
     "card": ("a",),
     "search": ("a",),
@@ -167,6 +168,28 @@ def _summary(found: Comparison) -> str:
     ]
     lines += ["", "Not claimed:", *(f"- {item}" for item in found.verdict.not_claimed)]
     return "\n".join(lines)
+
+
+def layers(a: str, b: str, seed: int = 0, quiet: bool = False) -> Result:
+    """Say which layer of B comes from which layer of A, with p-values.
+
+    Args:
+        a: The model that layers may come from.
+        b: The model whose layers are traced.
+        seed: Seed of every sample.
+        quiet: No progress line.
+    """
+
+    with _status(quiet) as say:
+        found = lineage.ancestry.sources(lineage.open_weights(a), lineage.open_weights(b), seed, say)
+    lines = []
+    for one in found:
+        count = f"{one.paired:,} of {one.of:,} neurons paired, p {lineage.evidence.probability(one.p)}"
+        from_where = "none" if one.source is None else f"layer {one.source + 1} of {a}"
+        lines.append(f"layer {one.layer + 1} of {b}: {from_where} ({count}; next best {one.second:,})")
+    traced = sum(one.source is not None for one in found)
+    lines.append(f"{traced} of {len(found)} layers have a source. Direction is not claimed.")
+    return Result(0, "\n".join(lines), {"a": a, "b": b, "layers": [vars(one) for one in found]})
 
 
 def portrait(a: str, out: Path | None = None) -> Result:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from fathom.checkpoints.origin import Refused
+    from fathom.lineage import ancestry as ancestry
     from fathom.lineage import attacks as attacks
     from fathom.lineage import comparison as comparison
     from fathom.lineage import evidence as evidence
@@ -33,7 +34,7 @@ _HOMES = {
     "compare": "fathom.lineage.comparison",
     "open_weights": "fathom.lineage.weights",
 }
-_MODULES = {"attacks", "comparison", "evidence", "huref", "nulls", "publishing"}
+_MODULES = {"ancestry", "attacks", "comparison", "evidence", "huref", "nulls", "publishing"}
 
 if not TYPE_CHECKING:  # a type checker would otherwise accept every misspelt name
 

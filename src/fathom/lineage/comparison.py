@@ -169,7 +169,7 @@ def _frames(a: Weights, b: Weights, aligned: Aligned, options: Options) -> Frame
     out: Frames = []
     if a.geometry.width == b.geometry.width:
         out.append((neurons.order(a.geometry.width, options.seed),) * 2)
-    if aligned.shared >= 64:
+    if aligned.shared >= neurons.FEWEST_STRINGS:
         kept = evidence.middle(*aligned.rows, evidence.PROBES)
         sides = [neurons.tokens(evidence.probes(w, rows)) for w, rows in zip((a, b), kept, strict=True)]
         out.append((sides[0], sides[1]))

@@ -27,6 +27,7 @@ from fathom.lineage.weights import Weights
 
 FRAME = 1024  # coordinates of a frame
 SAMPLE = 2048
+FEWEST_STRINGS = 64
 EXPERTS = 8  # experts of a layer that are looked at
 TWIN = 1e-5
 DEAD = 1e-6

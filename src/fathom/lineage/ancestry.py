@@ -1,0 +1,77 @@
+"""Which layer of one model comes from which of the other: pruned, repeated, reordered, looped and merged stacks.
+
+Every layer of B is compared with every layer of A by T4, neurons that are paired alike by what they read and by what
+they write. A layer has a source where the best count is beyond chance after Bonferroni over all pairs of layers and
+frames; a layer without one says "none", not "new".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from fathom.checkpoints.origin import Refused
+from fathom.lineage import aligning, evidence, neurons
+from fathom.lineage.evidence import NeuronCount
+from fathom.lineage.weights import Weights
+
+Told = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where one layer of B comes from."""
+
+    layer: int
+    source: int | None  # the layer of A; None where no layer is beyond chance
+    paired: int
+    of: int
+    p: float  # after Bonferroni over all pairs of layers and frames
+    alike: float  # median cosine of the paired neurons: 1 for weights that were taken as they are
+    second: int  # the next best layer's count, for comparison
+
+
+def sources(a: Weights, b: Weights, seed: int = 0, progress: Told = lambda _: None) -> list[Source]:
+    """The source in A of every layer of B.
+
+    Args:
+        a: The model that layers may come from.
+        b: The model whose layers are traced.
+        seed: Of every sample.
+        progress: Called before each layer.
+    """
+    frames = _frames(a, b, seed)
+    layers = [[i for i in range(w.geometry.layers) if w.has("down", i)] for w in (a, b)]
+    if not frames or not all(layers):
+        raise Refused(f"{a.name} and {b.name}: no strings, widths or feed-forward weights by which to compare layers")
+    gated = a.geometry.gated and b.geometry.gated
+    counts: dict[int, list[NeuronCount]] = {j: [] for j in layers[1]}
+    for left, right in frames:
+        progress(f"{left.name}: layers of {a.name}")
+        known = {i: neurons.in_frame(a, i, left) for i in layers[0]}
+        for j in layers[1]:
+            progress(f"{left.name}: layer {j + 1} of {b.name}")
+            own = neurons.in_frame(b, j, right)
+            counts[j] += [NeuronCount((i, j), *neurons.agreement(known[i], own, gated, seed)) for i in layers[0]]
+    trials = len(frames) * len(layers[0]) * len(layers[1])
+    return [_source(j, found, trials) for j, found in counts.items()]
+
+
+def _frames(a: Weights, b: Weights, seed: int) -> list[tuple[neurons.Frame, neurons.Frame]]:
+    frames = []
+    if a.geometry.width == b.geometry.width:
+        frames.append((neurons.order(a.geometry.width, seed),) * 2)
+    rows_a, rows_b, _ = aligning.paired_rows(a, b)
+    if len(rows_a) >= neurons.FEWEST_STRINGS:
+        kept = evidence.middle(rows_a, rows_b, evidence.PROBES)
+        left, right = (neurons.tokens(evidence.probes(w, rows)) for w, rows in zip((a, b), kept, strict=True))
+        frames.append((left, right))
+    return frames
+
+
+def _source(layer: int, found: list[NeuronCount], trials: int) -> Source:
+    best = max(found, key=lambda count: (count.paired, count.alike))
+    p = best.p(1 / evidence.UNIVERSAL, trials) if best.of >= evidence.FEWEST else 1.0
+    others = [count.paired for count in found if count.layers[0] != best.layers[0]]
+    source = best.layers[0] if p <= evidence.ALPHA else None
+    return Source(layer, source, best.paired, best.of, p, best.alike, max(others, default=0))
