@@ -41,11 +41,11 @@ FOREIGN = {
     "transformers": "models kvcache checkpoints data.tokenizer corpus.chat_template training evaluation inference "
     "lens cli.export",
     **dict.fromkeys(("triton", "liger_kernel"), "kernels"),
-    "numpy": "report checkpoints data corpus training evaluation lens lineage ladder",
+    "numpy": "report checkpoints data corpus training evaluation lens lineage ladder inference.draws",
     "scipy": "report.statistics corpus lineage ladder",
-    "huggingface_hub": "models checkpoints recipe",
+    "huggingface_hub": "models checkpoints recipe inference.generate",
     "safetensors": "checkpoints.families.tensors kvcache.saved lineage.attacks training.adapters",
-    "tokenizers": "data evaluation.perplexity",
+    "tokenizers": "data evaluation.perplexity inference.control",
     "yaml": "checkpoints.find checkpoints.runs recipe corpus comparison.page ladder.page",
     "jinja2": "report.templates corpus.chat_template inference.prompt",
     "markupsafe": "report evaluation.caches.page evaluation.pair_page evaluation.scores_page comparison.page "
@@ -60,7 +60,7 @@ FOREIGN = {
     "vllm": "inference.vllm_model",
     **dict.fromkeys(("trafilatura", "pypdfium2", "py3langid", "datatrove", "ray"), "corpus"),
     "fastapi": "inference lens.live",
-    **dict.fromkeys(("starlette", "pydantic", "uvicorn", "h11", "psutil"), "inference"),
+    **dict.fromkeys(("starlette", "pydantic", "pydantic_core", "uvicorn", "h11", "psutil"), "inference"),
     **dict.fromkeys(("wandb", "trackio"), "training.tracking"),
 }
 """The rooms, or the files in them, that may import what is other people's; nobody imports what is not listed."""

@@ -161,8 +161,8 @@ def _run(
     check_drafts(model, options.speculate, options.max_trips)
     policy = choose(model, options.kvcache, options.wishes)
     limits = options.cache_memory, policy, options.max_trips
-    drafts, steps = options.speculate, options.compile
-    service = Service(model, tokenizer, name, *limits, drafts, steps, options.allow_control_tokens)
+    service = Service(model, tokenizer, name, *limits, options.speculate, options.compile)
+    service.allow_control = options.allow_control_tokens
     if others := Choice.left_out(model.generation_config):
         words = "is not done here: texts are not those of `fathom generate`"
         print(f"fathom: warning: generation_config.json: {', '.join(others)} {words}", file=sys.stderr)

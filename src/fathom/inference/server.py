@@ -61,7 +61,6 @@ class Service:
         max_trips: Trips per token at most, where a request does not say.
         speculate: Draft with so many first trips and check with the rest.
         compiled: Compile decoding, of texts of so many tokens at most.
-        allow_control: Let texts of messages write special tokens, as `<|im_end|>`.
     """
 
     def __init__(
@@ -74,7 +73,6 @@ class Service:
         max_trips: int | None = None,
         speculate: int | None = None,
         compiled: int | None = None,
-        allow_control: bool = False,
     ) -> None:
         settle_generation(model.generation_config, tokenizer)
         if (fault := refused(model.generation_config)) is not None:
@@ -83,7 +81,8 @@ class Service:
         self.context = compiled or (model.config.max_position_embeddings if policy is None else ENDLESS)
         self.stops = frozenset(as_list(model.generation_config.eos_token_id))
         self.stop_strings = as_strings(model.generation_config.stop_strings)
-        self.allow_control, self.tokenising = allow_control, Tokenising()
+        self.allow_control = False  # whether texts of messages may write special tokens, as <|im_end|>
+        self.tokenising = Tokenising()
         self.reserved = reserved_variables(tokenizer)
         self.loop: asyncio.AbstractEventLoop | None = None
         memory = memory or default_memory(model)
