@@ -15,7 +15,7 @@ from fathom.data.prepare import prepare
 
 ROOT = Path(__file__).parent.parent
 # Imported beside the package that brings it.
-BROUGHT = {"starlette": "fastapi", "pydantic": "fastapi"}
+BROUGHT = {"starlette": "fastapi", "pydantic": "fastapi", "pydantic_core": "fastapi"}
 HOSTS = {"vllm"}
 """Programs that load a file of ours where they are installed, and are never installed by us."""
 
