@@ -119,6 +119,10 @@ CASES |= {
     for case in (*ALONE, "loop+depth_attention-grid", "latent_cot+depth_attention")
     for backbone, switches in BACKBONES.items()
 }
+CASES["depth_attention-normed@llama"] = (
+    "depth_attention",
+    {"mixer": {"norm_scores": True}, "backbone": BACKBONES["llama"]},
+)
 LATER = ("-diagonal", "-dense", "-sparse", "-snapshot", "-free", "-middle")
 FAST = [case for case in CASES if not set("+@") & set(case) and not case.endswith(LATER)]
 FAST += ["loop+depth_attention-grid", "latent_cot+depth_attention"]

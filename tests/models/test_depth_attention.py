@@ -35,6 +35,9 @@ def oracle_logits(model, ids):
     def rms(x, weight):
         return x / (x.pow(2).mean(-1, keepdim=True) + c.rms_norm_eps).sqrt() * weight
 
+    def normed(x, name):
+        return rms(x, w[name]) if c.qk_norm == "head" else x
+
     def rope(x, t):
         angles = t / 10_000.0 ** (torch.arange(0, width, 2, dtype=torch.float64) / width)
         a, b = x[: width // 2], x[width // 2 :]
@@ -50,16 +53,16 @@ def oracle_logits(model, ids):
         query, keys, values = ([[None] * n for _ in range(length)] for n in (heads, kv, kv))
         for t in range(length):
             for j in range(heads):
-                part = rms(q[t, j * width : (j + 1) * width], w[p + "self_attn.q_norm.weight"])
-                query[t][j] = rope(part, t)
+                query[t][j] = rope(normed(q[t, j * width : (j + 1) * width], p + "self_attn.q_norm.weight"), t)
             for j in range(kv):
-                part = rms(k[t, j * width : (j + 1) * width], w[p + "self_attn.k_norm.weight"])
-                keys[t][j] = rope(part, t)
+                keys[t][j] = rope(normed(k[t, j * width : (j + 1) * width], p + "self_attn.k_norm.weight"), t)
                 own = v[t, j * width : (j + 1) * width]
                 sources = [s for s in range(i) if s % stride == 0 or s >= i - window]
                 if sources:
                     pooled = sum(query[t][j * group + g] for g in range(group)) / group
                     candidates = [history[s][0][t][j] for s in sources] + [keys[t][j]]
+                    if c.mixer_options["norm_scores"]:
+                        pooled, *candidates = (rms(vector, 1.0) for vector in (pooled, *candidates))
                     scores = torch.stack([pooled @ key / math.sqrt(width) for key in candidates])
                     alpha = scores.softmax(0)
                     own = sum(
@@ -94,6 +97,20 @@ def test_model_is_the_equations(kv_heads, options):
     other.load_state_dict(model.state_dict())
     with torch.no_grad():
         assert (other(ids).logits[0].double() - truth).abs().max() > 1e-2, "the oracle must tell them apart"
+
+
+def test_normed_scores_are_the_equations():
+    """Of keys without norms, some of them far larger than others: plain products would score them otherwise."""
+    options = {"stride": 1, "norm_scores": True}
+    config = config_of("depth_attention", num_hidden_layers=4, qk_norm="none", mixer_options=options)
+    model, ids = build(config), tokens(1, 7)
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight.mul_(6.0)
+        ours = model(ids).logits[0].double()
+        truth = oracle_logits(model, ids[0])
+        assert (ours - truth).abs().max() <= 1e-5 * max(1.0, truth.abs().max())
+        config.mixer_options["norm_scores"] = False
+        assert (oracle_logits(model, ids[0]) - truth).abs().max() > 1e-2, "the oracle must tell them apart"
 
 
 # --- the mixer alone --------------------------------------------------------------------------------------------------

@@ -6,6 +6,9 @@ attention uses and D_ℓ = {i < ℓ : i mod stride = 0} ∪ {the `recent_layers`
     α   = softmax over j ∈ D_ℓ ∪ {ℓ} of  q̄_ℓ · k̂_j / √D   (+ self_bias where j = ℓ)
     ṽ_ℓ = α_ℓ v_ℓ + Σ_{j ∈ D_ℓ} α_j ṽ_j
 
+With `norm_scores`, q̄ and every k̂ are first divided by their root mean square, for backbones that do not norm queries
+and keys: keys of different layers then score on one scale.
+
 Sources contribute their *mixed* value. ṽ is what the cache stores, so decoding needs nothing of the past but the
 ordinary cache. No parameters.
 
@@ -27,6 +30,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
+from .norms import unit
 from .numerics import few, head_pool, head_sum, softmax_list, weighted_sum, widen
 from .replaceable import faster
 from .roles import Cost, Mechanism, ValueMixer
@@ -46,6 +50,9 @@ class DepthAttentionOptions(ScheduleOptions):
     self_bias_steps: int = 0
     """Training steps over which `self_bias` falls linearly to 0; with 0 it stays."""
 
+    norm_scores: bool = False
+    """Whether the mean query and the keys are RMS-normed, without a weight, for the scores over depth alone."""
+
     def resolve(self, config: FathomConfig) -> DepthAttentionOptions:
         """As the schedule does, and no negative number of steps."""
         if not math.isfinite(self.self_bias):
@@ -63,6 +70,8 @@ class DepthAttention(ValueMixer):
         options = DepthAttentionOptions.of(config)
         self.initial_bias = self.bias_now = float(options.self_bias)
         self.steps = options.self_bias_steps
+        self.norm_scores = options.norm_scores
+        self.eps = config.rms_norm_eps
         # A tensor, since a Python number that changes every step would recompile every step.
         self.self_bias = nn.Buffer(torch.tensor(self.initial_bias), persistent=False) if self.initial_bias else None
 
@@ -90,6 +99,11 @@ class DepthAttention(ValueMixer):
         """ṽ of the module's docstring; the very tensor that came in where there is no source."""
         if not sources:
             return value
+        if self.norm_scores:
+            query, key, *keys = (
+                unit(x, self.eps).to(x.dtype) for x in (head_pool(query, key.shape[1]), key, *sources[::2])
+            )
+            sources = tuple(x for pair in zip(keys, sources[1::2], strict=True) for x in pair)
         if (kernel := faster("depth_mix", value)) is not None:
             return kernel(query, key, value, sources, self.self_bias)
         if self.self_bias is None and few(query):
@@ -196,9 +210,10 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     pooled = config.num_attention_heads > config.num_key_value_heads
     pooling = mixing * config.num_attention_heads * config.head_dim * pooled
     softmax = 7 * config.num_key_value_heads * candidates  # scaling included
+    norms = 3 * width * (candidates + mixing) * DepthAttentionOptions.of(config).norm_scores
     return Cost(
         flops=4 * width * candidates,
-        elementwise_flops=pooling + softmax,
+        elementwise_flops=pooling + softmax + norms,
         transient_bytes=2 * width * scalar * sum(v.kept for v in visits),
         io_bytes=scalar * width * (2 * candidates + len(visits)),
     )

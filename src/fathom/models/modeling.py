@@ -123,7 +123,8 @@ class Attention(nn.Module):
         self.mixer: ValueMixer = mechanism("mixer", config.mixer).build(config, layer_idx)
         self.mixes_depth = config.mixer == "depth_attention"
         whole = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) == 1.0 and not config.rope_float32
-        self.as_qwen3 = self.qk_norm == "head" and config.norm == "rms" and self.rotates and whole
+        whole = whole and self.qk_norm == "head" and config.norm == "rms" and self.rotates
+        self.fusible = whole and self.mixes_depth and not getattr(self.mixer, "norm_scores", False)
 
     def forward(
         self,
@@ -187,7 +188,7 @@ class Attention(nn.Module):
         heads = (*query.shape[:-1], -1, self.head_dim)
         query, key, value = query.view(heads), key.view(heads), value.view(heads)
         angles = (positions[self.layer_type] if isinstance(positions, Mapping) else positions) if self.rotates else None
-        fused = faster("norm_rotate_mix", value) if sources and self.mixes_depth and self.as_qwen3 else None
+        fused = faster("norm_rotate_mix", value) if sources and self.fusible else None
         if fused is not None and all(uncalled(part) for part in (self.q_norm, self.k_norm, self.mixer)):
             norms, bias = (self.q_norm, self.k_norm), self.mixer.self_bias
             return fused((query, key, value), sources, bias, norms, angles, self.norm_rotated_keys)
