@@ -126,3 +126,12 @@ def test_half_a_character_is_named_with_its_item(key: str, tmp_path: Path) -> No
     with pytest.raises(CorpusError, match=said) as raised:
         read_items(tmp_path / "q.jsonl", "quiz")
     assert raised.value.exit_code == 2
+
+
+def test_open_answers_in_other_words_are_no_contradiction() -> None:
+    rows = [
+        {"question": "Define the Clark value.", "answer": text} for text in ("mean abundance", "share in the crust")
+    ]
+    rows += [{"question": "Sure?", "choices": ["yes", "no"], "answer": number} for number in (0, 1)]
+    check = self_check([item_of({"id": "same", **row}, number) for number, row in enumerate(rows)])
+    assert check["faults"]["contradictory"] == [["same (item 3)", "same (item 4)"]], "each by an address of its own"

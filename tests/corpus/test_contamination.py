@@ -82,7 +82,10 @@ def test_report_keeps_everything(tmp_path: Path) -> None:
 
 
 def test_contradictions_can_stop_the_work(tmp_path: Path) -> None:
-    quiz = write_jsonl(tmp_path / "q.jsonl", [{"question": "one two three", "answer": text} for text in ("yes", "no")])
+    quiz = write_jsonl(
+        tmp_path / "q.jsonl",
+        [{"question": "one two three", "choices": ["yes", "no"], "answer": number} for number in (0, 1)],
+    )
     file = write_jsonl(tmp_path / "a.jsonl", [Prose().document()])
     leaks = {"benchmarks": {"quiz": str(quiz)}, "strict": True}
     with pytest.raises(CorpusError, match="1 questions have two answers") as raised:

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 
 import pytest
 
-from fathom.corpus.quality import broken_rules, measures
+from fathom.corpus.quality import broken_rules, language_of, measures
 from fathom.corpus.recipe import Filter
 from tests.corpus.prose import Prose
 
@@ -66,3 +66,10 @@ def test_every_threshold_is_measured() -> None:
     """A key of the recipe that no measure answers would be a rule that never drops."""
     measured = {rule for rule, _ in measures(GOOD + "\n\n" + GOOD, Filter())}
     assert measured == {one.name for one in fields(Filter)} - {"languages"}
+
+
+def test_languages_by_the_installed_identifier() -> None:
+    """Whichever version pip installed: the way to open its model has changed."""
+    pytest.importorskip("py3langid")
+    assert language_of("The river rises in the hills and flows slowly to the sea through old towns.") == "en"
+    assert language_of("Der Fluss entspringt in den Bergen und mündet nach einem langen Lauf in das Meer.") == "de"

@@ -61,6 +61,7 @@ def test_a_collection_has_its_own_thresholds() -> None:
         ({"executor": "threads"}, "executor.name=threads: allowed: one of local"),
         ({"mix": {"epochs": float("inf")}}, "mix.epochs=inf: allowed: a number that is finite"),
         ({"filter": {"min_word_length": float("nan")}}, "filter.min_word_length=nan: allowed: a number that is finite"),
+        ({"deduplicate": {"bands": 1000000}}, "deduplicate: bands * rows is 8,000,000; allowed: 4,096 at most"),
         ({"deduplicate": {"jaccard": 0}}, "deduplicate.jaccard: allowed: a share above 0"),
     ],
 )

@@ -21,6 +21,7 @@ from fathom.evaluation.pair_page import WAYS, card, page
 from fathom.evaluation.pairs import (
     LETTERS,
     Quizzed,
+    chosen,
     compare_texts,
     count_answers,
     evaluate_pair,
@@ -176,6 +177,10 @@ def test_the_sentence_says_no_more_than_intervals_do() -> None:
     assert "rocks takes more bits" in report_of(base, base, gap=+10)["verdict"]
 
 
+GUESS = {"random": 0.25, "majority": 0.3}
+ASKED = {"asked": 40, "of": 40, "skipped": {}, "checked": False}
+
+
 def test_questions_that_are_all_dirty_are_not_judged() -> None:
     """Right on what training text gave away is no gain, and its p none of Holm's family."""
     rows = [one.row() for one in count_answers("leaked", "text", items(20, dirty=20), [False] * 20, [True] * 20)]
@@ -183,7 +188,14 @@ def test_questions_that_are_all_dirty_are_not_judged() -> None:
     alone = verdict({**report, "guessing": {"leaked": {}}, "questions": rows})
     assert alone == "No clean question of leaked is left (training text gives away 20 of 20), and none is judged."
     rows += [one.row() for one in count_answers("quiz", "text", items(20, dirty=0), [False] * 20, [True] * 20)]
-    both = verdict({**report, "guessing": {"leaked": {}, "quiz": {}}, "questions": rows})
+    both = verdict(
+        {
+            **report,
+            "guessing": dict.fromkeys(("leaked", "quiz"), GUESS),
+            "asked": dict.fromkeys(("leaked", "quiz"), ASKED),
+            "questions": rows,
+        }
+    )
     assert both.startswith(alone[:-1]) and both.count("better than") == 1 and "Holm" not in both
     unknown = [replace(one, dirty=None) if i else one for i, one in enumerate(items(20, dirty=20))]
     rows = [one.row() for one in count_answers("leaked", "text", unknown, [False] * 20, [True] * 20)]
@@ -192,11 +204,25 @@ def test_questions_that_are_all_dirty_are_not_judged() -> None:
 
 def test_several_benchmarks_are_judged_together() -> None:
     """Six changes to one side are p = .03 alone; of two benchmarks Holm makes .06 of it."""
-    row = {"way": "text", "part": "all", "asked": 40, "right": [10, 16], "lost": 0, "won": 6, "p": mcnemar(0, 6)}
+    row = {
+        "way": "text",
+        "intervals": [(0.1, 0.5)] * 2,
+        "part": "all",
+        "asked": 40,
+        "right": [10, 16],
+        "lost": 0,
+        "won": 6,
+        "p": mcnemar(0, 6),
+    }
     report = {"base": {"name": "base"}, "new": {"name": "new"}, "texts": {}}
-    alone = {**report, "guessing": {"a": {}}, "questions": [{**row, "benchmark": "a"}]}
+    alone = {**report, "guessing": {"a": GUESS}, "asked": {"a": ASKED}, "questions": [{**row, "benchmark": "a"}]}
     assert "new is better than base" in verdict(alone) and "Holm" not in verdict(alone)
-    both = {**report, "guessing": {"a": {}, "b": {}}, "questions": [{**row, "benchmark": name} for name in "ab"]}
+    both = {
+        **report,
+        "guessing": dict.fromkeys("ab", GUESS),
+        "asked": dict.fromkeys("ab", ASKED),
+        "questions": [{**row, "benchmark": name} for name in "ab"],
+    }
     said = verdict(both)
     assert said.count("new is not told apart from base") == 2 and said.count("0.062 by Holm over 2 benchmarks") == 2
     sure = {**row, "benchmark": "b", "won": 30, "right": [10, 40], "p": mcnemar(0, 30)}
@@ -204,7 +230,7 @@ def test_several_benchmarks_are_judged_together() -> None:
     assert mixed.count("is better than") == 2, "the other one's certainty is no price for it"
 
 
-def test_a_limit_asks_the_first_questions_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_limit_draws_questions_and_says_how_many_of_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [{"question": f"{number} is", "choices": ["x", "y"], "answer": 0} for number in range(9)]
     (tmp_path / "quiz.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -218,7 +244,39 @@ def test_a_limit_asks_the_first_questions_alone(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("fathom.evaluation.pairs.find_spec", lambda name: name)
     report = evaluate_pair(["base", "new"], tmp_path, Settings(limit=4, device="cpu"))
     assert {row["asked"] for row in report["questions"]} == {4}
+    assert report["asked"]["quiz"] == {"asked": 4, "of": 9, "skipped": {"not drawn": 5}, "checked": False}
+    assert "quiz: asked 4 of 9 questions drawn at random; skipped: 5 not drawn." in card(report)
+    assert [one["question"] for one in report["examples"]] != [row["question"] for row in rows[:4]]
     assert {row["asked"] for row in evaluate_pair(["base", "new"], tmp_path, Settings())["questions"]} == {9}
+
+
+def test_repeated_questions_are_asked_once() -> None:
+    """Repetitions are no independent draws: McNemar's test and the intervals count distinct questions."""
+    asked = items(6, 0)
+    again = [replace(one, id=f"again {one.id}", choices=one.choices[::-1], answer=3 - one.answer) for one in asked[:2]]
+    again[1] = replace(again[1], dirty=True)
+    kept, asking = chosen([*asked, None, *again])
+    assert [one.id for one in kept] == [one.id for one in asked] and [one.dirty for one in kept] == [
+        False,
+        True,
+    ] + 4 * [False]
+    skipped = {"no choices, or none that is right": 1, "repeated": 2}
+    assert asking == {"asked": 6, "of": 9, "skipped": skipped, "checked": True}
+
+
+def test_a_score_below_the_guess_is_remarked_on() -> None:
+    row = {"benchmark": "quiz", "way": "text", "part": "all", "asked": 100, "right": [8, 30], "lost": 0, "won": 22}
+    row |= {"p": mcnemar(0, 22), "intervals": [(0.04, 0.15), (0.22, 0.4)]}
+    report = {"base": {"name": "base"}, "new": {"name": "new"}, "texts": {}, "questions": [row]}
+    report |= {"guessing": {"quiz": GUESS}, "asked": {"quiz": ASKED}}
+    assert "base answered fewer questions of quiz rightly than a guess would (25.0 %)" in verdict(report)
+    row["intervals"] = [(0.04, 0.26), (0.22, 0.4)]
+    assert "than a guess would" not in verdict(report)
+
+
+def test_clean_rows_stand_beside_dirty_ones_alone() -> None:
+    clean = items(6, 0)
+    assert [one.part for one in count_answers("quiz", "text", clean, [True] * 6, [True] * 6)] == ["all"]
 
 
 def test_the_page_has_all_of_it() -> None:

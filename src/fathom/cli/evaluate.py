@@ -53,7 +53,11 @@ def add(parser: Parser) -> None:
         metavar="DIR",
         help="a base and what was made of it: questions (*.jsonl), and held-out text of the corpus beside them",
     )
-    parser.add_argument("--limit", type=int, help="documents of each task and domain; for trying out")
+    parser.add_argument(
+        "--limit",
+        type=int,
+        help="documents of each task and domain, for trying out; with --benchmark, questions drawn at random",
+    )
     parser.add_argument("--batch-size", type=int, help="rows at once (default: as many as fit; some on a CPU)")
     add_opening(parser)
     add_kernels(parser)

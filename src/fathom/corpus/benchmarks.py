@@ -249,14 +249,20 @@ def self_check(items: Sequence[Item]) -> SelfCheck:
         stems.setdefault(stem, []).append(item)
         whole.setdefault(key, []).append(item)
         answers.setdefault(key, set()).add(gold)
-    contradictory = [same for key, same in whole.items() if len(answers[key] - {""}) > 1]
+    # Open answers in other words are no contradiction: only a choice among the same options can be one.
+    contradictory = [same for key, same in whole.items() if same[0].choices and len(answers[key] - {""}) > 1]
+    place = _addresses(items)
     with_choices = [item for item in items if item.choices]
     faults: dict[str, Sequence[object]] = {
-        "duplicate_stems": [[item.id for item in same] for same in stems.values() if len(same) > 1],
-        "contradictory": [[item.id for item in same] for same in contradictory],
-        "repeated_options": [item.id for item in with_choices if len(set(map(_key, item.choices))) < len(item.choices)],
-        "empty_options": [item.id for item in with_choices if not all(choice.strip() for choice in item.choices)],
-        "answer_out_of_range": [item.id for item in with_choices if item.answer is None],
+        "duplicate_stems": [[place[id(item)] for item in same] for same in stems.values() if len(same) > 1],
+        "contradictory": [[place[id(item)] for item in same] for same in contradictory],
+        "repeated_options": [
+            place[id(item)] for item in with_choices if len(set(map(_key, item.choices))) < len(item.choices)
+        ],
+        "empty_options": [
+            place[id(item)] for item in with_choices if not all(choice.strip() for choice in item.choices)
+        ],
+        "answer_out_of_range": [place[id(item)] for item in with_choices if item.answer is None],
     }
     letters = Counter(
         LETTERS[item.answer] for item in with_choices if item.answer is not None and item.answer < len(LETTERS)
@@ -271,6 +277,12 @@ def self_check(items: Sequence[Item]) -> SelfCheck:
         "counts": {name: len(found) for name, found in faults.items()},
         "faults": {name: found[:SHOWN] for name, found in faults.items()},
     }
+
+
+def _addresses(items: Sequence[Item]) -> dict[int, str]:
+    """A name for each item by which it can be found: its id, with its number from 1 where others have the same id."""
+    often = Counter(item.id for item in items)
+    return {id(one): one.id if often[one.id] == 1 else f"{one.id} (item {n})" for n, one in enumerate(items, 1)}
 
 
 def _key(choice: str) -> str:

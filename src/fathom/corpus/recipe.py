@@ -25,6 +25,9 @@ from fathom.recipe import RecipeError, allowed, convert, help_of, mapping, overr
 MOST_TOKENS = 1 << 22
 """Of a tokenizer that is trained: room for all of them is taken at once."""
 
+MOST_HASHES = 4096
+"""Hashes of a document's signature; 14 bands of 8 rows are 112."""
+
 
 @dataclass(frozen=True)
 class Collection:
@@ -394,6 +397,8 @@ def _rules(recipe: CorpusRecipe) -> Iterator[tuple[bool, str, str]]:
     yield 0 < near.jaccard <= 1, "deduplicate.jaccard", "allowed: a share above 0, 1 at most"
     for key in ("shingle", "bands", "rows"):
         yield getattr(near, key) >= 1, f"deduplicate.{key}", "allowed: 1 or more"
+    hashes = near.bands * near.rows
+    yield hashes <= MOST_HASHES, "deduplicate", f"bands * rows is {hashes:,}; allowed: {MOST_HASHES:,} at most"
     yield 0 <= near.seed < 1 << 64, "deduplicate.seed", "allowed: 0 to 2^64 - 1"
     leaks = recipe.decontaminate
     ordered = 1 <= leaks.shortest <= leaks.whole <= leaks.words

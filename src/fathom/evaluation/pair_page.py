@@ -43,6 +43,17 @@ def lines(report: PairResults) -> list[list[str]]:
     return made
 
 
+def asked_words(report: PairResults) -> list[str]:
+    """How many questions of each benchmark were asked, and why the others were not."""
+    found = []
+    for name, one in report["asked"].items():
+        left = ", ".join(f"{count:,} {why}" for why, count in one["skipped"].items())
+        drawn = " drawn at random" if "not drawn" in one["skipped"] else ""
+        skipped = f"; skipped: {left}" if left else ""
+        found.append(f"{name}: asked {one['asked']:,} of {one['of']:,} questions{drawn}{skipped}.")
+    return found
+
+
 def interval_words(text: TextPair) -> str:
     """The interval of a text's difference; of too few documents, how many there are and must be."""
     low, high = text["difference"]["low"], text["difference"]["high"]
@@ -56,6 +67,8 @@ def show(report: PairReport, out: Path | None) -> None:
     from rich.console import Console
 
     console = Console(highlight=False, width=line_width())
+    for line in asked_words(report):
+        console.print(line, markup=False, soft_wrap=True)
     console.print(terminal_table("", columns(report), lines(report)), "")
     console.print(report["verdict"], markup=False, soft_wrap=True)
     if out is not None:
@@ -76,7 +89,7 @@ def page(report: PairReport) -> str:
         title,
         report["verdict"],
         html.section("What it learnt", html.figures(*_right_answers(report), _bits(report))),
-        html.section("What was asked", _examples(report)),
+        html.section("What was asked", html.bullets(asked_words(report)), _examples(report)),
         html.section(f"From {report['base']['name']} to {report['new']['name']}", _corpus(report), _runs(report)),
         html.section("Every number", table),
         html.section("How to read this", html.bullets(reading(report))),
@@ -87,6 +100,7 @@ def page(report: PairReport) -> str:
 def reading(report: PairResults) -> list[str]:
     """Explanations of the numbers."""
     flagged = any(row["part"] != "all" for row in report["questions"])
+    checked = bool(report["asked"]) and all(one["checked"] for one in report["asked"].values())
     return [
         "Text: bits per byte of held-out documents, each read alone; intervals are of 1,000 bootstrap samples of "
         f"documents, both models on the same ones; below {LEAST_BOOTSTRAPPED} documents there is none, and no claim.",
@@ -96,6 +110,8 @@ def reading(report: PairResults) -> list[str]:
         "random is a guess, majority the letter that is right most often.",
         "Dirty questions are those that training text gives away; the sentence above speaks of the clean ones."
         if flagged
+        else "Training text gives none of these questions away."
+        if checked
         else "Nothing is known of whether training text gives questions away.",
     ]
 
@@ -224,6 +240,7 @@ def card(report: PairReport) -> str:
 
 def _card(report: PairReport) -> Iterator[str]:
     yield from (f"# {report['new']['name']}, made from {report['base']['name']}", "", report["verdict"], "")
+    yield from (*asked_words(report), "")
     if words := corpus_words(report):
         yield from (words, "")
     if rows := run_rows(report):

@@ -23,7 +23,7 @@ from fathom.errors import to_install
 from fathom.evaluation.origin import corpus_beside, runs_between
 from fathom.evaluation.pair_page import WAYS, card, interval_words, page
 from fathom.evaluation.perplexity import DomainScore
-from fathom.evaluation.results import ExampleRow, PairReport, PairResults, QuestionRow, TextPair
+from fathom.evaluation.results import Asking, ExampleRow, PairReport, PairResults, QuestionRow, TextPair
 from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings, run
 from fathom.report import html
 from fathom.report.files import write_atomically
@@ -86,15 +86,42 @@ class Answered:
 
 def read_benchmarks(directory: Path) -> dict[str, list[Quizzed]]:
     """The questions of every file `NAME.jsonl` of a directory: question, choices, answer and, if known, dirty."""
+    rows = _read(directory)
+    return {name: items for name, found in rows.items() if (items := [one for one in found if one is not None])}
+
+
+def _read(directory: Path) -> dict[str, list[Quizzed | None]]:
+    """Every row of every file; None for what is no question with a right choice."""
     if not directory.is_dir():
         raise EvaluateError(f"--benchmark {directory}: no such directory")
     found = {path.stem: list(_asked(path)) for path in sorted(directory.glob("*.jsonl"))}
-    if not any(found.values()):
+    if not any(one is not None for rows in found.values() for one in rows):
         raise EvaluateError(f"--benchmark {directory}: no *.jsonl with question, choices and answer")
-    return {name: items for name, items in found.items() if items}
+    return found
 
 
-def _asked(path: Path) -> Iterator[Quizzed]:
+def chosen(rows: Sequence[Quizzed | None], limit: int | None = None) -> tuple[list[Quizzed], Asking]:
+    """The questions of a benchmark to ask: each once, and `limit` of them at random, in the benchmark's order."""
+    once: dict[tuple[str, tuple[str, ...]], Quizzed] = {}
+    for one in rows:
+        if one is not None:
+            same = once.setdefault((one.question, tuple(sorted(one.choices))), one)
+            if one.dirty and not same.dirty:  # given away is given away under either number
+                once[one.question, tuple(sorted(one.choices))] = replace(same, dirty=True)
+    items = list(once.values())
+    if limit is not None and limit < len(items):
+        items = [items[number] for number in sorted(random.Random("fathom limit").sample(range(len(items)), limit))]
+    skipped = {
+        "no choices, or none that is right": sum(one is None for one in rows),
+        "repeated": sum(one is not None for one in rows) - len(once),
+        "not drawn": len(once) - len(items),
+    }
+    kept = {why: count for why, count in skipped.items() if count}
+    checked = bool(items) and all(one.dirty is not None for one in items)
+    return items, {"asked": len(items), "of": len(rows), "skipped": kept, "checked": checked}
+
+
+def _asked(path: Path) -> Iterator[Quizzed | None]:
     try:
         text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError:
@@ -108,7 +135,8 @@ def _asked(path: Path) -> Iterator[Quizzed]:
         except (ValueError, AttributeError):
             raise EvaluateError(f"{path}:{number + 1}: not a JSON object") from None
         if not choices or answer is None:
-            continue  # no choices, or none that is right
+            yield None
+            continue
         texts = isinstance(choices, list) and all(isinstance(one, str) and one for one in choices)
         fits = texts and type(answer) is int and 0 <= answer < len(choices) and 2 <= len(choices) <= len(LETTERS)
         if not isinstance(question, str) or not fits:
@@ -150,14 +178,16 @@ def evaluate_pair(entries: Sequence[str | Path], directory: Path, settings: Sett
         raise EvaluateError(
             "--benchmark compares two checkpoints, BASE and NEW, and takes no --tasks and no --max-trips"
         )
-    benchmarks = {name: items[: settings.limit] for name, items in read_benchmarks(directory).items()}
+    picked = {name: chosen(rows, settings.limit) for name, rows in _read(directory).items()}
+    benchmarks = {name: items for name, (items, _) in picked.items() if items}
     if find_spec("lm_eval") is None:
         raise EvaluateError(f"--benchmark needs lm-eval: {to_install('evaluate')}")
     texts = settings.perplexity or _beside(directory)
     with _task_files(benchmarks, settings.out) as files:
         words = ",".join(f"choice:{path}" for path in files.values())
-        found, _ = run(entries, replace(settings, tasks=words, perplexity=texts))
+        found, _ = run(entries, replace(settings, tasks=words, perplexity=texts, limit=None))
         report = summarize(found, benchmarks, {key: f"choice:{path}" for key, path in files.items()})
+    report["asked"] = {name: asking for name, (_, asking) in picked.items()}
     report["runs"], report["corpus"] = runs_between(*(one.directory for one in found)), corpus_beside(directory)
     if settings.out is not None:
         html.write(settings.out, report, page(report))
@@ -212,6 +242,7 @@ def summarize(
         "new": {"name": new.name, "directory": str(new.directory)},
         "texts": {name: compare_texts(score, new.domains[name]) for name, score in base.domains.items()},
         "questions": [one.row() for one in answered],
+        "asked": {name: chosen(items)[1] for name, items in benchmarks.items()},
         "guessing": {name: guessing(items) for name, items in benchmarks.items()},
         "examples": [row for name, items in benchmarks.items() for row in _examples(items, pair, tasks[name, "text"])],
         "runs": [],
@@ -245,7 +276,8 @@ def count_answers(
 ) -> list[Answered]:
     """All questions together, and the clean and the dirty ones where both kinds are known."""
     rows = list(zip(items, base, new, strict=True))
-    parts = {"all": rows, **{word: [row for row in rows if row[0].dirty is flag] for word, flag in _FLAGS.items()}}
+    split = {word: [row for row in rows if row[0].dirty is flag] for word, flag in _FLAGS.items()}
+    parts = {"all": rows, **(split if split["dirty"] else {})}  # where nothing is dirty, all are clean
     return [
         Answered(
             benchmark,
@@ -305,12 +337,20 @@ def _of_questions(report: PairResults) -> Iterator[str]:
     adjusted = holm([row["p"] for row in judged.values()])
     for (name, row), p in zip(judged.items(), adjusted, strict=True):
         base, new = (f"{100 * right / row['asked']:.1f} %" for right in row["right"])
-        known = {"clean": " clean", "all": ""}[row["part"]]
+        known = " clean" if row["part"] == "clean" or report["asked"][name]["checked"] else ""
         ahead = "better than" if row["won"] > row["lost"] else "worse than"
         how = ahead if p < 0.05 else "not told apart from"
         among = f", {p:.2g} by Holm over {len(judged)} benchmarks" if len(judged) > 1 else ""
         words = f"on {row['asked']:,}{known} questions of {name} ({new} right) {report['new']['name']} is {how} "
         yield f"{words}{report['base']['name']} ({base}; McNemar p = {row['p']:.2g}{among})"
+        guess = report["guessing"][name]["random"]
+        models = (report["base"]["name"], report["new"]["name"])
+        below = [model for model, (_, high) in zip(models, row["intervals"], strict=True) if high < guess]
+        if below:
+            yield (
+                f"{' and '.join(below)} answered fewer questions of {name} rightly than a guess would "
+                f"({100 * guess:.1f} %), which hints at a fault of the benchmark or of the way of asking"
+            )
 
 
 def _of_texts(report: PairResults) -> Iterator[str]:

@@ -168,6 +168,17 @@ class CorpusCounts(TypedDict):
     conversations: int
 
 
+class Asking(TypedDict):
+    """How many of a benchmark's questions were asked, and why the others were not."""
+
+    asked: int
+    of: int
+    skipped: dict[str, int]
+    """how many, by reason"""
+    checked: bool
+    """whether it is known which of them training text gives away"""
+
+
 class PairResults(Provenance):
     """All of a pair's `report.json` but its verdict."""
 
@@ -175,6 +186,7 @@ class PairResults(Provenance):
     new: NamedModel
     texts: dict[str, TextPair]
     questions: list[QuestionRow]
+    asked: dict[str, Asking]
     guessing: dict[str, dict[str, float]]
     examples: list[ExampleRow]
     runs: list[RunBetween]
