@@ -46,7 +46,8 @@ class DepthAttentionOptions(ScheduleOptions):
     """Options of `depth_attention`."""
 
     self_bias: float = 0.0
-    """Added to the logit of the layer's own value. With 20 or more a pretrained model starts as itself."""
+    """Added to the logit of the layer's own value. A pretrained model starts nearly as itself if the bias exceeds, by
+    15 or so, every lead of an earlier layer's logit over the own one; leads grow with the gains of the norms."""
     self_bias_steps: int = 0
     """Training steps over which `self_bias` falls linearly to 0; with 0 it stays."""
 

@@ -45,6 +45,7 @@ from .feed_forward import FeedForward
 from .flex_reading import ReadingRule, attend_by_rule
 from .foreign import HUB_KEYS, opened
 from .head import build_head
+from .identity import warn_if_not_itself
 from .loading import SHAPING, require_one_head, require_shapes, without_report
 from .loss import causal_lm_loss, shifted, token_losses
 from .norms import NORMS, OffsetRMSNorm
@@ -353,6 +354,8 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
         lost = sorted(name for name in required if not name.startswith(cls.task_layers))
         if lost and kwargs.get("state_dict") != {}:
             raise ValueError(f"the checkpoint lacks {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
+        if kwargs.get("state_dict") != {} and model.config.mixer == "depth_attention" != own.get("mixer"):
+            warn_if_not_itself(model)
         return (model, info) if wants_info else model
 
     def activation_checkpointing_enable(
