@@ -8,7 +8,7 @@ part of the vocabulary is mixed, backward touches only the rows of the two table
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -62,9 +62,15 @@ def mixture(hidden: Tensor, head: nn.Module, table: Tensor, top_k: int = 0, temp
         def part(x: Tensor) -> Tensor:
             return (probabilities(head(x), top_k, temperature) @ widen(table)).to(x.dtype)
 
-        size = chunk_rows(len(rows), len(table), rows.device.type)
-        mixed = torch.cat([checkpoint(part, x, use_reentrant=False) for x in rows.split(size)])
+        mixed = torch.cat([checkpoint(part, x, use_reentrant=False) for x in _chunks(rows, len(table))])
     return mixed.view(*hidden.shape[:-1], table.shape[1])
+
+
+def _chunks(rows: Tensor, words: int) -> Sequence[Tensor]:
+    """Rows in chunks; all at once in an export, whose number of rows is free."""
+    if torch.compiler.is_exporting():
+        return [rows]
+    return rows.split(chunk_rows(len(rows), words, rows.device.type))
 
 
 def probabilities(logits: Tensor, top_k: int, temperature: float) -> Tensor:
@@ -98,7 +104,7 @@ def _sparse(rows: Tensor, head: Callable[[Tensor], Tensor], table: Tensor, top_k
 
 def _likeliest(rows: Tensor, head: Callable[[Tensor], Tensor], words: int, top_k: int) -> tuple[Tensor, Tensor]:
     """The largest logits of each row, and of which words they are, `[N, k]`."""
-    found = [head(x).topk(top_k) for x in rows.split(chunk_rows(len(rows), words, rows.device.type))]
+    found = [head(x).topk(top_k) for x in _chunks(rows, words)]
     logits, chosen = (torch.cat([one[i] for one in found]) for i in (0, 1))
     return logits, chosen
 
@@ -110,8 +116,8 @@ class _Dense(torch.autograd.Function):
     def forward(ctx: Any, rows: Tensor, weight: Tensor, table: Tensor, top_k: int, temperature: float) -> Tensor:
         ctx.save_for_backward(rows, weight, table)
         ctx.top_k, ctx.temperature = top_k, temperature
-        size = chunk_rows(len(rows), len(table), rows.device.type)
-        parts = [probabilities(x @ weight.T, top_k, temperature).to(table.dtype) @ table for x in rows.split(size)]
+        chunks = _chunks(rows, len(table))
+        parts = [probabilities(x @ weight.T, top_k, temperature).to(table.dtype) @ table for x in chunks]
         return torch.cat(parts)
 
     @staticmethod
