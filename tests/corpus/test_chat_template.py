@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 
 from fathom.corpus.chat_template import TokenizerTemplate
 from fathom.corpus.converse import Converse
-from fathom.corpus.pipeline import build
+from fathom.corpus.pipeline import build, preview
 from fathom.corpus.recipe import parse_corpus_recipe
 from fathom.corpus.stage import CorpusError
 from fathom.corpus.templates import CHATS, TEMPLATES, ConversationEncoder, TemplateError, rendered
@@ -127,7 +127,10 @@ def test_a_corpus_by_the_tokenizers_own_template(tmp_path: Path) -> None:
         recipe = parse_corpus_recipe({**values, "converse": {"template": "tokenizer"}})
         if template is None:
             with pytest.raises(CorpusError, match="template=tokenizer: the tokenizer has no chat template: choose ch"):
-                build(recipe, tmp_path / "out")
+                build(recipe, tmp_path / "new")
+            with pytest.raises(CorpusError, match="the tokenizer has no chat template"):
+                preview(recipe, tmp_path / "new")
+            assert not (tmp_path / "new").exists(), "it is known before any work"
             continue
         counts = build(recipe, tmp_path / "out").stages["converse"].counts
         assert (counts["conversations"], counts["no_template"]) == (12, 1)

@@ -28,7 +28,16 @@ def test_running_heads_go_and_the_rest_stays() -> None:
     assert [line for page in kept for line in page] == [
         f"body {word} {number}" for word in "abcde" for number in ("one", "two", "three", "four")
     ]
-    assert without_running_heads(pages[:2])[0][0] == "Journal of Depths"  # two pages prove nothing
+    assert [page[0] for page in without_running_heads(pages[:2])] == ["body a one", "body b one"]
+    inner = [f"{word}\nJournal of Depths\nbody {word}\nlast {word}" for word in ("first", "second")]
+    assert without_running_heads(inner)[0][1] == "Journal of Depths"  # further in, two pages prove nothing
+    assert without_running_heads(pages[:1])[0][0] == "Journal of Depths"
+
+
+def test_words_that_pdfium_joined_with_a_noncharacter() -> None:
+    """A word of which the document has a form with a hyphen alone keeps the hyphen."""
+    lines = ["a popu\ufffelous town, well\ufffeknown to all", "and a well-known one"]
+    assert flow([lines]).startswith("a populous town, well-known to all")
 
 
 def test_hyphens_of_layout_go_and_those_of_spelling_stay() -> None:

@@ -13,18 +13,32 @@ from fathom.checkpoints.layout import TOKENIZER_CONFIG
 from fathom.corpus.chat_template import TokenizerTemplate
 from fathom.corpus.documents import Document, write_lines
 from fathom.corpus.kept import kept_documents, kept_parts
+from fathom.corpus.recipe import CorpusRecipe
 from fathom.corpus.stage import CorpusError, Stage, Task
 from fathom.corpus.templates import ConversationEncoder, TemplateError
 from fathom.corpus.tokens import ENDLESS, SHARDS, groups_of
 from fathom.data.encode import choose_split
 from fathom.data.shards import ShardWriter, shard_files, token_dtype
 from fathom.data.targets import write_targets
-from fathom.data.tokenizer import plain_encoder
+from fathom.data.tokenizer import load_tokenizer, plain_encoder
 from fathom.report.files import read_json, write_json
 
 OWN = "tokenizer"
 """The value of `converse.template` that means the tokenizer's own."""
 REASONS = ("too_long", "no_target", "no_template")
+
+
+def check_template(recipe: CorpusRecipe) -> None:
+    """Refuse, before any work, a tokenizer's own template where the tokenizer has none."""
+    talks = any(one.kind != "documents" for one in recipe.collections.values())
+    if not talks or recipe.converse.template != OWN:
+        return
+    tokens = recipe.tokenize
+    own = None if tokens.tokenizer is None else load_tokenizer(tokens.tokenizer, tokens.eos_token).chat_template
+    if not own:
+        raise CorpusError(
+            f"converse.template={OWN}: the tokenizer has no chat template: choose chatml, alpaca or react"
+        )
 
 
 class Converse(Stage):

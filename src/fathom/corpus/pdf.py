@@ -59,14 +59,15 @@ def without_running_heads(pages: Sequence[str]) -> list[list[str]]:
     """The lines of each page, without those that most pages have at their edges."""
     lines = [[line.rstrip() for line in page.split("\n")] for page in pages]
     filled = [[number for number, line in enumerate(page) if line.strip()] for page in lines]
-    edges = [{*one[:EDGE_LINES], *one[-EDGE_LINES:]} for one in filled]
+    # Of two pages only the outermost lines count: further in, a repeated line may be a coincidence.
+    depth = EDGE_LINES if len(pages) > 2 else 1
+    edges = [{*one[:depth], *one[-depth:]} for one in filled]
     seen = Counter(
         key
         for page, places in zip(lines, edges, strict=True)
         for key in {_without_digits(page[number]) for number in places}
     )
-    # With one or two pages a repeated line may be a coincidence.
-    needed = max(3, EDGE_SHARE * len(pages))
+    needed = max(min(3, len(pages)), 2, EDGE_SHARE * len(pages))
     return [
         [line for number, line in enumerate(page) if number not in places or seen[_without_digits(line)] < needed]
         for page, places in zip(lines, edges, strict=True)
@@ -77,12 +78,29 @@ def _without_digits(line: str) -> str:
     return " ".join(re.sub(r"\d+", "", line).split())
 
 
+def _without_marks(lines: Sequence[str]) -> list[str]:
+    """Lines without U+FFFE, which PDFium puts for the hyphen where it joins the lines of a divided word itself.
+
+    The hyphen is written where the document has the word with a hyphen elsewhere, and not without one.
+    """
+    if not any("\ufffe" in line[:-1] for line in lines):
+        return list(lines)
+    whole = " ".join(lines).lower()
+
+    def joined(match: re.Match[str]) -> str:
+        one, other = match[1], match[2]
+        spelled = f"{one}-{other}".lower() in whole and f"{one}{other}".lower() not in whole
+        return f"{one}-{other}" if spelled else one + other
+
+    return [re.sub("(\\w+)\ufffe(\\w+)", joined, line) for line in lines]
+
+
 def flow(pages: Sequence[Sequence[str]]) -> str:
     """Join lines to paragraphs: a full line continues in the next one.
 
     A hyphen at the end of a line is dropped if the joined word occurs elsewhere in the document, else kept.
     """
-    lines = [line.strip() for page in pages for line in page]
+    lines = _without_marks([line.strip() for page in pages for line in page])
     lengths = sorted(len(line) for line in lines if line)
     if not lengths:
         return ""

@@ -14,6 +14,7 @@ from typing import TypedDict
 from fathom.checkpoints.layout import LOCK, PLAN, RECIPE
 from fathom.corpus.budget import Budget, plan_budget
 from fathom.corpus.card import write_card
+from fathom.corpus.converse import check_template
 from fathom.corpus.executor import Executing, executing, write_plan
 from fathom.corpus.ingest import collection_files
 from fathom.corpus.publish import budget_of, publish
@@ -113,6 +114,7 @@ def build(recipe: CorpusRecipe, directory: Path) -> Report:
         recipe: The corpus to make.
         directory: Where everything goes; created if it does not exist.
     """
+    check_template(recipe)
     workspace = Workspace(directory, recipe)
     with _locked(directory):
         sweep(directory)
@@ -193,6 +195,7 @@ class Preview(TypedDict):
 
 def preview(recipe: CorpusRecipe, directory: Path) -> Preview:
     """What `build` would do, as far as that is known beforehand: inputs, stages, budget. Writes nothing."""
+    check_template(recipe)
     workspace = Workspace(directory, recipe)
     inputs: dict[str, dict[str, int]] = {}
     for name, collection in recipe.collections.items():
