@@ -19,10 +19,10 @@ from unittest import mock
 
 import numpy as np
 
-from fathom.ladder import scaling
-from fathom.ladder.scaling import DECADE, Rung, agree, horizontal, posterior
-from fathom.ladder.simulation import PHI, Truth, simulate, simulate_trips, usual_interval
-from fathom.ladder.trips import worth
+from fathom.experiments import scaling
+from fathom.experiments.scaling import DECADE, Rung, agree, horizontal, posterior
+from fathom.experiments.simulation import PHI, Truth, simulate, simulate_trips
+from fathom.experiments.trips import worth
 from fathom.report.provenance import provenance
 from fathom.report.statistics import holm
 
@@ -84,6 +84,49 @@ def covered(truth: Truth, draws: int, usual: bool = True) -> Values:
         "half_width": {name: math.exp(float(np.median(found))) for name, found in widths.items()},
         "estimators_disagree": apart / draws,
     }
+
+
+def usual_interval(rungs: Sequence[Rung], x: float, draws: int = 200) -> tuple[float, float]:
+    """The usual method: a law for each arm, resampled over seeds. Kept as a negative control, which must fail.
+
+    Args:
+        rungs: A ladder.
+        x: ln FLOPs of the arm at which ln M is wanted.
+        draws: Bootstrap samples.
+
+    Returns:
+        The ends of its "95 %" interval of ln M.
+    """
+    chance = np.random.default_rng(0)
+    x_v, x_a = (np.array([getattr(rung, name) for rung in rungs]) for name in ("x_control", "x_arm"))
+    picked = [chance.integers(rung.seeds, size=(draws, rung.seeds)) for rung in rungs]
+    v, a = (
+        np.stack([np.array(getattr(rung, name))[pick].mean(1) for rung, pick in zip(rungs, picked, strict=True)], 1)
+        for name in ("control", "arm")
+    )
+    floor_v, line_v = _own_law(x_v, v)
+    floor_a, line_a = _own_law(x_a, a)
+    loss = floor_a + np.exp(line_a[:, 0] + line_a[:, 1] * x)
+    reached = (np.log(np.maximum(loss - floor_v, 1e-9)) - line_v[:, 0]) / line_v[:, 1]
+    low, high = np.quantile(reached - x, [0.025, 0.975])
+    return float(low), float(high)
+
+
+def _own_law(x: np.ndarray, losses: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Floor [S] and line [S, 2] of ln(loss - floor) by least squares of the loss, for every row of losses."""
+    shares = np.linspace(0.0, 0.98, 99)
+    floors = shares[None, :] * losses.min(1)[:, None]  # [S, F]
+    reducible = losses[:, None, :] - floors[:, :, None]  # [S, F, R]
+    y, w = np.log(reducible), reducible**2
+    mean_x, mean_y = ((w * part).sum(-1) / w.sum(-1) for part in (x, y))
+    dx, dy = x - mean_x[..., None], y - mean_y[..., None]
+    slope = (w * dx * dy).sum(-1) / (w * dx * dx).sum(-1)
+    left = (w * (dy - slope[..., None] * dx) ** 2).sum(-1)
+    best = left.argmin(1)[:, None]
+    floor, intercept, fall = (
+        np.take_along_axis(values, best, 1)[:, 0] for values in (floors, mean_y - slope * mean_x, slope)
+    )
+    return floor, np.stack([intercept, fall], 1)
 
 
 def ends(draws: np.ndarray) -> tuple[float, float]:

@@ -28,9 +28,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from fathom.checkpoints.find import find_model
-from fathom.comparison.timing import interleaved
 from fathom.data.prepare import prepare
 from fathom.data.shards import TokenDataset
+from fathom.experiments.timing import interleaved
 from fathom.models import FathomForCausalLM
 from fathom.recipe import load_recipe
 from fathom.report.provenance import provenance

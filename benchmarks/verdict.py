@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from fathom.comparison.findings import compare_runs, is_sure, share_of_gain
+from fathom.experiments.differences import compare_runs, is_sure, share_of_gain
 from fathom.report.provenance import provenance
 from fathom.report.statistics import NOISE, holm, paired_difference
 

@@ -23,7 +23,7 @@ from fathom.checkpoints import layout
 ROOT = Path(fathom.__file__).parent
 ROOMS = (
     *("_version", "errors", "models", "kernels", "kvcache", "report", "checkpoints", "data", "recipe", "corpus"),
-    *("training", "evaluation", "inference", "lens", "lineage", "comparison", "ladder", "cli", "__main__"),
+    *("training", "evaluation", "inference", "lens", "lineage", "experiments", "cli", "__main__"),
 )
 """Each may import those before it."""
 STRANGERS = {
@@ -35,23 +35,23 @@ STRANGERS = {
     "lineage": {"kernels", "kvcache", "data", "recipe", "corpus", "training", "evaluation", "inference", "lens"},
 }
 """Rooms above that a room must not know all the same."""
-COMPUTING = "models kernels kvcache checkpoints training evaluation inference lens comparison ladder"
+COMPUTING = "models kernels kvcache checkpoints training evaluation inference lens experiments"
 FOREIGN = {
     "torch": f"{COMPUTING} data.batches report.provenance",
     "transformers": "models kvcache checkpoints data.tokenizer corpus.chat_template training evaluation inference "
     "lens cli.export",
     **dict.fromkeys(("triton", "liger_kernel"), "kernels"),
-    "numpy": "report checkpoints data corpus training evaluation lens lineage ladder inference.draws",
-    "scipy": "report.statistics corpus lineage ladder",
+    "numpy": "report checkpoints data corpus training evaluation lens lineage experiments inference.draws",
+    "scipy": "report.statistics corpus lineage experiments",
     "huggingface_hub": "models checkpoints recipe inference.generate",
     "safetensors": "checkpoints.families.tensors kvcache.saved lineage.attacks training.adapters",
     "tokenizers": "data evaluation.perplexity inference.control",
-    "yaml": "checkpoints.find checkpoints.runs recipe corpus comparison.page ladder.page",
+    "yaml": "checkpoints.find checkpoints.runs recipe corpus experiments.compare_page experiments.ladder_page",
     "jinja2": "report.templates corpus.chat_template inference.prompt",
-    "markupsafe": "report evaluation.caches.page evaluation.pair_page evaluation.scores_page comparison.page "
-    "ladder.page",
+    "markupsafe": "report evaluation.caches.page evaluation.pair_page evaluation.scores_page experiments.compare_page "
+    "experiments.ladder_page",
     "filelock": "report.files",
-    "rich": "report training.tracking evaluation comparison ladder cli",
+    "rich": "report training.tracking evaluation experiments cli",
     # Of the extras.
     "datasets": "evaluation.tasks",
     "lm_eval": "evaluation",
@@ -382,7 +382,7 @@ def test_import_is_light():
 def test_optional_packages_stay_out():
     """Training and inference run without any of them; torch itself may bring triton."""
     optional = ["datasets", "lm_eval", "vllm", "wandb", "trackio", "matplotlib", "peft", "fastapi", "liger_kernel"]
-    modules = "fathom.training, fathom.inference.generate, fathom.comparison.work, fathom.lens.look, fathom.lineage"
+    modules = "fathom.training, fathom.inference.generate, fathom.experiments.compare, fathom.lens.look, fathom.lineage"
     code = f"import sys, {modules}; print([m for m in {optional} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "[]", done.stdout + done.stderr

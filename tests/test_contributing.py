@@ -237,7 +237,9 @@ WALKS = {
         },
         {
             "src/fathom/cli/main.py": (COMMAND,),
-            "tests/test_boundaries.py": (('"ladder", "cli", "__main__"', '"ladder", "manners", "cli", "__main__"'),),
+            "tests/test_boundaries.py": (
+                ('"experiments", "cli", "__main__"', '"experiments", "manners", "cli", "__main__"'),
+            ),
         },
         ("tests/manners", "tests/test_docs.py::test_a_page_does_what_it_says[manners]"),
         {("greet", "Ada"): "Hello, Ada"},

@@ -21,10 +21,10 @@ from fathom._version import __version__
 if TYPE_CHECKING:
     from fathom.checkpoints.export import export
     from fathom.checkpoints.open import load
-    from fathom.comparison.work import compare
     from fathom.data.prepare import PrepareOptions, prepare
     from fathom.errors import FathomError
     from fathom.evaluation.scoring import Settings, evaluate
+    from fathom.experiments.compare import compare
     from fathom.inference.generate import generate
     from fathom.inference.settings import Sampling
     from fathom.lens.look import look
@@ -69,7 +69,7 @@ _HOMES = {
     "Sampling": "fathom.inference.settings",
     "Settings": "fathom.evaluation.scoring",
     "add_mechanism": "fathom.models",
-    "compare": "fathom.comparison.work",
+    "compare": "fathom.experiments.compare",
     "evaluate": "fathom.evaluation.scoring",
     "export": "fathom.checkpoints.export",
     "generate": "fathom.inference.generate",

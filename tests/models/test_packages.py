@@ -10,8 +10,8 @@ import pytest
 
 import fathom
 from fathom.checkpoints.export import export
-from fathom.comparison.arms import parse_arms
-from fathom.comparison.catalogue import mechanism_rows
+from fathom.experiments.arms import parse_arms
+from fathom.experiments.catalogue import mechanism_rows
 from fathom.models import registry
 from fathom.models.packages import add_mechanism, find_mechanisms, flattened, travelling
 from fathom.models.registry import MECHANISMS, mechanism_name

@@ -116,8 +116,8 @@ def test_a_comparison_counts_what_forgets_as_diverged(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the worker would end, and the same command would meet the same run again."""
-    from fathom.comparison import work
-    from fathom.comparison.leases import Claims
+    from fathom.experiments import work
+    from fathom.experiments.leases import Claims
 
     def forgets(*arguments: object, **given: object) -> None:
         raise ForgottenError("step 3: the loss went from 2.0 to 5.0", 3)

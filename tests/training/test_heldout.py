@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from fathom.comparison.page import _solved
 from fathom.data.shards import TokenDataset
+from fathom.experiments.compare_page import _solved
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.loss import CHUNK_ROWS, IGNORE
 from fathom.recipe import Recipe

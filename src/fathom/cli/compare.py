@@ -15,7 +15,7 @@ from fathom.cli.parser import Parser, add_recipe
 from fathom.recipe import RecipeError, find_recipe, load_recipe
 
 if TYPE_CHECKING:
-    from fathom.comparison.results import ComparisonReport
+    from fathom.experiments.compare_results import ComparisonReport
 
 
 def add(parser: Parser) -> None:
@@ -46,9 +46,9 @@ def add(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Plan, run what is missing, and print. With a comparison's directory in place of a recipe, continue it."""
-    from fathom.comparison.page import tables
-    from fathom.comparison.plan import Plan, check, make_plan
-    from fathom.comparison.work import carry_out, refuse_torchrun, rewrite_report
+    from fathom.experiments.compare import carry_out, refuse_torchrun, rewrite_report
+    from fathom.experiments.compare_page import tables
+    from fathom.experiments.plan import Plan, check, make_plan
 
     refuse_torchrun()
     retry = options.retry_failed

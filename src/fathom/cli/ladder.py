@@ -12,7 +12,7 @@ from rich.console import Console
 
 from fathom.checkpoints.layout import PAGE, REPORT
 from fathom.cli.parser import Parser, UsageError, add_recipe
-from fathom.ladder.rules import Rules, ladders_folder
+from fathom.experiments.rules import Rules, ladders_folder
 from fathom.recipe import RecipeError, allowed, help_of
 
 STAGES = ("tune", "rungs", "seal", "last", "check")
@@ -46,10 +46,10 @@ def add(parser: Parser) -> None:
 
 def run(options: Namespace) -> int:
     """Plan, run what is missing, and print. With a ladder's directory in place of a file, continue it."""
-    from fathom.ladder.budget import budget, budget_rows
-    from fathom.ladder.page import tables
-    from fathom.ladder.rungs import Ladder, checked, find_ladder, load_ladder
-    from fathom.ladder.work import add_seeds, climb, rewrite
+    from fathom.experiments.budget import budget, budget_rows
+    from fathom.experiments.ladder import add_seeds, climb, rewrite
+    from fathom.experiments.ladder_page import tables
+    from fathom.experiments.rungs import Ladder, checked, find_ladder, load_ladder
     from fathom.report.tables import terminal_table
 
     if options.report and (options.retry_failed or options.dry_run):

@@ -85,7 +85,7 @@ def _show_costs(name: str, size: int, as_json: bool) -> int:
     from rich.console import Console
 
     from fathom.checkpoints.runs import read_config
-    from fathom.comparison.catalogue import mechanism_rows, mechanism_table, vanilla_row
+    from fathom.experiments.catalogue import mechanism_rows, mechanism_table, vanilla_row
 
     config = read_config(Path(name)) if Path(name).is_dir() else load_recipe(name).config()
     if as_json:

@@ -1,0 +1,209 @@
+"""What a ladder on a puzzle found: accuracy, runs that solved it, and how much sooner than the control, in FLOPs.
+
+A run solved it somewhere between two evaluations, or did not with all its FLOPs: of a ratio only bounds are known. Runs
+jump or do not, so that means and normal intervals lie: the intervals are made of counts and ranks.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from fathom.checkpoints.layout import RESULT
+from fathom.data.puzzles import is_puzzle, open_puzzle
+from fathom.experiments.ladder_results import PuzzleResult, PuzzleRow, PuzzleShares, PuzzleSooner
+from fathom.experiments.plan import RunTask
+from fathom.experiments.stages import State
+from fathom.report.files import read_json
+from fathom.report.statistics import holm, wilson
+from fathom.training import read_metrics
+
+SOLVED = 0.9
+"""Accuracy at which a run has solved a puzzle."""
+SURE = 0.95
+UNKNOWN = "unknown"
+
+
+class Spent(NamedTuple):
+    """FLOPs until a run solved a puzzle: more than `least`, and no more than `most`."""
+
+    least: float
+    most: float
+
+    @classmethod
+    def read(cls, curve: Sequence[tuple[float, float]], whole: float) -> Spent:
+        """From FLOPs and accuracy of every evaluation; a run that never solved it needs more than its `whole`."""
+        before = 0.0
+        for at, share in curve:
+            if share >= SOLVED:
+                return cls(before, at)
+            before = at
+        return cls(whole, math.inf)
+
+
+class Sooner(NamedTuple):
+    """The control's FLOPs to solve a puzzle over an arm's."""
+
+    median: tuple[float, float]
+    """Between these lies the median of the pairs."""
+    low: float
+    high: float
+    level: float
+    """Confidence of `low` to `high`: 95 % or a little more of six pairs or more, that of their whole range of fewer."""
+    pairs: int
+    p: float
+    """Of the sign test, two-sided, that neither solves it sooner; a pair that tells nothing counts against it."""
+
+    @classmethod
+    def read(cls, row: PuzzleSooner) -> Sooner:
+        """From a report, where null stands for no upper end."""
+        least, most = row["median"]
+        high = row["high"]
+        ends = (least, math.inf if most is None else most), row["low"], math.inf if high is None else high
+        return cls(*ends, row["level"], row["pairs"], row["p"])
+
+    def row(self) -> PuzzleSooner:
+        """For a report."""
+        least, most = self.median
+        return {
+            "median": (least, most if math.isfinite(most) else None),
+            "low": self.low,
+            "high": self.high if math.isfinite(self.high) else None,
+            "level": self.level,
+            "pairs": self.pairs,
+            "p": self.p,
+        }
+
+    def basis(self) -> str:
+        """What the ratio and its interval are, for a caption."""
+        if self.pairs == 1:
+            return "one pair of seeds"
+        return f"median of {self.pairs} pairs of seeds and an interval of ranks ({self.level:.0%})"
+
+    def words(self) -> str:
+        """The ratio and its interval, for a table."""
+        middle, whole = between(*self.median), between(self.low, self.high)
+        return middle if self.pairs == 1 or middle in (UNKNOWN, whole) else f"{middle} ({whole})"
+
+
+def between(low: float, high: float) -> str:
+    """An interval in words, a single number if its ends look alike."""
+    if math.isinf(high):
+        return f"> {low:.2f}" if low else UNKNOWN
+    if not low:
+        return f"< {high:.2f}"
+    return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f} to {high:.2f}"
+
+
+def sooner(control: Sequence[Spent], arm: Sequence[Spent]) -> Sooner | None:
+    """Ratio of the control's FLOPs to an arm's, run by run of the same seeds; None without any."""
+    if not control:
+        return None
+    pairs = [
+        (mine.least / theirs.most, mine.most / theirs.least if theirs.least else math.inf)
+        for mine, theirs in zip(control, arm, strict=True)
+    ]
+    lows, highs = (sorted(ends) for ends in zip(*pairs, strict=True))
+    left = dropped(len(pairs))
+    level = 1 - 2 * below(left, len(pairs))
+    # A run needs more than its least, so that a ratio is more than its own lower end, and less than its upper one.
+    alike = max(sum(low >= 1 < high for low, high in pairs), sum(low < 1 >= high for low, high in pairs))
+    p = min(1.0, 2 * below(len(pairs) - alike, len(pairs)))
+    median = statistics.median(lows), statistics.median(highs)
+    return Sooner(median, lows[left], highs[-1 - left], level, len(pairs), p)
+
+
+def dropped(pairs: int) -> int:
+    """How many of the lowest and of the highest ratios an interval of 95 % may leave out."""
+    return max((left for left in range((pairs + 1) // 2) if 1 - 2 * below(left, pairs) >= SURE), default=0)
+
+
+def below(left: int, pairs: int) -> float:
+    """Chance that no more than `left` of the pairs lie below their true median: a tail of the sign test."""
+    return sum(math.comb(pairs, k) for k in range(left + 1)) / 2**pairs
+
+
+def puzzle_result(state: State) -> PuzzleResult | None:
+    """Accuracy by difficulty, the number of runs that solved it, and the FLOPs to solve it beside the control's."""
+    directory = state.ladder.recipe.data.directory
+    if not is_puzzle(directory):
+        return None
+    data = open_puzzle(directory, "val")
+    rows: list[PuzzleRow] = []
+    for size in state.ladder.sizes:
+        plan = state.plan(size)
+        control: dict[str, dict[int | None, Spent]] = {}
+        for arm in state.ladder.every_arm:
+            runs = [RunTask(plan, state.rung_dir(size), arm.name, seed) for seed in plan.seeds]
+            over = [run for run in runs if run.done or run.failure is not None]
+            flops, domains = state.flops(arm, size), dict[str, PuzzleShares]()
+            for name in data.domains:
+                shares = [_accuracy(run, name) for run in over]
+                curves = [_curve(run, name, flops, share) for run, share in zip(over, shares, strict=True)]
+                spent = {
+                    run.seed: Spent.read(curve if run.done else [], flops)  # what diverged has not solved it
+                    for run, curve in zip(over, curves, strict=True)
+                }
+                beside = control.setdefault(name, spent)
+                domains[name] = _shares(shares, curves, spent, None if beside is spent else beside)
+            seeds = [run.seed for run in over]
+            rows.append({"index": size.index, "arm": arm.name, "flops": flops, "seeds": seeds, "domains": domains})
+    return {"domains": list(data.domains), "chance": data.puzzle.traits.chance, "solved_at": SOLVED, "rows": rows}
+
+
+def _shares(
+    shares: Sequence[float],
+    curves: Sequence[Sequence[tuple[float, float]]],
+    spent: Mapping[int | None, Spent],
+    control: Mapping[int | None, Spent] | None,
+) -> PuzzleShares:
+    solved = sum(share >= SOLVED for share in shares)
+    low, high = wilson(solved, len(shares)) if shares else (0.0, 1.0)
+    both = [seed for seed in spent if control is not None and seed in control]
+    found = sooner([control[seed] for seed in both], [spent[seed] for seed in both]) if control is not None else None
+    return {
+        "accuracy": list(shares),
+        "curves": curves,
+        "median": statistics.median(shares) if shares else None,
+        "solved": solved,
+        "low": low,
+        "high": high,
+        "flops_to_solve": [run.most if math.isfinite(run.most) else None for run in spent.values()],
+        "sooner": None if found is None else found.row(),
+    }
+
+
+def _accuracy(run: RunTask, domain: str) -> float:
+    """A run's accuracy at its end; none of one that diverged, which leaves no model."""
+    return float(read_json(run.run_dir / RESULT)["evaluation"]["domains"][domain]["accuracy"]) if run.done else 0.0
+
+
+def _curve(run: RunTask, domain: str, flops: float, last: float) -> list[tuple[float, float]]:
+    """Training FLOPs and accuracy at every evaluation of a domain, the `last` at the end."""
+    steps, key = run.plan.recipes[run.arm].train.steps, f"val/{domain}/accuracy"
+    lines = [line for line in read_metrics(run.run_dir) if key in line and line["step"] < steps]
+    return [(flops * line["step"] / steps, line[key]) for line in lines] + [(flops, last)] * run.done
+
+
+def puzzle_words(control: str, puzzle: PuzzleResult) -> list[str]:
+    """The hardest difficulty at the last rung: runs solved, FLOPs to solve it, and what differs from the control."""
+    hardest = puzzle["domains"][-1]
+    last = max(row["index"] for row in puzzle["rows"])
+    rows = {row["arm"]: row["domains"][hardest] for row in puzzle["rows"] if row["index"] == last and row["seeds"]}
+    own = rows.pop(control, None)
+    if own is None:
+        return []
+
+    def words(name: str, row: PuzzleShares) -> str:
+        return f"{name} solved {row['solved']} of {len(row['accuracy'])} (median accuracy {row['median']:.2f})"
+
+    parts = [words(name, row) for name, row in ((control, own), *rows.items())]
+    apart = [name for name, row in rows.items() if row["low"] > own["high"] or row["high"] < own["low"]]
+    told = f"only {', '.join(apart)} can be told" if apart else "no arm can be told"
+    found = [f"on {hardest}, {', '.join(parts)}; by solved runs {told} apart from {control}"]
+    ratios = {name: Sooner.read(row["sooner"]) for name, row in rows.items() if row["sooner"] is not None}
+    corrected = zip(ratios.items(), holm([ratio.p for ratio in ratios.values()]), strict=True)
+    sure = [f"{ratio.words()} times the FLOPs of {name}" for (name, ratio), p in corrected if p < 1 - SURE]
+    return found + ([f"until it solves it {control} needs {', '.join(sure)}"] if sure else [])

@@ -1,0 +1,119 @@
+"""The cost of a ladder, and the precision to expect of it: `fathom ladder --dry-run`."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+
+import torch
+
+from fathom.experiments.ladder_results import BudgetRow, LadderBudget, Resolution, Width
+from fathom.experiments.rungs import Ladder, Size
+from fathom.experiments.simulation import Truth, resolution
+from fathom.training import build_training
+
+TIMED = 5
+"""Steps of the control at each rung, after one that warms up."""
+TOYS = Truth(sigma=(0.02, 0.006), shared=0.02, own=0.006)
+"""Noise of small runs on few tokens; `Truth()` has the noise of longer ones."""
+
+
+def budget(ladder: Ladder) -> LadderBudget:
+    """Runs, FLOPs and hours by rung on this machine, and the width of interval to expect."""
+    rows = [_row(ladder, size) for size in ladder.all_sizes]
+    hours = math.fsum(row["hours"] for row in rows)
+    found: LadderBudget = {
+        "rungs": rows,
+        "runs": sum(row["runs"] for row in rows),
+        "flops": math.fsum(row["flops"] for row in rows),
+        "hours": hours,
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU, one process",
+        "resolution": _resolution(ladder),
+        "words": "",
+    }
+    return {**found, "words": _words(found)}
+
+
+def _row(ladder: Ladder, size: Size) -> BudgetRow:
+    rules, at = ladder.rules, size.index - 1
+    main = size.budget == 0
+    points = rules.tune_points[at] if main and at < len(rules.tune_points) else 0
+    twins = min(rules.twin[at], rules.seeds[at]) if main and at < len(rules.twin) else 0
+    last = main and rules.check and len(ladder.sizes) >= 3 and size == ladder.sizes[-1]
+    runs = {arm: ladder.seeds[at] + (2 if last and arm in ladder.arms else 0) for arm in ladder.every_arm}
+    for arm in ladder.arms if points else ():
+        runs[arm] += points * rules.tune_seeds[at]
+    runs[ladder.control] += twins
+    flops = math.fsum(count * ladder.flops(arm, size) for arm, count in runs.items())
+    seconds = _step_seconds(ladder, size)
+    per_flop = seconds * size.steps / ladder.flops(ladder.control, size)
+    return {
+        "rung": size.name,
+        "parameters": size.parameters,
+        "tokens": size.tokens,
+        "steps": size.steps,
+        "runs": sum(runs.values()),
+        "flops": flops,
+        "step_seconds": seconds,
+        "hours": flops * per_flop / 3600,
+    }
+
+
+def _step_seconds(ladder: Ladder, size: Size) -> float:
+    """Seconds per step of the control: the median of a few steps."""
+    recipe = ladder.run(ladder.control, size, ladder.recipe.optim.lr, ladder.first_seed())
+    training = build_training(recipe)
+    times = []
+    for step in range(TIMED + 1):
+        began = time.perf_counter()
+        float(training.step(step).loss)
+        times.append(time.perf_counter() - began)
+    return sorted(times[1:])[TIMED // 2]
+
+
+def _resolution(ladder: Ladder) -> Resolution | None:
+    """Half-widths of intervals in simulated ladders of these rungs and seeds; None if there is nothing to fit."""
+    if len(ladder.sizes) < 2 or max(ladder.seeds) < 2:
+        return None
+    flops = [ladder.flops(ladder.control, size) for size in ladder.sizes]
+    decades = math.log10(flops[-1] / flops[0])
+    if decades <= 0:
+        return None
+
+    def width(noise: Truth) -> Width:
+        truth = dataclasses.replace(noise, decades=decades, seeds=ladder.seeds, start=flops[0])
+        top, trend = resolution(truth)
+        return {"last_rung": top, "per_decade": trend}
+
+    return {"decades": decades, "text": width(Truth()), "toy": width(TOYS)}
+
+
+def _words(found: LadderBudget) -> str:
+    text = f"{found['runs']} runs, {found['flops']:.3g} FLOPs, {found['hours']:.2g} hours on {found['device']}."
+    width = found["resolution"]
+    if width is None:
+        return text + " No multiplier can be had: it needs two rungs, one of them with two seeds."
+    return (
+        f"{text} Over {width['decades']:.2f} decades the multiplier of the last rung would be known to × ÷ "
+        f"{width['text']['last_rung']:.2f} with the noise of long runs, × ÷ {width['toy']['last_rung']:.2f} with that "
+        f"of short ones; its trend to × ÷ {width['text']['per_decade']:.2f} and {width['toy']['per_decade']:.2f} per "
+        "decade."
+    )
+
+
+def budget_rows(found: LadderBudget) -> tuple[str, list[str], list[list[str]]]:
+    """Caption, columns, rows."""
+    columns = ["rung", "parameters", "tokens", "steps", "runs", "FLOPs", "s/step", "hours"]
+    rows = [
+        [
+            row["rung"],
+            *(f"{row[key]:,}" for key in ("parameters", "tokens", "steps", "runs")),
+            f"{row['flops']:.3g}",
+            f"{row['step_seconds']:.3f}",
+            f"{row['hours']:.3g}",
+        ]
+        for row in found["rungs"]
+    ]
+    words = "checks as if every arm were told apart; without points that tuning may add"
+    return f"Arms at the control's speed for each FLOP, {words}", columns, rows

@@ -1,0 +1,513 @@
+"""A comparison's numbers as a table in the terminal and as a page."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import yaml
+from markupsafe import Markup
+
+from fathom.experiments.arms import Arm
+from fathom.experiments.compare_results import (
+    ArmResult,
+    ArmTrips,
+    ComparisonReport,
+    CurveAxis,
+    DomainValues,
+    GapValues,
+    RunRow,
+)
+from fathom.experiments.differences import awaited, family_size, share_in_words
+from fathom.report import html
+from fathom.report.numbers import DASH, short, signed
+from fathom.report.plots import IntervalMark, Line, interval_plot, line_plot
+from fathom.report.statistics import NOISE, coverage
+from fathom.report.tables import terminal_table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+
+def write_report(report: ComparisonReport, out: Path) -> tuple[Path, Path]:
+    """Write `report.json` and `report.html` into a comparison's directory."""
+    return html.write(out, report, page(report))
+
+
+def tables(report: ComparisonReport) -> list[Table]:
+    """Two tables for a terminal of 80 columns: what each arm reached, and what it cost."""
+    return [terminal_table(*quality_rows(report)), terminal_table(*cost_rows(report, narrow=True))]
+
+
+def quality_rows(report: ComparisonReport) -> tuple[str, list[str], list[list[str]]]:
+    """Caption, columns, rows: what each arm reached."""
+    arms = report["arms"]
+    columns = ["arm", "loss", "difference", "Holm p", "perplexity", "bits/byte"]
+    rows = []
+    for arm in arms:
+        if not arm["runs"]:
+            rows.append([arm["name"], *[DASH] * 5])
+            continue
+        gap = arm.get("difference")
+        holm = DASH if gap is None or gap["p_holm"] is None else f"{gap['p_holm']:.3f}"
+        numbers = [f"{arm['perplexity']:.2f}", f"{arm['bits_per_byte']:.4f}"]
+        rows.append([arm["name"], f"{arm['loss']:.4f}", "control" if gap is None else _gap(gap), holm, *numbers])
+    many = len(report["seeds"])
+    failed = "".join(f"; without {row['arm']}, seed {row['seed']}, which failed" for row in report["failed"])
+    if not many:
+        return f"Held-out loss: no seed is finished by every arm yet{failed}", columns, rows
+    interval = "with its 95 % interval over seeds" if many > 1 else "without an interval: one seed"
+    return f"Held-out loss in nats per token ({seeds(many)}); paired difference {interval}{failed}", columns, rows
+
+
+def cost_rows(report: ComparisonReport, narrow: bool = False) -> tuple[str, list[str], list[list[str]]]:
+    """Caption, columns, rows: what each arm cost; `narrow` shortens numbers for a terminal."""
+    columns = ["arm", "params", "FLOPs/token", "cache B/token", "step time", "memory"]
+    if not narrow:
+        columns = ["arm", "parameters", "FLOPs/token", "cache bytes/token", "step time", "quartiles", "peak memory"]
+    rows = []
+    for arm in report["arms"]:
+        measured = arm["measured"]
+        control = arm["name"] == report["control"]
+        cache = arm["cache_bytes_per_token"]["measured"]
+        time = ratio(measured["time"]["median"]) if measured else "1" if control else DASH
+        memory = (
+            ratio(measured["memory_bytes"][0] / measured["memory_bytes"][1]) if measured else "1" if control else DASH
+        )
+        cell = DASH if cache is None else f"{cache:,.0f}"
+        if narrow:
+            flops = short(arm["flops_per_token"])
+            rows.append([arm["name"], short(arm["parameters"]), flops, cell, time, memory])
+            continue
+        spread = f"{measured['time']['low']:.3f} … {measured['time']['high']:.3f}" if measured else DASH
+        flops = f"{arm['flops_per_token']:,.0f}"
+        rows.append([arm["name"], f"{arm['parameters']:,}", flops, cell, time, spread, memory])
+    first = report["arms"][0]
+    step = f"a training step of {first['tokens'] // first['steps']:,} tokens"
+    return f"Cost; time and memory of {step} as ratios to the control", columns, rows
+
+
+def page(report: ComparisonReport) -> str:
+    """The whole report."""
+    names = [arm["name"] for arm in report["arms"]]
+    title = f"{', '.join(names[1:])} against {names[0]}"
+    if not report["seeds"]:
+        return html.page(title, report["verdict"], _failed(report), _provenance(report))
+    return html.page(
+        title,
+        report["verdict"],
+        html.table(*quality_rows(report)),
+        _failed(report),
+        _share_sentence(report),
+        html.figures(_differences(report), _while_training(report)),
+        html.section("Learning curves", html.legend(names), _curves(report)),
+        html.section("Along the context", html.legend(names), _positions(report)),
+        html.section("Trips", Markup().join([_trips(report), _solved(report)])),
+        html.section("Domains", _domains(report)),
+        html.section("Cost", html.table(*cost_rows(report)), *_cost_notes(report), _budget(report)),
+        html.section("Between the arms", _between(report)),
+        html.section("Every run", _runs(report)),
+        html.section("How to read this", html.bullets(_method(report))),
+        html.section("Where it comes from", _provenance(report)),
+        note=_unfinished(report),
+    )
+
+
+def _compared(report: ComparisonReport) -> list[tuple[int, ArmResult]]:
+    """Every arm other than the control that finished a seed, and its colour."""
+    return [(i, arm) for i, arm in enumerate(report["arms"]) if "difference" in arm]
+
+
+def _failed(report: ComparisonReport) -> Markup:
+    rows = [[f"{row['arm']}, seed {row['seed']}", str(row["step"]), row["error"]] for row in report["failed"]]
+    return (
+        html.table("Left out: runs that could not go on", ["run", "step", "why"], rows, prose=["why"])
+        if rows
+        else Markup()
+    )
+
+
+def _gap(gap: GapValues) -> str:
+    return signed(gap["mean"], gap["half_width"])
+
+
+def ratio(value: float) -> str:
+    """A ratio to the control."""
+    return f"× {value:.3f}"
+
+
+def seeds(count: int) -> str:
+    """A number of seeds in words."""
+    return "one seed" if count == 1 else f"mean of {count} seeds"
+
+
+def _differences(report: ComparisonReport) -> Markup:
+    arms = _compared(report)
+    items = [
+        IntervalMark(arm["name"], arm["difference"]["mean"], arm["difference"]["low"], arm["difference"]["high"], i)
+        for i, arm in arms
+    ]
+    words = "; ".join(f"{arm['name']} {_gap(arm['difference'])}" for _, arm in arms)
+    control = report["control"]
+    svg = interval_plot(items, "nats per token", f"Validation loss minus {control}'s: {words}")
+    caption = "Left of the dashed line is better. " + ("Bars are 95 % intervals." if len(report["seeds"]) > 1 else "")
+    return html.figure(f"Validation loss minus {control}'s", svg, caption)
+
+
+def _while_training(report: ComparisonReport) -> Markup:
+    lines = []
+    for i, arm in _compared(report):
+        curve = arm["difference_while_training"]
+        if curve["mean"]:
+            line = Line(arm["name"], curve["tokens"], curve["mean"], i, curve["low"], curve["high"], marks=False)
+            lines.append(line)
+    last = "; ".join(f"{line.name} ends at {line.y[-1]:+.4f}" for line in lines)
+    control = report["control"]
+    svg = line_plot(lines, "tokens", "nats", f"Training loss minus {control}'s on the same batches: {last}", zero=True)
+    return html.figure(
+        f"Training loss minus {control}'s",
+        svg,
+        "On the very same batches, averaged over stretches. Bands span the seeds.",
+    )
+
+
+def _curves(report: ComparisonReport) -> Markup:
+    budget = f"the comparison is at equal {'FLOPs' if report['equal'] == 'flops' else report['equal']}"
+    machines = {str(run["machine"]) for arm in report["arms"] for run in arm["runs"]}
+    where = "on machines that differ" if len(machines) > 1 else "of wall clock, whatever else the machine did"
+    return html.figures(
+        _curve(report, "tokens", "tokens", "Against tokens"),
+        _curve(report, "flops", "training FLOPs", "Against FLOPs", f"By arithmetic; {budget}."),
+        _curve(report, "seconds", "seconds in steps", "Against seconds", f"Seconds {where}."),
+    )
+
+
+def _curve(
+    report: ComparisonReport, key: CurveAxis, x_label: str, title: str, caption: str = "Bands span the seeds."
+) -> Markup:
+    lines = [
+        Line(arm["name"], arm["curve"][key], arm["curve"]["loss"], i, arm["curve"]["low"], arm["curve"]["high"])
+        for i, arm in enumerate(report["arms"])
+        if arm["runs"] and arm["curve"]["loss"]
+    ]
+    ends = "; ".join(f"{line.name} ends at {line.y[-1]:.4f}" for line in lines)
+    return html.figure(
+        title, line_plot(lines, x_label, "validation loss", f"Validation loss {title.lower()}: {ends}"), caption
+    )
+
+
+def _positions(report: ComparisonReport) -> Markup:
+    """Loss, and its difference to the control, over equal stretches of the context."""
+    control = report["arms"][0]
+    length = _sequence_length(report["recipe"])
+    count = len(control["position_loss"])
+    read = [place for place, loss in enumerate(control["position_loss"]) if loss is not None]
+    if len(read) < 2:
+        return Markup()
+    places = [(i + 0.5) * length / count for i in read]
+    arms = [(i, arm) for i, arm in enumerate(report["arms"]) if len(arm.get("position_loss", ())) == count]
+    losses = [[loss for loss in arm["position_loss"] if loss is not None] for _, arm in arms]
+    lines = [Line(arm["name"], places, row, i) for (i, arm), row in zip(arms, losses, strict=True)]
+    ends = "; ".join(f"{line.name} from {line.y[0]:.3f} to {line.y[-1]:.3f}" for line in lines)
+    gaps = [_gap_along(i, arm, places) for i, arm in arms[1:]]
+    words = "; ".join(f"{line.name} from {line.y[0]:+.4f} to {line.y[-1]:+.4f}" for line in gaps)
+    difference = line_plot(gaps, "position in the context", "nats", f"Loss minus the control's: {words}", zero=True)
+    empty = "A stretch in which nothing is predicted has no point." if len(read) < count else ""
+    return html.figures(
+        html.figure(
+            "Validation loss", line_plot(lines, "position in the context", "nats per token", f"Loss: {ends}"), empty
+        ),
+        html.figure(f"Minus {control['name']}'s", difference, "Bands are 95 % intervals, each stretch by itself."),
+    )
+
+
+def _gap_along(series: int, arm: ArmResult, places: Sequence[float]) -> Line:
+    """The difference to the control over the stretches of the context that have targets."""
+    rows = [row for row in arm["difference_by_position"] if row is not None]
+    low, high = ([row[end] for row in rows] for end in ("low", "high"))
+    bands = (None, None) if None in low else (low, high)
+    return Line(arm["name"], places, [row["mean"] for row in rows], series, *bands)
+
+
+def _sequence_length(recipe: Mapping[str, object]) -> int:
+    data = recipe["data"]
+    assert isinstance(data, dict)
+    return int(data["sequence_length"])
+
+
+def _trips(report: ComparisonReport) -> Markup:
+    """Trips per token, their correlation with the loss, and the loss they reach; nothing where no token halts."""
+    arms = [(i, arm) for i, arm in enumerate(report["arms"]) if arm["runs"] and "trips" in arm]
+    if not any(arm["trips"]["shares"] for _, arm in arms):
+        return Markup()
+    rows = [[arm["name"], f"{arm['trips']['mean']:.2f}", *_trips_cells(arm["trips"])] for _, arm in arms]
+    caption = "Trips per token on held-out text; the loss of a token against its trips"
+    columns = ["arm", "mean", "at most", "rank correlation", "95 % interval, seed by seed"]
+    shares = [
+        Line(arm["name"], list(range(1, len(found) + 1)), found, i)
+        for i, arm in arms
+        if (found := arm["trips"]["shares"])
+    ]
+    words = "; ".join(f"{line.name} {', '.join(f'{100 * share:.0f} %' for share in line.y)}" for line in shares)
+    points = [Line(arm["name"], [arm["trips"]["mean"]], [arm["loss"]], i) for i, arm in arms]
+    at = "; ".join(f"{line.name} {line.y[0]:.4f} at {line.x[0]:.2f}" for line in points)
+    note = (
+        "A correlation above zero says that tokens which are harder to predict make more trips. It is Spearman's; its "
+        "interval is a bootstrap over rows of text and does not cover the seed."
+    )
+    return Markup().join(
+        [
+            html.table(caption, columns, rows),
+            html.paragraph(note, quiet=True),
+            html.legend([arm["name"] for arm in report["arms"]]),
+            html.figures(
+                html.figure("Who halts when", line_plot(shares, "trips", "share of tokens", f"Halting: {words}")),
+                html.figure(
+                    "Loss against trips",
+                    line_plot(points, "mean trips per token", "validation loss", f"Validation loss: {at}"),
+                    "An arm that halts is worth it where it lies below those of a fixed number of trips.",
+                ),
+            ),
+        ]
+    )
+
+
+def _solved(report: ComparisonReport) -> Markup:
+    """The loss of arms that read text by Jacobi rounds against their own decoding; nothing without such arms."""
+    rows = []
+    for arm in report["arms"]:
+        for found in arm.get("trips", {}).get("solved", []):
+            gap = found["gap"] or {"value": None, "low": None, "high": None, "tokens": None}
+            ends = DASH if gap["low"] is None else f"{gap['low']:+.4f} … {gap['high']:+.4f}"
+            value = DASH if gap["value"] is None else f"{gap['value']:+.4f}"
+            tokens = DASH if gap["tokens"] is None else f"{gap['tokens']:,}"
+            rows.append([arm["name"], str(found["seed"]), f"{found['jacobi_rounds']:g}", value, ends, tokens])
+    if not rows:
+        return Markup()
+    columns = ["arm", "seed", "Jacobi rounds", "nats over decoding", "95 % interval", "on tokens"]
+    note = (
+        "Trips of these arms read later trips of earlier tokens, so text that is read all at once takes rounds toward "
+        "what decoding computes, and every held-out loss here is that of the rounds. The gap is measured on a sample, "
+        "after the last step; its interval is over windows of text."
+    )
+    return Markup().join(
+        [
+            html.table("The loss of reading in parallel, minus that of decoding", columns, rows),
+            html.paragraph(note, quiet=True),
+        ]
+    )
+
+
+def _trips_cells(trips: ArmTrips) -> list[str]:
+    found = trips["correlations"]
+    if not found:
+        return [str(trips["most"]), DASH, DASH]
+    mean = sum(row["value"] for row in found) / len(found)
+    ends = "; ".join(f"{row['low']:+.3f} … {row['high']:+.3f}" for row in found)
+    return [str(trips["most"]), f"{mean:+.3f}", ends]
+
+
+def _domains(report: ComparisonReport) -> Markup:
+    names = list(report["arms"][0]["domains"])
+    if len(names) < 2:
+        return Markup()
+    rows = []
+    for arm in (arm for arm in report["arms"] if arm["runs"]):
+        found = [arm["domains"].get(name) for name in names]
+        rows.append([arm["name"], *(DASH if score is None else _domain_cell(score) for score in found)])
+    caption = "Bits per byte of each domain, and the paired difference of the loss"
+    if len(report["seeds"]) > 1:
+        caption += (
+            " with its 95 % interval, each taken alone: not corrected for the number of domains and arms, outside the "
+            "family that Holm's p is of"
+        )
+    return html.table(caption, ["arm", *names], rows)
+
+
+def _domain_cell(score: DomainValues) -> str:
+    if not math.isfinite(score["loss"]):  # nothing of the domain was predicted
+        return DASH
+    gap = f" ({_gap(score['difference'])})" if "difference" in score else ""
+    return f"{score['bits_per_byte']:.4f}{gap}"
+
+
+def _between(report: ComparisonReport) -> Markup:
+    rows = [
+        [f"{row['a']} − {row['b']}", _gap(row), DASH if row["p_holm"] is None else f"{row['p_holm']:.3f}"]
+        for row in report["between"]
+    ]
+    caption = "Paired differences of validation loss among the arms other than the control"
+    if len(report["seeds"]) > 1:
+        caption += (
+            "; intervals are those of each difference taken alone, Holm's p is of the one family with the control's"
+        )
+    return html.table(caption, ["pair", "difference", "Holm p"], rows) if rows else Markup()
+
+
+def _share_sentence(report: ComparisonReport) -> Markup:
+    share = report["share_of_uniform_depth"]
+    if share is None:
+        return Markup()
+    gap = share["difference"]
+    pair = f"{gap['a']} minus {gap['b']} is {_gap(gap)}."
+    words = share_in_words(share)
+    why = (
+        "by Fieller's theorem, of this ratio taken alone; uniform_depth averages where depth_attention attends."
+        if share["defined"]
+        else "over these seeds depth_attention has no gain that stands clear of the noise."
+    )
+    return html.paragraph(f"Averaging beside attending: {words}; {why} {pair}")
+
+
+def _cost_notes(report: ComparisonReport) -> list[Markup]:
+    found = [arm["measured"] for arm in report["arms"] if arm["measured"]]
+    if not found:
+        return [html.paragraph("Step time, memory and cache were not measured.", quiet=True)]
+    time = found[0]["time"]
+    text = (
+        f"Step time: the arm and the control take turns A B B A in one process on the same batches, "
+        f"{time['pairs']} times, by {time['clock']}; the median of the ratios and their quartiles. "
+        f"The control's step took {time['seconds'][1]:.3f} s. "
+        f"Memory: {found[0]['memory']}. Cache: bytes that a real cache grows by per token really decoded."
+    )
+    return [html.paragraph(text, quiet=True)]
+
+
+def _budget(report: ComparisonReport) -> Markup:
+    rows = [
+        [arm["name"], f"{arm['steps']:,}", f"{arm['tokens']:,}", f"{arm['training_flops']:.4g}"]
+        for arm in report["arms"]
+    ]
+    return html.table("What each run of an arm was given", ["arm", "steps", "tokens", "training FLOPs"], rows)
+
+
+def _runs(report: ComparisonReport) -> Markup:
+    columns = ["run", "loss", "perplexity", "bits/byte", "seconds"]
+    rows = [
+        [
+            f"{arm['name']}, seed {run['seed']}",
+            *(f"{run['loss']:.4f}", f"{run['perplexity']:.2f}", f"{run['bits_per_byte']:.4f}", f"{run['seconds']:.0f}"),
+        ]
+        for arm in report["arms"]
+        for run in arm["runs"]
+    ]
+    return html.table("Each is an ordinary training run below this directory", columns, rows)
+
+
+def _method(report: ComparisonReport) -> list[str]:
+    """What was held equal, and what the numbers mean."""
+    equal = {
+        "tokens": "Every arm saw equally many tokens.",
+        "trips": "Every arm took the control's tokens times trips through the stack, counted as training makes them "
+        "(with Jacobi rounds, and trips of tokens that halt): steps and learning-rate schedule were scaled.",
+        "flops": "Every arm spent the control's training FLOPs: steps and learning-rate schedule were scaled.",
+    }
+    own = [arm["name"] for arm in report["arms"][1:] if _own_steps(arm)]
+    budget = equal[report["equal"]] + (f" Except {', '.join(own)}, whose own train.steps were kept." if own else "")
+    tests = family_size(report)
+    lines = [
+        f"Paired: for each seed all arms read the same tokens in the same order. {_shared(report)}",
+        budget + _epochs(report),
+        *_held_out(report),
+        "Intervals are Student's t over the seeds' paired differences. They cover the choice of seed (initial weights "
+        "and data order), and neither the choice of corpus nor of learning rate, which "
+        + ("the ladder tuned for each arm." if report["ladder"] else "was not tuned for any arm."),
+        _beyond(report),
+    ]
+    lines += _coverage(report)
+    if tests > 1:
+        lines.append(
+            "Several arms are several chances of a false alarm: the opening sentence calls a difference sure only if "
+            f"Holm's test over the family of all {tests} differences in this report, to the control and among the "
+            "other arms, agrees (p below 0.05, with Shaffer's counts of how many arms can still be equal). Intervals "
+            "are those of each comparison taken alone."
+        )
+    if len(report["seeds"]) in (2, 3):
+        lines.append("With so few seeds intervals are wide: a difference within the noise may still be real.")
+    if report["exploratory"]:
+        lines.append(
+            "The seeds were planned anew after a report had shown results, so this one is exploratory: who adds seeds "
+            "until an interval excludes zero finds a difference between equal arms in 10 % of cases with up to five."
+        )
+    lines.append("Perplexity is exp of the mean loss. FLOPs are by arithmetic: training costs three forward passes.")
+    return lines
+
+
+def _beyond(report: ComparisonReport) -> str:
+    """Pointers to what one size and one learning rate cannot show."""
+    if report["ladder"]:
+        link = Markup('<a href="{}">the whole ladder</a>').format(report["ladder"])
+        return Markup("This is one rung of a ladder: {} says how it goes on with size.").format(link)
+    return (
+        "One size says nothing of another. `fathom ladder` compares the arms at several, each at a learning rate of "
+        "its own, and says how much more compute the control would need."
+    )
+
+
+def _coverage(report: ComparisonReport) -> list[str]:
+    """The coverage of the intervals where differences between seeds are not normal."""
+    count = len(report["seeds"])
+    if count < 2:
+        return []
+    found = [f"{100 * coverage(count, name):.1f} % where they are {noise.words}" for name, noise in NOISE.items()]
+    return [
+        f"How often such an interval holds the true difference with {count} seeds, simulated with differences of known "
+        f"distribution: {', '.join(found)}. Which of these the differences here are, so few seeds cannot tell."
+    ]
+
+
+def _epochs(report: ComparisonReport) -> str:
+    """How many times the arms read the corpus, where that is known."""
+    epochs = (run.get("epochs") for arm in report["arms"] for run in arm["runs"])
+    counts = sorted(count for count in epochs if count is not None)
+    if not counts:
+        return ""
+    words = f"{counts[0]:.3g}" if counts[0] == counts[-1] else f"{counts[0]:.3g} to {counts[-1]:.3g}"
+    return f" That is {words} epochs of the corpus."
+
+
+def _held_out(report: ComparisonReport) -> list[str]:
+    """Which held-out text the losses are of."""
+    run: RunRow | None = next((run for arm in report["arms"] for run in arm["runs"] if "evaluated_tokens" in run), None)
+    if run is None:
+        return []
+    tokens, coverage = f"{run['evaluated_tokens']:,} predicted tokens", run.get("coverage")
+    if coverage is None:
+        where = "from the head of every domain of the validation split"
+    elif coverage == 1:
+        where = "all of the validation split"
+    else:
+        where = (
+            f"{100 * coverage:.3g} % of the validation split: one window of each of equally long stretches of every "
+            "domain, chosen by a fixed hash"
+        )
+    return [f"Held-out loss is of {tokens}, {where}; the same text for every arm and seed."]
+
+
+def _own_steps(arm: ArmResult) -> bool:
+    return Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])).own_steps
+
+
+def _shared(report: ComparisonReport) -> str:
+    counts = [(a["name"], *a["measured"]["shared_tensors"]) for a in report["arms"] if a["measured"]]
+    if not counts:
+        return "Parameters of equal name and shape start from equal values."
+    if all(shared == equal for _, shared, equal in counts):
+        return "Every parameter of equal name and shape started from bitwise equal values (checked)."
+    words = ", ".join(f"{name} {equal} of {shared}" for name, shared, equal in counts)
+    return f"Parameters of equal name and shape that started from bitwise equal values: {words}."
+
+
+def _unfinished(report: ComparisonReport) -> str:
+    done, coming = len(report["seeds"]), len(awaited(report))
+    if not coming:
+        return ""
+    return f"Not finished: {done} of {done + coming} planned seeds are done by every arm and shown."
+
+
+def _provenance(report: ComparisonReport) -> Markup:
+    arms = [{key: arm[key] for key in ("name", "mechanism", "overrides")} for arm in report["arms"]]
+    text = yaml.safe_dump({"arms": arms, "recipe": report["recipe"]}, sort_keys=False, allow_unicode=True)
+    return html.source(report) + html.details("The recipe", text)

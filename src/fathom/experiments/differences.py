@@ -1,0 +1,573 @@
+"""From the runs of a comparison to its numbers, and to the one sentence that they support."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations
+from pathlib import Path
+from typing import cast
+
+from fathom.checkpoints.layout import LADDER, MACHINE, PAGE, REPORT, RESULT
+from fathom.experiments.arms import Arm, tokens, training_flops
+from fathom.experiments.compare_results import (
+    ArmResult,
+    ArmTrips,
+    Band,
+    Columns,
+    ComparisonReport,
+    ComparisonResults,
+    Curve,
+    DomainValues,
+    FailedRun,
+    GapValues,
+    PairedGap,
+    PairGap,
+    ParallelRun,
+    RunRow,
+    ShareOfGain,
+    TestedGap,
+)
+from fathom.experiments.plan import Plan, RunTask, read_measured
+from fathom.models.cost import cache_bytes_per_token, count_parameters, flops_per_token
+from fathom.models.registry import recurrence_class
+from fathom.recipe import Recipe
+from fathom.report.files import read_written
+from fathom.report.numbers import DASH, in_words, signed
+from fathom.report.provenance import Provenance
+from fathom.report.statistics import Difference, coverage, holm, paired_difference, paired_ratio
+from fathom.training import read_metrics
+from fathom.training.results import held_out, read_result
+
+SIGNIFICANT = 0.05
+TUNED = "docs/results/2026-11-24-depth-on-text.md"
+"""Where Fathom's own comparisons at tuned learning rates are."""
+SMOOTHED = 20
+"""Points of the curve of training-loss differences, each the mean over consecutive steps."""
+
+
+def summarize(plan: Plan, out: Path, source: Provenance) -> ComparisonReport:
+    """Everything that `report.json` holds, from the directory alone.
+
+    A seed counts once every arm has finished it or failed. A failed arm is left out of that seed; if the control
+    failed, the whole seed is left out.
+    """
+    done = {seed: {arm.name: _result(plan, out, arm, seed) for arm in plan.arms} for seed in plan.seeds}
+    failed = _failed(plan, out)
+    lost = {(row["arm"], row["seed"]) for row in failed}
+    whole = [seed for seed, runs in done.items() if all(run or (name, seed) in lost for name, run in runs.items())]
+    control = plan.control.name
+    seeds = [seed for seed in whole if done[seed][control] and sum(run is not None for run in done[seed].values()) > 1]
+    arms = [_arm(plan, out, arm, [run for seed in seeds if (run := done[seed][arm.name])]) for arm in plan.arms]
+    between = compare_runs(arms) if seeds else []
+    exploratory = seeds_changed(plan, out)
+    if exploratory:
+        _withhold([*(arm["difference"] for arm in arms[1:] if arm["runs"]), *between])
+    report: ComparisonResults = {
+        **source,
+        "equal": plan.equal,
+        "control": plan.control.name,
+        "seeds": seeds,
+        "seeds_planned": list(plan.seeds),
+        "exploratory": exploratory,
+        "failed": failed,
+        "arms": arms,
+        "between": between,
+        "share_of_uniform_depth": share_of_gain(arms, between) if seeds else None,
+        "recipe": plan.recipe.to_dict(),
+        "ladder": f"../../{PAGE}" if (out.parent.parent / LADDER).exists() else None,
+    }
+    return {"verdict": verdict(report), **report}
+
+
+def seeds_changed(plan: Plan, out: Path) -> bool:
+    """Whether other seeds were planned when a report showed results.
+
+    Who adds seeds until a claim is sure claims falsely, so such a report is exploratory and calls nothing sure, and so
+    are all that follow it. A report of one seed shows no result.
+    """
+    path = out / REPORT
+    if not path.exists():
+        return False
+    remedy = "delete it, and what it showed is forgotten"
+    before = read_written(path, "seeds", "seeds_planned", "exploratory", remedy=remedy)
+    return bool(before["exploratory"] or (len(before["seeds"]) > 1 and before["seeds_planned"] != list(plan.seeds)))
+
+
+def _withhold(rows: Sequence[TestedGap]) -> None:
+    """Take the p values away by which differences are called sure."""
+    for row in rows:
+        row["p_holm"] = None
+
+
+def awaited(report: ComparisonResults) -> list[int]:
+    """Planned seeds without a result yet, except those whose control, or every other arm, has failed."""
+    lost = {(row["arm"], row["seed"]) for row in report["failed"]}
+    control, *others = (arm["name"] for arm in report["arms"])
+    gone = {
+        seed
+        for seed in report["seeds_planned"]
+        if (control, seed) in lost or all((name, seed) in lost for name in others)
+    }
+    return [seed for seed in report["seeds_planned"] if seed not in {*report["seeds"], *gone}]
+
+
+def verdict(report: ComparisonResults) -> str:
+    """What the evidence shows, what it does not, and its limits, in one sentence; and whether rates were tuned."""
+    control, *planned = report["arms"]
+    arms = [arm for arm in planned if "difference" in arm]
+    count = len(report["seeds"])
+    left_out = _left_out(report)
+    if not count:
+        return f"No seed has been finished by every arm yet, so there is nothing to say{left_out}."
+    scope = f"at {in_words(control['parameters'])} parameters and {_tokens(control, arms)}"
+    if count == 1:
+        parts = [f"{arm['name']} ended {_direction(arm)} {control['name']}" for arm in arms]
+        words = f"{scope}, {_join(parts)}, and another seed might say otherwise"
+        return f"With one seed there is no interval: {words}{left_out}.{smoke_test(report)}"
+    lower, higher = ([arm for arm in arms if _clear(arm) and sign * _mean(arm) > 0] for sign in (-1, 1))
+    family = family_size(report)
+    parts = [
+        *_claim(lower, "lower than", control, family),
+        *_claim(higher, "higher than", control, family),
+        *_faint(arms, control, family),
+        *_noise([arm for arm in arms if arm["difference"]["half_width"] is not None], control),
+        *(f"{a['name']} ended {_direction(a)} {control['name']}, {_no_interval(a)}" for a in arms if _alone(a)),
+        *([share_in_words(share)] if (share := report["share_of_uniform_depth"]) is not None else []),
+        *_rivals(report),
+    ]
+    limits = [*_bad_runs(bool(lower or higher), count), *_conditions(report)]
+    return f"With {count} seeds, {scope}, {'; '.join([*parts, *limits])}{left_out}.{smoke_test(report)}"
+
+
+def _bad_runs(claimed: bool, seeds: int) -> list[str]:
+    """What a claim is worth where runs of one arm rarely end badly, which so few seeds do not show."""
+    if not claimed:
+        return []
+    missed = f"{100 * (1 - coverage(seeds, 'outliers')):.0f} %"
+    return [
+        f"if one run in ten of an arm ended badly, by ten standard deviations, {missed} of such intervals would miss "
+        "the true difference, not 5 %"
+    ]
+
+
+def _conditions(report: ComparisonResults) -> list[str]:
+    """Whether seeds were added after a report, and whether planned ones are missing."""
+    done, coming = len(report["seeds"]), len(awaited(report))
+    found = [f"{done} of {done + coming} planned seeds are done"] if coming else []
+    if report["exploratory"]:
+        found.append("the seeds were planned anew after a report, so this is exploratory and nothing here is sure")
+    return found
+
+
+def smoke_test(report: ComparisonResults) -> str:
+    """A sentence on a comparison that is too short to decide anything; empty if it is not."""
+    control = report["arms"][0]
+    if control["tokens"] >= control["parameters"] or report["ladder"] is not None:
+        return ""
+    return (
+        " This is a smoke test: it trains on fewer tokens than the model has parameters, at a learning rate that was "
+        f"not tuned for each arm; {TUNED} has tuned comparisons."
+    )
+
+
+def _tokens(control: ArmResult, arms: Sequence[ArmResult]) -> str:
+    """How many tokens the control saw, and each arm that saw another number: at equal FLOPs, say."""
+    words = in_words(control["tokens"])
+    others = [f"{arm['name']} {own}" for arm in arms if (own := in_words(arm["tokens"])) != words]
+    return f"{words} tokens" + (f" ({', '.join(others)})" if others else "")
+
+
+def family_size(report: ComparisonResults) -> int:
+    """Number of differences of the final loss tested together: to the control, and between the other arms."""
+    rows = [*(arm["difference"] for arm in report["arms"] if "difference" in arm), *report["between"]]
+    return sum(row["p"] is not None for row in rows)
+
+
+def _failed(plan: Plan, out: Path) -> list[FailedRun]:
+    """The runs that failed."""
+    runs = [RunTask(plan, out, arm.name, seed) for seed in plan.seeds for arm in plan.arms]
+    return [{"arm": run.arm, "seed": run.seed, **failure} for run in runs if (failure := run.failure) is not None]
+
+
+def _left_out(report: ComparisonResults) -> str:
+    """The failed runs as the end of a sentence."""
+    rows = report["failed"]
+    if not rows:
+        return ""
+    names = _join([f"{row['arm']} with seed {row['seed']} (at step {row['step']})" for row in rows])
+    control = any(row["arm"] == report["control"] for row in rows)
+    whole = f", and so are the seeds with which {report['control']} failed, for every arm" if control else ""
+    return f"; {names} failed and {'is' if len(rows) == 1 else 'are'} left out{whole}"
+
+
+def _arm(plan: Plan, out: Path, arm: Arm, runs: Sequence[RunRow]) -> ArmResult:
+    recipe = plan.recipes[arm.name]
+    config = recipe.config()
+    measured = read_measured(plan, out, arm.name) if arm != plan.control else None
+    scalar = 2 if recipe.train.precision == "bf16" else 4
+    cache = measured["cache_bytes_per_token"][0] if measured else None
+    values: ArmResult = {
+        "name": arm.name,
+        "mechanism": arm.mechanism,
+        "overrides": arm.overrides,
+        "parameters": count_parameters(config),
+        "flops_per_token": flops_per_token(config, recipe.data.sequence_length),
+        "cache_bytes_per_token": {
+            "declared": cache_bytes_per_token(config, scalar),
+            "measured": _control_cache(plan, out) if arm == plan.control else cache,
+        },
+        "steps": recipe.train.steps,
+        "tokens": tokens(recipe),
+        "training_flops": training_flops(recipe),
+        "measured": measured,
+        "runs": list(runs),
+    }
+    if measured:
+        del measured["recipes"]
+    if runs:
+        loss = statistics.fmean(run["loss"] for run in runs)
+        values["loss"], values["perplexity"] = loss, math.exp(min(loss, 700.0))
+        values["bits_per_byte"] = statistics.fmean(run["bits_per_byte"] for run in runs)
+        values["domains"] = {name: _domain(runs, name) for name in runs[0]["domains"]}
+        values["position_loss"] = [_mean_of(row) for row in zip(*(run["position_loss"] for run in runs), strict=True)]
+        values["curve"] = _curve(values)
+        values["trips"] = _trips(recipe, runs)
+    return values
+
+
+def _trips(recipe: Recipe, runs: Sequence[RunRow]) -> ArmTrips:
+    """Trips per token of held-out text: as counted where tokens may halt, else the fixed number."""
+    config = recipe.config()
+    most = recurrence_class(config).trips_of(config)
+    counted = [trips for run in runs if (trips := run.get("trips")) is not None]
+    solved: list[ParallelRun] = [
+        {"seed": run["seed"], "jacobi_rounds": rounds, "gap": run["gap"]}
+        for run in runs
+        if (rounds := run.get("jacobi_rounds"))
+    ]
+    if not counted:
+        return {"mean": float(most), "most": most, "shares": None, "correlations": [], "solved": solved}
+    return {
+        "mean": statistics.fmean(trips["mean"] for trips in counted),
+        "most": most,
+        "shares": [statistics.fmean(row) for row in zip(*(trips["shares"] for trips in counted), strict=True)],
+        "correlations": [found for trips in counted if (found := trips["correlation"]) is not None],
+        "solved": solved,
+    }
+
+
+def _result(plan: Plan, out: Path, arm: Arm, seed: int) -> RunRow | None:
+    """One finished run: its last evaluation, its curve, the machine."""
+    run_dir = RunTask(plan, out, arm.name, seed).run_dir
+    if not (run_dir / RESULT).exists():
+        return None
+    values, scores = read_result(run_dir), held_out(run_dir)
+    lines = read_metrics(run_dir)
+    looks, losses = _by_step(lines, "val/loss"), _by_step(lines, "loss")
+    machine = run_dir / MACHINE
+    found: RunRow = {
+        **cast(RunRow, {key: value for key, value in scores.items() if key != "tokens"}),
+        "seed": seed,
+        "directory": str(run_dir.relative_to(out)),
+        "evaluated_tokens": scores["tokens"],
+        "seconds": values["seconds"],
+        "epochs": values.get("epochs"),
+        "machine": read_written(machine, remedy="delete it") if machine.exists() else None,
+        "validation": {
+            "step": [int(look["step"]) for look in looks],
+            "tokens": [int(look["tokens"]) for look in looks],
+            "seconds": [look["seconds"] for look in looks],
+            "loss": [look["val/loss"] for look in looks],
+        },
+        "training_loss": {"step": [int(line["step"]) for line in losses], "loss": [line["loss"] for line in losses]},
+    }
+    return found
+
+
+def _curve(arm: ArmResult) -> Curve:
+    """Validation loss while training: its mean over seeds, and the lowest and highest seed."""
+    columns = [run["validation"] for run in arm["runs"]]
+    rows = [_rows_of(run) for run in columns]
+    steps = _common(rows)
+    counts = [columns[0]["tokens"][rows[0][step]] for step in steps]
+    losses = [[run["loss"][row[step]] for run, row in zip(columns, rows, strict=True)] for step in steps]
+    return {
+        "tokens": counts,
+        "flops": [count * arm["training_flops"] / arm["tokens"] for count in counts],
+        "seconds": [
+            statistics.fmean(run["seconds"][row[step]] for run, row in zip(columns, rows, strict=True))
+            for step in steps
+        ],
+        "loss": [statistics.fmean(row) for row in losses],
+        "low": [min(row) for row in losses],
+        "high": [max(row) for row in losses],
+    }
+
+
+def _by_step(lines: Sequence[dict[str, float]], key: str) -> list[dict[str, float]]:
+    """The lines that have a key, one for each step: a run that was killed and resumed may have written some twice."""
+    found = {line["step"]: line for line in lines if key in line}
+    return [found[step] for step in sorted(found)]
+
+
+def _rows_of(columns: Columns) -> dict[int, int]:
+    """The row of each step in the columns."""
+    return {step: i for i, step in enumerate(columns["step"])}
+
+
+def _losses(run: RunRow) -> dict[int, float]:
+    """Training loss by step."""
+    return dict(zip(run["training_loss"]["step"], run["training_loss"]["loss"], strict=True))
+
+
+def _common(runs: Sequence[Mapping[int, float]]) -> list[int]:
+    """The steps that all runs have: a power cut may have lost lines of some."""
+    return sorted(set(runs[0]).intersection(*runs[1:]))
+
+
+def compare_runs(arms: Sequence[ArmResult]) -> list[PairGap]:
+    """Add paired differences to the control (the first arm) to every other arm; returns those between the others.
+
+    All p values are adjusted as one family: whatever the number of arms, the chance of calling any difference sure
+    that does not exist stays below 5 %.
+    """
+    found = [arm for arm in arms[1:] if arm["runs"]]
+    _add_differences(found, arms[0])
+    between = _between(found)
+    _add_holm([*(arm["difference"] for arm in found), *between], len(found) + 1)
+    return between
+
+
+def is_sure(difference: TestedGap) -> bool:
+    """Whether a report calls a difference sure."""
+    p = difference["p_holm"]
+    return difference["excludes_zero"] and p is not None and p < SIGNIFICANT
+
+
+def _add_differences(arms: Sequence[ArmResult], control: ArmResult) -> None:
+    """Add differences of the final loss, bits per byte, loss by position and domain, and loss while training."""
+    for arm in arms:
+        pairs = _pairs(arm, control)
+        arm["difference"] = {**_difference(pairs, lambda run: run["loss"])}
+        arm["difference_bits_per_byte"] = _difference(pairs, lambda run: run["bits_per_byte"])
+        places = range(len(control["position_loss"]))
+        if len(arm["position_loss"]) == len(places):
+            arm["difference_by_position"] = [_difference_at(place, pairs) for place in places]
+        for name, domain in arm["domains"].items():
+            if name in control["domains"]:
+                domain["difference"] = _difference(pairs, _of(name))
+        arm["difference_while_training"] = _while_training(pairs, arm["tokens"] / arm["steps"])
+
+
+def _pairs(a: ArmResult, b: ArmResult) -> list[tuple[RunRow, RunRow]]:
+    """The runs of two arms, seed by seed, where both have one."""
+    partners = {run["seed"]: run for run in b["runs"]}
+    return [(run, partners[run["seed"]]) for run in a["runs"] if run["seed"] in partners]
+
+
+def _add_holm(rows: Sequence[TestedGap], arms: int) -> None:
+    """Adjust the p values of the differences that have one, for `arms` arms."""
+    for row in rows:
+        row["p_holm"] = None
+    tested = [(row, p) for row in rows if (p := row["p"]) is not None]
+    for (row, _), p in zip(tested, holm([p for _, p in tested], arms), strict=True):
+        row["p_holm"] = p
+
+
+def _mean_of(losses: Sequence[float | None]) -> float | None:
+    """The mean; None where a stretch has no target, whose loss is None in every run."""
+    known = [loss for loss in losses if loss is not None]
+    return statistics.fmean(known) if len(known) == len(losses) else None
+
+
+def _difference_at(place: int, pairs: Sequence[tuple[RunRow, RunRow]]) -> GapValues | None:
+    """The paired difference of the loss in a stretch of the context; None where it has no target."""
+    losses = [(a["position_loss"][place], b["position_loss"][place]) for a, b in pairs]
+    known = [(a, b) for a, b in losses if a is not None and b is not None]
+    return gap_of(paired_difference(*zip(*known, strict=True))) if len(known) == len(losses) else None
+
+
+def _of(domain: str) -> Callable[[RunRow], float]:
+    return lambda run: run["domains"][domain]["loss"]
+
+
+def _difference(pairs: Sequence[tuple[RunRow, RunRow]], value: Callable[[RunRow], float]) -> GapValues:
+    """The paired difference of a value of the runs."""
+    return gap_of(paired_difference([value(a) for a, _ in pairs], [value(b) for _, b in pairs]))
+
+
+def paired_gap(found: Difference) -> PairedGap:
+    """A difference as a report holds it."""
+    return {
+        "mean": found.mean,
+        "pairs": found.pairs,
+        "half_width": found.half_width,
+        "p": found.p,
+        "low": found.low,
+        "high": found.high,
+    }
+
+
+def gap_of(found: Difference) -> GapValues:
+    """A difference as a report holds it, and whether its interval excludes zero."""
+    return {**paired_gap(found), "excludes_zero": found.excludes_zero}
+
+
+def _while_training(pairs: Sequence[tuple[RunRow, RunRow]], step_tokens: float) -> Band:
+    """Training loss minus the control's on the same batches, averaged over consecutive steps."""
+    runs = [(_losses(a), _losses(b)) for a, b in pairs]
+    steps = _common([run for pair in runs for run in pair])
+    size = max(1, math.ceil(len(steps) / SMOOTHED))
+    stretches = [steps[first : first + size] for first in range(0, len(steps), size)]
+    gaps = [[statistics.fmean(a[step] - b[step] for step in stretch) for a, b in runs] for stretch in stretches]
+    return {
+        "tokens": [(statistics.fmean(stretch) - 0.5) * step_tokens for stretch in stretches],
+        "mean": [statistics.fmean(row) for row in gaps],
+        "low": [min(row) for row in gaps],
+        "high": [max(row) for row in gaps],
+    }
+
+
+def _between(arms: Sequence[ArmResult]) -> list[PairGap]:
+    """The paired difference of every two arms."""
+    rows: list[PairGap] = []
+    for a, b in combinations(arms, 2):
+        pairs = _pairs(a, b)
+        if pairs:
+            rows.append({"a": a["name"], "b": b["name"], **_difference(pairs, lambda run: run["loss"])})
+    return rows
+
+
+def share_of_gain(arms: Sequence[ArmResult], between: Sequence[PairGap]) -> ShareOfGain | None:
+    """How much of depth_attention's gain a plain average already has, with its interval by Fieller's theorem.
+
+    Where the gain is not told apart from zero the interval is unbounded, and no share is given.
+    """
+    found = {arm["mechanism"]: arm for arm in arms[1:] if not arm["overrides"]}
+    depth, uniform = found.get("depth_attention"), found.get("uniform_depth")
+    if depth is None or uniform is None or arms[0]["mechanism"] != "vanilla":
+        return None
+    if [run["seed"] for run in depth["runs"]] != [run["seed"] for run in uniform["runs"]] or not depth["runs"]:
+        return None  # gains over different seeds cannot be divided
+    gains = ([b["loss"] - a["loss"] for a, b in _pairs(arm, arms[0])] for arm in (uniform, depth))
+    ratio = paired_ratio(*gains)
+    known = ratio is not None and depth["difference"]["mean"] < 0
+    pair = next(row for row in between if {row["a"], row["b"]} == {depth["name"], uniform["name"]})
+    value, low, high = (ratio.value, ratio.low, ratio.high) if ratio is not None and known else (None, None, None)
+    return {"share": value, "low": low, "high": high, "defined": known, "difference": pair}
+
+
+def share_in_words(share: ShareOfGain) -> str:
+    """The share and its interval in words, or that it cannot be said."""
+    if not share["defined"]:
+        return "what share of depth_attention's gain uniform_depth has cannot be said"
+    ends = (share["share"], share["low"], share["high"])
+    value, low, high = (DASH if end is None else f"{100 * end:.0f}".replace("-", "−") for end in ends)
+    return f"uniform_depth has {value} % of depth_attention's gain (95 % interval {low} to {high} %)"
+
+
+def _domain(runs: Sequence[RunRow], name: str) -> DomainValues:
+    scores = [run["domains"][name] for run in runs]
+    found: DomainValues = {
+        "loss": statistics.fmean(score["loss"] for score in scores),
+        "bits_per_byte": statistics.fmean(score["bits_per_byte"] for score in scores),
+    }
+    right = [share for score in scores if (share := score.get("accuracy")) is not None]
+    return {**found, "accuracy": statistics.fmean(right)} if right else found
+
+
+def _control_cache(plan: Plan, out: Path) -> float | None:
+    found = (read_measured(plan, out, arm.name) for arm in plan.arms[1:])
+    return next((values["cache_bytes_per_token"][1] for values in found if values), None)
+
+
+def _mean(arm: ArmResult) -> float:
+    return float(arm["difference"]["mean"])
+
+
+def _alone(arm: ArmResult) -> bool:
+    """Whether it has no interval."""
+    return arm["difference"]["half_width"] is None
+
+
+def _no_interval(arm: ArmResult) -> str:
+    """Why an arm has no interval."""
+    if arm["difference"]["pairs"] < 2:
+        return "without an interval"
+    return "by the very same difference with every seed, which is too coarse to judge"
+
+
+def _clear(arm: ArmResult) -> bool:
+    return is_sure(arm["difference"])
+
+
+def _claim(found: Sequence[ArmResult], how: str, control: ArmResult, family: int) -> list[str]:
+    """Differences that are sure after Holm's adjustment."""
+    if not found:
+        return []
+    amounts = [f"{abs(_mean(arm)):.4f} ± {arm['difference']['half_width']:.4f}" for arm in found]
+    names = _join([f"{arm['name']}'s" for arm in found])
+    alone = len(found) == 1
+    each = "" if alone else ", in that order"
+    holds = "the 95 % interval over seeds excludes zero" if alone else "95 % intervals over seeds exclude zero"
+    many = f", also by Holm's test for {family} comparisons" if family > 1 else ""
+    loss = "validation loss is" if alone else "validation losses are"
+    return [f"{names} {loss} {how} {control['name']}'s by {_join(amounts)} nats{each} ({holds}{many})"]
+
+
+def _faint(arms: Sequence[ArmResult], control: ArmResult, family: int) -> list[str]:
+    """Differences whose own interval excludes zero but which Holm's adjustment does not call sure."""
+    found = [arm for arm in arms if arm["difference"]["excludes_zero"] and not _clear(arm)]
+    if not found:
+        return []
+    shown = _join([f"{arm['name']} ({_signed(arm)})" for arm in found])
+    exclude = "interval excludes zero" if len(found) == 1 else "intervals exclude zero"
+    tested = any(arm["difference"]["p_holm"] is not None for arm in found)
+    but = f", but not by Holm's test for {family} comparisons" if tested else ""
+    return [f"for {shown} the {exclude} taken alone{but}: a hint of a difference to {control['name']}, no more"]
+
+
+def _noise(arms: Sequence[ArmResult], control: ArmResult) -> list[str]:
+    found = [arm for arm in arms if not arm["difference"]["excludes_zero"]]
+    if not found:
+        return []
+    if all(_mean(arm) == 0 and arm["difference"]["half_width"] == 0 for arm in found):
+        return [f"{_join([arm['name'] for arm in found])} and {control['name']} have exactly equal losses"]
+    shown = _join([f"{arm['name']} ({_signed(arm)} nats)" for arm in found])
+    differ = "the difference of" if len(found) == 1 else "the differences of"
+    return [f"{differ} {shown} to {control['name']} {'is' if len(found) == 1 else 'are'} within the noise of the seeds"]
+
+
+def _rivals(report: ComparisonResults) -> list[str]:
+    """Whether depth_attention beats uniform_depth, or else whether the best two of several arms differ."""
+    rows = report["between"]
+    share = report["share_of_uniform_depth"]
+    if share is not None:
+        row = share["difference"]
+    elif rows:
+        best = sorted((arm for arm in report["arms"][1:] if "difference" in arm), key=_mean)[:2]
+        names = {arm["name"] for arm in best}
+        found = next((r for r in rows if {r["a"], r["b"]} == names), None)
+        if found is None:
+            return []
+        row = found
+    else:
+        return []
+    low, high = (row["a"], row["b"]) if row["mean"] < 0 else (row["b"], row["a"])
+    if is_sure(row):
+        return [f"{low} is also lower than {high}, by {abs(row['mean']):.4f} ± {row['half_width']:.4f}"]
+    return [f"{row['a']} and {row['b']} cannot be told apart"]
+
+
+def _direction(arm: ArmResult) -> str:
+    return f"{abs(_mean(arm)):.4f} nats {'below' if _mean(arm) < 0 else 'above'}"
+
+
+def _signed(arm: ArmResult) -> str:
+    return signed(_mean(arm), arm["difference"]["half_width"])
+
+
+def _join(parts: Sequence[str]) -> str:
+    return parts[0] if len(parts) == 1 else f"{', '.join(parts[:-1])} and {parts[-1]}"

@@ -1,0 +1,235 @@
+"""`fathom ladder`: stages of ordinary runs and comparisons in one directory, by any number of processes and machines.
+
+out/ladder.json                     the plan, with a hash of each of its parts
+out/tune/1/ARM/lr+1/seed-0/         tuning runs: places count doublings of the rate from the centre
+out/tune/rates.json                 points, parabolas, rates: a function of these runs
+out/rungs/1/                        a comparison, as `fathom compare` knows them
+out/twin/1/seed-0/                  the control with other initial values
+out/prediction.json                 the sealed forecast of the last rung
+out/check/ARM/lr+1/seed-0/          half and twice the rate at the top
+out/claims/                         who works on what outside of the rungs
+out/report.json, .html, runs.jsonl  written from the above alone
+out/ladder.sbatch                   a Slurm array that carries it out
+"""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from fathom.checkpoints.layout import ARMS, CLAIMS, FAILED, LADDER, REPORT, RESULT
+from fathom.experiments.compare import (
+    POLL_SECONDS,
+    CompareError,
+    refuse_torchrun,
+    rewrite_report,
+    run_task,
+    run_training,
+    tidy,
+    work_together,
+)
+from fathom.experiments.ladder_page import write_report
+from fathom.experiments.ladder_results import LadderReport
+from fathom.experiments.leases import Claim, Claims
+from fathom.experiments.multipliers import summarize
+from fathom.experiments.plan import RunTask, check_machine
+from fathom.experiments.rungs import RUNGS, TUNE, Ladder
+from fathom.experiments.stages import STAGES, LadderRun, NotReadyError, State, Work
+from fathom.recipe import RecipeError
+from fathom.report.files import write_atomically, write_json
+from fathom.report.provenance import Provenance, provenance, recorded
+from fathom.training.results import held_out
+
+RATES = "rates.json"
+SLURM = "ladder.sbatch"
+
+
+def climb(
+    ladder: Ladder,
+    out: Path,
+    workers: int = 1,
+    threads: int | None = None,
+    until: str = STAGES[-1],
+    quiet: bool = False,
+    retry_failed: bool = False,
+) -> LadderReport:
+    """Run whatever is missing up to a stage, then write the report; returns what `report.json` holds.
+
+    Args:
+        ladder: The plan.
+        out: The directory; further calls, on other machines too, may work on it at the same time.
+        workers: Processes on this machine.
+        threads: CPU threads of each; one if there are several workers, else torch's choice.
+        until: The last stage to run.
+        quiet: Print nothing.
+        retry_failed: Go on with runs that diverged; without it they stay left out.
+    """
+    refuse_torchrun("ladder")
+    if workers < 1:
+        raise RecipeError(f"--workers {workers}: allowed: 1 or more")
+    ladder = settle(ladder, out, workers)
+    if retry_failed:
+        _forget_failures(State(ladder, out))
+    job = partial(_resume, until=until, quiet=quiet)
+    finished = (
+        work(ladder, out, threads, until, quiet) if workers == 1 else work_together(job, out, workers, threads or 1)
+    )
+    if not finished:
+        raise CompareError("stopped; the same command continues")
+    return report(ladder, out)
+
+
+def settle(ladder: Ladder, out: Path, workers: int = 1) -> Ladder:
+    """Write the plan, or check that the directory has the same one; returns the plan as written."""
+    check_machine(ladder.plan(ladder.sizes[0], dict.fromkeys((arm.name for arm in ladder.every_arm), 1.0)))
+    if (out / LADDER).exists():
+        return _as_written(ladder, out)
+    out.mkdir(parents=True, exist_ok=True)
+    write_atomically(out / SLURM, slurm(out, max(workers, len(ladder.arms))))
+    ladder.write(out)
+    return Ladder.read(out)
+
+
+def _as_written(ladder: Ladder, out: Path) -> Ladder:
+    """The plan of a directory, which must equal this one."""
+    before = Ladder.read(out)
+    changed = before.changed(ladder)
+    if changed:
+        raise RecipeError(f"{out} holds a ladder of another plan; different: {', '.join(changed)}")
+    return before
+
+
+def work(ladder: Ladder, out: Path, threads: int | None = None, until: str = STAGES[-1], quiet: bool = False) -> bool:
+    """Take one run after another until a stage is over; False if a signal came."""
+    if threads is not None:
+        torch.set_num_threads(threads)
+    state, claims = State(ladder, out), dict[Path, Claims]()
+    while True:
+        stage, tasks = list(state.stages(until))[-1]
+        state.begin(stage)
+        pending = [task for task in tasks if not task.settled]
+        if not pending:
+            return True
+        claimed = next(((task, claim) for task in _ready(pending) if (claim := _take(claims, out, task))), None)
+        if claimed is None:  # others hold them all; if one dies, its claim goes stale and can be taken
+            time.sleep(POLL_SECONDS)
+            continue
+        task, claim = claimed
+        with claim:
+            if not task.settled and not _do(state, stage, task, claim):
+                return False
+        if not quiet and (task.done or task.failure is not None):  # else its control failed meanwhile
+            print(
+                f"{_said(task)}  ({len(tasks) - len(pending) + 1} of {len(tasks)} in {stage})",
+                file=sys.stderr,
+                flush=True,
+            )
+        tidy()
+
+
+def add_seeds(out: Path, seeds: Sequence[int]) -> Ladder:
+    """Add seeds for all arms to the rungs of an existing ladder; finished runs are kept."""
+    ladder = Ladder.read(out)
+    return ladder.add_seeds(out, seeds, sum(1 for _ in (out / RUNGS).glob(f"*/{ARMS}/*/*/{RESULT}")))
+
+
+def report(ladder: Ladder, out: Path, source: Provenance | None = None) -> LadderReport:
+    """Write the reports of the ladder and of its rungs from what is finished."""
+    state = State(ladder, out)
+    source = source or provenance()
+    try:
+        rates = [{name: tuned.to_dict() for name, tuned in rows.items()} for rows in state.tuned]
+    except NotReadyError:
+        rates = None
+    if rates:
+        write_json(out / TUNE / RATES, {"rungs": rates})
+    for size in ladder.all_sizes if rates is not None else ():  # no rates where the plan tunes none
+        if any(task.done for task in state.rung_tasks(size)):
+            rewrite_report(state.plan(size), state.rung_dir(size))
+    found = summarize(state, source)
+    write_report(found, out)
+    return found
+
+
+def rewrite(ladder: Ladder, out: Path) -> LadderReport:
+    """The report from what is finished, its provenance that of the last report where there is one."""
+    ladder, source = _as_written(ladder, out), provenance()
+    if (out / REPORT).exists():
+        source = recorded(out / REPORT)
+    return report(ladder, out, source)
+
+
+def slurm(out: Path, tasks: int) -> str:
+    """A Slurm script whose tasks all work on one directory, and continue when they are requeued."""
+    place = shlex.quote(str(out.resolve()))
+    return f"""#!/bin/bash
+# Each task of the array takes whatever run is free; send it again until the report is there.
+#SBATCH --job-name=fathom-ladder
+#SBATCH --array=0-{tasks - 1}
+#SBATCH --cpus-per-task=1
+#SBATCH --time=04:00:00
+#SBATCH --requeue
+#SBATCH --signal=B:TERM@120
+#SBATCH --output={place}/slurm-%A-%a.log
+trap 'kill -TERM "$pid"; wait "$pid"' TERM
+fathom ladder {place} --threads "${{SLURM_CPUS_PER_TASK:-1}}" & pid=$!
+wait "$pid"
+"""
+
+
+def _resume(out: Path, threads: int, until: str, quiet: bool) -> bool:
+    return work(Ladder.read(out), out, threads, until, quiet)
+
+
+def _take(claims: dict[Path, Claims], out: Path, task: Work) -> Claim | None:
+    """Claim a run, in the directory where a comparison of its rung would look for the claim."""
+    place = (task.out if isinstance(task, RunTask) else out) / CLAIMS
+    return claims.setdefault(place, Claims(place)).take(task.name)
+
+
+def _do(state: State, stage: str, task: Work, claim: Claim) -> bool:
+    """Do or continue a run; False if a signal ended it early."""
+    facts = dict[str, str]()
+    if stage == "last":
+        sealed = state.sealed()
+        if sealed is None:
+            raise RecipeError(f"{state.out}: the last rung does not start unsealed")
+        facts["prediction"] = sealed["sha256"]
+    if isinstance(task, LadderRun):
+        return run_training(task.recipe, task.run_dir, claim, **facts)
+    if task.seed is None:
+        return run_task(task, claim)
+    return run_training(task.plan.run_recipe(task.arm, task.seed), task.run_dir, claim, **facts)
+
+
+def _ready(pending: list[Work]) -> list[Work]:
+    """Runs that may start now. On an accelerator, which is timed by the wall clock, measurements run alone."""
+    runs: list[Work] = [task for task in pending if isinstance(task, LadderRun) or task.seed is not None]
+    timed = next((task for task in pending if isinstance(task, RunTask)), None)
+    shared = torch.cuda.is_available() and (timed is None or timed.plan.recipe.train.device != "cpu")
+    return (runs or pending[:1]) if shared else pending
+
+
+def _said(task: Work) -> str:
+    """The result of a run in one line."""
+    name = task.name if isinstance(task, LadderRun) else f"rung {task.out.name}, {task.name}"
+    if task.failure is not None:
+        return f"{name}: diverged at step {task.failure['step']}"
+    if isinstance(task, RunTask) and task.seed is None:
+        return f"{name}: timed"
+    return f"{name}: held-out loss {held_out(task.run_dir)['loss']:.4f}"
+
+
+def _forget_failures(state: State) -> None:
+    """Let diverged runs go on, but for tuning runs of a rung whose optimum has been used: they count as infinitely bad,
+    and another optimum would give finished runs a rate that they did not have."""
+    found = [task for _, tasks in list(state.stages()) for task in tasks if task.failure is not None]
+    for task in found:
+        if not (isinstance(task, LadderRun) and state.used(task)):
+            (task.run_dir / FAILED).unlink(missing_ok=True)

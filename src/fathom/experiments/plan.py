@@ -1,0 +1,212 @@
+"""What is compared, as data: the plan, its tasks, and which of them are done. Nothing here trains."""
+
+from __future__ import annotations
+
+import typing
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+
+from fathom.checkpoints.layout import ARMS, FAILED, MEASURED, PLAN, RECIPE, RESULT
+from fathom.data.puzzles import open_data
+from fathom.experiments.arms import Arm, Equal, arm_recipes, parse_arms
+from fathom.experiments.compare_results import Failure, MeasuredValues
+from fathom.recipe import Recipe, RecipeError, differences, load_recipe, parse_recipe
+from fathom.report.files import read_json, read_written
+from fathom.training.build import batch_plan, check_device, check_model
+from fathom.training.parallel import device_of
+
+NOT_TIMED = (
+    *("track", "data.directory", "data.mixture", "data.phases"),
+    *(f"train.{key}" for key in ("checkpoint_every", "keep_last", "async_save", "export", "log_every")),
+)
+"""Keys on which a measurement does not depend."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that defines a comparison."""
+
+    recipe: Recipe
+    arms: tuple[Arm, ...]
+    seeds: tuple[int, ...]
+    equal: Equal = "tokens"
+    pairs: int = 12
+    """How often an arm is timed A B B A; 0 for not at all."""
+
+    @property
+    def control(self) -> Arm:
+        """The first arm, with which the others are compared."""
+        return self.arms[0]
+
+    @cached_property
+    def recipes(self) -> dict[str, Recipe]:
+        """Each arm's recipe, steps scaled to the equal budget."""
+        return arm_recipes(self.recipe, self.arms, self.equal)
+
+    def run_recipe(self, arm: str, seed: int) -> Recipe:
+        """The recipe of one run."""
+        return self.recipes[arm].override(f"train.seed={seed}", "track.display=none")
+
+    def to_dict(self) -> dict[str, object]:
+        """As plain values, for JSON."""
+        values = {"arms": [asdict(arm) for arm in self.arms], "seeds": list(self.seeds)}
+        return {**values, "equal": self.equal, "pairs": self.pairs, "recipe": self.recipe.to_dict()}
+
+    @classmethod
+    def read(cls, out: Path) -> Plan:
+        """The plan of an existing comparison."""
+        path = plan_file(out, PLAN, "comparison")
+        try:
+            values = read_json(path)
+            arms = [(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"]]
+            recipe, seeds, equal, pairs = (values[key] for key in ("recipe", "seeds", "equal", "pairs"))
+        except (ValueError, KeyError, TypeError) as error:
+            raise RecipeError(f"{path} is damaged: {' '.join(str(error).split())}") from None
+        numbers = isinstance(seeds, list) and seeds and all(type(number) is int for number in (*seeds, pairs))
+        if not arms or not numbers or equal not in typing.get_args(Equal) or not isinstance(recipe, dict):
+            raise RecipeError(f"{path} is damaged: it holds no arms, seeds, budget, pairs and recipe")
+        try:
+            plan = cls(parse_recipe(recipe), tuple(Arm(*arm) for arm in arms), tuple(seeds), equal, pairs)
+            _ = plan.recipes
+        except RecipeError as error:
+            raise RecipeError(f"{path}: {error}") from error
+        return plan
+
+
+def plan_file(out: Path, name: str, what: str) -> Path:
+    """The path of a directory's plan, which must exist.
+
+    Args:
+        out: The directory.
+        name: The file's name.
+        what: What is planned, for the error: a comparison or a ladder.
+    """
+    if not (out / name).exists():
+        raise RecipeError(f"{out}: holds no {what} ({name} is missing)")
+    return out / name
+
+
+@dataclass(frozen=True)
+class RunTask:
+    """One piece of work that one process does: a training run, or a measurement (without a seed)."""
+
+    plan: Plan
+    out: Path
+    arm: str
+    seed: int | None
+    alone: bool = False
+    """Whether it counts without the control's run of its seed."""
+
+    @property
+    def name(self) -> str:
+        """The name of its claim."""
+        return f"{self.arm}-measured" if self.seed is None else f"{self.arm}-seed-{self.seed}"
+
+    @property
+    def run_dir(self) -> Path:
+        """Where a training run lives."""
+        return self.out / ARMS / self.arm / f"seed-{self.seed}"
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why training failed (`error`, `step`); None if it did not."""
+        return None if self.seed is None or self.done else read_failure(self.run_dir)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to do: it is done, it failed, or the control's run of that seed did."""
+        control = RunTask(self.plan, self.out, self.plan.control.name, self.seed)
+        return self.done or self.failure is not None or (not self.alone and control.failure is not None)
+
+    @property
+    def done(self) -> bool:
+        """Whether its result is there."""
+        if self.seed is not None:
+            return (self.run_dir / RESULT).exists()
+        return read_measured(self.plan, self.out, self.arm) is not None
+
+
+def read_failure(run_dir: Path) -> Failure | None:
+    """Why a run cannot go on; None if nothing says so."""
+    path = run_dir / FAILED
+    if not path.exists():
+        return None
+    found: Failure = read_written(path, "error", "step", remedy="delete it, and the run goes on")
+    return found
+
+
+def make_plan(
+    recipe: Recipe, arms: str, seeds: int = 3, equal: Equal = "tokens", pairs: int = 12, out: Path | None = None
+) -> Plan:
+    """A plan, checked together with its data and with the directory that it would continue."""
+    if seeds < 1:
+        raise RecipeError(f"--seeds {seeds}: allowed: 1 or more")
+    if pairs < 0:
+        raise RecipeError(f"--pairs {pairs}: allowed: 0 or more")
+    first = recipe.train.seed
+    plan = Plan(recipe, tuple(parse_arms(arms)), tuple(range(first, first + seeds)), equal, pairs)
+    check(plan, out)
+    return plan
+
+
+def check(plan: Plan, out: Path | None = None, begins: bool = True) -> None:
+    """Open the data as every arm will, its device and model if none has begun, and compare existing runs with the plan.
+
+    Args:
+        plan: What will run.
+        out: Where; None for no place yet.
+        begins: Whether none has begun, as far as the caller knows.
+    """
+    begins = begins and (out is None or not (out / PLAN).exists())
+    for name, recipe in plan.recipes.items():
+        data = open_data(recipe.data.directory, verify=False, collections=recipe.data.collections)
+        open_data(recipe.data.directory, "val", False, recipe.data.collections)
+        data.require_vocabulary(recipe.config().vocab_size)
+        batch_plan(recipe, data)
+        rows = recipe.rows_per_step
+        if rows % min(recipe.train.micro_batch, rows):
+            raise RecipeError(f"arm {name}: train.micro_batch={recipe.train.micro_batch}: allowed: a divisor of {rows}")
+        if begins:
+            device_of(recipe.train.device)
+            check_model(recipe, data)
+    for task in tasks(plan, out) if out is not None else ():
+        path = task.run_dir / RECIPE
+        if task.seed is not None and path.exists():
+            differing = differences(load_recipe(path), plan.run_recipe(task.arm, task.seed))
+            if differing:
+                raise RecipeError(f"{task.run_dir} holds a run of another recipe; different: {', '.join(differing)}")
+
+
+def check_machine(plan: Plan) -> None:
+    """Refuse what cannot train on this machine's device, before it works on a plan."""
+    for recipe in plan.recipes.values():
+        check_device(recipe, device_of(recipe.train.device).type)
+
+
+def tasks(plan: Plan, out: Path, alone: bool = False) -> list[RunTask]:
+    """All tasks in the order of a single worker: seed by seed, so that a partial report is paired.
+
+    Args:
+        plan: The comparison.
+        out: Its directory.
+        alone: Whether runs count without the control's of their seed.
+    """
+    runs = [RunTask(plan, out, arm.name, seed, alone) for seed in plan.seeds for arm in plan.arms]
+    timed = [RunTask(plan, out, arm.name, None) for arm in plan.arms[1:]] if plan.pairs else []
+    return [*runs, *timed]
+
+
+def read_measured(plan: Plan, out: Path, arm: str) -> MeasuredValues | None:
+    """A measurement, if it was made for this plan's recipes."""
+    path = out / MEASURED / f"{arm}.json"
+    if not path.exists():
+        return None
+    remedy = "delete it, and the same command measures again"
+    values: MeasuredValues = read_written(path, "recipes", "time", remedy=remedy)
+    names = (arm, plan.control.name)
+    expected = [plan.run_recipe(name, plan.seeds[0]) for name in names]
+    same = all(
+        not differences(parse_recipe(r), e, ignore=NOT_TIMED) for r, e in zip(values["recipes"], expected, strict=True)
+    )
+    return values if same and values["time"]["pairs"] >= plan.pairs else None

@@ -1,0 +1,542 @@
+"""A ladder as data: its sizes by one rule, and the recipe of an arm at a size and learning rate."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import re
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from fractions import Fraction
+from functools import cached_property
+from pathlib import Path
+
+from fathom.checkpoints.layout import LADDER
+from fathom.data.puzzles import open_data
+from fathom.experiments.arms import Arm, parse_arms, training_flops
+from fathom.experiments.ladder_results import ArmValues, PlanValues, RulesValues
+from fathom.experiments.plan import Plan, check, plan_file
+from fathom.experiments.rules import Rules, ladders_folder
+from fathom.experiments.scaling import ESTIMATOR
+from fathom.models.configuration import FathomConfig
+from fathom.models.cost import count_parameters
+from fathom.recipe import (
+    Recipe,
+    RecipeError,
+    allowed,
+    check_keys,
+    convert,
+    differences,
+    parse_recipe,
+    read_values,
+)
+from fathom.report.files import read_json, write_json
+
+SECTION = "ladder"
+PLANNED = "plan"
+ADDED = "added.json"
+"""The file of seeds that were added after the plan."""
+RUNGS, TUNE, TWIN, CHECK = "rungs", "tune", "twin", "check"
+LAYERS = "ladder.layers"
+"""Override of an arm: its depth as a share of the rung's, as in ladder.layers=1/3."""
+TUNING_SEED = 10_000
+"""Offset of the seeds of tuning runs, which never count for the ladder: the best of several is biased."""
+TWIN_SEED = 1_000_000
+RATE_RULES = {"adamw": (-0.28, -0.37, 0.5), "muon": (-0.32, 0.0, 0.56)}
+"""Exponents of tokens, width and batch in the rule that scales the learning rate, by optimizer."""
+EXTRA = 0.005
+"""Share of parameters that an arm may add before a control is widened to match it."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Depth and widths of the control."""
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    mlp: int
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Overrides that give a recipe's model this shape."""
+        return (
+            f"model.num_hidden_layers={self.layers}",
+            f"model.hidden_size={self.hidden}",
+            f"model.num_attention_heads={self.heads}",
+            f"model.num_key_value_heads={self.kv_heads}",
+            f"model.intermediate_size={self.mlp}",
+        )
+
+
+@dataclass(frozen=True)
+class Size(Shape):
+    """One rung under one token budget."""
+
+    index: int
+    """From 1."""
+    budget: int
+    """Index of the token budget; the first is the ladder's own."""
+    parameters: int
+    """Parameters of the control without embeddings."""
+    tokens: int
+    rows: int
+    """Rows of a step."""
+    steps: int
+
+    @property
+    def name(self) -> str:
+        """The name of its directory."""
+        return str(self.index) if self.budget == 0 else f"{self.index}-budget-{self.budget + 1}"
+
+
+@dataclass(frozen=True)
+class Added:
+    """Seeds added to a ladder after it was planned, for all arms of a rung."""
+
+    seeds: tuple[int, ...]
+    """Number of seeds of each rung from then on."""
+    date: str
+    finished: int
+    """Finished runs of the rungs at that time, whose losses could have been looked at."""
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Everything that defines a ladder."""
+
+    recipe: Recipe
+    rules: Rules
+    arms: tuple[Arm, ...]
+    added: tuple[Added, ...] = dataclasses.field(default=(), compare=False)
+    """Seeds added later, which are not part of the plan."""
+
+    @property
+    def control(self) -> Arm:
+        """The first arm, with which the others are compared."""
+        return self.arms[0]
+
+    @cached_property
+    def sizes(self) -> list[Size]:
+        """The rungs of the first token budget."""
+        return [size for size in self.all_sizes if size.budget == 0]
+
+    @cached_property
+    def all_sizes(self) -> list[Size]:
+        """Every rung under every token budget."""
+        made: list[Size] = []
+        for budget in range(len(self.rules.tokens_per_parameter)):
+            for index in range(len(self.rules.layers)):
+                made.append(self._size(index, budget, made[0] if made else None))
+        return made
+
+    @cached_property
+    def every_arm(self) -> tuple[Arm, ...]:
+        """The arms, and the widened controls that match their parameters."""
+        return (*self.arms, *(matched for matched in map(self._matched_name, self.arms[1:]) if matched is not None))
+
+    def first_seed(self) -> int:
+        """The first seed of the ladder's runs."""
+        return self.recipe.train.seed
+
+    @property
+    def seeds(self) -> tuple[int, ...]:
+        """Number of seeds of each rung, with added ones."""
+        return self.added[-1].seeds if self.added else self.rules.seeds
+
+    def arm_at(self, arm: Arm, size: Size, rate: float | None = None) -> Arm:
+        """An arm of a rung's comparison, with its depth, learning rate and weight decay at that rung."""
+        if arm.name.startswith(MATCHED):
+            arm = self._matched(arm, size)
+        arm = _with_layers(arm, size)
+        rate = self.recipe.optim.lr if rate is None else rate
+        carried = (f"optim.lr={rate!r}", f"optim.weight_decay={self.decay(size, rate)!r}")
+        return dataclasses.replace(arm, overrides=(*arm.overrides, *carried))
+
+    @cached_property
+    def _bases(self) -> dict[Size, Recipe]:
+        """What `base` has made."""
+        return {}
+
+    def base(self, size: Size) -> Recipe:
+        """The recipe that all arms of a rung share."""
+        if size not in self._bases:
+            self._bases[size] = self._base(size)
+        return self._bases[size]
+
+    def _base(self, size: Size) -> Recipe:
+        micro = self.recipe.train.micro_batch
+        length = self.recipe.data.sequence_length
+        return self.recipe.override(
+            *size.overrides,
+            f"train.tokens_per_step={size.rows * length}",
+            f"train.micro_batch={next(m for m in range(min(micro, size.rows), 0, -1) if size.rows % m == 0)}",
+            f"train.steps={size.steps}",
+            f"train.checkpoint_every={max(1, min(self.recipe.train.checkpoint_every, size.steps))}",
+            "track.display=none",
+        )
+
+    def plan(self, size: Size, rates: Mapping[str, float]) -> Plan:
+        """The comparison of a rung, with a learning rate for each arm."""
+        arms = tuple(self.arm_at(arm, size, rates[arm.name]) for arm in self.every_arm)
+        first, count = self.first_seed(), self.seeds[size.index - 1]
+        return Plan(self.base(size), arms, tuple(range(first, first + count)), "tokens", self.rules.pairs)
+
+    def run(self, arm: Arm, size: Size, rate: float, seed: int) -> Recipe:
+        """The recipe of a single run outside of the rungs."""
+        recipe = self.arm_at(arm, size, rate).recipe(self.base(size))
+        return recipe.override(f"train.seed={seed}")
+
+    def decay(self, size: Size, rate: float) -> float:
+        """Weight decay that keeps the time scale batch / (rate · decay · tokens) of the first rung."""
+        first, optim = self.all_sizes[0], self.recipe.optim
+        factor = (size.rows / first.rows) * (optim.lr / rate) * (first.tokens / size.tokens)
+        return rounded(optim.weight_decay * factor)
+
+    def rule(self, size: Size) -> float:
+        """A rung's learning rate by the scaling rule, as a ratio to the first rung's."""
+        first, optim = self.all_sizes[0], self.recipe.optim.name
+        by_tokens, by_width, by_batch = self.rules.rate_exponents or RATE_RULES[optim]
+        return float(
+            (size.tokens / first.tokens) ** by_tokens
+            * (size.hidden / first.hidden) ** by_width
+            * (size.rows / first.rows) ** by_batch
+        )
+
+    def flops(self, arm: Arm, size: Size) -> float:
+        """Training FLOPs of a run."""
+        return training_flops(self.arm_at(arm, size).recipe(self.base(size)))
+
+    def to_dict(self) -> PlanValues:
+        """As plain values, for JSON."""
+        rules = {key: list(v) if isinstance(v, tuple) else v for key, v in asdict(self.rules).items()}
+        arms: list[ArmValues] = [
+            {"name": arm.name, "mechanism": arm.mechanism, "overrides": list(arm.overrides)} for arm in self.arms
+        ]
+        return {
+            "recipe": self.recipe.to_dict(),
+            "rules": typing.cast(RulesValues, rules),
+            "arms": arms,
+            "estimator": ESTIMATOR,
+        }
+
+    @cached_property
+    def sha256(self) -> str:
+        """SHA-256 of the plan, which identifies the ladder."""
+        return sha256_of(self.to_dict())
+
+    def write(self, out: Path) -> None:
+        """Write the plan, with a hash of each of its parts."""
+        values = self.to_dict()
+        parts = {key: sha256_of(value) for key, value in values.items()}
+        write_json(out / LADDER, {**values, "sha256": {**parts, PLANNED: self.sha256}})
+
+    @classmethod
+    def read(cls, out: Path) -> Ladder:
+        """The plan of an existing ladder; one that was changed by hand is refused."""
+        path = plan_file(out, LADDER, "ladder")
+        try:
+            values = read_json(path)
+            sealed = values.pop("sha256")
+            del sealed[PLANNED]
+            changed = [key for key in sealed if sha256_of(values.get(key)) != sealed[key]]
+        except (ValueError, KeyError, AttributeError, TypeError):
+            raise RecipeError(f"{path} is damaged: it is not the plan that was written") from None
+        if changed:
+            raise RecipeError(f"{path}: {', '.join(changed)} is not what was planned; another plan needs another --out")
+        if values["estimator"] != ESTIMATOR:
+            raise RecipeError(f"{path}: estimator {values['estimator']}; this version has {ESTIMATOR}")
+        arms = tuple(Arm(arm["name"], arm["mechanism"], tuple(arm["overrides"])) for arm in values["arms"])
+        return cls(parse_recipe(values["recipe"]), parse_rules(values["rules"], str(path)), arms, _added(out))
+
+    def changed(self, asked: Ladder) -> list[str]:
+        """Keys of this plan whose values are others in one that is asked for now."""
+        mine, theirs = asdict(self.rules), asdict(asked.rules)
+        rules = [f"ladder.{key}" for key, value in mine.items() if theirs[key] != value]
+        return differences(self.recipe, asked.recipe, ()) + rules + ["arms"] * (self.arms != asked.arms)
+
+    def add_seeds(self, out: Path, seeds: Sequence[int], finished: int) -> Ladder:
+        """The ladder with more seeds, which are also written to its directory; the last such request may be repeated.
+
+        Args:
+            out: The ladder's directory.
+            seeds: How many every rung shall have, or one number for all.
+            finished: Runs of the rungs that are finished now.
+        """
+        wanted = tuple(seeds) * (len(self.seeds) if len(seeds) == 1 else 1)
+        if self.added and wanted == self.added[-1].seeds:
+            return self
+        more = any(new > old for new, old in zip(wanted, self.seeds, strict=False))
+        if len(wanted) != len(self.seeds) or not more or any(n < o for n, o in zip(wanted, self.seeds, strict=True)):
+            have = ",".join(map(str, self.seeds))
+            raise RecipeError(f"--seeds {','.join(map(str, seeds))}: allowed: more than the rungs have, {have}")
+        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        added = (*self.added, Added(wanted, date, finished))
+        write_json(out / ADDED, {"added": [asdict(one) for one in added]})
+        return dataclasses.replace(self, added=added)
+
+    def _shape(self, index: int) -> Shape:
+        rules, model = self.rules, self.recipe.config()
+        hidden, head_dim = rules.hidden[index], model.head_dim
+        if hidden % head_dim:
+            raise RecipeError(f"ladder.hidden={hidden}: allowed: a multiple of model.head_dim={head_dim}")
+        heads = hidden // head_dim
+        kv_heads = max(1, heads * model.num_key_value_heads // model.num_attention_heads)
+        if heads % kv_heads:
+            kv_heads = heads
+        mlp = max(1, round(8 * hidden / 3 / rules.mlp_multiple)) * rules.mlp_multiple
+        return Shape(rules.layers[index], hidden, heads, kv_heads, mlp)
+
+    def _size(self, index: int, budget: int, first: Size | None) -> Size:
+        rules, shape, length = self.rules, self._shape(index), self.recipe.data.sequence_length
+        shaped = self.recipe.override(*shape.overrides)
+        control = _with_layers(self.control, shape)
+        parameters = without_embeddings(control.recipe(shaped).config())
+        tokens = rules.tokens or parameters * rules.tokens_per_parameter[budget]
+        rows = self.recipe.rows_per_step
+        if first is not None:
+            micro = min(self.recipe.train.micro_batch, rows)
+            rows = max(1, round(rows * (tokens / first.tokens) ** rules.batch_exponent / micro)) * micro
+        steps = max(1, round(tokens / (rows * length)))
+        return Size(
+            **asdict(shape),
+            index=index + 1,
+            budget=budget,
+            parameters=parameters,
+            tokens=steps * rows * length,
+            rows=rows,
+            steps=steps,
+        )
+
+    def _matched_name(self, arm: Arm) -> Arm | None:
+        """The control for an arm that adds parameters at the first rung."""
+        size = self.sizes[0]
+        if not self.rules.parameters or self._parameters(arm, size) <= (1 + EXTRA) * size.parameters:
+            return None
+        return Arm(f"{MATCHED}{arm.name}", self.control.mechanism, self.control.overrides)
+
+    def _matched(self, matched: Arm, size: Size) -> Arm:
+        """The control with the narrowest MLP that gives it at least an arm's parameters."""
+        arm = next(arm for arm in self.arms if arm.name == matched.name.removeprefix(MATCHED))
+        wanted = self._parameters(arm, size)
+        control = self.arm_at(self.control, size).recipe(self.base(size)).config()
+        width = control.intermediate_size
+        one = self._parameters(self._widened(matched, width + 1), size) - size.parameters
+        width += max(0, math.ceil((wanted - size.parameters) / one))
+        return dataclasses.replace(self._widened(matched, width), name=matched.name)
+
+    def _widened(self, arm: Arm, width: int) -> Arm:
+        return Arm("widened", arm.mechanism, (*arm.overrides, f"model.intermediate_size={width}"))
+
+    def _parameters(self, arm: Arm, size: Size) -> int:
+        return without_embeddings(self.arm_at(arm, size).recipe(self.base(size)).config())
+
+
+def _added(out: Path) -> tuple[Added, ...]:
+    path = out / ADDED
+    if not path.exists():
+        return ()
+    try:
+        return tuple(Added(tuple(row["seeds"]), row["date"], row["finished"]) for row in read_json(path)["added"])
+    except (ValueError, KeyError, TypeError):
+        raise RecipeError(f"{path} is damaged: it is not what was added") from None
+
+
+def _base_rates(ladder: Ladder) -> dict[str, float]:
+    return dict.fromkeys((arm.name for arm in ladder.every_arm), ladder.recipe.optim.lr)
+
+
+STEEPEST, WIDEST, MOST = 10, 1 << 20, 100
+"""Bounds of exponents, of the multiple of an MLP's width and of a share of layers, beyond which numbers overflow."""
+SHARE = re.compile(r"\s*\d+(\s*/\s*\d+|\.\d*)?\s*", re.ASCII)
+MATCHED = "as-large-as-"
+"""Prefix of the name of a control that matches an arm's parameters."""
+
+
+def find_ladder(name: Path) -> Path:
+    """The file of a ladder, given as a file or as the name of one that comes with Fathom; an existing file wins."""
+    if name.is_file():
+        return name
+    packaged = {path.stem: path for path in sorted(ladders_folder().glob("*.yaml"))}
+    if str(name) not in packaged:
+        raise RecipeError(f"{name}: no such ladder; there are {', '.join(packaged)}")
+    return packaged[str(name)]
+
+
+def load_ladder(path: Path, arms: str, overrides: Sequence[str] = (), out: Path | None = None) -> Ladder:
+    """A checked ladder from a file: a recipe with a `ladder` section.
+
+    Args:
+        path: A YAML file.
+        arms: As for `fathom compare`; the first is the control.
+        overrides: `key=value` words; `ladder.key=value` too.
+        out: Where it may have begun: a directory of the same plan is opened as it is.
+    """
+    values = read_values(path)
+    rules = values.pop(SECTION, None)
+    if not isinstance(rules, dict):
+        raise RecipeError(f"{path}: a ladder file is a recipe with a section `{SECTION}`")
+    own = [word for word in overrides if word.startswith(f"{SECTION}.")]
+    for word in own:
+        key, _, value = word.removeprefix(f"{SECTION}.").partition("=")
+        rules[key] = value
+    recipe = parse_recipe(values, [word for word in overrides if word not in own])
+    ladder = Ladder(recipe, parse_rules(rules, str(path)), tuple(parse_arms(arms)))
+    if out is not None and (out / LADDER).exists() and not (before := Ladder.read(out)).changed(ladder):
+        return checked(before, begins=False)
+    return checked(ladder)
+
+
+def parse_rules(values: Mapping[str, object], source: str) -> Rules:
+    """The `ladder` section, checked; an error is one line."""
+    hints = typing.get_type_hints(Rules)
+    check_keys(values, list(hints), SECTION)
+    given = {}
+    for key, value in values.items():
+        try:
+            given[key] = convert(hints[key], value)
+        except ValueError:
+            raise RecipeError(f"{SECTION}.{key}={value}: allowed: {allowed(hints[key])}") from None
+    for key in ("layers", "hidden", "seeds"):
+        if not given.get(key):
+            raise RecipeError(f"{source}: {SECTION}.{key} is missing")
+    rules = Rules(**given)
+    for holds, key, words in _rules(rules):
+        if not holds:
+            raise RecipeError(f"{SECTION}.{key}={getattr(rules, key)}: allowed: {words}")
+    return rules
+
+
+def checked(ladder: Ladder, begins: bool = True) -> Ladder:
+    """Check a ladder: open the data, build every arm's recipe and, as it `begins`, its model, and refuse rungs that
+    read a row twice; as it begins, also rungs that do not climb and arms with a rate of their own."""
+    rates = _base_rates(ladder)
+    for arm in ladder.arms:
+        if arm.name.startswith(MATCHED):
+            raise RecipeError(f"--arms {arm.name}: a name that begins with {MATCHED} is a control's")
+        if begins:
+            _check_rate(ladder, arm)
+    given = ladder.recipe.data
+    data = open_data(given.directory, verify=False, collections=given.collections)
+    _check_domains(ladder)
+    if begins:
+        _check_sizes(ladder)
+    for size in ladder.all_sizes:
+        if size.tokens > data.num_tokens:
+            raise RecipeError(
+                f"rung {size.name} reads {size.tokens:,} tokens, {data.directory} has {data.num_tokens:,}: allowed: "
+                "rungs that read nothing twice"
+            )
+        check(ladder.plan(size, rates), begins=begins)
+    return ladder
+
+
+def _check_rate(ladder: Ladder, arm: Arm) -> None:
+    """Refuse an arm's own learning rate or weight decay, which the ladder would replace by those that it carries."""
+    kept = _all_layers(arm)
+    own, base = kept.recipe(ladder.recipe).optim, ladder.recipe.optim
+    written = {override.partition("=")[0].strip() for override in kept.overrides}
+    for key in ("lr", "weight_decay"):
+        if f"optim.{key}" in written or getattr(own, key) != getattr(base, key):
+            raise RecipeError(
+                f"arm {arm.name}: optim.{key} is the ladder's: it tunes each arm's rate and carries both by one rule; "
+                f"optim.{key}=... without an arm's name is where all arms begin"
+            )
+
+
+def _check_domains(ladder: Ladder) -> None:
+    """Refuse to tune on a held-out domain that is not there."""
+    data = ladder.recipe.data
+    there = open_data(data.directory, "val", False, data.collections).domains
+    for name in ladder.rules.tune_domains:
+        if name not in there:
+            raise RecipeError(f"{SECTION}.tune_domains={name}: allowed: held-out domains, {', '.join(there)}")
+
+
+def _check_sizes(ladder: Ladder) -> None:
+    """Refuse rungs that do not climb: the last one is taken for the largest."""
+    flops = [ladder.flops(ladder.control, size) for size in ladder.sizes]
+    for size, below, own in zip(ladder.sizes[1:], flops, flops[1:], strict=False):
+        if own <= below:
+            spent = f"rung {size.name} takes {own:.3g} FLOPs, the one before {below:.3g}"
+            raise RecipeError(f"{SECTION}.layers, {SECTION}.hidden: {spent}: allowed: rungs from small to large")
+
+
+def _with_layers(arm: Arm, shape: Shape) -> Arm:
+    """The arm with its share of a rung's layers written as their number."""
+    overrides = []
+    for override in arm.overrides:
+        key, _, value = override.partition("=")
+        overrides.append(override if key != LAYERS else f"model.num_hidden_layers={share_of(shape.layers, value)}")
+    return dataclasses.replace(arm, overrides=tuple(overrides))
+
+
+def _all_layers(arm: Arm) -> Arm:
+    """The arm without its share of a rung's layers."""
+    return dataclasses.replace(
+        arm, overrides=tuple(word for word in arm.overrides if not word.startswith(f"{LAYERS}="))
+    )
+
+
+def share_of(layers: int, text: str) -> int:
+    """The layers of an arm from a share such as `1/3` of a rung's layers."""
+    try:
+        share = Fraction(text) if SHARE.fullmatch(text) else Fraction(0)
+    except ZeroDivisionError:
+        share = Fraction(0)
+    if not 0 < share <= MOST:
+        raise RecipeError(f"{LAYERS}={text}: allowed: a share such as 1/3, {MOST} at most")
+    found = layers * share
+    if found.denominator != 1 or found < 1:
+        raise RecipeError(f"{LAYERS}={text}: of {layers} layers that is {float(found):g}; allowed: a whole number")
+    return int(found)
+
+
+def without_embeddings(config: FathomConfig) -> int:
+    """Number of parameters without the embedding and the head."""
+    tables = 1 if config.tie_word_embeddings else 2
+    return count_parameters(config) - tables * config.vocab_size * config.hidden_size
+
+
+def rounded(value: float) -> float:
+    """A learning rate rounded to four digits, which is readable and the same on every machine."""
+    return float(f"{value:.4g}")
+
+
+def sha256_of(value: object) -> str:
+    """SHA-256 of a value as canonical JSON: sorted keys, no spaces."""
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _rules(rules: Rules) -> typing.Iterator[tuple[bool, str, str]]:
+    count = len(rules.layers)
+    yield all(layers >= 1 for layers in rules.layers), "layers", "1 or more"
+    yield len(rules.hidden) == count, "hidden", f"as many as ladder.layers, {count}"
+    yield len(rules.seeds) == count, "seeds", f"as many as ladder.layers, {count}"
+    yield all(seeds >= 1 for seeds in rules.seeds), "seeds", "1 or more for each rung"
+    yield (
+        all(0 < t < math.inf for t in rules.tokens_per_parameter) and bool(rules.tokens_per_parameter),
+        ("tokens_per_parameter"),
+        "positive numbers, at least one",
+    )
+    alike = len(set(rules.tokens_per_parameter)) < len(rules.tokens_per_parameter)
+    yield not alike, "tokens_per_parameter", "different numbers: φ stands on budgets that differ"
+    yield abs(rules.batch_exponent) <= STEEPEST, "batch_exponent", f"-{STEEPEST} to {STEEPEST}"
+    steep = any(not abs(exponent) <= STEEPEST for exponent in rules.rate_exponents or ())
+    yield not steep, "rate_exponents", f"-{STEEPEST} to {STEEPEST} each, or null"
+    yield rules.tokens is None or rules.tokens >= 1, "tokens", "1 or more, or null"
+    several = len(rules.tokens_per_parameter) > 1
+    yield rules.tokens is None or not several, "tokens", "null where ladder.tokens_per_parameter has several budgets"
+    yield len(rules.tune_points) <= count, "tune_points", f"at most one number for each of {count} rungs"
+    yield all(points >= 3 for points in rules.tune_points), "tune_points", "3 or more: fewer make no parabola"
+    enough = len(rules.tune_seeds) >= len(rules.tune_points) and all(seeds >= 1 for seeds in rules.tune_seeds)
+    yield enough, "tune_seeds", "a number of seeds for each of ladder.tune_points"
+    yield all(seeds >= 0 for seeds in rules.twin), "twin", "0 or more"
+    yield rules.pairs >= 0, "pairs", "0 or more"
+    yield 1 <= rules.mlp_multiple <= WIDEST, "mlp_multiple", f"1 to {WIDEST}"

@@ -1,0 +1,481 @@
+"""Which runs a ladder needs next: a function of its directory, so that all machines come to the same answer.
+
+tune    every arm at several rates, at the first rungs
+rungs   all rungs but a sealed last one, each a comparison; the twins of the control
+seal    the last rung predicted, its hash kept
+last    the last rung
+check   half and twice the rate at the top
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import TypeVar, cast
+
+from fathom.checkpoints.layout import ARMS, PLAN, RESULT
+from fathom.data.puzzles import is_puzzle
+from fathom.experiments.arms import Arm
+from fathom.experiments.compare_results import Failure
+from fathom.experiments.ladder_results import Forecast, PredictionBody, SealedPrediction, TunedRow
+from fathom.experiments.plan import Plan, RunTask, read_failure, tasks
+from fathom.experiments.rungs import (
+    CHECK,
+    MATCHED,
+    RUNGS,
+    TUNE,
+    TUNING_SEED,
+    TWIN,
+    TWIN_SEED,
+    Ladder,
+    Size,
+    rounded,
+    sha256_of,
+)
+from fathom.experiments.scaling import DECADE, ESTIMATOR, Noise, Posterior, Rung, noise_of, posterior
+from fathom.experiments.tuning import LEARNT, Bowl, Points, bowl, first_places, next_place, pooled_sigma
+from fathom.recipe import Recipe, RecipeError, differences
+from fathom.report.files import digest, read_json, read_written, write_json
+from fathom.report.statistics import holm
+from fathom.training.results import held_out
+
+STAGES = ("tune", "rungs", "seal", "last", "check")
+PREDICTION = "prediction.json"
+SURE = 0.05
+
+
+class NotReadyError(RecipeError):
+    """A stage whose earlier stages are not finished."""
+
+
+@dataclass(frozen=True)
+class LadderRun:
+    """An ordinary training run of a ladder outside of its rungs; `comparison.plan.RunTask` is one inside."""
+
+    name: str
+    run_dir: Path
+    recipe: Recipe
+
+    @property
+    def done(self) -> bool:
+        """Whether its result is there."""
+        return (self.run_dir / RESULT).exists()
+
+    @property
+    def failure(self) -> Failure | None:
+        """Why it failed; None if it did not."""
+        return None if self.done else read_failure(self.run_dir)
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to do."""
+        return self.done or self.failure is not None
+
+    def loss(self, domains: Sequence[str] = ()) -> float:
+        """Held-out loss, or its mean over some domains; infinite for a run that diverged."""
+        if not self.done:
+            return math.inf
+        found = held_out(self.run_dir)
+        losses = [found["domains"][name]["loss"] for name in domains] or [found["loss"]]
+        mean = math.fsum(losses) / len(losses)
+        return mean if math.isfinite(mean) else math.inf
+
+
+Work = LadderRun | RunTask
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """One arm at one tuned rung."""
+
+    centre: float
+    """The rate at place 0."""
+    points: Points
+    bowl: Bowl
+
+    @property
+    def rate(self) -> float:
+        """The learning rate at the optimum."""
+        return self.centre * 2**self.bowl.place
+
+    def to_dict(self) -> TunedRow:
+        """As plain values, for JSON."""
+        rates = {str(place): rounded(self.centre * 2**place) for place in sorted(self.points)}
+        losses = {str(place): list(self.points[place]) for place in sorted(self.points)}
+        bowl = self.bowl
+        return {
+            "centre": self.centre,
+            "rates": rates,
+            "losses": losses,
+            "rate": self.rate,
+            "place": bowl.place,
+            "low": bowl.low,
+            "high": bowl.high,
+            "curvature": bowl.curvature,
+            "least": bowl.least,
+            "flags": bowl.flags,
+            "extended": bowl.extended,
+        }
+
+
+@dataclass(frozen=True)
+class State:
+    """A ladder in its directory."""
+
+    ladder: Ladder
+    out: Path
+    _kept: dict[tuple[object, ...], object] = field(default_factory=dict, compare=False, repr=False)
+    """A cache of values that take time to compute and do not change."""
+
+    def _keep(self, key: tuple[object, ...], make: Callable[[], T]) -> T:
+        if key not in self._kept:
+            self._kept[key] = make()
+        return cast(T, self._kept[key])
+
+    # Tuning
+
+    def tuning(self) -> tuple[list[LadderRun], list[dict[str, Tuned]]]:
+        """Tuning runs so far, and the `Tuned` of each finished rung by arm. The last runs may be unfinished."""
+        rules, runs, found = self.ladder.rules, list[LadderRun](), list[dict[str, Tuned]]()
+        for index, first in enumerate(rules.tune_points):
+            centres = self._centres(index, found)
+            places = {arm.name: first_places(first) for arm in self.ladder.arms}
+            mine = self._tuning_runs(index, centres, places)
+            while all(run.settled for rows in mine.values() for cell in rows.values() for run in cell):
+                points = {arm: self._points(cells) for arm, cells in mine.items()}
+                wanted = {arm: next_place(rows, first) for arm, rows in points.items()}
+                for arm, place in wanted.items():
+                    if place is not None:
+                        places[arm].append(place)
+                if not any(place is not None for place in wanted.values()):
+                    found.append(self._bowls(first, centres, points, found))
+                    break
+                mine = self._tuning_runs(index, centres, places)
+            runs += self._ordered(mine)
+            if len(found) <= index:
+                return runs, found
+        return runs, found
+
+    def _centres(self, index: int, found: Sequence[dict[str, Tuned]]) -> dict[str, float]:
+        """The rate at place 0: the recipe's at the first rung, then the previous rung's optimum, scaled by the rule."""
+        if index == 0:
+            return {arm.name: self.ladder.recipe.optim.lr for arm in self.ladder.arms}
+        before, sizes = found[index - 1], self.ladder.sizes
+        grown = self.ladder.rule(sizes[index]) / self.ladder.rule(sizes[index - 1])
+        control = before[self.ladder.control.name]
+        return {
+            name: rounded((tuned.rate if tuned.bowl.known else control.rate) * grown) for name, tuned in before.items()
+        }
+
+    def _tuning_runs(
+        self, index: int, centres: dict[str, float], places: dict[str, list[int]]
+    ) -> dict[str, dict[int, list[LadderRun]]]:
+        """By arm, place and seed."""
+        return {
+            arm.name: {
+                place: [
+                    self._tuning_run(index, arm, place, rounded(centres[arm.name] * 2.0**place), seed)
+                    for seed in range(self.ladder.rules.tune_seeds[index])
+                ]
+                for place in places[arm.name]
+            }
+            for arm in self.ladder.arms
+        }
+
+    def _tuning_run(self, index: int, arm: Arm, place: int, rate: float, seed: int) -> LadderRun:
+        size = self.ladder.sizes[index]
+        number = self.ladder.first_seed() + TUNING_SEED + seed
+        recipe: Recipe = self._keep(
+            (TUNE, index, arm.name, rate, seed), lambda: self.ladder.run(arm, size, rate, number)
+        )
+        where = self.out / TUNE / size.name / arm.name / f"lr{place:+d}" / f"seed-{seed}"
+        return LadderRun(f"{TUNE}-{size.name}-{arm.name}-lr{place:+d}-seed-{seed}", where, recipe)
+
+    def used(self, run: LadderRun) -> bool:
+        """Whether it is a tuning run of a rung whose optimum later runs have been given."""
+        places = run.run_dir.relative_to(self.out).parts  # tune/1/ARM/lr+1/seed-0
+        later = (self.out / RUNGS, self.out / TUNE / str(int(places[1]) + 1)) if places[0] == TUNE else ()
+        return any(path.exists() for path in later)
+
+    def _ordered(self, mine: dict[str, dict[int, list[LadderRun]]]) -> list[LadderRun]:
+        """Whole seeds first, the control before the others."""
+        cells = [cell for rows in mine.values() for cell in rows.values()]
+        return [cell[seed] for seed in range(max(map(len, cells))) for cell in cells if seed < len(cell)]
+
+    def _points(self, cells: dict[int, list[LadderRun]]) -> dict[int, list[float]]:
+        domains = self.ladder.rules.tune_domains
+        return {place: [max(run.loss(domains), LEARNT) for run in cell] for place, cell in cells.items()}
+
+    def _bowls(
+        self,
+        first: int,
+        centres: dict[str, float],
+        points: dict[str, dict[int, list[float]]],
+        found: Sequence[dict[str, Tuned]],
+    ) -> dict[str, Tuned]:
+        """Each arm's parabola and optimum; its uncertainty is from the noise of all arms together."""
+        before = [tuned.points for tuned in found[0].values()] if found else []
+        sigma = pooled_sigma([*points.values(), *before])
+        return {name: Tuned(centres[name], rows, bowl(rows, first, sigma)) for name, rows in points.items()}
+
+    @cached_property
+    def tuned(self) -> list[dict[str, Tuned]]:
+        """The `Tuned` of every tuned rung, by arm; tuning must be finished."""
+        runs, found = self.tuning()
+        if not all(run.settled for run in runs):
+            raise NotReadyError(f"{self.out}: tuning is not finished")
+        return found
+
+    def ratio(self, arm: Arm) -> float:
+        """An arm's rate over the control's, pooled over the tuned rungs; 1 if no optimum of its own is known."""
+        control = self.ladder.control.name
+        if arm.name == control or arm.name.startswith(MATCHED):
+            return 1.0
+        own = [i for i, rows in enumerate(self.tuned) if rows[arm.name].bowl.known]
+        both = [self.tuned[i] for i in own if self.tuned[i][control].bowl.known]
+        logs = [math.log(rows[arm.name].rate / rows[control].rate) for rows in both]
+        if not logs:
+            logs = [math.log(self._carried(arm, i) / self.tuned[-1][control].rate) for i in own]
+        if logs:
+            return math.exp(math.fsum(logs) / len(logs))
+        last = self.tuned[-1] if self.tuned else None
+        if last is None or math.isfinite(_loss_at(last[arm.name], last[control].rate)):
+            return 1.0
+        return last[arm.name].rate / last[control].rate  # it diverges at the control's rate
+
+    def _carried(self, arm: Arm, index: int) -> float:
+        """An arm's optimum at a tuned rung, scaled by the rule to the last of them."""
+        here, last = self.ladder.sizes[index], self.ladder.sizes[len(self.tuned) - 1]
+        return self.tuned[index][arm.name].rate * self.ladder.rule(last) / self.ladder.rule(here)
+
+    def rate(self, arm: Arm, size: Size) -> float:
+        """An arm's learning rate at a rung: the control's optimum, scaled by the rule, times the arm's ratio."""
+        ladder = self.ladder
+        if not self.tuned:
+            return rounded(ladder.recipe.optim.lr * ladder.rule(size))
+        reference = ladder.sizes[len(self.tuned) - 1]
+        control = self.tuned[-1][ladder.control.name].rate
+        return rounded(self.ratio(arm) * control * ladder.rule(size) / ladder.rule(reference))
+
+    # Rungs
+
+    def plan(self, size: Size) -> Plan:
+        """The comparison of a rung."""
+        made: Plan = self._keep(
+            (RUNGS, size.name),
+            lambda: self.ladder.plan(size, {arm.name: self.rate(arm, size) for arm in self.ladder.every_arm}),
+        )
+        return made
+
+    def flops(self, arm: Arm, size: Size) -> float:
+        """Training FLOPs of a run."""
+        return float(self._keep(("flops", arm.name, size.name), lambda: self.ladder.flops(arm, size)))
+
+    def rung_dir(self, size: Size) -> Path:
+        """The directory of a rung."""
+        return self.out / RUNGS / size.name
+
+    def rung_tasks(self, size: Size) -> list[RunTask]:
+        """Its runs and measurements."""
+        return tasks(self.plan(size), self.rung_dir(size), alone=is_puzzle(self.ladder.recipe.data.directory))
+
+    def twins(self) -> list[LadderRun]:
+        """The control with the same batches and other initial values."""
+        found, first = [], self.ladder.first_seed()
+        for size, count in zip(self.ladder.sizes, self.ladder.rules.twin, strict=False):
+            seeds = self.ladder.rules.seeds[size.index - 1]
+            for seed in range(first, first + min(count, seeds)):
+                recipe = self._keep((TWIN, size.name, seed), partial(self._twin, size, seed))
+                where = self.out / TWIN / size.name / f"seed-{seed}"
+                found.append(LadderRun(f"{TWIN}-{size.name}-seed-{seed}", where, recipe))
+        return found
+
+    def _twin(self, size: Size, seed: int) -> Recipe:
+        control = self.ladder.control
+        rate = self.rate(control, size)
+        order = self.ladder.run(control, size, rate, seed).data_seed
+        return self.ladder.run(control, size, rate, seed + TWIN_SEED).override(f"data.seed={order}")
+
+    def main_sizes(self) -> list[Size]:
+        """The rungs that run before the prediction is sealed."""
+        last = self.ladder.sizes[-1]
+        return [size for size in self.ladder.all_sizes if not (self.ladder.rules.sealed and size == last)]
+
+    def losses(self, size: Size, arm: Arm) -> dict[int, float]:
+        """Final losses of finished runs, by seed."""
+        found = {}
+        for seed in self.plan(size).seeds:
+            task = RunTask(self.plan(size), self.rung_dir(size), arm.name, seed)
+            if task.done:
+                found[seed] = held_out(task.run_dir)["loss"]
+        return {seed: loss for seed, loss in found.items() if math.isfinite(loss)}
+
+    def rung(self, size: Size, arm: Arm) -> Rung | None:
+        """An arm beside the control with the seeds that both finished."""
+        control, own = self.losses(size, self.ladder.control), self.losses(size, arm)
+        seeds = sorted(set(control) & set(own))
+        if not seeds:
+            return None
+        x_control, x_arm = (math.log(self.flops(one, size)) for one in (self.ladder.control, arm))
+        return Rung(x_control, tuple(control[s] for s in seeds), x_arm, tuple(own[s] for s in seeds))
+
+    def rungs(self, arm: Arm, sizes: Sequence[Size]) -> list[Rung]:
+        """The rungs at which arm and control share a finished seed."""
+        return [rung for size in sizes if (rung := self.rung(size, arm)) is not None]
+
+    def fit(self, arm: Arm, sizes: Sequence[Size]) -> Posterior | None:
+        """The posterior of an arm; None where two rungs or the noise of a seed are missing."""
+        found = self.rungs(arm, sizes)
+        noise: Noise | None = noise_of(found)
+        return None if len(found) < 2 or noise is None else posterior(found, noise)
+
+    # The seal
+
+    def prediction(self) -> PredictionBody:
+        """The prediction that is sealed before the last rung runs."""
+        last, before = self.ladder.sizes[-1], self.ladder.sizes[:-1]
+        rows: list[Forecast] = []
+        for arm in self.ladder.every_arm[1:]:
+            found = self.fit(arm, before)
+            row: Forecast = {"arm": arm.name, "difference": None, "ln_m": None}
+            if found is not None and found.usable:
+                x_control, x_arm = (math.log(self.flops(one, last)) for one in (self.ladder.control, arm))
+                seeds = self.ladder.seeds[last.index - 1]
+                difference, ln_m = found.predict(x_control, x_arm, seeds)
+                row["difference"], row["ln_m"] = difference.to_dict(), ln_m.to_dict()
+            rows.append(row)
+        return {
+            "ladder": self.ladder.sha256,
+            "estimator": ESTIMATOR,
+            "rung": last.index,
+            "rows": rows,
+            "results": self.digests(before),
+            "seeds": list(self.ladder.seeds[:-1]),
+        }
+
+    def digests(self, sizes: Sequence[Size]) -> dict[str, str]:
+        """SHA-256 of the results on which a prediction is based."""
+        paths = [task.run_dir / RESULT for size in sizes for task in self.rung_tasks(size) if task.seed is not None]
+        return {str(path.relative_to(self.out)): digest(path)["sha256"] for path in paths if path.exists()}
+
+    def seal(self) -> None:
+        """Write the prediction, unless it exists already."""
+        path = self.out / PREDICTION
+        if not path.exists():
+            body = self.prediction()
+            write_json(path, {**body, "sha256": sha256_of(body)})
+
+    def sealed(self) -> SealedPrediction | None:
+        """The sealed prediction; None before. A file that was changed is refused."""
+        path = self.out / PREDICTION
+        if not path.exists():
+            return None
+        try:
+            values = read_json(path)
+            named = values.pop("sha256")
+        except (ValueError, KeyError):
+            raise RecipeError(f"{path} is damaged: it is not the prediction that was sealed") from None
+        if sha256_of(values) != named:
+            raise RecipeError(f"{path}: sha256 does not fit: it is not the prediction that was sealed")
+        if values["ladder"] != self.ladder.sha256:
+            raise RecipeError(f"{path}: ladder: the prediction is of another plan")
+        values["sha256"] = named
+        found: SealedPrediction = values
+        return found
+
+    # The check at the top
+
+    def judged(self) -> list[tuple[Arm, float, float]]:
+        """Arms with the median of ln M at the last rung and its p by Holm, where there is a posterior."""
+        found = []
+        for arm in self.ladder.every_arm[1:]:
+            fitted = self.fit(arm, self.ladder.sizes)
+            if fitted is not None and fitted.usable:
+                x = math.log(self.flops(arm, self.ladder.sizes[-1]))
+                draws = sorted(fitted.log_multiplier(x).tolist())
+                found.append((arm, draws[len(draws) // 2], fitted.sides(x)))
+        adjusted = holm([p for _, _, p in found])
+        return [(arm, median, p) for (arm, median, _), p in zip(found, adjusted, strict=True)]
+
+    def checks(self) -> list[LadderRun]:
+        """Runs at half and twice the rate at the last rung, of the control and of each arm called better or worse."""
+        sure = [arm for arm, _, p in self.judged() if p < SURE and not arm.name.startswith(MATCHED)]
+        if not self.ladder.rules.check or len(self.ladder.sizes) < 3 or not sure:
+            return []
+        size, seed = self.ladder.sizes[-1], self.ladder.first_seed()
+        return [
+            LadderRun(
+                f"{CHECK}-{arm.name}-lr{place:+d}",
+                self.out / CHECK / arm.name / f"lr{place:+d}" / f"seed-{seed}",
+                self.ladder.run(arm, size, rounded(self.rate(arm, size) * 2.0**place), seed),
+            )
+            for arm in (self.ladder.control, *sure)
+            for place in (-1, 1)
+        ]
+
+    # What comes next
+
+    def work(self, stage: str) -> list[Work]:
+        """The runs of a stage, with finished ones; earlier stages must be settled."""
+        last = self.ladder.sizes[-1]
+        sealed = self.ladder.rules.sealed
+        if stage == "tune":
+            return list(self.tuning()[0])
+        if stage == "rungs":
+            found: list[Work] = [task for size in self.main_sizes() for task in self.rung_tasks(size)]
+            return [*found, *self.twins()]
+        if stage == "last":
+            return list(self.rung_tasks(last)) if sealed else []
+        return list(self.checks()) if stage == "check" else []
+
+    def stages(self, until: str = STAGES[-1]) -> Iterator[tuple[str, list[Work]]]:
+        """Stages up to `until`, each with its runs; ends with the first stage that has work left."""
+        for stage in STAGES[: STAGES.index(until) + 1]:
+            found = self.work(stage)
+            yield stage, found
+            if not all(task.settled for task in found):
+                return
+
+    def begin(self, stage: str) -> None:
+        """Seal the prediction before the last rung, and write the plans of a stage's rungs."""
+        if self.ladder.rules.sealed and STAGES.index(stage) >= STAGES.index("seal"):
+            self.seal()
+            self.sealed()  # refuses one that was changed
+        sizes = {"rungs": self.main_sizes(), "last": self.ladder.sizes[-1:]}.get(stage, [])
+        for size in sizes:
+            path, planned = self.rung_dir(size) / PLAN, json.loads(json.dumps(self.plan(size).to_dict()))
+            remedy = "delete it, and it is written again"
+            if not path.exists() or read_written(path, remedy=remedy) != planned:  # seeds were added
+                changed = _changed(Plan.read(path.parent), self.plan(size), path.parent) if path.exists() else []
+                if changed:
+                    raise RecipeError(f"{path}: the rung began with another recipe; different: {', '.join(changed)}")
+                path.parent.mkdir(parents=True, exist_ok=True)
+                write_json(path, planned)
+
+
+def _changed(begun: Plan, planned: Plan, rung: Path) -> list[str]:
+    """What two plans of a rung differ in; arms, such as their rates, may do so until one has a run."""
+    found = differences(begun.recipe, planned.recipe)
+    before = {arm.name: arm.overrides for arm in begun.arms}
+    for arm in planned.arms:
+        changed = set(before.get(arm.name, arm.overrides)) ^ set(arm.overrides)
+        if changed and (rung / ARMS / arm.name).exists():
+            found += sorted({f"{arm.name}'s {override.partition('=')[0]}" for override in changed})
+    return found
+
+
+def _loss_at(tuned: Tuned, rate: float) -> float:
+    """An arm's mean loss at the tried place nearest to a rate."""
+    wanted = math.log2(rate / tuned.centre)
+    place = min(tuned.points, key=lambda place: (abs(place - wanted), place))
+    return math.fsum(tuned.points[place]) / len(tuned.points[place])
+
+
+def beyond(x: float) -> list[tuple[str, float]]:
+    """Points at which an extrapolation is shown: half a decade and a decade above x."""
+    return [("half a decade above", x + DECADE / 2), ("a decade above", x + DECADE)]

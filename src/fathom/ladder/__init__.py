@@ -1,1 +1,0 @@
-"""Many sizes: how much more compute the control would need to match an arm, and whether that grows with size."""

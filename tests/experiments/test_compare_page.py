@@ -1,0 +1,247 @@
+"""The page in a real browser: nothing to complain about, nothing beyond the edge, by day and by night."""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from fathom.experiments.compare_page import page
+from fathom.experiments.differences import verdict
+from fathom.report import html as blocks
+from fathom.report.plots import IntervalMark, Line, interval_plot, line_plot, ticks
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+BROWSER = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+PROBE = """<script>addEventListener('load',()=>{const f=document.querySelector('iframe'),d=f.contentDocument,
+s=getComputedStyle(d.body),t=getComputedStyle(d.querySelector('svg text'));
+const clipped=[...d.querySelectorAll('p,h1,h2,li,figcaption,figure,svg,summary')].filter(e=>
+e.getBoundingClientRect().right>f.clientWidth+0.5&&!e.closest('.scroll,pre')).length;
+document.title=JSON.stringify({width:d.documentElement.scrollWidth,clipped:clipped,paper:s.backgroundColor,ink:s.color,
+text:parseFloat(t.fontSize)*d.querySelector('svg[role=img]').getBoundingClientRect().width/360,
+cut:[...d.querySelectorAll('.scroll')].filter(e=>e.scrollWidth>e.clientWidth+1).map(e=>e.ariaLabel),
+tables:d.querySelectorAll('table').length,pictures:d.querySelectorAll('svg[role=img]').length})})</script>"""
+
+
+def gap(mean: float, half_width: float | None, p: float | None) -> dict:
+    sure = half_width is not None and abs(mean) > half_width
+    low, high = (None, None) if half_width is None else (mean - half_width, mean + half_width)
+    return {
+        "mean": mean,
+        "half_width": half_width,
+        "p": p,
+        "p_holm": p,
+        "low": low,
+        "high": high,
+        "excludes_zero": sure,
+    }
+
+
+def arm(name: str, loss: float, difference: dict | None) -> dict:
+    score = {"loss": loss, "bits_per_byte": loss / 3, "perplexity": 40.0}
+    run = {"seed": 0, **score, "seconds": 9.0, "machine": None}
+    curve = {"tokens": [1e6, 2e6], "flops": [1e12, 2e12], "seconds": [5.0, 9.0]}
+    curve |= {"loss": [loss + 1, loss], "low": [loss + 0.9, loss - 0.1], "high": [loss + 1.1, loss + 0.1]}
+    time = {"median": 1.01, "low": 1.0, "high": 1.02, "pairs": 12, "seconds": [0.2, 0.2], "clock": "wall time"}
+    measured = {"time": time, "memory_bytes": [11, 10], "memory": "peak", "shared_tensors": [5, 5]}
+    values = {
+        **{"name": name, "mechanism": name, "overrides": [], "parameters": 1_600_000, "flops_per_token": 3.4e6},
+        **{"cache_bytes_per_token": {"declared": 1, "measured": 3072.0}, "steps": 100, "tokens": 2_000_000},
+        **{"training_flops": 1e13, "measured": measured if difference else None, "runs": [run] * 3, **score},
+        **{"domains": {"code": dict(score), "prose": dict(score)}, "position_loss": [4.0, 3.5, 3.2], "curve": curve},
+    }
+    if difference:
+        values |= {"difference": difference, "difference_by_position": [difference] * 3}
+        while_training = {"tokens": [1e6, 2e6], "mean": [0.0, -0.02], "low": [-0.01, -0.03], "high": [0.01, -0.01]}
+        values["difference_while_training"] = while_training
+    return values
+
+
+def report_of(*arms: dict, between: tuple = (), seeds: int = 3, share: dict | None = None) -> dict:
+    source = {"command": "fathom compare " + "x" * 120, "date": "2026-01-01", "commit": None}
+    source |= {"hardware": {"cpu": "a processor", "cores": 2, "system": "Linux"}, "versions": {"torch": "2"}}
+    found = {
+        "failed": [],
+        "exploratory": False,
+        "ladder": None,
+        "equal": "tokens",
+        "control": arms[0]["name"],
+        "arms": list(arms),
+        "between": list(between),
+    }
+    found |= {"seeds": list(range(seeds)), "seeds_planned": list(range(seeds)), "share_of_uniform_depth": share}
+    report = {**source, **found, "recipe": {"data": {"sequence_length": 256}}}
+    return {"verdict": verdict(report), **report}
+
+
+@pytest.mark.parametrize(
+    ("coverage", "words"),
+    [
+        (None, "from the head of every domain"),
+        (0.127, "12.7 % of the validation split: one window"),
+        (1.0, ", all of the"),
+    ],
+)
+def test_the_report_says_which_text_was_read(coverage: float | None, words: str) -> None:
+    report = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, gap(-0.1, 0.01, 0.01)))
+    for found in report["arms"]:
+        found["runs"] = [{**run, "evaluated_tokens": 32_767, "coverage": coverage} for run in found["runs"]]
+    text = html.unescape(page(report))
+    assert "32,767 predicted tokens" in text and words in text
+
+
+def test_the_report_says_how_often_steps_were_timed() -> None:
+    report = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, gap(-0.1, 0.01, 0.01)))
+    assert "12 times, by wall time; the median of the ratios and their quartiles" in page(report)
+
+
+def test_the_report_says_how_often_the_corpus_was_read() -> None:
+    report = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, gap(-0.1, 0.01, 0.01)))
+    assert "epochs of the corpus" not in page(report), "the control"
+    for found, epochs in zip(report["arms"], (2.5, 1.25), strict=True):
+        found["runs"] = [{**run, "epochs": epochs} for run in found["runs"]]
+    assert "That is 1.25 to 2.5 epochs of the corpus." in page(report)
+
+
+@pytest.fixture(scope="module")
+def full() -> dict:
+    uniform, depth = gap(-0.02, 0.008, 0.01), gap(-0.021, 0.03, 0.2)
+    pair = {"a": "uniform_depth", "b": "depth_attention", **gap(0.001, 0.02, 0.8)}
+    return report_of(
+        *(arm("vanilla", 4.0, None), arm("uniform_depth", 3.98, uniform), arm("depth_attention", 3.979, depth)),
+        between=(pair,),
+        share={"share": None, "defined": False, "difference": pair},
+    )
+
+
+def test_the_sentence_follows_from_the_intervals(full: dict):
+    said = full["verdict"]
+    assert said.startswith("With 3 seeds, at 1.6 million parameters and 2 million tokens, ")
+    assert "uniform_depth's validation loss is lower than vanilla's by 0.0200 ± 0.0080 nats" in said
+    assert "the difference of depth_attention (−0.0210 ± 0.0300 nats) to vanilla is within the noise" in said
+    assert "uniform_depth and depth_attention cannot be told apart; if one run in ten of an arm ended badly" in said
+    assert said.endswith("13 % of such intervals would miss the true difference, not 5 %.")
+
+
+def test_equal_gaps_are_too_coarse_to_judge() -> None:
+    found = {**gap(-0.1, None, None), "pairs": 3}
+    said = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, found))["verdict"]
+    assert "loop ended 0.1000 nats below vanilla, by the very same difference with every seed, which is too" in said
+    assert "nats lower" not in said and "would miss" not in said
+
+
+def test_an_exploratory_report_is_never_sure() -> None:
+    """Its p values are withheld, so that an interval that excludes zero is a hint."""
+    report = report_of(arm("vanilla", 4.0, None), arm("loop", 3.9, {**gap(-0.1, 0.01, 0.001), "p_holm": None}))
+    said = verdict({**report, "exploratory": True})
+    assert "interval excludes zero taken alone: a hint" in said and "exploratory and nothing here is sure" in said
+
+
+def test_step_times_name_their_tokens(full: dict) -> None:
+    control = full["arms"][0]
+    assert f"a training step of {control['tokens'] // control['steps']:,} tokens" in page(full)
+
+
+def test_a_share_of_the_gain_has_an_interval_or_is_not_said(full: dict) -> None:
+    for text in (full["verdict"], html.unescape(page(full))):
+        assert "what share of depth_attention's gain uniform_depth has cannot be said" in text
+    pair = full["share_of_uniform_depth"]["difference"]
+    known = {"share": 0.5, "low": -0.06, "high": 0.93, "defined": True, "difference": pair}
+    said = report_of(*full["arms"], between=(pair,), share=known)
+    for text in (said["verdict"], html.unescape(page(said))):
+        assert "uniform_depth has 50 % of depth_attention's gain (95 % interval −6 to 93 %)" in text
+
+
+def test_the_page_says_what_its_intervals_are_worth(full: dict) -> None:
+    text = html.unescape(page(full))
+    found = re.search(
+        r"with 3 seeds, simulated .*: ([\d.]+) % where they are normal, ([\d.]+) % where they are skewed .*, "
+        r"([\d.]+) % where they are normal but for one in ten",
+        text,
+    )
+    assert found, "the note"
+    normal, skewed, outliers = map(float, found.groups())
+    assert 94 <= normal <= 96 and 85 < skewed < 91 and 83 < outliers < 91
+    assert "each taken alone: not corrected for the number of domains and arms" in text
+    single = report_of(*full["arms"][:1], arm("loop", 3.9, gap(-0.1, None, None)), seeds=1)
+    assert "simulated" not in page(single) and "not corrected" not in page(single)
+
+
+def test_a_comparison_says_where_one_size_ends(full: dict) -> None:
+    text = page(full)
+    assert "fathom ladder" in text and "not tuned for any arm" in text and "the whole ladder" not in text
+
+
+def test_a_worse_arm_and_a_hint_are_called_that():
+    worse = arm("slow", 4.1, gap(0.1, 0.01, 0.001))
+    hint = arm("maybe", 3.9, {**gap(-0.1, 0.09, 0.04), "p_holm": 0.08})
+    said = verdict({**report_of(arm("vanilla", 4.0, None), worse, hint)})
+    assert "slow's validation loss is higher than vanilla's by 0.1000 ± 0.0100" in said
+    assert "not by Holm's test for 2 comparisons: a hint of a difference to vanilla, no more" in said
+
+
+def test_a_sentence_gives_no_arm_the_tokens_of_another():
+    worse = arm("slow", 4.1, gap(0.1, 0.01, 0.001))
+    assert (
+        "at 1.6 million parameters and 2 million tokens, slow" in report_of(arm("vanilla", 4.0, None), worse)["verdict"]
+    )
+    fewer = report_of(arm("vanilla", 4.0, None), {**worse, "tokens": 900_000}, arm("b", 4.1, worse["difference"]))
+    assert "parameters and 2 million tokens (slow 900 thousand), " in fewer["verdict"]
+    one = report_of(arm("vanilla", 4.0, None), {**worse, "tokens": 3_000_000}, seeds=1)
+    assert "parameters and 2 million tokens (slow 3 million), slow ended" in one["verdict"]
+
+
+def test_names_cannot_break_the_page():
+    told = blocks.page("<script>", "a & b", blocks.table("<b>", ["<i>"], [["<u>", "<s>"]]), blocks.legend(["<q>"]))
+    assert not re.search(r"<(script|b|i|u|s|q)>", told)
+    assert "<script>" not in line_plot([Line("<script>", [0, 1], [0, 1], 0)], "x", "y", '"<script>')
+
+
+def test_nothing_is_fetched(full: dict):
+    assert not re.findall(r'(?:src|href)="(?!data:)|url\(|@import', page(full))
+
+
+def test_json_has_no_infinity(tmp_path: Path):
+    written, _ = blocks.write(tmp_path, {"a": [float("inf"), 1.0], "b": {"c": float("nan")}}, "")
+    assert json.loads(written.read_text()) == {"a": [None, 1.0], "b": {"c": None}}
+
+
+@pytest.mark.parametrize("low, high", [(0, 1), (-0.013, 0.002), (3.9, 4.4), (0, 123456), (5, 5)])
+def test_ticks_are_few_and_inside(low: float, high: float):
+    found = ticks(low, high)
+    assert 1 <= len(found) <= 8 and all(low <= tick <= high for tick in found)
+
+
+def test_plots_bear_gaps_and_single_points():
+    assert "nan" not in line_plot([Line("a", [1, 2, 3], [1, float("nan"), 2], 0)], "x", "y", "").lower()
+    assert line_plot([], "x", "y", "") == ""
+    assert "no interval" in interval_plot([IntervalMark("a", 0.1, None, None, 1)], "x", "")
+
+
+@pytest.mark.skipif(BROWSER is None, reason="needs chromium: apt-get install chromium")
+@pytest.mark.parametrize(("width", "dark"), [(390, False), (390, True), (1280, False)])
+def test_in_a_browser(full: dict, tmp_path: Path, width: int, dark: bool):
+    why = "the loss is not finite at step 40: a smaller learning rate (optim.lr=0.01) may help; see " + "deep/" * 30
+    shown = page({**full, "failed": [{"arm": "uniform_depth", "seed": 3, "step": 40, "error": why}]})
+    frame = f'<iframe style="border:0;width:{width}px;height:900px" srcdoc="{html.escape(shown)}"></iframe>'
+    (tmp_path / "frame.html").write_text(f"<!doctype html><meta charset=utf-8>{frame}{PROBE}", encoding="utf-8")
+    options = ["--headless=new", "--no-sandbox", "--disable-gpu", "--enable-logging=stderr", "--window-size=1400,1000"]
+    options += [f"--user-data-dir={tmp_path / 'profile'}", f"--blink-settings=preferredColorScheme={0 if dark else 1}"]
+    command = [BROWSER, *options, "--dump-dom", (tmp_path / "frame.html").as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert "CONSOLE" not in done.stderr, done.stderr
+    found = re.search(r"<title>(\{.*?\})</title>", done.stdout)
+    assert found, done.stderr
+    seen = json.loads(html.unescape(found[1]))
+    assert seen["width"] <= width and seen["clipped"] == 0
+    assert not {"Left out: runs that could not go on", "Provenance"} & set(seen["cut"])
+    assert width > 1000 or seen["cut"], "numbers do not wrap: their tables scroll"
+    assert seen["text"] >= 10.5  # pixels, in a plot as drawn
+    assert seen["tables"] >= 5 and seen["pictures"] >= 5
+    paper, ink = (sum(map(int, re.findall(r"\d+", seen[key])[:3])) for key in ("paper", "ink"))
+    assert (paper < 150 < 600 < ink) if dark else (ink < 150 < 600 < paper)

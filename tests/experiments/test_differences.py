@@ -1,0 +1,86 @@
+"""The verdict held against simulated experiments whose truth is known: how often it claims what is not so."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+
+from fathom.experiments.differences import TUNED, compare_runs, share_in_words, share_of_gain, smoke_test, verdict
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def simulation(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """What the published simulation runs, at fewer draws."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    monkeypatch.delitem(sys.modules, "verdict", raising=False)
+    import verdict
+
+    return verdict
+
+
+@pytest.mark.parametrize(
+    "truth",
+    [(0, 0, 0), (0, -1000, -1000, 0)],
+    ids=["two arms that do nothing", "two equal arms that do much and one that does nothing"],
+)
+def test_false_claims_are_rare(simulation: ModuleType, truth: tuple[float, ...]) -> None:
+    """In one family; two families, the control, claim too often."""
+    wrong, two_families = simulation.false_claims(truth, seeds=3, draws=6000)
+    assert wrong <= 0.055
+    assert two_families > 0.07
+
+
+def test_a_share_of_a_gain_holds_the_true_share(simulation: ModuleType) -> None:
+    """Fieller's interval, an unbounded one holding everything; a share without one is a lottery."""
+    found = simulation.share(gain=3, seeds=5, draws=2000)
+    assert 0.94 <= found["held"] <= 0.965
+    assert 0.9 < found["bounded"] < 1
+    low, high = found["shares_said"]
+    assert low < 0.3 and high > 0.65, "the control: what was said without an interval"
+
+
+def test_a_share_is_said_with_its_interval_or_not_at_all(simulation: ModuleType) -> None:
+    names = ("vanilla", "uniform_depth", "depth_attention")
+    vanilla, uniform, depth = [4.0, 4.2, 4.1], [3.79, 4.0, 3.9], [3.6, 3.79, 3.7]
+    arms = simulation.arms_of(np.array([vanilla, uniform, depth]), names)
+    found = share_of_gain(arms, compare_runs(arms))
+    assert found["defined"] and 0.4 < found["low"] < found["share"] < found["high"] < 0.6
+    low, high = (f"{100 * found[end]:.0f}" for end in ("low", "high"))
+    assert f"uniform_depth has 50 % of depth_attention's gain (95 % interval {low} to {high} %)" in share_in_words(
+        found
+    )
+    arms = simulation.arms_of(np.array([vanilla, uniform, [3.6, 4.3, 3.9]]), names)
+    found = share_of_gain(arms, compare_runs(arms))
+    assert (found["defined"], found["share"], found["low"], found["high"]) == (False, None, None, None)
+    assert "cannot be said" in share_in_words(found)
+
+
+def test_the_documented_rates_are_the_simulated_ones() -> None:
+    """The tables of docs/compare.md, against the log; and what they must show."""
+    results = json.loads((BENCHMARKS / "results" / "verdict.json").read_text())
+    page = (BENCHMARKS.parent / "docs" / "compare.md").read_text()
+    numbers = [row["false_claims"] for row in (*results["families"], *results["stopping"])]
+    numbers += [row["coverage"] for row in results["coverage"]] + [row["held"] for row in results["shares"]]
+    assert [number for number in numbers if f"| {100 * number:.1f} % |" not in page] == []
+    assert all(row["false_claims"] <= 0.055 for row in results["families"])
+    assert any(row["two_families"] > 0.07 for row in results["families"]), "the control"
+    assert all(row["coverage"] >= 0.94 for row in results["coverage"] if row["differences"] == "normal")
+
+
+def test_a_smoke_test_is_called_one(tmp_path: Path) -> None:
+    """The demo's gains exclude zero, and tuned comparisons find none: its verdict says which of the two to believe."""
+    report = {**json.loads((BENCHMARKS / "results" / "demo.json").read_text()), "exploratory": False}
+    assert smoke_test(report).startswith(
+        " This is a smoke test: it trains on fewer tokens than the model has parameters"
+    )
+    assert verdict(report).endswith(f"{TUNED} has tuned comparisons.") and (BENCHMARKS.parent / TUNED).is_file()
+    control = {**report["arms"][0], "tokens": report["arms"][0]["parameters"]}
+    longer = {**report, "arms": [control, *report["arms"][1:]]}
+    assert smoke_test(longer) == smoke_test({**report, "ladder": "../../report.html"}) == ""
