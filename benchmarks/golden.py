@@ -144,7 +144,7 @@ def experiments(folder: Path) -> Found:
     recipe.write_text(json.dumps(base))
     ladder.write_text(json.dumps({**base, "ladder": rules}))
     arms = "vanilla,depth_attention,uniform_depth"
-    with mock.patch("fathom.experiments.compare.train", planted):
+    with mock.patch("fathom.experiments.schedule.train", planted):
         words = ["--arms", arms, "--seeds", "4", "--pairs", "0", "--out", str(folder / "compared"), "--json"]
         report = json.loads(run("compare", str(recipe), *words))
         yield "compare: verdict", report["verdict"]

@@ -30,8 +30,8 @@ ARMS = "vanilla,again=vanilla;model.mixer=uniform_depth,better=depth_attention"
 
 def planted(monkeypatch: pytest.MonkeyPatch, **what: object) -> Planted:
     trainer = Planted(**what)  # type: ignore[arg-type]
-    monkeypatch.setattr("fathom.experiments.compare.train", trainer.train)
-    monkeypatch.setattr("fathom.experiments.ladder.tidy", lambda: None)  # no model was made
+    monkeypatch.setattr("fathom.experiments.schedule.train", trainer.train)
+    monkeypatch.setattr("fathom.experiments.schedule.tidy", lambda: None)  # no model was made
     return trainer
 
 
@@ -729,8 +729,8 @@ class Dying(Planted):
 def test_what_diverged_has_not_solved_a_puzzle(tmp_path: Path, monkeypatch) -> None:
     """Not if it had solved it before; and a control that diverged takes no runs of others with it."""
     trainer = Dying({("vanilla", "seed-1"): 0.0, ("better", "seed-2"): 0.95})
-    monkeypatch.setattr("fathom.experiments.compare.train", trainer.train)
-    monkeypatch.setattr("fathom.experiments.ladder.tidy", lambda: None)
+    monkeypatch.setattr("fathom.experiments.schedule.train", trainer.train)
+    monkeypatch.setattr("fathom.experiments.schedule.tidy", lambda: None)
     report = climb(make(tmp_path, "vanilla,better=depth_attention", **ONE_RUNG), tmp_path / "out", quiet=True)
     found = {row["arm"]: row["domains"]["z60-4"] for row in report["puzzle"]["rows"]}
     assert [len(row["accuracy"]) for row in found.values()] == [4, 4] and "better/seed-1" in " ".join(trainer.done)

@@ -116,13 +116,13 @@ def test_a_comparison_counts_what_forgets_as_diverged(
     recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else the worker would end, and the same command would meet the same run again."""
-    from fathom.experiments import work
+    from fathom.experiments import schedule
     from fathom.experiments.leases import Claims
 
     def forgets(*arguments: object, **given: object) -> None:
         raise ForgottenError("step 3: the loss went from 2.0 to 5.0", 3)
 
-    monkeypatch.setattr(work, "train", forgets)
+    monkeypatch.setattr(schedule, "train", forgets)
     with Claims(tmp_path / "claims").take("run") as claim:
-        assert work.run_training(recipe, tmp_path / "run", claim)
+        assert schedule.run_training(recipe, tmp_path / "run", claim)
     assert json.loads((tmp_path / "run" / "failed.json").read_text())["step"] == 3

@@ -16,30 +16,21 @@ from __future__ import annotations
 
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
 
-from fathom.checkpoints.layout import ARMS, CLAIMS, FAILED, LADDER, REPORT, RESULT
-from fathom.experiments.compare import (
-    POLL_SECONDS,
-    CompareError,
-    refuse_torchrun,
-    rewrite_report,
-    run_task,
-    run_training,
-    tidy,
-    work_together,
-)
+from fathom.checkpoints.layout import ARMS, FAILED, LADDER, REPORT, RESULT
+from fathom.experiments.compare import rewrite_report, run_task
 from fathom.experiments.ladder_page import write_report
 from fathom.experiments.ladder_results import LadderReport
-from fathom.experiments.leases import Claim, Claims
+from fathom.experiments.leases import Claim
 from fathom.experiments.multipliers import summarize
 from fathom.experiments.plan import RunTask, check_machine
 from fathom.experiments.rungs import RUNGS, TUNE, Ladder
+from fathom.experiments.schedule import CompareError, refuse_torchrun, run_training, work_off, work_together
 from fathom.experiments.stages import STAGES, LadderRun, NotReadyError, State, Work
 from fathom.recipe import RecipeError
 from fathom.report.files import write_atomically, write_json
@@ -109,28 +100,20 @@ def work(ladder: Ladder, out: Path, threads: int | None = None, until: str = STA
     """Take one run after another until a stage is over; False if a signal came."""
     if threads is not None:
         torch.set_num_threads(threads)
-    state, claims = State(ladder, out), dict[Path, Claims]()
-    while True:
+    state = State(ladder, out)
+    stage = STAGES[0]
+
+    def upcoming() -> list[Work]:
+        nonlocal stage
         stage, tasks = list(state.stages(until))[-1]
         state.begin(stage)
-        pending = [task for task in tasks if not task.settled]
-        if not pending:
-            return True
-        claimed = next(((task, claim) for task in _ready(pending) if (claim := _take(claims, out, task))), None)
-        if claimed is None:  # others hold them all; if one dies, its claim goes stale and can be taken
-            time.sleep(POLL_SECONDS)
-            continue
-        task, claim = claimed
-        with claim:
-            if not task.settled and not _do(state, stage, task, claim):
-                return False
+        return tasks
+
+    def told(task: Work, done: int, count: int) -> None:
         if not quiet and (task.done or task.failure is not None):  # else its control failed meanwhile
-            print(
-                f"{_said(task)}  ({len(tasks) - len(pending) + 1} of {len(tasks)} in {stage})",
-                file=sys.stderr,
-                flush=True,
-            )
-        tidy()
+            print(f"{_said(task)}  ({done} of {count} in {stage})", file=sys.stderr, flush=True)
+
+    return work_off(upcoming, lambda task, claim: _do(state, stage, task, claim), told)
 
 
 def add_seeds(out: Path, seeds: Sequence[int]) -> Ladder:
@@ -187,12 +170,6 @@ def _resume(out: Path, threads: int, until: str, quiet: bool) -> bool:
     return work(Ladder.read(out), out, threads, until, quiet)
 
 
-def _take(claims: dict[Path, Claims], out: Path, task: Work) -> Claim | None:
-    """Claim a run, in the directory where a comparison of its rung would look for the claim."""
-    place = (task.out if isinstance(task, RunTask) else out) / CLAIMS
-    return claims.setdefault(place, Claims(place)).take(task.name)
-
-
 def _do(state: State, stage: str, task: Work, claim: Claim) -> bool:
     """Do or continue a run; False if a signal ended it early."""
     facts = dict[str, str]()
@@ -206,14 +183,6 @@ def _do(state: State, stage: str, task: Work, claim: Claim) -> bool:
     if task.seed is None:
         return run_task(task, claim)
     return run_training(task.plan.run_recipe(task.arm, task.seed), task.run_dir, claim, **facts)
-
-
-def _ready(pending: list[Work]) -> list[Work]:
-    """Runs that may start now. On an accelerator, which is timed by the wall clock, measurements run alone."""
-    runs: list[Work] = [task for task in pending if isinstance(task, LadderRun) or task.seed is not None]
-    timed = next((task for task in pending if isinstance(task, RunTask)), None)
-    shared = torch.cuda.is_available() and (timed is None or timed.plan.recipe.train.device != "cpu")
-    return (runs or pending[:1]) if shared else pending
 
 
 def _said(task: Work) -> str:

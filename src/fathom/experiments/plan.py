@@ -104,6 +104,16 @@ class RunTask:
         return f"{self.arm}-measured" if self.seed is None else f"{self.arm}-seed-{self.seed}"
 
     @property
+    def timed(self) -> bool:
+        """Whether it is a measurement."""
+        return self.seed is None
+
+    @property
+    def device(self) -> str:
+        """`train.device` of the comparison."""
+        return self.plan.recipe.train.device
+
+    @property
     def run_dir(self) -> Path:
         """Where a training run lives."""
         return self.out / ARMS / self.arm / f"seed-{self.seed}"

@@ -56,9 +56,16 @@ class NotReadyError(RecipeError):
 class LadderRun:
     """An ordinary training run of a ladder outside of its rungs; `comparison.plan.RunTask` is one inside."""
 
+    out: Path
     name: str
     run_dir: Path
     recipe: Recipe
+    timed: bool = False
+
+    @property
+    def device(self) -> str:
+        """`train.device` of the recipe."""
+        return self.recipe.train.device
 
     @property
     def done(self) -> bool:
@@ -194,7 +201,7 @@ class State:
             (TUNE, index, arm.name, rate, seed), lambda: self.ladder.run(arm, size, rate, number)
         )
         where = self.out / TUNE / size.name / arm.name / f"lr{place:+d}" / f"seed-{seed}"
-        return LadderRun(f"{TUNE}-{size.name}-{arm.name}-lr{place:+d}-seed-{seed}", where, recipe)
+        return LadderRun(self.out, f"{TUNE}-{size.name}-{arm.name}-lr{place:+d}-seed-{seed}", where, recipe)
 
     def used(self, run: LadderRun) -> bool:
         """Whether it is a tuning run of a rung whose optimum later runs have been given."""
@@ -292,7 +299,7 @@ class State:
             for seed in range(first, first + min(count, seeds)):
                 recipe = self._keep((TWIN, size.name, seed), partial(self._twin, size, seed))
                 where = self.out / TWIN / size.name / f"seed-{seed}"
-                found.append(LadderRun(f"{TWIN}-{size.name}-seed-{seed}", where, recipe))
+                found.append(LadderRun(self.out, f"{TWIN}-{size.name}-seed-{seed}", where, recipe))
         return found
 
     def _twin(self, size: Size, seed: int) -> Recipe:
@@ -410,6 +417,7 @@ class State:
         size, seed = self.ladder.sizes[-1], self.ladder.first_seed()
         return [
             LadderRun(
+                self.out,
                 f"{CHECK}-{arm.name}-lr{place:+d}",
                 self.out / CHECK / arm.name / f"lr{place:+d}" / f"seed-{seed}",
                 self.ladder.run(arm, size, rounded(self.rate(arm, size) * 2.0**place), seed),

@@ -1,0 +1,240 @@
+"""One scheduler for all experiments: tasks are claimed, run and told, by any number of processes and machines.
+
+A task is a training run or a measurement; which come next is a function of the directory. A claim lies in the `claims/`
+of the task's own directory (leases.py), so that a rung of a ladder and a comparison see the same claims.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+import torch
+
+from fathom.checkpoints.layout import CLAIMS, FAILED, MACHINE, RESULT
+from fathom.errors import FathomError
+from fathom.experiments.leases import Claim, Claims
+from fathom.recipe import Recipe, RecipeError
+from fathom.report.files import write_json
+from fathom.report.provenance import hardware
+from fathom.training import Hook, TrainingError, read_metrics, train
+from fathom.training.first import ForgottenError
+from fathom.training.results import held_out
+
+POLL_SECONDS = 1.0
+STOPPED = 3
+"""Exit code of a worker that a signal ended in good order."""
+
+
+class CompareError(FathomError, RuntimeError):
+    """A comparison that was not finished; the message is one line."""
+
+
+class Task(Protocol):
+    """One piece of work that one process does."""
+
+    @property
+    def name(self) -> str:
+        """The name of its claim."""
+
+    @property
+    def out(self) -> Path:
+        """The directory that holds its claim."""
+
+    @property
+    def timed(self) -> bool:
+        """Whether it measures time, and so runs alone on an accelerator."""
+
+    @property
+    def device(self) -> str:
+        """`train.device` of its recipe."""
+
+    @property
+    def settled(self) -> bool:
+        """Whether nothing is left to do."""
+
+
+T = TypeVar("T", bound=Task)
+
+
+def work_off(
+    upcoming: Callable[[], Sequence[T]],
+    do: Callable[[T, Claim], bool],
+    told: Callable[[T, int, int], None] | None = None,
+) -> bool:
+    """Take one task after another until none is left; False if a signal came.
+
+    Args:
+        upcoming: The tasks as they stand in the directory, those that are settled included.
+        do: Do or continue a task; False if a signal ended it early.
+        told: Called after a task, with how many of how many are settled.
+    """
+    claims = dict[Path, Claims]()
+
+    def take(task: T) -> Claim | None:
+        return claims.setdefault(task.out, Claims(task.out / CLAIMS)).take(task.name)
+
+    while True:
+        every = upcoming()
+        pending = [task for task in every if not task.settled]
+        if not pending:
+            return True
+        claimed = next(((task, claim) for task in _ready(pending) if (claim := take(task))), None)
+        if claimed is None:  # others hold them all; if one dies, its claim goes stale and can be taken
+            time.sleep(POLL_SECONDS)
+            continue
+        task, claim = claimed
+        with claim:
+            if not task.settled and not do(task, claim):
+                return False
+        if told is not None:
+            told(task, len(every) - len(pending) + 1, len(every))
+        tidy()
+
+
+def _ready(pending: Sequence[T]) -> Sequence[T]:
+    """Tasks that may start now. On an accelerator, which is timed by the wall clock, measurements run alone."""
+    runs = [task for task in pending if not task.timed]
+    shared = torch.cuda.is_available() and pending[0].device != "cpu"
+    return (runs or pending[:1]) if shared else pending
+
+
+def run_training(recipe: Recipe, run_dir: Path, claim: Claim, **facts: str) -> bool:
+    """Train or continue a run; one that diverges leaves `failed.json`. False if a signal ended it early.
+
+    Args:
+        recipe: What to train.
+        run_dir: Where.
+        claim: The claim on this run, which must not be lost.
+        facts: Written to the run's `machine.json` with those about the machine.
+    """
+    run_dir.mkdir(parents=True, exist_ok=True)
+    write_json(run_dir / MACHINE, {**hardware(), **facts})
+    try:
+        finished = train(recipe, run_dir, callbacks=[Watch(claim)]).finished
+        if finished and not math.isfinite(held_out(run_dir)["loss"]):
+            claim.require()
+            (run_dir / RESULT).unlink()  # first: killed here, the run is evaluated again
+            write_json(run_dir / FAILED, {"error": "its held-out loss is no number", "step": recipe.train.steps})
+        return finished
+    except ForgottenError as error:
+        claim.require()
+        write_json(run_dir / FAILED, {"error": " ".join(str(error).split()), "step": error.step})
+        return True
+    except TrainingError as error:
+        last = next((line for line in reversed(read_metrics(run_dir)) if "skipped" in line), None)
+        if last is None or not last["skipped"]:
+            raise  # not the arm's fault, such as a full disk
+        claim.require()
+        write_json(run_dir / FAILED, {"error": " ".join(str(error).split()), "step": last["step"]})
+        return True
+
+
+class Watch(Hook):
+    """Stops a run whose claim was taken over: two writers in one directory would ruin it."""
+
+    def __init__(self, claim: Claim) -> None:
+        self.claim = claim
+
+    def log(self, step: int, values: Mapping[str, float]) -> None:
+        """Look once per logged step."""
+        self.claim.require()
+
+
+def refuse_torchrun(command: str = "compare") -> None:
+    """Refuse to run under torchrun: its ranks would each take other runs and wait for one another."""
+    if os.environ.get("WORLD_SIZE", "1") not in ("", "1"):
+        raise RecipeError(f"{command} runs one process per arm: use --workers, not torchrun")
+
+
+def work_together(job: Callable[[Path, int], bool], out: Path, workers: int, threads: int) -> bool:
+    """Start workers and wait. If one fails the others are ended, and save checkpoints first.
+
+    Args:
+        job: What a worker does in `out` with `threads` threads, importable by name; False if a signal came.
+        out: The directory.
+        workers: Processes.
+        threads: CPU threads of each.
+    """
+    context = multiprocessing.get_context("spawn")
+    with _environment(OMP_NUM_THREADS=str(threads)):
+        team = [context.Process(target=_worker, args=(job, out, threads, os.getpid())) for _ in range(workers)]
+        for process in team:
+            process.start()
+    try:
+        while any(process.is_alive() for process in team):
+            if any(process.exitcode not in (None, 0) for process in team):
+                break
+            time.sleep(0.2)
+    finally:
+        for process in team:
+            if process.is_alive():
+                process.terminate()
+        for process in team:
+            process.join()
+    codes = [process.exitcode for process in team if process.exitcode not in (0, STOPPED)]
+    if codes and codes != [-signal.SIGTERM] * len(codes):
+        raise CompareError("a worker failed; what it said is above. The same command continues")
+    return not any(process.exitcode for process in team)
+
+
+def _worker(job: Callable[[Path, int], bool], out: Path, threads: int, parent: int) -> None:
+    """The main function of a worker process, which ends when its parent does."""
+    threading.Thread(target=_follow, args=(parent,), daemon=True).start()
+    try:
+        finished = job(out, threads)
+    except KeyboardInterrupt:
+        finished = False
+    except FathomError as error:
+        print(f"fathom: {' '.join(str(error).split())}", file=sys.stderr)
+        sys.exit(1)
+    sys.exit(0 if finished else STOPPED)
+
+
+def _follow(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(POLL_SECONDS)
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def tidy() -> None:
+    """Free memory and compiled code of a finished task."""
+    gc.collect()
+    torch.compiler.reset()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Run torch on one CPU thread, so that the thread's CPU time is all of the work."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Set environment variables for processes that are started in the block."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
