@@ -126,9 +126,10 @@ def attend_by_rule(
     rule: ReadingRule,
     scaling: float,
     dropout: float = 0.0,
+    softcap: float | None = None,
     **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """As transformers' attention functions, with a rule for a mask."""
+    """As transformers' attention functions, with a rule for a mask. Biases are added to logits that are capped."""
     if dropout:
         raise ValueError(f"attention_dropout={dropout}: attn_implementation={FLEX} has none")
     groups, bias = query.shape[1] // key.shape[1], rule.bias
@@ -137,16 +138,17 @@ def attend_by_rule(
     if bias is not None:
         bias = bias.expand(len(query), -1).contiguous()
 
-    def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        assert bias is not None
-        return score + bias[b, j]
+    def score(logit: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        if softcap is not None:
+            logit = torch.tanh(logit / softcap) * softcap
+        return logit if bias is None else logit + bias[b, j]
 
     plain = query.device.type == "cpu" or torch.compiler.is_compiling()
     output: Tensor = (cast(Kernel, flex_attention) if plain else compiled())(
         query,
         key,
         value,
-        score_mod=None if bias is None else biased,
+        score_mod=None if bias is None and softcap is None else score,
         block_mask=rule.blocks,
         scale=scaling,
         enable_gqa=groups > 1,
