@@ -1,4 +1,4 @@
-"""Every recurrence, residual and mixer together, one slot after another, in numpy's float64.
+"""Every backbone, recurrence, residual and mixer together, one slot after another, in numpy's float64.
 
 Written from the equations of `docs/`. A model is a dictionary (its configuration) and arrays by the names of its
 checkpoint; nothing of Fathom, torch or transformers is imported. One row of a batch is read at a time, and padding
@@ -24,7 +24,7 @@ class Token(NamedTuple):
     column: int
     """Its place in the batch's table of ids; sliding windows are measured in columns."""
     position: int
-    """Its rotary index."""
+    """Its index among rotations, or in the table of learned positions."""
     x: Array
     """Its embedding before `embedding_scale`, `[d]`."""
 
@@ -96,6 +96,38 @@ def softmax(x: Array, axis: int = -1) -> Array:
 def sigmoid(x: Array) -> Array:
     """Of numbers of any sign."""
     return 0.5 * (1.0 + np.tanh(0.5 * x))
+
+
+def gelu(x: Array) -> Array:
+    """x Φ(x)."""
+    return x * 0.5 * (1 + erf(x / math.sqrt(2)))
+
+
+def gelu_tanh(x: Array) -> Array:
+    """`gelu` as GPT-2 and Gemma approximate it."""
+    return 0.5 * x * (1 + np.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)))
+
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": lambda x: x * sigmoid(x),
+    "gelu": gelu,
+    "gelu_new": gelu_tanh,
+    "gelu_pytorch_tanh": gelu_tanh,
+    "relu": lambda x: np.maximum(x, 0),
+}
+
+
+def capped(x: Array, cap: float | None) -> Array:
+    """c · tanh(x / c), or x without a cap."""
+    return x if cap is None else cap * np.tanh(x / cap)
+
+
+class Held(NamedTuple):
+    """The first passes of a solver, as they are by weights that stay while others move."""
+
+    passes: int
+    oracle: Oracle
+    tokens: Sequence[Token]
 
 
 # --- residuals: the stream of one trip --------------------------------------------------------------------------------
@@ -176,6 +208,7 @@ class HyperConnections(Plain):
 
     def __init__(self, oracle: Oracle, x: Array) -> None:
         super().__init__(oracle, np.tile(x, (oracle.residual["streams"], 1)))
+        self.maps: dict[int, tuple[Array, Array]] = {}  # of each sub-layer, since a parallel layer reads twice first
 
     def read(self, sublayer: int) -> Array:
         """Sum_i H_pre[i] S_i; in the end the learned mean."""
@@ -194,12 +227,13 @@ class HyperConnections(Plain):
         )
         if rounds:
             pre, post, res = sigmoid(pre), 2 * sigmoid(post), balanced(res, rounds)
-        self.post, self.mixing = post, res
+        self.maps[sublayer] = post, res
         return pre @ self.x
 
     def write(self, sublayer: int, update: Array) -> None:
         """S_i = sum_j H_res[i, j] S_j + H_post[i] F."""
-        self.x = self.mixing @ self.x + np.outer(self.post, update)
+        post, mixing = self.maps[sublayer]
+        self.x = mixing @ self.x + np.outer(post, update)
 
 
 def balanced(logits: Array, rounds: int) -> Array:
@@ -222,8 +256,11 @@ STREAMS = {
 # --- the model --------------------------------------------------------------------------------------------------------
 
 
-def rotations(theta: float, width: int, length: int) -> tuple[Array, Array]:
-    """Cosines and sines of every position, `[length, width / 2]`."""
+Angles = tuple[Array, Array]
+
+
+def rotations(theta: float, width: int, length: int) -> Angles:
+    """Cosines and sines of every position for the `width` channels that are turned, `[length, width / 2]`."""
     angles = np.arange(length)[:, None] * theta ** (-np.arange(0, width, 2) / width)
     return np.cos(angles), np.sin(angles)
 
@@ -235,9 +272,9 @@ class Oracle:
     config: dict[str, Any]
     w: dict[str, Array]
     """Its weights, float64, by name."""
-    cos: Array
-    sin: Array
-    """By position, `[positions, D / 2]`, as the family has them: rounded to float32. Compare `rotations`."""
+    angles: dict[str, Angles]
+    """By layer type: cosines and sines by position, `[positions, R / 2]`, as the family has them: rounded to float32.
+    Compare `rotations`."""
     margin: float = field(default=math.inf)
     """How near any yes or no (a threshold, the last of the top k) came to the other answer."""
 
@@ -253,6 +290,8 @@ class Oracle:
         self.table = self.config["embedding_scale"] * self.w["model.embed_tokens.weight"]
         tied = self.config["tie_word_embeddings"]
         self.head = self.w["model.embed_tokens.weight" if tied else "lm_head.weight"]
+        scale = self.config["attention_scale"]
+        self.scale = 1 / math.sqrt(self.config["head_dim"]) if scale is None else scale
 
     @property
     def depth(self) -> int:
@@ -265,44 +304,83 @@ class Oracle:
         """x / rms(x)."""
         return x / np.sqrt((x * x).mean(-1, keepdims=True) + self.eps)
 
-    def normed(self, x: Array, name: str) -> Array:
-        """RMS norm by the weight of that name."""
+    def rms(self, x: Array, name: str) -> Array:
+        """RMS norm by the weight of that name; mechanisms have it whatever the backbone's norm."""
         return self.unit(x) * self.w[f"{name}.weight"]
+
+    def normed(self, x: Array, name: str) -> Array:
+        """The backbone's norm, by the parameters of that name."""
+        kind = self.config["norm"]
+        if kind in ("layer", "layer_plain"):
+            x = self.unit(x - x.mean(-1, keepdims=True))
+            return x if kind == "layer_plain" else x * self.w[f"{name}.weight"] + self.w[f"{name}.bias"]
+        return self.unit(x) * (self.w[f"{name}.weight"] + (kind == "rms_offset"))
+
+    def logits(self, h: Array) -> Array:
+        """What the head says, `[..., V]`."""
+        return capped(h @ self.head.T / self.config["logits_scaling"], self.config["final_logit_softcapping"])
 
     def linear(self, x: Array, name: str) -> Array:
         """With a bias if the model has one."""
         y = self.w[f"{name}.weight"] @ x
         return y + self.w[f"{name}.bias"] if f"{name}.bias" in self.w else y
 
-    def rotate(self, x: Array, position: int) -> Array:
-        """`[heads, D]`: pairs are (i, i + D/2)."""
-        a, b = np.split(x, 2, -1)
-        cos, sin = self.cos[position], self.sin[position]
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
+    def rotate(self, x: Array, layer: int, position: int) -> Array:
+        """`[heads, D]`: pairs are (i, i + R/2) of the first R channels; the others stay."""
+        where = self.config["no_rope_layers"]
+        if self.config["positions"] == "learned" or (where is not None and not where[layer]):
+            return x
+        cos, sin = (table[position] for table in self.angles[self.config["layer_types"][layer]])
+        half = len(cos)
+        a, b = x[:, :half], x[:, half : 2 * half]
+        return np.concatenate([a * cos - b * sin, b * cos + a * sin, x[:, 2 * half :]], -1)
 
     def mlp(self, x: Array, name: str) -> Array:
-        """SwiGLU."""
-        gate = self.linear(x, f"{name}.gate_proj")
-        return self.linear(gate * sigmoid(gate) * self.linear(x, f"{name}.up_proj"), f"{name}.down_proj")
+        """With a gate or without."""
+        act, up = ACTIVATIONS[self.config["hidden_act"]], self.linear(x, f"{name}.up_proj")
+        inner = act(self.linear(x, f"{name}.gate_proj")) * up if self.config["gated_mlp"] else act(up)
+        return self.linear(inner, f"{name}.down_proj")
 
     def project(self, x: Array, layer: int, position: int) -> tuple[Array, Array, Array]:
         """Query `[H, D]`, key and raw value `[H_kv, D]`."""
-        name, width = f"model.layers.{layer}.self_attn", self.config["head_dim"]
-        query, key, value = (self.linear(x, f"{name}.{part}_proj").reshape(-1, width) for part in "qkv")
-        query = self.rotate(self.normed(query, f"{name}.q_norm"), position)
-        if self.config["k_norm_position"] == "after_rope":
-            return query, self.normed(self.rotate(key, position), f"{name}.k_norm"), value
-        return query, self.rotate(self.normed(key, f"{name}.k_norm"), position), value
+        name, width, over = f"model.layers.{layer}.self_attn", self.config["head_dim"], self.config["qk_norm"]
+        query, key, value = (self.linear(x, f"{name}.{part}_proj") for part in "qkv")
+        if over == "full":
+            query, key = self.normed(query, f"{name}.q_norm"), self.normed(key, f"{name}.k_norm")
+        query, key, value = (part.reshape(-1, width) for part in (query, key, value))
+        late = self.config["k_norm_position"] == "after_rope"
+        if over == "head":
+            query = self.normed(query, f"{name}.q_norm")
+            key = key if late else self.normed(key, f"{name}.k_norm")
+        query, key = self.rotate(query, layer, position), self.rotate(key, layer, position)
+        return query, self.normed(key, f"{name}.k_norm") if late else key, value
 
     def attend(self, query: Array, slots: Sequence[Slot], layer: int) -> Array:
-        """Attention of one query over slots."""
+        """Attention of one query over slots; a slot's bias is added to what the cap has left."""
         group = len(query) // self.config["num_key_value_heads"]
         keys = np.repeat(np.array([slot.key for slot in slots]), group, 1)  # [N, H, D]
         values = np.repeat(np.array([slot.value for slot in slots]), group, 1)
-        logits = np.einsum("hd,nhd->hn", query, keys) / math.sqrt(query.shape[1])
+        logits = capped(np.einsum("hd,nhd->hn", query, keys) * self.scale, self.config["attn_logit_softcapping"])
         weights = softmax(logits + np.array([slot.bias for slot in slots]))
         heads = np.einsum("hn,nhd->hd", weights, values)
         return self.linear(heads.reshape(-1), f"model.layers.{layer}.self_attn.o_proj")
+
+    # --- norms around sub-layers ---
+
+    def before(self, x: Array, layer: int, half: int) -> Array:
+        """The input of attention (half 0) or of the MLP (half 1)."""
+        names = {
+            "before": ("input_layernorm", "post_attention_layernorm"),
+            "both": ("input_layernorm", "pre_feedforward_layernorm"),
+        }.get(self.config["norm_placement"])
+        return x if names is None else self.normed(x, f"model.layers.{layer}.{names[half]}")
+
+    def update(self, x: Array, layer: int, half: int) -> Array:
+        """What attention or the MLP adds to the stream."""
+        if self.config["norm_placement"] != "before":
+            name = ("post_attention_layernorm", "post_feedforward_layernorm")[half]
+            x = self.normed(x, f"model.layers.{layer}.{name}")
+        return self.config["residual_multiplier"] * x
 
     # --- mixers ---
 
@@ -363,9 +441,9 @@ class Oracle:
         for layer in range(first, last):
             if (trip, layer) == (0, self.prelude):
                 step.entry = stream.read(2 * self.layers) if layer else step.x
-            name = f"model.layers.{layer}"
-            x = self.normed(stream.read(2 * layer), f"{name}.input_layernorm")
-            query, key, value = self.project(x, layer, token.position)
+            x = stream.read(2 * layer)
+            beside = stream.read(2 * layer + 1) if self.config["parallel_residual"] else None
+            query, key, value = self.project(self.before(x, layer, 0), layer, token.position)
             if self.config["mixer"] != "none":
                 found = [own[place] for place in sorted(self.sources(layer, trip, own))]
                 value = self.mixed(query, key, value, found)
@@ -373,9 +451,10 @@ class Oracle:
             if step.alive:
                 row.slots[layer].append(Slot(token.column, trip, key, value, step.bias))
             seen = [slot for slot in row.slots[layer] if self.visible(row, token, trip, slot, layer)]
-            stream.write(2 * layer, self.attend(query, seen, layer))
-            x = self.normed(stream.read(2 * layer + 1), f"{name}.post_attention_layernorm")
-            stream.write(2 * layer + 1, self.mlp(x, f"{name}.mlp"))
+            stream.write(2 * layer, self.update(self.attend(query, seen, layer), layer, 0))
+            x = stream.read(2 * layer + 1) if beside is None else beside
+            made = self.mlp(self.before(x, layer, 1), f"model.layers.{layer}.mlp")
+            stream.write(2 * layer + 1, self.update(made, layer, 1))
         return stream.read(2 * self.layers)
 
     # --- recurrences ---
@@ -387,7 +466,7 @@ class Oracle:
 
     def mixture(self, h: Array) -> Array:
         """The mean word, weighted by what would be said."""
-        logits = self.head @ h / self.options["temperature"]
+        logits = self.logits(h) / self.options["temperature"]
         count = self.options["top_k"] or len(logits)
         if count < len(logits):
             order = np.argsort(-logits)
@@ -408,7 +487,7 @@ class Oracle:
         if self.recurrence == "adaponder":
             gate = f"model.recurrence.gates.{k}"
             up = self.linear(h, f"{gate}.up")
-            sigma = sigmoid(self.linear(up * 0.5 * (1 + erf(up / math.sqrt(2))), f"{gate}.down"))[0]
+            sigma = sigmoid(self.linear(gelu(up), f"{gate}.down"))[0]
             return Step(x + sigma * self.mixture(h)) if self.above(sigma, self.options["tau"]) else None
         if self.recurrence == "ponder" and self.options["feed"] == "mixture":
             return Step(x + self.mixture(h))
@@ -418,11 +497,11 @@ class Oracle:
         """The next trip's input, by what it is given of the first one's."""
         name, injection = "model.recurrence", self.options.get("injection", "none")
         between = self.options.get("norm_between", "none")
-        stream = {"none": lambda: r, "final": lambda: h, "own": lambda: self.normed(r, f"{name}.norm")}[between]()
+        stream = {"none": lambda: r, "final": lambda: h, "own": lambda: self.rms(r, f"{name}.norm")}[between]()
         if injection == "none":
             return stream
         if self.options.get("entry_norm"):
-            entry = self.normed(entry, f"{name}.entry_norm")
+            entry = self.rms(entry, f"{name}.entry_norm")
         if injection == "add":
             return stream + entry
         step = np.log1p(np.exp(self.w[f"{name}.step_size"]))
@@ -460,21 +539,31 @@ class Oracle:
 
     # --- a prompt, or what follows it ---
 
-    def read(self, row: Row, tokens: Sequence[Token], depth: int, rounds: int | None = None) -> tuple[Array, list[int]]:
+    def read(
+        self,
+        row: Row,
+        tokens: Sequence[Token],
+        depth: int,
+        rounds: int | None = None,
+        held: Held | None = None,
+    ) -> tuple[Array, list[int]]:
         """Logits `[T, V]` of tokens that follow a row, and their numbers of trips; the row has read them afterwards.
 
         Without `rounds` one token after another, which is what every model means; with them all at once, by a
-        Jacobi solver of so many.
+        Jacobi solver of so many, whose first passes may be `held`.
         """
-        if rounds is None or not depth or len(tokens) == 1:
+        if rounds is None or not depth or (len(tokens) == 1 and held is None):
             walks = [self._decode(row, token, depth) for token in tokens]
         else:
-            walks = self._solve(row, tokens, depth, rounds)
-        logits = np.stack([walk.readout for walk in walks]) @ self.head.T
+            walks = self._solve(row, tokens, depth, rounds, held)
+        logits = self.logits(np.stack([walk.readout for walk in walks]))
         return logits, [walk.trips for walk in walks]
 
     def _start(self, token: Token) -> Walk:
-        return Walk([Step(self.config["embedding_scale"] * token.x)])
+        x = self.config["embedding_scale"] * token.x
+        if self.config["positions"] == "learned":
+            x = x + self.w["model.embed_positions.weight"][token.position + self.config["position_offset"]]
+        return Walk([Step(x)])
 
     def _decode(self, row: Row, token: Token, depth: int) -> Walk:
         own: dict = {}
@@ -482,24 +571,27 @@ class Oracle:
             self._start(token), depth + 1, depth, lambda k, step: self.stack(row, token, k, depth, step, own)
         )
 
-    def _solve(self, row: Row, tokens: Sequence[Token], depth: int, rounds: int) -> list[Walk]:
+    def _solve(self, row: Row, tokens: Sequence[Token], depth: int, rounds: int, held: Held | None) -> list[Walk]:
         """Grow the trips one by one, refine all their inputs `rounds` times, read out."""
-
-        def together(walks: list[Walk], trips: int, damped: bool = False) -> tuple[list[Walk], Row]:
-            seen, following = row.copy(), []
-            for token, walk in zip(tokens, walks, strict=True):
-                own: dict = {}
-                streams = [self.stack(seen, token, k, depth, step, own) for k, step in enumerate(walk.steps)]
-                start = self._start(token)
-                start.share = walk.share if damped else None
-                following.append(self.walk(start, trips, depth, lambda k, step, of=streams: of[k]))
-            return following, seen
-
-        walks = [self._start(token) for token in tokens]
-        for m in range(depth):
-            walks, _ = together(walks, m + 1)
-        for n in range(rounds):
-            walks, _ = together(walks, depth + 1, damped=n + 1 < rounds)
-        walks, seen = together(walks, depth + 1)
+        passes = [(m + 1, False) for m in range(depth)]
+        passes += [(depth + 1, n + 1 < rounds) for n in range(rounds)] + [(depth + 1, False)]
+        walks, seen = [self._start(token) for token in tokens], row
+        for i, (trips, damped) in enumerate(passes):
+            reader, read = (held.oracle, held.tokens) if held is not None and i < held.passes else (self, tokens)
+            walks, seen = reader._together(row, read, depth, walks, trips, damped)
         row.slots, row.halt = seen.slots, seen.halt
         return walks
+
+    def _together(
+        self, row: Row, tokens: Sequence[Token], depth: int, walks: list[Walk], trips: int, damped: bool
+    ) -> tuple[list[Walk], Row]:
+        """One pass over what was planned: the following plan, and the row afterwards."""
+        seen, following = row.copy(), []
+        for token, walk in zip(tokens, walks, strict=True):
+            own: dict = {}
+            start = self._start(token)
+            planned = [*start.steps, *walk.steps[1:]]
+            streams = [self.stack(seen, token, k, depth, step, own) for k, step in enumerate(planned)]
+            start.share = walk.share if damped else None
+            following.append(self.walk(start, trips, depth, lambda k, step, of=streams: of[k]))
+        return following, seen

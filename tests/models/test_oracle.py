@@ -1,8 +1,9 @@
 """Random models in random use against `oracle_numpy.py`, batch of one included.
 
 A case is a pure function of its seed: a composition, its options and weights, and what is done with the model (chunks,
-padding, packing, mutations of the cache and reading on). `python -m tests.models.test_oracle 17` runs one again, and
-with a second number as many from there on.
+padding, packing, mutations of the cache and reading on, generating, training). Seeds below 10,000 have Qwen3's
+backbone; those above draw one as well. `python -m tests.models.test_oracle 17` runs one again, and with a second number
+as many from there on.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -22,18 +23,26 @@ import pytest
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, StaticCache
 
-from fathom.models import FathomConfig, FathomForCausalLM, reading, several_trips, slot_table
+from fathom.checkpoints.families import gpt_neox
+from fathom.checkpoints.families.tensors import LAYER
+from fathom.models import FathomConfig, FathomForCausalLM, modeling, reading, several_trips, slot_table
+from fathom.models.configuration import CHOICES
 from fathom.models.depth_attention import DepthAttention
 from fathom.models.pondering import Pondering
 from fathom.models.registry import ALL as MECHANISMS
 from fathom.models.slot_table import SlotTable
 
-from .oracle_numpy import Oracle, Row, Token, rotations
+from .oracle_numpy import Angles, Held, Oracle, Row, Token, rotations
 
-TOLERANCE = {"sdpa": 1e-9, "eager": 1e-4}
-"""Eager attention has its softmax in float32."""
-UNDECIDED = {"sdpa": 1e-11, "eager": 1e-3}
+TOLERANCE = {"sdpa": 1e-11, "eager": 1e-4, "capped": 1e-11}
+"""Eager attention has its softmax in float32, unless logits are capped."""
+UNDECIDED = {"sdpa": 1e-11, "eager": 1e-3, "capped": 1e-11}
 """A threshold missed by less may be missed on either side: such a case is not judged."""
+SLOPE = {"sdpa": 1e-8, "eager": 1e-3, "capped": 1e-8}
+"""Of derivatives, which the oracle takes from losses at four places, `STRIDE` apart."""
+STRIDE, STEEP = 1e-4, 1e-2
+Place = tuple[int, int, int]
+"""A token's column, position and id."""
 NAMES = {axis: [m.name for m in MECHANISMS if m.axis == axis] for axis in ("recurrence", "residual", "mixer")}
 COMPOSITIONS = list(itertools.product(*NAMES.values()))
 KINDS = (
@@ -41,6 +50,10 @@ KINDS = (
     *("crop", "reorder", "repeat", "select", "budget", "embeds"),
 )
 MUTATIONS = ("crop", "reorder", "repeat", "select")
+OTHERS = 10_000
+"""The first seed that draws a backbone; before it all are Qwen3's."""
+MORE = ("generate", "train", "train")
+"""Further kinds of use, which every fourth of these seeds has."""
 
 
 # --- drawing ----------------------------------------------------------------------------------------------------------
@@ -66,10 +79,24 @@ class Case:
     embeds: bool = False
     budget: int | None = None
     grad: bool = False
+    backbone: str = "qwen3"
+
+    @property
+    def precision(self) -> str:
+        """The key of its tolerances."""
+        return "capped" if self.config.get("attn_logit_softcapping") else self.backend
+
+    @property
+    def learned(self) -> bool:
+        """Whether positions are learned, so that padding is not counted."""
+        return self.config.get("positions") == "learned"
 
     def __str__(self) -> str:
         name = "+".join(self.config[axis] for axis in NAMES)
-        said = [f"{self.kind}, {self.backend}, batch {self.batch}, cache {self.cache}", str(self.steps)]
+        said = [
+            f"{self.backbone}, {self.kind}, {self.backend}, batch {self.batch}, cache {self.cache}",
+            str(self.steps),
+        ]
         extra = {k: getattr(self, k) for k in ("padding", "positions", "embeds", "budget", "grad") if getattr(self, k)}
         replay = f"python -m tests.models.test_oracle {self.seed}"
         return "\n".join([f"seed {self.seed}: {name}", *said, str(extra), str(self.config), replay])
@@ -146,8 +173,118 @@ def draw_config(rng: random.Random, seed: int) -> dict[str, Any]:
     return config
 
 
+def draw_rms(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
+    """Llama, Qwen2, SmolLM3, Granite: RMS norms before sub-layers."""
+    layers = config["num_hidden_layers"]
+    return {
+        "qk_norm": "none",
+        "output_bias": rng.choice((None, False, True)),
+        "mlp_bias": rng.random() < 0.3,
+        "no_rope_layers": rng.choice((None, [rng.randrange(2) for _ in range(layers)])),
+        "residual_multiplier": rng.choice((1.0, 0.4)),
+        "logits_scaling": rng.choice((1.0, 3.0)),
+        "attention_scale": rng.choice((None, 0.3)),
+    }
+
+
+def draw_parallel(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
+    """GPT-NeoX: LayerNorms, attention and MLP side by side, a part of a head turned."""
+    rope = config["rope_parameters"] | {"partial_rotary_factor": rng.choice((0.25, 0.5, 0.75))}
+    bias = rng.random() < 0.8
+    return {
+        **{"norm": "layer", "parallel_residual": rng.random() < 0.85, "gated_mlp": False, "hidden_act": "gelu"},
+        **{"head_dim": 8, "rope_parameters": rope, "qk_norm": "none", "attention_bias": bias, "mlp_bias": bias},
+    }
+
+
+def draw_learned(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
+    """GPT-2, OPT, Galactica: learned positions, queries scaled."""
+    return {
+        **{"norm": rng.choice(("layer", "layer_plain")), "gated_mlp": False, "positions": "learned"},
+        **{"position_offset": rng.choice((0, 2)), "scale_queries": rng.random() < 0.7, "qk_norm": "none"},
+        **{"hidden_act": rng.choice(("gelu_new", "relu", "gelu")), "mlp_bias": rng.random() < 0.5},
+        **{"attention_scale": rng.choice((None, 0.2)), "attention_bias": rng.random() < 0.7},
+    }
+
+
+def draw_after(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
+    """OLMo 2: norms after sub-layers, and over whole projections."""
+    placed = {"norm": "rms_wide", "norm_placement": "after", "qk_norm": "full"}
+    return {**placed, "rope_float32": rng.random() < 0.7, "residual_multiplier": rng.choice((1.0, 0.6))}
+
+
+def draw_gemma(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
+    """Gemma: norms before and after sub-layers, scaled embeddings, caps, angles by type of layer."""
+    kinds = ["sliding_attention", "full_attention"]
+    rope = {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in zip(kinds, (1e4, 30.0), strict=True)}
+    by_type = rng.random() < 0.6
+    layered = {"rope_parameters": rope, "use_sliding_window": True, "sliding_window": rng.randint(2, 5)}
+    layered["layer_types"] = (kinds * 2)[: config["num_hidden_layers"]]
+    return {
+        **{"norm": "rms_offset", "norm_placement": rng.choice(("before", "both", "both"))},
+        **{"qk_norm": rng.choice(("none", "head")), "hidden_act": "gelu_pytorch_tanh", "attention_bias": False},
+        **{"attention_scale": rng.choice((None, 0.25)), "attn_logit_softcapping": rng.choice((None, 1.5, 5.0))},
+        **{"final_logit_softcapping": rng.choice((None, 3.0)), "embedding_scale": rng.choice((1.0, 2.8))},
+        "round_embedding_scale": rng.random() < 0.5,
+        **(layered if by_type else {}),
+    }
+
+
+def draw_any(rng: random.Random, config: dict[str, Any]) -> dict[str, Any]:
+    """Switches of several families in one model, which no family has."""
+    parallel = rng.random() < 0.4
+    mixed = draw_parallel(rng, config) | draw_gemma(rng, config) | draw_rms(rng, config)
+    if rng.random() < 0.4:
+        mixed |= {"positions": "learned", "position_offset": rng.randrange(3)}
+    return {
+        **mixed,
+        **{"norm": rng.choice(("rms", "rms_wide", "rms_offset", "layer", "layer_plain"))},
+        **{"norm_placement": "before" if parallel else rng.choice(("before", "after", "both"))},
+        **{"parallel_residual": parallel, "qk_norm": rng.choice(("head", "full", "none")), "head_dim": 8},
+        **{"gated_mlp": rng.random() < 0.5, "scale_queries": rng.random() < 0.5, "rope_float32": rng.random() < 0.5},
+    }
+
+
+BACKBONES: dict[str, Callable[[random.Random, dict[str, Any]], dict[str, Any]]] = {
+    "rms": draw_rms,
+    "parallel": draw_parallel,
+    "learned": draw_learned,
+    "after": draw_after,
+    "gemma": draw_gemma,
+    "any": draw_any,
+}
+"""Kinds of backbone, by what they set in a configuration of Qwen3's shape."""
+
+
 def draw(seed: int) -> Case:
-    """The case of a seed."""
+    """The case of a seed: a use of a model, and from `OTHERS` on another backbone than Qwen3's."""
+    case = draw_use(seed)
+    if seed < OTHERS:
+        return case
+    rng = random.Random(f"backbone {seed}")
+    case.backbone = rng.choice(list(BACKBONES))
+    case.config |= BACKBONES[case.backbone](rng, case.config)
+    if case.config.get("qk_norm") != "head":
+        case.config["k_norm_position"] = "before_rope"
+    if case.config.get("attn_logit_softcapping"):
+        case.backend = "eager"
+    elif rng.random() < 0.5:
+        case.backend = "sdpa"
+    if seed % 4 == 0:
+        case.kind, case.embeds, case.positions, case.grad = rng.choice(MORE), False, False, False
+        case.padding, case.steps = rng.choice(("", "left")), [("read", rng.randint(3, 8))]
+        case.cache = "default" if case.kind == "generate" else "none"
+        options = case.config["recurrence_options"]
+        if case.kind == "train" and "jacobi_eval" in options:
+            options |= {"gradient_passes": rng.randrange(4), "jacobi_train": [rng.randrange(3)] * 2}
+        if case.kind == "train" and case.config["recurrence"] in ("adaponder", "latent_cot", "ponder3"):
+            options["skip_dead_rows"] = rng.random() < 0.5
+    restrict(case)
+    return case
+
+
+def draw_use(seed: int) -> Case:
+    """A use of a model with Qwen3's backbone."""
     rng = random.Random(seed)
     config = draw_config(rng, seed)
     kind = KINDS[(seed + seed // len(COMPOSITIONS)) % len(KINDS)]
@@ -214,7 +351,7 @@ def trips_of(config: dict[str, Any]) -> int:
 def restrict(case: Case) -> None:
     """Leave out what transformers cannot do: a static cache is only reordered, a sliding one not cropped, and in
     float64 padding under eager attention is NaN, for Qwen3 too (its lowest number is no float32)."""
-    if case.padding not in ("", "ones"):
+    if case.padding not in ("", "ones") and case.precision != "capped":
         case.backend = "sdpa"
     if case.kind in MUTATIONS and case.cache == "static":
         case.cache = "dynamic"
@@ -239,14 +376,43 @@ def build(case: Case) -> tuple[FathomForCausalLM, Oracle, np.random.Generator]:
             if p.ndim < 2 or "residual_logits" in name:
                 p.add_(0.4 * noise)
             else:
-                p.copy_(noise if "embed_tokens" in name else noise * gain / math.sqrt(p.shape[1]))
+                p.copy_(noise if ".embed_" in name else noise * gain / math.sqrt(p.shape[1]))
     model.generation_config.eos_token_id = None
-    tables = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.arange(64).unsqueeze(0))
-    cos, sin = (table[0, :, config.head_dim // 2 :].numpy() for table in tables)  # the first half's sines are negative
-    own = rotations(config.rope_parameters["rope_theta"], config.head_dim, 64)
-    assert max(np.abs(cos - own[0]).max(), np.abs(sin - own[1]).max()) < 1e-5
-    weights = {name: tensor.detach().numpy() for name, tensor in model.state_dict().items()}
-    return model, Oracle(config.to_dict(), weights, cos, sin), numbers
+    weights = {name: tensor.detach().numpy().copy() for name, tensor in model.state_dict().items()}
+    if case.backbone == "parallel" and config.num_attention_heads == config.num_key_value_heads:
+        read_fused(model, weights)
+    return model, Oracle(config.to_dict(), weights, angles_of(model)), numbers
+
+
+def read_fused(model: FathomForCausalLM, weights: dict[str, np.ndarray]) -> None:
+    """Queries, keys and values go through GPT-NeoX's own layout, head by head in one tensor, and its reader."""
+    config, state = model.config, model.state_dict()
+    rules = [rule for rule in gpt_neox.RULES if len(rule.ours) == 3]
+    for rule, layer in itertools.product(rules, range(config.num_hidden_layers)):
+        names = [name.replace(LAYER, str(layer)) for name in rule.ours]
+        if names[0] in weights:
+            heads = [np.split(weights[name], config.num_attention_heads) for name in names]
+            fused = np.concatenate([part for head in zip(*heads, strict=True) for part in head])
+            for name, part in zip(names, rule.split(torch.from_numpy(fused), config), strict=True):
+                state[name].copy_(part)
+
+
+def angles_of(model: FathomForCausalLM) -> dict[str, Angles]:
+    """The model's cosines and sines by layer type, once they are seen to be right but for their rounding."""
+    config = model.config
+    if config.positions == "learned":
+        return {}
+    made = model.model.rotary_emb(torch.zeros(1, dtype=torch.float64), torch.arange(64).unsqueeze(0))
+    found = {}
+    for kind in dict.fromkeys(config.layer_types):
+        rope = config.rope_parameters[kind] if config.rope_by_layer_type else config.rope_parameters
+        width = int(config.head_dim * rope.get("partial_rotary_factor", 1.0))
+        tables = made[kind] if config.rope_by_layer_type else made
+        cos, sin = (table[0, :, width // 2 :].numpy() for table in tables)  # the first half's sines are negative
+        own = rotations(rope["rope_theta"], width, 64)
+        assert max(np.abs(cos - own[0]).max(), np.abs(sin - own[1]).max()) < 1e-5
+        found[kind] = cos, sin
+    return found
 
 
 @dataclass
@@ -262,6 +428,8 @@ class Session:
     """`[B, columns]`, False for padding."""
     cache: Cache | None = None
     worst: float = 0.0
+    slope: float = 0.0
+    """By how much the derivative of a training loss is off."""
 
     @classmethod
     def of(cls, case: Case) -> Session:
@@ -278,7 +446,11 @@ class Session:
         return session
 
     def run(self) -> float:
-        """All steps; the worst difference of a logit, infinite where the numbers of trips disagree."""
+        """All steps; the worst difference of a logit or a loss, infinite where the numbers of trips disagree."""
+        if self.case.kind in MORE:
+            length = self.case.steps[0][1]
+            self.generate(length) if self.case.kind == "generate" else self.train(length)
+            return self.worst
         for name, amount in self.case.steps:
             if name == "read":
                 self.read(amount)
@@ -332,7 +504,8 @@ class Session:
             )
             row = np.concatenate([np.arange(n) for n in np.diff([0, *cuts, length])])
             return np.tile(row, (batch, 1))
-        if self.case.positions and self.case.padding in ("left", "holes"):
+        padded = self.case.padding in ("left", "holes")
+        if padded and (self.case.positions or self.case.learned or self.case.kind == "generate"):
             return np.maximum(self.mask.cumsum(1) - 1, 0)[:, columns:]
         return np.tile(np.arange(columns, columns + length) + (3 if self.case.positions else 0), (batch, 1))
 
@@ -376,12 +549,82 @@ class Session:
             if out.trips is not None and out.trips[i].numpy()[live[i]].tolist() != trips:
                 self.worst = math.inf
 
-    def rounds(self) -> int | None:
+    def prompt(self, length: int) -> tuple[np.ndarray, list[list[Place]]]:
+        """Ids `[B, length]`, and every row's tokens, for a call of its own; `mask` says what is not padding."""
+        self.mask = self.draw_padding(length)
+        positions = self.draw_positions(length)
+        ids = self.numbers.integers(1, len(self.oracle.table), self.mask.shape)
+        return ids, [
+            [(int(t), int(positions[i, t]), int(ids[i, t])) for t in np.flatnonzero(live)]
+            for i, live in enumerate(self.mask)
+        ]
+
+    def generate(self, length: int) -> None:
+        """The model continues a prompt greedily; the oracle reads what it says."""
+        ids, rows = self.prompt(length)
+        budget = {} if self.case.budget is None else {"max_trips": self.case.budget}
+        heard: list[Any] = []  # `generate` itself gives logits in float32
+        self.model.register_forward_hook(lambda model, inputs, out: heard.append(out.logits[:, -1].numpy()))
+        mask = torch.from_numpy(self.mask).long()
+        said = self.model.generate(
+            torch.from_numpy(ids), attention_mask=mask, max_new_tokens=4, do_sample=False, **budget
+        ).numpy()
+        for i, places in enumerate(rows):
+            for k, logits in enumerate(heard):
+                expected, _ = self.expect(i, embedded(self.oracle, places), self.rounds(prefill=True))
+                self.worst = max(self.worst, deviation(logits[i], expected[-1]))
+                places = [(length + k, places[-1][1] + 1, int(said[i, length + k]))]
+
+    def train(self, length: int) -> None:
+        """A training step: its loss without penalties, and how it changes along a random direction of all weights,
+        where the passes that `gradient_passes` leaves out stay as they are."""
+        ids, rows = self.prompt(length)
+        model, oracle, recurrence = self.model.train(), self.oracle, self.model.model.recurrence
+        depth = (self.case.budget or recurrence.drawn_trips) - 1
+        first = self.mask.cumsum(1) == 1  # nothing comes before it but padding
+        labels = np.where(self.mask & ~first & (self.numbers.random(ids.shape) < 0.9), ids, -100)
+        call = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        call |= {"attention_mask": torch.from_numpy(self.mask).long()} if self.case.padding else {}
+        call |= {} if self.case.budget is None else {"max_trips": self.case.budget}
+        out = model(**call)
+        loss = out.loss - sum((out.aux_losses or {}).values())
+        loss.backward()
+
+        rounds = recurrence.drawn_rounds if oracle.view == "all" else None
+        kept = recurrence.gradient_passes
+        first_passes = max(depth + 1 + rounds - kept, 0) if kept and rounds is not None else 0
+
+        def expected(weights: dict[str, np.ndarray]) -> float:
+            moved, found = Oracle(oracle.config, weights, oracle.angles), []
+            for places in rows:
+                held = Held(first_passes, oracle, embedded(oracle, places))
+                tokens = embedded(moved, places)
+                found.append(moved.read(Row(oracle.layers), tokens, depth, rounds, held)[0])
+            oracle.margin = min(oracle.margin, moved.margin)
+            return mean_loss(found, rows, labels)
+
+        self.worst = deviation(np.array(loss.item()), np.array(expected(oracle.w)))
+        if oracle.margin < STEEP or oracle.config["hidden_act"] == "relu":
+            return  # the loss has an edge nearby
+        slopes = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        way = {name: self.numbers.standard_normal(p.shape) for name, p in model.named_parameters()}
+        size = math.sqrt(sum((v**2).sum() for v in way.values()))
+        near = {
+            step: expected(oracle.w | {name: oracle.w[name] + step * STRIDE / size * v for name, v in way.items()})
+            for step in (-2, -1, 1, 2)
+        }
+        slope = (8 * (near[1] - near[-1]) - (near[2] - near[-2])) / (12 * STRIDE)
+        found = sum((slopes[name].numpy() * way[name]).sum() for name in slopes) / size
+        self.slope = abs(found - slope)
+        if not self.slope <= SLOPE[self.case.precision]:
+            self.worst = math.inf
+
+    def rounds(self, prefill: bool = False) -> int | None:
         """Of the solver in this call; None where a call is exact."""
         options = self.oracle.options
         if self.oracle.view != "all" or options["prefill"] == "exact":
             return None
-        return options["jacobi_eval" if self.cache is None else "jacobi_prefill"]
+        return options["jacobi_eval" if self.cache is None and not prefill else "jacobi_prefill"]
 
     def expect(self, i: int, tokens: list[Token], rounds: int | None) -> tuple[np.ndarray, list[int]]:
         """Logits and trips by the oracle; packed documents are rows of their own, unless there is a mask."""
@@ -396,21 +639,38 @@ class Session:
         return np.concatenate([logits for logits, _ in parts]), [k for _, trips in parts for k in trips]
 
 
+def embedded(oracle: Oracle, places: Iterable[Place]) -> list[Token]:
+    """Tokens by their columns, positions and ids."""
+    table = oracle.w["model.embed_tokens.weight"]
+    return [Token(column, position, table[word]) for column, position, word in places]
+
+
+def mean_loss(logits: list[np.ndarray], rows: list[list[Place]], labels: np.ndarray) -> float:
+    """Mean cross-entropy of the labels `[B, T]`, each predicted one column before."""
+    losses = [
+        z.max() + np.log(np.exp(z - z.max()).sum()) - z[labels[i, column + 1]]
+        for i, places in enumerate(rows)
+        for (column, _, _), z in zip(places, logits[i], strict=True)
+        if column + 1 < labels.shape[1] and labels[i, column + 1] >= 0
+    ]
+    return float(np.sum(losses) / max(len(losses), 1))
+
+
 def deviation(found: np.ndarray, expected: np.ndarray) -> float:
     """Of the worst logit; infinite where one is no number."""
     error = np.abs(found - expected).max()
     return float(error) if np.isfinite(error) else math.inf
 
 
-def judge(case: Case) -> tuple[float, float]:
-    """Worst deviation, and the margin of the nearest decision."""
+def judge(case: Case) -> tuple[float, float, float]:
+    """Worst deviation, the margin of the nearest decision, and by how much a derivative is off."""
     session = Session.of(case)
-    return session.run(), session.oracle.margin
+    return session.run(), session.oracle.margin, session.slope
 
 
 def undecided(case: Case, margin: float) -> bool:
     """Whether rounding could have decided otherwise somewhere."""
-    return margin < UNDECIDED[case.backend]
+    return margin < UNDECIDED[case.precision]
 
 
 def check(seeds: Iterable[int]) -> Counter[str]:
@@ -419,18 +679,23 @@ def check(seeds: Iterable[int]) -> Counter[str]:
     for seed in seeds:
         case = draw(seed)
         try:
-            worst, margin = judge(case)
+            worst, margin, _ = judge(case)
         except Exception as error:
             raise AssertionError(f"{case}\nraised {error!r}") from error
         open_question = undecided(case, margin)
-        assert open_question or worst <= TOLERANCE[case.backend], f"{case}\ndeviates by {worst:.3g}"
+        assert open_question or worst <= TOLERANCE[case.precision], f"{case}\ndeviates by {worst:.3g}"
         seen.update({"cases": 1, "undecided": open_question, "alone": case.batch == 1})
     return seen
 
 
 # --- tests ------------------------------------------------------------------------------------------------------------
 
-FIXED = (*range(35), 50, 64, 100, 131, 143)
+FIXED = (
+    *(0, 5, 7, 10, 11, 12, 23, 27, 29, 31),
+    *(10007, 10016, 10019, 10026, 10033, 10039, 10053, 10059, 10087, 10093, 10094, 10100),
+    *(10102, 10106, 10109, 10113, 10131, 10137, 10138, 10142, 10147, 10153, 10155),
+    *(50, 64, 100, 131, 143),
+)
 """The last five are the only ones that notice a gate that never shuts, halts that outlive a crop, a router that is not
 damped, a loop whose mixers do not read earlier trips, and a budget whose last trip does not get what is left."""
 
@@ -443,18 +708,24 @@ def test_a_random_use_of_a_random_model(seed: int):
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_random_uses_that_were_never_seen(part: int, capfd: pytest.CaptureFixture[str]):
-    start = random.SystemRandom().randrange(10**9)
+    start = random.SystemRandom().randrange(OTHERS, 10**9)
     with capfd.disabled():
         print(f"\noracle: seeds {start} to {start + 99}", file=sys.stderr, flush=True)
     assert check(range(start, start + 100))["undecided"] <= 5
 
 
 def test_draws_reach_everything():
-    """The fixed cases every name on every axis and every kind of call; a thousand, whatever can be chosen."""
+    """The fixed cases every name on every axis, every kind of call and of backbone; a thousand, whatever can be
+    chosen."""
     fixed, many = [draw(seed) for seed in FIXED], [draw(seed) for seed in range(1000)]
     for axis, names in NAMES.items():
         assert {case.config[axis] for case in fixed} == set(names)
-    assert {case.kind for case in fixed} == set(KINDS) and {case.backend for case in fixed} == set(TOLERANCE)
+    assert {case.kind for case in fixed} == {*KINDS, *MORE} and {case.precision for case in fixed} == set(TOLERANCE)
+    assert {case.backbone for case in fixed} == {"qwen3", *BACKBONES}
+    others = [draw(seed).config for seed in range(OTHERS, OTHERS + 1000)]
+    for key, values in {name: CHOICES[name] for name in CHOICES if name != "output_init"}.items():
+        assert {config.get(key, values[0]) for config in others} == set(values)
+    assert {config["recurrence_options"].get("gradient_passes", 0) for config in others} == {0, 1, 2, 3}
     assert sum(case.batch == 1 for case in fixed) >= 10
     assert len({tuple(case.config[axis] for axis in NAMES) for case in many}) == len(COMPOSITIONS) == 112
 
@@ -574,6 +845,61 @@ def windows_one_wider(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(several_trips, "read_mask", faulty)
 
 
+def fused_in_thirds(patch: pytest.MonkeyPatch) -> None:
+    """GPT-NeoX's fused tensor is read as all queries, all keys, all values."""
+    thirds = [replace(r, split=lambda x, config: x.chunk(3)) if len(r.ours) == 3 else r for r in gpt_neox.RULES]
+    patch.setattr(gpt_neox, "RULES", tuple(thirds))
+
+
+def last_channels_turned(patch: pytest.MonkeyPatch) -> None:
+    """The last channels of a head are turned, not the first."""
+    right = modeling.rotate
+
+    def faulty(query: Any, key: Any, cos: Any, sin: Any) -> Any:
+        rest = query.shape[-1] - cos.shape[-1]
+        moved = right(query.roll(-rest, -1), key.roll(-rest, -1), cos, sin)
+        return tuple(x.roll(rest, -1) for x in moved)
+
+    patch.setattr(modeling, "rotate", faulty)
+
+
+def one_norm_for_two(patch: pytest.MonkeyPatch) -> None:
+    """The MLP of a parallel layer reads what attention's norm made."""
+
+    def faulty(self: modeling.DecoderLayer, x: Any) -> Any:
+        return self.multiplier * self.mlp(self.input_layernorm(x))
+
+    patch.setattr(modeling.DecoderLayer, "feed_forward", faulty)
+
+
+def positions_in_every_trip(patch: pytest.MonkeyPatch) -> None:
+    """Learned positions are added to the input of later trips as well."""
+    through = several_trips.TripMaker.through
+
+    def faulty(self: several_trips.TripMaker, x: Any, one: several_trips.Pass) -> several_trips.Passed:
+        later = one.visits[0].trip > 0
+        return through(self, self.model._with_learned_positions(x, one.position_ids) if later else x, one)
+
+    patch.setattr(several_trips.TripMaker, "through", faulty)
+
+
+def biases_under_the_cap(patch: pytest.MonkeyPatch) -> None:
+    """What `ponder3` adds to a key's logit is capped with it."""
+
+    def faulty(self: several_trips.Interleaved, *args: Any, **kwargs: Any) -> None:
+        start(self, *args, **kwargs)
+        self.capped, self.causal = False, set(self.reach.values()) == {None}
+
+    start = several_trips.Interleaved.__init__
+    patch.setattr(several_trips.Interleaved, "__init__", faulty)
+
+
+def gradients_of_one_pass_more(patch: pytest.MonkeyPatch) -> None:
+    """Gradients flow through one pass more than `gradient_passes` says."""
+    solve = several_trips.jacobi
+    patch.setattr(several_trips, "jacobi", lambda *args, kept=0, **rest: solve(*args, kept=kept and kept + 1, **rest))
+
+
 FAULTS: dict[Callable[[pytest.MonkeyPatch], None], list[int]] = {
     lone_survivor_sees_all: [25, 997, 1911],
     raw_values_cached: [51, 87, 163, 355],
@@ -583,6 +909,12 @@ FAULTS: dict[Callable[[pytest.MonkeyPatch], None], list[int]] = {
     fixed_places_left_empty: [115, 393],
     one_round_more: [2, 13, 16, 53],
     windows_one_wider: [2, 7, 67, 71],
+    fused_in_thirds: [10010, 10042],
+    last_channels_turned: [10010, 10023],
+    one_norm_for_two: [10010, 10037],
+    positions_in_every_trip: [10014, 10024],
+    biases_under_the_cap: [10075, 10227],
+    gradients_of_one_pass_more: [10172],
 }
 
 
@@ -603,16 +935,16 @@ def main() -> None:
     for seed in range(first, first + count):
         case = draw(seed)
         try:
-            found, margin = judge(case)
+            found, margin, _ = judge(case)
         except Exception:
             print(case)
             raise
         if undecided(case, margin):
             doubtful += 1
-        elif found > TOLERANCE[case.backend]:
+        elif found > TOLERANCE[case.precision]:
             failed.append(seed)
         else:
-            worst[case.backend] = max(worst[case.backend], found)
+            worst[case.precision] = max(worst[case.precision], found)
         if count == 1:
             print(f"{case}\ndeviates by {found:.3g}; nearest decision {margin:.3g}")
     print(f"{count} cases: {len(failed)} deviate {failed}, {doubtful} undecided, worst of the others {dict(worst)}")
