@@ -112,6 +112,22 @@ def test_sliding_windows(case, reference):
     hold_learnt(build(config_of(case, **SLIDING), dtype=torch.float64), tokens(2, 9))
 
 
+@pytest.mark.parametrize("case", ranked(SLOTTED, "ponder3"))
+def test_capped_logits(case):
+    """Biases of keys are added to what the cap has left; `eager` does what the oracle does."""
+    capped = build(config_of(case, attn_logit_softcapping=1.5), dtype=torch.float64)
+    ids, mask = tokens(2, 7), masked(2, 7, 3)
+    found = []
+    for backend in ("eager", "flex_attention"):
+        capped.set_attn_implementation(backend)
+        with torch.no_grad():
+            found.append(capped(ids, attention_mask=mask).logits[mask.bool()])
+    assert far(*found) < EXACT
+    free = build(config_of(case), dtype=torch.float64)
+    with torch.no_grad():
+        assert far(free(ids, attention_mask=mask).logits[mask.bool()], found[0]) > 1e-3
+
+
 @slow
 @pytest.mark.parametrize("case", [*SLOTTED, "ponder3+depth_attention", "latent_cot+depth_attention"])
 def test_cached(case):
