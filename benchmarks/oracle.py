@@ -19,7 +19,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from tests.models.test_oracle import NAMES, TOLERANCE, draw, judge, undecided
+from tests.models.test_oracle import NAMES, TOLERANCE, draw, is_right, judge, rounding, undecided
 
 from fathom.report.provenance import provenance
 
@@ -37,14 +37,17 @@ def run_case(seed: int) -> Values:
         worst, margin, slope = judge(case)
     except Exception as error:  # a case that cannot run is a finding, and the others are run
         return found | {"error": f"{type(error).__name__}: {error}"}
-    return found | {"deviation": float(worst), "slope": float(slope), "undecided": bool(undecided(case, margin))}
+    found |= {"deviation": float(worst), "slope": float(slope), "undecided": bool(undecided(case, margin))}
+    if worst > TOLERANCE[case.precision] and not found["undecided"]:
+        found |= {"right": is_right(case, worst), "rounding": float(rounding(case))}
+    return found
 
 
 def summary(cases: list[Values]) -> Values:
     """Counts, and the worst of those that are decided."""
     judged = [case for case in cases if "error" not in case and not case["undecided"]]
-    deviating = [case for case in judged if case["deviation"] > TOLERANCE[case["precision"]]]
-    right = [case for case in judged if case not in deviating]
+    deviating = [case for case in judged if not case.get("right", True)]
+    right = [case for case in judged if "right" not in case]
 
     def worst(key: str) -> Values:
         return {
@@ -57,6 +60,7 @@ def summary(cases: list[Values]) -> Values:
         "compositions": len({tuple(case[axis] for axis in NAMES) for case in cases}),
         "undecided": sum(case.get("undecided", False) for case in cases),
         "deviating": deviating,
+        "rounding_amplified": [case for case in judged if case.get("right")],
         "errors": [case for case in cases if "error" in case],
         "tolerance": TOLERANCE,
         "worst_deviation": worst("deviation"),
