@@ -186,7 +186,7 @@ def mixture(mixer: ValueMixer, query: Tensor, key: Tensor, sources: tuple[Tensor
 
 @mixture.register
 def _(mixer: DepthAttention, query: Tensor, key: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-    weights, _ = depth_weights(query, key, sources, mixer.self_bias)
+    weights, _ = depth_weights(*mixer.normed(query, key, sources), mixer.self_bias)
     return torch.cat(weights, -1)[0].transpose(0, 1)
 
 
@@ -233,8 +233,7 @@ def look(
         name: The model's name on the page.
         progress: Called after every visit with the number of visits done.
     """
-    require_decoder(model)
-    every_id, pieces = _checked(tokenizer, text, top, max_tokens)
+    every_id, pieces = _checked(model, tokenizer, text, top, max_tokens)
     length = min(len(every_id), max_tokens, model.config.max_position_embeddings)
     ids = torch.tensor(every_id[:length], device=model.device)
     trips = model.model.plan_of(model.model.served_trips)
@@ -292,8 +291,11 @@ def look(
     )
 
 
-def _checked(tokenizer: PreTrainedTokenizerBase, text: str, top: int, max_tokens: int) -> tuple[list[int], list[str]]:
-    """Ids and pieces of a text that can be looked at."""
+def _checked(
+    model: object, tokenizer: PreTrainedTokenizerBase, text: str, top: int, max_tokens: int
+) -> tuple[list[int], list[str]]:
+    """Ids and pieces of a text that can be looked at through a model."""
+    require_decoder(model)
     for option, value in (("--top", top), ("--max-tokens", max_tokens)):
         if value < 1:
             raise LensError(f"{option} {value}: allowed: 1 or more")

@@ -100,11 +100,7 @@ class DepthAttention(ValueMixer):
         """ṽ of the module's docstring; the very tensor that came in where there is no source."""
         if not sources:
             return value
-        if self.norm_scores:
-            query, key, *keys = (
-                unit(x, self.eps).to(x.dtype) for x in (head_pool(query, key.shape[1]), key, *sources[::2])
-            )
-            sources = tuple(x for pair in zip(keys, sources[1::2], strict=True) for x in pair)
+        query, key, sources = self.normed(query, key, sources)
         if (kernel := faster("depth_mix", value)) is not None:
             return kernel(query, key, value, sources, self.self_bias)
         if self.self_bias is None and few(query):
@@ -112,6 +108,16 @@ class DepthAttention(ValueMixer):
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return mix(query, key, value, sources, self.self_bias)[0]
         return _Mix.apply(query, self.self_bias, key, value, *sources)
+
+    def normed(
+        self, query: Tensor, key: Tensor, sources: tuple[Tensor, ...]
+    ) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """The mean query, the key and the sources, queries and keys RMS-normed where `norm_scores` says so."""
+        if not self.norm_scores:
+            return query, key, sources
+        pooled = head_pool(query, key.shape[1])
+        query, key, *keys = (unit(x, self.eps).to(key.dtype) for x in (pooled, key, *sources[::2]))
+        return query, key, tuple(x for pair in zip(keys, sources[1::2], strict=True) for x in pair)
 
 
 def depth_weights(

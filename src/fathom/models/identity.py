@@ -34,6 +34,8 @@ def largest_lead(model: FathomPreTrainedModel) -> float:
     def measure(module: nn.Module, given: tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]) -> None:
         query, key, _, sources = given
         if sources:
+            assert isinstance(module, DepthAttention)
+            query, key, sources = module.normed(query, key, sources)
             q = widen(head_pool(query, key.shape[1]))
             own, *others = ((q * widen(k)).sum(-1) for k in (key, *sources[::2]))
             leads.append(max(float((other - own).max()) for other in others) * query.shape[-1] ** -0.5)
@@ -55,7 +57,7 @@ def largest_lead(model: FathomPreTrainedModel) -> float:
 
 def warn_if_not_itself(model: FathomPreTrainedModel) -> None:
     """Warn where the `self_bias` of a model that was just retrofitted does not dominate."""
-    bias = float(model.config.mixer_options.get("self_bias", 0.0))
+    bias = next((part.initial_bias for part in model.modules() if isinstance(part, DepthAttention)), 0.0)
     if not bias or any(parameter.is_meta for parameter in model.parameters()):
         return
     lead = largest_lead(model)
