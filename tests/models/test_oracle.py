@@ -279,7 +279,7 @@ def draw(seed: int) -> Case:
         options = case.config["recurrence_options"]
         if case.kind == "train" and "jacobi_eval" in options:
             options |= {"gradient_passes": rng.randrange(4), "jacobi_train": [rng.randrange(3)] * 2}
-        if case.kind == "train" and case.config["recurrence"] in ("adaponder", "latent_cot", "ponder3"):
+        if case.kind == "train" and case.config["recurrence"] in ("adaponder", "latent_cot"):
             options["skip_dead_rows"] = rng.random() < 0.5
     restrict(case)
     return case

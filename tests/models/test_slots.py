@@ -137,20 +137,18 @@ def test_every_trip_gets_a_bank_of_its_own_kind(kind, prelude, coda, total):
     cache = kind(config=config, **({"max_cache_len": 16} if kind is StaticCache else {}))
     kinds = [type(layer) for layer in cache.layers]
     assert len(set(kinds)) == 2, "full and sliding"
-    layers = [v.layer for v in visits_of(config)]
-    assert with_banks(cache, layers) is cache
+    assert with_banks(cache, plan(config)) is cache
     assert len(cache.layers) == total == len({id(layer) for layer in cache.layers})
     for v in visits_of(config):
         assert type(cache.layers[v.index]) is kinds[v.layer]
     before = list(cache.layers)
-    with_banks(cache, layers)
+    with_banks(cache, plan(config))
     assert cache.layers == before, "idempotent"
 
 
 def test_no_bank_without_a_second_trip():
     for config in (config_of("vanilla"), looped(count=1)):
-        layers = [v.layer for v in visits_of(config)]
-        assert len(with_banks(DynamicCache(config=config), layers).layers) == 4
+        assert len(with_banks(DynamicCache(config=config), plan(config)).layers) == 4
 
 
 @pytest.mark.parametrize("lazy", [False, True])

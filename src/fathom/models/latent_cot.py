@@ -32,7 +32,7 @@ from .pondering import (
     spread,
     trips_cost,
 )
-from .roles import Cost, Mechanism, TripState, View, valid_mean
+from .roles import Cost, HaltingOptions, Mechanism, TripState, View, valid_mean
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LatentCotOptions(SampleOptions):
+class LatentCotOptions(SampleOptions, HaltingOptions):
     """Options of `latent_cot`."""
 
     trips: int = 4

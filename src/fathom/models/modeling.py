@@ -1,8 +1,8 @@
 """The one forward pass in the project: Qwen3's decoder, with a role on each axis of depth.
 
 `Attention` asks the mixer which value to store; `DecoderLayer` reads from and writes to the residual; `FathomModel`
-walks the plan of `slots.py` and hands every layer the sources that its mixer reads. Where the recurrence makes more
-than one trip, `several_trips.py` does that for each. Parameter names are Qwen3's, so no checkpoint is ever converted.
+embeds, and hands over to `several_trips.py`, which walks the plan of `slots.py` and gives every layer the sources that
+its mixer reads. Parameter names are Qwen3's, so no checkpoint is ever converted.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from .loading import SHAPING, require_one_head, require_shapes, without_report
 from .loss import causal_lm_loss, shifted, token_losses
 from .norms import NORMS, OffsetRMSNorm
 from .reading import attend_beside, with_key_bias
-from .registry import AXES, DEFAULTS, mechanism, recurrence_class
+from .registry import AXES, mechanism, recurrence_class
 from .replaceable import faster
 from .roles import (
     MechanismModule,
@@ -501,40 +501,16 @@ class FathomModel(FathomPreTrainedModel):
             position_ids = self._positions(seen, x, attention_mask)
         x = self._with_learned_positions(x, position_ids)
 
-        if self.config.recurrence != DEFAULTS["recurrence"]:
-            head = getattr(self, "lm_head", None) if head is None else head
-            inputs = Inputs(trips, position_ids, packed, attention_mask, given, x.dtype, head, kwargs)
-            return self._several_trips(x, inputs, past_key_values, bool(use_cache), places)
-
-        if past_key_values is not None:
-            with_banks(past_key_values, range(len(self.layers)))  # refuses the cache of a model of several trips
-        masks = self.causal_masks(x, attention_mask, given, packed)
-        position_embeddings = self.rotary_emb(x, position_ids)
-        state = self.final_residual.begin(x)
-        hidden: list[Tensor] = []  # every layer's input, if asked for
-        written: dict[int, tuple[Tensor, Tensor]] = {}  # by visit: key and mixed value
-        kinds = self.config.layer_types
-        for visit, layer in zip(self.plan[0], self.layers, strict=True):  # one trip visits each layer once
-            if places is not None:
-                hidden.append(self.final_residual(state)[0] if hidden else x)
-            *after, key, value = layer(
-                *state,
-                sources=tuple(tensor for source in visit.sources for tensor in written[source]),
-                attention_mask=masks[kinds[visit.layer]],
-                position_embeddings=position_embeddings,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                **kwargs,
-            )
-            state = tuple(after)
-            if visit.kept:
-                written[visit.index] = key, value
-        x = self.norm(self.final_residual(state)[0])
+        head = getattr(self, "lm_head", None) if head is None else head
+        inputs = Inputs(trips, position_ids, packed, attention_mask, given, x.dtype, head, kwargs)
+        inputs.hidden = None if places is None else []
+        state = run_trips(self, x, inputs, self._store(past_key_values, inputs))
+        hidden = self.recurrence.readout(state)
         return FathomModelOutput(
-            last_hidden_state=x,
+            last_hidden_state=hidden,
             past_key_values=past_key_values if use_cache else None,
-            hidden_states=None if places is None else _at_places((*hidden, x), places),
-            recurrence_state={"hidden": x},
+            hidden_states=None if places is None else _at_places((*(inputs.hidden or ()), hidden), places),
+            recurrence_state=state,
         )
 
     def _with_learned_positions(self, x: Tensor, position_ids: Tensor) -> Tensor:
@@ -542,6 +518,17 @@ class FathomModel(FathomPreTrainedModel):
         return (
             x if self.embed_positions is None else x + self.embed_positions(position_ids + self.config.position_offset)
         )
+
+    def _store(self, cache: Cache | None, inputs: Inputs) -> Cache | Store | None:
+        """`cache` with room for every trip."""
+        if self.slotted and not (inputs.padding is None or getattr(inputs.padding, "ndim", 0) == 2):
+            raise ValueError(f"recurrence={self.config.recurrence} makes its own masks: pass a padding mask [B, T]")
+        if cache is None:
+            return None
+        if self.slotted:
+            table = with_slots(cache, self.config.num_hidden_layers, inputs.trips, self.recurrence.view)
+            return Store(cache, table)
+        return with_banks(cache, self.plan_of(inputs.trips))
 
     def _embed(self, input_ids: Tensor | None, inputs_embeds: Tensor | None) -> Tensor:
         if (input_ids is None) == (inputs_embeds is None):
@@ -598,29 +585,6 @@ class FathomModel(FathomPreTrainedModel):
                 f"max_trips must be between 1 and {most}, the trips this model was trained for: {max_trips}"
             )
         return max_trips
-
-    def _several_trips(
-        self, x: Tensor, inputs: Inputs, cache: Cache | None, use_cache: bool, places: Places | None
-    ) -> FathomModelOutput:
-        """What `forward` returns where a token may make more than one trip: see `several_trips.py`."""
-        trips = inputs.trips
-        if self.slotted and not (inputs.padding is None or getattr(inputs.padding, "ndim", 0) == 2):
-            raise ValueError(f"recurrence={self.config.recurrence} makes its own masks: pass a padding mask [B, T]")
-        if cache is None:
-            store = None
-        elif self.slotted:
-            store = Store(cache, with_slots(cache, self.config.num_hidden_layers, trips, self.recurrence.view))
-        else:
-            store = with_banks(cache, [visit.layer for trip in self.plan_of(trips) for visit in trip])
-        inputs.hidden = None if places is None else []
-        state = run_trips(self, x, inputs, store)
-        hidden = self.recurrence.readout(state)
-        return FathomModelOutput(
-            last_hidden_state=hidden,
-            past_key_values=cache if use_cache else None,
-            hidden_states=None if places is None else _at_places((*(inputs.hidden or ()), hidden), places),
-            recurrence_state=state,
-        )
 
     @property
     def slotted(self) -> bool:

@@ -76,8 +76,8 @@ class MixtureOptions(RecurrenceOptions):
 
 
 @dataclass(frozen=True)
-class SampleOptions(HaltingOptions):
-    """Halting, with a penalty that is measured on a part of the tokens."""
+class SampleOptions(RecurrenceOptions):
+    """A penalty that is measured on a part of the tokens."""
 
     penalty_token_fraction: float = 0.125
     """Share of the tokens on which the penalty is measured, drawn for every step."""

@@ -120,7 +120,7 @@ class RecurrenceOptions(MechanismOptions):
 
 @dataclass(frozen=True)
 class HaltingOptions(RecurrenceOptions):
-    """Options of a recurrence whose tokens may halt."""
+    """Options of a recurrence whose tokens may halt, and which trains trip after trip."""
 
     skip_dead_rows: bool = False
     """Whether training leaves halted tokens out of a trip: the same numbers for less compute, with one host

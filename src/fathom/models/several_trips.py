@@ -1,16 +1,18 @@
-"""How a forward call of several trips runs: what each trip reads and stores, without a cache and with one.
+"""The one walk over the layers, and what each trip of it reads and stores, without a cache and with one.
 
 Where no trip reads another one (view SAME, no halting) every trip is an ordinary forward pass with a bank of its own,
-and any Hugging Face cache serves (`Banked`). Otherwise: without a cache, which is training, keys and values of earlier
-trips enter each layer as tensors (`Dense`), or, under ALL, all slots go through the stack side by side
-(`Interleaved`); with one, which is inference, they are found in the slot cache (`Stored`).
+and any Hugging Face cache serves (`Banked`); a model of one trip is the simplest case. Otherwise: without a cache,
+which is training, keys and values of earlier trips enter each layer as tensors (`Dense`; `Packed` leaves halted tokens
+out), or, under ALL, all slots go through the stack side by side (`Interleaved`); with one, which is inference, they are
+found in the slot cache (`Stored`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, distributed, nn
@@ -37,7 +39,7 @@ AT_ONCE = 1024
 
 @dataclass
 class Inputs:
-    """The arguments of a forward call of several trips, without its embeddings."""
+    """The arguments of a forward call, without its embeddings."""
 
     trips: int
     positions: Tensor
@@ -105,8 +107,7 @@ def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | No
         check_backend(model, inputs.trips)
     if store is not None:
         return _stored(model, x, inputs, store, solve)
-    skip = recurrence.skip_dead_rows and model.training and inputs.hidden is None
-    if not solve and skip:
+    if not solve and recurrence.skip_dead_rows and model.training and inputs.hidden is None:
         return sweep(recurrence, x, Packed(model, inputs, x), inputs.trips, live=inputs.live, pick=TokenSubset.pack)[0]
     if not solve:
         return sweep(recurrence, x, Dense(model, inputs, x), inputs.trips, live=inputs.live)[0]
@@ -115,7 +116,7 @@ def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | No
     if exact:
         rounds = (x.shape[1] - 1) * (inputs.trips - 1)
     still = exact and not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not _among_ranks()
-    through = Interleaved(model, inputs, skip=skip)
+    through = Interleaved(model, inputs)
     kept = recurrence.gradient_passes if model.training else 0
     return jacobi(recurrence, x, through, inputs.trips, rounds, inputs.live, until_still=still, kept=kept)
 
@@ -200,12 +201,41 @@ class TripMaker:
     def __init__(self, model: FathomModel, inputs: Inputs) -> None:
         self.model, self.inputs, self.view = model, inputs, model.recurrence.view
         self.plan = model.plans[inputs.trips]
-        self.reach = {
-            kind: model.config.sliding_window if kind == "sliding_attention" else None
-            for kind in dict.fromkeys(model.config.layer_types)
-        }
+        self.sources: dict[int, KeyValue] = {}
+        """By visit: keys and mixed values of the call's tokens that mixers of later trips read."""
+        self.rotary: KeyValue | None = None
+
+    @cached_property
+    def reach(self) -> dict[str, int | None]:
         """By layer type: how many tokens back it reads; None for all."""
-        self.by_rule = model.slotted and model.config._attn_implementation == FLEX
+        config = self.model.config
+        return {kind: config.sliding_window if kind == "sliding_attention" else None for kind in config.layer_types}
+
+    @property
+    def by_rule(self) -> bool:
+        """Whether FlexAttention reads slots by a rule in place of a mask."""
+        return self.model.slotted and self.model.config._attn_implementation == FLEX
+
+    def make(self, turn: Turn, masks: Mapping[str, object], **reading: Any) -> Passed:
+        """One trip of the tokens of a turn; `reading` are further fields of its `Pass`."""
+        tokens, positions = turn.tokens, self.inputs.positions
+        if tokens.whole:
+            if self.rotary is None:
+                self.rotary = self.model.rotary_emb(turn.x, positions)
+            rotary, sources = self.rotary, dict(self.sources)
+        else:
+            positions = tokens.take(positions.expand(turn.x.shape[:2]))
+            rotary = self.model.rotary_emb(turn.x, positions)
+            sources = {i: (_take(tokens, key), _take(tokens, value)) for i, (key, value) in self.sources.items()}
+        one = Pass(self.plan[turn.trip], masks, rotary, positions, sources=sources, **reading)
+        passed = self.through(tokens.take(turn.x), one)
+        if turn.trip + 1 < len(self.plan):
+            later = {i for trip in self.plan[turn.trip + 1 :] for visit in trip for i in visit.sources}
+            for i in later & passed.pairs.keys():
+                key, value = passed.pairs[i]
+                self.sources[i] = _put(tokens, key), _put(tokens, value)
+        self.record(passed)
+        return passed
 
     def out(self, residual: Tensor, trip: int, entry: Tensor | None = None) -> Out:
         """A trip's output as the recurrence gets it."""
@@ -220,36 +250,40 @@ class TripMaker:
         return self._through(x, one)
 
     def _through(self, x: Tensor, one: Pass) -> Passed:
-        model = self.model
-        state = model.final_residual.begin(x)
+        model, layers, kinds = self.model, list(self.model.layers), self.model.config.layer_types
+        residual, entry_layer = model.final_residual, model.recurrence.entry_layer
+        given = {
+            "position_embeddings": one.position_embeddings,
+            "position_ids": one.position_ids,
+            "past_key_values": one.cache,
+            **({} if one.alive is None else {"alive": one.alive}),
+            **({} if one.key_bias is None else {"key_bias": one.key_bias}),
+            **self.inputs.extra,
+        }
+        state = residual.begin(x)
         pairs: dict[int, KeyValue] = {}
         hidden: list[Tensor] = []
         entry = None
         for visit in one.visits:
-            if visit.trip == 0 and visit.layer == model.recurrence.entry_layer:
-                entry = model.final_residual(state)[0] if visit.layer else x
+            if visit.layer == entry_layer and visit.trip == 0:
+                entry = residual(state)[0] if visit.layer else x
             if self.inputs.hidden is not None:
-                hidden.append(model.final_residual(state)[0] if hidden else x)
-            found = (pairs[i] if i in pairs else one.sources[i] for i in visit.sources)
-            earlier = one.earlier.get(visit.layer, ())
-            *after, key, value = model.layers[visit.layer](
+                hidden.append(residual(state)[0] if hidden else x)
+            found = [pairs[i] if i in pairs else one.sources[i] for i in visit.sources]
+            earlier = one.earlier.get(visit.layer)
+            *after, key, value = layers[visit.layer](
                 *state,
-                sources=tuple(tensor for pair in found for tensor in pair),
-                attention_mask=one.masks[model.config.layer_types[visit.layer]],
-                position_embeddings=one.position_embeddings,
-                position_ids=one.position_ids,
-                past_key_values=one.cache,
+                sources=tuple(tensor for pair in found for tensor in pair) if found else (),
+                attention_mask=one.masks[kinds[visit.layer]],
                 bank=visit.index if one.by_bank else visit.layer,
                 **({"earlier": earlier} if earlier else {}),
-                **({} if one.alive is None else {"alive": one.alive}),
-                **({} if one.key_bias is None else {"key_bias": one.key_bias}),
-                **self.inputs.extra,
+                **given,
             )
             state = tuple(after)
             if visit.kept or one.keep:
                 pairs[visit.index] = (key, value)
         # Made whole: what a compiled graph of torch 2.13 writes over an attribute after FlexAttention is lost.
-        return Passed(model.final_residual(state)[0], pairs, hidden, entry)
+        return Passed(residual(state)[0], pairs, hidden, entry)
 
     def record(self, passed: Passed, stages: int = 1) -> None:
         """Keep a pass' hidden states; those of interleaved trips are separated."""
@@ -286,26 +320,10 @@ class Banked(TripMaker):
         super().__init__(model, inputs)
         self.cache = cache
         self.plain = self.causal_masks(x, inputs.padding, inputs.packed)
-        self.rotary = model.rotary_emb(x, inputs.positions)
-        self.sources: dict[int, KeyValue] = {}
 
     def __call__(self, turn: Turn) -> Out:
         """Make one trip."""
-        inputs = self.inputs
-        passed = self.through(
-            turn.x,
-            Pass(
-                self.plan[turn.trip],
-                self.plain,
-                self.rotary,
-                inputs.positions,
-                cache=self.cache,
-                by_bank=True,
-                sources=dict(self.sources),
-            ),
-        )
-        self.sources.update(passed.pairs)
-        self.record(passed)
+        passed = self.make(turn, self.plain, cache=self.cache, by_bank=True)
         return self.out(passed.residual, turn.trip, passed.entry)
 
 
@@ -316,34 +334,23 @@ class Dense(TripMaker):
     def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor) -> None:
         super().__init__(model, inputs)
         self.plain = self.causal_masks(x, inputs.padding, inputs.packed)
-        self.rotary = model.rotary_emb(x, inputs.positions)
         self.earlier: dict[int, tuple[Tensor, ...]] = {}
-        self.sources: dict[int, KeyValue] = {}
         self.tags: list[Tags] = []
 
     def __call__(self, turn: Turn) -> Out:
         """Make one trip."""
-        inputs, view, alive = self.inputs, self.view, turn.tokens.alive
-        visits = self.plan[turn.trip]
-        keep_old = alive if view is View.SAME and turn.trip else None
-        passed = self.through(
-            turn.x,
-            Pass(
-                visits,
-                self._masks(turn),
-                self.rotary,
-                inputs.positions,
-                earlier=dict(self.earlier) if view is View.DUO or keep_old is not None else {},  # as it is now
-                alive=None if keep_old is None else keep_old[:, None, :, None],
-                sources=dict(self.sources),
-                keep=True,
-            ),
+        duo = self.view is View.DUO
+        alive = turn.tokens.alive if turn.trip and not duo else None
+        passed = self.make(
+            turn,
+            self._masks(turn),
+            earlier=dict(self.earlier) if duo or alive is not None else {},  # as it is now
+            alive=None if alive is None else alive[:, None, :, None],
+            keep=True,
         )
-        for visit in visits:
-            before = self.earlier.get(visit.layer, ()) if view is View.DUO else ()
+        for visit in self.plan[turn.trip]:
+            before = self.earlier.get(visit.layer, ()) if duo else ()
             self.earlier[visit.layer] = (*before, *passed.pairs[visit.index])
-        self.sources.update(passed.pairs)
-        self.record(passed)
         return self.out(passed.residual, turn.trip, passed.entry)
 
     def _masks(self, turn: Turn) -> Mapping[str, object]:
@@ -360,50 +367,37 @@ class Dense(TripMaker):
 class Interleaved(TripMaker):
     """ALL, all tokens at once: the slots of all trips go through the stack side by side, token by token."""
 
-    def __init__(self, model: FathomModel, inputs: Inputs, store: Store | None = None, skip: bool = False) -> None:
+    def __init__(self, model: FathomModel, inputs: Inputs, store: Store | None = None) -> None:
         super().__init__(model, inputs)
-        self.store, self.skip = store, skip
+        self.store = store
         self.capped = model.recurrence.halts and model.config.attn_logit_softcapping is not None
         """Whether masks hold the biases of keys, since one on the logits would be capped with them."""
-        ordinary = not self.capped and not (skip and inputs.packed is not None)
-        self.causal = ordinary and set(self.reach.values()) == {None}
+        self.causal = not self.capped and set(self.reach.values()) == {None}
         """Whether every layer reads everything before: then an ordinary causal mask over the slots is enough."""
 
     def __call__(self, turns: Sequence[Turn], final: bool) -> list[Out]:
         """One pass of the Jacobi solver."""
-        inputs, stages = self.inputs, len(turns)
+        inputs, store, stages = self.inputs, self.store, len(turns)
         x = torch.stack([turn.x for turn in turns], 2).flatten(1, 2)  # [B, T (m+1), hidden_size]
         positions = inputs.positions.repeat_interleave(stages, 1)
         tags = self._tags(turns)
-        slots = TokenSubset()
-        if self.skip and tags.live is not None:
-            slots = TokenSubset.pack(tags.live.expand(x.shape[:2]))
-            x, positions, tags = slots.take(x), slots.take(positions.expand(x.shape[:2])), _taken(slots, tags)
         reading = Pass(self.plan[0], {}, self.model.rotary_emb(x, positions), positions)
-        placement = None
-        if self.store is not None and (final or self.store.table.end):
-            placement = self.store.table.place(tags, None)
-            fresh = not self.store.table.end
-            reading.cache = Exchange(self.store, placement, own_only=fresh)
-        if placement is None or not self.store.table.end:  # type: ignore[union-attr]
+        placement, fresh = None, store is None or not store.table.end
+        if store is not None and (final or not fresh):
+            placement = store.table.place(tags, None)
+            reading.cache = Exchange(store, placement, own_only=fresh)
+        if store is None or placement is None or fresh:
             reading.masks, reading.position_ids = self._own_masks(x, turns, tags)
-            if slots.index is not None:
-                reading.position_ids = torch.arange(x.shape[1], device=x.device).unsqueeze(0)
             reading.key_bias = self._own_bias(tags)
         else:
-            reading.masks = self.masks(tags, self.store.table.tags(placement))  # type: ignore[union-attr]
+            reading.masks = self.masks(tags, store.table.tags(placement))
         passed = self.through(x, reading)
         if final:
             self.record(passed, stages)
-            if self.store is not None and placement is not None:
-                self.store.table.note(tags, placement, stages - 1)
-                self.store.table.commit(tags, placement)
-        residuals = list(slots.put(None, passed.residual).unflatten(1, (-1, stages)).unbind(2))
-        if slots.alive is not None:
-            for j, turn in enumerate(turns[1:], 1):  # a revived slot continues from the last trip made
-                if turn.tokens.alive is not None:
-                    residuals[j] = torch.where(turn.tokens.alive.unsqueeze(-1), residuals[j], residuals[j - 1])
-        return [self.out(residual, j) for j, residual in enumerate(residuals)]
+        if final and store is not None and placement is not None:
+            store.table.note(tags, placement, stages - 1)
+            store.table.commit(tags, placement)
+        return [self.out(each, j) for j, each in enumerate(passed.residual.unflatten(1, (-1, stages)).unbind(2))]
 
     def _tags(self, turns: Sequence[Turn]) -> Tags:
         inputs, documents = self.inputs, self.inputs.documents()
@@ -446,11 +440,9 @@ class Picking(TripMaker):
 
     def __init__(self, model: FathomModel, inputs: Inputs, x: Tensor, first: int | Tensor = 0) -> None:
         super().__init__(model, inputs)
-        shape = x.shape[:2]
+        shape, documents = x.shape[:2], inputs.documents()
         self.column = (torch.arange(shape[1], device=x.device) + first).expand(shape)
-        self.positions, documents = inputs.positions.expand(shape), inputs.documents()
         self.documents = None if documents is None else documents.expand(shape)
-        self.sources: dict[int, KeyValue] = {}
 
     def tags(self, turn: Turn) -> Tags:
         """The tags of the slots that a trip makes."""
@@ -469,18 +461,6 @@ class Picking(TripMaker):
             living=living,
         )
 
-    def found(self, tokens: TokenSubset) -> dict[int, KeyValue]:
-        """Keys and mixed values of earlier trips of these tokens, for mixers."""
-        return {i: (_take(tokens, k), _take(tokens, v)) for i, (k, v) in self.sources.items()}
-
-    def leave(self, turn: Turn, passed: Passed) -> None:
-        """Keep what mixers of later trips read."""
-        later = {i for trip in self.plan[turn.trip + 1 :] for visit in trip for i in visit.sources}
-        for visit in self.plan[turn.trip]:
-            if visit.index in later:
-                key, value = passed.pairs[visit.index]
-                self.sources[visit.index] = _put(turn.tokens, key), _put(turn.tokens, value)
-
 
 class Packed(Picking):
     """SAME with halting, or DUO, without a cache: halted tokens are not computed."""
@@ -494,30 +474,15 @@ class Packed(Picking):
 
     def __call__(self, turn: Turn) -> Out:
         """Make one trip."""
-        tokens, visits = turn.tokens, self.plan[turn.trip]
-        query = self.tags(turn)
+        query, masks, alive = self.tags(turn), self.plain, turn.tokens.alive
         self.made.append(query)
-        masks = self.plain
-        if tokens.alive is not None:
-            self.halt = torch.where(tokens.alive, turn.trip, self.halt)
+        if alive is not None:
+            self.halt = torch.where(alive, turn.trip, self.halt)
             keys = side_by_side(self.made)
             masks = self.masks(query, replace(keys, halt=self.halt.gather(1, keys.token.expand(len(self.halt), -1))))
-        positions = tokens.take(self.positions)
-        passed = self.through(
-            tokens.take(turn.x),
-            Pass(
-                visits,
-                masks,
-                self.model.rotary_emb(turn.x, positions),
-                positions,
-                earlier=dict(self.earlier),  # as it is now
-                sources=self.found(tokens),
-                keep=True,
-            ),
-        )
-        for visit in visits:
+        passed = self.make(turn, masks, earlier=dict(self.earlier), keep=True)
+        for visit in self.plan[turn.trip]:
             self.earlier[visit.layer] = (*self.earlier.get(visit.layer, ()), *passed.pairs[visit.index])
-        self.leave(turn, passed)
         return self.out(passed.residual, turn.trip, passed.entry)
 
 
@@ -540,25 +505,14 @@ class Stored(Picking):
         query = self.tags(turn)
         placement = table.place(query, tokens.batch, tokens.rows)
         table.note(query, placement, turn.trip)
-        positions = tokens.take(self.positions)
         own_only = self.fresh and (turn.trip == 0 or (self.view is View.SAME and self._all(query, placement)))
         if not own_only:
             placement = table.narrow(placement, query, turn.trip, self.alone)
-        passed = self.through(
-            tokens.take(turn.x),
-            Pass(
-                self.plan[turn.trip],
-                self.plain if own_only else self._masks(query, placement, turn.trip),  # type: ignore[arg-type]
-                self.model.rotary_emb(turn.x, positions),
-                positions,
-                cache=Exchange(self.store, placement, own_only),
-                sources=self.found(tokens),
-            ),
-        )
+        masks = self.plain if own_only else self._masks(query, placement, turn.trip)
+        assert masks is not None
+        passed = self.make(turn, masks, cache=Exchange(self.store, placement, own_only))
         table.commit(query, placement)
         self.complete = turn.trip == getattr(table, "trips", 0) - 1 and self._all(query, placement)
-        self.leave(turn, passed)
-        self.record(passed)
         return self.out(passed.residual, turn.trip, passed.entry)
 
     def finish(self) -> None:
@@ -611,11 +565,3 @@ def _take(tokens: TokenSubset, x: Tensor) -> Tensor:
 
 def _put(tokens: TokenSubset, x: Tensor) -> Tensor:
     return x if tokens.valid is None else tokens.put(None, x.transpose(1, 2)).transpose(1, 2)
-
-
-def _taken(slots: TokenSubset, tags: Tags) -> Tags:
-    """The tags of some slots; places that only pad rows to one length are not live."""
-    whole = {f.name: getattr(tags, f.name) for f in fields(Tags)}
-    assert slots.alive is not None
-    taken = {name: None if x is None else slots.take(x.expand(slots.alive.shape)) for name, x in whole.items()}
-    return Tags(**{**taken, "live": slots.valid})  # type: ignore[arg-type]

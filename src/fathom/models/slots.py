@@ -82,7 +82,7 @@ def _sources(config: FathomConfig, layer: int, trip: int, index: dict[tuple[int,
     return tuple(sorted(found - {index[layer, trip]}))
 
 
-def with_banks(cache: Cache, layers: Sequence[int]) -> Cache:
+def with_banks(cache: Cache, trips: Sequence[Sequence[Visit]]) -> Cache:
     """Give a cache that was made for one trip a layer for each visit. Idempotent.
 
     A bank holds the keys and values of one layer in one trip; to a Hugging Face cache it is one more layer, which is
@@ -91,10 +91,11 @@ def with_banks(cache: Cache, layers: Sequence[int]) -> Cache:
 
     Args:
         cache: A cache of one trip, or one that has its banks.
-        layers: Every visit's layer, in the order of the plan.
+        trips: The plan.
     """
-    if len(cache.layers) in (0, len(layers)):  # a cache without layers makes them as they are asked for
+    if len(cache.layers) in (0, sum(map(len, trips))):  # a cache without layers makes them as they are asked for
         return cache
+    layers = [visit.layer for trip in trips for visit in trip]
     if len(cache.layers) != len(set(layers)):
         raise ValueError(
             f"this cache has {len(cache.layers)} layers, the model {len(layers)} in all its trips; "
@@ -193,6 +194,11 @@ class TokenSubset:
         """Leave out the tokens that halted; rows are padded to the longest. At least one column stays even if all have
         halted: the penalty reads the trip's gates, and ranks that share a model must make the same passes."""
         return cls._left(alive, to_host(alive), None)
+
+    @property
+    def whole(self) -> bool:
+        """Whether every token is computed."""
+        return self.batch is None and self.index is None
 
     @classmethod
     def _left(cls, alive: Tensor, known: list[list[bool]], rows: list[int] | None) -> TokenSubset:
