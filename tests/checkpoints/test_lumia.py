@@ -418,13 +418,13 @@ def test_wholly_other_names_are_refused(tmp_path):
     "name,keys,says",
     [
         ("mhc", {"baseline_mode": "moda"}, "baseline_mode must be one of denseformer, attnres, mhc, got 'moda'"),
-        ("depth-attention", {"use_qk_norm": False}, "use_qk_norm"),
+        ("depth-attention", {"use_qk_norm": False}, "holds model.layers.0.self_attn.[kq]_norm.weight"),
         ("depth-attention", {"depth_attention_stride": "absent"}, "depth_attention_stride"),
         ("depth-attention", {"depth_attention_stride": 9}, "stride must be between 1 and 4"),
         ("depth-attention", {"use_depth_attention": False, "recurrent_model": True}, "use_depth_attention"),
         ("depth-attention", {"baseline_mode": "mhc"}, "both"),
         ("depth-attention-old", {"cross_layer_pattern": "densenet"}, "densenet"),
-        ("depth-attention", {"use_depth_attention": False}, "is a llama model"),
+        ("depth-attention", {"use_depth_attention": False}, "no place"),
     ],
 )
 def test_a_configuration_that_we_cannot_honour_is_refused(name, keys, says, tmp_path):
@@ -445,10 +445,17 @@ def test_no_weights_at_all(tmp_path):
     refused(tmp_path, "model.safetensors", FileNotFoundError)
 
 
-def test_an_ordinary_llama_is_refused(tmp_path):
+def test_an_ordinary_llama_is_none_of_them(tmp_path):
     config = LlamaConfig(**{k: v for k, v in LLAMA.items() if k not in ("use_qk_norm", "scale_embeds", "model_type")})
     LlamaForCausalLM(config).save_pretrained(tmp_path)
-    refused(tmp_path, "llama model")
+    assert FathomForCausalLM.from_pretrained(tmp_path).config.mixer == "none"
+
+
+def test_without_norms_of_queries_and_keys(tmp_path):
+    """As the Llama-shaped ones have it: the scores over depth are those of raw products."""
+    tensors = {k: v for k, v in tensors_of("depth-attention").items() if "q_norm" not in k and "k_norm" not in k}
+    config = FathomForCausalLM.from_pretrained(write(tmp_path, "depth-attention", tensors, use_qk_norm=False)).config
+    assert (config.qk_norm, config.k_norm_position, config.mixer) == ("none", "before_rope", "depth_attention")
 
 
 def test_a_retrofit_may_stand_on_a_released_model(tmp_path):

@@ -193,7 +193,7 @@ class FathomConfig(Qwen3Config):
     def rope_by_layer_type(self) -> bool:
         """Whether `rope_parameters` holds other parameters for each type of layer."""
         rope = self.rope_parameters or {}
-        return bool(rope) and all(isinstance(rope.get(kind), dict) for kind in self.layer_types)
+        return bool(rope and self.layer_types) and all(isinstance(rope.get(kind), dict) for kind in self.layer_types)
 
     def rotates(self, layer: int) -> bool:
         """Whether a layer rotates queries and keys."""

@@ -343,10 +343,12 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
             raise ValueError(
                 f"{name} has shape {list(found)} in the checkpoint, this configuration needs {list(needed)}"
             )
-        unread = sorted(name for name in info["unexpected_keys"] if not name.startswith("lm_head."))
-        if unread and path is None and pretrained_model_name_or_path is not None:
-            raise ValueError(f"this checkpoint holds {unread[0]}, for which the model has no place")
+        unread = sorted(name for name in info["unexpected_keys"] if "lm_head." not in name)
         of_mechanism = [name for name in unread if ".recurrence." in name or "residual." in name or ".mixer." in name]
+        stray = [name for name in unread if name not in of_mechanism and not name.endswith(".inv_freq")]
+        translated = path is None and pretrained_model_name_or_path is not None
+        if not tolerant and ((stray and own.get("native")) or (unread and translated)):
+            raise ValueError(f"this checkpoint holds {(stray or unread)[0]}, for which the model has no place")
         if of_mechanism and all(own.get(axis) == getattr(model.config, axis) for axis in AXES):
             raise ValueError(f"the checkpoint holds {of_mechanism[0]}, for which these options leave no place")
         missing = set(info["missing_keys"])
