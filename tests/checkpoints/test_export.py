@@ -61,12 +61,12 @@ def test_an_embedding_scale_is_folded_in(tmp_path):
 @pytest.mark.parametrize(
     "case,form,says",
     [
-        ("depth_attention", "qwen3", "mixer=depth_attention is not a Qwen3"),
+        ("depth_attention", "qwen3", "mixer=depth_attention is no other family"),
         ("denseformer", "qwen3", "residual=denseformer"),
         ("loop", "qwen3", "recurrence=loop"),
-        ("loop+depth_attention", "unrolled", "mixer=depth_attention is no plain deeper Qwen3"),
+        ("loop+depth_attention", "unrolled", "mixer=depth_attention is no plain deeper model"),
         ("ponder+depth_attention", "unrolled", "recurrence=ponder has no unrolled form, since only a loop"),
-        ("vanilla", "onnx", "must be one of fathom, qwen3, unrolled, gguf"),
+        ("vanilla", "onnx", "must be one of fathom, native, unrolled, gguf, llama"),
         ("vanilla", "gguf", "a GGUF export is a file, called FILE.gguf"),
     ],
 )

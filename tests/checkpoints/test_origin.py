@@ -114,13 +114,14 @@ def test_the_ledger_counts_what_the_server_sent(hub):
     assert remote.file_bytes > 2 * hub.sent
 
 
-def test_fast_mode_moves_a_fifth_of_the_bytes(hub, monkeypatch):
-    """With the limits of a large model, a pair over loopback reads at most 20 % of its files."""
+def test_fast_mode_moves_a_quarter_of_the_bytes(hub, monkeypatch):
+    """With the limits of a large model, a pair over loopback reads at most 24 % of its files: pairing neurons takes
+    three matrices of a layer."""
     monkeypatch.setattr("fathom.lineage.comparison.SMALL_BYTES", 0)
     pair = measure(open_weights("org/base"), open_weights("org/other"), Options())
     assert pair.scores["awm_canonical"].score < 0.2 and len(pair.scores["awm_canonical"].pairs) == 16
     total = sum(w.file_bytes for w in (pair.a, pair.b))
-    assert hub.sent <= 0.2 * total + 2 * 60_000  # and two tokenizers with configs and headers, fixed costs
+    assert hub.sent <= 0.24 * total + 2 * 60_000  # and two tokenizers with configs and headers, fixed costs
 
 
 def test_later_reads_stay_on_the_commit_that_answered_first(hub):

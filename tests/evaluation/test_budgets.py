@@ -164,8 +164,12 @@ def decoded(model: torch.nn.Module, ids: torch.Tensor) -> float:
 
 
 def test_a_perplexity_says_how_far_it_is_from_decoding(
-    models: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     (tmp_path / "one.txt").write_text(TEXT)
     (tmp_path / "two.txt").write_text(TEXT.upper())
     out = ["--out", str(tmp_path / "scores")]

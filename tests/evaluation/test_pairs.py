@@ -357,6 +357,7 @@ def test_the_command_line_refuses_what_is_no_pair(tmp_path: Path, capsys: pytest
 def test_two_runs_are_compared_and_nothing_is_scored_twice(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[evaluate]'")
     pytest.importorskip("accelerate", reason="lm-eval's Hugging Face models need accelerate")
     monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")

@@ -288,7 +288,7 @@ def test_more_trips_than_trained_may_be_asked_for():
 @pytest.mark.parametrize("options", [{"injection": "add"}, {"norm_between": "own"}, {"norm_between": "final"}])
 def test_only_a_plain_loop_is_a_deeper_qwen3(options):
     model = build(config_of("loop", recurrence_options={"trips": 2, **options}))
-    with pytest.raises(ExportError, match="no plain deeper Qwen3"):
+    with pytest.raises(ExportError, match="no plain deeper model"):
         as_unrolled(model)
 
 

@@ -174,7 +174,8 @@ def _stock(
     weights = {key: tensor for key, tensor in model.state_dict().items() if not key.startswith("model.layers.")}
     for new, old in enumerate(layers):
         for key, tensor in model.model.layers[old].state_dict().items():
-            weights[f"model.layers.{new}.{key}"] = tensor
+            again = old in layers[:new]  # a file holds every tensor once for each name
+            weights[f"model.layers.{new}.{key}"] = tensor.clone() if again else tensor
     if config.embedding_scale != plain.embedding_scale:
         weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"] * config.embedding_scale
     if config.tie_word_embeddings:
@@ -193,7 +194,11 @@ def _stock(
 def _plain(config: FathomConfig, layers: Sequence[int]) -> FathomConfig:
     """The configuration of some layers without a recurrence. A scale of untied embeddings is folded into them where no
     family has such a scale."""
-    values = {key: value for key, value in config.to_dict().items() if key not in ("recurrence", "recurrence_options")}
+    values = {
+        key: value
+        for key, value in config.to_dict().items()
+        if key not in ("recurrence", "recurrence_options", "max_trips")
+    }
     values |= {
         "num_hidden_layers": len(layers),
         "layer_types": [config.layer_types[i] for i in layers],

@@ -131,7 +131,11 @@ def read_config(directory: Path) -> FathomConfig:
     """The configuration of a model directory, ours or of another family that opens."""
     if not (directory / CONFIG).is_file():
         raise RunError(f"{directory}: no {CONFIG}")
-    if (kind := read_json(directory / CONFIG).get("model_type")) not in (*known(), None):
+    try:
+        kind = read_json(directory / CONFIG).get("model_type")
+    except (ValueError, AttributeError) as error:
+        raise RunError(f"{directory / CONFIG}: {reason(error)}") from error
+    if kind not in (*known(), None):
         raise RunError(f"{directory} is a {kind} model; Fathom opens {', '.join(known())}")
     try:
         return FathomConfig.from_pretrained(directory)

@@ -238,7 +238,8 @@ def _in_one_line(sampling: Sampling, own: GenerationConfig) -> Iterator[None]:
         raise GenerateError(f"{option}: {words.removeprefix(DRAFTING)}") from error
     # Of values that transformers does not check.
     except (TypeError, IndexError, ImportError, AssertionError, ArithmeticError, StrictDataclassError) as error:
-        theirs = sorted(own.to_diff_dict().keys() - USUAL - sampling.options.keys())
+        named = {key for key, value in own.to_diff_dict().items() if value is not False} - {"use_cache"}
+        theirs = sorted(named - USUAL - sampling.options.keys())
         if not sampling.options and not theirs:
             raise
         where = [f"--set {' '.join(sampling.options)}"] if sampling.options else []

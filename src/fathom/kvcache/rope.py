@@ -16,13 +16,14 @@ from torch import Tensor
 
 from fathom.models.registry import recurrence_class
 from fathom.models.roles import View
+from fathom.models.rotary import RotaryEmbedding
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 # model_type -> the modelling code whose rotation it uses
 FAMILIES = {
-    "fathom": "gpt_neox",  # which turns a part of each head where the configuration says so
+    "fathom": "qwen3",
     "apertus": "apertus",
     "arcee": "arcee",
     "cohere": "cohere",
@@ -50,6 +51,17 @@ FAMILIES = {
     "stablelm": "stablelm",
     "starcoder2": "starcoder2",
 }
+
+
+class OurEmbedding(RotaryEmbedding):
+    """Our decoder's angles, which may be of a part of each head, as its family's own code gives them."""
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, `[B, T, R]` each."""
+        cos, sin = super().forward(x, position_ids)
+        return cos, sin[..., sin.shape[-1] // 2 :].repeat(1, 1, 2)
+
+
 POSITION_LINEAR = ("default", "linear", "llama3", "yarn")
 
 
@@ -61,7 +73,7 @@ class Rope:
         code = import_module(f"transformers.models.{family}.modeling_{family}")
         name = next(name for name in vars(code) if name.endswith("RotaryEmbedding"))
         with torch.device("cpu"):
-            self._embed = getattr(code, name)(config)
+            self._embed = OurEmbedding(config) if config.model_type == "fathom" else getattr(code, name)(config)
         self._apply: Callable[..., tuple[Tensor, Tensor]] = code.apply_rotary_pos_emb
         self.angles: bytes = self._embed.inv_freq.numpy().tobytes()
         """The angle per position of each pair of channels; models with equal angles can share keys."""

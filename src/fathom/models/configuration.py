@@ -185,7 +185,8 @@ class FathomConfig(Qwen3Config):
         if self.no_rope_layers is not None and len(self.no_rope_layers) != layers:
             raise ValueError(f"no_rope_layers must name {layers} layers, got {len(self.no_rope_layers)}")
         if self.positions == "rotary":
-            for rope in self.rope_parameters.values() if self.rope_by_layer_type else [self.rope_parameters or {}]:
+            whole = self.rope_parameters or {}
+            for rope in [whole[kind] for kind in self.layer_types] if self.rope_by_layer_type else [whole]:
                 if (turned := int(self.head_dim * rope.get("partial_rotary_factor", 1.0))) % 2 or turned < 2:
                     raise ValueError(f"head_dim ({self.head_dim}): {turned} rotated channels, which must be even")
 

@@ -96,7 +96,10 @@ def unlike(family: Family, config: FathomConfig) -> str | None:
     for axis in AXES:
         if (value := getattr(config, axis)) != DEFAULTS[axis]:
             return f"{axis}={value}"
-    again = FathomConfig(**_meaning(family, native_config(family, config)))
+    try:
+        again = FathomConfig(**_meaning(family, native_config(family, config)))
+    except (ValueError, TypeError, StrictDataclassError):
+        return "this configuration"  # which the family's own class refuses
     skipped = {"native", "dtype", "transformers_version", "architectures", "use_sliding_window", "max_window_layers"}
     for key in FathomConfig.__dataclass_fields__:
         if key not in skipped and getattr(again, key, None) != (value := getattr(config, key, None)):
