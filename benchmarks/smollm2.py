@@ -36,12 +36,19 @@ RETROFITS: dict[str, dict[str, object]] = {
     "latent_cot, router_bias -10": {"recurrence": "latent_cot", "recurrence_options": {"router_bias": -10.0}},
 }
 OPENED = """
-import resource, sys
+import re, sys
+from pathlib import Path
 from fathom import FathomForCausalLM
-before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+def kilobytes(name):
+    return int(re.search(name + r":\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+
+Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+before = kilobytes("VmRSS")
 FathomForCausalLM.from_pretrained(sys.argv[1])
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+print(kilobytes("VmHWM") - before)
 """
+"""Linux: what a process holds at most while it opens a model, pages of the file included, beyond what it held."""
 
 
 def main() -> None:
@@ -54,7 +61,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measured(options.gguf, Path(folder) / "llama", options.text, options.windows)
-    found = {"command": " ".join(sys.argv), "provenance": provenance(), **found}
+    found = {"provenance": provenance(), **found}
     options.out.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
     print(json.dumps(found, indent=2))
 
