@@ -67,7 +67,7 @@ def reference(last: bool) -> Callable[..., Tensor]:
 def made_by(module, last: bool) -> Callable[..., Tensor]:
     def call(cos, sin, bias, query_weight, key_weight, query, key, value, *sources):
         norms = norms_of(query_weight, key_weight)
-        return torch.cat(module.norm_rotate_mix((query, key, value), sources, bias, norms, (cos, sin), last), 1)
+        return torch.cat(module.norm_rotate_mix((query, key, value), sources, norms, (cos, sin), last, bias), 1)
 
     return call
 

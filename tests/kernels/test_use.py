@@ -38,7 +38,7 @@ def test_every_name_is_called_and_nothing_else(name):
     """With a stand-in that counts, and without."""
     calls = []
 
-    def counting(*arguments):
+    def counting(*arguments, **named):
         calls.append(name)
         raise InterruptedError
 
@@ -62,7 +62,7 @@ def test_a_call_that_a_hook_waits_for_is_made(part):
     """The lens looks at mixers; the one kernel that would leave their calls out lets them be."""
     calls, model = [], model_of(mixer="depth_attention", mixer_options={"stride": 1})
     attention, ids = model.model.layers[1].self_attn, torch.zeros(1, 3, dtype=torch.long, device=DEVICE)
-    replace({"norm_rotate_mix": lambda *arguments: calls.append("kernel")}, DEVICE)
+    replace({"norm_rotate_mix": lambda *arguments, **named: calls.append("kernel")}, DEVICE)
     with pytest.raises(TypeError):
         model(ids)
     getattr(attention, part).register_forward_hook(lambda *arguments: calls.append(part))

@@ -10,8 +10,7 @@ from transformers.utils.generic import find_labels
 
 from fathom import FathomForCausalLM
 from fathom.models import FathomConfig, registry
-from fathom.models.registry import mechanism_name, parse_mechanism
-from fathom.models.schedule import trip_rule
+from fathom.models.registry import across_trips, mechanism_name, parse_mechanism
 from fathom.models.slots import plan
 
 from .cases import CASES, SHAPE, build, config_of, tokens
@@ -73,7 +72,7 @@ def test_round_trip(case, tmp_path):
 def test_options_are_stored_resolved():
     assert config(mixer="depth_attention").mixer_options["stride"] == 2
     looped = config(mixer="depth_attention", recurrence="loop")
-    assert trip_rule(looped) == "same_layer" and trip_rule(config(mixer="depth_attention")) == "none"
+    assert across_trips(looped) == "same_layer" and across_trips(config(mixer="depth_attention")) == "none"
 
 
 @pytest.mark.parametrize("text", ["vanilla+nothing", "depth_attention+uniform_depth", ""])
@@ -166,10 +165,10 @@ def test_one_option_changes_alone(tmp_path):
 def test_trips_may_be_taken_away_and_added(tmp_path):
     build(config_of("loop+depth_attention")).save_pretrained(tmp_path)
     once = FathomForCausalLM.from_pretrained(tmp_path, recurrence="once")
-    assert trip_rule(once.config) == "none"
+    assert across_trips(once.config) == "none"
     once.save_pretrained(tmp_path / "once")
     again = FathomForCausalLM.from_pretrained(tmp_path / "once", recurrence="loop")
-    assert trip_rule(again.config) == "same_layer"
+    assert across_trips(again.config) == "same_layer"
 
 
 def test_a_declared_mechanism_without_tensors_is_refused(tmp_path):

@@ -46,6 +46,6 @@ def test_large_gains_are_warned_of_and_the_bias_that_is_named_is_enough(tmp_path
 
 
 def test_a_model_of_its_own_is_not_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fathom.models.modeling.warn_if_not_itself", None)
+    monkeypatch.setattr("fathom.models.identity.largest_lead", None)
     build(config_of("depth_attention", head_dim=64)).save_pretrained(tmp_path)
     FathomForCausalLM.from_pretrained(tmp_path)

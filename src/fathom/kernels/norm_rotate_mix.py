@@ -255,20 +255,20 @@ def limits() -> dict[str, int]:
 def norm_rotate_mix(
     own: tuple[Tensor, Tensor, Tensor],
     sources: tuple[Tensor, ...],
-    self_bias: Tensor | None,
     norms: tuple[nn.Module, nn.Module],
     rotation: tuple[Tensor, Tensor],
     last: bool,
+    self_bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Normed and rotated queries and keys, and ṽ: `[B, H, T, D]`, `[B, H_kv, T, D]` twice.
 
     Args:
         own: The layer's raw query `[B, T, H, D]`, key and value `[B, T, H_kv, D]`.
         sources: As `depth_mix` takes them.
-        self_bias: As `depth_mix` takes it.
         norms: Of queries and of keys.
         rotation: Cosines and sines of `fathom.models.rotary`, `[1 or B, T, D]`.
         last: Whether keys are normed after they are rotated.
+        self_bias: As `depth_mix` takes it.
     """
     weights = [norm.weight for norm in norms]
     query, key, mixed, _ = mix([*own], [*sources], weights, [*rotation], self_bias, norms[0].variance_epsilon, last)

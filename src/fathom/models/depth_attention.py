@@ -20,8 +20,9 @@ hand-written backward keeps no float32 copies.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,6 +31,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
+from .identity import warn_if_not_itself
 from .norms import unit
 from .numerics import few, head_pool, head_sum, softmax_list, weighted_sum, widen
 from .replaceable import faster
@@ -95,6 +97,13 @@ class DepthAttention(ValueMixer):
         """The bias as it is now, for good."""
         if self.steps:
             config.mixer_options |= {"self_bias": self.bias_now, "self_bias_steps": 0}
+
+    def fused(
+        self, projected: Tensor, sources: tuple[Tensor, ...]
+    ) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+        """`norm_rotate_mix`, which knows no `norm_scores`."""
+        kernel = faster("norm_rotate_mix", projected) if sources and not self.norm_scores else None
+        return None if kernel is None else partial(kernel, self_bias=self.self_bias)
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """ṽ of the module's docstring; the very tensor that came in where there is no source."""
@@ -234,4 +243,5 @@ DEPTH_ATTENTION = Mechanism(
     build=DepthAttention,
     cost=cost,
     options=DepthAttentionOptions,
+    check_start=warn_if_not_itself,
 )

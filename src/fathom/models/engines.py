@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from .registry import DEFAULTS
 from .roles import View
 from .slots import Visit
 
@@ -138,8 +139,7 @@ def check_engine(
     else:
         held = _banks(arguments[foreign])
     if held < needed:
-        unrolled = config.recurrence == "loop" and config.mixer == "none" and config.residual == "plain"
-        unrolled = unrolled and getattr(getattr(recurrence, "options", None), "is_plain", False)
+        unrolled = recurrence.unrolls and all(getattr(config, axis) == DEFAULTS[axis] for axis in ("mixer", "residual"))
         raise ValueError(
             f"{engine} is not known to keep a cache for each trip: {config.recurrence} makes {len(plan)} trips, which "
             f"need {needed} layers of cache and find {held}, and the answers would be wrong. Use `generate`, "

@@ -12,12 +12,12 @@ import warnings
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from .depth_attention import DepthAttention
 from .numerics import head_pool, widen
 
 if TYPE_CHECKING:
+    from .depth_attention import DepthAttention
     from .modeling import FathomPreTrainedModel
 
 LENGTH = 64
@@ -31,17 +31,15 @@ def largest_lead(model: FathomPreTrainedModel) -> float:
     """By how much an earlier layer's depth logit exceeds a layer's own at most, without the bias, on random tokens."""
     leads = [-math.inf]
 
-    def measure(module: nn.Module, given: tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]) -> None:
+    def measure(module: DepthAttention, given: tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...]]) -> None:
         query, key, _, sources = given
         if sources:
-            assert isinstance(module, DepthAttention)
             query, key, sources = module.normed(query, key, sources)
             q = widen(head_pool(query, key.shape[1]))
             own, *others = ((q * widen(k)).sum(-1) for k in (key, *sources[::2]))
             leads.append(max(float((other - own).max()) for other in others) * query.shape[-1] ** -0.5)
 
-    mixers = [module for module in model.modules() if isinstance(module, DepthAttention)]
-    handles = [mixer.register_forward_pre_hook(measure) for mixer in mixers]
+    handles = [mixer.register_forward_pre_hook(measure) for mixer in _mixers(model)]
     size, training = min(LENGTH, model.config.max_position_embeddings), model.training
     draw = torch.Generator().manual_seed(0)
     ids = torch.randint(model.config.vocab_size, (1, size), generator=draw).to(model.device)
@@ -55,9 +53,13 @@ def largest_lead(model: FathomPreTrainedModel) -> float:
     return max(leads)
 
 
+def _mixers(model: FathomPreTrainedModel) -> list[DepthAttention]:
+    return [layer.self_attn.mixer for layer in model.base_model.layers]
+
+
 def warn_if_not_itself(model: FathomPreTrainedModel) -> None:
     """Warn where the `self_bias` of a model that was just retrofitted does not dominate."""
-    bias = next((part.initial_bias for part in model.modules() if isinstance(part, DepthAttention)), 0.0)
+    bias = _mixers(model)[0].initial_bias
     if not bias or any(parameter.is_meta for parameter in model.parameters()):
         return
     lead = largest_lead(model)

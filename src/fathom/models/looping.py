@@ -100,6 +100,7 @@ class Loop(DrawnTrips, EarlyReadout):
     """Feeds the residual stream back into the stack."""
 
     no_weight_decay = ("entry_map",)
+    across_trips = "same_layer"
 
     def __init__(self, config: FathomConfig) -> None:
         super().__init__(config)
@@ -145,6 +146,11 @@ class Loop(DrawnTrips, EarlyReadout):
         """What is left between prelude and coda."""
         options = LoopOptions.of(config)
         return options.prelude, config.num_hidden_layers - options.coda
+
+    @property
+    def unrolls(self) -> bool:
+        """As the options say."""
+        return self.options.is_plain
 
     def gate(self, out: Out, state: TripState) -> TripState:
         """Also what further trips are given of the entry: it does not depend on the trip."""

@@ -45,13 +45,11 @@ from .feed_forward import FeedForward
 from .flex_reading import ReadingRule, attend_by_rule
 from .foreign import HUB_KEYS, opened
 from .head import build_head
-from .identity import warn_if_not_itself
 from .loading import SHAPING, require_one_head, require_shapes, without_report
 from .loss import causal_lm_loss, shifted, token_losses
 from .norms import NORMS, OffsetRMSNorm
 from .reading import attend_beside, with_key_bias
 from .registry import AXES, mechanism, recurrence_class
-from .replaceable import faster
 from .roles import (
     MechanismModule,
     Recurrence,
@@ -122,10 +120,8 @@ class Attention(nn.Module):
             self.q_norm = norm(self.head_dim if by_head else width, config.rms_norm_eps)
             self.k_norm = norm(self.head_dim if by_head else kv_width, config.rms_norm_eps)
         self.mixer: ValueMixer = mechanism("mixer", config.mixer).build(config, layer_idx)
-        self.mixes_depth = config.mixer == "depth_attention"
         whole = (config.rope_parameters or {}).get("partial_rotary_factor", 1.0) == 1.0 and not config.rope_float32
-        whole = whole and self.qk_norm == "head" and config.norm == "rms" and self.rotates
-        self.fusible = whole and self.mixes_depth and not getattr(self.mixer, "norm_scores", False)
+        self.fusible = whole and self.rotates and self.qk_norm == "head" and config.norm == "rms"
 
     def forward(
         self,
@@ -189,10 +185,9 @@ class Attention(nn.Module):
         heads = (*query.shape[:-1], -1, self.head_dim)
         query, key, value = query.view(heads), key.view(heads), value.view(heads)
         angles = (positions[self.layer_type] if isinstance(positions, Mapping) else positions) if self.rotates else None
-        fused = faster("norm_rotate_mix", value) if sources and self.fusible else None
+        fused = self.mixer.fused(value, sources) if sources and self.fusible else None
         if fused is not None and all(uncalled(part) for part in (self.q_norm, self.k_norm, self.mixer)):
-            norms, bias = (self.q_norm, self.k_norm), self.mixer.self_bias
-            return fused((query, key, value), sources, bias, norms, angles, self.norm_rotated_keys)
+            return fused((query, key, value), sources, (self.q_norm, self.k_norm), angles, self.norm_rotated_keys)
         if self.qk_norm == "head":
             query = self.q_norm(query)
             key = key if self.norm_rotated_keys else self.k_norm(key)
@@ -356,8 +351,10 @@ class FathomPreTrainedModel(Qwen3PreTrainedModel):
         lost = sorted(name for name in required if not name.startswith(cls.task_layers))
         if lost and kwargs.get("state_dict") != {}:
             raise ValueError(f"the checkpoint lacks {lost[0]}" + (f" and {len(lost) - 1} more" if lost[1:] else ""))
-        if kwargs.get("state_dict") != {} and model.config.mixer == "depth_attention" != own.get("mixer"):
-            warn_if_not_itself(model)
+        for axis in AXES if kwargs.get("state_dict") != {} else ():
+            added = mechanism(axis, getattr(model.config, axis))
+            if added.check_start is not None and own.get(axis) != added.name:
+                added.check_start(model)
         return (model, info) if wants_info else model
 
     def activation_checkpointing_enable(

@@ -144,12 +144,17 @@ def check_trips(config: FathomConfig) -> None:
     solved for at once."""
     crosses = config.recurrence != DEFAULTS["recurrence"] and recurrence_class(config).sees(config).depth_parallel
     allowed = ("none", "same_layer", "grid") if crosses else ("none",)
-    rule = mixer_class(config).across_trips(config)
+    rule = across_trips(config)
     if rule not in allowed:
         raise ValueError(
             f"mixer_options.across_trips must be one of {', '.join(allowed)} with recurrence={config.recurrence}, "
             f"got {rule}"
         )
+
+
+def across_trips(config: FathomConfig) -> str:
+    """How the mixer's sources cross the trips of the recurrence."""
+    return mixer_class(config).across_trips(config, recurrence_class(config).across_trips)
 
 
 def _fits(value: object, annotation: str) -> bool:

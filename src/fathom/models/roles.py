@@ -21,6 +21,7 @@ from .loss import IGNORE
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
+    from .modeling import FathomPreTrainedModel
     from .slots import Out, Visit
 
 ResidualState = tuple[Tensor, ...]
@@ -143,6 +144,9 @@ class Mechanism:
     options: type[MechanismOptions] = NoOptions
     identity_at_init: bool = False
     """Whether switching it on leaves a pretrained model's function as it is."""
+    check_start: Callable[[FathomPreTrainedModel], None] | None = None
+    """Called with a pretrained model to which this mechanism was just added; warns if the model does not start as
+    itself."""
 
 
 class MechanismModule(nn.Module):
@@ -191,9 +195,29 @@ class ValueMixer(MechanismModule):
         return ()
 
     @staticmethod
-    def across_trips(config: FathomConfig) -> str:
-        """How sources cross the trips of a recurrence: `none`, `same_layer` or `grid`."""
+    def across_trips(config: FathomConfig, default: str) -> str:
+        """How sources cross the trips of a recurrence: `none`, `same_layer` or `grid`.
+
+        Args:
+            config: The model.
+            default: The rule that its recurrence declares.
+        """
         return "none"
+
+    def fused(
+        self, projected: Tensor, sources: tuple[Tensor, ...]
+    ) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
+        """A kernel that norms and rotates queries and keys and mixes values at once; None if there is none.
+
+        Attention calls the kernel as `kernel((query, key, value), sources, norms, angles, keys_last)`: projections
+        `[B, T, H, D]` before norms and rotation, the two RMS norms, cosines and sines, and whether keys are normed
+        after rotation. The kernel returns queries, keys and values as `forward` would see and return them.
+
+        Args:
+            projected: A tensor of the projections' device and precision.
+            sources: As `forward` takes them.
+        """
+        return None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """The value to store, `[B, H_kv, T, D]`.
@@ -269,6 +293,8 @@ class Recurrence(MechanismModule):
     """Whether training leaves halted tokens out of a trip instead of computing and discarding them."""
     entry_layer: int | None = None
     """The layer whose input in the first trip `gate` gets as `out.entry`; None for none."""
+    across_trips = "none"
+    """How a mixer's sources cross trips unless its options say otherwise: `none`, `same_layer` or `grid`."""
     halts = False
     """Whether tokens may stop before the last trip; `gate` then leaves `alive` (`[B, T]`, bool) in the state."""
     reads = View.SAME
@@ -330,6 +356,11 @@ class Recurrence(MechanismModule):
     def penalty_flops(cls, config: FathomConfig, sequence_length: int) -> float:
         """FLOPs per token that `aux_losses` adds to a training step."""
         return 0.0
+
+    @property
+    def unrolls(self) -> bool:
+        """Whether trips are further layers of a plain decoder and nothing else."""
+        return False
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
         """The next trip's input, `[B, T, hidden_size]`.

@@ -23,8 +23,8 @@ class ScheduleOptions(MixerOptions):
     recent_layers: int = 0
     """How many layers just below are sources too."""
     across_trips: str | None = None
-    """Sources from earlier trips of a loop: `none`, `same_layer` (the layer's own earlier trips; the default in a
-    loop) or `grid` (the grid of every earlier trip)."""
+    """Sources from earlier trips: `none`, `same_layer` (the layer's own earlier trips) or `grid` (the grid of every
+    earlier trip). Default: as the recurrence declares."""
 
     def resolve(self: Schedule, config: FathomConfig) -> Schedule:
         """Fill in the defaults that depend on the model."""
@@ -46,7 +46,7 @@ def grid_sources(config: FathomConfig, layer_idx: int) -> tuple[int, ...]:
     return tuple(i for i in range(layer_idx) if i % options.stride == 0 or i >= layer_idx - options.recent_layers)
 
 
-def trip_rule(config: FathomConfig) -> str:
-    """How sources cross trips: the option, else `same_layer` for a loop and `none` for other recurrences."""
+def trip_rule(config: FathomConfig, default: str) -> str:
+    """How sources cross trips: as the option says, else as the recurrence declares."""
     rule = ScheduleOptions.of(config).across_trips
-    return rule if rule is not None else "same_layer" if config.recurrence == "loop" else "none"
+    return default if rule is None else rule

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from .host import to_host
-from .registry import mixer_class, recurrence_class
+from .registry import across_trips, mixer_class, recurrence_class
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
@@ -67,7 +67,7 @@ def plan(config: FathomConfig, trips: int | None = None) -> tuple[tuple[Visit, .
 def _sources(config: FathomConfig, layer: int, trip: int, index: dict[tuple[int, int], int]) -> tuple[int, ...]:
     mixer = mixer_class(config)
     grid = mixer.source_layers(config, layer)
-    rule = mixer.across_trips(config)
+    rule = across_trips(config)
 
     def latest(source: int, until: int) -> int:
         # A layer before the looped span ran once; its one visit stands for it in every trip.
