@@ -39,6 +39,20 @@ FORMS: list[tuple[dict[str, Any], tuple[str, tuple[str, ...], int | None, str]]]
         {"question": "Which? Choose from: A. one B. two C. three", "answer": "C"},
         ("Which?", ("one", "two", "three"), 2, "three"),
     ),
+    (
+        {"question": "Which? A. one C. three B. two", "answer": "C"},  # options in another order
+        ("Which?", ("one", "two", "three"), 2, "three"),
+    ),
+    (
+        {"question": "Where is (E. coli in B. it?) A. one B. two", "answer": "B"},
+        ("Where is (E. coli in B. it?)", ("one", "two"), 1, "two"),
+    ),
+    ({"question": "Which? A. one A. two", "answer": "A"}, ("Which? A. one A. two", (), None, "A")),
+    ({"question": "Ice is a mineral.", "answer": "True."}, ("Ice is a mineral.", ("True", "False"), 0, "True")),
+    ({"question": "Is ice a mineral?", "answer": "no"}, ("Is ice a mineral?", ("Yes", "No"), 1, "No")),
+    ({"question": "is ice a mineral?", "answer": False}, ("is ice a mineral?", ("Yes", "No"), 1, "No")),
+    ({"question": "Ice is a mineral", "answer": True}, ("Ice is a mineral", ("True", "False"), 0, "True")),
+    ({"question": "Who sang it?", "answer": ["True", "Gold"]}, ("Who sang it?", (), None, "True")),
     ({"question": "Q", "answer": "free text"}, ("Q", (), None, "free text")),
     ({"text": "only a text"}, ("only a text", (), None, "")),
     ({"question": "Q", "choices": ["a", "b"], "answer": 7}, ("Q", ("a", "b"), None, "")),
@@ -100,8 +114,10 @@ def test_all_planted_faults_and_no_others() -> None:
             "answer": 0,
         },  # r, where p was... q
         {"id": "twice", "question": "Repeated?", "choices": ["a", "A ", "b"], "answer": 2},
-        {"id": "hollow", "question": "Empty?", "choices": ["a", " ", "b"], "answer": 0},
+        {"id": "hollow", "question": "Empty?", "choices": ["a", "", "b"], "answer": 0},
         {"id": "beyond", "question": "Out?", "choices": ["a", "b"], "answer": 5},
+        {"id": "letters", "question": "Letters? A. p B. q E. r E. s", "answer": "E"},
+        {"id": "lone", "question": "Alone?", "choices": ["a"], "answer": 0},
         {"id": "signs", "question": "Signs?", "choices": ["+", "-"], "answer": 0},  # no words, yet not the same
     ]
     check = self_check([item_of(row, number) for number, row in enumerate([*good, *planted])])
@@ -111,8 +127,10 @@ def test_all_planted_faults_and_no_others() -> None:
         "repeated_options": ["twice"],
         "empty_options": ["hollow"],
         "answer_out_of_range": ["beyond"],
+        "unread_options": ["letters"],
     }
-    assert check["letters"] == {"A": 14, "B": 10, "C": 11} and check["majority_score"] == round(14 / 36, 6)
+    assert check["left_out"] == {"with an empty option": 1, "with fewer than 2 or more than 26 options": 1}
+    assert check["letters"] == {"A": 15, "B": 10, "C": 11} and check["majority_score"] == round(15 / 37, 6)
     clean = self_check([item_of(row, number) for number, row in enumerate(good)])
     assert not any(clean["counts"].values())
 
@@ -135,3 +153,16 @@ def test_open_answers_in_other_words_are_no_contradiction() -> None:
     rows += [{"question": "Sure?", "choices": ["yes", "no"], "answer": number} for number in (0, 1)]
     check = self_check([item_of({"id": "same", **row}, number) for number, row in enumerate(rows)])
     assert check["faults"]["contradictory"] == [["same (item 3)", "same (item 4)"]], "each by an address of its own"
+
+
+def test_marks_are_true_or_false_where_all_answers_are(tmp_path: Path) -> None:
+    rows = [{"question": f"Claim {number} holds.", "answer": "TF"[number % 2]} for number in range(4)]
+    path = tmp_path / "q.jsonl"
+    path.write_text("\n".join(map(json.dumps, rows)))
+    items = read_items(path, "quiz")
+    assert [(one.choices, one.answer, one.gold) for one in items] == [
+        (("True", "False"), number % 2, ("True", "False")[number % 2]) for number in range(4)
+    ]
+    assert items[0].accepted == ("T", "Yes") and items[1].accepted == ("F", "No")
+    path.write_text("\n".join(map(json.dumps, [*rows, {"question": "Which letter is the time?", "answer": "hour"}])))
+    assert not any(one.choices for one in read_items(path, "quiz")), "T is a letter like any other there"

@@ -70,6 +70,16 @@ def test_shorter_items_with_their_answer_alone() -> None:
     assert finds(tiny, around("yes or else? No"), shortest=4)
 
 
+def test_an_offer_of_choices_is_no_answer() -> None:
+    item = item_of({"question": " ".join(WORDS[:6]), "answer": True}, 0)
+    stem = " ".join(WORDS[:6])
+    assert finds(item, around(f"{stem}: true")) and finds(item, around(f"{stem}? Yes."))
+    assert finds(item, around(f"{stem}. True or false? True."))
+    assert not finds(item, around(f"{stem}. True or false?"))
+    assert not finds(item, around(f"{stem}. False or true? Think."))
+    assert not finds(item, around(f"{stem}: false"))
+
+
 def test_a_short_question_without_an_answer_is_too_short() -> None:
     """Its own words are no leak: half of all texts ask what the capital of France is."""
     item = Item("x", " ".join(WORDS[:6]))

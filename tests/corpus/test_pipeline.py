@@ -358,6 +358,22 @@ def test_a_worker_ends_with_its_driver(tmp_path: Path) -> None:
     assert process.wait(30) == 0
 
 
+def test_small_stages_need_no_scheduler(tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A job of a cluster takes longer to start than they take; large ones go to it."""
+    asked: list[str] = []
+    monkeypatch.setattr(executor, "require_scheduler", lambda name: None)
+    monkeypatch.setattr(executor, "remote", lambda workspace, stage, tasks, tick: asked.append(stage))
+    write(tmp_path / "a.txt", Prose(3).document(200))
+    values = recipe_values({"a": {"inputs": [str(tmp_path / "a.txt")]}}, tokenize={"tokenizer": tokenizer})
+    recipe = parse_corpus_recipe({**values, "executor": {"name": "ray"}})
+    build(recipe, tmp_path / "out")
+    assert not asked and (tmp_path / "out" / "shards" / "index.json").is_file()
+    monkeypatch.setattr(executor, "POOL_BYTES", 0)
+    with pytest.raises(CorpusError, match="ingest: 1 of 1 tasks are not done"):
+        build(recipe, tmp_path / "spread")
+    assert asked == ["ingest"]
+
+
 @pytest.mark.parametrize(("name", "said"), [("ray", "ray is not installed"), ("slurm", "no sbatch here")])
 def test_a_scheduler_that_is_not_here_is_one_line(
     name: str, said: str, tmp_path: Path, tokenizer: str, monkeypatch: pytest.MonkeyPatch, capfd

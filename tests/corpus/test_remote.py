@@ -50,6 +50,12 @@ def whole(tmp_path_factory: pytest.TempPathFactory, tokenizer: str) -> tuple[dic
     return values, tree(folder / "out")
 
 
+@pytest.fixture(autouse=True)
+def spread(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler gets every stage, however small."""
+    monkeypatch.setattr("fathom.corpus.executor.POOL_BYTES", 0)
+
+
 def made(values: dict[str, object], out: Path, name: str) -> dict[str, bytes]:
     build(parse_corpus_recipe({**values, "executor": {"name": name, "workers": 2, "memory_gb": 1}}), out)
     return {path: data for path, data in tree(out).items() if not path.startswith("logs/")}

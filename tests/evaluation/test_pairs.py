@@ -26,6 +26,7 @@ from fathom.evaluation.pairs import (
     count_answers,
     evaluate_pair,
     guessing,
+    left_out,
     read_benchmarks,
     summarize,
     task_rows,
@@ -264,6 +265,14 @@ def test_repeated_questions_are_asked_once() -> None:
     assert asking == {"asked": 6, "of": 9, "skipped": skipped, "checked": True}
 
 
+def test_items_that_the_corpus_left_out_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "quiz.check.json").write_text(json.dumps({"items": 43, "left_out": {"with an empty option": 3}}))
+    asked, asking = chosen(items(), 10, left_out(tmp_path, "quiz"))
+    assert len(asked) == 10 and asking["of"] == 43
+    assert asking["skipped"] == {"with an empty option": 3, "not drawn": 30}
+    assert left_out(tmp_path, "other") == {}
+
+
 def test_a_score_below_the_guess_is_remarked_on() -> None:
     row = {"benchmark": "quiz", "way": "text", "part": "all", "asked": 100, "right": [8, 30], "lost": 0, "won": 22}
     row |= {"p": mcnemar(0, 22), "intervals": [(0.04, 0.15), (0.22, 0.4)]}
@@ -355,7 +364,7 @@ def test_the_command_line_refuses_what_is_no_pair(tmp_path: Path, capsys: pytest
 
 
 def test_two_runs_are_compared_and_nothing_is_scored_twice(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     pytest.importorskip("lm_eval", reason="lm-eval is not installed: pip install '.[evaluate]'")
@@ -370,8 +379,10 @@ def test_two_runs_are_compared_and_nothing_is_scored_twice(
     for name, steps in (("base", 2), ("new", 8)):
         train(tiny_recipe(corpus, *longer, f"train.steps={steps}"), tmp_path / name)
     words = ["evaluate", str(tmp_path / "base"), str(tmp_path / "new"), "--benchmark", str(benchmark)]
+    monkeypatch.chdir(tmp_path)  # no checkout: git has nothing to say
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
-    assert "quiz, letter, shuffled, dirty" in capsys.readouterr().out
+    printed = capfd.readouterr()
+    assert "quiz, letter, shuffled, dirty" in printed.out and "git" not in printed.err
     report = json.loads((tmp_path / "out" / "report.json").read_text())
     assert set(report["texts"]) == {"rivers", "seas"}
     assert all(text["difference"]["value"] < 0 for text in report["texts"].values()), "six more steps help"
@@ -382,7 +393,7 @@ def test_two_runs_are_compared_and_nothing_is_scored_twice(
     assert report["runs"] == [] and report["corpus"] is None, "neither came from the other, nor the questions from here"
     assert "quiz, option text, clean" in (tmp_path / "out" / "card.md").read_text()
     assert main([*words, "--out", str(tmp_path / "out"), "--json"]) == 0
-    again = capsys.readouterr()
+    again = capfd.readouterr()
     assert again.err.count("done before") == 10
     assert json.loads(again.out)["questions"] == report["questions"]
 

@@ -7,7 +7,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -35,6 +35,13 @@ CONTEXTS = ("context", "passage", "support")
 LETTERS = string.ascii_uppercase
 FLAT = re.compile(r"\s*(?:Choose from|Options)?:?\s*(?=\(?A[.):]\s)", re.IGNORECASE)
 OPTION = re.compile(r"(?:^|\s)\(?([A-J])[.):]\s+")
+TRUTHS = {"true": ("True", "False"), "false": ("True", "False"), "yes": ("Yes", "No"), "no": ("Yes", "No")}
+"""The choices of a question with such an answer and no choices of its own."""
+MARKS = {
+    **dict.fromkeys(("t", "right", "correct", "√", "✓", "✔"), True),
+    **dict.fromkeys(("f", "wrong", "incorrect", "×", "✗", "✘"), False),
+}
+"""Other answers of true/false questions; only where all open answers of a benchmark are such."""
 SHOWN = 20
 """Most faults of one kind that a report lists."""
 
@@ -54,10 +61,15 @@ class Item:
     accepted: tuple[str, ...] = ()
     """Other texts that count as the right answer."""
 
-    def can_be_asked(self) -> bool:
-        """Whether `fathom evaluate` can ask it: 2 to 26 choices that are texts; without a right one it asks nothing."""
-        asked = bool(self.choices) and self.answer is not None
-        return not asked or (all(self.choices) and 2 <= len(self.choices) <= len(LETTERS))
+    def cannot_be_asked(self) -> str:
+        """Why `fathom evaluate` cannot ask a question with a right choice; empty if it can."""
+        if not self.choices or self.answer is None:
+            return ""
+        if not all(self.choices):
+            return "with an empty option"
+        return (
+            "" if 2 <= len(self.choices) <= len(LETTERS) else f"with fewer than 2 or more than {len(LETTERS)} options"
+        )
 
     def golds(self) -> list[str]:
         """Every text that counts as the right answer."""
@@ -96,7 +108,32 @@ def read_items(path: Path, name: str, question: str | None = None) -> list[Item]
             raise CorpusError(f"decontaminate.benchmarks.{name}: item {number + 1}: {said}") from None
     if not items:
         raise CorpusError(f"decontaminate.benchmarks.{name}: {path} holds no item")
-    return items
+    return _judged(items)
+
+
+def _judged(items: list[Item]) -> list[Item]:
+    """Items of which all open answers are marks, such as T and F, as true/false questions."""
+    marks = [None if one.choices else MARKS.get(one.gold.rstrip(".").lower()) for one in items]
+    if any(mark is None and not one.choices for mark, one in zip(marks, items, strict=True)):
+        return items
+    return [
+        one if mark is None else _of_truth(one, _truth_choices(one.stem), mark)
+        for mark, one in zip(marks, items, strict=True)
+    ]
+
+
+def _truth_choices(stem: str) -> tuple[str, str]:
+    return TRUTHS["yes" if stem.rstrip().endswith("?") else "true"]
+
+
+def _of_truth(item: Item, choices: tuple[str, str], holds: bool) -> Item:
+    """An open item as a question with two choices, the first of which says that it holds."""
+    other = TRUTHS["true" if choices[0] == "Yes" else "yes"][not holds]
+    accepted = dict.fromkeys((*item.golds(), *item.accepted, other))
+    gold = choices[not holds]
+    return replace(
+        item, choices=choices, answer=int(not holds), gold=gold, accepted=tuple(one for one in accepted if one != gold)
+    )
 
 
 def _rows(path: Path, name: str) -> Iterator[Any]:
@@ -149,10 +186,16 @@ def item_of(row: Mapping[str, object], number: int, question: str | None = None)
     given, *accepted = _given(next((row[name] for name in ANSWERS if row.get(name) is not None), None), choices)
     answer, gold = _gold(given, choices, labels, row)
     context = next((str(row[name]) for name in CONTEXTS if isinstance(row.get(name), str)), "")
-    return Item(
+    item = Item(
         str(row.get("id", number)), normalize(stem), tuple(map(normalize, choices)), answer, normalize(gold),
         normalize(context), tuple(normalize(str(one)) for one in accepted),
     )  # fmt: skip
+    if choices or accepted:
+        return item
+    if isinstance(given, bool):
+        return _of_truth(replace(item, gold=""), _truth_choices(stem), given)
+    word = item.gold.strip().rstrip(".").lower()
+    return _of_truth(item, TRUTHS[word], word in ("true", "yes")) if word in TRUTHS else item
 
 
 def _given(given: object, choices: Sequence[str]) -> list[object]:
@@ -162,8 +205,6 @@ def _given(given: object, choices: Sequence[str]) -> list[object]:
         given = [*([given["value"]] if "value" in given else []), *(texts if isinstance(texts, list) else [])]
     if isinstance(given, list) and not choices:
         return list(dict.fromkeys(map(str, given))) or [None]
-    if isinstance(given, bool) and not choices:
-        return ["true", "yes"] if given else ["false", "no"]
     return [given]
 
 
@@ -191,12 +232,24 @@ def _flat(question: str) -> tuple[str, list[str], list[str]]:
     """Question, choices and labels of a question that lists its choices: `... Choose from: A. ... B. ...`."""
     begins = list(OPTION.finditer(question))
     letters = [match[1] for match in begins]
-    if len(begins) < 2 or letters != list(LETTERS[: len(letters)]):
+    first = _first_option(letters)
+    if first is None:
         return question, [], []
+    begins, letters = begins[first:], letters[first:]
     ends = [*(match.start() for match in begins[1:]), len(question)]
     stem = re.sub(r"\s*(?:choose from|options)\s*:?\s*$", "", question[: begins[0].start()], flags=re.IGNORECASE)
     options = [question[match.end() : end].strip() for match, end in zip(begins, ends, strict=True)]
-    return stem, options, letters
+    in_order = sorted(zip(letters, options, strict=True))
+    return stem, [option for _, option in in_order], [letter for letter, _ in in_order]
+
+
+def _first_option(letters: Sequence[str]) -> int | None:
+    """Where the options begin: those from there on are A, B, … in order, or else each of these letters once."""
+    starts = range(len(letters) - 1)
+    wanted = [list(LETTERS[: len(letters) - start]) for start in starts]
+    in_order = (start for start in starts if list(letters[start:]) == wanted[start])
+    in_any = (start for start in starts if sorted(letters[start:]) == wanted[start])
+    return next(in_order, next(in_any, None))
 
 
 def _gold(
@@ -235,6 +288,8 @@ class SelfCheck(TypedDict):
     majority_score: float | None
     counts: dict[str, int]
     faults: dict[str, Sequence[object]]
+    left_out: dict[str, int]
+    """How many items cannot be asked, by reason."""
 
 
 def self_check(items: Sequence[Item]) -> SelfCheck:
@@ -263,6 +318,7 @@ def self_check(items: Sequence[Item]) -> SelfCheck:
             place[id(item)] for item in with_choices if not all(choice.strip() for choice in item.choices)
         ],
         "answer_out_of_range": [place[id(item)] for item in with_choices if item.answer is None],
+        "unread_options": [place[id(item)] for item in items if _lists_options(item)],
     }
     letters = Counter(
         LETTERS[item.answer] for item in with_choices if item.answer is not None and item.answer < len(LETTERS)
@@ -276,7 +332,14 @@ def self_check(items: Sequence[Item]) -> SelfCheck:
         "majority_score": round(max(letters.values()) / len(with_choices), 6) if letters else None,
         "counts": {name: len(found) for name, found in faults.items()},
         "faults": {name: found[:SHOWN] for name, found in faults.items()},
+        "left_out": dict(sorted(Counter(why for item in items if (why := item.cannot_be_asked())).items())),
     }
+
+
+def _lists_options(item: Item) -> bool:
+    """Whether an item that was read without choices lists some: its answer is the letter of one."""
+    letters = [match[1] for match in OPTION.finditer(item.stem)]
+    return not item.choices and len(letters) > 1 and item.gold.strip().rstrip(".") in letters
 
 
 def _addresses(items: Sequence[Item]) -> dict[int, str]:

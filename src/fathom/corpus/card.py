@@ -105,7 +105,7 @@ def _dropped(workspace: Workspace) -> Iterator[str]:
     last = ["kept", *(sum(kept.get(f"{name} {split} documents", 0) for split in ("train", "val")) for name in names)]
     yield from _table(("documents", *names), [row for row in rows if row[0] == "read" or any(row[1:])] + [last])
     yield ""
-    yield "Each document that a rule left out is in `stages/clean/*/dropped.jsonl`, each duplicate with what it matched"
+    yield "Each document that a rule left out is in `stages/clean/*/dropped.jsonl`, each duplicate with what it is like"
     yield "in `stages/duplicates/*/duplicates.jsonl`, each unreadable file in `stages/ingest/*/failed.jsonl`, what"
     yield "gives an item away in `stages/contamination/*/hits.jsonl`, pieces that are too short beside it."
 
@@ -165,12 +165,15 @@ def _benchmarks(workspace: Workspace) -> Iterator[str]:
                 for key in ("duplicate_stems", "contradictory", "repeated_options", "empty_options")
             ),
             check["counts"]["answer_out_of_range"],
+            check["counts"]["unread_options"],
             dirty[check["benchmark"]]["left_out"],
         ]
         for check in checks
     ]
     head = ("benchmark", "items", "dirty", "template only", "too short to find", "duplicate stems", "contradictory")
-    yield from _table((*head, "repeated options", "empty options", "answer out of range", "left out"), rows)
+    yield from _table(
+        (*head, "repeated options", "empty options", "answer out of range", "unread options", "left out"), rows
+    )
     yield ""
     rules = workspace.recipe.decontaminate
     yield (

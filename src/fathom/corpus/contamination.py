@@ -29,7 +29,7 @@ class Benchmarks(Stage):
     """One task for each benchmark."""
 
     name = "benchmarks"
-    version = 4
+    version = 5
 
     def settings(self) -> dict[str, object]:
         """The values of the recipe that this stage's results depend on."""
@@ -77,7 +77,7 @@ class Contamination(Stage):
     """One task for each file of documents: the action for each document that gives an item away, and why."""
 
     name = "contamination"
-    version = 3
+    version = 4
 
     def settings(self) -> dict[str, object]:
         """The values of the recipe that this stage's results depend on."""
@@ -251,7 +251,7 @@ class Flags(Stage):
                 "documents": where.get(number, [])[:10],
             }
             for number, item in enumerate(items)
-            if item.can_be_asked()
+            if not item.cannot_be_asked()
         )
         written = write_lines(folder / f"{name}.jsonl", rows)
         return {"items": len(items), "dirty": len(where), "left_out": len(items) - written}

@@ -1,8 +1,9 @@
 """Deduplication, exact and near, in five stages, none of which holds all texts in memory.
 
 `signatures` makes a few numbers of each document, `exact` finds equal ones, `candidates` finds documents that agree
-in a band, `verify` compares the word runs of such pairs themselves, and `duplicates` joins the pairs to clusters, keeps
-one document of each and records for every other which one it matched. A document's address is its file's number and its
+in a band, `verify` compares the word runs of such pairs themselves, and `duplicates` keeps
+the first document of each cluster of pairs and every other that is like none that is kept, and records how similar
+a removed document is to one that is. A document's address is its file's number and its
 row.
 
 Two conversations are similar if what is learnt of them is, and the rest too; a document and a conversation never are.
@@ -12,7 +13,7 @@ Of a table only equal exchanges are duplicates: its templates make similar ones 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO
@@ -24,6 +25,7 @@ from fathom.corpus.clean import document_digest, text_digest
 from fathom.corpus.conversations import contents
 from fathom.corpus.documents import Document, read_at, write_lines
 from fathom.corpus.minhash import NOTHING, band_numbers, jaccard, run_set
+from fathom.corpus.recipe import Deduplicate
 from fathom.corpus.stage import Input, Stage, Task, Workspace
 from fathom.corpus.templates import is_learnt
 from fathom.corpus.words import Numbers, batches, words_of
@@ -36,6 +38,8 @@ VERIFY_PAIRS = 1 << 16
 """Approximate number of pairs that a task compares."""
 CROWD, NEIGHBOURS = 64, 32
 """If more than CROWD documents agree in a band, each is compared only with its NEIGHBOURS in length and the longest."""
+COMPARED = 64
+"""Documents of a cluster that stay with which a document is compared if it was not compared with any before."""
 CACHED_RUNS = 1 << 24
 
 
@@ -358,6 +362,7 @@ class Duplicates(_Global):
     """The rows to remove from each file, and for each removed document what it matched."""
 
     name = "duplicates"
+    version = 2
 
     def settings(self) -> dict[str, object]:
         """The values of the recipe that this stage's results depend on."""
@@ -379,9 +384,9 @@ class Duplicates(_Global):
         load = [np.load(self.workspace.path(one)) for one in files]
         same = np.concatenate([np.empty((0, 2), "<u8"), *load[:exact]])
         near = np.concatenate([np.empty((0, 2), "<u8"), *load[exact : exact + edges]])
-        similar = np.concatenate([np.ones(len(same)), *load[exact + edges :]])
+        similar = np.concatenate([np.empty(0), *load[exact + edges :]])
         rows = _Rows(self.workspace, task.inputs[:parts], task.inputs[parts : 2 * parts])
-        removed = list(_removed(np.concatenate([same, near]), similar, rows, self.priorities()))
+        removed = list(_Choice(rows, self.recipe.deduplicate, self.priorities()).removed(same, near, similar))
         gone: dict[int, list[int]] = {}
         for place, _ in removed:
             gone.setdefault(place >> ROW_BITS, []).append(place & ((1 << ROW_BITS) - 1))
@@ -395,48 +400,98 @@ class Duplicates(_Global):
 
 
 Place = tuple[tuple[object, ...], str, str, str]
-"""A document's rank in its cluster, its id, path and collection."""
+"""A document's rank, its id, path and collection."""
 
 
-def _removed(
-    pairs: Numbers, similar: NDArray[np.float64], rows: _Rows, priorities: Sequence[int]
-) -> Iterator[tuple[int, dict[str, object]]]:
-    """(address, report entry) of each document that is removed from its cluster."""
+class _Choice:
+    """Which documents stay: by rank, every one that is no duplicate of one that stays already."""
+
+    def __init__(self, rows: _Rows, rules: Deduplicate, priorities: Sequence[int]) -> None:
+        self._rows, self._rules, self._priorities = rows, rules, priorities
+        self._runs = _RunSets(rows, rules.shingle)
+        self._known: dict[int, Place] = {}
+
+    def removed(
+        self, same: Numbers, near: Numbers, similar: NDArray[np.float64]
+    ) -> Iterator[tuple[int, dict[str, object]]]:
+        """(address, report entry) of each document that does not stay.
+
+        Args:
+            same: Pairs of a copy and its original.
+            near: Pairs above the threshold; no copy is in them.
+            similar: The similarity of each.
+        """
+        copies: dict[int, list[int]] = {}
+        for copy, original in same.tolist():
+            copies.setdefault(original, []).append(copy)
+        for members, neighbours in _clusters(near, similar):
+            self._known.clear()
+            stays = self._staying(members, neighbours)
+            for one in sorted(members, key=self._rank):
+                kept, value = stays[one]
+                if one != kept:
+                    yield one, self._said(one, kept, value)
+                for copy in sorted(copies.pop(one, []), key=self._rank):
+                    yield copy, self._said(copy, kept, value)
+        for original, equal in sorted(copies.items()):
+            for copy in sorted(equal, key=self._rank):
+                yield copy, self._said(copy, original, 1.0)
+
+    def _staying(
+        self, members: Sequence[int], neighbours: Mapping[int, Mapping[int, float]]
+    ) -> dict[int, tuple[int, float]]:
+        """For each document of a cluster the one that stays for it, itself perhaps, and how similar they are."""
+        found: dict[int, tuple[int, float]] = {}
+        stay: list[int] = []
+        for one in sorted(members, key=self._rank):
+            known = {other: value for other, value in neighbours[one].items() if found.get(other, (None,))[0] == other}
+            if not known:  # not every pair of a crowd was a candidate
+                likely = [other for other in stay[:COMPARED] if other not in neighbours[one]]
+                measured = ((other, _alike(self._runs.of(one), self._runs.of(other))) for other in likely)
+                known = {other: value for other, value in measured if value >= self._rules.jaccard}
+            if known:
+                found[one] = min(known.items(), key=lambda pair: (-pair[1], self._rank(pair[0])))
+            else:
+                found[one] = one, 1.0
+                stay.append(one)
+        return found
+
+    def _place(self, address: int) -> Place:
+        if address not in self._known:
+            document = self._rows.read(address)
+            rank = (-self._priorities[address >> ROW_BITS], -document.n_chars, document.id, document.path, address)
+            self._known[address] = rank, document.id, document.path, document.collection
+        return self._known[address]
+
+    def _rank(self, address: int) -> tuple[object, ...]:
+        return self._place(address)[0]
+
+    def _said(self, one: int, kept: int, value: float) -> dict[str, object]:
+        names = ("id", "path", "collection")
+        mine, theirs = self._place(one)[1:], self._place(kept)[1:]
+        return {
+            **dict(zip(names, mine, strict=True)),
+            "kind": "exact" if mine[0] == theirs[0] else "near",
+            "jaccard": round(value, 6),
+            "kept": dict(zip(names, theirs, strict=True)),
+        }
+
+
+def _clusters(near: Numbers, similar: NDArray[np.float64]) -> Iterator[tuple[list[int], dict[int, dict[int, float]]]]:
+    """The documents of each cluster of pairs; for each of them those it is paired with, and how similar they are."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
-    if not len(pairs):
+    if not len(near):
         return
-    places, indices = np.unique(pairs, return_inverse=True)
+    places, indices = np.unique(near, return_inverse=True)
     indices = indices.reshape(-1, 2)
-    graph = coo_array((np.ones(len(pairs), np.int8), (indices[:, 0], indices[:, 1])), shape=(len(places),) * 2)
+    graph = coo_array((np.ones(len(near), np.int8), (indices[:, 0], indices[:, 1])), shape=(len(places),) * 2)
     _, labels = connected_components(graph, directed=False)
-    neighbours: dict[int, list[tuple[float, int]]] = {}
-    for (one, other), value in zip(indices.tolist(), similar.tolist(), strict=True):
-        neighbours.setdefault(one, []).append((value, other))
-        neighbours.setdefault(other, []).append((value, one))
+    neighbours: dict[int, dict[int, float]] = {}
+    for (one, other), value in zip(near.tolist(), similar.tolist(), strict=True):
+        neighbours.setdefault(one, {})[other] = value
+        neighbours.setdefault(other, {})[one] = value
     order = np.argsort(labels, kind="stable")
-    for members in np.split(order, np.flatnonzero(np.diff(labels[order])) + 1):
-        known: dict[int, Place] = {}
-        for one in members.tolist():
-            place = int(places[one])
-            document = rows.read(place)
-            rank = (-priorities[place >> ROW_BITS], -document.n_chars, document.id, document.path, place)
-            known[one] = (rank, document.id, document.path, document.collection)
-        kept = min(known, key=lambda one: known[one][0])
-        for one in sorted(known, key=lambda one: known[one][0]):
-            if one == kept:
-                continue
-            value, nearest = min(neighbours[one], key=lambda pair: (-pair[0], known[pair[1]][0]))
-            yield int(places[one]), _said(known[one], known[nearest], known[kept], value)
-
-
-def _said(one: Place, nearest: Place, kept: Place, value: float) -> dict[str, object]:
-    names = ("id", "path", "collection")
-    return {
-        **dict(zip(names, one[1:], strict=True)),
-        "kind": "exact" if one[1] == nearest[1] else "near",
-        "jaccard": round(value, 6),
-        "matched": dict(zip(names, nearest[1:], strict=True)),
-        "kept": dict(zip(names, kept[1:], strict=True)),
-    }
+    for members in np.split(places[order], np.flatnonzero(np.diff(labels[order])) + 1):
+        yield members.tolist(), {one: neighbours.pop(one) for one in members.tolist()}

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
 from fathom.checkpoints.layout import PLAN
-from fathom.corpus.remote import remote
+from fathom.corpus.remote import remote, require_scheduler
 from fathom.corpus.stage import CorpusError, Task, Workspace
 from fathom.corpus.worker import carry_out
 from fathom.report.files import write_json
@@ -32,7 +32,7 @@ serve()
 """
 ATTEMPTS = 2
 POOL_BYTES = 1 << 23
-"""Less input than this is processed faster than a pool can be started."""
+"""Less input than this is processed faster than a pool or a scheduler's job can be started."""
 
 Tick = Callable[[], None]
 Executing = Callable[[Workspace, str, Sequence[Task], Tick], None]
@@ -54,13 +54,30 @@ def write_plan(workspace: Workspace, stage: str, tasks: Sequence[Task]) -> None:
 def executing(name: str) -> Iterator[Executing]:
     """The executor of a name in a recipe; its processes end with the block."""
     if name != "local":
-        yield remote
+        require_scheduler(name)
+        yield _spread
         return
     pool = Pool()
     try:
         yield pool
     finally:
         pool.stop()
+
+
+def _is_small(tasks: Sequence[Task]) -> bool:
+    return sum(one.bytes for task in tasks for one in task.inputs) < POOL_BYTES
+
+
+def _here(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Tick) -> None:
+    """Do all tasks of a stage's plan in this process."""
+    for number in range(len(tasks)):
+        carry_out(str(workspace.directory), stage, [number])
+        tick()
+
+
+def _spread(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Tick) -> None:
+    """Small stages in this process, others by the scheduler: a job that starts takes longer than they do."""
+    (_here if _is_small(tasks) else remote)(workspace, stage, tasks, tick)
 
 
 class Pool:
@@ -80,10 +97,8 @@ class Pool:
     def __call__(self, workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Tick) -> None:
         """Do all tasks of a stage's plan."""
         workers = min(workspace.recipe.executor.workers or cores(), len(tasks))
-        if workers <= 1 or sum(one.bytes for task in tasks for one in task.inputs) < POOL_BYTES:
-            for number in range(len(tasks)):
-                carry_out(str(workspace.directory), stage, [number])
-                tick()
+        if workers <= 1 or _is_small(tasks):
+            _here(workspace, stage, tasks, tick)
             return
         self.run(str(workspace.directory), stage, len(tasks), workers, tick)
 

@@ -359,6 +359,9 @@ def answer_end(after: Sequence[int], wanted: Wanted) -> int:
     """
     labels, place, left = _labels(), 0, MOST_LABELS
     while True:
+        if offered := _alternatives(after[place:], wanted):
+            place, left = place + offered, MOST_LABELS
+            continue
         for gold in wanted.golds:
             if list(after[place : place + len(gold)]) == gold:
                 return place + len(gold)
@@ -369,6 +372,22 @@ def answer_end(after: Sequence[int], wanted: Wanted) -> int:
             place, left = place + 1, left - 1
         else:
             return 0
+
+
+def _alternatives(after: Sequence[int], wanted: Wanted) -> int:
+    """How many words offer the right choice and another one, as "true or false" does, which gives nothing away."""
+    both = [(gold, other) for gold in wanted.golds for other in wanted.others]
+    for one, two in (*both, *((other, gold) for gold, other in both)):
+        if len(after) > len(one) and after[len(one)] == _or() and list(after[: len(one)]) == one:
+            end = len(one) + 1 + len(two)
+            if list(after[len(one) + 1 : end]) == two:
+                return end
+    return 0
+
+
+@functools.cache
+def _or() -> int:
+    return int(words_of(["or"]).numbers[0])
 
 
 @functools.cache

@@ -33,7 +33,6 @@ def require_scheduler(name: str) -> None:
 
 def remote(workspace: Workspace, stage: str, tasks: Sequence[Task], tick: Callable[[], None]) -> None:
     """Run tasks on `executor.workers` processes of datatrove's; failures are in its logs, beside the stages."""
-    require_scheduler(workspace.recipe.executor.name)
     try:
         from datatrove.executor import LocalPipelineExecutor, RayPipelineExecutor, SlurmPipelineExecutor
     except ImportError as error:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from fathom.evaluation.paired import Items
 from fathom.evaluation.results import ItemValues
 from fathom.evaluation.tasks import TaskDataError, file_task, load_task, task_manager
+from fathom.report.provenance import commit
 from fathom.report.tables import terminal_table
 
 if TYPE_CHECKING:
@@ -85,15 +86,16 @@ def run_task(
         task_data: A folder with the documents; without one lm-eval fetches them.
         include: A folder with further tasks, as lm-eval's own YAML.
     """
-    from lm_eval import simple_evaluate
+    from lm_eval import evaluator
 
+    evaluator.get_git_commit_hash = commit  # lm-eval's own lets git complain where the working directory is no checkout
     # lm-eval prints to standard output, which is for results: send that to the log.
     with redirect_stdout(sys.stderr):
         loaded, notes = load_task(name, task_data, include)
         if task_data is not None and file_task(name) is None:
             _require_examples(loaded["tasks"], settings.num_fewshot, task_data)
         top = loaded["groups"].get(name)
-        found = simple_evaluate(
+        found = evaluator.simple_evaluate(
             model=lm,
             tasks=[top] if top is not None else list(loaded["tasks"].values()),
             num_fewshot=settings.num_fewshot,

@@ -26,7 +26,7 @@ from fathom.evaluation.perplexity import DomainScore
 from fathom.evaluation.results import Asking, ExampleRow, PairReport, PairResults, QuestionRow, TextPair
 from fathom.evaluation.scoring import Checkpoint, EvaluateError, Settings, run
 from fathom.report import html
-from fathom.report.files import write_atomically
+from fathom.report.files import read_json, write_atomically
 from fathom.report.provenance import provenance
 from fathom.report.statistics import LEAST_BOOTSTRAPPED, bootstrap_ratio, holm, mcnemar, wilson
 
@@ -100,8 +100,22 @@ def _read(directory: Path) -> dict[str, list[Quizzed | None]]:
     return found
 
 
-def chosen(rows: Sequence[Quizzed | None], limit: int | None = None) -> tuple[list[Quizzed], Asking]:
-    """The questions of a benchmark to ask: each once, and `limit` of them at random, in the benchmark's order."""
+def left_out(directory: Path, name: str) -> dict[str, int]:
+    """How many items of a benchmark are not in its file, by reason, as `fathom corpus` wrote down beside it."""
+    path = directory / f"{name}.check.json"
+    return read_json(path).get("left_out", {}) if path.is_file() else {}
+
+
+def chosen(
+    rows: Sequence[Quizzed | None], limit: int | None = None, absent: Mapping[str, int] | None = None
+) -> tuple[list[Quizzed], Asking]:
+    """The questions of a benchmark to ask: each once, and `limit` of them at random, in the benchmark's order.
+
+    Args:
+        rows: The rows of its file.
+        limit: How many to ask at most.
+        absent: How many items are not in its file, by reason.
+    """
     once: dict[tuple[str, tuple[str, ...]], Quizzed] = {}
     for one in rows:
         if one is not None:
@@ -112,13 +126,19 @@ def chosen(rows: Sequence[Quizzed | None], limit: int | None = None) -> tuple[li
     if limit is not None and limit < len(items):
         items = [items[number] for number in sorted(random.Random("fathom limit").sample(range(len(items)), limit))]
     skipped = {
+        **(absent or {}),
         "no choices, or none that is right": sum(one is None for one in rows),
         "repeated": sum(one is not None for one in rows) - len(once),
         "not drawn": len(once) - len(items),
     }
     kept = {why: count for why, count in skipped.items() if count}
     checked = bool(items) and all(one.dirty is not None for one in items)
-    return items, {"asked": len(items), "of": len(rows), "skipped": kept, "checked": checked}
+    return items, {
+        "asked": len(items),
+        "of": len(rows) + sum((absent or {}).values()),
+        "skipped": kept,
+        "checked": checked,
+    }
 
 
 def _asked(path: Path) -> Iterator[Quizzed | None]:
@@ -178,7 +198,7 @@ def evaluate_pair(entries: Sequence[str | Path], directory: Path, settings: Sett
         raise EvaluateError(
             "--benchmark compares two checkpoints, BASE and NEW, and takes no --tasks and no --max-trips"
         )
-    picked = {name: chosen(rows, settings.limit) for name, rows in _read(directory).items()}
+    picked = {name: chosen(rows, settings.limit, left_out(directory, name)) for name, rows in _read(directory).items()}
     benchmarks = {name: items for name, (items, _) in picked.items() if items}
     if find_spec("lm_eval") is None:
         raise EvaluateError(f"--benchmark needs lm-eval: {to_install('evaluate')}")
