@@ -10,8 +10,8 @@ from transformers import AutoModel, Qwen3Config, Qwen3ForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from fathom.checkpoints.export import export
-from fathom.models import FathomForCausalLM, roles
-from fathom.models.roles import MechanismModule, ValueMixer
+from fathom.models import FathomForCausalLM, modeling, roles
+from fathom.models.roles import MechanismModule
 
 from .cases import CASES, SHAPE, build, config_of, tokens
 
@@ -233,19 +233,17 @@ def test_a_decoded_token_of_hyper_connections_is_few_operations():
     assert added[0] < 30 and added[1] > 80
 
 
-def test_a_mixer_of_nothing_is_called_for_its_hooks_alone(monkeypatch):
-    """It costs a decoded token a call per layer."""
-    model, called, seen = build(config_of("vanilla")), [], []
-    plain = ValueMixer.forward
-    monkeypatch.setattr(ValueMixer, "forward", lambda self, *given: called.append(self) or plain(self, *given))
+@pytest.mark.parametrize("name", ["vanilla", "depth_attention"])
+def test_a_mixer_is_called_directly_without_hooks_and_seen_by_them(name):
+    model, seen = build(config_of(name)), []
     with torch.no_grad():
         expected = model(tokens(1, 3)).logits
-        assert not called
-        mixer = model.model.layers[1].self_attn.mixer
-        mixer.register_forward_hook(lambda _, given, out: seen.append(out is given[2]))
-        model.model.layers[2].self_attn.mixer.register_forward_pre_hook(lambda *given: seen.append(len(given)))
+        mixers = [layer.self_attn.mixer for layer in model.model.layers]
+        mixers[1].register_forward_hook(lambda _, given, out: seen.append(out is given[2]))
+        mixers[2].register_forward_pre_hook(lambda *given: seen.append(len(given)))
         assert torch.equal(model(tokens(1, 3)).logits, expected)
-    assert seen == [True, 2] and called[0] is mixer and len(called) == 2
+    assert roles.direct(mixers[0]) == mixers[0].forward and roles.direct(mixers[1]) is mixers[1]
+    assert seen == [name == "vanilla", 2]
 
 
 @pytest.mark.filterwarnings("ignore:Full backward hook is firing")
@@ -259,6 +257,6 @@ def test_a_hook_sees_every_call_of_a_mechanism(kind, monkeypatch):
     model(tokens(1, 3)).logits.sum().backward()
     calls = Counter(seen)
     assert calls == {"self_attn.mixer": 1, "attn_residual": 2, "mlp_residual": 2}
-    monkeypatch.setattr(roles, "uncalled", lambda module: True)
+    monkeypatch.setattr(modeling, "direct", lambda module: module.forward)
     model(tokens(1, 3)).logits.sum().backward()
     assert Counter(seen) == calls

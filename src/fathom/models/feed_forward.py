@@ -31,9 +31,10 @@ class FeedForward(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """`[B, T, hidden_size]` to the same."""
-        if self.gate_proj is None:
+        gate = self.gate_proj
+        if gate is None:
             return self.down_proj(self.act_fn(self.up_proj(x)))
         swiglu = faster("swiglu", x) if self.silu else None
         if swiglu is None:
-            return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x)))
+            return self.down_proj(self.act_fn(gate(x)) * self.up_proj(x))
+        return self.down_proj(swiglu(gate(x), self.up_proj(x)))

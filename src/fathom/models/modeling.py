@@ -59,8 +59,6 @@ from .roles import (
     ValueMixer,
     View,
     direct,
-    idle,
-    uncalled,
 )
 from .rotary import PositionEmbeddings, build_rotary, rotate
 from .several_trips import Inputs, Store
@@ -186,7 +184,7 @@ class Attention(nn.Module):
         query, key, value = query.view(heads), key.view(heads), value.view(heads)
         angles = (positions[self.layer_type] if isinstance(positions, Mapping) else positions) if self.rotates else None
         fused = self.mixer.fused(value, sources) if sources and self.fusible else None
-        if fused is not None and all(uncalled(part) for part in (self.q_norm, self.k_norm, self.mixer)):
+        if fused is not None and all(direct(part) is not part for part in (self.q_norm, self.k_norm, self.mixer)):
             return fused((query, key, value), sources, (self.q_norm, self.k_norm), angles, self.norm_rotated_keys)
         if self.qk_norm == "head":
             query = self.q_norm(query)
@@ -196,9 +194,7 @@ class Attention(nn.Module):
             query, key = rotate(query, key, *angles)
         if self.norm_rotated_keys:
             key = self.k_norm(key)
-        if not idle(self.mixer, ValueMixer):
-            value = direct(self.mixer)(query, key, value, sources)
-        return query, key, value
+        return query, key, direct(self.mixer)(query, key, value, sources)
 
 
 def _reading(attend: Callable, mask: Tensor | ReadingRule | None, earlier: tuple[Tensor, ...]) -> Callable:
@@ -224,24 +220,20 @@ class DecoderLayer(GradientCheckpointingLayer):
         self.multiplier = config.residual_multiplier
         self.attn_residual: Residual = residual(config, 2 * layer_idx)
         self.mlp_residual: Residual = residual(config, 2 * layer_idx + 1)
-        self.plain = residual is Residual
+        self.one_write = self.parallel and residual is Residual  # GPT-NeoX rounds the sum of both updates first
 
     def forward(self, *state: Tensor, sources: tuple[Tensor, ...] = (), **kwargs: object) -> ResidualState:
         """The new residual state and, last, this layer's key and mixed value for the layers that read them.
 
         Inputs and outputs are tensors, not tuples of tensors: reentrant checkpointing tracks gradients of tensors only.
         """
-        if self.plain:  # the same sums without four calls, which a single token would notice
-            update, key, value = self.attend(state[0], sources=sources, **kwargs)
-            if self.parallel:
-                return state[0] + (update + self.feed_forward(state[0])), key, value
-            x = state[0] + update
-            return x + self.feed_forward(x), key, value
         attn, mlp = direct(self.attn_residual), direct(self.mlp_residual)
         x, state, context = attn(state)
         if self.parallel:  # two reads of one state, then two writes
             y, state, second = mlp(state)
         update, key, value = self.attend(x, sources=sources, **kwargs)
+        if self.one_write:
+            return *attn(state, update + self.feed_forward(y), context), key, value
         state = attn(state, update, context)
         if not self.parallel:
             y, state, second = mlp(state)
@@ -451,6 +443,8 @@ class FathomModel(FathomPreTrainedModel):
         )
         self.norm = NORMS[config.norm](config.hidden_size, config.rms_norm_eps)
         self.recurrence: Recurrence = mechanism("recurrence", config.recurrence).build(config)
+        self.slotted = self.recurrence.view is not View.SAME or self.recurrence.halts
+        """Whether trips read one another or tokens halt, so that the cache must hold slots."""
         self.rotary_emb = build_rotary(config)
         self.embed_positions = None
         if config.positions == "learned":
@@ -584,11 +578,6 @@ class FathomModel(FathomPreTrainedModel):
                 f"max_trips must be between 1 and {most}, the trips this model was trained for: {max_trips}"
             )
         return max_trips
-
-    @property
-    def slotted(self) -> bool:
-        """Whether trips read one another or tokens halt, so that the cache must hold slots."""
-        return self.recurrence.view is not View.SAME or self.recurrence.halts
 
     def causal_masks(
         self,
