@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from fathom.models.registry import DEFAULTS, MECHANISMS
 from tests.outside.accepted import ACCEPTED
 
 ROOT = Path(__file__).parents[1]
@@ -30,7 +31,11 @@ def listed(page: str) -> dict[str, set[str]]:
     return found
 
 
+def test_the_list_has_every_mechanism() -> None:
+    assert ACCEPTED.keys() == {"qwen3", "vanilla", *MECHANISMS} - set(DEFAULTS.values())
+
+
 def test_the_page_lists_what_is_accepted() -> None:
     page = (ROOT / "docs" / "outside.md").read_text(encoding="utf-8")
     assert listed(page) == {case: set(names) for case, names in ACCEPTED.items()}
-    assert listed(page.replace("| `loop`, `ponder2` |", "| `loop` |")) != listed(page), "a row less is seen"
+    assert listed(page.replace("| `ponder2`, `ponder3` |", "| `ponder2` |")) != listed(page), "a row less is seen"

@@ -1,11 +1,16 @@
-"""`torch.export` with a free length."""
+"""`torch.export` with a free length, of every mechanism, composition and kind of backbone."""
 
 from __future__ import annotations
 
 import pytest
 import torch
+from torch.export import Dim, ExportedProgram, export
 
-from tests.models.cases import build, config_of, tokens
+from fathom.models import FathomConfig
+from tests.models.cases import BACKBONES, CASES, build, config_of, tokens
+
+NAMES = [case for case in CASES if "@" not in case] + [f"vanilla@{backbone}" for backbone in BACKBONES]
+QUICK = ("depth_attention", "ponder")
 
 
 class Logits(torch.nn.Module):
@@ -17,12 +22,44 @@ class Logits(torch.nn.Module):
         return self.model(input_ids=ids, use_cache=False).logits
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ["vanilla", "depth_attention", "denseformer", "loop", "ponder"])
+def config_that_solves(case: str, prefill: str) -> FathomConfig:
+    """The case's configuration; mechanisms that solve for all tokens at once do so in a fixed number of rounds."""
+    options = dict(CASES[case][1].get("recurrence", {}))
+    if "prefill" in options:
+        options |= {"prefill": prefill, "jacobi_eval": 2}
+    return config_of(case, recurrence_options=options)
+
+
+def exported(model: torch.nn.Module) -> ExportedProgram:
+    """The graph for any length from 4 to 64, traced at 12."""
+    return export(model, (tokens(2, 12),), dynamic_shapes={"ids": {1: Dim("length", min=4, max=64)}}, strict=False)
+
+
+@pytest.mark.parametrize(
+    "case", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in NAMES]
+)
+@torch.no_grad()
 def test_an_export_takes_any_length(case: str) -> None:
-    model = Logits(build(config_of(case)).eval())
-    length = torch.export.Dim("length", min=4, max=64)
-    with torch.no_grad():
-        program = torch.export.export(model, (tokens(2, 12),), dynamic_shapes={"ids": {1: length}}, strict=False)
-        ids = tokens(2, 21)
-        torch.testing.assert_close(program.module()(ids), model(ids))
+    model = Logits(build(config_that_solves(case, "jacobi")).eval())
+    program = exported(model).module()
+    for length in (5, 21, 64):
+        ids = tokens(2, length)
+        torch.testing.assert_close(program(ids), model(ids), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("case", [case for case in ("ponder2", "ponder3", "ponder-all") if case in CASES])
+@torch.no_grad()
+def test_an_exact_prefill_is_exported_at_one_length(case: str) -> None:
+    """The number of passes is the length's: a free length is refused by name."""
+    model = Logits(build(config_that_solves(case, "exact")).eval())
+    with pytest.raises(ValueError, match=r"prefill=exact .* set prefill=jacobi, or export one length"):
+        exported(model)
+
+
+@pytest.mark.slow
+@torch.no_grad()
+def test_one_length_of_an_exact_prefill_is_exported() -> None:
+    model = Logits(build(config_that_solves("ponder2", "exact")).eval())
+    ids = tokens(2, 6)
+    program = export(model, (tokens(2, 6),), strict=False).module()
+    torch.testing.assert_close(program(ids), model(ids), atol=1e-4, rtol=1e-4)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.outside.accepted import ACCEPTED, SEVERAL_TRIPS, SKIPPED, UNSEEN
+from tests.outside.accepted import ACCEPTED, SKIPPED, UNSEEN
 
 OURS = Path(__file__).parent
 REPORTS: dict[str, list[pytest.TestReport]] = defaultdict(list)
@@ -35,9 +35,12 @@ def pytest_ignore_collect(config: pytest.Config) -> bool | None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what stands here, and what is accepted to fail: it must."""
-    for item in items:
-        if OURS not in item.path.parents:
-            continue
+    ours = [item for item in items if OURS in item.path.parents]
+    if not ours:
+        return
+    from tests.outside.models import SEVERAL_TRIPS
+
+    for item in ours:
         item.add_marker(pytest.mark.outside)
         case, name = _suite(item.nodeid).partition(", ")[2], item.name.partition("[")[0]
         if reason := ACCEPTED.get(case, {}).get(name):

@@ -15,16 +15,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from fathom.models import FathomConfig, FathomForCausalLM, FathomModel
 from fathom.models.registry import parse_mechanism
 from tests.outside.accepted import ACCEPTED
+from tests.outside.models import ONE_TRIP, SEVERAL_TRIPS
 from tests.outside.sources import common
 
 CASES: dict[str, dict[str, Any]] = {
-    "vanilla": {},
-    "depth_attention": {},
-    "hyper_connections": {},
-    "loop": {"recurrence_options": {"trips": 2}},
-    "ponder2": {"recurrence_options": {"trips": 2}},
+    **{name: {} for name in ONE_TRIP},
+    **{name: {"recurrence_options": {"trips": 2}} for name in SEVERAL_TRIPS},
 }
-TWO_TRIPS = ("loop", "ponder2")
+"""Every mechanism of the registry by itself."""
 
 # The tests tell a bare decoder from one with a head by these tables, which know transformers' own models only.
 MODEL_MAPPING_NAMES["fathom"] = FathomModel.__name__
@@ -52,7 +50,7 @@ class Small:
         stock = case == "qwen3"
         self.base_model_class = Qwen3Model if stock else FathomModel
         self.causal_lm_class = Qwen3ForCausalLM if stock else FathomForCausalLM
-        self.expected_num_hidden_layers = self.num_hidden_layers * (2 if case in TWO_TRIPS else 1) + 1
+        self.expected_num_hidden_layers = self.num_hidden_layers * (2 if case in SEVERAL_TRIPS else 1) + 1
 
     def get_config(self) -> Qwen3Config:
         shape = dict(
@@ -131,4 +129,4 @@ def test_the_list_names_tests_that_exist(case: str) -> None:
 def test_the_list_is_short() -> None:
     """One trip: four names beyond Qwen3's own, which are none."""
     assert ACCEPTED["qwen3"] == {}
-    assert len({name for case in ("vanilla", "depth_attention", "hyper_connections") for name in ACCEPTED[case]}) <= 4
+    assert len({name for case in ONE_TRIP for name in ACCEPTED[case]}) <= 4

@@ -114,11 +114,21 @@ def run(model: FathomModel, x: Tensor, inputs: Inputs, cache: Cache | Store | No
     exact = recurrence.exact() and not model.training
     rounds = recurrence.rounds("train" if model.training else "evaluate", x.shape[1])
     if exact:
-        rounds = (x.shape[1] - 1) * (inputs.trips - 1)
+        rounds = _exact_rounds(x.shape[1], inputs.trips)
     still = exact and not torch.compiler.is_compiling() and not torch.is_grad_enabled() and not _among_ranks()
     through = Interleaved(model, inputs)
     kept = recurrence.gradient_passes if model.training else 0
     return jacobi(recurrence, x, through, inputs.trips, rounds, inputs.live, until_still=still, kept=kept)
+
+
+def _exact_rounds(length: int, trips: int) -> int:
+    """How many Jacobi rounds equal decoding token by token; a graph has no such number if its length is free."""
+    if torch.compiler.is_exporting() and isinstance(length, torch.SymInt):
+        raise ValueError(
+            "recurrence_options.prefill=exact makes more passes the longer the text is, so torch.export cannot leave "
+            "the length free: set prefill=jacobi, or export one length"
+        )
+    return (length - 1) * (trips - 1)
 
 
 def _among_ranks() -> bool:
@@ -146,7 +156,7 @@ def _stored(model: FathomModel, x: Tensor, inputs: Inputs, store: Store, solve: 
         state = sweep(recurrence, x, through, inputs.trips, live=inputs.live, pick=pick)[0]
         through.finish()
         return state
-    rounds = (length - 1) * (inputs.trips - 1) if exact else recurrence.rounds("prefill", length)
+    rounds = _exact_rounds(length, inputs.trips) if exact else recurrence.rounds("prefill", length)
     return jacobi(recurrence, x, Interleaved(model, inputs, store), inputs.trips, rounds, inputs.live)
 
 
