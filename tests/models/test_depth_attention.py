@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.cost import mechanism_cost
-from fathom.models.depth_attention import DepthAttention, depth_weights, mix, mix_stacked, mix_token
+from fathom.models.depth_attention import DepthAttention, depth_weights, mix, mix_few
 from fathom.models.numerics import few
 from fathom.models.slots import plan
 from fathom.models.uniform_depth import UniformDepth
@@ -159,37 +159,27 @@ def test_forward_and_gradients(group, sources):
         assert torch.allclose(a, b, atol=1e-12) and torch.allclose(a, c, atol=1e-12)
 
 
+@pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize("group", [1, 3])
 @pytest.mark.parametrize("sources", [1, 5])
-def test_a_stack_is_the_list(group, sources):
-    """What a decoded token takes on a CPU is what training takes; too many tokens take the list."""
+def test_few_tokens_are_mixed_as_many_are(length, group, sources):
+    """As projections leave them, queries, keys and values are no contiguous memory."""
     made = torch.Generator().manual_seed(sources)
-    query, *rest = (
-        torch.randn(2, heads, 3, 8, generator=made, dtype=torch.float64)
+    query, key, value, *lower = (
+        torch.randn(2, length, heads, 8, generator=made, dtype=torch.float64).transpose(1, 2)
         for heads in [2 * group] + [2] * (2 * sources + 2)
     )
-    key, value, *lower = rest
     expected = mix(query, key, value, tuple(lower))[0]
-    assert (mix_stacked(query, key, value, tuple(lower)) - expected).abs().max() < 1e-14
-    assert (mix_stacked(query, key.roll(1, 1), value, tuple(lower)) - expected).abs().max() > 1e-3
+    found = mix_few(query, key, value, tuple(lower))
+    assert found.shape == value.shape and (found - expected).abs().max() < 1e-14
+    assert (mix_few(query, key.roll(1, 1), value, tuple(lower)) - expected).abs().max() > 1e-3
+
+
+def test_few_is_a_limit_of_eager_decoding_in_full_precision():
+    query = torch.randn(2, 2, 3, 8)
     with torch.no_grad():
         assert few(query) and not few(query.half()) and not few(query.repeat(1, 1, 512, 1))
     assert not few(query)
-
-
-@pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("sources", [1, 5])
-def test_one_token_is_the_list(group, sources):
-    """Sources along the axis of tokens; as projections leave them, keys and values are no contiguous memory."""
-    made = torch.Generator().manual_seed(sources)
-    query, key, value, *lower = (
-        torch.randn(2, 1, heads, 8, generator=made, dtype=torch.float64).transpose(1, 2)
-        for heads in [2 * group] + [2] * (2 * sources + 2)
-    )
-    expected = mix(query, key, value, tuple(lower))[0]
-    found = mix_token(query, key, value, tuple(lower))
-    assert found.shape == value.shape and (found - expected).abs().max() < 1e-14
-    assert (mix_token(query, key.roll(1, 1), value, tuple(lower)) - expected).abs().max() > 1e-3
 
 
 def test_a_decoded_token_under_autocast_is_mixed_in_float32():

@@ -13,8 +13,8 @@ Sources contribute their *mixed* value. ṽ is what the cache stores, so decodin
 ordinary cache. No parameters.
 
 The form below is chosen for memory traffic, which is all that the mix costs: a list of sources, no stack, no cat, no
-einsum, arithmetic in float32, one rounding at the end. A compiler fuses it into one kernel; run eagerly, a
-hand-written backward keeps no float32 copies.
+einsum, arithmetic in float32, one rounding at the end. A compiler fuses it into one kernel. Eager training has a
+hand-written backward, which keeps no float32 copies; a few decoded tokens on a CPU take fewer calls (`mix_few`).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class DepthAttention(ValueMixer):
         if (kernel := faster("depth_mix", value)) is not None:
             return kernel(query, key, value, sources, self.self_bias)
         if self.self_bias is None and few(query):
-            return (mix_stacked if query.shape[2] > 1 else mix_token)(query, key, value, sources)
+            return mix_few(query, key, value, sources)
         if torch.compiler.is_compiling() or not torch.is_grad_enabled():
             return mix(query, key, value, sources, self.self_bias)[0]
         return _Mix.apply(query, self.self_bias, key, value, *sources)
@@ -150,21 +150,15 @@ def mix(
     return mixed.to(value.dtype), weights, q
 
 
-def mix_stacked(query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+def mix_few(query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
     """ṽ in few calls, for few tokens: ordinary attention whose sequence is the depth."""
-    q = head_pool(query, key.shape[1]).unsqueeze(-2).flatten(0, 1)  # [B H_kv, T, 1, D]
-    keys = torch.stack((*sources[::2], key), -2).flatten(0, 1)  # [B H_kv, T, S, D]
-    values = torch.stack((*sources[1::2], value), -2).flatten(0, 1)
-    mixed = F.scaled_dot_product_attention(q, keys, values)
-    return mixed.view(value.shape)
-
-
-def mix_token(query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
-    """`mix_stacked` of one token to a row, whose axis of tokens is free to hold the sources."""
-    batch, kv_heads, _, width = key.shape
-    q = query.reshape(batch, kv_heads, -1, width).mean(2, keepdim=True)
-    keys, values = torch.cat((*sources[::2], key), 2), torch.cat((*sources[1::2], value), 2)  # [B, H_kv, S, D]
-    return F.scaled_dot_product_attention(q, keys, values)
+    batch, kv_heads, length, width = key.shape
+    q = query.reshape(batch, kv_heads, -1, length, width).mean(2)  # [B, H_kv, T, D]
+    keys, values = (*sources[::2], key), (*sources[1::2], value)
+    if length == 1:  # the axis of tokens is free to hold the depth
+        return F.scaled_dot_product_attention(q, torch.cat(keys, 2), torch.cat(values, 2))
+    stacked = (q.unsqueeze(-2), torch.stack(keys, -2), torch.stack(values, -2))  # [B, H_kv, T, 1 or S, D]
+    return F.scaled_dot_product_attention(*(x.flatten(0, 1) for x in stacked)).view(value.shape)
 
 
 class _Mix(torch.autograd.Function):
