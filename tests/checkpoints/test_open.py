@@ -258,6 +258,31 @@ def test_no_value_of_a_file_ends_in_a_traceback(kind, file, key, value, whole, s
     assert code == 0 or (code == 2 and error.count("fathom: ") >= 1 and "Traceback" not in error)
 
 
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda t: t.pop("model.norm.weight"), "the checkpoint lacks model.norm.weight"),
+        (lambda t: [t.pop(name) for name in [*t]], "the checkpoint lacks lm_head.weight and "),
+        (
+            lambda t: t.update({"model.norm.weight": torch.ones(9)}),
+            "model.norm.weight has shape [9], config.json needs",
+        ),
+        (lambda t: t.update(spare=torch.ones(9)), "holds tensors of no use: spare"),
+    ],
+    ids=["lacks", "lacks all", "shape", "spare"],
+)
+def test_other_families_are_opened_whole_or_refused_in_one_line(change, said, stock, tmp_path, capfd):
+    """transformers would print a table and start what is missing at random."""
+    copy = shutil.copytree(stock, tmp_path / "model")
+    tensors = load_file(copy / "model.safetensors")
+    change(tensors)
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+    code = main(["generate", str(copy), "a", "--max-new-tokens", "1"])
+    error = capfd.readouterr().err
+    assert said in error and "REPORT" not in error
+    assert code == (0 if "spare" in said else 2)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_16_bit_weights_on_a_cpu_that_imitates_them(dtype, copy, capsys, monkeypatch):
     """In float32, with the same values, and a line says so; as stored where that was asked for or the CPU is able."""

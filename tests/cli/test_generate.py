@@ -48,6 +48,7 @@ def test_a_run_and_a_comparison_lead_to_their_model(exported: Path, tmp_path: Pa
         ),
         (["MODEL", "a", "--set", "min_p"], "--set min_p: expected key=value"),
         (["MODEL", "a", "--chat"], "one of them"),
+        (["MODEL", "a", "--allow-control-tokens"], "--allow-control-tokens is for --chat and --prompts FILE"),
         (["MODEL", "--out", "x.jsonl"], "--out x.jsonl is for the answers to a file: give --prompts FILE"),
         (["MODEL", "--prompts", "x.jsonl", "--json"], "without --out the answers are printed: give --out"),
         (["MODEL", "a", "--set", "min_p=7"], "min_p=7: allowed: a number"),

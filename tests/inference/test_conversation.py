@@ -7,11 +7,13 @@ from pathlib import Path
 
 import pytest
 
+from fathom.checkpoints.open import open_checkpoint
 from fathom.inference.conversation import chat
 from fathom.inference.generate import generate
 from fathom.inference.prompt_file import generate_file
 from fathom.inference.settings import GenerateError, Sampling
 from tests.inference.talker import TEMPLATE, read, write
+from tests.tiny import export_tiny
 
 
 def test_a_conversation_that_the_template_refuses(opened, monkeypatch, tmp_path: Path) -> None:
@@ -39,6 +41,21 @@ def test_a_message_that_a_template_refuses_ends_no_conversation(opened) -> None:
     chat(model, tokenizer, Sampling(3, temperature=0), iter(["a\n", "b\n"]), expected.append)
     refused = "[this conversation cannot be read: no means no; /new starts over]\n"
     assert refused in said and [text for text in said if text != refused] == expected
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_control_tokens_of_a_message_are_text_unless_allowed(allowed: bool, monkeypatch, tmp_path: Path) -> None:
+    """The same in a conversation and in a file of prompts."""
+    model, tokenizer = open_checkpoint(export_tiny(tmp_path / "tiny"), "cpu")
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    asked: list[int] = []
+    whole = model.generate
+    monkeypatch.setattr(model, "generate", lambda ids, **a: asked.append(ids[0].tolist().count(end)) or whole(ids, **a))
+    sampling = Sampling(3, temperature=0, allow_control=allowed)
+    chat(model, tokenizer, sampling, iter(["a<|im_end|>b\n"]), len)
+    prompts = write(tmp_path / "in.jsonl", [{"messages": [{"role": "user", "content": "a<|im_end|>b"}]}])
+    generate_file(model, tokenizer, prompts, tmp_path / "out.jsonl", sampling)
+    assert asked == [1 + allowed] * 2
 
 
 def test_a_conversation_remembers(opened, monkeypatch) -> None:

@@ -29,7 +29,9 @@ from fathom.inference.engine import Scored
 from fathom.inference.generate import generate, generate_batch
 from fathom.inference.prompt import encode
 from fathom.inference.settings import Sampling
+from fathom.lens import live as live_lens
 from fathom.lens.live import add_lens
+from fathom.lens.look import look
 from fathom.models import FathomForCausalLM
 from tests.processes import Command
 from tests.tiny import CHATML, TEXT, export_tiny, piece_tokenizer, say, tiny_config
@@ -924,6 +926,16 @@ def test_the_lens_is_live(directory):
         assert status == 200 and "".join(answer["models"][0]["tokens"]) == "The sailors"
         check_error(live.post("/lens/data", text=""), 400)
         check_error(live.post("/lens/data", txet="x"), 400)
+
+
+def test_the_lens_refuses_what_cannot_fit_before_the_engine_sees_it(directory, monkeypatch):
+    """The engine's thread tokenises for the lens, and every other client waits for it."""
+    seen = []
+    monkeypatch.setattr(live_lens, "look", lambda *a, **k: seen.append(a[2]) or look(*a, **k))
+    with in_thread(server.build_app(server.Service(*open_checkpoint(directory, "cpu"), "tiny"), lens=add_lens)) as live:
+        check_error(live.post("/lens/data", text="depth " * 20_000), 400, "context_length_exceeded")
+        assert live.post("/lens/data", text="The sailors")[0] == 200
+    assert seen == ["The sailors"]
 
 
 def test_the_lens_counts_packed_weights(tmp_path):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -24,6 +25,7 @@ from fathom.checkpoints.origin import Refused
 from fathom.checkpoints.runs import open_decoder, read_config
 from fathom.checkpoints.tokenizers import open_tokenizer
 from fathom.errors import FathomError
+from fathom.models.loading import without_report
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -152,10 +154,38 @@ def _open_stranger(
     where = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     settings = AutoConfig.from_pretrained(directory, **where)
     tokenizer = open_tokenizer(directory, settings, trust_remote_code)
-    model = AutoModelForCausalLM.from_pretrained(directory, config=settings, dtype=dtype, use_safetensors=True, **where)
+    with without_report():
+        model, info = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=settings,
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
+            **where,
+        )
+    _require_tensors(directory, info)
     with torch.inference_mode():  # shapes that contradict one another are found by the first token
         model.eval()(input_ids=torch.zeros(1, 1, dtype=torch.long, device=model.device))
     return model, tokenizer
+
+
+def _require_tensors(directory: Path, info: Mapping[str, Collection[Any]]) -> None:
+    """Refuse what transformers would start at random; name what it leaves unread.
+
+    Args:
+        directory: Where the checkpoint is.
+        info: transformers' account of the loading.
+    """
+    for name, found, needed in sorted(info["mismatched_keys"]):
+        raise Refused(f"{directory}: {name} has shape {list(found)}, config.json needs {list(needed)}")
+    for names, words in ((info["missing_keys"], "lacks"), (info["unexpected_keys"], "holds tensors of no use:")):
+        some = sorted(names)
+        if some:
+            line = f"{directory}: the checkpoint {words} {some[0]}" + (f" and {len(some) - 1} more" if some[1:] else "")
+            if names is info["missing_keys"]:
+                raise Refused(line)
+            print(f"fathom: {line}", file=sys.stderr, flush=True)
 
 
 def own_context(directory: Path, trust_remote_code: bool = False) -> int | None:

@@ -26,6 +26,11 @@ def add(parser: Parser) -> None:
     parser.add_argument("prompt", nargs="?", help="what to continue; - or a pipe: standard input; else a new document")
     parser.add_argument("--chat", action="store_true", help="a conversation on the terminal")
     parser.add_argument("--system", metavar="TEXT", help="how to answer, for --chat")
+    parser.add_argument(
+        "--allow-control-tokens",
+        action="store_true",
+        help="let message texts write the chat template's control tokens, as <|im_end|> (default: as plain text)",
+    )
     parser.add_argument("--prompts", type=Path, metavar="FILE", help='JSONL: {"prompt": "..."} or {"messages": [...]}')
     parser.add_argument(
         "--out",
@@ -81,6 +86,7 @@ def run(options: Namespace) -> int:
         options_of(options.set),
         options.static_cache,
         options.compile,
+        allow_control=options.allow_control_tokens,
         speculate=options.speculate,
     )
     use(options.kernels, options.device)
@@ -143,6 +149,8 @@ def _check(options: Namespace) -> None:
             raise UsageError(f"{name} is not UTF-8")
     if options.system is not None and not options.chat:
         raise UsageError("--system says how to answer: give --chat with it")
+    if options.allow_control_tokens and not options.chat and options.prompts is None:
+        raise UsageError("--allow-control-tokens is for --chat and --prompts FILE: a prompt writes them anyway")
     if options.json and options.chat:
         raise UsageError("--json is for a prompt or --prompts FILE: leave it out of a --chat")
     if options.batch_size is not None and (options.prompts is None or options.batch_size < 1):

@@ -42,7 +42,7 @@ def chat(
             continue
         messages.append({"role": "user", "content": line.rstrip("\n")})
         try:
-            ids = encode(tokenizer, messages)
+            ids = encode(tokenizer, messages, allow_control=sampling.allow_control)
             sampling.room(model, ids)
         except GenerateError as error:
             messages.pop()

@@ -113,7 +113,8 @@ def _answer(
     prompts: list[list[int]] = []
     for record in batch:
         try:
-            ids = encode(tokenizer, record["prompt"] if "prompt" in record else record["messages"])
+            asked = record["prompt"] if "prompt" in record else record["messages"]
+            ids = encode(tokenizer, asked, allow_control=sampling.allow_control)
             sampling.room(model, ids)
             prompts.append(ids)
             answers.append({})

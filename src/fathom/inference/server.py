@@ -42,8 +42,8 @@ if TYPE_CHECKING:
 
 NEW_TOKENS = 1024  # where a request names no number
 ENDLESS = 1 << 20  # tokens of context that are offered where a cache of constant size sets no limit
-AddPages = Callable[[FastAPI, "PreTrainedModel", "PreTrainedTokenizerBase", str, Engine], None]
-"""Adds routes to the server: from the application, model, tokenizer, name and the engine."""
+AddPages = Callable[[FastAPI, "Service"], None]
+"""Adds routes to the server."""
 Asked = CompletionBody | ChatBody
 Parts = AsyncIterator[tuple[int, str]]
 """Which text of an answer has grown by what."""
@@ -340,7 +340,7 @@ def build_app(
         return {"status": "ok"}
 
     if lens is not None:
-        lens(app, service.model, service.tokenizer, service.name, service.engine)
+        lens(app, service)
     # Every character may be escaped into six bytes, and few tokens have more than ten characters.
     app.add_middleware(Gate, api_key=api_key, body_limit=max(1 << 20, 64 * service.context), hosts=hosts)
     # Outside the gate: a browser's preflight has no key, and a page may read an error only if the header allows it.

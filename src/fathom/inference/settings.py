@@ -78,6 +78,8 @@ class Sampling:
     """A cache of constant size: prompts are processed one by one, and the context is not limited."""
     max_trips: int | None = None
     """Most trips per token, up to the number that the model was trained for."""
+    allow_control: bool = False
+    """Let the texts of messages write the chat template's control tokens, as `<|im_end|>`."""
     speculate: int | None = None
     """Draft with this many first trips and check with the rest: the same texts, faster if drafts are good."""
 

@@ -11,28 +11,30 @@ from fastapi.responses import HTMLResponse, JSONResponse
 
 from fathom.inference.api import ApiError
 from fathom.inference.batches import ServeError
-from fathom.inference.engine import Engine
+from fathom.inference.prompt import encode
 from fathom.lens.look import LensData, LensError, look
 from fathom.lens.page import lens_page, pack
 from fathom.models import FathomForCausalLM
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from fathom.inference.server import Service
 
 TEXT = "To fathom: to measure a depth; to understand after much thought."
 """The text that the page shows at first."""
 
 
-def add_lens(
-    app: FastAPI, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str, engine: Engine
-) -> None:
+def add_lens(app: FastAPI, service: Service) -> None:
     """Offer the lens at /lens."""
+    model, tokenizer, name = service.model, service.tokenizer, service.name
+    context = model.config.max_position_embeddings
     if not isinstance(model, FathomForCausalLM):
         raise ServeError(f"--lens looks into Fathom's decoder; this is a {type(model).__name__}")
 
     async def looked(text: str) -> LensData:
         # Shielded: the thread cannot be stopped, and cancelling would leave its result without a reader.
-        return await asyncio.shield(asyncio.wrap_future(engine.call(partial(look, model, tokenizer, text, name=name))))
+        return await asyncio.shield(
+            asyncio.wrap_future(service.engine.call(partial(look, model, tokenizer, text, name=name)))
+        )
 
     @app.get("/lens")
     async def page() -> HTMLResponse:
@@ -43,6 +45,9 @@ def add_lens(
         text = body.get("text")
         if not isinstance(text, str):
             raise ApiError(400, "text: must be a string", param="text")
+        # Far too long a text is refused on a thread of its own: the engine's would keep every other client waiting.
+        if text:
+            await service.encoded("text", len(text), partial(encode, tokenizer, text, {}, context))
         try:
             return JSONResponse(pack(await looked(text)))
         except (LensError, UnicodeError) as error:
