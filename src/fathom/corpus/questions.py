@@ -1,0 +1,155 @@
+"""An examination made from documents: some are held out, and questions are made of their sentences alone.
+
+A question is the beginning of a sentence with the sentence before it; the choices are how it goes on, and how three
+other sentences of the same document do. Nobody has to write or to check them, any documents will do, and what they
+measure is how well a model reads the domain. Conversations are made of the documents that are not held out.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+
+from fathom.data.sources import Reading, find_sources, parse
+from fathom.errors import FathomError
+from fathom.report.files import write_atomically
+
+CHOICES = 4
+SHORTEST, LONGEST = 12, 40
+"""Words of a sentence that is asked for."""
+BEGINNING = 0.55
+"""The share of a sentence's words that the question shows."""
+LEAST_HELD_OUT = 20
+"""Documents below which the difference of two models on their text has no interval."""
+SENTENCE = re.compile(r"(?<=[.?!])\s+(?=[A-Z“\"'`])")
+MARKUP = re.compile(r"^(\.\. |[-*#|>+]|:\w|\d+\.\s|\s)|::$|(?m:^[=\-~^*#\"']{3,}$)|`_|\|\s")
+
+
+def documents_of(inputs: Iterable[str]) -> Iterator[str]:
+    """The texts of files, directories and globs, in order."""
+    reading = Reading()
+    for source in find_sources(list(inputs), reading):
+        for number, record in enumerate(source.records(reading)):
+            made = parse(source.kind, source.name, source.domain, number, record.payload, reading)
+            yield from (one.text for one in made or ())
+
+
+def is_held_out(text: str, one_in: int) -> bool:
+    """Whether a document is among those held out: by its own text, so that no order and no other document matters."""
+    return zlib.crc32(text.encode()) % one_in == 0
+
+
+def paragraphs(text: str) -> Iterator[list[str]]:
+    """The sentences of every paragraph of prose; headings, lists, tables and code are none."""
+    for block in re.split(r"\n\s*\n", text):
+        if not MARKUP.search(block) and re.search(r"[.?!][\"'”)]?$", block):
+            yield [" ".join(one.split()) for one in SENTENCE.split(block)]
+
+
+def halves(sentence: str) -> tuple[str, str] | None:
+    """A sentence's beginning and how it goes on; None if it is too short or too long to ask for."""
+    words = sentence.split()
+    if not SHORTEST <= len(words) <= LONGEST:
+        return None
+    cut = round(BEGINNING * len(words))
+    return " ".join(words[:cut]), " ".join(words[cut:])
+
+
+def questions_of(name: str, text: str, most: int) -> Iterator[dict[str, object]]:
+    """Questions made of one document.
+
+    Args:
+        name: Its name, with which the ids of its questions begin.
+        text: What it says.
+        most: How many there may be.
+    """
+    chance = random.Random(f"fathom questions {zlib.crc32(text.encode())}")
+    asked = [
+        (f"{before} {both[0]}".strip(), both[1])
+        for sentences in paragraphs(text)
+        for before, sentence in zip(["", *sentences], sentences, strict=False)
+        if (both := halves(sentence)) is not None
+    ]
+    ends = list(dict.fromkeys(end for _, end in asked))
+    for number, (question, end) in enumerate(chance.sample(asked, len(asked))[:most] if len(ends) >= CHOICES else []):
+        near = sorted((one for one in ends if one != end), key=lambda one: abs(len(one) - len(end)))
+        choices = [end, *chance.sample(near[: 3 * CHOICES], CHOICES - 1)]
+        chance.shuffle(choices)
+        yield {"id": f"{name}-{number}", "question": question, "choices": choices, "answer": choices.index(end)}
+
+
+def conversation_of(text: str) -> dict[str, object] | None:
+    """A question on a document by its title, the first line, and its first paragraph of prose as the answer."""
+    title = text.strip().partition("\n")[0].strip()
+    first = next((" ".join(some) for some in paragraphs(text) if len(" ".join(some).split()) >= SHORTEST), None)
+    if not 0 < len(title) <= 120 or first is None or first.startswith(title):
+        return None
+    said = [{"role": "user", "content": f"What is “{title}” about?"}, {"role": "assistant", "content": first}]
+    return {"messages": said}
+
+
+def passage_of(text: str, characters: int) -> str:
+    """The beginning of a text, to the end of a paragraph within a number of characters if there is one."""
+    end = text.rfind("\n\n", characters // 2, characters)
+    return text[: end if end > 0 else characters]
+
+
+def write_examination(
+    folder: Path,
+    domain: Iterable[str],
+    general: Iterable[str],
+    *,
+    one_in: int = 10,
+    questions: int = 240,
+    replay: int = 2000,
+    passages: tuple[int, int] = (30, 2500),
+) -> dict[str, int]:
+    """Write what an expert is made of and measured by as files; returns how many lines each has.
+
+    Args:
+        folder: Where.
+        domain: The documents to learn.
+        general: What the base must not forget: replayed, and partly held out, too.
+        one_in: One document in so many is held out.
+        questions: How many to make at most, about equally many of each held-out document.
+        replay: Documents of `general` to read at most.
+        passages: How many held-out passages of each kind are scored as text at most, and how many characters each has.
+    """
+    read, held = _split(domain, one_in)
+    everyday, held_general = _split(islice(general, replay), one_in)
+    if min(len(held), len(held_general)) < LEAST_HELD_OUT:
+        raise FathomError(
+            f"of {len(read) + len(held):,} documents and {len(everyday) + len(held_general):,} of replay {len(held)} and "
+            f"{len(held_general)} are held out, of which {LEAST_HELD_OUT} are needed each: more documents are needed"
+        )
+    each = -(-questions // len(held))
+    asked = [row for number, text in enumerate(held) for row in questions_of(str(number), text, each)]
+    drawn = random.Random("fathom examination").sample(asked, min(questions, len(asked)))
+    count, characters = passages
+    rows: dict[str, Sequence[Mapping[str, object]]] = {
+        "domain": [{"text": text} for text in read],
+        "general": [{"text": text} for text in everyday],
+        "conversations": [row for text in read if (row := conversation_of(text)) is not None],
+        "questions": drawn,
+        "held-domain": [{"text": passage_of(text, characters)} for text in held[:count]],
+        "held-general": [{"text": passage_of(text, characters)} for text in held_general[:count]],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in rows.items():
+        text = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in lines)
+        write_atomically(folder / f"{name}.jsonl", text)
+    return {name: len(lines) for name, lines in rows.items()}
+
+
+def _split(texts: Iterable[str], one_in: int) -> tuple[list[str], list[str]]:
+    """The documents to read, and those held out."""
+    read: list[str] = []
+    held: list[str] = []
+    for text in texts:
+        (held if is_held_out(text, one_in) else read).append(text)
+    return read, held
