@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from benchmarks.recompute import differing, recomputed, unfounded
 
 from fathom.cli.main import main
 from fathom.corpus.synthetic import World
@@ -375,9 +376,10 @@ def test_two_runs_are_compared_and_nothing_is_scored_twice(
     benchmark.mkdir()
     rows = [{**one.row(), "dirty": number < 4} for number, one in enumerate(World(0, 12).questions(16))]
     (benchmark / "quiz.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    longer = ("model.max_position_embeddings=256", "train.export=true")
-    for name, steps in (("base", 2), ("new", 8)):
-        train(tiny_recipe(corpus, *longer, f"train.steps={steps}"), tmp_path / name)
+    longer = ("model.mixer=none", "model.max_position_embeddings=256", "train.export=true")
+    train(tiny_recipe(corpus, *longer, "train.steps=2"), tmp_path / "base")
+    onward = (f"model={{from_pretrained: {tmp_path / 'base'}}}", "train.export=true", "train.steps=8")
+    train(tiny_recipe(corpus, *onward), tmp_path / "new")
     words = ["evaluate", str(tmp_path / "base"), str(tmp_path / "new"), "--benchmark", str(benchmark)]
     monkeypatch.chdir(tmp_path)  # no checkout: git has nothing to say
     assert main([*words, "--out", str(tmp_path / "out")]) == 0
@@ -390,12 +392,22 @@ def test_two_runs_are_compared_and_nothing_is_scored_twice(
     sizes = {(row["way"], row["part"]): row["asked"] for row in report["questions"]}
     assert sizes == {(w, p): n for w in WAYS for p, n in (("all", 16), ("clean", 12), ("dirty", 4))}
     assert (tmp_path / "out" / "report.html").stat().st_size > 5000
-    assert report["runs"] == [] and report["corpus"] is None, "neither came from the other, nor the questions from here"
+    assert [one["run"] for one in report["runs"]] == ["new"] and report["corpus"] is None, (
+        "no corpus made the questions"
+    )
     assert "quiz, option text, clean" in (tmp_path / "out" / "card.md").read_text()
     assert main([*words, "--out", str(tmp_path / "out"), "--json"]) == 0
     again = capfd.readouterr()
     assert again.err.count("done before") == 10
     assert json.loads(again.out)["questions"] == report["questions"]
+    ours = recomputed(report, benchmark)  # by transformers' own class, one question at a time
+    assert list(differing(ours, report)) == []
+    names = ["base", "new", *ours["guessing"], *ours["texts"]]
+    assert unfounded(report["verdict"], ours, names) == []
+    report["texts"]["seas"]["new"] += 2e-6
+    report["questions"][3]["won"] += 1
+    assert len(list(differing(ours, report))) == 2, "what is wrong is found"
+    assert unfounded(report["verdict"].replace(" 9,", " 977,"), ours, names) == ["977"]
 
 
 def test_the_runs_between_a_base_and_what_was_made_of_it(corpus: Path, tmp_path: Path) -> None:

@@ -124,8 +124,8 @@ def write_examination(
     everyday, held_general = _split(islice(general, replay), one_in)
     if min(len(held), len(held_general)) < LEAST_HELD_OUT:
         raise FathomError(
-            f"of {len(read) + len(held):,} documents and {len(everyday) + len(held_general):,} of replay {len(held)} and "
-            f"{len(held_general)} are held out, of which {LEAST_HELD_OUT} are needed each: more documents are needed"
+            f"{len(held)} of {len(read) + len(held):,} documents and {len(held_general)} of "
+            f"{len(everyday) + len(held_general):,} of replay are held out; {LEAST_HELD_OUT} are needed of each"
         )
     each = -(-questions // len(held))
     asked = [row for number, text in enumerate(held) for row in questions_of(str(number), text, each)]
