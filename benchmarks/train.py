@@ -1,6 +1,7 @@
 """Training speed in ratios of interleaved steps: ours against stock Qwen3, each mechanism against our vanilla.
 
     python benchmarks/train.py                      # both CPU shapes, eager
+    python benchmarks/train.py --shape tiny --batch 2 --batch 8   # 512 and 2,048 tokens a step
     python benchmarks/train.py --compile --pairs 20
     python benchmarks/train.py --shape 410m --device cuda --dtype bfloat16 --compile
 
@@ -125,9 +126,10 @@ def commit() -> str:
     return done.stdout.strip()
 
 
-def compare(shape: str, a: str, b: str, options: argparse.Namespace) -> dict:
-    """One row: `a` against `b` at a shape."""
-    keys, batch, sequence = shape_of(shape)
+def compare(shape: str, batch: int | None, a: str, b: str, options: argparse.Namespace) -> dict:
+    """One row: `a` against `b` at a shape, with its own batch or another."""
+    keys, own, sequence = shape_of(shape)
+    batch = batch or own
     dtype = getattr(torch, options.dtype)
     state = build("vanilla", keys, None, "cpu").state_dict()
     ids = torch.randint(0, keys["vocab_size"], (batch, sequence), device=options.device)
@@ -138,7 +140,7 @@ def compare(shape: str, a: str, b: str, options: argparse.Namespace) -> dict:
         model = build(name, keys, state, options.device)
         steps.append(step_of(model, ids, options.compile or how == "compiled", dtype))
     clock = time.perf_counter if options.device == "cuda" or options.wall else time.thread_time
-    row = {"shape": shape, "a": a, "b": b, "compiled": options.compile, "dtype": options.dtype}
+    row = {"shape": shape, "tokens": batch * sequence, "a": a, "b": b, "compiled": options.compile, "dtype": options.dtype}
     row |= paired(*steps, options.pairs, options.device, clock)
     if options.device == "cuda":
         tokens = batch * sequence / row["seconds"][0]
@@ -157,6 +159,7 @@ def main() -> None:
         "a further pair, each hf or a mechanism; @compiled behind a name compiles that side alone; may be repeated"
     )
     parser.add_argument("--against", metavar="A:B", action="append", default=[], help=against)
+    parser.add_argument("--batch", type=int, action="append", help="sequences a step; may be repeated")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--device", default="cpu")
@@ -180,8 +183,9 @@ def main() -> None:
         )
     )
     for shape in options.shape or ["tiny", "512x8"]:
-        for a, b in pairs:
-            print(json.dumps(compare(shape, a, b, options)), flush=True)
+        for batch in options.batch or [None]:
+            for a, b in pairs:
+                print(json.dumps(compare(shape, batch, a, b, options)), flush=True)
 
 
 if __name__ == "__main__":
