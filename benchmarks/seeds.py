@@ -24,6 +24,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from fathom.inference.draws import TOKEN, Source
+from fathom.inference.sampling import Choice
 from fathom.models import FathomConfig, FathomForCausalLM
 from fathom.models.registry import parse_mechanism
 from fathom.report.provenance import provenance
@@ -107,6 +108,9 @@ def cost(model: FathomForCausalLM, turns: int) -> dict[str, float]:
             "draw_ms": lambda: Source(0).draw(weights, 0, TOKEN),
             "lookup_ms": lookup,
             "softmax_ms": lambda: logits.double().softmax(0),
+            "token_ms": lambda: Choice(1.0).token(logits, [0], [1]),
+            "token_top_p_ms": lambda: Choice(1.0, top_p=0.95).token(logits, [0], [1]),
+            "token_top_p_peaked_ms": lambda: Choice(0.05, top_p=0.95).token(logits, [0], [1]),
         }
         taken: dict[str, list[float]] = {name: [] for name in ways}
         for _ in range(turns):
@@ -115,7 +119,10 @@ def cost(model: FathomForCausalLM, turns: int) -> dict[str, float]:
                 way()
                 taken[name].append(1000 * (time.perf_counter() - began))
     medians = {name: sorted(times)[len(times) // 2] for name, times in taken.items()}
-    return {**medians, "draw_by_step": medians["draw_ms"] / medians["step_ms"]}
+    shares = {
+        name.replace("_ms", "_by_step"): medians[name] / medians["step_ms"] for name in ("draw_ms", "token_top_p_ms")
+    }
+    return {**medians, **shares}
 
 
 def main() -> None:
@@ -123,7 +130,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--mechanism", default="hyper_connections")
     parser.add_argument("--vocabulary", type=int, nargs="+", default=[49_152, 151_936])
-    parser.add_argument("--draws", type=int, default=1_000_000, help="under each pair of distributions")
+    parser.add_argument("--draws", type=int, default=1_000_000, help="under each pair of distributions; 0: cost alone")
     parser.add_argument("--turns", type=int, default=60, help="of the measurement of time")
     parser.add_argument("--note", default="", help="what else the machine did, for the log")
     parser.add_argument("--out", type=Path, help="write the log there")
@@ -132,7 +139,7 @@ def main() -> None:
     for vocabulary in arguments.vocabulary:
         model = build(arguments.mechanism, vocabulary)
         found = pairs(model)
-        rates = {name: flips(found, sharp, arguments.draws) for name, sharp in SHARP.items()}
+        rates = {name: flips(found, sharp, arguments.draws) for name, sharp in SHARP.items() if arguments.draws}
         one = {"mechanism": arguments.mechanism, "vocabulary": vocabulary, "threads": torch.get_num_threads()}
         results.append({**one, **rates, "cost": cost(model, arguments.turns)})
         print(json.dumps(results[-1], indent=1), flush=True)

@@ -140,7 +140,14 @@ def compare(shape: str, batch: int | None, a: str, b: str, options: argparse.Nam
         model = build(name, keys, state, options.device)
         steps.append(step_of(model, ids, options.compile or how == "compiled", dtype))
     clock = time.perf_counter if options.device == "cuda" or options.wall else time.thread_time
-    row = {"shape": shape, "tokens": batch * sequence, "a": a, "b": b, "compiled": options.compile, "dtype": options.dtype}
+    row = {
+        "shape": shape,
+        "tokens": batch * sequence,
+        "a": a,
+        "b": b,
+        "compiled": options.compile,
+        "dtype": options.dtype,
+    }
     row |= paired(*steps, options.pairs, options.device, clock)
     if options.device == "cuda":
         tokens = batch * sequence / row["seconds"][0]

@@ -11,7 +11,17 @@ import pytest
 import scipy.stats
 import torch
 from torch._dynamo.utils import counters
-from transformers import GenerationConfig, MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    GenerationConfig,
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
 from fathom.inference import batches, sampling
 from fathom.inference.batches import LoneBatch, SlabBatch, SlabLayer, SlotBatch, batch_for
@@ -811,6 +821,26 @@ def test_a_checkpoints_own_settings():
     assert Choice.of({}, GenerationConfig(temperature=0.3)) == Choice(0.0)
     greedy = GenerationConfig(do_sample=False, temperature=0.0)
     assert Choice.of({}, greedy) == Choice(0.0) and Choice.of({"top_p": 0.9}, greedy) == Choice(1.0, top_p=0.9)
+
+
+@pytest.mark.parametrize("sharp", [0.0, 0.01, 1.0, 5.0, 40.0])
+def test_limits_are_those_of_transformers(sharp):
+    """Flat and peaked distributions, every limit alone and all at once; no vocabulary is sorted for them."""
+    draws = torch.Generator().manual_seed(int(sharp))
+    logits = torch.randn(5003, generator=draws, dtype=torch.float64) * sharp + torch.arange(5003) * 1e-9
+    limits = {"top_k": (TopKLogitsWarper, (1, 40, 9999)), "top_p": (TopPLogitsWarper, (1e-9, 0.3, 0.95, 1 - 1e-9))}
+    limits["min_p"] = (MinPLogitsWarper, (0.02, 1.0))
+    asked = [{name: value} for name, (_, values) in limits.items() for value in values]
+    for one in [*asked, {"top_k": 700, "top_p": 0.8, "min_p": 0.01}]:
+        theirs = LogitsProcessorList([limits[name][0](value) for name, value in one.items()])
+        expected = theirs(torch.zeros(1, 1, dtype=torch.long), logits[None] / 0.7)[0].softmax(-1)
+        torch.testing.assert_close(Choice(0.7, **one).probabilities(logits), expected, rtol=1e-6, atol=0)
+
+
+def test_equal_tokens_are_in_a_nucleus_or_out_of_it_together():
+    """Which of them a sort would keep is the sort's choice."""
+    made = Choice(1.0, top_p=0.5).probabilities(torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0]).double())
+    assert [p > 0 for p in made.tolist()] == [True, True, True, True, False]
 
 
 def test_limits_and_penalties():

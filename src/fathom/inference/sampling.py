@@ -18,17 +18,14 @@ import torch
 from torch import Tensor
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
-    MinPLogitsWarper,
     RepetitionPenaltyLogitsProcessor,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
 )
 
 from fathom.inference.draws import ACCEPT, DRAFT, INSTEAD, TOKEN, Source
 
 LARGEST = torch.finfo(torch.float64).max
+BINS, BINS_PER_NAT = 4096, 64
+"""How finely tokens are sorted by their logit before those at the edge of a nucleus are compared."""
 SHOWN = 60
 """Most characters of a list that is named in a warning."""
 NOT_HERE = {
@@ -161,16 +158,15 @@ class Choice:
     def probabilities(self, scores: Tensor) -> Tensor:
         """The probabilities from which a token is drawn, `[V]`, from `scores`."""
         # Shifted so that the largest is 0: division by a very small temperature then does not overflow.
-        cooled = (scores - scores.max()) / self.temperature
-        warpers: list[LogitsProcessor] = []
-        if self.top_k:
-            warpers.append(TopKLogitsWarper(self.top_k))
-        if self.top_p < 1:
-            warpers.append(TopPLogitsWarper(self.top_p))
-        if self.min_p:
-            warpers.append(MinPLogitsWarper(self.min_p))
-        ids = torch.zeros(1, 1, dtype=torch.long, device=scores.device)  # ignored by these processors
-        return LogitsProcessorList(warpers)(ids, cooled.unsqueeze(0))[0].softmax(-1)
+        cooled = (scores - scores.max()).div_(self.temperature)
+        if self.top_k and self.top_k < len(cooled):
+            cooled = cooled.masked_fill(cooled < cooled.topk(self.top_k).values[-1], -torch.inf)
+        made = cooled.softmax(-1)
+        least = max(_nucleus(cooled, made, self.top_p) if self.top_p < 1 else 0.0, self.min_p * float(made.max()))
+        if least == 0:
+            return made
+        made.masked_fill_(made < least, 0)
+        return made.div_(made.sum())
 
     def token(self, logits: Tensor, prompt: Sequence[int], made: Sequence[int]) -> int:
         """The next token, given its logits `[V]`."""
@@ -227,6 +223,26 @@ class Choice:
 
     def _drawn(self, weights: Tensor, made: Sequence[int], stream: int) -> int:
         return self._source.draw(weights, len(made), stream)
+
+
+def _nucleus(cooled: Tensor, probabilities: Tensor, share: float) -> float:
+    """The least of the largest probabilities that make up a share; those equal to it belong to them too.
+
+    Tokens are put into bins by their logit, and only the bin in which the share is reached is sorted: sorting a
+    vocabulary of 150,000 tokens can take a tenth of a decoding step.
+
+    Args:
+        cooled: Logits, the largest of which is 0, `[V]`.
+        probabilities: Their softmax.
+        share: Of all probability.
+    """
+    bins = cooled.float().mul_(-BINS_PER_NAT).clamp_(max=BINS - 1).int()
+    mass = torch.bincount(bins, weights=probabilities, minlength=BINS)
+    before = mass.cumsum(0) - mass
+    last = max(int((before < share).sum()) - 1, 0)
+    inside = probabilities[bins == last].sort(descending=True).values
+    within = int((before[last] + inside.cumsum(0) - inside < share).sum())
+    return float(inside[max(within, 1) - 1]) if len(inside) else 0.0
 
 
 def _shown(name: str, value: object) -> str:
