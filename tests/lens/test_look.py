@@ -26,6 +26,7 @@ MECHANISMS = {
     "vanilla": ("vanilla", {}),
     "depth_attention": ("depth_attention", {"mixer_options": {"stride": 2}}),
     "dense, biased": ("depth_attention", {"mixer_options": {"stride": 1, "self_bias": 0.5}}),
+    "blended": ("depth_attention", {"mixer_options": {"stride": 1, "blend": 0.25}}),
     "window": ("depth_attention", {"mixer_options": {"stride": 4, "recent_layers": 1}}),
     "uniform_depth": ("uniform_depth", {}),
     "value_residual": ("value_residual", {}),
@@ -103,9 +104,14 @@ def test_weights_are_the_models(case, tokenizer):
         assert np.abs(built - mixed[0].transpose(0, 1).numpy()).max() < 1e-12
         if model.config.mixer == "depth_attention" and sources:
             bias = model.config.mixer_options["self_bias"]
-            assert np.abs(alpha - softmax_over_depth(query, key, sources, bias)).max() < 1e-12
+            blend, own = model.config.mixer_options["blend"], np.eye(alpha.shape[-1])[-1]
+
+            def weights(of, query=query, key=key, bias=bias, blend=blend, own=own):
+                return own + blend * (softmax_over_depth(query, key, of, bias) - own)
+
+            assert np.abs(alpha - weights(sources)).max() < 1e-12
             shuffled = (*sources[2:], *sources[:2]) if len(sources) > 2 else (sources[0].flip(2), sources[1])
-            assert np.abs(alpha - softmax_over_depth(query, key, shuffled, bias)).max() > 1e-2
+            assert np.abs(alpha - weights(shuffled)).max() > 1e-2 * blend
     # Followed down, the origins build the same value from raw values alone.
     for (*_, mixed), origin in zip(seen, data.origins(), strict=True):
         built = sum(origin[..., j, None] * raw[j][0].transpose(0, 1).numpy() for j in range(len(raw)))

@@ -83,6 +83,27 @@ CASES: dict[str, tuple[str, dict]] = {
         {"recurrence": {"trips": 3, "tau": 0.2}, "mixer": {"across_trips": "grid", "stride": 2}},
     ),
     "latent_cot+hyper_connections": ("latent_cot+hyper_connections", {"recurrence": {"trips": 2, "tau": 0.3}}),
+    "depth_attention-blend": ("depth_attention", {"mixer": {"stride": 1, "blend": 0.25}}),
+    "uniform_depth-blend": ("uniform_depth", {"mixer": {"blend": 0.75}}),
+    "value_residual-blend": ("value_residual", {"mixer": {"blend": 0.75}}),
+    "attention_residuals-blend": ("attention_residuals", {"residual": {"block_size": 3, "blend": 0.5}}),
+    "hyper_connections-blend": ("hyper_connections", {"residual": {"streams": 3, "blend": 0.5}}),
+    "loop-damped": ("loop", {"recurrence": {"trips": 3, "prelude": 1, "coda": 1, "damping": 0.5, "blend": 0.75}}),
+    "ponder-blend": ("ponder", {"recurrence": {"trips": 3, "top_k": 9, "blend": 0.5}}),
+    "adaponder-blend": ("adaponder", {"recurrence": {"trips": 3, "top_k": 9, "tau": 0.4, "blend": 0.5}}),
+    "latent_cot-blend": ("latent_cot", {"recurrence": {"trips": 3, "tau": 0.2, "blend": 0.5}}),
+    "loop+denseformer-damped": (
+        "loop+denseformer",
+        {"recurrence": {"trips": 2, "prelude": 1, "coda": 1, "damping": 0.5}},
+    ),
+    "loop+depth_attention+hyper_connections-blend": (
+        "loop+depth_attention+hyper_connections",
+        {
+            "recurrence": {"trips": 2, "prelude": 1, "blend": 0.5},
+            "mixer": {"stride": 1, "blend": 0.75},
+            "residual": {"streams": 2, "blend": 0.25},
+        },
+    ),
     "depth_attention+attention_residuals": ("depth_attention+attention_residuals", {"residual": {"block_size": 3}}),
 }
 
@@ -123,7 +144,7 @@ CASES["depth_attention-normed@llama"] = (
     "depth_attention",
     {"mixer": {"norm_scores": True}, "backbone": BACKBONES["llama"]},
 )
-LATER = ("-diagonal", "-dense", "-sparse", "-snapshot", "-free", "-middle")
+LATER = ("-blend", "-diagonal", "-dense", "-sparse", "-snapshot", "-free", "-middle")
 FAST = [case for case in CASES if not set("+@") & set(case) and not case.endswith(LATER)]
 FAST += ["loop+depth_attention-grid", "latent_cot+depth_attention"]
 FAST += ["depth_attention@neox", "attention_residuals@neox", "ponder@gpt2", "loop@olmo2", "latent_cot@gemma"]
@@ -160,6 +181,25 @@ def build(config: FathomConfig, seed: int = 0, dtype: torch.dtype = torch.float3
             # Matrices large enough for attention and mixing to be far from uniform.
             parameter.add_(noise * (0.2 if parameter.ndim < 2 or "residual" in name else 0.25))
     return model.to(dtype)
+
+
+def closed(config: FathomConfig) -> dict[str, dict]:
+    """Options of every axis with which a model starts as the one without mechanisms, as far as there are any."""
+    parts = {axis: known()[getattr(config, axis)].closed for axis in DEFAULTS}
+    return {f"{axis}_options": {**getattr(config, f"{axis}_options"), **(keys or {})} for axis, keys in parts.items()}
+
+
+def with_gains(model: FathomForCausalLM, gain: float = 3.0) -> FathomForCausalLM:
+    """The model with queries and keys of that many times their size, and other weights of one dimension moved."""
+    drawn = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            last = "norm" if model.config.qk_norm != "none" else "proj"
+            if name.endswith((f"q_{last}.weight", f"k_{last}.weight")):
+                parameter.mul_(gain)
+            elif parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=drawn))
+    return model
 
 
 def set_options(model: FathomForCausalLM, **options) -> None:

@@ -80,6 +80,12 @@ class Walk:
     """`ponder3`: the router's output."""
     reach: float = 1.0
     """`latent_cot`: what is left for later trips."""
+    thoughts: Array | float = 0.0
+    """`latent_cot`: what the trips add up to."""
+    begun: Array | None = None
+    """`latent_cot`: the first trip's hidden state."""
+    first: Array | None = None
+    """The stream that the first trip ended in."""
 
     @property
     def trips(self) -> int:
@@ -131,6 +137,11 @@ class Held(NamedTuple):
 
 
 # --- residuals: the stream of one trip --------------------------------------------------------------------------------
+
+
+def between(without: Array, result: Array, options: dict[str, Any]) -> Array:
+    """a + λ (b - a)."""
+    return without + options["blend"] * (result - without)
 
 
 class Plain:
@@ -190,10 +201,11 @@ class AttentionResiduals(Plain):
         scores = self.o.unit(sources) @ query
         if self.snapshots:
             scores[-1] += self.weight(sublayer, "recency_bias")[0]
-        return softmax(scores) @ sources
+        return between(self.x, softmax(scores) @ sources, self.o.residual)
 
     def write(self, sublayer: int, update: Array) -> None:
         """Into the current sum; sums start anew with a block, the running stream never does."""
+        super().write(sublayer, update)
         size = self.o.residual["block_size"]
         if not self.snapshots and sublayer % size == 0 and self.current is not None:
             self.earlier.append(self.current)
@@ -208,12 +220,13 @@ class HyperConnections(Plain):
 
     def __init__(self, oracle: Oracle, x: Array) -> None:
         super().__init__(oracle, np.tile(x, (oracle.residual["streams"], 1)))
+        self.sum = x
         self.maps: dict[int, tuple[Array, Array]] = {}  # of each sub-layer, since a parallel layer reads twice first
 
     def read(self, sublayer: int) -> Array:
         """Sum_i H_pre[i] S_i; in the end the learned mean."""
         if sublayer == 2 * self.o.layers:
-            return softmax(self.weight(sublayer, "reduce_logits")) @ self.x
+            return between(self.sum, softmax(self.weight(sublayer, "reduce_logits")) @ self.x, self.o.residual)
         n, rounds = len(self.x), self.o.residual["sinkhorn_iterations"]
         z = self.o.unit(self.x.reshape(-1)) * self.weight(sublayer, "norm.weight")
         dynamic = self.weight(sublayer, "projection.weight") @ z
@@ -228,10 +241,11 @@ class HyperConnections(Plain):
         if rounds:
             pre, post, res = sigmoid(pre), 2 * sigmoid(post), balanced(res, rounds)
         self.maps[sublayer] = post, res
-        return pre @ self.x
+        return between(self.sum, pre @ self.x, self.o.residual)
 
     def write(self, sublayer: int, update: Array) -> None:
         """S_i = sum_j H_res[i, j] S_j + H_post[i] F."""
+        self.sum = self.sum + update
         post, mixing = self.maps[sublayer]
         self.x = mixing @ self.x + np.outer(post, update)
 
@@ -410,6 +424,11 @@ class Oracle:
         kind = self.config["mixer"]
         if kind == "none" or not sources:
             return value
+        return between(value, self.mix(query, key, value, sources), self.mixer)
+
+    def mix(self, query: Array, key: Array, value: Array, sources: Sequence[tuple[Array, Array]]) -> Array:
+        """The mechanism's value alone."""
+        kind = self.config["mixer"]
         values = np.stack([v for _, v in sources] + [value])  # [M, H_kv, D]
         if kind != "depth_attention":
             return values.mean(0)
@@ -432,13 +451,19 @@ class Oracle:
             return slot.trip <= trip
         return slot.trip == min(trip, row.halt[slot.column])
 
-    def stack(self, row: Row, token: Token, trip: int, depth: int, step: Step, own: dict) -> Array:
-        """Once through the layers: the stream after them, un-normed. `own` holds this token's keys and mixed values."""
+    def stack(
+        self, row: Row, token: Token, trip: int, depth: int, step: Step, own: dict, first: Array | None = None
+    ) -> Array:
+        """Once through the layers: the stream after them, un-normed. `own` holds this token's keys and mixed values,
+        and `first` is what the first trip's looped layers made."""
         stream = STREAMS[self.config["residual"]](self, step.x)
         if step.alive:
             row.halt[token.column] = trip
-        first, last = self.prelude if trip else 0, self.layers - (0 if trip == depth else self.coda)
-        for layer in range(first, last):
+        begin, last = self.prelude if trip else 0, self.layers - (0 if trip == depth else self.coda)
+        coda = self.layers - self.coda
+        for layer in range(begin, last):
+            if layer == coda and self.leaves(first):
+                stream = STREAMS[self.config["residual"]](self, self.left(stream.read(2 * self.layers), step.x, first))
             if (trip, layer) == (0, self.prelude):
                 step.entry = stream.read(2 * self.layers) if layer else step.x
             x = stream.read(2 * layer)
@@ -455,7 +480,19 @@ class Oracle:
             x = stream.read(2 * layer + 1) if beside is None else beside
             made = self.mlp(self.before(x, layer, 1), f"model.layers.{layer}.mlp")
             stream.write(2 * layer + 1, self.update(made, layer, 1))
-        return stream.read(2 * self.layers)
+        made = stream.read(2 * self.layers)
+        at_the_end = trip == depth and coda == self.layers and self.leaves(first)
+        return self.left(made, step.x, first) if at_the_end else made
+
+    def leaves(self, first: Array | None) -> bool:
+        """Whether a loop hands on something else than its layers made, which only further trips do."""
+        loops = self.recurrence == "loop" and first is not None
+        return loops and not (self.options["damping"] == 1 and self.options["blend"] == 1)
+
+    def left(self, made: Array, x: Array, first: Array | None) -> Array:
+        """What a loop's last trip hands on, in place of what its layers made of x."""
+        assert first is not None
+        return between(first, x + self.options["damping"] * (made - x), self.options)
 
     # --- recurrences ---
 
@@ -477,6 +514,8 @@ class Oracle:
     def onward(self, walk: Walk, k: int, r: Array, depth: int) -> Step | None:
         """What trip k, which ended in the stream r, means for the readout and for the next trip."""
         h, x, last = self.normed(r, "model.norm"), walk.steps[k].x, k == depth
+        if not k:
+            walk.first = r
         if self.recurrence == "ponder3":
             return self._by_shares(walk, k, h, last)
         if self.recurrence == "latent_cot":
@@ -488,13 +527,23 @@ class Oracle:
             gate = f"model.recurrence.gates.{k}"
             up = self.linear(h, f"{gate}.up")
             sigma = sigmoid(self.linear(gelu(up), f"{gate}.down"))[0]
-            return Step(x + sigma * self.mixture(h)) if self.above(sigma, self.options["tau"]) else None
+            return (
+                Step(x + self.options["blend"] * sigma * self.mixture(h))
+                if self.above(sigma, self.options["tau"])
+                else None
+            )
         if self.recurrence == "ponder" and self.options["feed"] == "mixture":
-            return Step(x + self.mixture(h))
-        return Step(self._looped(walk.steps[0].entry, r, h) if self.recurrence == "loop" else h)
+            return Step(x + self.options["blend"] * self.mixture(h))
+        if self.recurrence == "ponder":
+            return Step(between(x, h, self.options))
+        return Step(self._looped(walk, k, r, h) if self.recurrence == "loop" else h)
 
-    def _looped(self, entry: Array | float, r: Array, h: Array) -> Array:
+    def _looped(self, walk: Walk, k: int, r: Array, h: Array) -> Array:
         """The next trip's input, by what it is given of the first one's."""
+        entry = walk.steps[0].entry
+        if self.options["damping"] < 1:
+            x = walk.steps[k].x if k else entry
+            return x + self.options["damping"] * (r - x)
         name, injection = "model.recurrence", self.options.get("injection", "none")
         between = self.options.get("norm_between", "none")
         stream = {"none": lambda: r, "final": lambda: h, "own": lambda: self.rms(r, f"{name}.norm")}[between]()
@@ -524,7 +573,9 @@ class Oracle:
         gate = 0.0 if last else float(sigmoid(self.linear(h, "model.recurrence.router"))[0])
         onward = walk.reach * gate
         goes_on = not last and self.above(onward, self.options["tau"])
-        walk.readout = walk.readout + (walk.reach - onward if goes_on else walk.reach) * h
+        walk.thoughts = walk.thoughts + (walk.reach - onward if goes_on else walk.reach) * h
+        walk.begun = h if walk.begun is None else walk.begun
+        walk.readout = between(walk.begun, walk.thoughts, self.options)
         walk.reach = onward
         return Step(h) if goes_on else None
 
@@ -567,8 +618,9 @@ class Oracle:
 
     def _decode(self, row: Row, token: Token, depth: int) -> Walk:
         own: dict = {}
+        walk = self._start(token)
         return self.walk(
-            self._start(token), depth + 1, depth, lambda k, step: self.stack(row, token, k, depth, step, own)
+            walk, depth + 1, depth, lambda k, step: self.stack(row, token, k, depth, step, own, walk.first)
         )
 
     def _solve(self, row: Row, tokens: Sequence[Token], depth: int, rounds: int, held: Held | None) -> list[Walk]:

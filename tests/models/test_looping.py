@@ -285,7 +285,13 @@ def test_more_trips_than_trained_may_be_asked_for():
         model(ids, max_trips=7)
 
 
-@pytest.mark.parametrize("options", [{"injection": "add"}, {"norm_between": "own"}, {"norm_between": "final"}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"injection": "add"}, {"norm_between": "own"}, {"norm_between": "final"}),
+        *({"damping": 0.5}, {"blend": 0.5}, {"blend_steps": 5}),
+    ],
+)
 def test_only_a_plain_loop_is_a_deeper_qwen3(options):
     model = build(config_of("loop", recurrence_options={"trips": 2, **options}))
     with pytest.raises(ExportError, match="no plain deeper model"):
@@ -314,6 +320,10 @@ def test_the_entry_has_a_price():
         ({"prelude": 2, "coda": 2}, r"at least one of the 4 layers to loop, got 2 \+ 2"),
         ({"prelude": -1}, "prelude"),
         ({"trips": 2.5}, "recurrence_options.trips must be int, got 2.5"),
+        ({"damping": 0.0}, r"damping must lie above 0 and be at most 1, got 0\.0"),
+        ({"damping": 0.5, "injection": "add"}, "damping: set injection and norm_between to none, or damping to 1"),
+        ({"damping": 0.5, "early_loss": 0.1}, "early_loss needs damping 1 and blend 1"),
+        ({"blend": 0.5, "early_loss": 0.1}, "early_loss needs damping 1 and blend 1"),
         ({"times": 2}, "recurrence_options.times is not an option of loop"),
     ],
 )
@@ -321,3 +331,45 @@ def test_bad_options_are_one_clear_line(options, says):
     with pytest.raises(ValueError, match=says) as error:
         config_of("loop", recurrence_options=options)
     assert "\n" not in str(error.value)
+
+
+# --- an entry and an exit ---------------------------------------------------------------------------------------------
+
+
+def by_hand(model, ids, trips, first, last, damping, blend):
+    """Logits: x_{k+1} = x_k + δ (g(x_k) - x_k) over layers `first` … `last`, then n + λ (x_K - n) with n = g(x_0)."""
+    decoder = model.model
+    x = decoder.embed_tokens(ids)
+    turned = decoder.rotary_emb(x, torch.arange(ids.shape[1]).unsqueeze(0))
+
+    def through(x, layers):
+        for layer in layers:
+            x = layer(x, position_embeddings=turned, attention_mask=None)[0]
+        return x
+
+    x = through(x, decoder.layers[:first])
+    n = through(x, decoder.layers[first : last + 1])
+    for _ in range(trips):
+        x = x + damping * (through(x, decoder.layers[first : last + 1]) - x)
+    return model.lm_head(decoder.norm(through(n + blend * (x - n), decoder.layers[last + 1 :])))
+
+
+@pytest.mark.parametrize("trips,damping,blend", [(2, 0.5, 1.0), (3, 0.25, 0.5), (2, 1.0, 0.25), (3, 1 / 3, 1.0)])
+def test_a_damped_and_blended_loop_by_hand(trips, damping, blend):
+    options = {"trips": trips, "prelude": 1, "coda": 1, "damping": damping, "blend": blend}
+    model, ids = build(config_of("loop", recurrence_options=options)).double(), tokens(1, 9)
+    with torch.no_grad():
+        found, wanted = model(ids).logits, by_hand(model, ids, trips, 1, 2, damping, blend)
+        assert (found - wanted).abs().max() < 1e-6  # λ is a float32
+        assert (found - by_hand(model, ids, trips, 1, 2, 1.0, 1.0)).abs().max() > 1e-2, "undamped"
+        assert (found - by_hand(model, ids, trips, 1, 3, damping, blend)).abs().max() > 1e-2, "another span"
+
+
+def test_in_a_budget_of_one_trip_it_is_the_model_without_a_loop():
+    options = {"trips": 3, "prelude": 1, "coda": 1, "damping": 0.5, "blend": 0.5}
+    model, ids = build(config_of("loop", recurrence_options=options)), tokens(2, 9)
+    plain = FathomForCausalLM(config_of("vanilla")).eval()
+    plain.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert torch.equal(model(ids, max_trips=1).logits, plain(ids).logits)
+        assert not torch.equal(model(ids, max_trips=2).logits, plain(ids).logits)

@@ -30,6 +30,7 @@ from fathom.models.configuration import CHOICES
 from fathom.models.depth_attention import DepthAttention
 from fathom.models.pondering import Pondering
 from fathom.models.registry import ALL as MECHANISMS
+from fathom.models.registry import known
 from fathom.models.slot_table import SlotTable
 
 from .oracle_numpy import Angles, Held, Oracle, Row, Token, rotations
@@ -261,6 +262,7 @@ BACKBONES: dict[str, Callable[[random.Random, dict[str, Any]], dict[str, Any]]] 
 def draw(seed: int) -> Case:
     """The case of a seed: a use of a model, and from `OTHERS` on another backbone than Qwen3's."""
     case = draw_use(seed)
+    draw_blend(random.Random(f"blend {seed}"), case.config)
     if seed < OTHERS:
         return case
     rng = random.Random(f"backbone {seed}")
@@ -326,6 +328,19 @@ def draw_use(seed: int) -> Case:
         most = config["recurrence_options"]["trips"] + 1
         config["recurrence_options"]["trips_range"], case.budget = [1, most], rng.randint(1, most)
     return case
+
+
+def draw_blend(rng: random.Random, config: dict[str, Any]) -> None:
+    """λ of every mechanism that has one, and a loop's damping."""
+    for axis in ("mixer", "residual", "recurrence"):
+        closed = known()[config[axis]].closed
+        inside = axis == "recurrence" and config["residual"] != "plain" and config[f"{axis}_options"].get("coda")
+        if closed and "blend" in closed and not inside and rng.random() < 0.4:
+            config[f"{axis}_options"]["blend"] = rng.choice((0.0, 0.25, 0.75))  # numbers of float32, which λ is
+    loop = config["recurrence_options"]
+    plain = loop.get("injection", "none") == loop.get("norm_between", "none") == "none"
+    if config["recurrence"] == "loop" and plain and rng.random() < 0.5:
+        loop["damping"] = rng.choice((0.25, 0.5, 0.8))
 
 
 def draw_chunks(rng: random.Random, kind: str, length: int) -> list[tuple[str, int]]:

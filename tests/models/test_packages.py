@@ -58,7 +58,7 @@ class Below(ValueMixer):
 
 
 OUTSIDE_BELOW = Mechanism(
-    "outside_below", "mixer", "a share of the value below", "a test", Below, cost, identity_at_init=True
+    "outside_below", "mixer", "a share of the value below", "a test", Below, cost, closed={}
 )
 '''
 PRICING = '''\
@@ -149,7 +149,7 @@ def test_the_cheap_half_of_the_conformance_suite(added):
     for check in (
         *(suite.test_left_padded_rows_are_single_rows, suite.test_prefix_invariance),
         *(suite.test_every_parameter_gets_a_gradient, suite.test_checkpointing_changes_nothing),
-        *(suite.test_declared_cost_is_measured, suite.test_identity_at_init_where_declared),
+        *(suite.test_declared_cost_is_measured, suite.test_the_start_is_exact_where_declared),
     ):
         check("outside_below")
     suite.test_packed_documents_are_single_rows("outside_below", False)

@@ -141,7 +141,8 @@ def as_unrolled(model: FathomForCausalLM) -> PreTrainedModel:
         )
     if model.config.recurrence == "loop" and not LoopOptions.of(model.config).is_plain:
         raise ExportError(
-            "a loop whose trips are normed or given its entry is no plain deeper model; export it with --as fathom"
+            "a loop whose trips are normed, damped, blended or given its entry is no plain deeper model; "
+            "export it with --as fathom"
         )
     for axis in ("mixer", "residual"):
         if (value := getattr(model.config, axis)) != DEFAULTS[axis]:

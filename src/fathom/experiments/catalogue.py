@@ -22,7 +22,7 @@ class MechanismRow(TypedDict):
     axis: str
     summary: str
     paper: str
-    identity_at_init: bool
+    closed: dict[str, object] | None
     options: dict[str, object]
     parameters: int
     flops: float
@@ -74,7 +74,7 @@ def mechanism_rows(config: FathomConfig, bytes_per_scalar: int = 2) -> Iterator[
             "axis": mechanism.axis,
             "summary": mechanism.summary,
             "paper": mechanism.paper,
-            "identity_at_init": mechanism.identity_at_init,
+            "closed": None if mechanism.closed is None else dict(mechanism.closed),
             "options": getattr(chosen, f"{mechanism.axis}_options"),
             "parameters": cost.parameters,
             "flops": cost.flops,

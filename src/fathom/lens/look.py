@@ -24,6 +24,7 @@ from transformers import PreTrainedTokenizerBase
 from fathom.checkpoints.tokenizers import byte_letters
 from fathom.errors import FathomError
 from fathom.models import FathomForCausalLM
+from fathom.models.blend import Blended
 from fathom.models.cost import count_parameters
 from fathom.models.denseformer import DenseFormer
 from fathom.models.depth_attention import DepthAttention, depth_weights
@@ -201,6 +202,16 @@ def _(mixer: ValueResidual, query: Tensor, key: Tensor, sources: tuple[Tensor, .
     return torch.full((1, 1, 2), 0.5, dtype=torch.float64)
 
 
+def blended_mixture(mixer: ValueMixer, query: Tensor, key: Tensor, sources: tuple[Tensor, ...]) -> Tensor | None:
+    """`mixture` with the share of the own value that λ leaves out of the mix."""
+    found = mixture(mixer, query, key, sources)
+    if found is None or not isinstance(mixer, Blended) or mixer.blend is None:
+        return found
+    own = torch.zeros_like(found)
+    own[..., -1] = 1
+    return torch.lerp(own, found, mixer.blend.to(found.dtype))
+
+
 def same_tokenizer(one: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, text: str) -> bool:
     """Whether two tokenizers have the same vocabulary and split this text alike, so that models can be compared."""
     return one.get_vocab() == other.get_vocab() and one(text)["input_ids"] == other(text)["input_ids"]
@@ -245,7 +256,7 @@ def look(
     weights: list[Tensor | None] = []
 
     def mixed(mixer: ValueMixer, query: Tensor, key: Tensor, _: Tensor, sources: tuple[Tensor, ...]) -> None:
-        found = mixture(mixer, query, key, sources) if sources else torch.ones(1, 1, 1)
+        found = blended_mixture(mixer, query, key, sources) if sources else torch.ones(1, 1, 1)
         weights.append(None if found is None else widen(found).cpu())
 
     def left(state: ResidualState) -> None:

@@ -8,6 +8,8 @@ multiplies the update, cutting it at τ changes almost nothing, so training need
 The penalty is λ times the mean of the lowest q of all gates: λ = `penalty_max`, with q growing from 0 to
 `penalty_fraction` over `penalty_span`. A halted token's gates count as 0, so once a share q of all gates is shut the
 penalty has no gradient: q sets the share of further trips to save, and the penalty stops there.
+
+With `blend` λ the update is λ σ_k μ_{k+1}. At λ = 0 every trip repeats the first one, whatever the gates say.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .blend import Blended, BlendOptions
 from .numerics import widen
 from .pondering import (
     MixtureOptions,
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class AdaponderOptions(MixtureOptions, HaltingOptions):
+class AdaponderOptions(MixtureOptions, HaltingOptions, BlendOptions):
     """Options of `adaponder`."""
 
     trips: int = 4
@@ -66,6 +69,7 @@ class AdaponderOptions(MixtureOptions, HaltingOptions):
 
     def resolve(self, config: FathomConfig) -> AdaponderOptions:
         """Refuse what is impossible."""
+        self.check_blend()
         check_over(self.penalty_over)
         check_not_negative("penalty_max", self.penalty_max)
         if self.penalty_on not in ("sigmoid", "logit"):
@@ -93,7 +97,7 @@ class HaltGate(nn.Module):
         return self.down(nn.functional.gelu(self.up(hidden))).squeeze(-1)
 
 
-class Adaponder(Pondering[AdaponderOptions]):
+class Adaponder(Blended, Pondering[AdaponderOptions]):
     """Feeds back a gated mixture, until the gate shuts."""
 
     options_class = AdaponderOptions
@@ -117,6 +121,7 @@ class Adaponder(Pondering[AdaponderOptions]):
 
     def init_weights(self, std: float) -> None:
         """Start with open gates: a bias, and a small last weight."""
+        super().init_weights(std)
         init.zeros_(self.fraction)
         for gate in self.gates:
             assert isinstance(gate, HaltGate)
@@ -142,7 +147,7 @@ class Adaponder(Pondering[AdaponderOptions]):
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
         """x_k + σ_k μ_{k+1}."""
-        return x + state["sigma"].unsqueeze(-1).to(x.dtype) * mixed(out, self.options)
+        return x + self.opened(state["sigma"].unsqueeze(-1).to(x.dtype) * mixed(out, self.options))
 
     def _gates(self, state: TripState) -> Tensor | None:
         found = [state[f"gate{k}"] for k in range(self.trips - 1) if f"gate{k}" in state]
@@ -188,4 +193,5 @@ ADAPONDER = Mechanism(
     build=Adaponder,
     cost=cost,
     options=AdaponderOptions,
+    closed={"blend": 0.0},
 )

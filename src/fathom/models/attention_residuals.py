@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
+from .blend import BlendedResidual, BlendOptions, blending_cost
 from .numerics import few, softmax_list, weighted_sum, widen
 from .replaceable import faster
 from .roles import Cost, Mechanism, Residual, ResidualOptions, ResidualState, WriteContext, direct
@@ -32,7 +33,7 @@ VARIANTS = ("block_sum", "snapshot")
 
 
 @dataclass(frozen=True)
-class AttentionResidualsOptions(ResidualOptions):
+class AttentionResidualsOptions(ResidualOptions, BlendOptions):
     """Options of `attention_residuals`."""
 
     block_size: int = 12
@@ -44,6 +45,7 @@ class AttentionResidualsOptions(ResidualOptions):
 
     def resolve(self, config: FathomConfig) -> AttentionResidualsOptions:
         """A block holds at least one sub-layer; the variant exists."""
+        self.check_blend()
         if self.block_size < 1:
             raise ValueError(f"residual_options.block_size must be at least 1, got {self.block_size}")
         if self.variant not in VARIANTS:
@@ -112,6 +114,10 @@ class AttentionResiduals(Residual):
         if self.starts_block or len(state) == 1:  # a trip of a loop may begin inside a block
             return (*state, update)
         return (*state[:-1], state[-1] + update)
+
+
+class BlendedAttentionResiduals(BlendedResidual, AttentionResiduals):
+    """Attention residuals with λ."""
 
 
 def pool(sources: Sequence[Tensor], query: Tensor, eps: float, recency_bias: Tensor | None = None) -> Tensor:
@@ -218,8 +224,9 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     """Per source: a product with the query for the score, and a weighted sum."""
     counts, width = source_counts(config, visits), config.hidden_size
     reads = sum(sources for sources, _ in counts)
-    snapshot = AttentionResidualsOptions.of(config).variant == "snapshot"
-    return Cost(
+    options = AttentionResidualsOptions.of(config)
+    snapshot = options.variant == "snapshot"
+    return blending_cost(width, len(counts), scalar, options.blends) + Cost(
         parameters=(2 * config.num_hidden_layers + 1) * (2 * width + snapshot),
         flops=4 * width * reads,
         elementwise_flops=2 * width * reads,  # the sources' rms
@@ -233,7 +240,8 @@ ATTENTION_RESIDUALS = Mechanism(
     axis="residual",
     summary="softmax over earlier blocks, scored by a learned query",
     paper="arXiv 2603.15031",
-    build=AttentionResiduals,
+    build=BlendedAttentionResiduals,
     cost=cost,
     options=AttentionResidualsOptions,
+    closed={"blend": 0.0},
 )

@@ -110,5 +110,5 @@ DENSEFORMER = Mechanism(
     build=DenseFormer,
     cost=cost,
     options=DenseFormerOptions,
-    identity_at_init=True,
+    closed={},
 )

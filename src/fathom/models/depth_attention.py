@@ -9,6 +9,8 @@ attention uses and D_ℓ = {i < ℓ : i mod stride = 0} ∪ {the `recent_layers`
 With `norm_scores`, q̄ and every k̂ are first divided by their root mean square, for backbones that do not norm queries
 and keys: keys of different layers then score on one scale.
 
+With `blend` λ the result is ṽ_ℓ = v_ℓ + λ (mix - v_ℓ) instead, mix being the sum above.
+
 Sources contribute their *mixed* value. ṽ is what the cache stores, so decoding needs nothing of the past but the
 ordinary cache. No parameters.
 
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
+from .blend import Blended, BlendOptions
 from .identity import warn_if_not_itself
 from .norms import unit
 from .numerics import few, head_pool, head_sum, softmax_list, weighted_sum, widen
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class DepthAttentionOptions(ScheduleOptions):
+class DepthAttentionOptions(ScheduleOptions, BlendOptions):
     """Options of `depth_attention`."""
 
     self_bias: float = 0.0
@@ -62,10 +65,11 @@ class DepthAttentionOptions(ScheduleOptions):
             raise ValueError(f"mixer_options.self_bias must be a number, got {self.self_bias}")
         if self.self_bias_steps < 0:
             raise ValueError(f"mixer_options.self_bias_steps must not be negative, got {self.self_bias_steps}")
+        self.check_blend()
         return super().resolve(config)
 
 
-class DepthAttention(ValueMixer):
+class DepthAttention(Blended, ValueMixer):
     """Attention over depth."""
 
     def __init__(self, config: FathomConfig, layer_idx: int) -> None:
@@ -83,18 +87,21 @@ class DepthAttention(ValueMixer):
     across_trips = staticmethod(trip_rule)
 
     def init_weights(self, std: float) -> None:
-        """Only the bias, which no checkpoint holds."""
+        """Only the bias and λ, which no checkpoint holds."""
+        super().init_weights(std)
         if self.self_bias is not None:
             init.constant_(self.self_bias, self.bias_now)
 
     def set_step(self, step: int, steps: int | None = None) -> None:
         """Let go of the own value."""
+        super().set_step(step, steps)
         if self.self_bias is not None and self.steps:
             self.bias_now = self.initial_bias * max(0.0, 1.0 - step / self.steps)
             self.self_bias.fill_(self.bias_now)
 
     def settle(self, config: FathomConfig) -> None:
         """The bias as it is now, for good."""
+        super().settle(config)
         if self.steps:
             config.mixer_options |= {"self_bias": self.bias_now, "self_bias_steps": 0}
 
@@ -103,12 +110,21 @@ class DepthAttention(ValueMixer):
     ) -> Callable[..., tuple[Tensor, Tensor, Tensor]] | None:
         """`norm_rotate_mix`, which knows no `norm_scores`."""
         kernel = faster("norm_rotate_mix", projected) if sources and not self.norm_scores else None
-        return None if kernel is None else partial(kernel, self_bias=self.self_bias)
+        if kernel is None or self.blend is None:
+            return None if kernel is None else partial(kernel, self_bias=self.self_bias)
+
+        def blend(projections: tuple[Tensor, ...], *further: Any) -> tuple[Tensor, Tensor, Tensor]:
+            query, key, mixed = kernel(projections, *further, self_bias=self.self_bias)
+            return query, key, self.blended(projections[2].transpose(1, 2), mixed)
+
+        return blend
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """ṽ of the module's docstring; the very tensor that came in where there is no source."""
-        if not sources:
-            return value
+        return self.blended(value, self.mixed(query, key, value, sources)) if sources else value
+
+    def mixed(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
+        """The mix alone, in the form that is fastest here."""
         query, key, sources = self.normed(query, key, sources)
         if (kernel := faster("depth_mix", value)) is not None:
             return kernel(query, key, value, sources, self.self_bias)
@@ -220,10 +236,11 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     pooled = config.num_attention_heads > config.num_key_value_heads
     pooling = mixing * config.num_attention_heads * config.head_dim * pooled
     softmax = 7 * config.num_key_value_heads * candidates  # scaling included
-    norms = 3 * width * (candidates + mixing) * DepthAttentionOptions.of(config).norm_scores
+    options = DepthAttentionOptions.of(config)
+    norms, blends = 3 * width * (candidates + mixing) * options.norm_scores, 3 * width * mixing * options.blends
     return Cost(
         flops=4 * width * candidates,
-        elementwise_flops=pooling + softmax + norms,
+        elementwise_flops=pooling + softmax + norms + blends,
         transient_bytes=2 * width * scalar * sum(v.kept for v in visits),
         io_bytes=scalar * width * (2 * candidates + len(visits)),
     )
@@ -237,5 +254,6 @@ DEPTH_ATTENTION = Mechanism(
     build=DepthAttention,
     cost=cost,
     options=DepthAttentionOptions,
+    closed={"blend": 0.0},
     check_start=warn_if_not_itself,
 )

@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from transformers import initialization as init
 
+from .blend import BlendedResidual, BlendOptions, blending_cost
 from .loss import is_bare
 from .numerics import few, widen
 from .rms_norm import RMSNorm
@@ -39,7 +40,7 @@ FLOOR = 1e-12
 
 
 @dataclass(frozen=True)
-class HyperConnectionsOptions(ResidualOptions):
+class HyperConnectionsOptions(ResidualOptions, BlendOptions):
     """Options of `hyper_connections`."""
 
     streams: int = 4
@@ -51,6 +52,7 @@ class HyperConnectionsOptions(ResidualOptions):
 
     def resolve(self, config: FathomConfig) -> HyperConnectionsOptions:
         """At least one stream; no negative iterations."""
+        self.check_blend()
         if self.streams < 1:
             raise ValueError(f"residual_options.streams must be at least 1, got {self.streams}")
         if self.sinkhorn_iterations < 0:
@@ -242,6 +244,10 @@ class HyperConnections(Residual):
         return (_Write.apply(streams, post, res, update),)
 
 
+class BlendedHyperConnections(BlendedResidual, HyperConnections):
+    """Hyper-connections with λ."""
+
+
 def readable(x: Tensor) -> bool:
     """Whether Python should compute with the numbers of `x`: they are few, real and no example for a trace."""
     return few(x) and type(x) is Tensor and not torch.jit.is_tracing()
@@ -373,7 +379,7 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     n, width, iterations = options.streams, config.hidden_size, options.sinkhorn_iterations
     maps = n * n + 2 * n
     sublayers, trips = 2 * len(visits), visits[-1].trip + 1
-    return Cost(
+    return blending_cost(width, sublayers + trips, scalar, options.blends) + Cost(
         parameters=2 * config.num_hidden_layers * ((maps + 1) * n * width + maps + 3) + n,
         flops=sublayers * (2 * maps * n * width + (4 * n + 2 * n * n) * width) + 2 * n * width * trips,
         elementwise_flops=sublayers * (4 * n * width + 4 * iterations * n * n + 4 * maps),
@@ -387,7 +393,8 @@ HYPER_CONNECTIONS = Mechanism(
     axis="residual",
     summary="several residual streams, mixed per token (mHC)",
     paper="arXiv 2512.24880",
-    build=HyperConnections,
+    build=BlendedHyperConnections,
     cost=cost,
     options=HyperConnectionsOptions,
+    closed={"blend": 0.0},
 )

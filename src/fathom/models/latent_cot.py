@@ -3,6 +3,8 @@
     x_{k+1} = h_k        g_k = sigmoid(w·h_k + b)        R_0 = 1,  R_{k+1} = R_k g_k        go on iff R_{k+1} > τ
     readout Σ_k q_k h_k  with  q_k = R_k - R_{k+1},  and all that is left for the last trip
 
+With `blend` λ the readout is h_0 + λ (Σ_k q_k h_k - h_0).
+
 Trip k reads trips up to k of earlier tokens (view DUO), so all tokens make it at once, exactly.
 
 The penalty charges for going on in proportion to the probability p that the true next token already has:
@@ -19,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
+from .blend import Blended, BlendOptions
 from .loss import IGNORE
 from .numerics import widen
 from .pondering import (
@@ -40,7 +43,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class LatentCotOptions(SampleOptions, HaltingOptions):
+class LatentCotOptions(SampleOptions, HaltingOptions, BlendOptions):
     """Options of `latent_cot`."""
 
     trips: int = 4
@@ -57,6 +60,7 @@ class LatentCotOptions(SampleOptions, HaltingOptions):
     def resolve(self, config: FathomConfig) -> LatentCotOptions:
         """Refuse what is impossible."""
         self.check_trips()
+        self.check_blend()
         check_fraction("penalty_token_fraction", self.penalty_token_fraction)
         check_not_negative("penalty", self.penalty)
         check_not_negative("penalty_beta", self.penalty_beta)
@@ -64,7 +68,7 @@ class LatentCotOptions(SampleOptions, HaltingOptions):
         return self
 
 
-class LatentCot(Routed[LatentCotOptions]):
+class LatentCot(Blended, Routed[LatentCotOptions]):
     """Feeds back the normed hidden state, and reads out a mixture of all thoughts."""
 
     options_class = LatentCotOptions
@@ -85,8 +89,10 @@ class LatentCot(Routed[LatentCotOptions]):
         """Split what reaches this trip between its own readout and the trips to come."""
         h, k = out.hidden, out.trip
         reach = state["reach"] if k else torch.ones_like(widen(h[..., 0]))
+        first = {"first": h} if self.blend is not None and not k else {}
         if out.last:
-            return {"hidden": spread(state.get("hidden"), reach, h), "alive": torch.zeros_like(reach, dtype=torch.bool)}
+            hidden = spread(state.get("hidden"), reach, h)
+            return {"hidden": hidden, "alive": torch.zeros_like(reach, dtype=torch.bool), **first}
         gate = widen(self.router(h).squeeze(-1)).sigmoid()
         onward = reach * gate
         alive = onward > self.options.tau
@@ -94,6 +100,7 @@ class LatentCot(Routed[LatentCotOptions]):
             "hidden": spread(state.get("hidden"), torch.where(alive, reach - onward, reach), h),
             "alive": alive,
             "reach": onward,
+            **first,
         }
         if self.training:
             new |= {f"gate{k}": gate, f"reach{k}": onward, f"thought{k}": h.detach()}
@@ -102,6 +109,10 @@ class LatentCot(Routed[LatentCotOptions]):
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
         """The thought alone, without the input."""
         return out.hidden
+
+    def readout(self, state: TripState) -> Tensor:
+        """All thoughts, or what lies between the first and them."""
+        return state["hidden"] if self.blend is None else self.blended(state["first"], state["hidden"])
 
     def aux_losses(
         self, state: TripState, targets: Tensor, num_items_in_batch: Tensor | int | None, head: nn.Module
@@ -145,4 +156,5 @@ LATENT_COT = Mechanism(
     build=LatentCot,
     cost=cost,
     options=LatentCotOptions,
+    closed={"blend": 0.0},
 )

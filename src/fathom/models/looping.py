@@ -10,6 +10,14 @@ the prelude, and n a norm between trips:
               add         x_{k+1} = n(r_k) + e
               diagonal    x_{k+1} = exp(-Δ ⊙ exp(a)) ⊙ n(r_k) + Δ ⊙ B e        Δ = softplus(δ)
 
+With `damping` δ a trip moves the stream by a part of what the looped layers g would, and with `blend` λ the loop ends
+between the first trip's result and its own; x_0 is what entered the loop, K the number of trips:
+
+    x_{k+1} = x_k + δ (g(x_k) - x_k)        result  g(x_0) + λ (x_K - g(x_0))
+
+With λ = 0 that is the model without a loop, and with δ = 1 and λ = 1 the plain loop. δ = 1/K integrates the looped
+layers over the time for which they were trained.
+
 The diagonal's factor on r lies between 0 and 1 whatever its weights (Parcae, whose first state is noise and whose
 readout has one more matrix; here the first trip starts from e as it is).
 """
@@ -26,6 +34,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .arithmetic import layer_cache_bytes, layer_flops
+from .blend import Blended, BlendOptions
 from .draws import DrawnOptions, DrawnTrips
 from .early_loss import EarlyLossOptions, EarlyReadout
 from .numerics import widen
@@ -49,7 +58,7 @@ def _or(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True)
-class LoopOptions(DrawnOptions, EarlyLossOptions):
+class LoopOptions(DrawnOptions, EarlyLossOptions, BlendOptions):
     """Options of `loop`."""
 
     trips: int = 3
@@ -66,11 +75,18 @@ class LoopOptions(DrawnOptions, EarlyLossOptions):
     """Whether the entry is normed before it is injected."""
     norm_between: str = "none"
     """What norms the stream between trips: `none`, `final` (the model's last norm) or `own`."""
+    damping: float = 1.0
+    """δ: the part of the way that a trip moves the stream; 1 is the plain loop."""
 
     def resolve(self, config: FathomConfig) -> LoopOptions:
         """Refuse a loop without layers."""
         self.check_trips()
         self.check_early_loss()
+        self.check_blend()
+        self.check_damping()
+        if self.blends and self.coda and config.residual != "plain":
+            # Blended, the stream is read and begun again there, which a residual with a history would notice at λ = 1.
+            raise ValueError(f"recurrence_options.blend with a coda needs residual=plain, got {config.residual}")
         if self.early_loss and self.coda:
             raise ValueError("recurrence_options.early_loss: a coda belongs to the last trip alone; set coda to 0")
         if self.prelude < 0 or self.coda < 0 or self.prelude + self.coda >= config.num_hidden_layers:
@@ -90,13 +106,22 @@ class LoopOptions(DrawnOptions, EarlyLossOptions):
             raise ValueError(f"recurrence_options.trips_max must be at least {most}, got {self.trips_max}")
         return replace(self, trips_range=drawn)
 
+    def check_damping(self) -> None:
+        """Refuse a damping that has no formula, and a loss on trips that `max_trips` would read out otherwise."""
+        if not 0 < self.damping <= 1:
+            raise ValueError(f"recurrence_options.damping must lie above 0 and be at most 1, got {self.damping}")
+        if self.damping < 1 and not (self.injection == "none" and self.norm_between == "none"):
+            raise ValueError("recurrence_options.damping: set injection and norm_between to none, or damping to 1")
+        if self.early_loss and (self.damping < 1 or self.blends):
+            raise ValueError("recurrence_options.early_loss needs damping 1 and blend 1")
+
     @property
     def is_plain(self) -> bool:
         """Whether trips are further layers of a plain decoder and nothing else."""
-        return self.injection == "none" and self.norm_between == "none"
+        return self.injection == "none" and self.norm_between == "none" and self.damping == 1 and not self.blends
 
 
-class Loop(DrawnTrips, EarlyReadout):
+class Loop(Blended, DrawnTrips, EarlyReadout):
     """Feeds the residual stream back into the stack."""
 
     no_weight_decay = ("entry_map",)
@@ -107,7 +132,9 @@ class Loop(DrawnTrips, EarlyReadout):
         self.options = LoopOptions.of(config)
         self.recompute = self.options.recompute
         self.injects = self.options.injection != "none"
-        self.entry_layer = self.options.prelude if self.injects else None
+        self.damps = self.options.damping < 1
+        self.leaves = self.damps or self.blend is not None
+        self.entry_layer = self.options.prelude if self.injects or self.damps else None
         width, eps = config.hidden_size, config.rms_norm_eps
         if self.options.entry_norm:
             self.entry_norm = RMSNorm(width, eps)
@@ -155,6 +182,8 @@ class Loop(DrawnTrips, EarlyReadout):
     def gate(self, out: Out, state: TripState) -> TripState:
         """Also what further trips are given of the entry: it does not depend on the trip."""
         new = super().gate(out, state)
+        if self.blend is not None and out.trip == 0 and not out.last:
+            new["first"] = out.residual
         if self.injects and out.trip == 0 and not out.last:
             new["entry"] = self(out.entry)
         return new
@@ -173,10 +202,21 @@ class Loop(DrawnTrips, EarlyReadout):
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
         """The un-normed stream, so that nothing is normalised twice; or what the options make of it."""
+        if self.damps:
+            return self.damped(x if out.trip else out.entry, out.residual)
         stream = out.hidden if self.options.norm_between == "final" else out.residual
         if self.options.norm_between == "own":
             stream = self.norm(stream)
         return self(stream, state["entry"]) if self.injects else stream
+
+    def leave(self, stream: Tensor, x: Tensor, state: TripState) -> Tensor:
+        """x_K, or what lies between g(x_0) and it."""
+        stream = self.damped(x, stream) if self.damps else stream
+        return stream if self.blend is None else self.blended(state["first"], stream)
+
+    def damped(self, x: Tensor, stream: Tensor) -> Tensor:
+        """x + δ (g(x) - x), `[B, T, hidden_size]`."""
+        return torch.lerp(x, stream, self.options.damping)
 
     def merged(self, stream: Tensor, injected: Tensor) -> Tensor:
         """A further trip's input, of the stream and of what is injected into it; `[B, T, hidden_size]`."""
@@ -197,9 +237,12 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     again, options, width = len(visits) - config.num_hidden_layers, LoopOptions.of(config), config.hidden_size
     diagonal = options.injection == "diagonal"
     parameters = width * (options.entry_norm + (options.norm_between == "own")) + diagonal * (width * width + 2 * width)
+    further = visits[-1].trip
+    moving = (further + 1) * (options.damping < 1) + options.blends if further else 0
     return Cost(
         parameters=parameters,
-        flops=again * layer_flops(config) + (2 * width * width if diagonal and visits[-1].trip else 0),
+        flops=again * layer_flops(config) + (2 * width * width if diagonal and further else 0),
+        elementwise_flops=3 * width * moving,
         cache_bytes=again * layer_cache_bytes(config, scalar),
     )
 
@@ -212,4 +255,5 @@ LOOP = Mechanism(
     build=Loop,
     cost=cost,
     options=LoopOptions,
+    closed={"blend": 0.0},
 )

@@ -5,6 +5,9 @@
 αU is the input embedding table at the scale of x_0. Every trip is an ordinary causal pass (view SAME) with a bank of
 its own. `feed` and `view` open the grid of what is fed back and what it may read; the paper's own model is
 (mixture, same).
+
+With `blend` λ, x_{k+1} = x_k + λ μ_{k+1}, or x_k + λ (h_k - x_k) where hidden states are fed. At λ = 0 every trip
+repeats the first one, so under the view SAME the model computes what it did without pondering.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from .blend import Blended, BlendOptions
 from .draws import DrawnOptions, DrawnTrips
 from .early_loss import EarlyLossOptions, EarlyReadout
 from .pondering import MixtureOptions, Pondering, SolverOptions, check_trips_range, mixed, mixture_cost, trips_cost
@@ -26,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class PonderOptions(MixtureOptions, SolverOptions, DrawnOptions, EarlyLossOptions):
+class PonderOptions(MixtureOptions, SolverOptions, DrawnOptions, EarlyLossOptions, BlendOptions):
     """Options of `ponder`."""
 
     trips: int = 4
@@ -41,6 +45,7 @@ class PonderOptions(MixtureOptions, SolverOptions, DrawnOptions, EarlyLossOption
         super().resolve(config)
         self.check_solver()
         self.check_early_loss()
+        self.check_blend()
         if self.feed not in ("mixture", "hidden"):
             raise ValueError(f"recurrence_options.feed must be mixture or hidden, got {self.feed!r}")
         if self.view not in [view.value for view in View]:
@@ -48,7 +53,7 @@ class PonderOptions(MixtureOptions, SolverOptions, DrawnOptions, EarlyLossOption
         return replace(self, trips_range=check_trips_range(self.trips_range, self.trips))
 
 
-class Ponder(DrawnTrips, EarlyReadout, Pondering[PonderOptions]):
+class Ponder(Blended, DrawnTrips, EarlyReadout, Pondering[PonderOptions]):
     """Feeds back a mixture of word embeddings."""
 
     options_class = PonderOptions
@@ -70,7 +75,9 @@ class Ponder(DrawnTrips, EarlyReadout, Pondering[PonderOptions]):
 
     def feed(self, x: Tensor, out: Out, state: TripState) -> Tensor:
         """x_k + μ_{k+1}, or h_k."""
-        return out.hidden if self.options.feed == "hidden" else x + mixed(out, self.options)
+        if self.options.feed == "hidden":
+            return self.blended(x, out.hidden)
+        return x + self.opened(mixed(out, self.options))
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
@@ -87,4 +94,5 @@ PONDER = Mechanism(
     build=Ponder,
     cost=cost,
     options=PonderOptions,
+    closed={"blend": 0.0},
 )

@@ -33,9 +33,9 @@ def free(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     return Cost()
 
 
-NONE = Mechanism("none", "mixer", "each layer's own value", "Qwen3", ValueMixer, free, identity_at_init=True)
-PLAIN = Mechanism("plain", "residual", "add to one stream", "Qwen3", Residual, free, identity_at_init=True)
-ONCE = Mechanism("once", "recurrence", "one trip through the stack", "Qwen3", Recurrence, free, identity_at_init=True)
+NONE = Mechanism("none", "mixer", "each layer's own value", "Qwen3", ValueMixer, free, closed={})
+PLAIN = Mechanism("plain", "residual", "add to one stream", "Qwen3", Residual, free, closed={})
+ONCE = Mechanism("once", "recurrence", "one trip through the stack", "Qwen3", Recurrence, free, closed={})
 
 ALL = (
     *(NONE, DEPTH_ATTENTION, UNIFORM_DEPTH, VALUE_RESIDUAL),

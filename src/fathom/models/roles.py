@@ -11,7 +11,7 @@ a layer breaks activation checkpointing and FSDP2 without an error.
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -142,8 +142,8 @@ class Mechanism:
     cost: Callable[[FathomConfig, Sequence[Visit], int], Cost]
     """(config, the plan's visits, bytes per scalar)."""
     options: type[MechanismOptions] = NoOptions
-    identity_at_init: bool = False
-    """Whether switching it on leaves a pretrained model's function as it is."""
+    closed: Mapping[str, object] | None = None
+    """Options with which a pretrained model computes, for a start, what it did without the mechanism; None for none."""
     check_start: Callable[[FathomPreTrainedModel], None] | None = None
     """Called with a pretrained model to which this mechanism was just added; warns if the model does not start as
     itself."""
@@ -152,6 +152,7 @@ class Mechanism:
 class MechanismModule(nn.Module):
     """What the three roles share."""
 
+    axis: ClassVar[str]
     no_weight_decay: tuple[str, ...] = ()
     """Local names of parameters that weight decay must leave alone although they have two dimensions or more."""
 
@@ -176,6 +177,8 @@ def direct(module: nn.Module) -> Callable[..., Any]:
 
 class ValueMixer(MechanismModule):
     """Decides which value attention stores and reads: `layers.N.self_attn.mixer`."""
+
+    axis = "mixer"
 
     def __init__(self, config: FathomConfig, layer_idx: int) -> None:
         super().__init__()
@@ -232,6 +235,8 @@ class Residual(MechanismModule):
     returned. A layer may therefore read twice before it writes twice, as a parallel layer does.
     """
 
+    axis = "residual"
+
     def __init__(self, config: FathomConfig, sublayer: int) -> None:
         super().__init__()
         self.sublayer = sublayer
@@ -277,6 +282,7 @@ class Recurrence(MechanismModule):
     have halted.
     """
 
+    axis = "recurrence"
     recompute = False
     """Whether training computes every pass through the layers again in the backward pass."""
     gradient_passes = 0
@@ -287,6 +293,8 @@ class Recurrence(MechanismModule):
     """The layer whose input in the first trip `gate` gets as `out.entry`; None for none."""
     across_trips = "none"
     """How a mixer's sources cross trips unless its options say otherwise: `none`, `same_layer` or `grid`."""
+    leaves = False
+    """Whether `leave` changes what the last trip's looped layers return."""
     halts = False
     """Whether tokens may stop before the last trip; `gate` then leaves `alive` (`[B, T]`, bool) in the state."""
     reads = View.SAME
@@ -372,6 +380,17 @@ class Recurrence(MechanismModule):
             state: As the trip before left it; empty before the first.
         """
         return {"hidden": out.hidden}
+
+    def leave(self, stream: Tensor, x: Tensor, state: TripState) -> Tensor:
+        """What goes on to the layers after the looped span, `[B, T, hidden_size]`, where `leaves` says so; never under
+        the view ALL.
+
+        Args:
+            stream: The output of the span's last layer in the last trip, `[B, T, hidden_size]`.
+            x: That trip's input.
+            state: As the trip before left it.
+        """
+        return stream
 
     def key_bias(self, state: TripState, trip: int) -> Tensor | None:
         """Added to the attention logits of every query that reads the slots of `trip`, `[B, T]`; None: nothing."""

@@ -9,9 +9,9 @@ found in the slot cache (`Stored`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -190,6 +190,8 @@ class Pass:
     """Whether every layer's keys and values are wanted afterwards, not only what mixers read."""
     key_bias: Tensor | None = None
     """`[B, M]`: added to the logit of every query that reads a slot of this pass."""
+    leave: Callable[[Tensor], Tensor] | None = None
+    """What the recurrence makes of the output of the looped layers; None where it is passed on."""
 
 
 @dataclass
@@ -238,6 +240,9 @@ class TripMaker:
             rotary = self.model.rotary_emb(turn.x, positions)
             sources = {i: (_take(tokens, key), _take(tokens, value)) for i, (key, value) in self.sources.items()}
         one = Pass(self.plan[turn.trip], masks, rotary, positions, sources=sources, **reading)
+        recurrence = self.model.recurrence
+        if recurrence.leaves and 0 < turn.trip == self.inputs.trips - 1:
+            one.leave = partial(recurrence.leave, x=tokens.take(turn.x), state=tokens.take_all(turn.state))
         passed = self.through(tokens.take(turn.x), one)
         if turn.trip + 1 < len(self.plan):
             later = {i for trip in self.plan[turn.trip + 1 :] for visit in trip for i in visit.sources}
@@ -262,6 +267,7 @@ class TripMaker:
     def _through(self, x: Tensor, one: Pass) -> Passed:
         model, layers, kinds = self.model, list(self.model.layers), self.model.config.layer_types
         residual, entry_layer = model.final_residual, model.recurrence.entry_layer
+        coda = None if one.leave is None else model.recurrence.span(model.config)[1]
         given = {
             "position_embeddings": one.position_embeddings,
             "position_ids": one.position_ids,
@@ -275,6 +281,8 @@ class TripMaker:
         hidden: list[Tensor] = []
         entry = None
         for visit in one.visits:
+            if one.leave is not None and visit.layer == coda:
+                state = residual.begin(one.leave(residual(state)[0]))
             if visit.layer == entry_layer and visit.trip == 0:
                 entry = residual(state)[0] if visit.layer else x
             if self.inputs.hidden is not None:
@@ -292,8 +300,11 @@ class TripMaker:
             state = tuple(after)
             if visit.kept or one.keep:
                 pairs[visit.index] = (key, value)
+        stream = residual(state)[0]
+        if one.leave is not None and coda == len(layers):
+            stream = one.leave(stream)
         # Made whole: what a compiled graph of torch 2.13 writes over an attribute after FlexAttention is lost.
-        return Passed(residual(state)[0], pairs, hidden, entry)
+        return Passed(stream, pairs, hidden, entry)
 
     def record(self, passed: Passed, stages: int = 1) -> None:
         """Keep a pass' hidden states; those of interleaved trips are separated."""

@@ -260,6 +260,8 @@ class Turn:
     tokens: TokenSubset
     bias: Tensor | None = None
     """Added to the logit of every query that reads a slot of this trip, `[B, T]`."""
+    state: TripState = field(default_factory=dict)
+    """The recurrence's, as the trip before left it."""
 
 
 def sweep(
@@ -313,7 +315,7 @@ def sweep(
             made = made + alive
         if stop != 0:
             x = tokens.put(turn.x, recurrence.feed(tokens.take(turn.x), out, tokens.take_all(state)))
-        turn = Turn(k + 1, x, tokens, recurrence.key_bias(state, k + 1))
+        turn = Turn(k + 1, x, tokens, recurrence.key_bias(state, k + 1), state)
         turns.append(turn)
     if made is not None:
         state["trips"] = made

@@ -130,7 +130,7 @@ class Stages:
         banked.sources = sources
         state = dict(state or {})
         for trip in trips:
-            out = banked(Turn(trip, x, TokenSubset()))
+            out = banked(Turn(trip, x, TokenSubset(), state=state))
             state = {**state, **recurrence.gate(out, state)}
             x = x if out.last else recurrence.feed(x, out, state)
         return (recurrence.readout(state) if out.last else out.hidden), x, state

@@ -1,15 +1,17 @@
 """`uniform_depth`: the plain average over the sources of `depth_attention`; its control.
 
-ṽ_ℓ = (v_ℓ + Σ_{j ∈ D_ℓ} ṽ_j) / M_ℓ,        M_ℓ = |D_ℓ| + 1
+ṽ_ℓ = (v_ℓ + Σ_{j ∈ D_ℓ} ṽ_j) / M_ℓ,        M_ℓ = |D_ℓ| + 1;        with `blend` λ, ṽ_ℓ = v_ℓ + λ (mean - v_ℓ)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from .blend import Blended, BlendOptions
 from .roles import Cost, Mechanism, ValueMixer
 from .schedule import ScheduleOptions, grid_sources, trip_rule
 
@@ -18,7 +20,17 @@ if TYPE_CHECKING:
     from .slots import Visit
 
 
-class UniformDepth(ValueMixer):
+@dataclass(frozen=True)
+class UniformDepthOptions(ScheduleOptions, BlendOptions):
+    """Options of `uniform_depth`."""
+
+    def resolve(self, config: FathomConfig) -> UniformDepthOptions:
+        """As the schedule does."""
+        self.check_blend()
+        return super().resolve(config)
+
+
+class UniformDepth(Blended, ValueMixer):
     """Averages values over depth without any attention."""
 
     source_layers = staticmethod(grid_sources)
@@ -32,7 +44,7 @@ class UniformDepth(ValueMixer):
         total = value
         for mixed in sources[1::2]:
             total = total + mixed
-        return total / (len(sources) // 2 + 1)
+        return self.blended(value, total / (len(sources) // 2 + 1))
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
@@ -40,7 +52,13 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     width = config.num_key_value_heads * config.head_dim
     candidates = sum(len(v.sources) + 1 for v in visits if v.sources)
     kept, moved = sum(v.kept for v in visits), candidates + len(visits)
-    return Cost(flops=width * candidates, transient_bytes=2 * width * scalar * kept, io_bytes=scalar * width * moved)
+    blends = 3 * width * sum(bool(v.sources) for v in visits) * UniformDepthOptions.of(config).blends
+    return Cost(
+        flops=width * candidates,
+        elementwise_flops=blends,
+        transient_bytes=2 * width * scalar * kept,
+        io_bytes=scalar * width * moved,
+    )
 
 
 UNIFORM_DEPTH = Mechanism(
@@ -50,5 +68,6 @@ UNIFORM_DEPTH = Mechanism(
     paper="arXiv 2606.05014, Table 5",
     build=UniformDepth,
     cost=cost,
-    options=ScheduleOptions,
+    options=UniformDepthOptions,
+    closed={"blend": 0.0},
 )

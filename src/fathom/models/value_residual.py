@@ -1,24 +1,36 @@
 """`value_residual`: every layer adds half of the first layer's value to half of its own.
 
-ṽ_ℓ = ½ v_0 + ½ v_ℓ        for ℓ ≥ 1
+ṽ_ℓ = ½ v_0 + ½ v_ℓ        for ℓ ≥ 1;        with `blend` λ, ṽ_ℓ = v_ℓ + ½ λ (v_0 - v_ℓ)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from .roles import Cost, Mechanism, ValueMixer
+from .blend import Blended, BlendOptions
+from .roles import Cost, Mechanism, MixerOptions, ValueMixer
 
 if TYPE_CHECKING:
     from .configuration import FathomConfig
     from .slots import Visit
 
 
-class ValueResidual(ValueMixer):
+@dataclass(frozen=True)
+class ValueResidualOptions(MixerOptions, BlendOptions):
+    """Options of `value_residual`."""
+
+    def resolve(self, config: FathomConfig) -> ValueResidualOptions:
+        """Refuse an impossible blend."""
+        self.check_blend()
+        return self
+
+
+class ValueResidual(Blended, ValueMixer):
     """Mixes with layer 0 alone; not recursive, since layer 0's mixed value is its raw one."""
 
     @staticmethod
@@ -28,7 +40,7 @@ class ValueResidual(ValueMixer):
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor, sources: tuple[Tensor, ...]) -> Tensor:
         """½ v_0 + ½ v_ℓ."""
-        return torch.lerp(value, sources[1], 0.5) if sources else value
+        return self.blended(value, torch.lerp(value, sources[1], 0.5)) if sources else value
 
 
 def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
@@ -37,6 +49,7 @@ def cost(config: FathomConfig, visits: Sequence[Visit], scalar: int) -> Cost:
     mixing = sum(bool(v.sources) for v in visits)
     return Cost(
         flops=3 * width * mixing,
+        elementwise_flops=3 * width * mixing * ValueResidualOptions.of(config).blends,
         transient_bytes=2 * width * scalar * sum(v.kept for v in visits),
         io_bytes=3 * scalar * width * mixing,
     )
@@ -49,4 +62,6 @@ VALUE_RESIDUAL = Mechanism(
     paper="arXiv 2410.17897",
     build=ValueResidual,
     cost=cost,
+    options=ValueResidualOptions,
+    closed={"blend": 0.0},
 )

@@ -1,0 +1,115 @@
+"""`blend`: an exact start for weights that were trained without a mechanism.
+
+    y = a + λ (b - a)        a is the result without the mechanism, b the result with it
+
+λ is the option `blend`. With `blend_steps`, λ rises linearly from 0 to that value over the first training steps. At
+λ = 0 the result is `a` to the last bit, and at λ = 1 it is `b`: `torch.lerp` of finite numbers is exact at both ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from transformers import initialization as init
+
+from .numerics import widen
+from .roles import Cost, MechanismModule, MechanismOptions, Residual, ResidualState, WriteContext
+
+if TYPE_CHECKING:
+    from .configuration import FathomConfig
+
+
+@dataclass(frozen=True)
+class BlendOptions(MechanismOptions):
+    """Options of a mechanism that may start closed."""
+
+    blend: float = 1.0
+    """λ: weight of the mechanism against the model without it. With 0 the model computes what it did without."""
+    blend_steps: int = 0
+    """Training steps over which λ rises from 0 to `blend`; with 0 it stays. A saved model has λ as it was."""
+
+    def check_blend(self) -> None:
+        """Refuse a weight outside 0 … 1 and a negative number of steps."""
+        if not 0 <= self.blend <= 1:
+            raise ValueError(f"{self.axis}_options.blend must lie in 0..1, got {self.blend}")
+        if self.blend_steps < 0:
+            raise ValueError(f"{self.axis}_options.blend_steps must not be negative, got {self.blend_steps}")
+
+    @property
+    def blends(self) -> bool:
+        """Whether λ is, or may be, another number than 1."""
+        return self.blend != 1 or self.blend_steps > 0
+
+
+class Blended(MechanismModule):
+    """A mechanism with λ; it stands before its role among the bases."""
+
+    def __init__(self, config: FathomConfig, *place: int) -> None:
+        super().__init__(config, *place)
+        given = getattr(config, f"{self.axis}_options")
+        self.final_blend, self.blend_steps = float(given["blend"]), given["blend_steps"]
+        self.blend_now = 0.0 if self.blend_steps else self.final_blend
+        # A tensor, since a Python number that changes every step would recompile every step.
+        closes = self.blend_steps or self.final_blend != 1
+        self.blend = nn.Buffer(torch.tensor(self.blend_now), persistent=False) if closes else None
+
+    def init_weights(self, std: float) -> None:
+        """Also λ, which no checkpoint holds."""
+        super().init_weights(std)
+        if self.blend is not None:
+            init.constant_(self.blend, self.blend_now)
+
+    def set_step(self, step: int, steps: int | None = None) -> None:
+        """Also λ of this step."""
+        super().set_step(step, steps)
+        if self.blend is not None and self.blend_steps:
+            self.blend_now = self.final_blend * min(1.0, step / self.blend_steps)
+            self.blend.fill_(self.blend_now)
+
+    def settle(self, config: FathomConfig) -> None:
+        """λ as it is now, for good."""
+        super().settle(config)
+        if self.blend_steps:
+            getattr(config, f"{self.axis}_options").update(blend=self.blend_now, blend_steps=0)
+
+    def opened(self, update: Tensor) -> Tensor:
+        """λ b: what is added to a stream that the mechanism leaves alone otherwise."""
+        return update if self.blend is None else update * self.blend.to(update.dtype)
+
+    def blended(self, without: Tensor, result: Tensor) -> Tensor:
+        """a + λ (b - a) of the result `without` the mechanism and that with it, in at least float32."""
+        if self.blend is None:
+            return result
+        wide = widen(result)
+        return torch.lerp(widen(without), wide, self.blend.to(wide.dtype)).to(result.dtype)
+
+
+class BlendedResidual(Blended, Residual):
+    """A residual with λ; it stands before the mechanism's own class among the bases. While λ may be below 1, the state
+    begins with the plain stream x, and a sub-layer reads x + λ (h - x), where h is what the mechanism reads."""
+
+    def begin(self, embeddings: Tensor) -> ResidualState:
+        """The plain stream before the mechanism's own state."""
+        own = super().begin(embeddings)
+        return own if self.blend is None else (embeddings, *own)
+
+    def read(self, state: ResidualState) -> tuple[Tensor, ResidualState, WriteContext]:
+        """What lies between the plain stream and the mechanism's."""
+        if self.blend is None:
+            return super().read(state)
+        x, own, context = super().read(state[1:])
+        return self.blended(state[0], x), (state[0], *own), context
+
+    def write(self, state: ResidualState, update: Tensor, context: WriteContext) -> ResidualState:
+        """Into both."""
+        if self.blend is None:
+            return super().write(state, update, context)
+        return (state[0] + update, *super().write(state[1:], update, context))
+
+
+def blending_cost(width: int, reads: int, scalar: int, blends: bool) -> Cost:
+    """Cost of blending `reads` tensors of `width` channels beside a stream that is added to as often."""
+    return Cost(elementwise_flops=4 * width * reads, transient_bytes=width * scalar) if blends else Cost()
