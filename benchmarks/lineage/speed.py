@@ -22,6 +22,7 @@ import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -49,10 +50,11 @@ def random_bf16(draw: np.random.Generator, count: int) -> np.ndarray:
     return (draw.integers(0, 1 << 16, count, np.uint16) & 0x80FF) | np.uint16(0x3C00)
 
 
-def write_model(path: Path, layers: int, seed: int) -> int:
-    """One checkpoint; returns its bytes."""
+def write_model(path: Path, layers: int, seed: int, noise: int | None = None) -> int:
+    """One checkpoint; returns its bytes. With `noise`, a seed, the four lowest bits of a mantissa are drawn anew."""
     path.mkdir(parents=True)
     draw, weight_map, total = np.random.default_rng(seed), {}, 0
+    other = None if noise is None else np.random.default_rng(noise)
     for number, tensors in enumerate(shapes(layers)):
         name, header, offset = f"model-{number:05d}.safetensors", {}, 0
         for key, shape in tensors.items():
@@ -66,7 +68,10 @@ def write_model(path: Path, layers: int, seed: int) -> int:
                 left = int(np.prod(shape))
                 while left:
                     part = min(left, 1 << 24)
-                    file.write(random_bf16(draw, part).tobytes())
+                    values = random_bf16(draw, part)
+                    if other is not None:
+                        values ^= other.integers(0, 16, part, np.uint16)
+                    file.write(values.tobytes())
                     left -= part
         total += offset
     (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
@@ -111,6 +116,30 @@ class RangeServer(BaseHTTPRequestHandler):
         return None
 
 
+def watch(origin: Any) -> list[tuple[str, int, int]]:
+    """The places of a file that an origin reads from now on."""
+    seen: list[tuple[str, int, int]] = []
+    name = "_fetch" if hasattr(origin, "_fetch") else "_read"
+    inner = getattr(origin, name)
+
+    def read(path: str, start: int, stop: int) -> bytearray:
+        seen.append((path, start, stop))
+        return inner(path, start, stop)
+
+    setattr(origin, name, read)
+    return seen
+
+
+def distinct(places: list[tuple[str, int, int]]) -> int:
+    """Bytes that were read at least once."""
+    total, end = 0, ("", 0)
+    for path, start, stop in sorted(places):
+        end = end if end[0] == path else (path, 0)
+        total += max(0, stop - max(start, end[1]))
+        end = (path, max(end[1], stop))
+    return total
+
+
 def child(a: str, b: str, mode: str) -> None:
     """One comparison; prints its own measurements as JSON."""
     from fathom.lineage import Options, compare, open_weights
@@ -121,6 +150,7 @@ def child(a: str, b: str, mode: str) -> None:
         marks.append((round(time.monotonic() - started, 1), what))
 
     first, second = open_weights(a), open_weights(b)
+    places = [watch(model.origin) for model in (first, second)]
     found = compare(first, second, options=Options(mode=mode), progress=mark)
     used = resource.getrusage(resource.RUSAGE_SELF)
     read = first.origin.bytes_read + second.origin.bytes_read
@@ -132,6 +162,7 @@ def child(a: str, b: str, mode: str) -> None:
                 "cpu_seconds": round(used.ru_utime + used.ru_stime, 1),
                 "peak_rss_gb": round(used.ru_maxrss * 1024 / 1e9, 3),
                 "bytes_read": read,
+                "read_twice": round(read / sum(map(distinct, places)) - 1, 4),
                 "bytes_in_files": held,
                 "share_read": round(read / held, 4),
                 "verdict": found.verdict.label,
@@ -169,6 +200,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--modes", nargs="+", default=["fast", "exact", "remote"], choices=["fast", "exact", "remote"])
     parser.add_argument("--layers", type=int, default=32)
+    parser.add_argument("--related", action="store_true", help="the second model is a noisy copy of the first")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--directory", type=Path, default=None, help="where the temporary checkpoints go")
     parser.add_argument("--child", nargs=3, default=None, help=argparse.SUPPRESS)
@@ -182,7 +214,10 @@ def main() -> None:
             sys.exit(f"{needed / 1e9:.0f} GB are needed under {root}")
         started = time.monotonic()
         size = write_model(root / "a", options.layers, 0)
-        write_model(root / "b", options.layers, 1)
+        if options.related:
+            write_model(root / "b", options.layers, 0, noise=1)
+        else:
+            write_model(root / "b", options.layers, 1)
         written = time.monotonic() - started
         results = [run(mode, root, options.threads) for mode in options.modes]
     finally:

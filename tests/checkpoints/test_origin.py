@@ -18,6 +18,7 @@ import torch
 from fathom.checkpoints import origin as origins
 from fathom.checkpoints.origin import Refused, RemoteOrigin
 from fathom.cli import lineage as commands
+from fathom.lineage import comparison
 from fathom.lineage.comparison import Options, measure
 from fathom.lineage.weights import open_weights
 from tests.lineage.zoo import build, save, tiny_config
@@ -83,6 +84,10 @@ def repositories(tmp_path_factory):
     for seed, name in enumerate(("base", "other")):
         model = build(config, seed, torch.bfloat16)
         save(model, root / "org" / name, 512)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter *= 1 + 0.01 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(2))
+    save(model, root / "org" / "child", 512)
     return root
 
 
@@ -204,3 +209,45 @@ def test_a_report_on_a_repository_is_verified_at_its_commit(hub, repositories, t
     assert again.exit_code == 0, again.text
     assert f"not recomputed: org/base@main: the files behind commit {COMMIT}" in again.text
     assert hub.log and all(f"/resolve/{COMMIT}/" in path for path, _ in hub.log)
+
+
+def distinct(log: list[tuple[str, dict[str, str]]]) -> int:
+    """Bytes that a client asked for at least once."""
+    places: dict[str, set[int]] = {}
+    for path, headers in log:
+        start, stop = map(int, re.fullmatch(r"bytes=(\d+)-(\d+)", headers["Range"]).groups())
+        places.setdefault(path.rpartition("/")[2] + path.split("/")[2], set()).update(range(start, stop + 1))
+    return sum(map(len, places.values()))
+
+
+@pytest.mark.parametrize("size", ["small", "large"])
+@pytest.mark.parametrize("other", ["base", "child"])
+def test_a_comparison_moves_each_byte_once(hub, monkeypatch, size, other):
+    """Portraits included; of large models what is looked at. Bytes are read again from where they were kept."""
+    if size == "large":
+        monkeypatch.setattr("fathom.lineage.comparison.SMALL_BYTES", 0)
+        monkeypatch.setattr(RemoteOrigin, "gap_bytes", 0)
+    commands.compare("org/other@main", f"org/{other}", quiet=True)
+    assert hub.sent <= 1.01 * distinct(hub.log)
+
+
+def test_each_byte_of_a_small_model_is_read_from_disk_once(repositories):
+    models = [open_weights(repositories / "org" / name) for name in ("base", "other")]
+    comparison.compare(*models)
+    for one in models:
+        assert one.origin.bytes_read <= 1.05 * sum(one.origin.size(name) for name in one.origin.names())
+
+
+@pytest.mark.parametrize("spill", [False, True], ids=["memory", "disk"])
+def test_a_shelf_returns_what_a_file_holds_and_fetches_only_what_is_new(spill):
+    draw, whole, fetched = np.random.default_rng(0), bytes(range(256)), []
+
+    def fetch(path: str, start: int, stop: int) -> bytearray:
+        fetched.append((start, stop))
+        return bytearray(whole[start:stop])
+
+    shelf = origins.Shelf(spill)
+    for _ in range(200):
+        start, stop = sorted(draw.integers(0, 257, 2).tolist())
+        assert shelf.read("file", start, stop, fetch) == whole[start:stop]
+    assert sum(stop - start for start, stop in fetched) == len({at for part in fetched for at in range(*part)}) <= 256

@@ -9,12 +9,15 @@ from __future__ import annotations
 import json
 import os
 import re
+import tempfile
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from bisect import bisect_right
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
-from typing import Protocol
+from typing import IO, Protocol
 
 from huggingface_hub import get_token
 
@@ -38,6 +41,7 @@ class Origin(Protocol):
     """A flat collection of files, of which byte ranges can be read."""
 
     bytes_read: int
+    shelf: Shelf | None  # where one is set, it keeps what is read
     gap_bytes: int  # two ranges this close are read as one: another request would cost more
 
     @property
@@ -77,11 +81,61 @@ def safe_name(name: object) -> str:
     return name
 
 
+class Shelf:
+    """Bytes that were read, by file and place, so that none is read twice.
+
+    Memory holds what was read, or with `spill` temporary files do, which take as much room on disk.
+    """
+
+    def __init__(self, spill: bool = False) -> None:
+        self._spill = spill
+        self._places: dict[str, tuple[list[int], list[int]]] = {}  # where blocks start and stop
+        self._blocks: dict[tuple[str, int], bytearray] = {}
+        self._files: dict[str, IO[bytes]] = {}
+
+    def read(self, path: str, start: int, stop: int, fetch: Callable[[str, int, int], bytearray]) -> bytearray:
+        """The bytes [start, stop); only those that are not on the shelf are fetched."""
+        starts, stops = self._places.setdefault(path, ([], []))
+        out = bytearray(stop - start)
+        place = start
+        while place < stop:
+            at = bisect_right(starts, place) - 1
+            if at >= 0 and place < stops[at]:
+                end = min(stop, stops[at])
+                out[place - start : end - start] = self._kept(path, starts[at], place, end)
+            else:
+                end = min(stop, starts[at + 1]) if at + 1 < len(starts) else stop
+                block = fetch(path, place, end)
+                out[place - start : end - start] = block
+                self._keep(path, place, block)
+                starts.insert(at + 1, place)
+                stops.insert(at + 1, end)
+            place = end
+        return out
+
+    def _keep(self, path: str, start: int, block: bytearray) -> None:
+        if self._spill:
+            if path not in self._files:
+                self._files[path] = tempfile.TemporaryFile()  # noqa: SIM115
+            self._files[path].seek(start)
+            self._files[path].write(block)
+        else:
+            self._blocks[path, start] = block
+
+    def _kept(self, path: str, block: int, start: int, stop: int) -> bytes | memoryview:
+        """Bytes of the block that starts at `block`."""
+        if self._spill:
+            self._files[path].seek(start)
+            return self._files[path].read(stop - start)
+        return memoryview(self._blocks[path, block])[start - block : stop - block]
+
+
 class LocalOrigin:
     """A directory of files. Reads are positioned reads: nothing is mapped, so memory holds only what is asked for."""
 
     revision: str | None = None
     gap_bytes = 0
+    shelf: Shelf | None = None
 
     def __init__(self, directory: Path, max_bytes: int | None = None):
         self.directory = directory
@@ -99,6 +153,9 @@ class LocalOrigin:
 
     def read(self, path: str, start: int, stop: int) -> bytearray:
         """Exactly the bytes [start, stop) of a file."""
+        return self.shelf.read(path, start, stop, self._read) if self.shelf else self._read(path, start, stop)
+
+    def _read(self, path: str, start: int, stop: int) -> bytearray:
         _within_budget(self.bytes_read, stop - start, self.max_bytes)
         buffer = bytearray(stop - start)
         view, done = memoryview(buffer), 0
@@ -121,6 +178,7 @@ class RemoteOrigin:
     """`org/name@revision` on the Hugging Face endpoint that HF_ENDPOINT names, read by HTTP range requests."""
 
     gap_bytes = 1 << 17
+    shelf: Shelf | None = None
 
     def __init__(self, repo: str, revision: str = "main", endpoint: str | None = None, max_bytes: int | None = None):
         if not _REPO.fullmatch(repo) or not _REVISION.fullmatch(revision) or ".." in revision:
@@ -157,7 +215,7 @@ class RemoteOrigin:
         """Exactly the bytes [start, stop) of a file."""
         if start == stop:
             return bytearray()
-        return self._fetch(path, start, stop)
+        return self.shelf.read(path, start, stop, self._fetch) if self.shelf else self._fetch(path, start, stop)
 
     def names(self) -> list[str]:
         """A remote repository is not listed: its index names the shards."""

@@ -135,11 +135,12 @@ def compare(
     adapter_base, max_bytes = chosen.adapter_base, chosen.max_bytes
     with _status(quiet) as say:
         models = [lineage.open_weights(where, adapter_base, max_bytes) for where in (a, b)]
-        found = lineage.comparison.compare(models[0], models[1], control, null, chosen.options(), say)
-        found.given = lineage.comparison.Given(null, adapter_base, max_bytes)
-        if out is not None:
-            say("hashes of the files")
-        body = lineage.publishing.report.made(found, lineage.publishing.page.command(found), hashed=out is not None)
+        with lineage.comparison.holding(*models):
+            found = lineage.comparison.compare(models[0], models[1], control, null, chosen.options(), say)
+            found.given = lineage.comparison.Given(null, adapter_base, max_bytes)
+            if out is not None:
+                say("hashes of the files")
+            body = lineage.publishing.report.made(found, lineage.publishing.page.command(found), hashed=out is not None)
     if out is not None:
         lineage.publishing.page.write(out, found, body)
     code = found.verdict.exit_code if exit_code else 0

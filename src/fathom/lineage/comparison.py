@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,14 +34,14 @@ from fathom.lineage.inherited import Inherited
 from fathom.lineage.nulls import Null, structure_class
 from fathom.lineage.pairs import NAMES, SCORE_LABELS, Pair, matched_layers
 from fathom.lineage.verdict import Findings, Verdict
-from fathom.lineage.weights import Weights, open_weights
+from fathom.lineage.weights import Weights, held, open_weights
 from fathom.report.statistics import holm
 
 Told = Callable[[str], None]
 
 SMALL_BYTES = 2 << 30  # for smaller models fast mode leaves nothing out
 FAST_LAYERS, FAST_FFN_LAYERS, EXACT_FFN_LAYERS = 16, 2, 8
-ANCHORS = 1024
+ANCHORS, FAST_ANCHORS = 1024, 256  # strings of the terms of two layers; of those of every layer
 ALIGNMENTS = ("order", "lap", "procrustes")
 
 
@@ -85,6 +86,13 @@ class Options:
 
 def _small(a: Weights, b: Weights) -> bool:
     return a.file_bytes + b.file_bytes <= SMALL_BYTES
+
+
+@contextmanager
+def holding(*models: Weights) -> Iterator[None]:
+    """Within it, no byte of small models is read twice, nor any byte of remote ones."""
+    with held(*models, local=sum(w.file_bytes for w in models) <= SMALL_BYTES):
+        yield
 
 
 def measure(first: Weights, second: Weights, options: Options, progress: Told = lambda _: None) -> Pair:
@@ -184,13 +192,15 @@ def _neurons(
     limit = None if _small(a, b) else EXACT_FFN_LAYERS if options.mode == "exact" else FAST_FFN_LAYERS
     gated = a.geometry.gated and b.geometry.gated
     out: dict[str, list[NeuronCount]] = {}
-    for at in awm.chosen_layers(len(usable), limit) if usable else []:
-        i, j = usable[at]
+    chosen = awm.chosen_layers(len(usable), limit) if usable else []
+    for i, j in (usable[at] for at in chosen):
         progress(f"neurons of layers {i + 1} and {j + 1}")
         for left, right in frames:
             seen = neurons.in_frame(a, i, left), neurons.in_frame(b, j, right)
-            found = neurons.agreement(*seen, gated, options.seed)
-            out.setdefault(left.name, []).append(NeuronCount((i, j), *found))
+            found = NeuronCount((i, j), *neurons.agreement(*seen, gated, options.seed))
+            out.setdefault(left.name, []).append(found)
+            if found.p(1 / evidence.UNIVERSAL, len(chosen)) <= evidence.ALPHA / 10:
+                break  # another frame could add nothing
     return out
 
 
@@ -246,7 +256,7 @@ def _other_scores(a: Weights, b: Weights, aligned: Aligned, progress: Told) -> t
             "ics_canonical": huref.ics(a, b, at_a, at_b),
         }
         if _small(a, b):
-            found["ics_all_layers"] = huref.ics_all_layers(a, b, at_a, at_b)
+            found["ics_all_layers"] = huref.ics_all_layers(a, b, at_a[:FAST_ANCHORS], at_b[:FAST_ANCHORS])
             value, count = huref.pcs(huref.matched_matrices(a, b))
             found |= {"pcs_2d": value} if count else {}
     good = {name: value for name, value in found.items() if np.isfinite(value)}
@@ -307,6 +317,18 @@ def compare(
     options = options or Options()
     if null_file is not None:
         nulls.read(null_file, structure_class(a, b))  # refused before the work if it does not fit
+    with holding(a, b):
+        return _compare(a, b, controls, null_file, options, progress)
+
+
+def _compare(
+    a: Weights,
+    b: Weights,
+    controls: Sequence[str | Path | Weights],
+    null_file: Path | None,
+    options: Options,
+    progress: Told,
+) -> Comparison:
     pair = measure(a, b, options, progress)
     measured: list[tuple[str, list[Pair]]] = []
     seen: set[str] = set()
@@ -316,9 +338,12 @@ def compare(
         if digest in seen:
             continue
         seen.add(digest)
-        measured.append(
-            (name, [measure(w, other, options, lambda at, n=name: progress(f"control {n}: {at}")) for w in (a, b)])  # type: ignore[misc]
-        )
+
+        def told(at: str, name: str = name) -> None:
+            progress(f"control {name}: {at}")
+
+        with holding(a, b, other):
+            measured.append((name, [measure(w, other, options, told) for w in (a, b)]))
     return judge(pair, measured, null_file, options)
 
 

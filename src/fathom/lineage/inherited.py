@@ -28,9 +28,9 @@ from fathom.lineage import canonical
 from fathom.lineage.awm import Alignment, draw_channels, identity
 from fathom.lineage.weights import Weights
 
-CHANNELS = 512
+CHANNELS = 384
 ABOVE = 1.2  # directions that count are this many times the largest that chance makes
-LAYERS = 8
+LAYERS, WIDE_LAYERS = 8, 4  # of models with more than 256 channels: singular values cost their cube
 FEW, MANY = 0.06, 0.10  # directions per channel below which, and above which, the bar does not change
 HIGH, LOW, FEWEST = 0.95, 0.30, 0.005
 
@@ -59,10 +59,14 @@ class Inherited:
 def measured(
     a: Weights, b: Weights, pairs: Sequence[tuple[int, int]], how: Alignment, seed: int = 0
 ) -> Inherited | None:
-    """The better of the two directions over matched layers (at most eight); None where no training is to be seen."""
+    """The better of the two directions over at most eight matched layers (of wide models four).
+
+    None where no training is to be seen.
+    """
     channels = draw_channels(b.geometry.width, CHANNELS, seed)
     found: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
-    chosen = pairs if len(pairs) <= LAYERS else [pairs[i] for i in np.linspace(0, len(pairs) - 1, LAYERS).astype(int)]
+    limit = LAYERS if len(channels) <= CHANNELS // 2 else WIDE_LAYERS
+    chosen = pairs if len(pairs) <= limit else [pairs[i] for i in np.linspace(0, len(pairs) - 1, limit).astype(int)]
     for i, j in chosen:
         ours = dict(products(a, i, how, channels))
         theirs = dict(products(b, j, identity(b.geometry.width), channels))

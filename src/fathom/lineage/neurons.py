@@ -26,7 +26,7 @@ from fathom.lineage.awm import CHUNK_ROWS, chunks, unit_rows
 from fathom.lineage.weights import Weights
 
 FRAME = 1024  # coordinates of a frame
-SAMPLE = 2048
+SAMPLE = 512  # neurons of a layer for which a partner is looked for
 FEWEST_STRINGS = 64
 EXPERTS = 8  # experts of a layer that are looked at
 TWIN = 1e-5
@@ -41,14 +41,22 @@ class Frame:
     name: str
     basis: Array
     centred: bool = False
+    picked: Array | None = None  # the channels that the basis takes as they are
+
+    @property
+    def size(self) -> int:
+        """How many coordinates there are."""
+        return self.basis.shape[1] if self.picked is None else len(self.picked)
+
+    def of(self, rows: Array) -> Array:
+        """Residual vectors [n, width] in these coordinates [n, F]."""
+        return rows @ self.basis if self.picked is None else rows[:, self.picked]
 
 
 def order(width: int, seed: int) -> Frame:
     """The channels themselves; of very wide models a seeded sample."""
     picked = np.sort(np.random.default_rng(seed).choice(width, min(width, FRAME), replace=False))
-    basis = np.zeros((width, len(picked)), np.float32)
-    basis[picked, np.arange(len(picked))] = 1
-    return Frame("order", basis)
+    return Frame("order", np.zeros((width, 0), np.float32), picked=picked)
 
 
 def tokens(probes: Array) -> Frame:
@@ -100,21 +108,35 @@ def _of_expert(weights: Weights, index: int, frame: Frame, expert: int) -> tuple
     norms = weights.layer(index, ("ffn_norm", "post_ffn_norm"))
     rows = {}
     for role in ("gate", "up") if weights.geometry.gated else ("up",):
-        rows[role] = np.empty((weights.neurons(index), frame.basis.shape[1]), np.float32)
+        rows[role] = np.empty((weights.neurons(index), frame.size), np.float32)
         for block in chunks(weights.neurons(index), CHUNK_ROWS):
             piece = {role: weights.tensor(role, index, block, expert), **norms}
-            rows[role][block] = canonical.fold(piece, weights.geometry)[role] @ frame.basis
-    write = np.zeros((weights.neurons(index), frame.basis.shape[1]), np.float32)
+            rows[role][block] = frame.of(canonical.fold(piece, weights.geometry)[role])
+    write = _written(weights, index, frame, expert, norms.get("post_ffn_norm"))
+    return rows.get("gate", rows["up"]), rows["up"], write
+
+
+def _written(weights: Weights, index: int, frame: Frame, expert: int, gain: Array | None) -> Array:
+    """What every neuron writes, [m, F]."""
+    centred = weights.geometry.norm == "layer"  # writers lose their mean over channels
+    if frame.picked is not None and not centred:
+        down = weights.tensor("down", index, frame.picked, expert)
+        return np.ascontiguousarray((down if gain is None else down * gain[frame.picked, None]).T, np.float32)
+    write = np.zeros((weights.neurons(index), frame.size), np.float32)
+    sums = np.zeros(len(write), np.float32)
     for block in chunks(weights.geometry.width, CHUNK_ROWS):
         down = weights.tensor("down", index, block, expert)
-        if "post_ffn_norm" in norms:
-            down = down * norms["post_ffn_norm"][block, None]
-        write += down.T @ frame.basis[block]
-    if weights.geometry.norm == "layer":  # writers lose their mean over channels
-        column = frame.basis.mean(0)
-        sums = sum(weights.tensor("down", index, b, expert).sum(0) for b in chunks(weights.geometry.width, CHUNK_ROWS))
-        write -= np.outer(sums, column).astype(write.dtype)
-    return rows.get("gate", rows["up"]), rows["up"], write
+        down = down if gain is None else down * gain[block, None]
+        sums += down.sum(0)
+        if frame.picked is not None:
+            inside = (frame.picked >= block.start) & (frame.picked < block.stop)
+            write[:, inside] = down[frame.picked[inside] - block.start].T
+        else:
+            write += down.T @ frame.basis[block]
+    if centred:
+        share = frame.basis.mean(0) if frame.picked is None else np.full(frame.size, 1 / weights.geometry.width)
+        write -= np.outer(sums, share).astype(write.dtype)
+    return write
 
 
 def _merged(read: Array, up: Array, write: Array, gated: bool, centred: bool) -> Neurons:
@@ -140,15 +162,19 @@ def _merged(read: Array, up: Array, write: Array, gated: bool, centred: bool) ->
 
 
 def _summed(rows: Array, group: Array) -> Array:
-    out = np.zeros((int(group.max(initial=-1)) + 1, rows.shape[1]), rows.dtype)
-    np.add.at(out, group, rows)
+    if not len(rows):
+        return rows
+    place = np.argsort(group, kind="stable")
+    starts = np.flatnonzero(np.diff(group[place], prepend=-1))
+    out: Array = np.add.reduceat(rows[place], starts)
     return out
 
 
 def twins(read: Array, up: Array) -> Array:
     """Group numbers: neurons that read alike, gate and up, are in one group."""
     draw = np.random.default_rng(0)
-    seen = read @ draw.normal(size=read.shape[1]) + up @ draw.normal(size=up.shape[1])  # twins have equal keys
+    keys = draw.normal(size=(2, read.shape[1])).astype(read.dtype)
+    seen = read @ keys[0] + up @ keys[1]  # twins have equal keys
     place = np.argsort(seen, kind="stable")
     before, after = place[:-1], place[1:]
     alike = np.abs(seen[before] - seen[after]) <= KEY

@@ -8,7 +8,8 @@ Nothing is cached: only tensors that the caller holds are in memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -17,7 +18,7 @@ import numpy as np
 from fathom.checkpoints.find import find_model, holds_model
 from fathom.checkpoints.gguf import GgufStore
 from fathom.checkpoints.layout import ADAPTER_CONFIG, ADAPTER_WEIGHTS, CONFIG
-from fathom.checkpoints.origin import Origin, Refused, open_origin, read_json
+from fathom.checkpoints.origin import LocalOrigin, Origin, Refused, Shelf, open_origin, read_json
 from fathom.checkpoints.tensors import (
     AdapterStore,
     Array,
@@ -96,6 +97,11 @@ class Weights:
     def origin(self) -> Origin:
         """Where the bytes come from, with the ledger of what was read."""
         return self.store.origin
+
+    @property
+    def origins(self) -> list[Origin]:
+        """All origins that are read: an adapter's own too."""
+        return [self.origin, *([self.store.adapter.origin] if isinstance(self.store, AdapterStore) else [])]
 
     @property
     def file_bytes(self) -> int:
@@ -193,6 +199,26 @@ class Weights:
         """Those of the given roles that the layer has, with their biases."""
         wanted = [role + suffix for role in roles for suffix in ("", "_bias")]
         return {role: self.tensor(role, index) for role in wanted if self.has(role, index)}
+
+
+@contextmanager
+def held(*models: Weights, local: bool = True) -> Iterator[None]:
+    """Within it, no byte of these models is read twice: memory keeps files, temporary files keep the network's bytes.
+
+    Args:
+        models: Any.
+        local: Whether to keep what is read from files too.
+    """
+    origins = [origin for model in models for origin in model.origins]
+    remote = {id(origin): not isinstance(origin, LocalOrigin) for origin in origins}
+    fresh = [origin for origin in origins if origin.shelf is None and (local or remote[id(origin)])]
+    for origin in fresh:
+        origin.shelf = Shelf(spill=remote[id(origin)])
+    try:
+        yield
+    finally:
+        for origin in fresh:
+            origin.shelf = None
 
 
 EXPERT = ".experts.0."
