@@ -36,7 +36,7 @@ PICKLES = (
 """Endings, in lower case, of files that may run code when they are opened."""
 FLOATS = {"F16", "BF16", "F32", "F64", "F8_E4M3", "F8_E5M2"}
 _PACKED = re.compile(
-    r"\.(qweight|qzeros|weight_packed|absmax|quant_map|weight\.(absmax|quant_\w+|nested_\w+)|SCB)(\.|$)"
+    r"\.(qweight|qzeros|weight_packed|absmax|quant_map|weight\.(absmax|quant_\w+|nested_\w+)|SCB)(\.|$)|_proj_(blocks|scales)$"
 )
 _SCALE = re.compile(r"\.weight_scale(_inv)?$|\.(input|activation)_scale$")
 

@@ -157,7 +157,7 @@ class Plane(Attack):
         """q/a and k a per plane, or γ_q a and γ_k/a."""
         g, out, draw = self.geometry, _copied(layer), self.draw(3, index)
         plane = canonical.planes(g.rotary_dim, g.rotary)
-        if g.qk_norm:
+        if "q_norm" in out:
             scale = _per_plane(_lognormal(draw, len(plane), 1.5), plane, g.head_dim)
             scale[g.rotary_dim :] = _lognormal(draw, g.head_dim - g.rotary_dim, 1.5)
             out["q_norm"] = _tiled(out["q_norm"], scale, 1)
@@ -186,7 +186,7 @@ class Head(Attack):
         of_queries, of_keys = np.ones(g.heads), np.ones(g.kv_heads)
         if not g.qk_norm:
             of_queries, of_keys = np.repeat(1 / scale, g.group), scale
-        elif len(out["q_norm"]) == g.head_dim:
+        elif len(out.get("q_norm", out["q"][: g.head_dim])) == g.head_dim:
             of_queries, of_keys = _lognormal(draw, g.heads, 1.0), scale
         values = out["v"].shape[0] // g.kv_heads
         v = out["v"].reshape(g.kv_heads, values, -1)
@@ -206,7 +206,7 @@ class Head(Attack):
         groups = draw.permutation(g.kv_heads)
         inside = np.stack([draw.permutation(g.group) for _ in range(g.kv_heads)])
         heads = (groups[:, None] * g.group + inside).reshape(-1)  # query heads in their new order
-        if g.qk_norm and len(out["q_norm"]) != g.head_dim:
+        if "q_norm" in out and len(out["q_norm"]) != g.head_dim:
             heads, groups = np.arange(g.heads), np.arange(g.kv_heads)
         for role, order, dim in (("q", heads, g.head_dim), ("k", groups, g.head_dim), ("v", groups, values)):
             for name in (n for n in (role, f"{role}_bias") if n in out):
@@ -344,7 +344,8 @@ class _Writer:
         if not tensors:
             return
         name = f"model-{len(set(self.weight_map.values())) + 1:05d}.safetensors"
-        save_file({key: np.ascontiguousarray(value) for key, value in tensors.items()}, self.directory / name)
+        whole = {key: np.ascontiguousarray(value).reshape(value.shape) for key, value in tensors.items()}
+        save_file(whole, self.directory / name)
         self.weight_map |= dict.fromkeys(tensors, name)
         self.total += sum(value.nbytes for value in tensors.values())
 

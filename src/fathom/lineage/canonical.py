@@ -98,6 +98,8 @@ def balance_qk(layer: Layer, geometry: Geometry) -> Layer:
     """Fix the scale of every query against its keys."""
     if "q" not in layer or "k" not in layer:
         return dict(layer)
+    if geometry.late_norm:
+        return _one_scale_a_head(layer, geometry)
     if geometry.qk_norm:
         return _balance_normed(layer, geometry) if "q_norm" in layer else dict(layer)
     out = {name: value.copy() if name in {"q", "k", "q_bias", "k_bias"} else value for name, value in layer.items()}
@@ -185,6 +187,16 @@ def _balance_normed(layer: Layer, geometry: Geometry) -> Layer:
     return out
 
 
+def _one_scale_a_head(layer: Layer, geometry: Geometry) -> Layer:
+    """Heads that are normed after the rotation lose their scale."""
+    out = dict(layer)
+    for role, heads in (("q", geometry.heads), ("k", geometry.kv_heads)):
+        rows = out[role].reshape(heads, -1)
+        size = np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), TINY)
+        out[role] = (rows / size).reshape(out[role].shape)
+    return out
+
+
 def balance_vo(layer: Layer, geometry: Geometry) -> Layer:
     """Per KV head v → A v, o → o A⁻¹ with A as for queries and keys."""
     out, g = dict(layer), geometry
@@ -245,5 +257,6 @@ def embedding(weights: Weights, rows: Array | slice | None = None) -> Array:
 
 def head(weights: Weights, rows: Array | slice | None = None) -> Array:
     """Output head rows with the final gain folded in; a tied head is E diag(γ)."""
-    table = weights.tensor("embed" if weights.geometry.tied else "head", rows=rows) * weights.tensor("final_norm")
+    table = weights.tensor("embed" if weights.geometry.tied else "head", rows=rows)
+    table = table * weights.tensor("final_norm") if weights.has("final_norm") else table
     return table - table.mean(1, keepdims=True) if weights.geometry.norm == "layer" else table

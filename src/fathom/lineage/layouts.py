@@ -8,6 +8,7 @@ final_norm (ends); `role_bias` is the bias that goes with a role.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -65,6 +66,9 @@ STACKS = (
     Stack("blk.{}.", "token_embd", "output_norm"),
 )
 
+BARE = Stack("layers.{}.", "embed_tokens", "")
+"""The stack of families without a single gain."""
+
 HEADS = ("lm_head", "embed_out", "output", "output_layer", "transformer.output_layer")
 
 _QK_NORM = {"q_norm": "self_attn.q_norm", "k_norm": "self_attn.k_norm"}
@@ -80,6 +84,7 @@ ATTENTION = (
     _separate("self_attn.", "q_proj", "k_proj", "v_proj", "o_proj", _QK_NORM),
     _separate("self_attn.", "q_proj", "k_proj", "v_proj", "out_proj"),
     _separate("self_attn.", "q_proj", "k_proj", "v_proj", "dense", _QK_NORM),
+    _separate("attn.", "q_proj", "k_proj", "v_proj", "out_proj"),
     _separate("", "attn_q", "attn_k", "attn_v", "attn_output", {"q_norm": "attn_q_norm", "k_norm": "attn_k_norm"}),
     Scheme({"qkv": "self_attn.qkv_proj", "o": "self_attn.o_proj"}, packing="concat"),
     Scheme({"qkv": "self_attn.W_pack", "o": "self_attn.o_proj"}, packing="concat"),
@@ -130,15 +135,21 @@ FEED_FORWARD = (
     _gated("mlp.", "gate_proj", "up_proj", "down_proj"),
     _gated("", "ffn_gate", "ffn_up", "ffn_down"),
     _gated("feed_forward.", "w1", "w3", "w2"),
+    _gated("feed_forward.", "gate_proj", "up_proj", "down_proj"),
     _gated("mlp.", "w2", "w1", "c_proj"),
     # of a mixture, the first expert stands for the layer
     _gated("mlp.experts.0.", "gate_proj", "up_proj", "down_proj"),
     _gated("block_sparse_moe.experts.0.", "w1", "w3", "w2"),
     Scheme({"gate_up": "mlp.gate_up_proj", "down": "mlp.down_proj"}, packing="concat"),
     Scheme({"gate_up": "mlp.experts.gate_up_proj", "down": "mlp.experts.down_proj"}, packing="experts"),
+    Scheme(
+        {"gate_up": "feed_forward.experts.gate_up_proj", "down": "feed_forward.experts.down_proj"}, packing="experts"
+    ),
+    Scheme({"gate_up": "block_sparse_moe.input_linear", "down": "block_sparse_moe.output_linear"}, packing="experts"),
     Scheme({"up": "mlp.c_fc", "down": "mlp.c_proj"}),
     Scheme({"up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}, packing="maybe_gated"),
     Scheme({"up": "mlp.fc1", "down": "mlp.fc2"}),
+    Scheme({"up": "mlp.fc_in", "down": "mlp.fc_out"}),
     Scheme({"up": "fc1", "down": "fc2"}),
     Scheme({"up": "ffn.up_proj", "down": "ffn.down_proj"}),
     Scheme({"up": "mlp.up_proj", "down": "mlp.down_proj"}),
@@ -157,7 +168,9 @@ NORMS = (
     Scheme({"post_attn_norm": "post_attention_layernorm", "post_ffn_norm": "post_feedforward_layernorm"}),
     Scheme({"attn_norm": "input_layernorm"}, packing="parallel"),
     Scheme({"attn_norm": "ln_attn", "ffn_norm": "ln_mlp"}),
+    Scheme({"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"}),
     Scheme({"attn_norm": "ln_1", "ffn_norm": "ln_2"}),
+    Scheme({"attn_norm": "ln_1"}, packing="parallel"),
     Scheme({"attn_norm": "norm_1", "ffn_norm": "norm_2"}),
     Scheme({"attn_norm": "attention_norm", "ffn_norm": "ffn_norm"}),
     Scheme({"attn_norm": "attn_norm", "ffn_norm": "ffn_norm"}),
@@ -176,7 +189,24 @@ UNROTATED = frozenset({"gpt2", "opt", "bloom", "mpt"})
 LAYER_NORM = frozenset(
     {"gpt2", "opt", "bloom", "mpt", "gpt_neox", "gpt_neox_japanese", "falcon", "gptj", "phi", "stablelm"}
 )
-LAYER_NORM |= {"starcoder2", "cohere", "cohere2", "nemotron"}
+LAYER_NORM |= {"starcoder2", "cohere", "cohere2", "nemotron", "olmo"}
+UNSCALED = frozenset({"olmo"})  # norms without gains
+# queries and keys are brought to one length after they are rotated: the scale of a head is free, the gains are no rows'
+HEADS_NORMED_LATE = frozenset({"hunyuan_v1_dense", "hunyuan_v1_moe", "llama4", "llama4_text"})
+EXPERTS_IN_OUT = frozenset({"llama4", "llama4_text", "gpt_oss"})  # stacked experts are stored (in, out)
+EXPERTS_WOVEN = frozenset({"gpt_oss"})  # gate and up take turns
+
+MIXERS = {
+    "linear_attn": "linear attention",
+    "mamba": "a state-space mixer",
+    "mixer": "a state-space mixer",
+    "ssm": "a state-space mixer",
+    "conv": "a short convolution",
+    "temporal_block": "a recurrent block",
+}
+"""Modules that hybrid models have in place of attention."""
+_NOT_MIXING = re.compile(r"mlp|moe|experts|feed_forward|ffn|(^|_)(layer)?norm\.")
+_LAYER = re.compile(r"^(?:.+\.)?(?:layers|h|blocks|blk)\.(\d+)\.(.+)$")
 
 
 def parameter(names: Collection[str], module: str, kind: str = "weight") -> str | None:
@@ -198,18 +228,48 @@ def matching(table: tuple[Scheme, ...], names: Collection[str], layer: str, what
     raise Refused(f"{what} of {layer.rstrip('.')} is ambiguous: {listed}")
 
 
-def locate(names: Collection[str]) -> tuple[str, Stack]:
+def locate(names: Collection[str], model_type: str) -> tuple[str, Stack]:
     """The prefix and the stack naming of a checkpoint."""
     found = [
         (prefix, stack)
         for prefix in PREFIXES
-        for stack in STACKS
+        for stack in ((BARE,) if model_type in UNSCALED else STACKS)
         if parameter(names, prefix + stack.embed)
         and matching(ATTENTION, names, prefix + stack.layer.format(0), "the attention")
-        and parameter(names, prefix + stack.final_norm)
+        and (not stack.final_norm or parameter(names, prefix + stack.final_norm))
     ]
     if not found:
-        raise Refused("no decoder found: the names of embedding, first layer and final norm fit no known family")
+        raise Refused(f"no decoder found: {why_not(names)}")
     if len(found) > 1:
         raise Refused("several decoders found: " + " and ".join(prefix + stack.embed for prefix, stack in found))
     return found[0]
+
+
+def why_not(names: Collection[str], index: int = 0) -> str:
+    """Why a layer has no attention that is known, in words."""
+    parts: dict[int, set[str]] = {}
+    for name in names:
+        if found := _LAYER.match(name):
+            parts.setdefault(int(found[1]), set()).add(found[2])
+    if index not in parts:
+        return "no tensor is named as one of a layer" if not parts else f"layer {index} has no tensors"
+    if mixers := {place: words for place in parts if (words := _mixer(parts[place]))}:
+        listed = ", ".join(map(str, sorted(mixers)[:4])) + (", …" if len(mixers) > 4 else "")
+        what = " and ".join(sorted(set(mixers.values())))
+        return f"layers {listed} of {len(parts)} hold {what} in place of attention, and no test reads that"
+    if any(matching(ATTENTION, names, name[: -len(part)], "the attention") for name, part in _of_layer(names, index)):
+        return "its layers are known, but not the names of its embedding and final norm"
+    others = {
+        part.removesuffix(".weight").removesuffix(".bias") for part in parts[index] if not _NOT_MIXING.search(part)
+    }
+    listed = ", ".join(sorted(others)[:8]) or "feed-forward weights and norms only"
+    return f"layer {index} has no attention of known names; it holds {listed}"
+
+
+def _mixer(parts: Collection[str]) -> str | None:
+    return next((words for module, words in MIXERS.items() if any(p.startswith(f"{module}.") for p in parts)), None)
+
+
+def _of_layer(names: Collection[str], index: int) -> list[tuple[str, str]]:
+    found = ((name, _LAYER.match(name)) for name in names)
+    return [(name, match[2]) for name, match in found if match and int(match[1]) == index]

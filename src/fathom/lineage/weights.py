@@ -64,6 +64,7 @@ class Geometry:
     rotary: str  # half | interleaved | none
     rotary_dim: int
     qk_norm: bool
+    late_norm: bool  # queries and keys are normed after they are rotated
     post_norm: bool  # a norm follows the sub-layers
     gated: bool
     tied: bool
@@ -297,11 +298,12 @@ def resolve(
     """Assign every tensor its role. What names do not tell is taken from the config and checked against shapes."""
     config = _decoder_config(config)
     names = store.tensors
-    prefix, stack = layouts.locate(names)
+    model_type = str(config.get("model_type", ""))
+    prefix, stack = layouts.locate(names, model_type)
     count = 0
     while matching(layouts.ATTENTION, names, prefix + stack.layer.format(count), "the attention"):
         count += 1
-    _check_layers(config, count, prefix + stack.layer)
+    _check_layers(config, count, names)
     views: dict[tuple[str, int | None], TensorView] = _ends(names, prefix, stack)
     width = names[views["embed", None].tensor].shape[-1]
     sizes = _Sizes.of(config, width)
@@ -311,7 +313,8 @@ def resolve(
         packing = _LayerViews(views, names, config, sizes, index).resolve(layer)
     geometry = _geometry(config, sizes, views, names, count, packing)
     used = {view.tensor for view in views.values()}
-    extra = tuple(sorted(n for n in names if n not in used and n.startswith(prefix) and not is_scale(n)))
+    inside = (n for n in names if n.startswith(prefix) or n.removesuffix(".bias") in layouts.HEADS)
+    extra = tuple(sorted(n for n in inside if n not in used and not is_scale(n)))
     weights = Weights(name, store, geometry, views, config, extra, words)
     _check_shapes(weights)
     return weights
@@ -328,12 +331,12 @@ def _decoder_config(config: Mapping[str, object]) -> Mapping[str, object]:
     return config
 
 
-def _check_layers(config: Mapping[str, object], count: int, layer: str) -> None:
+def _check_layers(config: Mapping[str, object], count: int, names: Mapping[str, TensorInfo]) -> None:
     """Refuse a checkpoint whose number of layers is not the one in its configuration."""
     said = _number(config, "num_hidden_layers", "n_layer", "n_layers", "num_layers")
     if said is not None and said != count:
         raise Refused(
-            f"config.json says {said} layers; attention was found in {count} ({layer.format(count)} has none)"
+            f"config.json says {said} layers; attention was found in {count}: {layouts.why_not(names, count)}"
         )
 
 
@@ -384,7 +387,8 @@ def _ends(
     names: Mapping[str, TensorInfo], prefix: str, stack: layouts.Stack
 ) -> dict[tuple[str, int | None], TensorView]:
     views: dict[tuple[str, int | None], TensorView] = {}
-    for role, module in {"embed": stack.embed, "final_norm": stack.final_norm, **stack.optional}.items():
+    ends = {"embed": stack.embed, "final_norm": stack.final_norm, **stack.optional}
+    for role, module in ((role, module) for role, module in ends.items() if module):
         for suffix, kind in (("", "weight"), ("_bias", "bias")):
             if tensor := parameter(names, prefix + module, kind):
                 views[role + suffix, None] = TensorView(tensor)
@@ -413,14 +417,14 @@ class _LayerViews:
         assert attention is not None
         feed_forward = matching(layouts.FEED_FORWARD, self.names, layer, "the feed-forward")
         norms = matching(layouts.NORMS, self.names, layer, "the norms")
-        if norms is None:
+        if norms is None and self.config.get("model_type") not in layouts.UNSCALED:
             raise Refused(f"{layer.rstrip('.')}: its norms have no known names")
         packing = _packing(attention, self.config)
         for scheme in (attention, feed_forward, norms):
             if scheme is not None:
                 for role, module in {**scheme.required, **scheme.optional}.items():
                     self.add(layer + module, role, scheme.packing, packing)
-        if norms.packing == "parallel":  # one norm feeds attention and feed-forward
+        if norms is not None and norms.packing == "parallel":  # one norm feeds attention and feed-forward
             for suffix in ("", "_bias"):
                 if ("attn_norm" + suffix, self.index) in self.views:
                     self.views["ffn_norm" + suffix, self.index] = self.views["attn_norm" + suffix, self.index]
@@ -442,19 +446,30 @@ class _LayerViews:
             shape = self.names[tensor].shape
             conv1d = self.config.get("model_type") in layouts.CONV1D and len(shape) == 2
             out = shape[1] if conv1d else shape[0]
-            pieces: Mapping[str, tuple[tuple[int, int], ...] | None] = {role: None}
             item = None
+            pieces: Mapping[str, tuple[tuple[int, int], ...] | None] = {role: None}
             if role == "qkv":
                 pieces = _cut_qkv(self.sizes, packing, out, module)
             elif kind == "experts" and len(shape) == 3:
-                item, out = 0, shape[1]
-                if role == "gate_up" and (out % 2 or shape[2] != self.sizes.width):
-                    raise Refused(f"{tensor}: shape {shape} does not tell gate from up")
-                pieces = {"gate": ((0, out // 2),), "up": ((out // 2, out),)} if role == "gate_up" else pieces
+                item, conv1d = 0, self.config.get("model_type") in layouts.EXPERTS_IN_OUT
+                pieces = self._cut_experts(role, tensor, shape[::-1][:2] if conv1d else shape[1:])
             elif role == "gate_up" or (kind == "maybe_gated" and role == "up" and _is_gated(self.names, module, out)):
                 pieces = {"gate": ((0, out // 2),), "up": ((out // 2, out),)}
             for name, rows in pieces.items():
                 self.views[name + suffix, self.index] = TensorView(tensor, rows, conv1d, item)
+
+    def _cut_experts(
+        self, role: str, tensor: str, shape: tuple[int, ...]
+    ) -> Mapping[str, tuple[tuple[int, int], ...] | None]:
+        """Rows of gate and up in a stack of experts of shape (out, in) each."""
+        if role != "gate_up":
+            return {role: None}
+        out, inner = shape
+        if out % 2 or inner != self.sizes.width:
+            raise Refused(f"{tensor}: shape {self.names[tensor].shape} does not tell gate from up")
+        if self.config.get("model_type") in layouts.EXPERTS_WOVEN:
+            return {name: tuple((row, row + 1) for row in range(at, out, 2)) for at, name in enumerate(("gate", "up"))}
+        return {"gate": ((0, out // 2),), "up": ((out // 2, out),)}
 
 
 def _packing(attention: Scheme, config: Mapping[str, object]) -> str:
@@ -501,7 +516,7 @@ def _geometry(
     packing: str,
 ) -> Geometry:
     model_type = str(config.get("model_type", ""))
-    partial = _rotary_share(config)
+    partial = _rotary_share(config, sizes.head_dim)
     rotary = "none" if model_type in layouts.UNROTATED or config.get("alibi") is True else "half"
     if model_type in layouts.INTERLEAVED_ROTARY and config.get("rope_interleave") is not False:
         rotary = "interleaved"
@@ -523,7 +538,8 @@ def _geometry(
         norm="layer" if layer_norm else "rms",
         rotary=rotary,
         rotary_dim=0 if rotary == "none" else dim,
-        qk_norm=("q_norm", 0) in views,
+        qk_norm=("q_norm", 0) in views or _normed_late(config),
+        late_norm=_normed_late(config),
         post_norm=("post_attn_norm", 0) in views,
         gated=("gate", count - 1) in views,
         tied=("head", None) not in views or config.get("tie_word_embeddings") is True,
@@ -533,8 +549,15 @@ def _geometry(
     )
 
 
-def _rotary_share(config: Mapping[str, object]) -> float:
+def _normed_late(config: Mapping[str, object]) -> bool:
+    """Whether queries and keys are normed after they are rotated."""
+    return config.get("model_type") in layouts.HEADS_NORMED_LATE and config.get("use_qk_norm") is not False
+
+
+def _rotary_share(config: Mapping[str, object], head_dim: int) -> float:
     """The share of a head's coordinates that rotate; 1 if the config does not say."""
+    if (turned := _number(config, "rotary_dim")) is not None and turned <= head_dim:
+        return turned / head_dim
     rope = config.get("rope_parameters")
     places = [(rope, "partial_rotary_factor")] if isinstance(rope, Mapping) else []
     for place, key in [*places, (config, "rotary_pct"), (config, "partial_rotary_factor")]:

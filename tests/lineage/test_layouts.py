@@ -1,0 +1,160 @@
+"""Families that later checkpoints brought: read right, or refused with the reason."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from safetensors.torch import load_file, save_file
+
+from fathom.checkpoints.origin import Refused
+from fathom.lineage.attacks import attack
+from fathom.lineage.comparison import Options, measure
+from fathom.lineage.weights import open_weights
+from tests.lineage.zoo import build, logits, save
+
+COMMON = dict(
+    hidden_size=32,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    vocab_size=96,
+    intermediate_size=48,
+    max_position_embeddings=64,
+    pad_token_id=0,
+    tie_word_embeddings=False,
+)
+MIXTURE = dict(num_local_experts=2, num_experts_per_tok=1)
+HYBRIDS = {
+    "qwen3_next": (
+        lambda: tf.Qwen3NextConfig(
+            **COMMON,
+            head_dim=8,
+            num_experts=2,
+            num_experts_per_tok=1,
+            moe_intermediate_size=24,
+            shared_expert_intermediate_size=24,
+            linear_num_value_heads=4,
+            linear_num_key_heads=2,
+            linear_key_head_dim=8,
+            linear_value_head_dim=8,
+        ),
+        "layers 0, 1, 2 of 4 hold linear attention",
+    ),
+    "jamba": (
+        lambda: tf.JambaConfig(
+            **COMMON,
+            num_experts=2,
+            num_experts_per_tok=1,
+            attn_layer_period=4,
+            attn_layer_offset=2,
+            use_mamba_kernels=False,
+            mamba_d_state=4,
+            mamba_dt_rank=4,
+        ),
+        "layers 0, 1, 3 of 4 hold a state-space mixer",
+    ),
+    "lfm2": (
+        lambda: tf.Lfm2Config(**COMMON, layer_types=["conv", "conv", "full_attention", "conv"]),
+        "layers 0, 1, 3 of 4 hold a short convolution",
+    ),
+    "mamba": (
+        lambda: tf.MambaConfig(hidden_size=32, num_hidden_layers=2, vocab_size=96),
+        "layers 0, 1 of 2 hold a state-space mixer",
+    ),
+    "minimax": (
+        lambda: tf.MiniMaxConfig(**COMMON, **MIXTURE, head_dim=8, block_size=8),
+        "attention was found in 1: layer 1 has no attention of known names; it holds self_attn.diagonal_decay",
+    ),
+}
+DENSE = {
+    "gptj": (
+        lambda: tf.GPTJConfig(n_embd=32, n_layer=2, n_head=4, vocab_size=96, n_positions=64, rotary_dim=4),
+        ("permute", "plane", "head", "neuron"),
+    ),
+    "olmo": (lambda: tf.OlmoConfig(**COMMON), ("permute", "plane", "head", "neuron")),
+    "apertus": (lambda: tf.ApertusConfig(**COMMON, rms_norm_eps=1e-12), ("rotate", "plane", "head", "neuron")),
+    "hunyuan": (
+        lambda: tf.HunYuanDenseV1Config(**COMMON, head_dim=8, rms_norm_eps=1e-12),
+        ("rotate", "gain", "plane", "head", "neuron"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DENSE)
+def test_a_disguised_copy_computes_the_same_and_scores_one(tmp_path, name):
+    config, kinds = DENSE[name]
+    base = save(build(config(), 0), tmp_path / "base")
+    attack(open_weights(base), kinds, tmp_path / "copy", dtype="float64")
+    assert (logits(base) - logits(tmp_path / "copy")).abs().max() < 1e-5
+    pair = measure(open_weights(base), open_weights(tmp_path / "copy"), Options())
+    assert pair.scores[pair.best].score == pytest.approx(1, abs=1e-4)
+    assert all(count.paired == count.of for count in pair.neurons["tokens" if "tokens" in pair.neurons else "order"])
+
+
+def test_a_late_norm_of_the_heads_frees_their_scale(tmp_path):
+    """Each query and key head by a scale of its own: the function stays, and so does the score."""
+    base = save(build(DENSE["hunyuan"][0](), 0), tmp_path / "base")
+    model = tf.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    with torch.no_grad():
+        for layer in model.model.layers:
+            for part, heads in ((layer.self_attn.q_proj, 4), (layer.self_attn.k_proj, 2)):
+                scale = torch.exp(torch.randn(heads, generator=torch.Generator().manual_seed(heads)))
+                part.weight *= scale.repeat_interleave(8)[:, None]
+    copy = save(model, tmp_path / "copy")
+    assert (logits(base) - logits(copy)).abs().max() < 1e-4
+    pair = measure(open_weights(base), open_weights(copy), Options())
+    assert pair.scores["awm_canonical"].score == pytest.approx(1, abs=1e-4) and pair.scores["awm"].score < 0.9
+
+
+@pytest.mark.parametrize("name", ["granitemoe", "llama4", "gpt_oss"])
+def test_every_expert_of_a_stack_is_what_the_module_computes(tmp_path, name):
+    """Gate, up and down of the second expert, put through the activation, against the live module's own experts."""
+    config = {
+        "granitemoe": lambda: tf.GraniteMoeConfig(**COMMON, **MIXTURE),
+        "llama4": lambda: tf.Llama4TextConfig(
+            **COMMON, **MIXTURE, head_dim=8, intermediate_size_mlp=64, interleave_moe_layer_step=2
+        ),
+        "gpt_oss": lambda: tf.GptOssConfig(**COMMON, **MIXTURE, head_dim=8),
+    }[name]()
+    model = build(config, 1, torch.float32)
+    weights = open_weights(save(model, tmp_path))
+    assert weights.experts(1) == 2 and weights.geometry.ffn == 48
+    gate, up, down = (torch.tensor(weights.tensor(role, 1, expert=1)) for role in ("gate", "up", "down"))
+    x = torch.randn(5, 32, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        if name == "granitemoe":
+            moe = model.model.layers[1].block_sparse_moe
+            live = moe.experts(x, torch.ones(5, 1, dtype=torch.long), torch.ones(5, 1))
+        elif name == "llama4":
+            experts = model.model.layers[1].feed_forward.experts
+            live = experts(torch.stack([x, x]).reshape(-1, 32)).reshape(2, 5, 32)[1]
+        else:
+            experts = model.model.layers[1].mlp.experts
+            experts.gate_up_proj_bias.zero_(), experts.down_proj_bias.zero_()
+            live = experts(x, torch.ones(5, 1, dtype=torch.long), torch.ones(5, 1))
+        first, second = x @ gate.T, x @ up.T
+        inner = torch.nn.functional.silu(first) * second
+        if name == "gpt_oss":
+            inner = first * torch.sigmoid(1.702 * first) * (second + 1)
+        torch.testing.assert_close(inner @ down.T, live, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_a_hybrid_is_refused_for_what_it_has_in_place_of_attention(tmp_path, name):
+    config, reason = HYBRIDS[name]
+    tf.AutoModelForCausalLM.from_config(config()).save_pretrained(tmp_path)
+    with pytest.raises(Refused, match=reason):
+        open_weights(tmp_path)
+
+
+def test_packed_experts_are_refused_as_such(tmp_path):
+    path = save(build(tf.GptOssConfig(**COMMON, **MIXTURE, head_dim=8), 1, torch.float32), tmp_path)
+    tensors = load_file(path / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("gate_up_proj")]:
+        tensors[f"{name}_blocks"] = tensors.pop(name).to(torch.uint8)
+        tensors[f"{name}_scales"] = torch.from_numpy(np.zeros(4, np.uint8))
+    save_file(tensors, path / "model.safetensors")
+    with pytest.raises(Refused, match="packed low-bit weights"):
+        open_weights(path)
