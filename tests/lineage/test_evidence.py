@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 
-from fathom.lineage import awm, evidence, verdict
-from fathom.lineage.comparison import Options, measure
+from fathom.lineage import awm, evidence, nulls, verdict
+from fathom.lineage.comparison import Options, compare, measure
 from fathom.lineage.evidence import Test
 from fathom.lineage.inherited import Inherited
 from fathom.lineage.verdict import Findings
+from fathom.lineage.weights import open_weights
+from tests.lineage.zoo import build, save, tiny_config
 
 
 def simulated_fixed_points(n, draws, seed):
@@ -159,3 +162,29 @@ def test_verdicts(found, label):
 
 def test_no_label_says_independent():
     assert not any("independent" in label for label in verdict.EXIT_CODES)
+
+
+def similar(model, seed):
+    """What the same data teaches strangers: queries and keys along one direction, more or less."""
+    common = torch.randn(64, generator=torch.Generator().manual_seed(77), dtype=torch.float64)
+    own = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "q_proj" in name or "k_proj" in name:
+                parameter += 0.15 * torch.outer(torch.randn(len(parameter), generator=own, dtype=torch.float64), common)
+    return model
+
+
+def test_controls_that_were_never_trained_are_no_null_of_trained_strangers(tmp_path):
+    """A score that only training makes is above anything random weights reach; it is no sign of a lineage."""
+    for seed in (0, 1):
+        save(similar(build(tiny_config("llama"), seed, trained=True), seed), tmp_path / f"trained-{seed}", 512)
+    for seed in (2, 3):
+        save(build(tiny_config("llama"), seed), tmp_path / f"random-{seed}", 512)
+    pair = [open_weights(tmp_path / f"trained-{seed}") for seed in (0, 1)]
+    controls = [tmp_path / f"random-{seed}" for seed in (2, 3)]
+    found = compare(*pair, controls)
+    naive = nulls.of_pairs([p for _, pairs in found.controls for p in pairs], "all of them")
+    assert found.pair.scores[found.pair.best].score > evidence.score_threshold(naive.scores[found.pair.best])
+    assert found.verdict.label == verdict.NONE and found.null is None
+    assert sum("hardly trained" in note for note in found.skipped) == 2

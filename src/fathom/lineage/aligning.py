@@ -41,10 +41,11 @@ class Aligned:
 def paired_rows(a: Weights, b: Weights) -> tuple[Array, Array, str]:
     """Embedding rows of the same strings in both models, and how they were paired."""
     words_a, words_b = a.vocabulary(), b.vocabulary()
+    limit = max(vocabulary.SHARED_LIMIT, 4 * max(a.geometry.width, b.geometry.width))
     if words_a is not None and words_b is not None:
-        return *vocabulary.shared_rows(words_a, words_b, a.geometry.vocab, b.geometry.vocab), "strings"
+        return *vocabulary.shared_rows(words_a, words_b, a.geometry.vocab, b.geometry.vocab, limit), "strings"
     if a.geometry.vocab == b.geometry.vocab:
-        rows = np.arange(min(a.geometry.vocab, vocabulary.SHARED_LIMIT))
+        rows = np.arange(min(a.geometry.vocab, limit))
         return rows, rows, "row numbers"
     return np.zeros(0, np.int64), np.zeros(0, np.int64), "nothing"
 

@@ -19,7 +19,7 @@ from scipy.linalg import blas, svd
 from scipy.optimize import linear_sum_assignment
 
 from fathom.checkpoints.tensors import Array
-from fathom.lineage import canonical
+from fathom.lineage import canonical, heads
 from fathom.lineage.weights import Weights
 
 MAP_CHANNELS = 256
@@ -350,12 +350,17 @@ class Scores:
 Matrices = tuple[Array, Array]
 
 
-def read_qk(weights: Weights, index: int) -> dict[bool, Matrices]:
-    """W_Q and W_K of one layer, read once: {published: raw, not published: canonical}."""
+def read_qk(weights: Weights, index: int, living: bool = False) -> dict[bool, Matrices]:
+    """W_Q and W_K of one layer, read once: {published: raw, not published: canonical, with `living` no idle heads}."""
     layer = weights.layer(index, canonical.QK_ROLES)
     folded = canonical.fold(layer, weights.geometry)
     form = canonical.balance_qk(folded | {role: bounded(folded[role]) for role in "qk"}, weights.geometry)
-    return {True: (bounded(layer["q"]), bounded(layer["k"])), False: (form["q"], form["k"])}
+    q, k = form["q"], form["k"]
+    if living and (kept := heads.living(weights, index)) is not None:
+        g = weights.geometry
+        q = q.reshape(g.heads, g.head_dim, -1)[kept].reshape(-1, g.width)
+        k = k.reshape(g.kv_heads, g.head_dim, -1)[kept.reshape(g.kv_heads, -1).any(1)].reshape(-1, g.width)
+    return {True: (bounded(layer["q"]), bounded(layer["k"])), False: (q, k)}
 
 
 def bounded(matrix: Array) -> Array:
@@ -402,10 +407,10 @@ class Kernels:
 
 
 def layer_kernels(
-    weights: Weights, index: int, methods: list[MatchMethod], side: int, width: int, seed: int
+    weights: Weights, index: int, methods: list[MatchMethod], side: int, width: int, seed: int, living: bool = False
 ) -> list[Kernels]:
     """The kernels of one layer for every method. Side 1 is not aligned: its channels keep their order."""
-    matrices = read_qk(weights, index)
+    matrices = read_qk(weights, index, living)
     return [_kernels(matrices[m.published], m.how if side == 0 else identity(width), m, width, seed) for m in methods]
 
 
@@ -429,6 +434,7 @@ def score_layers(
     seed: int,
     reorder: bool = False,
     progress: Callable[[str], None] = lambda _: None,
+    living: bool = False,
 ) -> dict[str, Scores]:
     """Score two stacks by every method, reading each layer once if the depths agree.
 
@@ -440,7 +446,7 @@ def score_layers(
     fine: dict[tuple[int, int], list[tuple[float, float]]] = {}
 
     def kernels(side: int, at: int) -> list[Kernels]:
-        return layer_kernels(weights[side], layers[side][at], methods, side, width, seed)
+        return layer_kernels(weights[side], layers[side][at], methods, side, width, seed, living)
 
     for step in range(count):
         progress(f"layer {step + 1} of {count}")

@@ -20,6 +20,7 @@ from fathom.lineage import (
     awm,
     canonical,
     evidence,
+    heads,
     huref,
     inherited,
     neurons,
@@ -40,8 +41,9 @@ from fathom.report.statistics import holm
 Told = Callable[[str], None]
 
 SMALL_BYTES = 2 << 30  # for smaller models fast mode leaves nothing out
-FAST_LAYERS, FAST_FFN_LAYERS, EXACT_FFN_LAYERS = 16, 2, 8
+FAST_LAYERS, FAST_FFN_LAYERS, EXACT_FFN_LAYERS = 12, 2, 8
 ANCHORS, FAST_ANCHORS = 1024, 256  # strings of the terms of two layers; of those of every layer
+PLAIN = 0.9  # a copy whose weights were not filled up scores more
 ALIGNMENTS = ("order", "lap", "procrustes")
 
 
@@ -111,6 +113,10 @@ def measure(first: Weights, second: Weights, options: Options, progress: Told = 
         counts, scores = counts | by_axes, scores | score
     other: dict[str, float] = {}
     skipped = [*aligned.skipped]
+    if _sure(counts, aligned) and max((scores[n].score for n in NAMES.values() if n in scores), default=1.0) < PLAIN:
+        rescored = _living(a, b, layers, aligned, scores, options, progress)
+        scores = scores | rescored
+        skipped += ["attention heads without effect are left out of the repaired scores"] if rescored else []
     if options.has_extras(a, b) and aligned.shared >= 64:
         other, overflown = _other_scores(a, b, aligned, progress)
         skipped += overflown
@@ -161,12 +167,34 @@ def _scored(
     methods: list[awm.MatchMethod],
     options: Options,
     progress: Told,
+    living: bool = False,
 ) -> dict[str, awm.Scores]:
     if not methods:
         return {}
-    return awm.score_layers(
-        (a, b), layers, methods, options.seed, options.reorder, lambda at: progress(f"queries and keys: {at}")
-    )
+
+    def told(at: str) -> None:
+        progress(f"queries and keys: {at}")
+
+    return awm.score_layers((a, b), layers, methods, options.seed, options.reorder, told, living)
+
+
+def _living(
+    a: Weights,
+    b: Weights,
+    layers: tuple[list[int], list[int]],
+    aligned: Aligned,
+    scores: dict[str, awm.Scores],
+    options: Options,
+    progress: Told,
+) -> dict[str, awm.Scores]:
+    """The repaired scores without idle heads, if that raises them; heads of no effect can hold anything."""
+    places = [(w, layer) for w, some in zip((a, b), layers, strict=True) for layer in some]
+    if not any(alive is not None and not alive.all() for alive in (heads.living(*place) for place in places)):
+        return {}
+    methods = [method for method in _methods(aligned, options) if not method.published]
+    found = _scored(a, b, layers, methods, options, progress, living=True)
+    best = max(s.score for s in found.values()) - max(scores[name].score for name in found)
+    return found if best > signs.NARROW else {}
 
 
 Frames = list[tuple[neurons.Frame, neurons.Frame]]
@@ -404,11 +432,24 @@ def _null(pair: Pair, measured: list[tuple[str, list[Pair]]], null_file: Path | 
     alike = [p for _, pairs in measured for p in pairs if structure_class(p.a, p.b) == kind]
     unlike = sum(len(pairs) for _, pairs in measured) - len(alike)
     notes = [f"{unlike} control pair(s) are not of the class {kind}: shown, but not part of the null"] if unlike else []
+    untrained = _untrained(pair, measured)
+    alike = [p for p in alike if p.a.name not in untrained and p.b.name not in untrained]
+    notes += [f"{name} is hardly trained: shown, but not part of the null of trained models" for name in untrained]
     from_controls = nulls.of_pairs(alike, f"control pairs of {kind}") if alike else None
     if null_file is None:
         return from_controls, notes
     null = nulls.read(null_file, kind)
     return (null if from_controls is None else nulls.joined(null, from_controls)), notes
+
+
+def _untrained(pair: Pair, measured: list[tuple[str, list[Pair]]]) -> list[str]:
+    """Controls with a tenth of the pair's traces of training: what training teaches strangers, they lack."""
+    if not measured:
+        return []
+    least = min(inherited.training(w) for w in (pair.a, pair.b)) / 10
+    own = {pair.a.name, pair.b.name}
+    others = {w.name: w for _, pairs in measured for p in pairs for w in (p.a, p.b) if w.name not in own}
+    return [name for name, weights in others.items() if inherited.training(weights) < least]
 
 
 def run_tests(pair: Pair, null: Null | None) -> list[Test]:
@@ -501,4 +542,5 @@ def _learnt(pair: Pair, options: Options) -> Inherited | None:
     if how is None and kind == "axes":
         left, right = (neurons.axes(lambda w=w: _table(w)) for w in (pair.a, pair.b))  # type: ignore[misc]
         how = awm.Alignment("axes", rotation=left.basis @ right.basis.T)
-    return None if how is None else inherited.measured(pair.a, pair.b, pair.matched, how, options.seed)
+    most = None if options.all_of(pair.a, pair.b) else FAST_FFN_LAYERS
+    return None if how is None else inherited.measured(pair.a, pair.b, pair.matched, how, options.seed, most)

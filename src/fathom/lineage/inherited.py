@@ -57,21 +57,26 @@ class Inherited:
 
 
 def measured(
-    a: Weights, b: Weights, pairs: Sequence[tuple[int, int]], how: Alignment, seed: int = 0
+    a: Weights,
+    b: Weights,
+    pairs: Sequence[tuple[int, int]],
+    how: Alignment,
+    seed: int = 0,
+    most: int | None = None,
 ) -> Inherited | None:
     """The better of the two directions over at most eight matched layers (of wide models four).
 
-    None where no training is to be seen.
+    None where no training is to be seen. `most` limits the layers further.
     """
     channels = draw_channels(b.geometry.width, CHANNELS, seed)
     found: dict[int, list[tuple[float, float]]] = {0: [], 1: []}
-    limit = LAYERS if len(channels) <= CHANNELS // 2 else WIDE_LAYERS
+    limit = min(LAYERS if len(channels) <= CHANNELS // 2 else WIDE_LAYERS, most or LAYERS)
     chosen = pairs if len(pairs) <= limit else [pairs[i] for i in np.linspace(0, len(pairs) - 1, limit).astype(int)]
     for i, j in chosen:
         ours = dict(products(a, i, how, channels))
         theirs = dict(products(b, j, identity(b.geometry.width), channels))
         for kind in ours.keys() & theirs.keys():
-            scale = _edge_of(a, kind, len(channels)), _edge_of(b, kind, len(channels))
+            scale = _chance(a, kind, len(channels)), _chance(b, kind, len(channels))
             sides = [p / max(float(np.linalg.norm(p)), canonical.TINY) for p in (ours[kind], theirs[kind])]
             for way in (0, 1):
                 found[way].append(_share(sides[way], sides[1 - way], scale[way]))
@@ -79,10 +84,24 @@ def measured(
     return max((one for one in made if one is not None), key=lambda one: one.margin, default=None)
 
 
-def _share(own: Array, other: Array, relative_edge: float) -> tuple[float, float]:
+def training(weights: Weights, seed: int = 0) -> float:
+    """Directions that training made, per channel and matrix, in the first and the last layer; random weights have 0."""
+    if "training" not in weights.memo:
+        channels = draw_channels(weights.geometry.width, CHANNELS, seed)
+        counts = [
+            _share(product, product, _chance(weights, kind, len(channels)))[1] / len(channels)
+            for index in {0, weights.geometry.layers - 1}
+            for kind, product in products(weights, index, identity(weights.geometry.width), channels)
+        ]
+        weights.memo["training"] = sum(counts) / max(len(counts), 1)
+    return weights.memo["training"]
+
+
+def _share(own: Array, other: Array, chance: tuple[float, int]) -> tuple[float, float]:
     """Share of one product's trained directions in another, and how many there are."""
     u, s, v = np.linalg.svd(own)
-    edge = float(np.median(s)) * relative_edge
+    ratio, rank = chance
+    edge = float(np.median(s[:rank])) * ratio
     trained = s > ABOVE * edge
     if not trained.any():
         return math.nan, 0.0
@@ -128,21 +147,21 @@ def _feed_forward(weights: Weights, index: int, how: Alignment, channels: Array)
     return total
 
 
-def _edge_of(weights: Weights, kind: str, channels: int) -> float:
+def _chance(weights: Weights, kind: str, channels: int) -> tuple[float, int]:
+    """What random factors give: the largest singular value over the median, and how many are not zero."""
     g = weights.geometry
-    if kind == "ffn":
-        return edge(channels, g.ffn, 1)
-    return edge(channels, g.heads * g.head_dim, 1 if g.latent else g.group)
+    inner, group = (g.ffn, 1) if kind == "ffn" else (g.heads * g.head_dim, 1 if g.latent else g.group)
+    return edge(channels, inner, group), min(channels, max(inner // group, 1))
 
 
 @cache
 def edge(channels: int, inner: int, group: int) -> float:
     """Largest over median singular value of a product of random factors; `group` columns of one share the other's."""
     draw = np.random.default_rng(0)
-    ratios = []
+    rank, ratios = max(inner // group, 1), []
     for _ in range(3):
-        one, other = draw.normal(size=(channels, inner)), draw.normal(size=(channels, max(inner // group, 1)))
-        one = one[:, : other.shape[1] * group].reshape(channels, other.shape[1], group).sum(2)
-        values = np.linalg.svd(one @ other.T, compute_uv=False)
+        one, other = draw.normal(size=(channels, rank * group)), draw.normal(size=(channels, rank))
+        one = one.reshape(channels, rank, group).sum(2)
+        values = np.linalg.svd(one @ other.T, compute_uv=False)[:rank]
         ratios.append(float(values[0] / max(float(np.median(values)), canonical.TINY * values[0])))
     return float(np.mean(ratios))

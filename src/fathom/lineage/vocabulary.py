@@ -22,7 +22,7 @@ from fathom.checkpoints.tokenizers import byte_letters, message_fields
 
 Vocabulary = Mapping[bytes, int]
 
-SHARED_LIMIT = 32_768
+SHARED_LIMIT = 16_384  # rows, or four for each channel of wider models
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _WORD = re.compile(rb" [A-Za-z]{3,}")
 _ALPHABET = byte_letters()

@@ -93,6 +93,8 @@ class Weights:
     """The vocabulary, once it is read."""
     unusable: dict[str, int] = field(default_factory=dict)
     """Tensors with unusable values (not finite, or beyond 1e15), and how many in one read."""
+    memo: dict[str, float] = field(default_factory=dict)
+    """What was measured on these weights alone."""
 
     @property
     def origin(self) -> Origin:
@@ -289,7 +291,7 @@ def _open_adapter(where: str, origin: Origin, base: str | Path | None, max_bytes
     if not origin.exists(ADAPTER_WEIGHTS):
         raise Refused(f"{where}: no {ADAPTER_WEIGHTS} (pickled adapters are never opened)")
     adapter = SafetensorsStore(origin, [ADAPTER_WEIGHTS])
-    return replace(below, name=where, store=AdapterStore(below.store, adapter, config), _words=[], unusable={})
+    return replace(below, name=where, store=AdapterStore(below.store, adapter, config), _words=[], unusable={}, memo={})
 
 
 def resolve(
