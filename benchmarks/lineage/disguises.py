@@ -3,7 +3,8 @@
     python benchmarks/lineage/disguises.py --directory strangers --out benchmarks/results/lineage-disguises.json
 
 Takes the models that strangers.py trained. Each disguise is one to five edits in random order: those of `fathom lineage
-attack`, neurons split in two, pairs of neurons that cancel, and a tokenizer that names other rows. The logits of every
+attack`, neurons split in two, pairs of neurons that cancel, loud heads without effect, and a tokenizer that names other
+rows. The logits of every
 copy are compared with the original's.
 """
 
@@ -33,7 +34,7 @@ from fathom.lineage.attacks import attack
 
 RMS = ("permute", "rotate", "gain", "plane", "head", "neuron", "scale")
 FAMILIES = {"llama": RMS, "llama-tied": RMS, "qwen3": RMS, "qwen3-tied": RMS, "gpt2": ("permute", "head", "neuron")}
-EXTRA = ("split", "cancel", "relabel")
+EXTRA = ("split", "cancel", "heads", "relabel")
 LOOSE = 2e-2  # of the largest logit: float32, and `scale` moves the epsilon of the norms
 
 Tensors = dict[str, torch.Tensor]
@@ -64,6 +65,27 @@ def grown(source: Path, target: Path, draw: np.random.Generator, cancel: bool) -
     written(source, target, tensors, config)
 
 
+def crowded(source: Path, target: Path, draw: np.random.Generator, _: bool) -> None:
+    """As many key heads again, louder than the others: they write nothing, or cancel in pairs."""
+    tensors, config = whole(source), json.loads((source / "config.json").read_text())
+    generator = torch.Generator().manual_seed(int(draw.integers(1 << 30)))
+    heads, keys = config["num_attention_heads"], config["num_key_value_heads"]
+    dim = config.get("head_dim") or config["hidden_size"] // heads
+    loud = float(draw.integers(2)) * 3  # of what they write
+    for name in [n for n in tensors if ".self_attn." in n and n.endswith("proj.weight")]:
+        value = tensors[name]
+        if name.endswith("o_proj.weight"):
+            half = torch.randn(len(value), heads // 2 * dim, generator=generator).to(value.dtype) * value.std() * loud
+            more = torch.cat([half, -half], 1)
+        else:
+            rows = (heads if name.endswith("q_proj.weight") else keys) // 2 * dim
+            half = torch.randn(rows, value.shape[1], generator=generator).to(value.dtype) * value.std() * 4
+            more = torch.cat([half, half])
+        tensors[name] = torch.cat([value, more], 1 if name.endswith("o_proj.weight") else 0).contiguous()
+    config |= {"num_attention_heads": 2 * heads, "num_key_value_heads": 2 * keys, "head_dim": dim}
+    written(source, target, tensors, config)
+
+
 def written(source: Path, target: Path, tensors: Tensors, config: dict[str, Any]) -> None:
     """A checkpoint beside its source's tokenizer."""
     target.mkdir()
@@ -84,6 +106,7 @@ def relabelled(source: Path, target: Path, draw: np.random.Generator, _: bool) -
 OWN: dict[str, Callable[[Path, Path, np.random.Generator, bool], None]] = {
     "split": grown,
     "cancel": grown,
+    "heads": crowded,
     "relabel": relabelled,
 }
 
